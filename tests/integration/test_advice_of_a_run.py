@@ -6,7 +6,6 @@ import json
 
 import pytest
 from slipstream.client.client import Client
-from slipstream.client.dashboard.server import RunFolders
 from slipstream.client.launch.display import table_rows
 from slipstream.client.requests import status_lines
 from slipstream.core.advice import profile_from_json
@@ -75,10 +74,7 @@ async def test_a_run_says_what_it_waits_for_and_what_would_gain(tmp_path) -> Non
     assert "one rollout server more" in text
     assert "rollout servers wanted:" in text
     # A trace of one of its steps.
-    folders = RunFolders(config.run_dir)
-    (overview,) = folders.overview()
-    assert overview["has_trace"]
-    trace = folders.trace(config.run_dir.name)
+    trace = json.loads((config.run_dir / "trace.json").read_text())
     spans = [event["name"] for event in trace["traceEvents"] if event["ph"] == "X"]
     assert f"training of step {trace['otherData']['step']:.0f}" in spans
     assert trace["otherData"]["episodes"] == 16

@@ -59,8 +59,8 @@ ONCE_BROKEN = [
     ("summary of a run", b"\xff"),
     ("summary of a run", b"[]"),
     ("summary of a run", b'{"steps": 3}'),
-    ("dashboard metrics.jsonl", b"\xb8\n[1]\n{\n"),
-    ("dashboard suspended.json", b"\xb8"),
+    ("page metrics.jsonl", b"\xb8\n[1]\n{\n"),
+    ("page suspended.json", b"\xb8"),
     *(
         ("results metrics.jsonl", rows(changed))
         for changed in (
@@ -78,11 +78,11 @@ ONCE_BROKEN = [
     ("tracking.json", b'{"wandb": null, "mlflow": {}}'),
     ("tracking.json", b'{"wandb": "a\\nb"}'),
     *(
-        (f"dashboard {name}", b'{"step": %s, "x": [1e400, -Infinity]}\n' % step)
+        (f"page {name}", b'{"step": %s, "x": [1e400, -Infinity]}\n' % step)
         for name in ("trajectories.jsonl", "metrics.jsonl", "summary.json")
         for step in (b"NaN", b"1e400", b"1" + b"0" * 400)
     ),
-    *((name, DEEP) for name in ("journal", "summary of a run", "dashboard summary.json")),
+    *((name, DEEP) for name in ("journal", "summary of a run", "page summary.json")),
     *((name, DEEP) for name in ("manifest", "model", "batch")),
     ("config.toml", b"a = " + DEEP),
     # Messages of the attacks on a live run.

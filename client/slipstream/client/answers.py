@@ -30,6 +30,8 @@ from slipstream.v1 import environment_pb2 as pb
 # The bounds of `ChatMessage.parts` and `ContentPart.image` in environment.proto.
 MAX_PARTS = 256
 MAX_IMAGE_BYTES = 16 << 20
+# The bound of `Observation.expected_answer`.
+MAX_ANSWER_BYTES = 4096
 _FORMS = (
     '{"type": "text", "text": ...}, {"type": "image_url", "image_url": {"url": "data:..."}}, '
     '{"type": "image", "path": ...} or {"type": "image", "data": ...}'
@@ -46,9 +48,17 @@ def _reply_limit(limit: object) -> int:
     raise environment_failed(f"max_reply_tokens must be None or at least 1, got {_show(limit)}")
 
 
-def observation(opening: object, reply_limit: object) -> pb.Observation:
-    """Converts the result of `reset` and the environment's `max_reply_tokens` to a message.
+def _expected(answer: object) -> str:
+    """Returns an expected answer, cut to the bytes that a message may hold."""
+    if not isinstance(answer, str):
+        raise environment_failed(f"expected_answer must be a text, got {_show(answer)}")
+    return answer.encode(errors="replace")[:MAX_ANSWER_BYTES].decode(errors="ignore")
 
+
+def observation(opening: object, reply_limit: object, expected: object = "") -> pb.Observation:
+    """Converts the result of `reset` and two attributes of the environment to a message.
+
+    These are its `max_reply_tokens` and its `expected_answer`.
     Raises EnvironmentFailed, which names the first value that cannot be sent.
     """
     opened = opening if isinstance(opening, ResetResult) else None
@@ -57,6 +67,7 @@ def observation(opening: object, reply_limit: object) -> pb.Observation:
         max_reply_tokens=_reply_limit(reply_limit),
         tools_json=_tools(opened.tools) if opened is not None and opened.tools else "",
         given_reply=_given(opened.reply, "reset()") if opened is not None else "",
+        expected_answer=_expected(expected),
     )
     return _bounded(made)
 

@@ -33,8 +33,7 @@ EXAMPLES = {
     "receipt": "slipstream receipt runs/quickstart",
     "set-aside": "slipstream set-aside runs/quickstart 17",
     "export": "slipstream export runs/quickstart --step 100 --out model",
-    "dashboard": "slipstream dashboard runs --port 0",
-    "compare": "slipstream compare runs/first runs/second --out both.html",
+    "page": "slipstream page runs/first runs/second --out both.html",
     "roles": "slipstream roles deploy/configs/quickstart.toml --for slurm --out slurm",
     "doctor": "slipstream doctor deploy/configs/quickstart.toml",
 }
@@ -266,30 +265,12 @@ def _add_folder_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
     _set_program(chaos, "slipstream.client.chaos.run_chaos:run_chaos")
 
-    compare = commands.add_parser("compare", help="what differs in two runs, and their curves")
-    compare.add_argument("folders", type=Path, nargs=2, metavar="RUN", help="a run folder")
-    compare.add_argument("--out", type=Path, metavar="FILE", help="also one page of HTML")
-    _set_program(compare, "slipstream.client.compare:compare")
-
-    dashboard = commands.add_parser(
-        "dashboard", help="a page of runs, for a browser on this machine"
+    page = commands.add_parser("page", help="curves and replies of runs in one file of HTML")
+    page.add_argument("folders", type=Path, nargs="+", metavar="RUN", help="a run folder")
+    page.add_argument(
+        "--out", type=Path, metavar="FILE", help="default: page.html in RUN, of several runs here"
     )
-    dashboard.add_argument(
-        "folder",
-        type=Path,
-        nargs="?",
-        default=Path("runs"),
-        metavar="FOLDER",
-        help="of runs, or of one; default: runs",
-    )
-    dashboard.add_argument("--port", type=int, default=7080, help="0: a free one; default: 7080")
-    dashboard.add_argument(
-        "--out",
-        type=Path,
-        metavar="FILE",
-        help="writes the page of one run, to send it to somebody",
-    )
-    _set_program(dashboard, "slipstream.client.dashboard.server:serve_dashboard")
+    _set_program(page, "slipstream.client.page:write_pages")
 
 
 def _add_requests(commands: argparse._SubParsersAction[_Parser]) -> None:

@@ -142,6 +142,8 @@ class Environment(Generic[Task]):
     truncated: bool = False
     # Limit of tokens in each reply of the episode, if it is below the run's. Set it in `reset`.
     max_reply_tokens: int | None = None
+    # The right answer as text, for people who read the reply. Set it in `reset` if there is one.
+    expected_answer: str = ""
 
     def tasks(self) -> TaskSequence[Task] | Iterable[Task]:
         """Returns a sequence, or an iterator that gives the same tasks at every call.

@@ -175,7 +175,8 @@ class EpisodeHost:
                 episode.agent = self._agents.open(environment, task, on_busy=busy)
                 return agent_observation(environment.max_reply_tokens)
             opening = await _result(environment.reset(tasks[command.task_index]))
-            return observation(opening, environment.max_reply_tokens)
+            expected = environment.expected_answer
+            return observation(opening, environment.max_reply_tokens, expected)
 
         # An episode that fails here is closed like any other: `reset` may have taken resources.
         observed = await _run(episode, reset)

@@ -221,6 +221,8 @@ class Trajectory:
     adapter: str = ""
     # The environment's own limit of each reply; 0 means the run's limit.
     max_reply_tokens: int = 0
+    # The right answer as text, or "" if the environment told none.
+    expected_answer: str = ""
 
     @property
     def trajectory_id(self) -> TrajectoryId:

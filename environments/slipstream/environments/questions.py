@@ -116,7 +116,7 @@ class Questions(Environment[Question]):
 
     def reset(self, task: Question) -> list[Message]:
         """Returns the prompt with the question."""
-        self.question = task
+        self.question, self.expected_answer = task, task.answer
         *before, last = task.messages
         if not before:
             last = Message(last.role, self._instruction.replace("{question}", last.text))

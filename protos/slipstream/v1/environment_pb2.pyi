@@ -276,18 +276,20 @@ class Loaded(_message.Message):
     def __init__(self, num_tasks: _Optional[int] = ...) -> None: ...
 
 class Observation(_message.Message):
-    __slots__ = ("messages", "max_reply_tokens", "is_agent", "tools_json", "given_reply")
+    __slots__ = ("messages", "max_reply_tokens", "is_agent", "tools_json", "given_reply", "expected_answer")
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     MAX_REPLY_TOKENS_FIELD_NUMBER: _ClassVar[int]
     IS_AGENT_FIELD_NUMBER: _ClassVar[int]
     TOOLS_JSON_FIELD_NUMBER: _ClassVar[int]
     GIVEN_REPLY_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_ANSWER_FIELD_NUMBER: _ClassVar[int]
     messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
     max_reply_tokens: int
     is_agent: bool
     tools_json: str
     given_reply: str
-    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., max_reply_tokens: _Optional[int] = ..., is_agent: bool = ..., tools_json: _Optional[str] = ..., given_reply: _Optional[str] = ...) -> None: ...
+    expected_answer: str
+    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., max_reply_tokens: _Optional[int] = ..., is_agent: bool = ..., tools_json: _Optional[str] = ..., given_reply: _Optional[str] = ..., expected_answer: _Optional[str] = ...) -> None: ...
 
 class AgentCall(_message.Message):
     __slots__ = ("call", "method", "path", "headers", "body", "branch", "is_abandoned")

@@ -137,6 +137,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         reference=draw(st.none() | references(num_sampled)),
         adapter=draw(st.just("") | names.filter(lambda name: len(name) <= 64)),
         max_reply_tokens=draw(st.integers(0, 4194304)),
+        expected_answer=draw(texts),
     )
 
 

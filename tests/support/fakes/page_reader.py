@@ -42,8 +42,6 @@ class Reader:
         for command in self._commands():
             if re.fullmatch(r"slipstream run \S+", command):
                 self._watch_run(command)
-            elif command == "slipstream dashboard":
-                self._open_dashboard()
             elif command not in self.meanwhile:
                 self._carry_out(command)
 
@@ -93,18 +91,3 @@ class Reader:
                 run.kill()
                 run.wait()
         self.outputs[command] = shown.read_text()
-
-    def _open_dashboard(self) -> None:
-        page = subprocess.Popen(
-            ["slipstream", "dashboard", "--port", "0"],
-            cwd=self.folder,
-            env=self.environ | {"PYTHONUNBUFFERED": "1"},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        try:
-            assert page.stdout is not None
-            assert "http://127.0.0.1:" in page.stdout.readline()
-        finally:
-            page.terminate()
-            page.communicate(timeout=60)

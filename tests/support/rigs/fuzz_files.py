@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 
-from slipstream.client.dashboard.server import RunFolders
+from slipstream.client.page import write_page
 from slipstream.client.run_folder import check_run_folder
 from slipstream.core.configuration.config_file import dump_config, load_config
 from slipstream.core.errors import CheckpointError, ConfigError, ProtocolError
@@ -26,6 +26,7 @@ from slipstream.protocol.checkpoints import MANIFEST_NAME, describe_file, read_m
 from slipstream.v1 import trainer_pb2
 
 from support.fakes.journal_records import batch_record, lease_record
+from support.references.page_data import given_of
 from support.rigs.controller_runs import make_config
 from support.rigs.fuzz_calls import honest_trajectory, honest_tree
 from support.rigs.fuzz_readers import Reader
@@ -160,14 +161,11 @@ def file_reader(name: str, read: Callable[[Path], object]) -> Callable[[bytes, P
     return reading
 
 
-def dashboard(path: Path) -> object:
-    folders = RunFolders(path.parent)
-    (path.parent / "metrics.jsonl").touch()
-    name = path.parent.name
-    rows = folders.metrics(name, 0).rows
-    episodes = [folders.trajectories(name, step) for step in (None, 1)]
+def shown_page(path: Path) -> object:
+    out = path.parent / "page.html"
+    write_page([path.parent], out, period_s=0)
     # No browser reads NaN.
-    return json.dumps((folders.overview(), folders.about(name), rows, episodes), allow_nan=False)
+    return json.dumps(given_of(out), allow_nan=False)
 
 
 @functools.cache
@@ -263,7 +261,7 @@ def file_readers() -> list[Reader]:
             changed_table,
         ),
         *(
-            Reader(f"dashboard {name}", (text,), file_reader(name, dashboard), (), make)
+            Reader(f"page {name}", (text,), file_reader(name, shown_page), (), make)
             for name, text, make in (
                 ("summary.json", json.dumps(summary).encode(), changed_table),
                 ("suspended.json", b'{"e": "x"}', changed_table),

@@ -12,7 +12,7 @@ from slipstream.learner.controller.reporting.result_files import COLUMNS
 from slipstream.learner.controller.reporting.trackers import RunIds, Trackers
 from slipstream.v1 import status_pb2
 
-from support.rigs.fuzz_files import changed_table, config_of, dashboard, file_reader
+from support.rigs.fuzz_files import changed_table, config_of, file_reader, shown_page
 from support.rigs.fuzz_readers import Reader
 
 # Numbers of a step of which the controller adds up, counts or compares something.
@@ -101,9 +101,9 @@ def result_readers() -> list[Reader]:
     episodes = json_lines(sampled, sampled | {"step": 2})
     return [
         Reader(
-            "dashboard trajectories.jsonl",
+            "page trajectories.jsonl",
             (episodes,),
-            file_reader("trajectories.jsonl", dashboard),
+            file_reader("trajectories.jsonl", shown_page),
             (),
             _lines,
         ),

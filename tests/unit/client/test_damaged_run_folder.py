@@ -1,18 +1,18 @@
 """Files of a run's folder that are damaged between two starts, as the command line reads them."""
 
-import json
 import resource
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from slipstream.client.dashboard.server import RunFolders
+from slipstream.client.page import write_page
 from slipstream.client.run_folder import check_run_folder, version_to_export, write_config
 from slipstream.core.configuration.config_file import dump_config, load_config
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import Config
 from support.fakes.small_checkpoints import save_checkpoint
 from support.fakes.small_configs import config_of
+from support.references.page_data import given_of
 
 
 def run_of(tmp_path: Path) -> Config:
@@ -120,21 +120,19 @@ def test_a_damaged_summary_does_not_keep_a_run_from_going_on(tmp_path, spoil):
 
 
 @pytest.mark.parametrize("spoil", SPOILS.values(), ids=SPOILS.keys())
-def test_the_dashboard_shows_what_is_whole_of_a_run(tmp_path, spoil):
+def test_the_page_shows_what_is_whole_of_a_run(tmp_path, spoil):
     folder = tmp_path / "one"
     folder.mkdir()
     metrics = folder / "metrics.jsonl"
-    metrics.write_bytes(b'{"step": 1}\n' + bytes(512) + b"\n[1]\n\xff\n{\n" + b'{"step": 2}\n')
+    one, two = b'{"step": 1, "x": 3}\n', b'{"step": 2, "x": 4}\n'
+    metrics.write_bytes(one + bytes(512) + b"\n[1]\n\xff\n{\n" + two)
     for name in ("summary.json", "suspended.json", "trajectories.jsonl"):
         spoil(folder / name)
-    (folder / "logs").mkdir()
-    spoil(folder / "logs" / "controller.log")
-    reader = RunFolders(tmp_path)
-    assert [row["step"] for row in reader.metrics("one", 0).rows] == [1, 2]
-    (line,) = reader.overview()
-    assert line["name"] == "one"
-    json.dumps(reader.about("one"))
-    assert reader.trajectories("one", None)["trajectories"] == []
+    write_page([folder], tmp_path / "page.html", period_s=0)
+    (run,) = given_of(tmp_path / "page.html")["runs"]
+    assert run["name"] == "one"
+    assert run["curves"] == {"x": [[1, 3.0], [2, 4.0]]}
+    assert [row.get("step") for row in run["replies"]] in ([], [None])
 
 
 def export_refusal(folder: Path, step: int | None) -> str:

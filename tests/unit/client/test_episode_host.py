@@ -298,6 +298,27 @@ async def test_an_environment_may_shorten_the_replies_of_an_episode():
 
 
 @pytest.mark.parametrize(
+    ("answer", "told"),
+    [("42", "42"), ("é" * 3000, "é" * 2048), ("\ud800x", "?x"), (42, None)],
+)
+async def test_the_expected_answer_goes_with_the_observation(answer, told):
+    class Asking(Environment):
+        def tasks(self):
+            return [answer]
+
+        def reset(self, task):
+            self.expected_answer = task
+            return [Message("user", "x")]
+
+    reset = pb.ResetCommand(episode_key="k")
+    answered = await EpisodeHost(Asking()).answer(pb.WorkerCommand(call_id=1, reset=reset))
+    if told is not None:
+        assert answered.observation.expected_answer == told
+    else:
+        assert "expected_answer must be a text, got 42" in answered.failure.message
+
+
+@pytest.mark.parametrize(
     ("result", "cause"),
     [
         (StepResult(1e7), "Verdict.reward must be between -1e+06 and 1e+06, got 10000000.0"),

@@ -49,11 +49,12 @@ async def test_a_given_reply_is_cut_at_the_limit_like_any_other(server, tmp_path
 
 async def test_a_limit_of_the_environment_goes_with_its_episodes(server, tmp_path: Path) -> None:
     environment = demonstrations(tmp_path, ("a", "a b c"))
-    environment.max_reply_tokens = 2
+    environment.max_reply_tokens, environment.expected_answer = 2, "a b"
     server.fleet.serve(environment)
     (trajectory,) = await server.played()
     assert trajectory.run_lengths == (3, 2)
     assert (trajectory.status, trajectory.max_reply_tokens) == (Status.TRUNCATED, 2)
+    assert trajectory.expected_answer == "a b"
 
 
 class HalfGiven(Environment[int]):

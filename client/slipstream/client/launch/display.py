@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, TextIO
 
+from slipstream.client.page import PAGE
 from slipstream.client.run_folder import read_summary
 from slipstream.client.terminal import complain, counted, discard, plain, this_command
 from slipstream.core.run_folder import CHECKPOINTS, LOGS, METRICS, SAMPLES, SUMMARY, log_path
@@ -16,7 +17,7 @@ from slipstream.v1 import status_pb2
 
 # The names in a run's folder that people look for.
 FILES = (
-    *(SUMMARY, METRICS, SAMPLES, "tensorboard/", "wandb/", "mlflow.db", "profile/"),
+    *(PAGE, SUMMARY, METRICS, SAMPLES, "tensorboard/", "wandb/", "mlflow.db", "profile/"),
     *(f"{CHECKPOINTS}/", "quarantine/", f"{LOGS}/"),
 )
 # The beginning of the controller's event of a failure.

@@ -42,6 +42,7 @@ from slipstream.client.launch.preflight import check_installed, hold_address, pr
 from slipstream.client.launch.roles import Share, learner_node
 from slipstream.client.launch.run_processes import GRACE_S, RunProcesses
 from slipstream.client.launch.trainer_ranks import rank_environments
+from slipstream.client.page import PAGE, page_kept
 from slipstream.client.run_folder import (
     begin_run,
     check_unwritten,
@@ -113,7 +114,11 @@ async def run_quickstart(overrides: Sequence[str]) -> int:
         log = make_folder(model.parent) / f"{model.name}.log"
         await _run_program("tiny model", TINY_MODEL, [str(model)], log)
         log.unlink()
-    return await run_all(path, overrides, dry_run=False)
+    code = await run_all(path, overrides, dry_run=False)
+    if code == 0:
+        page = load_config(path, overrides).run_dir / PAGE
+        say(f"\n  see curves and replies: {page}; next: docs/tutorial.md")
+    return code
 
 
 async def run_learner(
@@ -182,6 +187,8 @@ async def _carry_out(
         processes.keep_trainers(share.ranks)
         for number in range(share.servers):
             processes.keep_rollout_server(number)
+        if share.has_controller:
+            await stack.enter_async_context(page_kept(config.run_dir, processes.warn))
         return await processes.wait()
 
 

@@ -193,6 +193,8 @@ class RunProcesses:
         self._trainers: TrainerRanks | None = None
         self._servers: dict[str, asyncio.Task[None]] = {}
         self._display = Display(config)
+        # Shows a warning on the screen.
+        self.warn = self._display.warn
         self._over = False
         # How a trainer rank was killed; the other ranks only say that they lost it.
         self._killed = ""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 
 from pydantic import JsonValue, model_validator
 from slipstream.core.machine.address import address_parts, is_loopback
@@ -98,27 +99,37 @@ class Config(Tables):
             yield from rule(self)
 
 
-# Settings that hold or locate secrets, which no tracking service should get.
-_UNTOLD = (
-    "queue.redis_url",
-    "queue.controller",
-    "queue.rollout_server",
-    "security",
+# Tables that hold or locate secrets, and notes on settings that are none themselves.
+_UNTOLD = ("queue.redis_url", "queue.controller", "queue.rollout_server", "security")
+_NOTES = ("automatic", "sources")
+# Settings whose values are secrets, by the end of their names.
+_SECRET_NAME = re.compile(
+    r"(?:^|[_-])(?:(?:api|access|secret|private|service|signing|openai|anthropic)[_-]?keys?"
+    r"|secrets?|password|passwd|passphrase|pwd|credentials?|authorization"
+    r"|(?:access|auth|api|hf|bearer|github|judge|service)[_-]?token)$|^token$",
+    re.IGNORECASE,
 )
+_URL_PASSWORD = re.compile(r"://[^/@\s]+@")
 
 
-def told_settings(config: Config) -> dict[str, JsonValue]:
-    """Returns all settings except secrets, by dotted names like `algorithm.max_staleness`."""
+def told_settings(settings: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
+    """Returns all settings except secrets, by the names that overrides have.
+
+    `settings` are tables, as in a TOML file. A name is `environments.0.weight`, for example.
+    """
     flat: dict[str, JsonValue] = {}
 
-    def flatten(prefix: str, value: JsonValue) -> None:
-        if prefix in _UNTOLD:
+    def flatten(name: str, value: JsonValue) -> None:
+        key = name.rpartition(".")[2]
+        if name in (*_UNTOLD, *_NOTES) or _SECRET_NAME.search(key):
             return
+        if isinstance(value, list) and any(isinstance(inner, dict) for inner in value):
+            value = {str(place): inner for place, inner in enumerate(value)}
         if isinstance(value, dict) and value:
-            for key, inner in value.items():
-                flatten(f"{prefix}.{key}" if prefix else key, inner)
-        else:
-            flat[prefix] = value
+            for inner_key, inner in value.items():
+                flatten(f"{name}.{inner_key}" if name else inner_key, inner)
+        elif not (isinstance(value, str | list) and _URL_PASSWORD.search(str(value))):
+            flat[name] = value
 
-    flatten("", config.model_dump(mode="json"))
+    flatten("", dict(settings))
     return flat

@@ -57,6 +57,7 @@ class Opening:
     is_agent: bool = False
     tools: str = ""
     given_reply: str = ""
+    expected_answer: str = ""
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,7 @@ class StreamSession:
             observation.is_agent,
             _tools(observation.tools_json) or "",
             observation.given_reply,
+            observation.expected_answer,
         )
 
     async def step(

@@ -296,6 +296,7 @@ class Episode:
         lease, services = self._lease, self._services
         opening = await self._ask(session.reset(lease.task_index, lease.seed))
         self._recording.max_reply_tokens = opening.max_reply_tokens
+        self._recording.expected_answer = opening.expected_answer
         if opening.is_agent:
             return await self._serve_agent(session, opening.max_reply_tokens)
         talk = EnvironmentTalk(

@@ -167,4 +167,5 @@ def trajectory_of(
         image_places=tuple(recording.image_places),
         adapter=lease.sampling.adapter,
         max_reply_tokens=recording.max_reply_tokens,
+        expected_answer=recording.expected_answer,
     )

@@ -40,6 +40,7 @@ class Recording(TokenRecord):
     is_given: bool = False
     # The environment's own limit of each reply in tokens; 0 means the run's limit.
     max_reply_tokens: int = 0
+    expected_answer: str = ""
     prompt_tokens: int = 0
     last_reply: list[int] = field(default_factory=list)
     # Text of `last_reply`; None until it is decoded.

@@ -84,6 +84,7 @@ def readable(
         "task_index": trajectory.task_index,
         "prompt": trajectory.prompt_text,
         "reply": trajectory.reply_text,
+        "answer": trajectory.expected_answer or None,
         "reward": trajectory.reward,
         "advantage": advantage,
         "lag": _mean_lag(step - 1, trajectory),

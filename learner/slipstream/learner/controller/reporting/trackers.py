@@ -45,7 +45,7 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 Lines: TypeAlias = Sequence[Mapping[str, Any]]
 # The columns of a table of samples, as the lines name them.
 COLUMNS = (
-    *("step", "environment", "task_index", "prompt", "reply"),
+    *("step", "environment", "task_index", "prompt", "reply", "answer"),
     *("reward", "advantage", "lag", "versions", "status", "sampled_tokens"),
 )
 
@@ -241,7 +241,7 @@ class WandbTracker:
             id=run_id,
             resume="allow",
             dir=str(folder),
-            config=told_settings(config),
+            config=told_settings(config.model_dump(mode="json")),
             settings=wandb.Settings(console="off", silent=True),
         )
         self._run.define_metric(STEP)
@@ -309,7 +309,7 @@ class MlflowTracker:
         self._run_id = self._create(config.tracking.project, config.run.name, artifacts)
         texts = {
             key: value if isinstance(value, str) else json.dumps(value)
-            for key, value in told_settings(config).items()
+            for key, value in told_settings(config.model_dump(mode="json")).items()
         }
         params = [Param(key, text[:MAX_VALUE_CHARACTERS]) for key, text in texts.items()]
         for start in range(0, len(params), MAX_PARAMS):

@@ -30,6 +30,7 @@ EPISODE = {
     "task_index": 3,
     "prompt": "1+1=",
     "reply": "<b>2",
+    "answer": "2",
     "reward": 1.0,
     "advantage": 0.5,
     "lag": 0.25,
@@ -37,7 +38,7 @@ EPISODE = {
     "sampled_tokens": 4,
     "versions": [[3, "0.6"], [1, "0.5"]],
 }
-ROW = [7, "sums", 3, "1+1=", "<b>2", 1.0, 0.5, 0.25, "3 by 0.6, 1 by 0.5", "completed", 4]
+ROW = [7, "sums", 3, "1+1=", "<b>2", "2", 1.0, 0.5, 0.25, "3 by 0.6, 1 by 0.5", "completed", 4]
 GROUP = {"sampled_tokens": [4, 2], "surprisal": [0.5, None]}
 
 
@@ -146,8 +147,8 @@ def test_trackers_are_told_all_settings_but_secrets(tmp_path: Path):
         queue__controller=secrets,
         queue__rollout_server=secrets,
     )
-    assert not any("secrets" in str(value) for value in told_settings(users).values())
-    told = told_settings(config)
+    assert not any("secrets" in str(value) for value in told_settings(users.model_dump(mode="json")).values())
+    told = told_settings(config.model_dump(mode="json"))
     assert told["algorithm.max_staleness"] == 2
     assert told["queue.kind"] == "redis"
     assert not any("hunter2" in str(value) or "secrets" in str(value) for value in told.values())

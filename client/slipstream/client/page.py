@@ -1,0 +1,221 @@
+"""Writes one page of HTML about one or several runs: curves, settings that differ, and replies.
+
+The page loads nothing from elsewhere, so it can be sent to somebody. A run writes its own page
+while it goes on. Text of models and environments is only in the page's JSON, and is shown as text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import hashlib
+import json
+import os
+import re
+import time
+import tomllib
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from pydantic import JsonValue
+from slipstream.client.run_files import lines_of, open_regular, parsed, read_bounded
+from slipstream.client.run_folder import settings_of
+from slipstream.client.terminal import say
+from slipstream.core.errors import ConfigError
+from slipstream.core.run_folder import CONFIG, METRICS, SAMPLES, SUMMARY, SUSPENDED
+from slipstream.core.settings.config import told_settings
+
+PAGE = "page.html"
+# Seconds between two pages of a run that goes on.
+PERIOD_S = 30.0
+# Most points of a curve, and the newest ones, which are always kept.
+MOST_POINTS, NEWEST = 500, 10
+# Most bytes of a table and of the kept episodes, most episodes, and characters of their texts.
+MOST_TABLE_BYTES, TAIL_BYTES, MOST_REPLIES, MOST_CHARACTERS = 4 << 20, 4 << 20, 48, 6000
+_EVALUATION = b'"evaluation_step"'
+# Larger numbers of a step or a metric are damage.
+MOST = 1e30
+# Metrics that are no curve.
+_NO_CURVES = ("step", "evaluation_step", "wall_s")
+# Settings that differ between any two runs and change nothing else.
+_OF_EACH = ("run.name", "run.dir")
+_MISSING = "–"
+
+
+def write_pages(folders: Sequence[Path], out: Path | None) -> int:
+    """Writes the page of the runs in `folders`, prints its path and returns exit code 0.
+
+    Without `out` the page of one run is in its folder, and the page of several is here. Raises
+    ConfigError if a folder is no run, or if the page is there already and is not a run's own.
+    """
+    for folder in folders:
+        settings_of(folder)
+    path = out or (folders[0] / PAGE if len(folders) == 1 else Path(PAGE))
+    if path.exists() and (out is not None or len(folders) > 1):
+        raise ConfigError(f"{path} exists already: remove it, or name another file by --out")
+    try:
+        write_page(folders, path, period_s=0)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
+    say(f"{path}: {path.stat().st_size / 1e6:.1f} MB")
+    return 0
+
+
+@contextlib.asynccontextmanager
+async def page_kept(folder: Path, warn: Callable[[str], None]) -> AsyncIterator[None]:
+    """Writes the page of a run every `PERIOD_S` and at the block's end; warns of one failure."""
+    told, ended = False, asyncio.Event()
+
+    def write(period_s: float) -> None:
+        nonlocal told
+        try:
+            write_page([folder], folder / PAGE, period_s=period_s)
+        except OSError as error:
+            if not told:
+                warn(f"{folder / PAGE} cannot be written: {error.strerror or error}")
+            told = True
+
+    async def keep() -> None:
+        while not ended.is_set():
+            await asyncio.to_thread(write, PERIOD_S)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(ended.wait(), PERIOD_S)
+        await asyncio.to_thread(write, 0)
+
+    keeping = asyncio.create_task(keep())
+    try:
+        yield
+    finally:
+        ended.set()
+        await keeping
+
+
+def write_page(folders: Sequence[Path], path: Path, *, period_s: float) -> None:
+    """Replaces the page `path`; it reloads itself every `period_s` unless that is 0.
+
+    Raises OSError if the page cannot be written. What is missing in a folder is left out.
+    """
+    settings = [_settings(folder) for folder in folders]
+    names = [str(own.get("run.name") or p.name) for own, p in zip(settings, folders, strict=True)]
+    if len(set(names)) < len(names):
+        names = [str(folder) for folder in folders]
+    runs = [_run(name, folder) for name, folder in zip(names, folders, strict=True)]
+    given = {"runs": runs, "settings": list(differences(settings)), "period_s": period_s}
+    given["written"] = time.strftime("%Y-%m-%d %H:%M:%S")
+    template = files("slipstream.client").joinpath(PAGE).read_text(encoding="utf-8")
+    before, script, after = template.split("<!-- cut -->")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    before = before.replace("TITLE", escape(" and ".join(names))).replace("DIGEST", digest)
+    data = json.dumps(given).replace("<", "\\u003c")
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(
+            f'{before}<script type="application/json" id="given">{data}</script>'
+            f"<script>{script}</script>{after}"
+        )
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _settings(folder: Path) -> dict[str, JsonValue]:
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        data = read_bounded(folder / CONFIG, MOST_TABLE_BYTES)
+        return told_settings(tomllib.loads(data.decode()))
+    return {}
+
+
+def _run(name: str, folder: Path) -> dict[str, object]:
+    """Returns all that the page shows of one run but its settings."""
+    summary, suspended = _table(folder / SUMMARY), _table(folder / SUSPENDED)
+    ended = {"state": summary.get("state"), "cause": summary.get("cause")}
+    curves, replies = _curves(folder), _replies(folder)
+    return {"name": name, **ended, "suspended": suspended, "curves": curves, "replies": replies}
+
+
+def _table(path: Path) -> dict[str, JsonValue]:
+    try:
+        found = parsed(read_bounded(path, MOST_TABLE_BYTES))
+    except OSError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def differences(settings: Sequence[Mapping[str, JsonValue]]) -> Iterator[tuple[str, list[str]]]:
+    """Yields the name and texts of each setting that differs; a table that runs lack is one."""
+    own = [{table for name in each for table in _tables(name)} for each in settings]
+    common, shown = set.intersection(*own), dict[str, list[JsonValue]]()
+    for setting in dict.fromkeys(key for each in settings for key in each):
+        rare = next((table for table in _tables(setting) if table not in common), "")
+        shown[rare or setting] = [
+            ("there" if rare in tables else _MISSING) if rare else each.get(setting, _MISSING)
+            for each, tables in zip(settings, own, strict=True)
+        ]
+    for name, values in shown.items():
+        if name not in _OF_EACH and any(value != values[0] for value in values):
+            yield name, [v if isinstance(v, str) else json.dumps(v, default=str) for v in values]
+
+
+def _tables(setting: str) -> list[str]:
+    """Returns the names of the tables in which a setting is, the outermost first."""
+    return [setting[: dot.start()] for dot in re.finditer(r"\.", setting)]
+
+
+def _curves(folder: Path) -> dict[str, list[tuple[float, float]]]:
+    """Returns (step, value) points of each metric; steps and evaluations are thinned evenly."""
+    curves: dict[str, dict[float, float]] = {}
+    counts, seen = Counter[bool](), Counter[bool]()
+    with contextlib.suppress(OSError), open_regular(folder / METRICS) as file:
+        counts.update(_EVALUATION in line for line in lines_of(file))
+        file.seek(0)
+        for line in lines_of(file):
+            kind = _EVALUATION in line
+            place, stride = seen[kind], max(1, -(-counts[kind] // MOST_POINTS))
+            seen[kind] += 1
+            if place % stride == 0 or place >= counts[kind] - NEWEST:
+                row = parsed(line)
+                for step, name, value in _numbers(row if isinstance(row, dict) else {}):
+                    curves.setdefault(name, {})[step] = value
+    return {name: sorted(found.items()) for name, found in curves.items()}
+
+
+def _numbers(row: Mapping[str, Any]) -> Iterator[tuple[float, str, float]]:
+    """Yields (step, metric, value) of a row; a value has five digits."""
+    # Without tokens of lag 0 there is no gap, which is not a gap of 0.
+    gapless = row.get("logprob_gap_tokens") == 0
+    step = row.get("step", row.get("evaluation_step"))
+    for name, value in row.items():
+        if name in _NO_CURVES or (gapless and name.startswith("logprob_gap_")):
+            continue
+        numbers = isinstance(step, int | float) and isinstance(value, int | float)
+        if numbers and abs(step) < MOST and abs(value) < MOST:
+            yield step, name, float(f"{value:.5g}")
+
+
+def _replies(folder: Path) -> list[JsonValue]:
+    """Returns the newest kept episodes, newest first, with texts of limited length."""
+    lines: list[bytes] = []
+    with contextlib.suppress(OSError), open_regular(folder / SAMPLES) as file:
+        start = max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES)
+        file.seek(start)
+        # The first line may be cut.
+        lines = file.read(TAIL_BYTES).splitlines()[1 if start else 0 :]
+    rows = [_cut(row) for row in map(parsed, lines[-MOST_REPLIES:]) if isinstance(row, dict)]
+    return rows[::-1]
+
+
+def _cut(value: JsonValue, depth: int = 8) -> JsonValue:
+    if isinstance(value, str) and len(value) > MOST_CHARACTERS:
+        return f"{value[:MOST_CHARACTERS]} …"
+    if isinstance(value, dict | list) and not depth:
+        return None
+    if isinstance(value, dict):
+        return {key: _cut(inner, depth - 1) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_cut(inner, depth - 1) for inner in value[:MOST_REPLIES]]
+    return value
