@@ -147,7 +147,8 @@ def test_trackers_are_told_all_settings_but_secrets(tmp_path: Path):
         queue__controller=secrets,
         queue__rollout_server=secrets,
     )
-    assert not any("secrets" in str(value) for value in told_settings(users.model_dump(mode="json")).values())
+    told = told_settings(users.model_dump(mode="json"))
+    assert not any("secrets" in str(value) for value in told.values())
     told = told_settings(config.model_dump(mode="json"))
     assert told["algorithm.max_staleness"] == 2
     assert told["queue.kind"] == "redis"
