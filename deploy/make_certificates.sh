@@ -75,10 +75,10 @@ EOF
 digest() { tr -d '\n' < "$1" | openssl dgst -sha256 -r | cut -d' ' -f1; }
 both="resetkeys resetchannels -@all +auth +hello +ping +select +client|setname"
 both+=" +multi +exec +discard +unwatch"
-stream="~slipstream:*:trajectories" marks="(+get +mget %R~slipstream:*:mark*)"
-controller="+config|get (+xgroup|create +xreadgroup +xrange +xack +xdel $stream)"
-controller+=" (+set ~slipstream:*:mark) (+incrby ~slipstream:*:mark:*:removed) $marks"
-rollout="(+xadd $stream) (+watch +incrby ~slipstream:*:mark:*:added) $marks"
+stream="~slipstream:*:trajectories" bytes="~slipstream:*:bytes"
+controller="+config|get (+xgroup|create +xreadgroup +xrange +xack +xdel +xinfo|stream $stream)"
+controller+=" (+incrby +get $bytes)"
+rollout="(+xadd $stream) (+watch +incrby +get $bytes)"
 cat > redis.acl << EOF
 user default off resetpass ~* &* +@all
 user controller on #$(digest redis_controller_password) $both $controller

@@ -36,7 +36,7 @@ EMPTY = {"crc32": zlib.crc32(trainer_pb2.RecordedBatch().SerializeToString()), "
 # Records of a short run, as a controller writes them.
 RECORDS = (
     {"kind": "start", "format": 1, "run_id": "r-1", "key": "ab" * 32, "unix_s": 1.0},
-    {"kind": "queue", "mark": "m"},
+    {"kind": "queue", "added": 1},
     {"kind": "submitted", "environment": "new", "spec": "{}"},
     *(lease_record(f"g{number:06d}", number, seed=3) for number in range(4)),
     {"kind": "evaluation_lease", "group": "e1-000000", "server": "s", "epoch": 7},

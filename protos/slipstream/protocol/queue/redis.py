@@ -4,7 +4,7 @@ Consumes: trajectories, by `put`. Produces: stream entries, whose bytes are coun
 transaction. Waits for: free bytes, by polling. Unblocked by: acknowledgements, which are counted
 too.
 
-The server is Redis or Valkey from 6.2 on. It must fsync every write and never evict: the receiver
+The server is Redis or Valkey from 7 on. It must fsync every write and never evict: the receiver
 checks this, and warns if the server does not show its settings.
 """
 
@@ -13,31 +13,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import secrets
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
+import redis.asyncio
 from redis.exceptions import WatchError
-from redis.typing import EncodableT, FieldT
 from slipstream.core.backoff import Backoff
 from slipstream.core.errors import QueueError, TrajectoryQueueFull
 from slipstream.core.types import TrajectoryId
 from slipstream.protocol.queue.base import EpochAmounts, check_fits, queue_full
 from slipstream.protocol.queue.embedded import EmbeddedServer
 from slipstream.protocol.queue.redis_connection import (
-    COUNTS,
-    COUNTS_FORMAT,
-    DATA,
+    DELIVERY,
     FIRST_BACKOFF_S,
-    ID,
     MAX_BACKOFF_S,
     RECONNECT_TIMEOUT_S,
     RedisConnection,
 )
 from slipstream.protocol.queue.redis_receiver import RedisReceiver
+from slipstream.v1 import trajectory_pb2
 
 __all__ = ["EmbeddedServer", "RedisReceiver", "RedisSender"]
 
@@ -58,10 +55,9 @@ class _Put:
 class RedisSender:
     """The rollout server's side of the queue; `put` returns when the trajectory is on Redis's disk.
 
-    Trajectories that wait at the same time are written together. If Redis stays unreachable or has
-    lost data, waiting `put`s fail, and the `async with` block ends with an ExceptionGroup of a
-    QueueError. A receiver must have opened the queue first. If a receiver opens the queue again
-    under a new mark (the id of the data in Redis), the sender goes on under the new mark.
+    Trajectories that wait at the same time are written together. If Redis stays unreachable or came
+    back empty, waiting `put`s fail, and the `async with` block ends with an ExceptionGroup of a
+    QueueError. A receiver must have opened the queue first.
     """
 
     def __init__(
@@ -76,10 +72,9 @@ class RedisSender:
 
         A lost connection to Redis is retried for `reconnect_timeout_s`.
         """
-        self._connection = RedisConnection(
-            url, run_id, sender=secrets.token_hex(8), reconnect_timeout_s=reconnect_timeout_s
-        )
+        self._connection = RedisConnection(url, run_id, reconnect_timeout_s=reconnect_timeout_s)
         self._max_bytes = max_bytes
+        self._used_bytes = 0
         self._waiting: deque[_Put] = deque()
         self._sent, self.taken = EpochAmounts(), EpochAmounts()
         self._wake_writer, self._wake_watcher = asyncio.Event(), asyncio.Event()
@@ -90,7 +85,7 @@ class RedisSender:
 
     async def __aenter__(self) -> RedisSender:
         try:
-            await self._connection.persistently(self._connection.find_mark)
+            await self._connection.persistently(self._look)
         except BaseException:
             await self._connection.client.aclose()
             raise
@@ -109,7 +104,7 @@ class RedisSender:
     @property
     def queued_bytes(self) -> int:
         """Number of bytes of all senders that wait in Redis, at most half a second old."""
-        return self._connection.counters.used_bytes
+        return max(self._used_bytes, 0)
 
     @property
     def undelivered(self) -> Sequence[TrajectoryId]:
@@ -185,41 +180,37 @@ class RedisSender:
         """Stores waiting trajectories that fit, in order; returns False if none fits now."""
         connection = self._connection
         async with connection.client.pipeline(transaction=True) as pipeline:
-            # Only other senders can break the limit: acknowledgements make room.
-            watched = connection.added_key
-            await pipeline.watch(watched)
-            counters, added_bytes = await connection.follow_counters(pipeline), 0
-            if connection.added_key != watched:
-                return True
+            # Another sender may take the room that is read here.
+            await pipeline.watch(connection.bytes_key)
+            used_bytes = self._used_bytes = await self._look(pipeline)
             async with self._executing:
                 batch: list[_Put] = []
                 sent = EpochAmounts(self._sent)
                 pipeline.multi()  # type: ignore[no-untyped-call]
                 for place in itertools.islice(self._waiting, MAX_ENTRIES_PER_WRITE):
-                    if counters.used_bytes + added_bytes + len(place.data) > self._max_bytes:
+                    if used_bytes + len(place.data) > self._max_bytes:
                         break
                     batch.append(place)
-                    added_bytes += len(place.data)
-                    amount = sent.add(place.trajectory_id, place.tokens)
-                    fields: dict[FieldT, EncodableT] = {
-                        ID: place.trajectory_id,
-                        DATA: place.data,
-                        COUNTS: COUNTS_FORMAT.pack(place.tokens, *amount),
-                    }
+                    used_bytes += len(place.data)
+                    request = trajectory_pb2.DeliverRequest(
+                        trajectory=place.data,
+                        trajectory_id=place.trajectory_id,
+                        tokens=place.tokens,
+                        sent=sent.add(place.trajectory_id, place.tokens).to_pb(),
+                    )
+                    fields: Any = {DELIVERY: request.SerializeToString()}
                     pipeline.xadd(connection.stream, fields, nomkstream=True)
                 if not batch:
                     return False
-                pipeline.incrby(connection.own_key, added_bytes)
-                pipeline.incrby(connection.added_key, added_bytes)
+                pipeline.incrby(connection.bytes_key, used_bytes - self._used_bytes)
                 try:
-                    *entry_ids, own, added = await pipeline.execute()
+                    *entry_ids, self._used_bytes = await pipeline.execute()
                 except WatchError:
                     # Another sender was faster, or the connection broke: the next attempt tells.
                     return True
                 if None in entry_ids:
                     raise connection.lost("the stream is gone")
-                self._sent, now = sent, connection.counters
-                connection.counters = now.newest(replace(now, added_bytes=added, own_bytes=own))
+                self._sent = sent
                 for place in batch:
                     if not place.stored.done():
                         place.stored.set_result(None)
@@ -236,4 +227,11 @@ class RedisSender:
             self._wake_watcher.clear()
             while self.queued_bytes:
                 await asyncio.sleep(WATCH_S)
-                await connection.persistently(connection.follow_counters)
+                await connection.persistently(self._look)
+
+    async def _look(self, reader: redis.asyncio.Redis | None = None) -> int:
+        """Returns the bytes that wait, read by the client `reader` if given, and notes them."""
+        connection = self._connection
+        found = await (reader or connection.client).get(connection.bytes_key)
+        self._used_bytes = connection.used_bytes(found)
+        return self._used_bytes

@@ -4,62 +4,80 @@ Consumes: entries of the stream, first entries that are pending for this receive
 deliveries, which `get` returns. Waits for: new entries. Unblocked by: a `put` of any sender;
 acknowledgements wake `_forget`.
 
-Once a second the receiver reads the rest of the stream and the counters in one transaction. The
-bytes of all known entries must then equal the counters; otherwise data were lost.
+Once a second the receiver reads the rest of the stream and Redis's own counts of it in one
+transaction: the entries that were ever added, and those that it has. If they are not those that
+the receiver knows, data were lost.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 from redis.exceptions import RedisError, ResponseError
-from slipstream.core.errors import ConfigError, QueueError
+from slipstream.core.errors import ConfigError, ProtocolError, QueueError
 from slipstream.core.types import TrajectoryId
+from slipstream.protocol.bounds import decode
 from slipstream.protocol.queue.base import Amount, Delivery
 from slipstream.protocol.queue.redis_connection import (
     CONNECTION_ERRORS,
-    COUNTS,
-    COUNTS_FORMAT,
-    DATA,
-    ID,
+    DELIVERY,
     RECONNECT_TIMEOUT_S,
-    Counted,
-    Counters,
     RedisConnection,
     check_settings,
-    draw_mark,
-    loss_in,
 )
 from slipstream.protocol.queue.seal import SMALL_BYTES, OpenSeal, not_sealed, without_seal
+from slipstream.v1 import trajectory_pb2
 
 GROUP = "controller"
 CONSUMER = "controller"
 BLOCK_MS = 1_000
 ENTRIES_PER_READ = 16
-MAX_REMEMBERED_IDS = 8192
 AUDIT_S = 1.0
 # First words of errors when a stream or its group is missing, or was deleted during a read.
 STREAM_IS_GONE = ("NOGROUP", "UNBLOCKED")
 
-# Id and fields; the fields are missing if another client deleted a pending entry.
-Entries: TypeAlias = list[tuple[bytes, dict[bytes, bytes] | None]]
-
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """An entry of the stream, and its delivery."""
+
+    entry_id: bytes
+    # None if another client deleted the entry.
+    request: trajectory_pb2.DeliverRequest | None
+    # The reason why the entry is no delivery; empty for one that is.
+    fault: str = ""
+
+    @classmethod
+    def of(cls, entry_id: bytes, fields: dict[bytes, bytes] | None) -> _Entry:
+        """Returns the entry whose fields Redis shows; a field without a delivery is a `fault`."""
+        if not fields:
+            return cls(entry_id, None)
+        try:
+            request = decode(trajectory_pb2.DeliverRequest, fields.get(DELIVERY, b""))
+        except ProtocolError as error:
+            return cls(entry_id, trajectory_pb2.DeliverRequest(), str(error))
+        return cls(entry_id, request)
+
+    @property
+    def size(self) -> int:
+        """Number of bytes that a sender has counted for the entry."""
+        return 0 if self.request is None else len(self.request.trajectory)
 
 
 class RedisReceiver:
     """The controller's side of the queue.
 
     The receiver reads and deletes in the background while its `async with` block runs. If Redis
-    lost data before the block, the receiver sets a new mark and delivers the remaining entries. If
-    Redis stays unreachable or loses data later, the block ends with an ExceptionGroup of a
-    QueueError.
+    lost data before the block, the receiver delivers the remaining entries. If Redis stays
+    unreachable or loses data later, the block ends with an ExceptionGroup of a QueueError.
     """
 
     def __init__(
@@ -79,15 +97,16 @@ class RedisReceiver:
         self._deliveries: asyncio.Queue[Delivery] = asyncio.Queue(ENTRIES_PER_READ)
         self.given = Amount()
         self.backlog: list[TrajectoryId] = []
+        # Whether the stream had to be made, and the number of entries that were ever added to it.
+        self.is_new, self.added = False, 0
+        # The largest id of an entry so far: all entries that are added later have larger ids.
+        self._newest = (0, 0)
         # Entries of each unacknowledged trajectory, with their sizes: several if a sender did not
         # get the answer to its XADD.
         self._entries: dict[TrajectoryId, dict[bytes, int]] = {}
-        self._acknowledged: OrderedDict[TrajectoryId, None] = OrderedDict()
         self._to_forget: dict[bytes, int] = {}
-        # Entries of `_to_forget` that Redis may have deleted already.
-        self._perhaps_gone: set[bytes] = set()
         self._wake_forgetter = asyncio.Event()
-        # Held while counters in Redis are compared or changed.
+        # Held while entries are deleted, and while what Redis has is compared with what is known.
         self._counting = asyncio.Lock()
         self._audited_s = float("-inf")
         self._stack = AsyncExitStack()
@@ -97,9 +116,8 @@ class RedisReceiver:
         connection = self._connection
         try:
             await connection.persistently(partial(check_settings, connection))
-            while not await self._take_mark():
-                pass
             await connection.persistently(self._create_group)
+            await self._begin()
         except BaseException:
             await connection.client.aclose()
             raise
@@ -116,12 +134,6 @@ class RedisReceiver:
         finally:
             await self._connection.client.aclose()
 
-    @property
-    def mark(self) -> str:
-        """The id of the data in Redis; keep it to notice a loss of data after a restart."""
-        assert self._connection.mark is not None
-        return self._connection.mark
-
     async def get(self) -> Delivery:
         """Waits for the next trajectory and returns it; see `TrajectoryReceiver`."""
         delivery = await self._deliveries.get()
@@ -131,13 +143,7 @@ class RedisReceiver:
     async def acknowledge(self, trajectory_ids: Iterable[TrajectoryId]) -> None:
         """Makes the queue drop these trajectories; Redis deletes their entries soon after."""
         for trajectory_id in trajectory_ids:
-            entries = self._entries.pop(trajectory_id, None)
-            if entries is None:
-                continue
-            self._to_forget |= entries
-            self._acknowledged[trajectory_id] = None
-            if len(self._acknowledged) > MAX_REMEMBERED_IDS:
-                self._acknowledged.popitem(last=False)
+            self._to_forget |= self._entries.pop(trajectory_id, {})
         self._wake_forgetter.set()
 
     async def aclose(self) -> None:
@@ -145,98 +151,99 @@ class RedisReceiver:
         for task in self._tasks:
             task.cancel()
 
-    async def _take_mark(self) -> bool:
-        """Reads mark and backlog; returns True if the mark's counters match the stream.
-
-        Otherwise sets a new mark and returns False: the caller tries again.
-        """
-        connection, after, stream_bytes = self._connection, b"-", 0
-        connection.mark = await connection.persistently(connection.read_mark)
-        self.backlog = []
-        while True:
-            entries, found = await connection.persistently(partial(self._scan, after))
-            stream_bytes += sum(_size(fields) for _, fields in entries)
-            self.backlog += [_id_of(entry_id, fields) for entry_id, fields in entries]
-            if len(entries) < ENTRIES_PER_READ:
-                break
-            after = b"(" + entries[-1][0]
-        if not (loss := loss_in(found, stream_bytes)):
-            connection.take_counters(found, Counters())
-            return True
-        if connection.mark is not None:
-            logger.warning(
-                "redis at %s lost data: %s; its remaining entries are delivered",
-                connection.name,
-                loss,
-            )
-        mark = draw_mark(stream_bytes)
-        await connection.persistently(partial(connection.set_mark, mark))
-        return False
-
-    async def _scan(self, after: bytes) -> tuple[Entries, Counted]:
-        """Returns some entries after an id, and the mark with its counters, in one transaction."""
-        connection = self._connection
-        async with connection.client.pipeline(transaction=True) as pipeline:
-            pipeline.xrange(connection.stream, after, count=ENTRIES_PER_READ)
-            pipeline.mget(*connection.counted_keys)
-            entries, found = await pipeline.execute()
-        return entries, found
-
     async def _create_group(self) -> None:
         try:
             await self._connection.client.xgroup_create(
                 self._connection.stream, GROUP, id="0", mkstream=True
             )
+            self.is_new = True
         except ResponseError as error:
             if not str(error).startswith("BUSYGROUP"):
                 raise
 
+    async def _begin(self) -> None:
+        """Reads the backlog and Redis's counts, and corrects the count of bytes."""
+        connection, after, stream_bytes = self._connection, b"-", 0
+        while True:
+            entries, inspected, found = await connection.persistently(partial(self._scan, after))
+            stream_bytes += sum(entry.size for entry in entries)
+            self.backlog += [
+                TrajectoryId(entry.request.trajectory_id) for entry in entries if entry.request
+            ]
+            if len(entries) < ENTRIES_PER_READ:
+                break
+            after = b"(" + entries[-1].entry_id
+        _, self.added, self._newest = _counts(inspected, connection)
+        lack = stream_bytes - connection.used_bytes(found or b"0")
+        # Senders may change the count at the same moment. The key is made here if it is missing.
+        correct = partial(connection.client.incrby, connection.bytes_key, lack)
+        await connection.persistently(correct)
+
+    async def _scan(self, after: bytes) -> tuple[list[_Entry], Sequence[Any], bytes | None]:
+        """Returns some entries after an id, and Redis's counts of entries and bytes."""
+        connection = self._connection
+        async with connection.client.pipeline(transaction=True) as pipeline:
+            pipeline.xrange(connection.stream, after, count=ENTRIES_PER_READ)
+            pipeline.execute_command(*connection.inspection)
+            pipeline.get(connection.bytes_key)
+            entries, inspected, found = await pipeline.execute()
+        return [_Entry.of(*entry) for entry in entries], inspected, found
+
     async def _read(self) -> None:
         """Reads entries left pending by an earlier receiver or a lost answer, then new ones."""
-        connection = self._connection
+        connection, after = self._connection, b"0"
         while True:
-            entries = await connection.persistently(partial(self._fetch, b"0"))
-            while entries:
+            # An entry that is deleted after it was read would be taken for another one.
+            async with self._counting:
+                entries = await connection.persistently(partial(self._fetch, after))
                 await self._deliver(entries)
-                entries = await connection.persistently(partial(self._fetch, entries[-1][0]))
+            if entries:
+                after = entries[-1].entry_id
+                continue
             try:
                 while True:
                     await self._deliver(await connection.once(self._fetch_new))
             except CONNECTION_ERRORS as error:
                 logger.warning("redis at %s: %s", connection.name, error)
+                after = b"0"
             except RedisError as error:
                 raise connection.failure(error) from error
 
-    async def _fetch_new(self) -> Entries:
+    async def _fetch_new(self) -> list[_Entry]:
         if asyncio.get_running_loop().time() < self._audited_s + AUDIT_S:
             return await self._fetch(b">")
         async with self._counting:
             return await self._audit()
 
-    async def _audit(self) -> Entries:
-        """Returns new entries, and compares all known entries with Redis's counters.
+    async def _audit(self) -> list[_Entry]:
+        """Returns new entries, and compares all known entries with Redis's own counts.
 
         Raises QueueError if they differ, because data were lost.
         """
         connection = self._connection
-        earlier = connection.counters
         async with connection.client.pipeline(transaction=True) as pipeline:
             pipeline.xreadgroup(GROUP, CONSUMER, {connection.stream: b">"}, count=ENTRIES_PER_READ)
-            pipeline.mget(*connection.counted_keys)
-            answer, found = await pipeline.execute(raise_on_error=False)
-        counters = connection.take_counters(found, earlier)
-        if isinstance(answer, ResponseError):
-            raise self._group_lost(answer)
-        entries = _entries_of(answer)
-        # Otherwise entries may be left, or Redis may have deleted some already.
-        if len(entries) < ENTRIES_PER_READ and not self._perhaps_gone:
+            pipeline.execute_command(*connection.inspection)
+            pipeline.get(connection.bytes_key)
+            answer, inspected, found = await pipeline.execute(raise_on_error=False)
+        for each in (answer, inspected, found):
+            if isinstance(each, ResponseError):
+                raise self._group_lost(each)
+        entries = self._entries_of(answer)
+        # Otherwise entries may be left.
+        if len(entries) < ENTRIES_PER_READ:
             self._audited_s = asyncio.get_running_loop().time()
             known = dict(self._to_forget)
             for sizes in self._entries.values():
                 known |= sizes
-            known |= {entry_id: _size(fields) for entry_id, fields in entries}
-            if loss := counters.loss_against(sum(known.values())):
-                raise connection.lost(loss)
+            known |= {entry.entry_id: entry.size for entry in entries}
+            length, added, _ = _counts(inspected, connection)
+            if added != self.added:
+                raise connection.lost(f"it counts {added} entries added, and {self.added} came")
+            if length != len(known):
+                raise connection.lost(f"it has {length} of {len(known)} entries that wait")
+            if lack := sum(known.values()) - connection.used_bytes(found):
+                await connection.client.incrby(connection.bytes_key, lack)
         return entries
 
     def _group_lost(self, error: ResponseError) -> QueueError | ConfigError:
@@ -244,7 +251,7 @@ class RedisReceiver:
             return self._connection.lost("the stream or its group is gone")
         return self._connection.failure(error)
 
-    async def _fetch(self, after: bytes) -> Entries:
+    async def _fetch(self, after: bytes) -> list[_Entry]:
         """Returns pending entries after the id `after`, or new entries if `after` is ">"."""
         connection = self._connection
         try:
@@ -256,37 +263,41 @@ class RedisReceiver:
                 block=BLOCK_MS if after == b">" else None,
             )
         except ResponseError as error:
-            if str(error).startswith(STREAM_IS_GONE):
-                await connection.read_counters()
             raise self._group_lost(error) from error
-        return _entries_of(answer)
+        return self._entries_of(answer)
 
-    async def _deliver(self, entries: Entries) -> None:
-        for entry_id, fields in entries:
-            if not fields:
+    def _entries_of(self, answer: object) -> list[_Entry]:
+        """Returns the entries of an answer to XREADGROUP, and counts those that are new."""
+        streams = cast("list[tuple[bytes, list[tuple[bytes, Any]]]]", answer or [])
+        entries = [_Entry.of(*entry) for _, found in streams for entry in found]
+        for entry in entries:
+            if (number := _number(entry.entry_id)) > self._newest:
+                self.added, self._newest = self.added + 1, number
+        return entries
+
+    async def _deliver(self, entries: Iterable[_Entry]) -> None:
+        for entry in entries:
+            request, entry_id, fault = entry.request, entry.entry_id, entry.fault
+            if request is None:
                 await self._drop(entry_id)
                 continue
-            trajectory_id, data = _id_of(entry_id, fields), fields.get(DATA, b"")
-            if len(data) <= SMALL_BYTES:
-                opened = self._open_seal(trajectory_id, data)
+            trajectory_id = TrajectoryId(request.trajectory_id)
+            if entry.size <= SMALL_BYTES:
+                opened = self._open_seal(trajectory_id, request.trajectory)
             else:
-                opened = await asyncio.to_thread(self._open_seal, trajectory_id, data)
-            known = self._entries.get(trajectory_id)
-            if opened is None:
-                logger.warning("redis at %s: %s", self._connection.name, not_sealed(trajectory_id))
-                self._to_forget[entry_id] = len(data)
+                opened = await asyncio.to_thread(self._open_seal, trajectory_id, request.trajectory)
+            if fault or opened is None:
+                fault = fault or str(not_sealed(trajectory_id))
+                name = self._connection.name
+                logger.warning("redis at %s: %s is removed: %s", name, entry_id.decode(), fault)
+                self._to_forget[entry_id] = entry.size
                 self._wake_forgetter.set()
-            elif trajectory_id in self._acknowledged:
-                # The entry was read as pending, perhaps just before it was deleted.
-                self._perhaps_gone.add(entry_id)
-                self._to_forget[entry_id] = len(data)
-                self._wake_forgetter.set()
-            elif known is not None:
-                known[entry_id] = len(data)
-            else:
-                self._entries[trajectory_id] = {entry_id: len(data)}
-                counts = _counts(fields)
-                await self._deliveries.put(Delivery(trajectory_id, opened, *counts))
+            elif trajectory_id in self._entries:
+                self._entries[trajectory_id][entry_id] = entry.size
+            elif entry_id not in self._to_forget:
+                self._entries[trajectory_id] = {entry_id: entry.size}
+                sent = Amount.from_pb(request.sent)
+                await self._deliveries.put(Delivery(trajectory_id, opened, request.tokens, sent))
 
     async def _drop(self, entry_id: bytes) -> None:
         """Acknowledges a pending entry whose data were deleted before this receiver began."""
@@ -307,54 +318,39 @@ class RedisReceiver:
                     await self._connection.persistently(self._delete)
 
     async def _delete(self) -> None:
-        """Acknowledges and deletes the entries of `_to_forget`, and counts their bytes as removed.
+        """Acknowledges and deletes the entries of `_to_forget`, and counts their bytes as free.
 
-        All of this is one transaction.
+        All of this is one transaction. If its answer is lost, it runs again: entries are gone then,
+        and the next audit corrects the bytes.
         """
         connection, entries = self._connection, dict(self._to_forget)
-        for entry_id in self._perhaps_gone & set(entries):
-            if not await connection.client.xrange(connection.stream, entry_id, entry_id, count=1):
-                del entries[entry_id], self._to_forget[entry_id]
-                self._perhaps_gone.discard(entry_id)
         if not entries:
             return
-        earlier = connection.counters
-        # Without an answer the transaction may or may not have run.
-        self._perhaps_gone |= set(entries)
         async with connection.client.pipeline(transaction=True) as pipeline:
             pipeline.xack(connection.stream, GROUP, *entries)
             pipeline.xdel(connection.stream, *entries)
-            pipeline.incrby(connection.removed_key, sum(entries.values()))
-            pipeline.mget(*connection.counted_keys)
-            _, num_deleted, _, found = await pipeline.execute()
-        connection.take_counters(found, earlier)
-        if num_deleted != len(entries):
-            raise connection.lost(
-                f"{len(entries) - num_deleted} entries were deleted by another client"
-            )
-        self._perhaps_gone -= set(entries)
+            pipeline.incrby(connection.bytes_key, -sum(entries.values()))
+            await pipeline.execute()
         for entry_id in entries:
             del self._to_forget[entry_id]
 
 
-def _entries_of(answer: object) -> Entries:
-    streams = cast("list[tuple[bytes, Entries]]", answer or [])
-    return [entry for _, entries in streams for entry in entries]
+def _counts(inspected: Sequence[Any], connection: RedisConnection) -> tuple[int, int, Any]:
+    """Returns Redis's counts: entries of the stream, all ever added, and the newest one's number.
+
+    `inspected` has names and values in turn. Raises ConfigError if Redis is older than 7.0, which
+    does not count the entries that were added.
+    """
+    found = dict(zip(inspected[::2], inspected[1::2], strict=False))
+    if b"entries-added" not in found:
+        raise ConfigError(
+            f"redis at {connection.name} is older than 7.0 and does not count the entries that "
+            "were added: the queue needs Redis or Valkey from 7.0 on"
+        )
+    return found[b"length"], found[b"entries-added"], _number(found[b"last-generated-id"])
 
 
-def _id_of(entry_id: bytes, fields: Mapping[bytes, bytes] | None) -> TrajectoryId:
-    """Returns an entry's trajectory id, or an id made from `entry_id` if the entry has none."""
-    return TrajectoryId((fields or {}).get(ID, b"redis-" + entry_id).decode(errors="replace"))
-
-
-def _counts(fields: Mapping[bytes, bytes]) -> tuple[int, Amount]:
-    """Returns `Delivery.tokens` and `Delivery.sent` of an entry, or zeros if the entry has none."""
-    packed = fields.get(COUNTS, b"")
-    if len(packed) != COUNTS_FORMAT.size:
-        return 0, Amount()
-    tokens, *sent = COUNTS_FORMAT.unpack(packed)
-    return tokens, Amount(*sent)
-
-
-def _size(fields: Mapping[bytes, bytes] | None) -> int:
-    return len((fields or {}).get(DATA, b""))
+def _number(entry_id: bytes) -> tuple[int, int]:
+    """Returns the two numbers of an entry's id; they rise with each entry."""
+    milliseconds, _, sequence = entry_id.partition(b"-")
+    return int(milliseconds), int(sequence)

@@ -194,8 +194,8 @@ class RunHistory:
     run_id: str = ""
     # Number of controller starts.
     starts: int = 0
-    # Identity of the data in Redis at the last start.
-    queue_mark: str = ""
+    # Number of entries that Redis had ever counted at the last start; None without Redis.
+    queue_added: int | None = None
     next_group: int = 0
     open_groups: dict[GroupId, OpenGroup] = field(default_factory=dict)
     trained_in: GroupSteps = field(default_factory=GroupSteps)
@@ -264,7 +264,8 @@ class RunHistory:
             case "start":
                 self._start(record)
             case "queue":
-                self.queue_mark = record["mark"]
+                # Earlier versions have journaled another fact.
+                self.queue_added = record.get("added", 0)
             case "lease":
                 self._lease(record)
             case "evaluation_lease":

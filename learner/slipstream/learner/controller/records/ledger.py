@@ -276,9 +276,9 @@ async def open_receiver(
 ) -> TrajectoryReceiver:
     """Opens and returns the receiver of trajectories for `queue.kind`: Redis or gRPC.
 
-    A Redis receiver is closed by `stack`. Its mark, an id of the data in Redis, is journaled; if
-    the mark differs from the last one, Redis has lost data, and a warning says so. A gRPC receiver
-    is added to `server`.
+    A Redis receiver is closed by `stack`. The number of entries ever added to its stream is
+    journaled; if it has fallen, Redis has lost data, and a warning says so. A gRPC receiver is
+    added to `server`.
     """
     queue = run.config.queue
     if queue.kind == "redis":
@@ -287,9 +287,10 @@ async def open_receiver(
         url = redis_url_of(queue, "controller")
         receiver = RedisReceiver(url, run.progress.run_id, opener(run.progress.run_key))
         await stack.enter_async_context(receiver)
-        if history.queue_mark not in ("", receiver.mark):
+        before = history.queue_added
+        if before is not None and (receiver.is_new or receiver.added < before):
             run.events.warn("the queue lost what waited there; it is generated again")
-        journal.append("queue", mark=receiver.mark)
+        journal.append("queue", added=receiver.added)
         return receiver
     from slipstream.protocol.queue.grpc import GrpcReceiver
 

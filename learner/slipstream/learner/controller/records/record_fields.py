@@ -17,7 +17,6 @@ _GAPS: _Expected = [(str, int, (int, int, int, int, int))]
 # The required fields that a resume reads, by the kind of the record.
 _FIELDS: Mapping[str, Mapping[str, _Expected]] = {
     "start": dict(format=int, run_id=str),
-    "queue": dict(mark=str),
     "lease": dict(
         group=str, environment=str, number=int, task=int, seed=int, deadline=int, **_SERVER
     ),
@@ -52,6 +51,7 @@ _FIELDS: Mapping[str, Mapping[str, _Expected]] = {
 # Optional fields, by the kind of the record; an end has all of them or none.
 _OPTIONAL: Mapping[str, Mapping[str, _Expected]] = {
     "start": dict(machine=dict, packages=dict),
+    "queue": dict(added=int),
     "lease": dict(replaces=str),
     "end": dict(tokens=int, end=str, **_SERVER),
     "closed": dict(reward=_NUMBER, solved=bool),
