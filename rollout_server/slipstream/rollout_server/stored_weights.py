@@ -26,6 +26,7 @@ import numpy.typing as npt
 from google.protobuf.message import DecodeError
 from slipstream.core.errors import ProtocolError, WeightSyncError
 from slipstream.core.settings.config import WeightsSection
+from slipstream.protocol.bounds import check_bounds
 from slipstream.protocol.weights.buckets import Bucket, layout_from_pb
 from slipstream.protocol.weights.deltas import (
     ELEMENT_BYTES,
@@ -138,8 +139,10 @@ class StoredWeights:
     ) -> weights_pb2.StoredManifest:
         data = self._read(stored.key, stored.num_bytes, stored.digest, until)
         try:
-            return weights_pb2.StoredManifest.FromString(data)
-        except DecodeError as error:
+            manifest = weights_pb2.StoredManifest.FromString(data)
+            check_bounds(manifest)
+            return manifest
+        except (DecodeError, ProtocolError) as error:
             raise WeightSyncError(f"{stored.key} is no manifest: {error}") from error
 
     def _read(self, key: str, num_bytes: int, digest: bytes, until: Until) -> bytes:

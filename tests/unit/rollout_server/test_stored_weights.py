@@ -338,3 +338,11 @@ def test_a_fetched_file_that_is_gone_or_cut_is_fetched_again(tmp_path, spoil, ca
 def test_a_url_that_fsspec_cannot_open_is_a_wrong_setting(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="weights.storage_url must be .* got nothing://x"):
         Storage("nothing://x")
+
+
+def test_a_manifest_out_of_the_bounds_of_messages_is_refused(url: str, tmp_path: Path) -> None:
+    versions = StoredVersions(url)
+    versions.write(0, first_content(), whole=True)
+    versions.chain[0].bucket_digests.append(bytes(65))
+    with pytest.raises(WeightSyncError, match=r"odd is no manifest: .*must have at most 64 bytes"):
+        opened(url, tmp_path / "a").fetch(versions.manifest("odd"), NEVER)

@@ -16,6 +16,7 @@ from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.records.history import FORMAT, REMEDY, RunHistory, read_history
 from slipstream.learner.controller.records.journal import Journal, read_records
 from slipstream.learner.controller.run import Run
+from slipstream.learner.controller.servers.server_epochs import MAX_GAP
 from slipstream.protocol.checkpoints import checkpoint_path, complete_steps
 
 
@@ -97,6 +98,12 @@ def restore(books: Books, parts: Iterable[Restored], history: RunHistory, run: R
     every: list[Restored] = [books.leases, books.ledger, *parts]
     for part in every:
         part.restore(history)
+    for key, number in history.ignored_gaps.items():
+        run.events.warn(
+            f"the journal holds a gap of {number} for rollout server {key.server_id}, epoch "
+            f"{key.epoch:x}, which no server can count (at most {MAX_GAP}): it counts as none, and "
+            "the run goes on"
+        )
     open_groups = sum(not group.is_complete for group in books.leases.groups.values())
     run.events.add(
         f"the run resumes at version {history.version}; the journal has the batches of "

@@ -18,7 +18,7 @@ from slipstream.core.errors import ProtocolError
 from slipstream.core.types import GroupId, PolicyVersion, TrajectoryId, TrajectoryName
 from slipstream.learner.controller.records.record_fields import check_fields
 from slipstream.learner.controller.records.seen_ids import GroupSteps, SeenIds
-from slipstream.learner.controller.servers.server_epochs import ServerEpochs
+from slipstream.learner.controller.servers.server_epochs import MAX_GAP, ServerEpochs
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.protocol.bounds import one_line, shown
 from slipstream.protocol.queue.base import Amount
@@ -210,6 +210,8 @@ class RunHistory:
     submitted: dict[str, str] = field(default_factory=dict)
     # Every server that joined, with its tokens of trajectories that ended or are in a batch.
     servers: ServerEpochs = field(default_factory=ServerEpochs)
+    # The largest number of each journaled gap that no server can have caused.
+    ignored_gaps: dict[ServerKey, int] = field(default_factory=dict)
     ends: Counter[TrajectoryEnd] = field(default_factory=Counter)
     # The trajectories that ended or are in a batch, and by how much the writer's last count of them
     # was larger.
@@ -435,7 +437,10 @@ class RunHistory:
         gaps = {(name, epoch): numbers for name, epoch, numbers in record.get("gaps", ())}
         for name, epoch, generated in record["generated"]:
             count = self.servers.join(ServerKey(name, epoch))
-            count.take_gaps(gaps.get((name, epoch), ()))
+            gap = gaps.get((name, epoch), ())
+            count.take_gaps(gap)
+            if max(map(abs, gap), default=0) > MAX_GAP:
+                self.ignored_gaps[ServerKey(name, epoch)] = max(gap, key=abs)
             count.reported = max(count.reported, generated)
             count.judged = max(count.judged, judged.get((name, epoch), 0))
             if record.get("departed"):

@@ -42,6 +42,7 @@ from slipstream.core.run_folder import (
 )
 from slipstream.core.types import Trajectory
 from slipstream.learner.controller.records.history import REMEDY, attempt_of, settled_by
+from slipstream.protocol.bounds import check_bounds
 from slipstream.protocol.checkpoints import sync_folder
 from slipstream.protocol.queue.base import Amount
 from slipstream.v1 import trainer_pb2, trajectory_pb2
@@ -382,10 +383,15 @@ def read_batch(folder: Path, step: int, crc32: int, attempt: int = 0) -> trainer
         data = path.read_bytes()
     except OSError as error:
         raise ProtocolError(f"{path} cannot be read: {error.strerror}; {REMEDY}") from error
-    with contextlib.suppress(DecodeError):
+    cause = ""
+    try:
         if zlib.crc32(data) == crc32:
-            return trainer_pb2.RecordedBatch.FromString(data)
-    raise ProtocolError(f"{path} is damaged; {REMEDY}")
+            batch = trainer_pb2.RecordedBatch.FromString(data)
+            check_bounds(batch)
+            return batch
+    except (DecodeError, ProtocolError) as error:
+        cause = f": {error}"
+    raise ProtocolError(f"{path} is damaged{cause}; {REMEDY}")
 
 
 def batch_path(folder: Path, step: int, attempt: int = 0) -> Path:

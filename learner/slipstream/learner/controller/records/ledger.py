@@ -35,6 +35,8 @@ from slipstream.protocol.queue.seal import opener
 from slipstream.v1 import fleet_pb2, status_pb2, trajectory_pb2_grpc
 
 FLUSH_S = 0.05
+# Largest number of a field of the ledger.
+MOST = 2**63 - 1
 # Fates of tokens in the ledger; with the difference they add up to the generated tokens.
 FATES = (
     *("trained", "filtered", "failed", "cancelled", "quarantined", "evaluated", "set_aside"),
@@ -191,15 +193,18 @@ class TokenLedger:
         # Not part of the difference: lost trajectories are missing above, duplicates count once.
         gaps.append(("queue to intake", self._queue.untaken))
         # The ledger has a field for each end.
-        ends: dict[str, Any] = {end.value: tokens for end, tokens in self._ends.items()}
+        counts = {end.value: tokens for end, tokens in self._ends.items()} | {
+            "generated": generated,
+            "judged": judged,
+            "queued": travelling + held.tokens + journaled.tokens - ended,
+            "in_flight": in_flight,
+            "lost": lost - self._unread.tokens,
+        }
+        # Many epochs of servers that lie may report more in sum than a field holds.
+        fitting: dict[str, Any] = {name: min(max(n, 0), MOST) for name, n in counts.items()}
         return status_pb2.Ledger(
-            **ends,
-            generated=generated,
-            judged=judged,
-            queued=max(travelling + held.tokens + journaled.tokens - ended, 0),
-            in_flight=in_flight,
-            lost=lost - self._unread.tokens,
-            difference=difference,
+            **fitting,
+            difference=min(max(difference, -MOST), MOST),
             gaps=[_line(place, gap) for place, gap in gaps if any(gap)],
         )
 

@@ -10,6 +10,8 @@ from slipstream.protocol.bounds import shown
 _Expected: TypeAlias = type | UnionType | list[Any] | tuple[Any, ...]
 
 _NUMBER = int | float
+# Epochs are unsigned numbers of 64 bits, tasks and seeds signed ones.
+_MOST = 2**64 - 1
 _SERVER: Mapping[str, _Expected] = {"server": str, "epoch": int}
 _TOKENS: _Expected = [(str, int, int)]
 _GAPS: _Expected = [(str, int, (int, int, int, int, int))]
@@ -72,6 +74,8 @@ def check_fields(record: Mapping[str, Any]) -> None:
 
 
 def _check(name: str, value: object, expected: _Expected) -> None:
+    if type(value) is int and abs(value) > _MOST:
+        raise ValueError(f"{name} must fit 64 bits, got a number of {value.bit_length()} bits")
     if type(value) is expected:
         return
     if isinstance(expected, list | tuple):

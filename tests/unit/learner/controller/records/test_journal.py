@@ -298,6 +298,18 @@ def test_a_batch_is_a_file_and_a_record_that_names_its_checksum(tmp_path):
         read_batch(tmp_path, 3, record["crc32"])
 
 
+def test_a_batch_file_is_held_to_the_bounds_of_messages(tmp_path):
+    batch = trainer_pb2.RecordedBatch(header=trainer_pb2.BatchHeader(step=3, batch_id="b3"))
+    batch.trajectories.add(max_reply_tokens=2**31)
+    path = batch_path(tmp_path, 3)
+    path.parent.mkdir()
+    path.write_bytes(data := batch.SerializeToString())
+    with pytest.raises(
+        ProtocolError, match=r"pb is damaged: .*\[0\].max_reply_tokens must be between"
+    ):
+        read_batch(tmp_path, 3, zlib.crc32(data))
+
+
 def test_a_writer_goes_on_behind_the_last_whole_record(tmp_path):
     with Journal(tmp_path) as journal:
         journal.append("a")

@@ -1,14 +1,17 @@
 import random
 
 import pytest
+from slipstream.core.errors import ProtocolError
 from slipstream.core.types import ServerId, TrajectoryId
 from slipstream.learner.controller.records.history import TrajectoryEnd, read_history
 from slipstream.learner.controller.records.ledger import TokenLedger
+from slipstream.learner.controller.restoration import restore
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.protocol.queue.base import Amount
 from slipstream.v1 import fleet_pb2
-from support.rigs.lease_rig import ledger_of
+from support.rigs.lease_rig import books_of, ledger_of
+from support.rigs.publishing_scene import run_of
 
 
 def key_of(epoch: int, name: str = "a") -> ServerKey:
@@ -164,3 +167,56 @@ def test_a_resume_counts_what_the_controller_counted(marked: bool):
     assert len(list(resumed._epochs.counts())) == 1001
     if marked:
         assert (after.generated, after.lost) == (before.generated, before.lost)
+
+
+def test_gaps_of_any_number_of_epochs_fit_the_fields_of_a_message():
+    epochs = ServerEpochs(max_apart=10)
+    ledger, most = ledger_of(epochs), Amount(10**15, 10**15)
+    for epoch in range(1, 20_001):
+        key = key_of(epoch)
+        epochs.join(key)
+        assert ledger.receive(key, TrajectoryId(f"g000001.0.0.{epoch:x}"), 0, most)
+        ledger.die(key)
+        epochs.depart(key)
+    for epoch in range(20_001, 30_001):
+        key = key_of(epoch)
+        ledger.report(key, fleet_pb2.ServerReport(generated_tokens=10**15))
+    now = ledger.snapshot()
+    assert now.generated == now.lost == now.difference == 2**63 - 1
+
+
+def test_a_gap_that_no_server_can_count_is_read_as_none_and_told(caplog, tmp_path):
+    """A journal of an earlier version, which took any number from Redis."""
+    gaps = ["liar", 7, [0, 0, 0, 2**64 - 2, 2**64 - 1]]
+    lease = {"kind": "evaluation_lease", "server": "liar", "epoch": 7}
+    records: list[dict] = [
+        {"kind": "start", "format": 1, "run_id": "r"},
+        lease,
+        {"kind": "servers", "generated": [["liar", 7, 5]], "gaps": [gaps]},
+        {"kind": "servers", "generated": [["liar", 7, 6]], "gaps": [gaps]},
+        {"kind": "start", "format": 1, "run_id": "r"},
+    ]
+    run = run_of(run={"name": "r", "steps": 1, "dir": str(tmp_path)})
+    books = books_of(run)
+    restore(books, [], read_history(records), run)
+    now = books.ledger.snapshot()
+    assert (now.generated, now.difference, list(now.gaps)) == (6, 0, [])
+    (line,) = [text for text in caplog.messages if "liar" in text]
+    assert line == (
+        f"the journal holds a gap of {2**64 - 1} for rollout server liar, epoch 7, which no server "
+        f"can count (at most {10**16}): it counts as none, and the run goes on"
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("servers", {"generated": [["a", 1, 2**64]]}),
+        ("result", {"group": "g000000", "environment": "e", "task": -(2**70), "reward": 1.0}),
+        ("result", {"group": "g000000", "environment": "e", "task": 1, "reward": 10**400}),
+    ],
+)
+def test_a_record_with_a_number_of_more_than_64_bits_is_refused(kind, fields):
+    start = {"kind": "start", "format": 1, "run_id": "r"}
+    with pytest.raises(ProtocolError, match=r"^line 2 of the journal is no record .* 64 bits, got"):
+        read_history([start, {"kind": kind, **fields}])
