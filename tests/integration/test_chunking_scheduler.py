@@ -3,7 +3,6 @@
 The asynchronous one needs no GPU here: two steps are under way at one time, as in vLLM's engine.
 """
 
-import json
 import random
 from collections import defaultdict, deque
 from collections.abc import Callable
@@ -19,7 +18,6 @@ from slipstream.rollout_server.vllm import chunking_scheduler
 from slipstream.rollout_server.vllm.chunking_scheduler import Chunk, scheduler_class
 from slipstream.rollout_server.vllm.engine_arguments import engine_config
 from slipstream.rollout_server.vllm.steady_decoding import decodes_plainly
-from slipstream.rollout_server.weights.direct_line import DirectLine
 from support.fakes.small_configs import small_config
 from support.fakes.tiny_models import SMALLEST, make_model_folder
 from vllm import SamplingParams
@@ -575,18 +573,6 @@ def test_a_pause_hands_out_all_and_what_comes_later_is_apart(start, overlapping:
     assert [len(engine.tokens[f"r{number}"]) for number in range(4)] == [60] * 4
     assert [len(engine.logprobs[f"r{number}"]) for number in range(4)] == [60] * 4
     assert engine.tokens["r0"] == engine.tokens["r1"] == [110 + n for n in range(60)]
-
-
-@both
-def test_the_server_is_told_at_once_that_an_engine_takes_steps_again(start, overlapping: bool):
-    scheduler = start(ours=True, overlapping=overlapping).scheduler
-    (ours,) = DirectLine(1)._sockets
-    for number in (1, 2):
-        scheduler.set_pause_state(PauseState.PAUSED_ALL)
-        with pytest.raises(BlockingIOError):
-            ours.recv(1024)
-        scheduler.set_pause_state(PauseState.UNPAUSED)
-        assert json.loads(ours.recv(1024)) == [f"resumed {number}", None]
 
 
 def test_the_load_is_told_once_in_a_while_and_not_with_each_step(start, monkeypatch) -> None:

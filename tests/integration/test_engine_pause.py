@@ -1,26 +1,20 @@
 """What an engine is told around an update, and when it lets requests in; vLLM only notes it."""
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from slipstream.core.errors import WeightSyncError
 from slipstream.core.types import PolicyVersion
 from slipstream.protocol.codec import version_to_pb
 from slipstream.protocol.weights.buckets import TensorSpec, layout_to_pb
-from slipstream.rollout_server.engine_interface import EngineDied, FinishReason, Sampling
+from slipstream.rollout_server.engine_interface import FinishReason, Sampling
 from slipstream.rollout_server.vllm import engine_pause
 from slipstream.rollout_server.vllm.engine import VllmEngine
 from slipstream.rollout_server.vllm.engine_requests import TokenCounter
-from slipstream.rollout_server.vllm.weights.weight_receiver import SlipstreamWeightTransfer
-from slipstream.rollout_server.vllm.weights.worker_extension import WorkerExtension
-from slipstream.rollout_server.weights.direct_line import DirectLine, WorkerEnd
 from slipstream.v1 import weights_pb2
-from vllm.v1.engine.exceptions import EngineDeadError
 
 SAMPLING = Sampling(1.0, 1.0, 0, max_reply_tokens=4, max_turns=1, max_episode_tokens=8)
 LAYOUT = layout_to_pb([TensorSpec("a", "bfloat16", (4,))], bucket_bytes=1024)
@@ -46,27 +40,16 @@ class NotedCalls:
         self.engine_core = self
         # What it is told before an update waits behind it, as where a step is under way.
         self.answers_behind_update = False
-        # Answers to orders to pause and to resume come when this is set, or fail with `failure`.
-        self.answers = asyncio.Event()
-        self.answers.set()
-        self.failure: Exception | None = None
 
     async def pause_scheduler_async(self, **_: object) -> None:
         self.noted.append("pause")
         await self._behind_update()
-        await self._answered()
 
     async def update_weight_version(self, stamp: str) -> None:
         self.noted.append(f"version {stamp}")
 
     async def resume_generation(self) -> None:
         self.noted.append("resume")
-        await self._answered()
-
-    async def _answered(self) -> None:
-        await self.answers.wait()
-        if self.failure is not None:
-            raise self.failure
 
     async def sleep_async(self, level: int, mode: str) -> None:
         self.noted.append(f"sleep {level} {mode}")
@@ -101,11 +84,8 @@ class Rig:
     """An engine that has a plan for its copies and serves version 1."""
 
     def __init__(self) -> None:
-        self.llm, self.line = NotedCalls(), DirectLine(1)
-        # The engine's end of the line.
-        self.end = WorkerEnd(0)
-        self.end._socket = self.end._socket and self.end._socket.dup()
-        self.engine = VllmEngine(self.llm, [], self.line, stage=False)
+        self.llm = NotedCalls()
+        self.engine = VllmEngine(self.llm, [], stage=False)
         self.requests: list[asyncio.Task[Any]] = []
 
     async def start(self) -> None:
@@ -126,21 +106,6 @@ class Rig:
     async def update(self, step: int) -> None:
         await self.prepare(step)
         await self.engine.receive_weights(f"p{step}")
-
-    async def paused_by_update(self) -> asyncio.Task[Any]:
-        """Begins an update of a busy engine whose answers come late; returns the update."""
-        self.line.listen()
-        await self.ask("running")
-        await self.prepare(2)
-        self.llm.answers.clear()
-        receiving = asyncio.create_task(self.engine.receive_weights("p2"))
-        await self.until_noted("begin")
-        return receiving
-
-    async def until_noted(self, call: str) -> None:
-        async with asyncio.timeout(20):
-            while call not in self.llm.noted:
-                await asyncio.sleep(0)
 
     async def ask(self, request_id: str) -> None:
         """A request that comes as far as it can."""
@@ -176,7 +141,7 @@ async def test_an_idle_engine_is_told_everything_at_once_and_lets_nothing_in_bef
     receiving = asyncio.create_task(rig.engine.receive_weights("p2"))
     await rig.ask("early")
     # The engine is not paused again: a pause would wait for the device, so for the last bucket.
-    all_calls = ["begin", "version 0:2", "resume", "finish"]
+    all_calls = ["begin", "version 0:2", "resume", "receive"]
     assert rig.llm.noted == all_calls
     rig.llm.arrived.set()
     await receiving
@@ -201,7 +166,7 @@ async def test_a_probe_is_held_back_too(rig: Rig) -> None:
 async def test_requests_that_run_go_on_only_when_the_update_was_judged(rig: Rig) -> None:
     await rig.ask("running")
     await rig.update(2)
-    assert rig.llm.noted == ["request running", "pause", "begin", "finish"]
+    assert rig.llm.noted == ["request running", "pause", "begin", "receive"]
     await rig.engine.resume(PolicyVersion(0, 2))
     assert rig.llm.noted[4:] == ["version 0:2", "resume"]
 
@@ -282,20 +247,20 @@ async def test_memory_that_was_given_back_comes_weights_first_and_the_rest_with_
     assert rig.llm.noted[1:] == ["sleep 1 keep"]
     await rig.update(2)
     # Cached keys and values take their memory when the learner has sent its weights.
-    assert rig.llm.noted[2:] == ["wake weights", "pause", "begin", "finish"]
+    assert rig.llm.noted[2:] == ["wake weights", "pause", "begin", "receive"]
     await rig.engine.resume(PolicyVersion(0, 2))
     assert rig.llm.noted[6:] == ["version 0:2", "wake the rest"]
     # Now all memory is there.
     await rig.update(3)
     await rig.engine.resume(PolicyVersion(0, 3))
-    assert rig.llm.noted[8:] == ["pause", "begin", "finish", "version 0:3", "resume"]
+    assert rig.llm.noted[8:] == ["pause", "begin", "receive", "version 0:3", "resume"]
 
 
 async def test_an_idle_engine_that_gave_its_memory_back_has_it_before_it_takes_requests(rig: Rig):
     await rig.engine.rest(give_back=True)
     await rig.update(2)
     await rig.ask("early")
-    noted = ["sleep 1 keep", "wake weights", "begin", "version 0:2", "wake the rest", "finish"]
+    noted = ["sleep 1 keep", "wake weights", "begin", "version 0:2", "wake the rest", "receive"]
     assert rig.llm.noted == noted
     await rig.engine.resume(PolicyVersion(0, 2))
     await rig.ask("last")
@@ -306,98 +271,3 @@ async def test_an_engine_without_new_weights_takes_all_its_memory_at_once(rig: R
     await rig.engine.rest(give_back=True)
     await rig.engine.resume(PolicyVersion(0, 1))
     assert rig.llm.noted == ["sleep 1 keep", "version 0:1", "wake the rest"]
-
-
-async def test_marks_of_the_engine_end_waits_for_answers_that_lie_behind_outputs(rig: Rig) -> None:
-    receiving = await rig.paused_by_update()
-    # This one belongs to another update.
-    rig.end.tell("paused for p1")
-    await asyncio.wait((receiving,), timeout=0.2)
-    assert not receiving.done()
-    rig.end.tell("paused for p2")
-    async with asyncio.timeout(20):
-        await receiving
-    resuming = asyncio.create_task(rig.engine.resume(PolicyVersion(0, 2)))
-    await rig.until_noted("resume")
-    rig.end.tell("resumed 1")
-    await asyncio.wait((resuming,), timeout=0.2)
-    assert not resuming.done()
-    rig.end.tell("resumed 2")
-    async with asyncio.timeout(20):
-        await resuming
-    assert rig.engine.version == PolicyVersion(0, 2)
-    # The next order waits for the answers.
-    pausing = asyncio.create_task(rig.engine.pause())
-    await asyncio.wait((pausing,), timeout=0.2)
-    assert rig.llm.noted.count("pause") == 1
-    rig.llm.answers.set()
-    await pausing
-    assert rig.llm.noted.count("pause") == 2
-
-
-async def test_an_update_behind_a_late_answer_begins_behind_the_order_to_pause(rig: Rig) -> None:
-    receiving = await rig.paused_by_update()
-    rig.end.tell("paused for p2")
-    await receiving
-    await rig.prepare(3)
-    del rig.llm.noted[:]
-    receiving = asyncio.create_task(rig.engine.receive_weights("p3"))
-    await asyncio.wait((receiving,), timeout=0.1)
-    rig.llm.answers.set()
-    await receiving
-    assert rig.llm.noted == ["pause", "begin", "finish"]
-
-
-async def test_an_error_behind_a_mark_ends_the_engine(rig: Rig) -> None:
-    receiving = await rig.paused_by_update()
-    rig.end.tell("paused for p2")
-    await receiving
-    rig.llm.failure = EngineDeadError()
-    rig.llm.answers.set()
-    with pytest.raises(EngineDied):
-        await rig.engine.watch()
-
-
-def test_a_worker_tells_that_a_pause_is_complete_and_waits_for_the_device_unless_it_copies():
-    class Worker(WorkerExtension):
-        waits = 0
-
-        def synchronize_device(self) -> None:
-            self.waits += 1
-
-    worker, (ours,) = Worker(), DirectLine(1)._sockets
-    engine = SimpleNamespace(is_copying=False, begin_copies=lambda: None)
-    worker.weight_transfer_engine = engine
-    worker._line = WorkerEnd(0)
-    for mark, is_copying in (("paused for p1", True), ("paused for p2", False)):
-        worker.slipstream_begin(7, mark)
-        assert json.loads(ours.recv(4096))[0] == 7
-        engine.is_copying = is_copying
-        worker.synchronize_device()
-        assert json.loads(ours.recv(4096)) == [mark, None]
-        assert worker.waits == int(not is_copying)
-    # An update before which no pause is under way.
-    worker.slipstream_begin(8)
-    ours.recv(4096)
-    worker.synchronize_device()
-    with pytest.raises(BlockingIOError):
-        ours.recv(4096)
-
-
-def test_copies_are_under_way_until_the_device_has_ended_them() -> None:
-    engine = object.__new__(SlipstreamWeightTransfer)
-    seen = []
-
-    def finish() -> list[bytes]:
-        # Another thread does this, while the engine's asks before it preempts requests.
-        seen.append(engine.is_copying)
-        return [b"\x0a"]
-
-    times = {"receive_s": 0.0, "seconds": lambda: 1.0, "began_s": lambda: 0.0}
-    engine._copying = SimpleNamespace(finish=finish, **times)
-    engine._receiver = SimpleNamespace(take_wire=lambda: SimpleNamespace(seconds=0.0))
-    engine.device, engine._weights = torch.device("cpu"), []
-    engine._delta = engine._replay = engine._staging = None
-    engine.copy_weights()
-    assert (seen, engine.is_copying) == ([True], False)
-    assert engine.result.digests == ["0a"]

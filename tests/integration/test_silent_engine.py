@@ -15,7 +15,6 @@ from slipstream.rollout_server.vllm import engine as engine_module
 from slipstream.rollout_server.vllm import engine_pause
 from slipstream.rollout_server.vllm.engine import VllmEngine
 from slipstream.rollout_server.vllm.engine_requests import TokenCounter
-from slipstream.rollout_server.weights.direct_line import DirectLine
 from support.rigs.engine_rig import engine_rig
 
 SAMPLING = Sampling(1.0, 1.0, 0, max_reply_tokens=4, max_turns=1, max_episode_tokens=8)
@@ -39,7 +38,7 @@ async def test_an_engine_that_does_not_pause_or_resume_is_taken_for_dead(monkeyp
         update_weight_version=never,
         resume_generation=never,
     )
-    engine = VllmEngine(llm, [], DirectLine(1), stage=False)
+    engine = VllmEngine(llm, [], stage=False)
     async with asyncio.timeout(20):
         with pytest.raises(EngineDied, match=r"neither paused nor resumed within 0\.01 s"):
             await engine.pause()
@@ -67,7 +66,7 @@ async def test_an_engine_that_generates_no_more_is_taken_for_dead(monkeypatch) -
         abort=done,
         errored=False,
     )
-    engine = VllmEngine(llm, [], DirectLine(1), stage=False)
+    engine = VllmEngine(llm, [], stage=False)
     async with asyncio.timeout(20):
         await engine.pause()
         request = asyncio.ensure_future(engine.generate("r", [1], SAMPLING, 4))

@@ -103,16 +103,15 @@ class Scene:
     ) -> dict[str, Any]:
         ready = value_of(
             self._worker.slipstream_prepare(
-                0, order.SerializeToString(), layout.SerializeToString(), 1, self._stage
+                order.SerializeToString(), layout.SerializeToString(), 1, self._stage
             )
         )
         while not ready:
             time.sleep(0.002)
-            ready = value_of(self._worker.slipstream_is_ready(0))
+            ready = value_of(self._worker.slipstream_is_ready())
         if self._worker.weight_transfer_engine.can_copy:
-            value_of(self._worker.slipstream_begin(0))
-            return value_of(self._worker.slipstream_finish(0))
-        return value_of(self._worker.slipstream_receive(0))
+            value_of(self._worker.slipstream_begin())
+        return value_of(self._worker.slipstream_receive())
 
     def _is_same(self, weights: Weights) -> bool:
         """Whether the model has what the loader makes of these weights."""

@@ -13,7 +13,6 @@ from typing import Any
 
 from slipstream.core.settings.sections import MOST_DRAFTED_EPISODES, RolloutServerSection
 from slipstream.rollout_server.inference.draft_table import MOST_STEP_TOKENS, DraftRule
-from slipstream.rollout_server.weights.direct_line import tell
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -34,8 +33,6 @@ _PROPOSER = "slipstream.rollout_server.vllm.cpu_repairs.SharedTextProposer"
 class PausingScheduler(Scheduler):  # type: ignore[misc]
     """Plans steps as vLLM's scheduler does; pauses and resumes faster."""
 
-    _num_resumes = 0
-
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:  # noqa: ANN401 - vLLM's own
         """Overrides vLLM's method, which visits all blocks, to visit only the cached blocks.
 
@@ -53,20 +50,14 @@ class PausingScheduler(Scheduler):  # type: ignore[misc]
             pool.blocks = every
 
     def set_pause_state(self, pause_state: PauseState) -> None:
-        """Overrides vLLM's method; on a resume sends the mark `resumed N` to the server at once.
+        """Overrides vLLM's method, to discard the cached prefixes of an engine that was not paused.
 
-        An engine that is resumed without a pause has new weights too. Its cached prefixes, which a
-        pause would have discarded, are discarded here.
+        An engine that is resumed without a pause has new weights too.
         """
         resumes = pause_state is PauseState.UNPAUSED
         if resumes and self.pause_state is PauseState.UNPAUSED:
             self.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
         super().set_pause_state(pause_state)
-        if resumes:
-            self._num_resumes += 1
-            # The mark is sent here, since vLLM's answer may wait for the next plan: Python gives
-            # another thread its turn after 5 ms.
-            tell(f"resumed {self._num_resumes}")
 
 
 def draft_values(section: RolloutServerSection, *, on_cpu: bool) -> dict[str, object]:

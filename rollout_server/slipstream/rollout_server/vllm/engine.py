@@ -48,16 +48,12 @@ from slipstream.rollout_server.vllm.vllm_requests import (
     scoring_parameters,
 )
 from slipstream.rollout_server.vllm.weights.adapter_slot import WITHOUT_ADAPTERS, AdapterRequests
-from slipstream.rollout_server.weights.direct_line import DirectLine
 from slipstream.rollout_server.weights.weight_update import WeightUpdate
 from slipstream.v1 import weights_pb2
 from vllm.outputs import RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor import multiproc_executor, uniproc_executor
-
-# Calls that may run in a second thread of each worker, in addition to the engine's thread.
-_BESIDE_ENGINE = ("slipstream_begin", "slipstream_finish")
 
 _HEALTH_PERIOD_S = 0.5
 _EXIT_LIMIT_S = 5.0
@@ -73,7 +69,6 @@ class VllmEngine:
         self,
         llm: AsyncLLM,
         processes: list[psutil.Process],
-        line: DirectLine,
         *,
         stage: StageSetting,
         adapters: AdapterRequests = WITHOUT_ADAPTERS,
@@ -82,8 +77,7 @@ class VllmEngine:
         # Closed when the engine's processes are gone.
         self._files = contextlib.ExitStack()
         self._llm, self._processes, self._adapters = llm, processes, adapters
-        self._pauses = EnginePause(llm, line, recompute_context=recompute_context)
-        self._line = line
+        self._pauses = EnginePause(llm, recompute_context=recompute_context)
         self._updates = WeightUpdate(self._call_all, self._pauses.pause_for_update, stage=stage)
         # The open requests and their counters.
         self.requests = EngineRequests(llm, self._pauses)
@@ -114,7 +108,6 @@ class VllmEngine:
         # for a thread that the fork did not copy.
         gc.collect()
         gc.freeze()
-        line = DirectLine(config.rollout_server.tensor_parallel_size)
         llm = AsyncLLM.from_vllm_config(
             settings, stat_loggers=[TokenCounter], disable_log_stats=True
         )
@@ -129,12 +122,10 @@ class VllmEngine:
         engine = cls(
             llm,
             started,
-            line,
             stage=config.staging,
             adapters=AdapterRequests(config.lora),
             recompute_context=config.rollout_server.recompute_context,
         )
-        line.listen()
         await engine.pause()
         # Objects that exist now stay: collections need not look through vLLM's modules again.
         gc.collect()
@@ -263,8 +254,6 @@ class VllmEngine:
     async def receive_weights(self, publish_id: str) -> LoadedWeights:
         """Pauses and loads the weights of `prepare_weights`; see `Engine`."""
         if self.requests.num_open:
-            # The order to pause waits for late answers; the update must not overtake it.
-            await self._pauses.settle()
             return await self._updates.receive(publish_id)
         # Nothing runs, and requests are held until `resume`: the update needs no pause.
         self._pauses.hold_requests()
@@ -298,14 +287,12 @@ class VllmEngine:
         watchdog = EngineWatchdog(SILENCE_LIMIT_S)
         while not self._llm.errored:
             await asyncio.sleep(min(_HEALTH_PERIOD_S, SILENCE_LIMIT_S))
-            self._pauses.check()
             waiting = 0 if self._pauses.is_paused else self.requests.num_open
             watchdog.check(heard_s=self.requests.counter.heard_s, num_requests=waiting)
         raise EngineDied("vLLM's engine process is gone; its own message stands above")
 
     async def aclose(self) -> None:
         """Stops the engine and all of its processes; see `Engine`."""
-        self._line.close()
         self._llm.shutdown(timeout=_EXIT_LIMIT_S)
         _, alive = psutil.wait_procs(self._processes, timeout=_EXIT_LIMIT_S)
         for each in alive:
@@ -325,17 +312,13 @@ class VllmEngine:
         gc.collect()
 
     async def _call_all(self, method: str, arguments: tuple[Any, ...]) -> list[Any]:
-        """Returns all workers' answers to `method`, from vLLM or the line, whichever come first.
+        """Returns all workers' answers to `method`.
 
         Raises EngineDied, or WeightSyncError when vLLM's call fails. A call that was made runs to
         its end, even if its caller no longer waits.
         """
-        # A call with arguments must not overtake the order to pause, which goes through vLLM.
-        if method in _BESIDE_ENGINE and not arguments and self._line.is_up:
-            return await self._line.call(method)
-        return await self._line.answers(
-            lambda number: self._through_vllm(method, (number, *arguments))
-        )
+        # Calls that were begun before, in tasks of their own, reach the engine first.
+        return await asyncio.shield(asyncio.create_task(self._through_vllm(method, arguments)))
 
     async def _through_vllm(self, method: str, arguments: tuple[Any, ...]) -> list[Any]:
         try:

@@ -1,17 +1,15 @@
 """Pauses vLLM's engine, and holds the requests that arrive during a pause.
 
-Consumes: orders to pause and to resume. Waits for: the engine's answers or marks; held requests
-wait for their admission. Unblocked by: these, or the limit of an answer, after which the engine
+Consumes: orders to pause and to resume. Waits for: the engine's answers; held requests wait for
+their admission. Unblocked by: these, or the limit of an answer, after which the engine
 counts as hung. A held request is unblocked by `resume`, `pause` or `release`.
 """
 
 import asyncio
-from collections.abc import Awaitable, Coroutine
-from typing import Any
+from collections.abc import Awaitable
 
 from slipstream.core.types import PolicyVersion
 from slipstream.rollout_server.engine_interface import EngineDied
-from slipstream.rollout_server.weights.direct_line import DirectLine
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -30,13 +28,9 @@ class EnginePause:
     `resume` with the previous version.
     """
 
-    def __init__(self, llm: AsyncLLM, line: DirectLine, *, recompute_context: bool = True) -> None:
+    def __init__(self, llm: AsyncLLM, *, recompute_context: bool = True) -> None:
         """`recompute_context` is the setting of that name in `rollout_server`."""
-        self._llm, self._line = llm, line
-        # Calls that were carried out, as a mark has told, but that vLLM has not answered yet.
-        self._late: list[asyncio.Task[None]] = []
-        # The number of orders to resume; the engine's scheduler counts them too.
-        self._num_resumes = 0
+        self._llm = llm
         self._recompute = recompute_context
         # The version of the newest `resume`.
         self.version: PolicyVersion | None = None
@@ -71,44 +65,34 @@ class EnginePause:
     async def resume(self, version: PolicyVersion) -> None:
         """Resumes generation with `version`, and admits the held requests; see `Engine`."""
         if self._ahead != version:
-            resuming = self._call(self._resuming(version))
-            await self._sooner(f"resumed {self._num_resumes}", resuming)
+            await self._call(self._resuming(version))
         self.version, self.is_paused, self._gave_back = version, False, False
         self._let_all_in()
 
-    async def pause_for_update(self, update_limit_s: float, mark: str = "") -> None:
+    async def pause_for_update(self, update_limit_s: float) -> None:
         """Pauses all requests; drops their KV cache if the new weights are to recompute it.
 
         `update_limit_s` is the time limit of an update that is ordered at the same time, since the
-        engine may execute the update first. The workers send `mark` when the pause is complete; the
-        engine may still be dropping the cache then, but does so before it takes another order.
+        engine may execute the update first.
         """
         if not self._recompute:
             # Later requests belong to the new weights and must not get the salt of the old ones.
             self._lets_in = False
-        await self._pause(update_limit_s, clear_cache=self._recompute, mark=mark)
+        await self._pause(update_limit_s, clear_cache=self._recompute)
 
-    def check(self) -> None:
-        """Raises the error, if any, of an answer of vLLM that came after the workers' mark."""
-        for task in [task for task in self._late if task.done()]:
-            self._late.remove(task)
-            task.result()
-
-    async def _pause(self, update_limit_s: float, *, clear_cache: bool, mark: str = "") -> None:
-        await self.settle()
+    async def _pause(self, update_limit_s: float, *, clear_cache: bool) -> None:
         # Does what vLLM's `pause_generation` does, without its sleep of 20 ms: late tokens carry
         # the version that the engine process stamped on them.
         self._ahead, self.is_paused = None, True
         core = self._llm.engine_core
         pausing = core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
-        await self._sooner(mark, self._call(pausing, update_limit_s))
+        await self._call(pausing, update_limit_s)
 
     async def rest(self, *, give_back: bool) -> None:
         """Pauses like `Engine.rest`; requests that come meanwhile wait in the engine."""
         if not give_back:
             await self._pause(0.0, clear_cache=False)
             return
-        await self.settle()
         self._ahead, self.is_paused, self._gave_back = None, True, True
         await self._call(self._llm.engine_core.sleep_async(1, "keep"))
 
@@ -154,39 +138,11 @@ class EnginePause:
 
     def _resuming(self, version: PolicyVersion) -> Awaitable[object]:
         """Returns the two calls to resume as one, in the order in which the engine takes them."""
-        self._num_resumes += 1
         stamping = self._llm.update_weight_version(_stamp(version))
         if self._gave_back:
             # Resumes as soon as all memory is there.
             return asyncio.gather(stamping, self._llm.engine_core.wake_up_async(None))
         return asyncio.gather(stamping, self._llm.resume_generation())
-
-    async def settle(self) -> None:
-        """Waits for vLLM's outstanding answers, so that the next order reaches the engine at once.
-
-        An answer is outstanding if the workers reported the end of the call by a mark, on the
-        direct line, and vLLM has not answered the call yet.
-        """
-        await asyncio.gather(*self._late)
-        self._late.clear()
-
-    async def _sooner(self, mark: str, answer: Coroutine[Any, Any, None]) -> None:
-        """Waits for vLLM's answer or for the workers' mark `mark`, whichever comes first.
-
-        An answer that comes later is read by `check` or `settle`.
-        """
-        # Tasks begin in turn, so the engine still gets an order to pause before the update.
-        task = asyncio.create_task(answer)
-        with self._line.marked(mark) as marked:
-            try:
-                await asyncio.wait((task, marked), return_when=asyncio.FIRST_COMPLETED)
-            except asyncio.CancelledError:
-                task.cancel()
-                raise
-        if task.done():
-            task.result()
-        else:
-            self._late.append(task)
 
     async def _call(self, call: Awaitable[object], update_limit_s: float = 0.0) -> None:
         limit_s = ANSWER_LIMIT_S + update_limit_s

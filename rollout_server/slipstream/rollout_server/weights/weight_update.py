@@ -28,16 +28,13 @@ log = logging.getLogger(__name__)
 # Seconds that an update may exceed its own deadlines before its worker counts as hung.
 _LOAD_LIMIT_S = 120.0
 _READY_POLL_S = 0.002
-# The results of an update with more buckets (150 bytes each), or of a delta with more tensors (48
-# bytes each), go through vLLM: a message on the direct line has 200 KB at most.
-_SHORT_BUCKETS, _SHORT_TENSORS = 256, 2048
 
 Result = TypeVar("Result")
 # Calls a method of all workers (`VllmEngine._call_all`).
 CallAll = Callable[[str, tuple[Any, ...]], Awaitable[list[Any]]]
 # Pauses all requests between two tokens (`EnginePause.pause_for_update`). Raises EngineDied. The
-# arguments are the time limit of an update that may come first, and the workers' mark, if any.
-Pause = Callable[[float, str], Awaitable[None]]
+# argument is the time limit of an update that may come first.
+Pause = Callable[[float], Awaitable[None]]
 # Gives an idle engine its new version (`EnginePause.resume_idle`). Raises EngineDied.
 ResumeIdle = Callable[[PolicyVersion, float], Awaitable[None]]
 
@@ -75,8 +72,6 @@ class _Announced:
     # buckets arrive elsewhere.
     terms: tuple[str, float] | None
     staged: bool
-    # Whether the workers' results fit into a message on the direct line.
-    is_short: bool
 
 
 class WeightUpdate:
@@ -102,8 +97,8 @@ class WeightUpdate:
         # The terms of the last update, if all workers copied it by plan: they still have its
         # membership, memory and views. None if the next `prepare` tells them everything.
         self._ready_for: tuple[str, float] | None = None
-        # The layout of the last update, which hardly ever changes, its buckets, tensors and bytes.
-        self._layout, self._num_buckets, self._num_tensors, self._num_bytes = b"", 0, 0, 0
+        # The layout of the last update, which hardly ever changes, its buckets and bytes.
+        self._layout, self._num_buckets, self._num_bytes = b"", 0, 0
         self._are_adapters_alone = False
         # The last layout with weights: for any other one the workers have no plan yet.
         self._weights_layout = b""
@@ -148,9 +143,7 @@ class WeightUpdate:
         version = version_from_pb(order.version)
         kept = None if order.delta.base or stage else terms
         limit_s = self._limit_s(order)
-        is_short = self._num_buckets <= _SHORT_BUCKETS
-        is_short &= not order.delta.base or self._num_tensors <= _SHORT_TENSORS
-        self._announced = _Announced(order.publish_id, version, limit_s, kept, stage, is_short)
+        self._announced = _Announced(order.publish_id, version, limit_s, kept, stage)
 
     async def receive(
         self, publish_id: str, resume_idle: ResumeIdle | None = None
@@ -181,11 +174,13 @@ class WeightUpdate:
         elif by_plan:
             # Both at once: copies wait on the device for the steps before them, and an engine that
             # is told to pause begins no other step. It preempts requests while the device copies.
-            pause_s, results = await self._copy(announced, f"paused for {publish_id}")
+            paused = self._paused(announced.limit_s)
+            pause_s, _ = await asyncio.gather(paused, self._begin(announced))
+            results = await self._finish(announced)
         else:
             # vLLM's loader takes layers apart: no step may run meanwhile.
             pause_s = await self._paused(0.0)
-            results = await self._carry_out("slipstream_receive", announced.limit_s)
+            results = await self._finish(announced)
         digests = self._digests_of(results)
         self._all_have_plan = all(result["has_plan"] for result in results)
         if self._adds_up and self._all_have_plan and not self._are_adapters_alone:
@@ -211,7 +206,6 @@ class WeightUpdate:
         # A model of many experts has tens of thousands of tensors.
         buckets = await asyncio.to_thread(layout_from_pb, layout)
         self._layout, self._num_buckets, self._has_room = described, len(buckets), None
-        self._num_tensors = sum(len(bucket.spans) for bucket in buckets)
         self._num_bytes = sum(bucket.num_bytes for bucket in buckets)
         self._are_adapters_alone = not layout.tensors
         if layout.tensors and described != self._weights_layout:
@@ -252,30 +246,15 @@ class WeightUpdate:
                 log.info("every update is sent whole: the workers' shares do not add up")
         return received or whole
 
-    async def _paused(self, update_limit_s: float, mark: str = "") -> float:
+    async def _paused(self, update_limit_s: float) -> float:
         """Pauses the engine; returns the seconds until it was paused."""
         begun_s = time.monotonic()
-        await self._pause(update_limit_s, mark)
+        await self._pause(update_limit_s)
         return time.monotonic() - begun_s
 
-    async def _copy(self, announced: _Announced, mark: str) -> tuple[float, list[Any]]:
-        """Pauses and copies; returns the seconds of the pause and the workers' results."""
-        paused = self._paused(announced.limit_s, mark)
-        if not announced.is_short:
-            # The end goes through the engine's thread, which must not wait there while it pauses.
-            pause_s, _ = await asyncio.gather(paused, self._begin(announced, mark))
-            return pause_s, await self._finish(announced)
-        pause_s, results = await asyncio.gather(paused, self._begin_and_finish(announced, mark))
-        return pause_s, results
-
-    async def _begin_and_finish(self, announced: _Announced, mark: str) -> list[Any]:
-        await self._begin(announced, mark)
-        return await self._finish(announced)
-
-    async def _begin(self, announced: _Announced, *mark: str) -> None:
-        """Makes the workers begin to copy; they send `mark`, if any, once the engine has paused."""
+    async def _begin(self, announced: _Announced) -> None:
         try:
-            await self._carry_out("slipstream_begin", announced.limit_s, *mark)
+            await _within(announced.limit_s, self._answers("slipstream_begin", ()))
         except WeightSyncError:
             # The update is over only when the workers that began it have left it.
             with contextlib.suppress(WeightSyncError):
@@ -283,12 +262,8 @@ class WeightUpdate:
             raise
 
     async def _finish(self, announced: _Announced) -> list[Any]:
-        """Ends an update that was begun; returns the workers' results."""
-        method = "slipstream_finish" if announced.is_short else "slipstream_receive"
-        return await self._carry_out(method, announced.limit_s)
-
-    async def _carry_out(self, method: str, limit_s: float, *arguments: str) -> list[Any]:
-        return await _within(limit_s, self._answers(method, arguments))
+        """Ends the update; returns the workers' results."""
+        return await _within(announced.limit_s, self._answers("slipstream_receive", ()))
 
     def _limit_s(self, order: weights_pb2.PublishOrder) -> float:
         return order.bucket_deadline_s * self._num_buckets + _LOAD_LIMIT_S

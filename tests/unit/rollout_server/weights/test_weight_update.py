@@ -16,7 +16,7 @@ LAYOUT = layout_to_pb([TensorSpec("a", "bfloat16", (4,))], bucket_bytes=1024)
 OTHER_LAYOUT = layout_to_pb([TensorSpec("a", "bfloat16", (8,))], bucket_bytes=1024)
 ADAPTERS = layout_to_pb((), 1024, adapters=[TensorSpec("a", "bfloat16", (4,))])
 NO_LAYOUT = weights_pb2.WeightLayout()
-LOADED, COPIED = ["pause", "paused", "receive"], ["pause", "begin", "finish", "paused"]
+LOADED, COPIED = ["pause", "paused", "receive"], ["pause", "begin", "paused", "receive"]
 
 
 def order(publish_id: str, **changed: Any) -> weights_pb2.PublishOrder:
@@ -63,7 +63,7 @@ class Engine:
         self.started.append(self.calls[-1][0])
         return self.begun if method == "slipstream_begin" else self._answers.pop(0)
 
-    async def pause(self, _: float, mark: str) -> None:
+    async def pause(self, _: float) -> None:
         self.started.append("pause")
         await asyncio.sleep(0.01)
         self.started.append("paused")
@@ -75,9 +75,8 @@ class Engine:
         return await self.update.receive(told.publish_id, resume_idle)
 
     def numbered(self) -> list[str]:
-        """The names of all calls but `begin`, whose end counts as `receive`."""
-        names = [name for name, _ in self.calls if name != "begin"]
-        return ["receive" if name == "finish" else name for name in names]
+        """The names of all calls but `begin`."""
+        return [name for name, _ in self.calls if name != "begin"]
 
     def prepared(self) -> list[tuple[Any, ...]]:
         """The arguments of each call that prepared an update; the last one says if it is staged."""
@@ -171,32 +170,6 @@ async def test_the_first_update_needs_a_layout() -> None:
         await Engine().take(layout=NO_LAYOUT)
 
 
-async def test_long_results_come_through_vllm() -> None:
-    tensors = [TensorSpec(f"layer {number}", "bfloat16", (512,)) for number in range(257)]
-    # vLLM's calls reach the engine's own thread, which must not wait there while it pauses.
-    for layout, last in (
-        (layout_to_pb(tensors, bucket_bytes=1024), ["paused", "receive"]),
-        (layout_to_pb(tensors[:256], bucket_bytes=1024), ["finish", "paused"]),
-    ):
-        engine = Engine(*RIGHT, *RIGHT)
-        for publish_id in ("p1", "p2"):
-            await engine.take(order(publish_id, new_communicator=True), layout)
-        assert engine.started == ["prepare", "pause", "begin", *last]
-
-
-@pytest.mark.parametrize(("number", "last"), [(2048, "finish"), (2049, "receive")])
-async def test_long_results_of_deltas_come_through_vllm(number: int, last: str) -> None:
-    # A share names each tensor of its bucket.
-    tensors = [TensorSpec(f"expert {place}", "bfloat16", (4,)) for place in range(number)]
-    layout = layout_to_pb(tensors, bucket_bytes=1 << 20)
-    whole = both(result(WHOLE.hex()))
-    engine = Engine(READY, shared(SHARE), READY, PATCHED, READY, whole)
-    for told in (ORDER, delta("p2", WHOLE), order("p3")):
-        await engine.take(told, layout)
-    names = [name for name, _ in engine.calls if name not in ("prepare", "begin")]
-    assert names == ["receive", last, "finish"]
-
-
 @pytest.mark.parametrize("stage", [False, True])
 async def test_weights_of_another_layout_are_loaded_when_the_engine_stands_still(stage):
     engine = Engine(*2 * [READY, BY_LOADER], stage=stage)
@@ -221,8 +194,11 @@ async def test_a_failed_update_is_over_when_no_worker_is_inside_it_any_more() ->
     engine.begun = [{"value": None}, {"error": "a bucket did not arrive"}]
     is_asked, is_over = asyncio.Event(), asyncio.Event()
 
+    def is_begun() -> bool:
+        return any(name == "begin" for name, _ in engine.calls)
+
     async def ask(method: str, arguments: tuple[Any, ...]) -> list[Any]:
-        if method == "slipstream_finish":
+        if method == "slipstream_receive" and is_begun():
             is_asked.set()
             await is_over.wait()
             return [{"error": "no update was announced"}, {"error": "a member is gone"}]

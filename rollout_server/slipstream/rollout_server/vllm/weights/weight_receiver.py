@@ -240,11 +240,6 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
         """Whether this update can be received without vLLM's loader."""
         return self._replay is not None or not self._weights
 
-    @property
-    def is_copying(self) -> bool:
-        """Whether copies have begun and have not ended."""
-        return self._copying is not None
-
     def room(self) -> int:
         """Returns the bytes that an update may take in addition to the live weights."""
         held_bytes = 0 if self._staging is None else self._staging.held_bytes
