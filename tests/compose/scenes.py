@@ -145,6 +145,7 @@ class SeveralHosts:
             "CONTROLLER_ADDRESS": f"{subnet}.10:7070",
             "MASTER_ADDRESS": f"{subnet}.10:29500",
             "QUEUE_HOST": f"{subnet}.10",
+            "NETWORK_INTERFACE": "eth0",
         }
 
         def make(name: str, example: str, profile: str, number: int) -> Host:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from make_lock import pins_of
 from slipstream.client.cli import _parser
-from slipstream.client.launch.emit_compose import compose_file
 from slipstream.core.configuration.config_file import load_config
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import Config
@@ -17,6 +16,7 @@ from slipstream.protocol.queue.redis_connection import REQUIRED_SETTINGS
 from support.rigs.compose_file import (
     COMPOSE_FILE,
     DEPLOY,
+    FILLED_IN,
     GPU_FILE,
     INFINIBAND_FILE,
     ComposeRefused,
@@ -87,18 +87,6 @@ def test_the_parser_is_the_one_that_was_tested_with() -> None:
     assert binary.stat().st_mode & 0o111, f"{binary} cannot be run"
 
 
-def test_the_compose_file_is_the_one_that_the_roles_give() -> None:
-    emitted = compose_file(DEPLOY / "configs" / "cluster.toml", (), "./configs/cluster.toml")
-    command = "slipstream roles deploy/configs/cluster.toml --for compose --out deploy"
-    assert emitted == COMPOSE_FILE.read_text(), command
-
-
-def test_settings_behind_the_file_reach_every_service() -> None:
-    path = DEPLOY / "configs" / "cluster.toml"
-    emitted = compose_file(path, ("run.steps=3",), "./configs/cluster.toml")
-    assert emitted.count("- run.steps=3\n") == len(PROGRAMS)
-
-
 @pytest.mark.parametrize("profile", ROLES)
 @pytest.mark.parametrize("files", FILES)
 @pytest.mark.parametrize("env_file", ENV_FILES, ids=lambda path: path.name)
@@ -111,8 +99,21 @@ def test_every_role_is_accepted_on_every_host(env_file: Path, files: str, profil
 def test_a_missing_variable_is_refused_by_name(name: str, tmp_path: Path) -> None:
     variables = read_env(DEPLOY / "env" / "rollout.env")
     env_file = write_env(tmp_path / "host.env", {k: v for k, v in variables.items() if k != name})
+    shell = {k: v for k, v in FILLED_IN.items() if k != name}
     with pytest.raises(ComposeRefused, match=f"required variable {name} is missing a value"):
-        resolve(env_file, "rollout-server")
+        resolve(env_file, "rollout-server", shell=shell)
+
+
+def test_no_example_guesses_a_network_interface() -> None:
+    for env_file in (path for path in ENV_FILES if path.name != "all-in-one.env"):
+        with pytest.raises(ComposeRefused, match=r"NETWORK_INTERFACE .*: the network interface"):
+            resolve(env_file, "learner", shell={})
+
+
+def test_the_learner_waits_for_its_queue_as_long_as_servers_do() -> None:
+    services = all_services()
+    patience = {n: parse(services[n]["command"]).connect_timeout_s for n in PROGRAMS}
+    assert patience == {"learner": 3600, "learner-node": None, "rollout-server": 3600}
 
 
 def test_a_gpu_host_must_say_which_gpus(tmp_path: Path) -> None:
@@ -210,7 +211,7 @@ def test_a_host_has_several_engines_by_variables_of_the_shell() -> None:
         DEPLOY / "env" / "rollout.env",
         "rollout-server",
         files=FILES["gpu"],
-        shell={"SERVER_ID": "rollout-0-3", "ROLLOUT_GPUS": "3"},
+        shell=FILLED_IN | {"SERVER_ID": "rollout-0-3", "ROLLOUT_GPUS": "3"},
     )["services"]
     assert parse(services["rollout-server"]["command"]).server_id == "rollout-0-3"
     assert services["rollout-server"]["environment"]["CUDA_VISIBLE_DEVICES"] == "3"

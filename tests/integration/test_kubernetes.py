@@ -1,4 +1,4 @@
-"""The quickstart in pods, from the folder that `slipstream roles` writes, without an edit.
+"""The quickstart in pods, from the Helm chart.
 
 Pods are made of namespaces (`kubernetes_pods`), or of containers of the image that SLIPSTREAM_IMAGE
 names: two of the learner, two rollout servers, the queue. One server is deleted, one killed, a node
@@ -10,8 +10,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -20,12 +18,13 @@ from typing import Any
 
 import pytest
 from slipstream.learner.controller.records.journal import read_records
-from support.rigs import docker_hosts, namespaces
+from support.rigs import docker_hosts, helm_chart, namespaces
+from support.rigs.completed import completed
 from support.rigs.docker_hosts import DockerNetwork
 from support.rigs.kubernetes_pods import Pod, Pods, wait_for
 from support.rigs.namespaces import Mount, Network
 
-MISSING = namespaces.missing()
+MISSING = namespaces.missing() or helm_chart.MISSING
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(2400),
@@ -38,34 +37,41 @@ USER = 1000
 STEPS, GROUPS_PER_STEP = {"namespaces": 150, "docker": 60}, 16
 LIMIT_S = 900.0
 SERVERS = "quickstart-rollout-server"
+RUN = "quickstart"
 SETTINGS = (
     "learner.world_size=2",
     "learner.ranks_per_node=1",
-    "rollout_server.count=2",
-    'queue.kind="redis"',
-    'tracking.prometheus="127.0.0.1:9400"',
+    'model.path="/models/tiny"',
     # A busy machine takes minutes to load an engine.
     "controller.stall_timeout_s=1800",
-    "environments.0.reference=letters.task:Letters",
-    "evaluations.0.reference=letters.task:Letters",
+    "environments.0.reference=letters:Letters",
+    "evaluations.0.reference=letters:Letters",
 )
+VALUES = {
+    "settings": SETTINGS,
+    "learner": {"nodes": 2},
+    "rolloutServer": {"count": 2},
+    "valkey": {"enabled": True},
+    "metrics": {"port": 9400},
+    "models": {"persistentVolumeClaim": {"claimName": "models"}, "emptyDir": None},
+    "code": {"configMap": {"name": "quickstart-code"}, "emptyDir": None},
+}
 # The user's own environment, which imports a module of its own and reads a file beside it.
 CODE = {
-    "letters/__init__.py": "",
-    "letters/task.py": """
+    "letters.py": """
 from pathlib import Path
 
 from slipstream.environments.echo import Echo
 
-from letters.words import NAME
+from words import NAME
 
-assert (Path(__file__).parents[1] / "note.txt").read_text() == NAME
+assert (Path(__file__).parent / "note.txt").read_text() == NAME
 
 
 class Letters(Echo):
     pass
 """,
-    "letters/words.py": 'NAME = "letters"\n',
+    "words.py": 'NAME = "letters"\n',
     "note.txt": "letters",
 }
 # What Prometheus does, by the name in the PodMonitor.
@@ -130,17 +136,21 @@ class Story:
         wait_for(what, LIMIT_S, look, self.pods)
 
 
-def write_manifests(folder: Path, steps: int) -> None:
-    """Calls our command, as a user does."""
+def manifests(folder: Path, steps: int) -> list[dict[str, Any]]:
+    """What Helm, our script and kubectl make of the chart, the secrets and the user's code."""
     for name, text in CODE.items():
-        (folder / "code" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "code").mkdir(exist_ok=True)
         (folder / "code" / name).write_text(text)
-    command = [f"{sys.prefix}/bin/slipstream", "roles"]
-    command += [str(ROOT / "deploy/configs/quickstart.toml"), *SETTINGS]
-    command += [f"run.steps={steps}", "--for", "kubernetes", "--code", "code"]
-    said = subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stdout
-    make = next(line for line in said.splitlines() if "make_certificates.sh" in line)
-    subprocess.run([ROOT / make.split()[0], *make.split()[1:]], cwd=folder, check=True)
+    values = VALUES | {"settings": [*SETTINGS, f"run.steps={steps}"]}
+    (folder / "values.json").write_text(json.dumps(values))
+    chart = helm_chart.rendered(RUN, f"--values={folder / 'values.json'}")
+    hosts = (f"{RUN}-learner-0-0.{RUN}", f"{RUN}-queue")
+    secrets = helm_chart.secrets_of(RUN, folder / "secrets", *hosts)
+    make = ["create", "configmap", f"{RUN}-code", f"--from-file={folder / 'code'}"]
+    command = [str(helm_chart.TOOLS / "kubectl"), *make, "--dry-run=client", "--output=yaml"]
+    code = completed(command, check=True).stdout
+    claim = {"kind": "PersistentVolumeClaim", "metadata": {"name": "models"}}
+    return [*helm_chart.resources(f"{chart}\n---\n{secrets}\n{code}"), claim]
 
 
 def carry_out(story: Story) -> None:
@@ -184,9 +194,9 @@ def story(tiny_model: Path, request: pytest.FixtureRequest) -> Iterator[Story]:
     folder = Path(tempfile.mkdtemp(prefix="slipstream-pods-"))
     folder.chmod(0o755)
     try:
-        write_manifests(folder, steps)
+        resources = manifests(folder, steps)
         with make_network(folder / "hosts", user=USER) as network:
-            pods = Pods(folder / "kubernetes", folder, network)
+            pods = Pods(resources, folder, network)
             model = pods.volume("models") / "tiny"
             shutil.copytree(tiny_model, model)
             for path in model.iterdir():

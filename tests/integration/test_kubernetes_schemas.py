@@ -1,92 +1,82 @@
-"""Kubernetes' own tools and schemas read the folder that `slipstream roles` writes."""
+"""Helm renders the chart, and Kubernetes' schemas and our command line read the result."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
-from slipstream.client.cli import main
+from slipstream.client.cli import parse
+from slipstream.core.configuration.config_file import load_config
+from slipstream.protocol.queue.redis_connection import REQUIRED_SETTINGS
+from support.rigs import helm_chart
+from support.rigs.completed import completed
+from support.rigs.helm_chart import ChartRefused, rendered, resources, secrets_of
 
 ROOT = Path(__file__).parents[2]
+CONFIG = ROOT / "deploy/configs/quickstart.toml"
 CHECK = ROOT / "tests" / "support" / "rigs" / "kubernetes_schemas.py"
-TOOLS = Path(os.environ.get("SLIPSTREAM_KUBERNETES", "none"))
-PYTHON, KUBECTL = TOOLS / "bin" / "python", TOOLS / "kubectl"
+PYTHON = helm_chart.TOOLS / "bin" / "python"
 # The oldest, a middle and the newest one that the package has.
 VERSIONS = ("1.27", "1.32", "1.37")
 KINDS = {"JobSet", "Job", "Deployment", "PodDisruptionBudget", "NetworkPolicy", "ConfigMap"}
 KINDS |= {"Secret", "PersistentVolumeClaim"}
-SEVERAL = ("learner.world_size=8", "learner.ranks_per_node=2", "rollout_server.count=4")
+METRICS = ("--set=metrics.port=9400",)
+QUEUE = ("--set=valkey.enabled=true",)
+OPERATORS = (*METRICS, "--set=metrics.monitor=true", "--set=scaling.enabled=true")
+GANG = (
+    "--set=learner.nodes=4",
+    "--set-json=learner.resources.limits.nvidia\\.com/gpu=2",
+    "--set-json=rolloutServer.resources.limits.nvidia\\.com/gpu=1",
+    '--set-json=learner.tolerations=[{"key":"nvidia.com/gpu","operator":"Exists"}]',
+    '--set-json=imagePullSecrets=[{"name":"registry"}]',
+    "--set=kueue=default",
+    "--set=settings[0]=learner.world_size=8",
+    "--set=settings[1]=learner.ranks_per_node=2",
+)
 pytestmark = [
     pytest.mark.process,
-    pytest.mark.skipif(
-        not (PYTHON.exists() and KUBECTL.exists()),
-        reason="SLIPSTREAM_KUBERNETES must name a virtual environment with kubernetes-validate, "
-        "kubectl and a folder crds",
-    ),
+    pytest.mark.skipif(helm_chart.MISSING is not None, reason=str(helm_chart.MISSING)),
 ]
-
-
-METRICS = 'tracking.prometheus="127.0.0.1:9400"'
-
-
-def written(folder: Path, *settings: str) -> Path:
-    """The folder of the quickstart with these settings, with its secrets."""
-    (folder / "mine" / "inner").mkdir(parents=True)
-    for name in ("mine/words.py", "mine/inner/deep.py"):
-        (folder / name).write_text("X = 1\n")
-    out = folder / "kubernetes"
-    config = str(ROOT / "deploy/configs/quickstart.toml")
-    code = ["--code", str(folder / "mine")]
-    assert main(["roles", config, *settings, "--for", "kubernetes", "--out", str(out), *code]) == 0
-    make = [ROOT / "deploy" / "make_certificates.sh", out / "secrets", "learner"]
-    subprocess.run(make, check=True, capture_output=True)
-    return out
-
-
-def built(folder: Path, *components: str) -> str:
-    """What kustomize makes of a folder, and its claims."""
-    path = folder / "kustomization.yaml"
-    chosen = f"\ncomponents: [{', '.join(components)}]\n"
-    text, count = re.subn(r"\n# components: .*\n", chosen, path.read_text())
-    assert count == 1
-    path.write_text(text)
-    command = [KUBECTL, "kustomize", folder]
-    shown = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert shown.returncode == 0, shown.stderr
-    return f"{shown.stdout}---\n{(folder / 'claims.yaml').read_text()}"
+needs_schemas = pytest.mark.skipif(
+    not PYTHON.exists(),
+    reason="SLIPSTREAM_KUBERNETES must name a virtual environment with kubernetes-validate, "
+    "and in it a folder crds",
+)
 
 
 def judged(manifests: str) -> list[dict[str, str | None]]:
     """What the schemas say to each resource."""
-    command: Sequence[Path | str] = [PYTHON, CHECK, TOOLS / "crds", *VERSIONS]
-    ended = subprocess.run(command, input=manifests, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
+    command: Sequence[Path | str] = [PYTHON, CHECK, helm_chart.TOOLS / "crds", *VERSIONS]
+    ended = completed(command, input=manifests, check=True)
     return [json.loads(line) for line in ended.stdout.splitlines()]
 
 
+@needs_schemas
 @pytest.mark.parametrize(
-    ("settings", "more"),
+    ("options", "more"),
     [
-        pytest.param((METRICS,), set(), id="smallest"),
-        pytest.param((*SEVERAL, METRICS, "--gpus"), set(), id="several"),
-        pytest.param(('queue.kind="redis"', METRICS), {"StatefulSet", "Service"}, id="queue"),
+        pytest.param((), set(), id="smallest"),
+        pytest.param(GANG, set(), id="several"),
+        pytest.param(QUEUE, {"StatefulSet", "Service"}, id="queue"),
+        pytest.param(OPERATORS, {"ScaledObject", "PodMonitor", "PrometheusRule"}, id="operators"),
     ],
 )
-def test_the_schemas_of_three_versions_and_of_the_crds_take_it(settings, more, tmp_path):
-    found = judged(built(written(tmp_path, *settings), "kueue", "monitor", "scaling"))
+def test_the_schemas_of_three_versions_and_of_the_crds_take_it(options, more, tmp_path):
+    secrets = secrets_of("first", tmp_path, "learner")
+    found = judged(f"{rendered('first', *options)}\n---\n{secrets}")
     assert [each for each in found if each["wrong"]] == []
-    assert {each["kind"] for each in found} == KINDS | {"ScaledObject", "PodMonitor"} | more
+    assert {each["kind"] for each in found} == KINDS | more
     assert {each["version"] for each in found} == {"CRD", *VERSIONS}
 
 
-def test_the_schemas_refuse_what_is_wrong(tmp_path: Path) -> None:
-    manifests = built(written(tmp_path, METRICS), "scaling")
+@needs_schemas
+def test_the_schemas_refuse_what_is_wrong() -> None:
+    manifests = rendered("first", *OPERATORS)
     wrong = {
         "failurePolicy": "failurePolicies",
         "terminationGracePeriodSeconds": "gracePeriod",
@@ -97,33 +87,150 @@ def test_the_schemas_refuse_what_is_wrong(tmp_path: Path) -> None:
         assert any(each["wrong"] for each in judged(manifests.replace(right, other)))
 
 
-def test_kustomize_joins_what_belongs_together(tmp_path: Path) -> None:
-    text = built(written(tmp_path, *SEVERAL, METRICS, "--gpus"), "kueue", "scaling")
-    resources = {
-        (each["kind"], each["metadata"]["name"]): each for each in yaml.safe_load_all(text)
+def found(*options: str) -> dict[tuple[str, str], dict[str, Any]]:
+    """The chart's resources by kind and name."""
+    return {
+        (each["kind"], each["metadata"]["name"]): each
+        for each in resources(rendered("first", *options))
     }
-    jobset = resources["JobSet", "quickstart"]
-    server = resources["Deployment", "quickstart-rollout-server"]
-    for each in (jobset, server):
-        assert each["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "default"
-    assert "replicas" not in server["spec"]
-    first, further = jobset["spec"]["replicatedJobs"]
-    assert (first["replicas"], further["replicas"]) == (1, 3)
-    pods = [job["template"]["spec"]["template"]["spec"] for job in (first, further)]
-    pods.append(server["spec"]["template"]["spec"])
-    for pod in pods:
-        (container,) = pod["containers"]
-        assert container["image"] == "slipstream:gpu"
-        assert container["resources"]["limits"]["nvidia.com/gpu"] in (1, 2)
-        for volume in pod["volumes"]:
-            if "configMap" in volume:
-                data = resources["ConfigMap", volume["configMap"]["name"]]["data"]
-                assert {item["key"] for item in volume["configMap"].get("items", [])} <= {*data}
-            if "secret" in volume:
-                assert ("Secret", volume["secret"]["secretName"]) in resources
-    keys = [
-        {*resources["Secret", f"quickstart-{name}"]["data"]}
-        for name in ("learner", "learner-node", "rollout-server")
+
+
+def pods(*options: str) -> dict[str, dict[str, Any]]:
+    """The pods' specifications by the names of their containers."""
+    of = found(*options)
+    jobs = of["JobSet", "first"]["spec"]["replicatedJobs"]
+    specs = [job["template"]["spec"]["template"]["spec"] for job in jobs]
+    specs.append(of["Deployment", "first-rollout-server"]["spec"]["template"]["spec"])
+    if ("StatefulSet", "first-queue") in of:
+        specs.append(of["StatefulSet", "first-queue"]["spec"]["template"]["spec"])
+    return {spec["containers"][0]["name"]: spec for spec in specs}
+
+
+def command_of(spec: dict[str, Any]) -> Any:
+    """A pod's command as our command line reads it, with the values of one pod."""
+    placed = {"NODE_RANK": "1", "HOST_ADDRESS": "10.0.0.2", "SERVER_ID": "pod"}
+    (container,) = spec["containers"]
+    own = {each["name"]: each.get("value") or placed[each["name"]] for each in container["env"]}
+    words = [
+        re.sub(r"\$\((\w+)\)", lambda name: own[name[1]], word) for word in container["command"]
     ]
-    own = {"server.pem", "server.key", "metrics_token"}
-    assert keys == [{"ca.pem", "token", *own}, *[{"ca.pem", "token"}] * 2]
+    assert words[0] == "slipstream"
+    return parse(words[1:])
+
+
+@pytest.mark.parametrize("name", ["learner", "learner-node", "rollout-server"])
+def test_the_command_of_a_pod_is_one_of_ours(name: str) -> None:
+    arguments = command_of(pods(*GANG, *QUEUE, *METRICS)[name])
+    config = load_config(CONFIG, arguments.overrides)
+    assert (config.run.name, str(config.run.dir)) == ("first", "/runs")
+    assert config.queue.redis_url is not None
+    assert config.learner.world_size == 8
+    host = "first-learner-0-0.first"
+    is_learner = name != "rollout-server"
+    if is_learner:
+        assert (arguments.node_rank, arguments.master) == (1, f"{host}:29500")
+        assert config.controller.address == f"{host}:7070"
+    else:
+        assert (arguments.controller, arguments.server_id) == (f"{host}:7070", "pod")
+    # The queue may need its image and volume first, and a server the learner.
+    assert arguments.connect_timeout_s == (None if name == "learner-node" else 3600)
+    # The key of the controller's certificate stays with its pod, as does a user of the queue.
+    assert (config.security.tls_key is not None) == (name == "learner")
+    ends = (config.queue.controller is not None, config.queue.rollout_server is not None)
+    assert ends == (name == "learner", name == "rollout-server")
+    elsewhere = name == "learner"
+    assert config.tracking.prometheus == ("10.0.0.2:9400" if elsewhere else "127.0.0.1:9400")
+
+
+def test_each_pod_reads_the_secrets_that_its_command_names(tmp_path: Path) -> None:
+    made = resources(secrets_of("first", tmp_path, "learner"))
+    data = {each["metadata"]["name"]: each["data"] for each in made}
+    assert data["first-learner-node"].keys() == {"ca.pem", "token"}
+    tokens = {name: data[f"first-{name}"]["token"] for name in pods(*GANG)}
+    assert len({*tokens.values()}) == 3
+    for name, spec in pods(*GANG, *QUEUE, *METRICS).items():
+        (secret,) = [each["secret"] for each in spec["volumes"] if "secret" in each]
+        assert secret["secretName"] == f"first-{name}"
+        words = json.dumps(spec)
+        named = {*re.findall(r"/run/slipstream/([\w.]+)", words)}
+        assert named == {*data[secret["secretName"]]}
+
+
+def test_a_pod_is_a_restricted_one_with_bounded_memory() -> None:
+    for spec in pods(*GANG, *QUEUE).values():
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        assert spec["imagePullSecrets"] == [{"name": "registry"}]
+        for container in (*spec["containers"], *spec.get("initContainers", [])):
+            context, needs = container["securityContext"], container["resources"]
+            assert context["allowPrivilegeEscalation"] is False
+            assert context["capabilities"] == {"drop": ["ALL"]}
+            assert needs["requests"].keys() == {"cpu", "memory"}
+            assert "memory" in needs["limits"]
+        for volume in spec["volumes"]:
+            if volume.get("emptyDir", {}).get("medium") == "Memory":
+                assert volume["emptyDir"]["sizeLimit"]
+
+
+def test_the_values_size_the_pods() -> None:
+    of = found(*GANG)
+    first, further = of["JobSet", "first"]["spec"]["replicatedJobs"]
+    assert (first["replicas"], further["replicas"]) == (1, 3)
+    gpus = {
+        name: spec["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]
+        for name, spec in pods(*GANG).items()
+    }
+    assert gpus == {"learner": 2, "learner-node": 2, "rollout-server": 1}
+    assert pods(*GANG)["learner"]["tolerations"][0]["key"] == "nvidia.com/gpu"
+    for name in ("JobSet", "first"), ("Deployment", "first-rollout-server"):
+        assert of[name]["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "default"
+
+
+def test_every_resource_is_in_the_releases_namespace_and_says_what_it_is() -> None:
+    of = found("--namespace=research", *GANG, *QUEUE, *OPERATORS)
+    assert {each["metadata"]["namespace"] for each in of.values()} == {"research"}
+    templates = [of[kind]["spec"]["template"] for kind in of if kind[0] == "Deployment"]
+    templates += [
+        job["template"]["spec"]["template"]
+        for job in of["JobSet", "first"]["spec"]["replicatedJobs"]
+    ]
+    labels = [each["metadata"]["labels"]["app.kubernetes.io/component"] for each in templates]
+    assert labels == ["rollout-server", "learner", "learner"]
+
+
+def test_the_queue_asks_itself_whether_it_is_ready_and_is_durable() -> None:
+    (queue,) = pods(*QUEUE)["queue"]["containers"]
+    # Its service has no address before it is ready.
+    (script,) = queue["readinessProbe"]["exec"]["command"][2:]
+    assert " -h 127.0.0.1 -p 6380 " in script
+    words = queue["command"][1:]
+    settings = {name[2:]: value for name, value in zip(words[::2], words[1::2], strict=True)}
+    assert REQUIRED_SETTINGS.items() <= settings.items()
+    assert settings["port"] == "0"
+
+
+def test_prometheus_reads_the_ports_that_are_open_and_gets_all_alerts() -> None:
+    of = found(*OPERATORS)
+    (learner,) = pods(*OPERATORS)["learner"]["containers"]
+    ports = {each["name"]: each["containerPort"] for each in learner["ports"]}
+    assert ports == {"controller": 9400, "trainer": 9401}
+    endpoints = of["PodMonitor", "first"]["spec"]["podMetricsEndpoints"]
+    assert {each["port"] for each in endpoints} == {*ports}
+    rule = of["NetworkPolicy", "first"]["spec"]["ingress"][1]
+    assert rule == {"ports": [{"port": 9400, "endPort": 9401}]}
+    alerts = yaml.safe_load((ROOT / "deploy/prometheus/alerts.yml").read_text())
+    assert of["PrometheusRule", "first"]["spec"] == alerts
+    assert "replicas" not in of["Deployment", "first-rollout-server"]["spec"]
+
+
+@pytest.mark.parametrize("name", ["under-", "9first", "a.b", "a" * 32])
+def test_a_run_whose_pods_could_have_no_name_is_refused(name: str) -> None:
+    with pytest.raises(ChartRefused, match=r"release.* name"):
+        rendered(name)
+
+
+def test_a_chart_without_settings_or_without_metrics_to_read_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty.toml").touch()
+    with pytest.raises(ChartRefused, match="--set-file config=run.toml"):
+        rendered("first", config=tmp_path / "empty.toml")
+    with pytest.raises(ChartRefused, match=r"need metrics\.port"):
+        rendered("first", "--set=scaling.enabled=true")

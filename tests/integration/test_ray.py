@@ -1,4 +1,4 @@
-"""The quickstart's task as a guest of Ray, by the program that `slipstream roles` writes.
+"""The quickstart's task as a guest of Ray, by the program of deploy/ray.
 
 Real daemons of Ray on this machine, and `ray job submit`. A node with a rollout server dies, then
 the learner's; the same job, submitted again, finishes the run.
@@ -47,10 +47,11 @@ def folder(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "RAY_raylet_start_wait_time_s": "240",
         "TORCHDYNAMO_DISABLE": "1",
     }
-    settings = ["deploy/configs/quickstart.toml", "rollout_server.count=2"]
-    roles = ["slipstream", "roles", *settings, "--for", "ray"]
-    subprocess.run(roles, cwd=folder, env=environ, check=True, capture_output=True)
-    command = [str(PYTHON), str(RIG), "ray/run.py", ".", "10"]
+    program = (ROOT / "deploy" / "ray" / "run.py").read_text()
+    assert "NODES, SERVERS = 1, 1" in program
+    program = program.replace("NODES, SERVERS = 1, 1", "NODES, SERVERS = 1, 2")
+    (folder / "run.py").write_text(program)
+    command = [str(PYTHON), str(RIG), "run.py", "deploy/configs/quickstart.toml", ".", "10"]
     ended = subprocess.run(command, cwd=folder, env=environ, capture_output=True, check=False)
     said = "\n".join(path.read_text()[-4000:] for path in sorted(folder.glob("*.tail")))
     assert ended.returncode == 0, f"{ended.stderr.decode()[-3000:]}\n{said}"

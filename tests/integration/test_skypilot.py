@@ -1,15 +1,15 @@
-"""SkyPilot reads the job group that `slipstream roles` writes, by its own parser."""
+"""SkyPilot reads the job group of deploy/skypilot, by its own parser."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-from slipstream.client.cli import main
 
 ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("SLIPSTREAM_SKYPILOT", "none")) / "bin" / "python"
@@ -62,10 +62,11 @@ print("\\n" + json.dumps({"is_group": group.is_job_group(), "primary": primary, 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The user's folder, with configuration, secrets, code and model."""
-    for name in ("models/tiny", "mine"):
+    for name in ("models/policy", "my_code"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "run.toml").write_text((ROOT / "deploy/configs/quickstart.toml").read_text())
-    make = [ROOT / "deploy" / "make_certificates.sh", tmp_path / "secrets", "learner-0.quickstart"]
+    shutil.copytree(ROOT / "deploy" / "skypilot", tmp_path / "skypilot")
+    make = [ROOT / "deploy" / "make_certificates.sh", tmp_path / "secrets", "learner-0.first"]
     subprocess.run(make, check=True, capture_output=True)
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -81,29 +82,39 @@ def read(folder: Path, *options: str) -> dict[str, Any]:
     return found
 
 
+def edit(folder: Path, right: str, other: str) -> None:
+    """Edits the group, as a user does."""
+    path = folder / "skypilot/run.yaml"
+    text = path.read_text()
+    assert right in text
+    path.write_text(text.replace(right, other))
+
+
+def ask_for_gpus(folder: Path) -> None:
+    """Takes the marks of comments from the lines about GPUs."""
+    edit(folder, "  # accelerators", "  accelerators")
+
+
 def test_the_group_is_read_and_validated(folder: Path) -> None:
-    settings = ["rollout_server.count=2", "--code", "mine"]
-    assert main(["roles", "run.toml", *settings, "--for", "skypilot"]) == 0
     found = read(folder, "--validate")
     assert (found["is_group"], found["primary"]) == (True, ["learner"])
-    learner = found["tasks"]["learner"]
-    assert (learner["spot"], learner["volumes"]) == ([False], {"/runs": "quickstart-runs"})
-    for number in range(2):
-        server = found["tasks"][f"rollout-server-{number}"]
-        assert (server["nodes"], server["spot"]) == (1, [True])
-        assert server["workdir"] == str(folder / "mine")
-        assert server["recovery"][0]["max_restarts_on_errors"] == 20
-        for local in server["mounts"].values():
+    learner, server = (found["tasks"][name] for name in ("learner", "rollout-server-0"))
+    assert (learner["spot"], learner["volumes"]) == ([False], {"/runs": "first-runs"})
+    assert (server["nodes"], server["spot"]) == (1, [True])
+    assert server["recovery"][0]["max_restarts_on_errors"] == 20
+    for task in (learner, server):
+        assert task["workdir"] == str(folder / "my_code")
+        for local in task["mounts"].values():
             assert (folder / local).exists()
 
 
 def test_gpus_are_asked_for(folder: Path) -> None:
-    gang = ["learner.world_size=8", "learner.ranks_per_node=4", "--gpus"]
-    assert main(["roles", "run.toml", *gang, "--for", "skypilot"]) == 0
+    edit(folder, "num_nodes: 1\nresources:\n  # infra", "num_nodes: 2\nresources:\n  # infra")
+    ask_for_gpus(folder)
     learner = read(folder)["tasks"]["learner"]
     assert learner["nodes"] == 2
     kinds = [kind for kinds in learner["accelerators"] for kind in kinds.items()]
-    assert sorted(kinds) == [("H100", 4), ("H200", 4)]
+    assert sorted(kinds) == [("H100", 8), ("H200", 8)]
 
 
 # A cloud with two kinds of machines, each on demand and as spot.
@@ -112,6 +123,7 @@ CATALOGS = {
     "runpod/vms.csv": """\
 InstanceType,AcceleratorName,AcceleratorCount,vCPUs,MemoryGiB,Region,SpotPrice,Price,AvailabilityZone
 1x_H100,H100,1.0,16.0,188.0,US,1.25,2.39,US-CA-2
+8x_H100,H100,8.0,128.0,1504.0,US,9.25,18.39,US-CA-2
 1x_H200,H200,1.0,16.0,188.0,US,1.75,3.59,US-CA-2
 """,
 }
@@ -122,7 +134,7 @@ def test_the_optimizer_finds_machines_and_takes_spot_for_servers_alone(folder: P
         path = folder / ".sky/catalogs/v8" / name
         path.parent.mkdir(parents=True)
         path.write_text(text)
-    assert main(["roles", "run.toml", "--gpus", "--for", "skypilot"]) == 0
+    ask_for_gpus(folder)
     tasks = read(folder, "--optimize")["tasks"]
-    assert "1x_H100," in tasks["learner"]["chosen"]
+    assert "8x_H100," in tasks["learner"]["chosen"]
     assert "1x_H100[Spot]" in tasks["rollout-server-0"]["chosen"]

@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,33 +27,30 @@ pytestmark = [
     pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
 ]
 
-ROOT = Path(__file__).parents[2]
+DEPLOY = Path(__file__).parents[2] / "deploy"
 USER = 1000
 LIMIT_S = 900.0
 HOME = Path("/home/sky")
 ADDRESSES = {"learner": "10.79.0.10", "rollout-server-0": "10.79.0.20"}
 STEPS = 3
-SETTINGS = (
-    f"run.steps={STEPS}",
-    "environments.0.reference=letters:Letters",
-    "evaluations=[]",
-    "controller.stall_timeout_s=1800",
-)
+# What the user's file has beside the quickstart's own settings.
+EDITS = {"steps = 150": f"steps = {STEPS}", "slipstream.environments.echo:Echo": "letters:Letters"}
 CODE = "from slipstream.environments.echo import Echo\n\n\nclass Letters(Echo):\n    pass\n"
 
 
 def write_group(folder: Path, model: Path) -> list[dict[str, Any]]:
-    """Calls our command, as a user does; returns the documents of the group."""
-    (folder / "mine").mkdir()
-    (folder / "mine" / "letters.py").write_text(CODE)
-    shutil.copytree(model, folder / "models" / "tiny")
-    shutil.copyfile(ROOT / "deploy/configs/quickstart.toml", folder / "run.toml")
-    command = [f"{sys.prefix}/bin/slipstream", "roles", "run.toml", *SETTINGS]
-    command += ["--for", "skypilot", "--code", "mine"]
-    said = subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stdout
-    program, *arguments = next(line for line in said.splitlines() if "make_cert" in line).split()
-    subprocess.run([ROOT / program, *arguments], cwd=folder, check=True, capture_output=True)
-    return list(yaml.safe_load_all((folder / "skypilot" / "run.yaml").read_text()))
+    """Lays out a user's folder; returns the documents of the group."""
+    (folder / "my_code").mkdir()
+    (folder / "my_code" / "letters.py").write_text(CODE)
+    shutil.copytree(model, folder / "models" / "policy")
+    text = (DEPLOY / "configs/quickstart.toml").read_text()
+    for right, other in EDITS.items():
+        assert right in text
+        text = text.replace(right, other)
+    (folder / "run.toml").write_text(f"{text}\n[controller]\nstall_timeout_s = 1800\n")
+    make = [DEPLOY / "make_certificates.sh", folder / "secrets", "learner-0.first"]
+    subprocess.run(make, check=True, capture_output=True)
+    return list(yaml.safe_load_all((DEPLOY / "skypilot" / "run.yaml").read_text()))
 
 
 def start(network: Network, folder: Path, task: dict[str, Any], hosts: dict[str, str]) -> Container:
@@ -100,7 +96,7 @@ def run(tiny_model: Path) -> Iterator[Path]:
                     break
             logs = "\n".join(machine.log for machine in machines)
             assert machines[0].process.wait(60) == 0, logs
-            yield folder / "volumes" / "quickstart-runs" / "quickstart"
+            yield folder / "volumes" / "first-runs" / "first"
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

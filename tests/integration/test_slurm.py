@@ -1,4 +1,4 @@
-"""The quickstart under Slurm from the files that `slipstream roles` writes, without an edit.
+"""The quickstart under Slurm from the files of deploy/slurm, without an edit.
 
 Real daemons of Slurm on nodes made of namespaces. A rollout job is preempted, the node of one dies,
 the learner's job is requeued, its node dies; the run goes on to its end.
@@ -31,6 +31,9 @@ CONFIG = "deploy/configs/quickstart.toml"
 # Enough that the run goes on while jobs wait in the queue, also on a faster machine.
 STEPS, GROUPS_PER_STEP = 500, 16
 RUN = "runs/quickstart"
+SETTINGS = (CONFIG, f"run.steps={STEPS}")
+LEARNER = ("--job-name=quickstart-learner", "deploy/slurm/learner.sbatch", *SETTINGS)
+SERVERS = ("--job-name=quickstart-rollout-server", "deploy/slurm/rollout-server.sbatch", *SETTINGS)
 LIMIT_S = 900.0
 
 
@@ -55,7 +58,7 @@ class Site:
 
     def log(self, name: str) -> str:
         """The log of a job."""
-        path = self.folder / "slurm" / f"quickstart-{name}.log"
+        path = self.folder / f"quickstart-{name}.log"
         return path.read_text() if path.exists() else ""
 
     def starts(self, job: str) -> int:
@@ -75,7 +78,7 @@ class Site:
                 return
         logs = "\n".join(
             f"--- {path.name}\n{path.read_text()[-2000:]}"
-            for path in sorted((self.folder / "slurm").glob("*.log"))
+            for path in sorted(self.folder.glob("*.log"))
         )
         raise AssertionError(f"{what}\n{self.slurm('squeue')}\n{logs}")
 
@@ -83,9 +86,11 @@ class Site:
 def carry_out(site: Site) -> None:
     """The run with its three accidents."""
     cluster = site.cluster
-    learner = site.submit("slurm/learner.sbatch")
-    servers = site.submit("--partition=preemptible", "--array=0-1", "slurm/rollout-server.sbatch")
+    servers = site.submit("--partition=preemptible", "--array=0-1", *SERVERS)
     first, second = (f"{servers}_{task}" for task in (0, 1))
+    waits = "there is no job quickstart-learner yet: this one waits 3600 s for it"
+    site.wait_for("a server waits", lambda: waits in site.log(f"rollout-server-{first}"))
+    learner = site.submit(*LEARNER)
     site.wait_for("both servers run", lambda: "RUNNING" in cluster.state(second))
     site.wait_for("the run makes steps", lambda: site.step >= 10)
     # A job of the other partition needs the node.
@@ -104,7 +109,7 @@ def carry_out(site: Site) -> None:
     before = site.step
     site.wait_for("the run goes on with both", lambda: site.step >= before + 5)
     site.slurm("scontrol", "requeue", learner)
-    site.wait_for("the run stops", lambda: "stopped at version" in site.log("learner-1"))
+    site.wait_for("the run stops", lambda: "stopped at version" in site.log("learner-2"))
     cluster.start_node(site.nodes[0])
     before = site.step
     site.wait_for("the run goes on", lambda: site.step >= before + 5)
@@ -129,7 +134,6 @@ def site(tiny_model: Path) -> Iterator[Site]:
             (site.folder / "deploy").symlink_to(ROOT / "deploy")
             make = [ROOT / "deploy" / "make_certificates.sh", site.folder / "secrets"]
             subprocess.run([*make, *cluster.nodes], check=True, capture_output=True)
-            site.slurm("slipstream", "roles", CONFIG, f"run.steps={STEPS}", "--for", "slurm")
             carry_out(site)
             yield site
     finally:
@@ -164,18 +168,26 @@ def test_what_ran_on_a_dead_node_runs_on_another(site: Site) -> None:
         assert later not in ("", dead)
 
 
-def test_the_logs_of_all_jobs_lie_in_one_folder(site: Site) -> None:
-    names = {path.name for path in (site.folder / "slurm").iterdir()}
-    assert names == {
-        *("learner.sbatch", "rollout-server.sbatch", "quickstart-learner-1.log"),
-        *("quickstart-rollout-server-2_0.log", "quickstart-rollout-server-2_1.log"),
-    }
+def test_a_server_says_that_the_learners_job_is_gone(site: Site) -> None:
+    gone = "the job quickstart-learner is gone, so this one ends"
+    assert all(gone in site.log(f"rollout-server-1_{task}") for task in (0, 1))
 
 
 def test_a_job_that_is_cancelled_does_not_come_back(site: Site) -> None:
     job = site.submit("--job-name=quickstart-learner", "--wrap=sleep 600")
-    server = site.submit("--array=0-0", "slurm/rollout-server.sbatch") + "_0"
+    server = site.submit("--array=0-0", *SERVERS) + "_0"
     site.wait_for("the rollout job waits", lambda: site.cluster.state(server) == "RUNNING")
     site.slurm("scancel", server, job)
     site.wait_for("both jobs end", lambda: not site.slurm("squeue", "--noheader").strip())
     assert {site.cluster.state(each) for each in (server, job)} == {"CANCELLED"}
+
+
+def test_a_learner_whose_time_limit_leaves_no_step_fails_with_a_line(site: Site) -> None:
+    """Slurm tells it to end ten minutes before its limit, which is at once."""
+    (site.folder / "short.toml").write_text((ROOT / CONFIG).read_text())
+    short = ("--job-name=short-learner", "--time=8", "deploy/slurm/learner.sbatch", "short.toml")
+    job = site.submit(*short)
+    site.wait_for("the job ends", lambda: site.cluster.state(job) == "FAILED")
+    log = (site.folder / f"short-learner-{job}.log").read_text()
+    assert "the time limit left no room for a step: Slurm tells this job to end 600 s" in log
+    assert "REQUEUE" not in log

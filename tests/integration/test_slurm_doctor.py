@@ -19,7 +19,8 @@ pytestmark = [
     pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
 ]
 
-MAKE = Path(__file__).parents[2] / "deploy" / "make_certificates.sh"
+DEPLOY = Path(__file__).parents[2] / "deploy"
+MAKE, LEARNER = DEPLOY / "make_certificates.sh", DEPLOY / "slurm" / "learner.sbatch"
 DOCTOR = """\
 export NODE_RANK=$SLURM_NODEID
 exec slipstream doctor config.toml --role learner --master n1:29500 --connect-timeout-s 240 --json
@@ -52,9 +53,8 @@ def cluster() -> Iterator[SlurmCluster]:
 
 def test_a_partition_that_is_not_there_is_named_and_no_job_is_left(cluster: SlurmCluster) -> None:
     site = cluster.folder / "site"
-    cluster.call("slipstream", "roles", "config.toml", "--for=slurm", cwd=site)
     with pytest.raises(RuntimeError, match="invalid partition specified: nowhere"):
-        cluster.call("sbatch", "--partition=nowhere", "slurm/learner.sbatch", cwd=site)
+        cluster.call("sbatch", "--partition=nowhere", str(LEARNER), "config.toml", cwd=site)
     assert cluster.call("squeue", "--noheader") == ""
 
 

@@ -144,8 +144,9 @@ def prepare_host(name: str, folder: Path, secrets: Path, model: Path) -> dict[st
     variables = read_env(DEPLOY / "env" / example) | differences
     variables |= {key: str(place) for key, place in places.items()}
     variables |= {"CONFIG_FILE": str(folder / "cluster.toml"), "SLIPSTREAM_USER": f"{USER}:{USER}"}
+    variables["NETWORK_INTERFACE"] = "eth0"
     env_file = write_env(folder / "host.env", variables)
-    services: dict[str, Any] = resolve(env_file, profile)
+    services: dict[str, Any] = resolve(env_file, profile, shell={})
     return services
 
 

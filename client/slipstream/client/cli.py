@@ -34,7 +34,6 @@ EXAMPLES = {
     "set-aside": "slipstream set-aside runs/quickstart 17",
     "export": "slipstream export runs/quickstart --step 100 --out model",
     "page": "slipstream page runs/first runs/second --out both.html",
-    "roles": "slipstream roles deploy/configs/quickstart.toml --for slurm --out slurm",
     "doctor": "slipstream doctor deploy/configs/quickstart.toml",
 }
 
@@ -217,24 +216,6 @@ def _add_folder_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
     export.add_argument("--step", type=int, help="the version; default: the newest checkpoint")
     export.add_argument("--out", type=Path, help="default: RUN/checkpoints/hf-STEP")
     _set_program(export, f"{_LAUNCHER}:run_export")
-
-    roles = commands.add_parser("roles", help="what a scheduler starts for a run, and as its files")
-    _add_settings(roles, is_optional=True)
-    roles.add_argument(
-        "--for",
-        dest="target",
-        choices=("slurm", "kubernetes", "skypilot", "ray", "compose"),
-        help="write files of this scheduler, not JSON",
-    )
-    roles.add_argument("--out", type=Path, metavar="FOLDER", help="default: its name")
-    roles.add_argument(
-        "--code", type=Path, metavar="FOLDER", help="your modules, which travel with the files"
-    )
-    roles.add_argument(
-        "--gpus", action="store_true", help="ask for GPUs, though these packages need none"
-    )
-    roles.add_argument("--schema", action="store_true", help="print the JSON schema of the roles")
-    _set_program(roles, "slipstream.client.launch.print_roles:print_roles")
 
     doctor = commands.add_parser("doctor", help="what stands in the way of a run on this machine")
     _add_settings(doctor, is_optional=True)

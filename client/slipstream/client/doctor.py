@@ -31,7 +31,7 @@ from slipstream.client.launch.machine import (
     check_packages,
 )
 from slipstream.client.launch.preflight import run_program
-from slipstream.client.launch.roles import LEARNER, Share, learner_node, learner_nodes
+from slipstream.client.launch.share import LEARNER, Share, learner_node, learner_nodes
 from slipstream.client.terminal import say
 from slipstream.core.configuration.config_file import load_config
 from slipstream.core.errors import ConfigError

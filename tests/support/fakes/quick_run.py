@@ -13,12 +13,13 @@ import json
 import sys
 import time
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from slipstream.client import cli
 from slipstream.client.chaos import run_chaos as chaos
-from slipstream.client.launch import roles, run_processes, trainer_ranks
+from slipstream.client.launch import launcher, run_processes, trainer_ranks
 from slipstream.core.configuration.config_file import load_config
 from slipstream.core.types import PolicyVersion
 from slipstream.protocol.codec import trajectory_from_pb, version_from_pb, version_to_pb
@@ -183,9 +184,9 @@ def main() -> int:
         return harm()
     if sys.argv[1] == "replay":
         return replay(Path(sys.argv[2]))
-    trainer_ranks.TRAINER = roles.TRAINER.model_copy(update={"module": MODULES["rank"]})
-    server = roles.SERVER.model_copy(update={"module": MODULES["server"]})
-    roles.SERVER = run_processes.SERVER = server
+    trainer_ranks.TRAINER = replace(trainer_ranks.TRAINER, module=MODULES["rank"])
+    server = replace(run_processes.SERVER, module=MODULES["server"])
+    launcher.SERVER_PROGRAM = run_processes.SERVER = server
     return cli.main(sys.argv[1:])
 
 

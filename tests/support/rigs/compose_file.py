@@ -13,6 +13,8 @@ DEPLOY = Path(__file__).parents[3] / "deploy"
 COMPOSE_FILE = DEPLOY / "docker-compose.yml"
 GPU_FILE = DEPLOY / "docker-compose.gpu.yml"
 INFINIBAND_FILE = DEPLOY / "docker-compose.infiniband.yml"
+# What the example env files leave to whoever knows the host; a shell's variables go before theirs.
+FILLED_IN = {"NETWORK_INTERFACE": "ens3"}
 
 
 class ComposeRefused(Exception):
@@ -32,7 +34,7 @@ def resolve(
     *profiles: str,
     files: Sequence[Path] = (COMPOSE_FILE,),
     project_folder: Path = DEPLOY,
-    shell: Mapping[str, str] | None = None,
+    shell: Mapping[str, str] = FILLED_IN,
 ) -> dict[str, Any]:
     """The services of these profiles by name, all variables filled in; ComposeRefused.
 
@@ -44,7 +46,7 @@ def resolve(
     command += [argument for profile in profiles for argument in ("--profile", profile)]
     ended = completed(
         [*command, "config", "--format", "json"],
-        env={"PATH": os.environ["PATH"], "HOME": "/nonexistent"} | dict(shell or {}),
+        env={"PATH": os.environ["PATH"], "HOME": "/nonexistent"} | dict(shell),
     )
     if ended.returncode != 0:
         raise ComposeRefused(ended.stderr.strip())

@@ -1,4 +1,4 @@
-"""The pods of a kustomize folder, carried out on hosts made of namespaces or by Docker Engine.
+"""The pods of the Helm chart, carried out on hosts made of namespaces or by Docker Engine.
 
 There is no API server here. What JobSet, the Deployment's controller and the kubelet do with these
 manifests is done in small: names, labels, environment, volumes, users, probes, ends and new starts.
@@ -6,10 +6,10 @@ manifests is done in small: names, labels, environment, volumes, users, probes, 
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import os
 import re
-import shutil
 import signal
 import subprocess
 import time
@@ -17,8 +17,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from support.rigs.docker_hosts import DockerNetwork
 from support.rigs.namespaces import Container, Host, Mount, Network, image_environ, poll
@@ -68,33 +66,18 @@ class Pod:
 class Pods:
     """What a namespace of Kubernetes would hold; made for a folder that was written by us."""
 
-    def __init__(self, manifests: Path, folder: Path, network: Network) -> None:
+    def __init__(self, manifests: Sequence[Table], folder: Path, network: Network) -> None:
         """`folder` keeps the volumes; `network` has the cluster's hosts and ends with its owner."""
-        self._manifests, self._folder, self._network = manifests, folder, network
+        self._folder, self._network = folder, network
         self._environ = {} if isinstance(network, DockerNetwork) else image_environ()
         self._names: dict[str, str] = {}
         self._count = 0
         self.pods: list[Pod] = []
-        table = yaml.safe_load((manifests / "kustomization.yaml").read_text())
-        self._maps = self._generated(table.get("configMapGenerator", []))
-        self._secrets = self._generated(table["secretGenerator"])
         self.resources: dict[tuple[str, str], Table] = {}
-        for name in table["resources"]:
-            for each in yaml.safe_load_all((manifests / name).read_text()):
-                self.resources[each["kind"], each["metadata"]["name"]] = each
-        claims = yaml.safe_load_all((manifests / "claims.yaml").read_text())
-        for claim in claims:
-            self.volume(claim["metadata"]["name"]).mkdir(parents=True)
-
-    def _generated(self, entries: Sequence[Table]) -> dict[str, dict[str, Path]]:
-        """The files of each ConfigMap or Secret by their keys, as kustomize reads its entries."""
-        return {
-            entry["name"]: {
-                key or Path(file).name: self._manifests / file
-                for key, _, file in (text.rpartition("=") for text in entry["files"])
-            }
-            for entry in entries
-        }
+        for each in manifests:
+            self.resources[each["kind"], each["metadata"]["name"]] = each
+            if each["kind"] == "PersistentVolumeClaim":
+                self.volume(each["metadata"]["name"]).mkdir(parents=True)
 
     def volume(self, claim: str) -> Path:
         """The folder of a claim."""
@@ -249,19 +232,18 @@ class Pods:
             return folder
         folder.mkdir(parents=True)
         mode = 0o644
-        files: dict[str, Path] = {}
+        files: dict[str, bytes] = {}
         if "configMap" in volume:
-            keys = self._maps[volume["configMap"]["name"]]
-            items = volume["configMap"].get("items")
-            files = {each["path"]: keys[each["key"]] for each in items} if items else keys
+            data = self.resources["ConfigMap", volume["configMap"]["name"]]["data"]
+            files = {name: text.encode() for name, text in data.items()}
         elif "secret" in volume:
-            files = self._secrets[volume["secret"]["secretName"]]
+            data = self.resources["Secret", volume["secret"]["secretName"]]["data"]
+            files = {name: base64.b64decode(text) for name, text in data.items()}
             mode = volume["secret"]["defaultMode"]
         else:
             assert "emptyDir" in volume
-        for name, file in files.items():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(file, folder / name)
+        for name, content in files.items():
+            (folder / name).write_bytes(content)
             os.chown(folder / name, 0, group)
             (folder / name).chmod(mode)
         os.chown(folder, 0, group)

@@ -1,9 +1,9 @@
-"""Submits the program that `slipstream roles --for ray` writes to a Ray cluster of several nodes.
+"""Submits the program of deploy/ray to a Ray cluster of several nodes.
 
-`python ray_cluster.py PROGRAM FOLDER STEP`, by an interpreter that has Ray. At STEP a node with a
-rollout server dies, and once that server has started elsewhere the learner's node; then the program
-is submitted again. What `ray job logs` shows of both jobs comes into FOLDER. Ends with 0 if the
-first job failed and the second one did not.
+`python ray_cluster.py PROGRAM CONFIG FOLDER STEP`, by an interpreter that has Ray. At STEP a node
+with a rollout server dies, and once that server has started elsewhere the learner's node; then the
+program is submitted again. What `ray job logs` shows of both jobs comes into FOLDER. Ends with 0 if
+the first job failed and the second one did not.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ RAY = Path(sys.executable).with_name("ray")
 
 def main() -> int:
     """Starts the cluster and both jobs; returns 0 when they ended as they should."""
-    program, folder = Path(sys.argv[1]).absolute(), Path(sys.argv[2])
+    program, config, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+    run = f"cd {Path.cwd()} && exec {sys.executable} {program} {config}"
     cluster = Cluster(
         initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": True}
     )
@@ -38,14 +39,12 @@ def main() -> int:
         log = folder / f"{name}.tail"
         submit = [RAY, "job", "submit", address, f"--submission-id={name}"]
         with log.open("wb") as output:
-            job = subprocess.Popen(
-                [*submit, "--", sys.executable, program], stdout=output, stderr=output
-            )
+            job = subprocess.Popen([*submit, "--", "sh", "-c", run], stdout=output, stderr=output)
         while job.poll() is None:
             text = log.read_text()
             steps = [int(found) for found in re.findall(r"step +(\d+)/", text)]
             is_due = {
-                "rollout-server": max(steps, default=0) >= int(sys.argv[3]),
+                "rollout-server": max(steps, default=0) >= int(sys.argv[4]),
                 "learner": text.count(" joins ") > SERVERS,
             }
             if deaths and is_due[deaths[0]]:

@@ -25,7 +25,7 @@ PROGRAMS = ("slurmctld", "slurmd", "sbatch", "scontrol", "squeue", "srun", "mung
 START_LIMIT_S = 60.0
 # Nothing else of this machine hears it: the network is a namespace.
 SUBNET = "10.77.0"
-# Each node is a half of the machine, whatever it has; a job of the emitted files needs two CPUs. A
+# Each node is a half of the machine, whatever it has; a job of deploy/slurm needs two CPUs. A
 # requeued job waits until a credential would have expired.
 CONFIG = """\
 ClusterName=slipstream
@@ -50,7 +50,7 @@ PreemptMode=REQUEUE
 ReturnToService=2
 SlurmdTimeout=10
 MpiDefault=none
-NodeName=DEFAULT CPUs=2 RealMemory=4000
+NodeName=DEFAULT CPUs=2 RealMemory=8000
 {nodes}
 PartitionName=main Nodes=ALL Default=YES PriorityTier=2 PreemptMode=OFF
 PartitionName=preemptible Nodes=ALL PriorityTier=1 PreemptMode=REQUEUE GraceTime=30

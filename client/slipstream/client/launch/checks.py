@@ -42,7 +42,7 @@ from slipstream.client.launch.preflight import (
     check_port,
     check_reference,
 )
-from slipstream.client.launch.roles import QUEUE_ENDS, Share
+from slipstream.client.launch.share import QUEUE_ENDS, Share
 from slipstream.client.run_folder import check_run_folder
 from slipstream.core.configuration.config_file import check_model, check_sizes, model_warnings
 from slipstream.core.errors import ConfigError

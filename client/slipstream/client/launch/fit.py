@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from slipstream.client.launch.findings import Finding, advice, ok, problem
 from slipstream.client.launch.machine import GIB, check_disk, free_memory
 from slipstream.client.launch.placement import Placement, draft_problem, fit_here, uses_gpus
-from slipstream.client.launch.roles import Share
+from slipstream.client.launch.share import Share
 from slipstream.core.configuration.roles import role_settings
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.gpus import Gpu, find_gpu

@@ -18,7 +18,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from slipstream.client.advice import profile_lines
-from slipstream.client.launch import roles
 from slipstream.client.launch.checks import (
     CONTROLLER,
     LEARNER,
@@ -39,8 +38,9 @@ from slipstream.client.launch.placement import (
     uses_gpus,
 )
 from slipstream.client.launch.preflight import check_installed, hold_address, prove_algorithms
-from slipstream.client.launch.roles import Share, learner_node
 from slipstream.client.launch.run_processes import GRACE_S, RunProcesses
+from slipstream.client.launch.share import SERVER as SERVER_PROGRAM
+from slipstream.client.launch.share import Share, learner_node, server_grace_s
 from slipstream.client.launch.trainer_ranks import rank_environments
 from slipstream.client.page import PAGE, page_kept
 from slipstream.client.run_folder import (
@@ -238,14 +238,14 @@ async def run_rollout_server(
         arguments += ["--connect-timeout-s", str(connect_timeout_s), "--server-id", name]
         environ = placement.server_environment(0)
         child = await start_child(
-            name, roles.SERVER.module, arguments, log_path=log, environ=environ
+            name, SERVER_PROGRAM.module, arguments, log_path=log, environ=environ
         )
         say(f"rollout server {name} joins {address}; its log is {log}")
         stop = asyncio.ensure_future(stop_signal())
         ended = asyncio.ensure_future(child.process.wait())
         await asyncio.wait([stop, ended], return_when=asyncio.FIRST_COMPLETED)
         stop.cancel()
-        await child.stop(roles.server_grace_s(config))
+        await child.stop(server_grace_s(config))
     if child.process.returncode == 0:
         say(f"rollout server {name} has left")
         return 0

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from slipstream.client.launch.roles import Share
+from slipstream.client.launch.share import Share
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.description import installed
 from slipstream.core.machine.gpus import VISIBLE, Gpu, find_gpu, list_gpus, visible_ids

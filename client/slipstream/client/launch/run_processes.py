@@ -23,7 +23,7 @@ from slipstream.client.launch.children import (
 from slipstream.client.launch.display import Display, loading_line
 from slipstream.client.launch.forks import ForkServer
 from slipstream.client.launch.placement import Placement, describe_sharing
-from slipstream.client.launch.roles import CONTROLLER, SERVER
+from slipstream.client.launch.share import CONTROLLER, SERVER
 from slipstream.client.launch.trainer_ranks import Milestones, TrainerRanks
 from slipstream.client.run_folder import identity_overrides, node_folder, write_config
 from slipstream.client.status import RunStatus, run_from_pb

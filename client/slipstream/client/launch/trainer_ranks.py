@@ -17,7 +17,7 @@ from slipstream.client.launch.children import FIRST_PAUSE_S, Child, RestartPolic
 from slipstream.client.launch.forks import ForkServer
 from slipstream.client.launch.placement import Placement
 from slipstream.client.launch.preflight import free_port
-from slipstream.client.launch.roles import TRAINER
+from slipstream.client.launch.share import TRAINER
 from slipstream.core.run_folder import log_path
 from slipstream.core.settings.config import Config, address_parts
 from slipstream.protocol.access.exposure import RENDEZVOUS_VARIABLE, rendezvous_secret

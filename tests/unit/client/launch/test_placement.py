@@ -19,7 +19,7 @@ from slipstream.client.launch.placement import (
     place,
     share_memory,
 )
-from slipstream.client.launch.roles import Share
+from slipstream.client.launch.share import Share
 from slipstream.core.configuration.config_file import load_config, parse_config
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.gpus import Gpu

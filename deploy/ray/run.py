@@ -1,15 +1,15 @@
-"""Run @{run} on a Ray cluster. Written by `slipstream roles`; yours to edit and to commit.
+"""Runs the learner and the rollout servers of a run on a Ray cluster that exists. Yours to edit.
 
-    python @{file}           with RAY_ADDRESS; or behind `ray job submit --`
+    python deploy/ray/run.py run.toml [section.name=value ...]     with RAY_ADDRESS
+    ray job submit --address URL -- sh -c "cd $PWD && exec python deploy/ray/run.py run.toml"
     slipstream stop --controller ...           ends the run in order; the same command resumes it
 
-`ray job stop` ends all at once: what was not written by then is trained again.
-A placement group holds the learner's nodes. Each rollout server is an actor outside of it, which Ray
-starts again elsewhere when its node dies.
+Call it in the folder that all nodes share. `ray job stop` ends all at once: what was not written by
+then is trained again. A placement group holds the learner's nodes. Each rollout server is an actor
+outside of it, which Ray starts again elsewhere when its node dies.
 """
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -19,21 +19,30 @@ import ray
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-# The folder that all nodes share; settings, model and secrets are named from here.
-FOLDER = @{folder}
-# How the command of an instance is called where its node has it.
-LEARNER = @{learner}
-ROLLOUT_SERVER = @{rollout_server}
-NODES, SERVERS = @{nodes}, @{servers}
-LEARNER_NEEDS = {"CPU": @{learner_cpus}, "GPU": @{learner_gpus}}
-SERVER_NEEDS = {"num_cpus": @{server_cpus}, "num_gpus": @{server_gpus}}
-LEARNER_GRACE_S, SERVER_GRACE_S = @{learner_grace}, @{server_grace}
+# learner.world_size / learner.ranks_per_node, and rollout_server.count.
+NODES, SERVERS = 1, 1
+# What a node and a server need: a processor for each rank or worker, and one more.
+LEARNER_NEEDS = {"CPU": 2, "GPU": 0}
+SERVER_NEEDS = {"num_cpus": 2, "num_gpus": 0}
+CONTROLLER_PORT, MASTER_PORT = 7070, 29500
+# Files of make_certificates.sh, whose certificate names the nodes as Ray does: by address.
+SECRETS = ["security.tls_ca=secrets/ca.pem", "security.token_file=secrets/token"]
+CONTROLLER_SECRETS = [
+    "security.tls_certificate=secrets/server.pem",
+    "security.tls_key=secrets/server.key",
+]
+# Seconds that a process has to end in order: a step and a checkpoint; a drain and the engine.
+LEARNER_GRACE_S, SERVER_GRACE_S = 600, 35
+# Servers start with the learner, which may prove its algorithm before it listens.
+CONNECT_TIMEOUT_S = 3600
 MOST_STARTS = 20
+# The folder that all nodes share. Each node finds `slipstream` in its PATH.
+FOLDER = os.getcwd()
 
 
-@@ray.remote(max_concurrency=2)
+@ray.remote(max_concurrency=2)
 class Instance:
-    """One instance of a role: the process of its command, which ends with this actor."""
+    """A learner's node or a rollout server: the process of its command, which ends with it."""
 
     process = None
     is_ending = False
@@ -41,16 +50,15 @@ class Instance:
     def address(self):
         return ray.util.get_node_ip_address()
 
-    def run(self, command, **variables):
-        words = [re.sub(r"\$\{(\w+)\}", lambda name: variables[name[1]], word) for word in command]
+    def run(self, command):
         below = [sys.executable, "-c", BELOW, str(os.getpid())]
-        self.process = subprocess.Popen([*below, *words], cwd=FOLDER)
+        self.process = subprocess.Popen([*below, *command], cwd=FOLDER)
         return self.process.wait()
 
-    def serve(self, command, address, **variables):
+    def serve(self, command):
         """Starts a server again that ended by an error; returns the code of the last one."""
-        for start in range(MOST_STARTS):
-            code = self.run(command, CONTROLLER_ADDRESS=address, **variables)
+        for _ in range(MOST_STARTS):
+            code = self.run(command)
             if code in (0, 2) or self.is_ending:
                 break
             time.sleep(5)
@@ -76,10 +84,11 @@ os.execvp(sys.argv[2], sys.argv[2:])
 """
 
 
-def main():
+def main(config, *settings):
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     ray.init(address="auto")
-    group = placement_group([LEARNER_NEEDS] * NODES, strategy="@{strategy}")
+    # Nodes of a gang lie on machines of their own.
+    group = placement_group([LEARNER_NEEDS] * NODES, strategy="STRICT_SPREAD")
     ray.get(group.ready())
     learners = [
         Instance.options(
@@ -90,20 +99,21 @@ def main():
         for number in range(NODES)
     ]
     first = ray.get(learners[0].address.remote())
-    controller, master = f"{first}:@{controller_port}", f"{first}:@{master_port}"
+    controller = f"{first}:{CONTROLLER_PORT}"
     print(f"the controller is at {controller}", flush=True)
+    learner = ["slipstream", "learner", config, *SECRETS, *CONTROLLER_SECRETS]
+    learner += [f"controller.address={controller}", f"--master={first}:{MASTER_PORT}", *settings]
     runs = [
-        learner.run.remote(
-            LEARNER, CONTROLLER_ADDRESS=controller, MASTER_ADDRESS=master, NODE_RANK=str(number)
-        )
-        for number, learner in enumerate(learners)
+        each.run.remote([*learner, f"--node-rank={number}"]) for number, each in enumerate(learners)
     ]
     servers = [
         Instance.options(**SERVER_NEEDS, max_restarts=-1, max_task_retries=-1).remote()
         for _ in range(SERVERS)
     ]
-    for number, server in enumerate(servers):
-        server.serve.remote(ROLLOUT_SERVER, controller, SERVER_ID=f"server-{number}")
+    server = ["slipstream", "rollout-server", config, *SECRETS, f"--controller={controller}"]
+    server += [f"--connect-timeout-s={CONNECT_TIMEOUT_S}", *settings]
+    for number, each in enumerate(servers):
+        each.serve.remote([*server, f"--server-id=server-{number}"])
     try:
         # A node that ends by an error ends all: the others would wait for it.
         while runs:
@@ -120,4 +130,4 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]))
