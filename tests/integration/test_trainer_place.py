@@ -52,9 +52,9 @@ def quick_pings(monkeypatch: pytest.MonkeyPatch) -> None:
     quick = {"keepalive_time_ms", "keepalive_timeout_ms", "http2.ping_timeout_ms"}
     options = [
         (name, value // 10 if name.removeprefix("grpc.") in quick else value)
-        for name, value in security.CHANNEL_OPTIONS
+        for name, value in security.SERVER_OPTIONS
     ]
-    monkeypatch.setattr(security, "CHANNEL_OPTIONS", tuple(options))
+    monkeypatch.setattr(security, "SERVER_OPTIONS", tuple(options))
 
 
 @contextlib.asynccontextmanager

@@ -17,7 +17,6 @@ from slipstream.v1 import environment_pb2 as pb
 from slipstream.v1 import environment_pb2_grpc
 
 TOKEN = "t" * 32
-OPEN = Credentials(certificate=None, key=None, ca=None, token=None)
 LIMIT_S = 60.0
 ADD = {
     "type": "function",
@@ -77,7 +76,7 @@ class WorkerServer(environment_pb2_grpc.WorkerServiceServicer):
     def __init__(self, folder: Path) -> None:
         self.address = f"unix:{folder}/worker.sock"
         self._attached: asyncio.Queue[WorkerStream] = asyncio.Queue()
-        self._server = create_server(OPEN, unix_token=TOKEN)
+        self._server = create_server(Credentials(None, None, None, TOKEN))
 
     async def __aenter__(self) -> WorkerServer:
         environment_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server)

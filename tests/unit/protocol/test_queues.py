@@ -294,7 +294,7 @@ async def test_a_trajectory_that_is_put_twice_while_there_is_no_room_leaves_no_b
 
 @asynccontextmanager
 async def serving(servicer, folder, token=None):
-    server = create_server(OPEN, unix_token=token)
+    server = create_server(Credentials(None, None, None, token))
     trajectory_pb2_grpc.add_TrajectoryServiceServicer_to_server(servicer, server)
     address = f"unix:{folder}/queue.sock"
     server.add_insecure_port(address)

@@ -5,6 +5,9 @@ ends its call with INVALID_ARGUMENT and one line. A handler may return bytes: a 
 encoded itself. A handler that fails ends its own call with INTERNAL and one line, and its traceback
 is logged. `CallRates` limits the calls of each host under each role, so that no holder of a token
 stops a run.
+
+gRPC reads the request of a unary method before it calls the handler. Callers are therefore judged
+in handlers of streams, which gRPC calls as soon as a call's head is there.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+from weakref import WeakValueDictionary
 
 import grpc
 import grpc.aio
@@ -44,6 +48,9 @@ SMALL_BYTES = 64 << 10
 CALLS_PER_S, MOST_AT_ONCE, MOST_WAITING = 200.0, 2000, 2000
 # Largest number of hosts that are remembered; the one that called longest ago goes first.
 MAX_HOSTS = 4096
+# Unary calls of one host under one role whose requests are read at once, and the limit of each.
+MOST_READ_AT_ONCE = 8
+READ_LIMIT_S = 60.0
 
 logger = logging.getLogger(__name__)
 
@@ -151,6 +158,17 @@ def handler_like(
     """
     make = getattr(grpc, f"{shape_of(handler)}_rpc_method_handler")
     made: Handler = make(behavior, *converters)
+    return made
+
+
+def handler_at_head(handler: Handler, behavior: Callable[..., Any]) -> Handler:
+    """Returns a handler whose `behavior` is called at the head of a call, before its requests.
+
+    `behavior` gets an iterator over the requests, also for a unary method.
+    """
+    responses = "stream" if handler.response_streaming else "unary"
+    make = getattr(grpc, f"stream_{responses}_rpc_method_handler")
+    made: Handler = make(behavior, handler.request_deserializer, handler.response_serializer)
     return made
 
 
@@ -286,7 +304,8 @@ class CallRates:
     """Limits the calls of each host under each role.
 
     A host may make `most_at_once` calls at once, and then `calls_per_s`. Up to `most_waiting` of
-    its calls wait for their turn; further calls are refused with RESOURCE_EXHAUSTED.
+    its calls wait for their turn; further calls are refused with RESOURCE_EXHAUSTED. The requests
+    of `MOST_READ_AT_ONCE` unary calls are read at once, each for `read_limit_s`.
     """
 
     def __init__(
@@ -294,27 +313,55 @@ class CallRates:
         calls_per_s: float = CALLS_PER_S,
         most_at_once: int = MOST_AT_ONCE,
         most_waiting: int = MOST_WAITING,
+        *,
+        read_limit_s: float = READ_LIMIT_S,
     ) -> None:
         self._interval_s = 1 / calls_per_s
         self._at_once_s = most_at_once * self._interval_s
         self._waiting_s = most_waiting * self._interval_s
         # The time by which the calls of each role and host are carried out at the steady rate.
         self._until_s: dict[tuple[str | None, str], float] = {}
+        self._read_limit_s = read_limit_s
+        self._reading: WeakValueDictionary[tuple[str | None, str], asyncio.Semaphore]
+        self._reading = WeakValueDictionary()
 
     def limited(self, handler: Handler, role: str | None) -> Handler:
-        """Returns a handler that first waits for its turn among the calls of its caller's host."""
+        """Returns a handler that waits for its turn among its host's calls before it reads any."""
 
         @asynccontextmanager
-        async def turn(request: object, context: Context) -> AsyncIterator[object]:
-            await self._turn(context, role)
-            yield request
+        async def turn(requests: AsyncIterator[object], context: Context) -> AsyncIterator[object]:
+            host = context.peer().rpartition(":")[0]
+            await self._turn(context, host, role)
+            is_stream = handler.request_streaming
+            yield requests if is_stream else await self._request(requests, context, host, role)
 
-        behavior = _prepared(getattr(handler, shape_of(handler)), turn)
-        converters = handler.request_deserializer, handler.response_serializer
-        return handler_like(handler, behavior, *converters)
+        return handler_at_head(handler, _prepared(getattr(handler, shape_of(handler)), turn))
 
-    async def _turn(self, context: Context, role: str | None) -> None:
-        host = context.peer().rpartition(":")[0]
+    async def _request(
+        self,
+        requests: AsyncIterator[object],
+        context: Context,
+        host: str,
+        role: str | None,
+    ) -> object:
+        """Returns the request of a unary call; ends a call whose request does not come."""
+        source: Any = aiter(requests)
+        reading = self._reading.setdefault((role, host), asyncio.Semaphore(MOST_READ_AT_ONCE))
+        try:
+            async with reading, asyncio.timeout(self._read_limit_s):
+                request: object = await anext(source)
+        except TimeoutError:
+            code, text = grpc.StatusCode.DEADLINE_EXCEEDED, "the request took too long to come"
+        except StopAsyncIteration:
+            code, text = grpc.StatusCode.INVALID_ARGUMENT, "the call has no request"
+        else:
+            return request
+        finally:
+            with suppress(RuntimeError):
+                await source.aclose()
+        return await abort(context, code, text, Reason.PROTOCOL)
+
+    async def _turn(self, context: Context, host: str, role: str | None) -> None:
         now_s = time.monotonic()
         before_s = max(self._until_s.pop((role, host), -math.inf), now_s - self._at_once_s)
         until_s = before_s + self._interval_s

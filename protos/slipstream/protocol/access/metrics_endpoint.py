@@ -37,7 +37,7 @@ Role: TypeAlias = Literal["controller", "trainer", "rollout_server"]
 
 # Seconds from a connection to the end of its answer.
 LIMIT_S = 5.0
-# Connections at a time; more are closed at once.
+# Connections at a time; of those that have not asked for the metrics, the oldest makes room.
 MAX_CONNECTIONS = 64
 MAX_HEAD_BYTES = 8 << 10
 
@@ -86,7 +86,9 @@ class MetricsEndpoint:
         """
         self._registry, self._security = registry, security
         self._expected = None if token is None else f"Bearer {token}".encode()
-        self._open: set[asyncio.Task[None]] = set()
+        self._open: dict[asyncio.Task[None], socket.socket] = {}
+        # Those of `_open` that have not asked for the metrics, with the right token if one is due.
+        self._silent: dict[asyncio.Task[None], None] = {}
 
     @asynccontextmanager
     async def serving(self, listening: socket.socket) -> AsyncIterator[None]:
@@ -112,12 +114,21 @@ class MetricsEndpoint:
                 log.warning("/metrics takes no connection: %s", error)
                 await asyncio.sleep(1.0)
                 continue
-            if len(self._open) < MAX_CONNECTIONS:
-                task = asyncio.create_task(self._serve(connected))
-                self._open.add(task)
-                task.add_done_callback(self._open.discard)
-            else:
-                connected.close()
+            if len(self._open) >= MAX_CONNECTIONS:
+                if not self._silent:
+                    connected.close()
+                    continue
+                oldest = next(iter(self._silent))
+                del self._silent[oldest]
+                oldest.cancel()
+            task = asyncio.create_task(self._serve(connected))
+            self._open[task] = connected
+            self._silent[task] = None
+            task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._open.pop(task).close()
+        self._silent.pop(task, None)
 
     async def _serve(self, connected: socket.socket) -> None:
         try:
@@ -131,8 +142,6 @@ class MetricsEndpoint:
                         writer.transport.abort()
         except Exception:
             log.exception("/metrics")
-        finally:
-            connected.close()
 
     async def _opened(
         self, connected: socket.socket
@@ -191,6 +200,8 @@ class MetricsEndpoint:
             return 405, plain, b"GET only\n"
         if request.target.partition(b"?")[0] != b"/metrics":
             return 404, plain, b"only /metrics is here\n"
+        if (task := asyncio.current_task()) is not None:
+            self._silent.pop(task, None)
         encode, kind = choose_encoder(headers.get(b"accept", b"").decode("latin-1"))
         # Encoding for hundreds of servers would block the loop for tens of milliseconds.
         found = Snapshot(list(self._registry.collect()))

@@ -21,12 +21,13 @@ from slipstream.core.machine.address import is_loopback as is_loopback_host
 from slipstream.core.settings.config import Config, QueueSection, SecuritySection, address_parts
 from slipstream.core.settings.sections import QueueEnd
 from slipstream.protocol.access.checked_calls import (
+    MOST_AT_ONCE,
     CallRates,
     CheckingInterceptor,
     Context,
     Handler,
     Interceptor,
-    handler_like,
+    handler_at_head,
 )
 from slipstream.protocol.access.tokens import (
     RIGHTS,
@@ -43,14 +44,15 @@ from slipstream.protocol.access.tokens import (
 from slipstream.protocol.rich_errors import Reason, abort
 
 MAX_MESSAGE_BYTES = 64 << 20
+# Largest request; the largest `max_message_bytes` of a method is a little smaller.
+MAX_REQUEST_BYTES = 33 << 20
 logger = logging.getLogger(__name__)
 
 # Words that redis-py takes for "no".
 _NO = ("0", "f", "false", "n", "no")
 
-CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+_COMMON_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 20_000),
     # gRPC waits for this one too; its default is a minute.
@@ -66,6 +68,17 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.enable_http_proxy", 0),
     # With this option two servers on one port would silently share its connections.
     ("grpc.so_reuseport", 0),
+)
+CHANNEL_OPTIONS = (*_COMMON_OPTIONS, ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES))
+SERVER_OPTIONS = (
+    *_COMMON_OPTIONS,
+    ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
+    # A small message could decompress to any size, after its own size was checked.
+    ("grpc.compression_enabled_algorithms_bitset", 1),
+    # Per connection; gRPC has no limit of its own.
+    ("grpc.max_concurrent_streams", MOST_AT_ONCE),
+    # A connection that says nothing; gRPC waits for two minutes.
+    ("grpc.server_handshake_timeout_ms", 20_000),
 )
 _BLOCKING_OPTIONS = (*CHANNEL_OPTIONS, (ChannelOptions.SingleThreadedUnaryStream, 1))
 
@@ -152,28 +165,23 @@ def check_metrics_address(address: str, credentials: Credentials) -> None:
 
 
 def create_server(
-    credentials: Credentials,
-    *,
-    unix_token: str | None = None,
-    rates: CallRates | None = None,
-    run_id: str | None = None,
+    credentials: Credentials, *, rates: CallRates | None = None, run_id: str | None = None
 ) -> grpc.aio.Server:
     """Creates a gRPC server that checks callers' tokens and call rates, and messages' bounds.
 
     With `run_id` it also refuses calls that name another run, or none.
 
-    The run's tokens are `unix_token` if given, else the tokens of `credentials`. Without any,
-    neither tokens nor `rates` (default: `CallRates()`) are checked. A handler that fails ends its
-    own call only. Raises ConfigError if a token is a role's, since the tokens of other roles cannot
-    be derived from it.
+    If the credentials have no token, neither tokens nor `rates` (default: `CallRates()`) are
+    checked. A handler that fails ends its own call only. Raises ConfigError if a token is a role's,
+    since the tokens of other roles cannot be derived from it.
     """
-    tokens = Tokens((unix_token,)) if unix_token is not None else credentials.tokens
+    tokens = credentials.tokens
     interceptors: list[Interceptor] = [CheckingInterceptor()]
     if run_id is not None:
         interceptors.insert(0, RunInterceptor(run_id))
     if tokens is not None:
         interceptors.insert(0, TokenInterceptor(tokens, rates))
-    return grpc.aio.server(interceptors=interceptors, options=CHANNEL_OPTIONS)
+    return grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
 
 
 def bind(server: grpc.aio.Server, address: str, credentials: Credentials) -> int:
@@ -312,7 +320,7 @@ class TokenInterceptor(Interceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler:
-        """Returns the call's handler, or a handler of the same kind that refuses the call."""
+        """Returns the call's handler, or a handler that refuses the call and reads nothing."""
         shown = str(dict(handler_call_details.invocation_metadata or ()).get(TOKEN_KEY, ""))
         method = str(handler_call_details.method)
         handler = await continuation(handler_call_details)
@@ -348,13 +356,11 @@ def _refusal(handler: Handler, code: grpc.StatusCode, text: str, reason: Reason)
     async def refuse(_: object, context: Context) -> None:
         await abort(context, code, text, reason)
 
-    async def refuse_stream(request: object, context: Context) -> object:
-        await refuse(request, context)
+    async def refuse_stream(requests: object, context: Context) -> object:
+        await refuse(requests, context)
         yield
 
-    behavior = refuse_stream if handler.response_streaming else refuse
-    converters = handler.request_deserializer, handler.response_serializer
-    return handler_like(handler, behavior, *converters)
+    return handler_at_head(handler, refuse_stream if handler.response_streaming else refuse)
 
 
 def _caller_tls(credentials: Credentials) -> grpc.ChannelCredentials:

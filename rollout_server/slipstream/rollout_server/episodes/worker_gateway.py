@@ -21,7 +21,7 @@ import grpc.aio
 from slipstream.core.errors import RunFailed
 from slipstream.core.machine.other_python import worker_program
 from slipstream.core.machine.owned_folder import OwnedFolder, remove_abandoned
-from slipstream.protocol.access.security import CHANNEL_OPTIONS
+from slipstream.protocol.access.security import SERVER_OPTIONS
 from slipstream.protocol.access.tokens import TOKEN_KEY
 from slipstream.rollout_server.episodes.calls import CallTable
 from slipstream.rollout_server.episodes.worker_process import NO_LIMITS, WorkerLimits
@@ -235,7 +235,7 @@ class WorkerGateway(environment_pb2_grpc.WorkerServiceServicer):
         self.logs = WorkerLogs(self.log_dir, self._log_bytes)
         await asyncio.to_thread(remove_abandoned)
         self._folder = OwnedFolder("sockets")
-        self._server = grpc.aio.server(options=CHANNEL_OPTIONS)
+        self._server = grpc.aio.server(options=SERVER_OPTIONS)
         environment_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server)
         self._server.add_insecure_port(self.address)
         await self._server.start()

@@ -1,5 +1,7 @@
+import asyncio
 import contextlib
 import subprocess
+from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -8,7 +10,9 @@ import grpc.aio
 import pytest
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.sections import QueueSection, SecuritySection
+from slipstream.protocol.access.checked_calls import MOST_READ_AT_ONCE, CallRates
 from slipstream.protocol.access.security import (
+    MAX_REQUEST_BYTES,
     Credentials,
     bind,
     call_metadata,
@@ -19,7 +23,11 @@ from slipstream.protocol.access.security import (
     open_channel,
     without_password,
 )
+from slipstream.protocol.bounds import max_message_bytes
 from support.fakes.small_configs import config_of
+from support.rigs.fuzz_calls import METHODS
+from support.rigs.fuzzing import new
+from support.rigs.waiting import until
 
 TOKEN = "s" * 32
 OPEN = Credentials(certificate=None, key=None, ca=None, token=None)
@@ -168,6 +176,91 @@ async def test_a_call_without_the_right_token_is_refused(shape: str) -> None:
                 await call(channel, shape, wrong)
             assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
             assert TOKEN not in str(caught.value)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+async def test_a_stranger_is_refused_before_a_request_is_read(shape: str) -> None:
+    async def requests() -> AsyncIterator[bytes]:
+        await asyncio.Event().wait()
+        yield b""
+
+    async with (
+        serving_at("127.0.0.1", WITH_TOKEN) as address,
+        open_channel(address, OPEN) as channel,
+    ):
+        # On the wire, a unary call whose request never comes.
+        refused = channel.stream_stream(f"/test.Echo/{shape}")(requests(), timeout=20)
+        assert await refused.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+@pytest.mark.parametrize("token", [TOKEN, None])
+async def test_a_compressed_request_is_refused(token: str | None) -> None:
+    credentials = Credentials(certificate=None, key=None, ca=None, token=token)
+    async with (
+        serving_at("127.0.0.1", credentials) as address,
+        grpc.aio.insecure_channel(address, compression=grpc.Compression.Gzip) as channel,
+    ):
+        for shape in SHAPES:
+            with pytest.raises(grpc.aio.AioRpcError):
+                await call(channel, shape, credentials)
+
+
+class Caller:
+    """A call of a host, as a handler sees it; its request never comes."""
+
+    def __init__(self, host: str, waiting: Counter[str]) -> None:
+        self._host, self._waiting = host, waiting
+
+    def peer(self) -> str:
+        return f"ipv4:{self._host}:1"
+
+    async def requests(self) -> AsyncIterator[bytes]:
+        self._waiting[self._host] += 1
+        await asyncio.Event().wait()
+        yield b""
+
+    async def abort(self, code: grpc.StatusCode, text: str, metadata: object) -> None:
+        raise grpc.aio.AbortError(code, text)
+
+
+async def answer(request: bytes, context: object) -> bytes:
+    return request
+
+
+async def test_few_requests_of_one_host_are_read_at_once() -> None:
+    handler = CallRates().limited(grpc.unary_unary_rpc_method_handler(answer), "reader")
+    waiting: Counter[str] = Counter()
+    callers = [Caller(host, waiting) for host in "a" * 30 + "b"]
+    calls = [asyncio.ensure_future(handler.stream_unary(c.requests(), c)) for c in callers]
+    await until(lambda: waiting["b"] == 1)
+    assert waiting["a"] == MOST_READ_AT_ONCE
+    for each in calls:
+        each.cancel()
+    await asyncio.gather(*calls, return_exceptions=True)
+
+
+async def test_a_request_that_does_not_come_ends_its_call() -> None:
+    caller, echo = Caller("a", Counter()), grpc.unary_unary_rpc_method_handler(answer)
+    hurried = CallRates(read_limit_s=0.0).limited(echo, "reader")
+    with pytest.raises(grpc.aio.AbortError, match="the request took too long to come"):
+        await hurried.stream_unary(caller.requests(), caller)
+
+    async def none() -> AsyncIterator[bytes]:
+        return
+        yield
+
+    with pytest.raises(grpc.aio.AbortError, match="the call has no request"):
+        await CallRates().limited(echo, "reader").stream_unary(none(), caller)
+
+
+async def test_no_request_is_larger_than_those_of_the_methods() -> None:
+    sizes = [max_message_bytes(type(new(method.input_type))) for method in METHODS.values()]
+    assert max(sizes) <= MAX_REQUEST_BYTES < 1.1 * max(sizes)
+    async with serving_at("127.0.0.1", OPEN) as address, open_channel(address, OPEN) as channel:
+        ask = channel.unary_unary("/test.Echo/UnaryUnary")
+        assert len(await ask(bytes(MAX_REQUEST_BYTES), timeout=20)) == MAX_REQUEST_BYTES
+        with pytest.raises(grpc.aio.AioRpcError, match="larger than max"):
+            await ask(bytes(MAX_REQUEST_BYTES + 1), timeout=20)
 
 
 async def test_an_unknown_method_is_unimplemented_rather_than_an_error_of_the_server() -> None:
