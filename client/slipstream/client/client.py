@@ -167,7 +167,8 @@ class Client:
         groups, `timeout_s` the limit of one reset or step, `adapter` a name in lora.adapters.
         `chat_template_kwargs` are passed to the chat template. Each server starts `num_workers`
         worker processes. The servers look for the module in the folder `search_path` of their
-        machines, by default the path of this process's working directory. `python` is the workers'
+        machines, by default the path of this process's working directory, or off loopback that of
+        the run's own environments. `python` is the workers'
         interpreter there, by default the servers' own. Raises EnvironmentFailed when no worker
         could load the environment and reset its first task.
         """
@@ -182,7 +183,7 @@ class Client:
             weight=weight,
             timeout_s=timeout_s,
             num_workers=num_workers,
-            search_path=str(search_path or os.getcwd()),
+            search_path=str(search_path or (os.getcwd() if is_loopback(self._address) else "")),
             python=str(Path(search_path or os.getcwd(), python)) if python else "",
             purpose=trajectory_pb2.EPISODE_PURPOSE_TRAINING,
             chat_template_kwargs_json=values_json(chat_template_kwargs or {}),

@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import json
-import os
 from collections.abc import Sequence
 
 from slipstream.client.advice import advice_lines, time_lines
@@ -58,7 +57,7 @@ async def submit(arguments: argparse.Namespace) -> int:
     detail = tasks if status.state == "ready" else "it waits for a rollout server"
     say(plain(f"environment {status.name} is {status.state}: {detail}"))
     module = arguments.reference.partition(":")[0]
-    say(plain(f"no code was sent: servers load {module} from {os.getcwd()} of their own machines"))
+    say(plain(f"no code was sent: servers load {module} on their own machines"))
     return 0
 
 

@@ -1,12 +1,9 @@
 """Defines the status and the events of a run as plain values."""
 
-import json
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, TypeVar
 
 from google.protobuf.message import Message
-from pydantic import JsonValue
-from slipstream.core.errors import ProtocolError
 from slipstream.core.types import PolicyVersion
 from slipstream.protocol.codec import version_from_pb
 from slipstream.v1 import environment_pb2, status_pb2
@@ -34,7 +31,6 @@ class EnvironmentStatus:
     name: str
     # Empty if a client serves it.
     reference: str
-    args: dict[str, JsonValue]
     weight: float
     # pending, ready or suspended.
     state: str
@@ -149,22 +145,17 @@ class Event:
 
 
 def environment_from_pb(message: environment_pb2.EnvironmentStatus) -> EnvironmentStatus:
-    """Returns the status in a message; raises ProtocolError if its arguments are no JSON."""
-    try:
-        args = json.loads(message.spec.args_json or "{}")
-    except (ValueError, RecursionError) as error:
-        raise ProtocolError(f"the arguments of an environment are no JSON: {error}") from None
+    """Returns the status in a message."""
     newest = message.newest_round if message.HasField("newest_round") else None
     return _from_pb(
         EnvironmentStatus,
         *(message, message.spec),
-        args=args,
         newest_round=newest and _from_pb(EvaluationRound, newest),
     )
 
 
 def run_from_pb(message: status_pb2.RunStatus) -> RunStatus:
-    """Returns the status in a message; raises ProtocolError like `environment_from_pb`."""
+    """Returns the status in a message."""
     return _from_pb(
         RunStatus,
         message,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from pydantic import JsonValue, model_validator
 from slipstream.core.machine.address import address_parts, is_loopback
@@ -67,18 +67,27 @@ __all__ = [
 class Config(Tables):
     """All settings of a run, after the rules between them are checked."""
 
+    @property
+    def submits_any_module(self) -> bool:
+        """Whether clients may submit an environment of any module, from any folder."""
+        is_local = is_loopback(address_parts(self.controller.address)[0])
+        return self.security.submitted_modules is None and is_local
+
     def submission_refusal(self, reference: str) -> str:
         """Returns why clients may not submit the environment `reference`, or "" if they may."""
+        if self.submits_any_module:
+            return ""
+        module = reference.partition(":")[0]
         known, cause = self.security.submitted_modules, ""
         if known is None:
-            address = self.controller.address
-            if is_loopback(address_parts(address)[0]):
-                return ""
             own = [each.reference.partition(":")[0] for each in self.environments]
-            known = tuple(dict.fromkeys(own))
+            known = tuple(each for each in dict.fromkeys(own) if not _is_below(each, _ANY_CODE))
+            address = self.controller.address
             cause = f" (those of the run's environments, since {address} is not loopback)"
-        module = reference.partition(":")[0]
-        if any(f"{module}.".startswith(f"{each}.") for each in known):
+            if _is_below(module, _ANY_CODE):
+                cause = " (unless it is set: the arguments of an environment may name any program)"
+                known = ()
+        if _is_below(module, known):
             return ""
         listed = ", ".join(known) or "none"
         return f"security.submitted_modules has no {module}, only {listed}{cause}"
@@ -97,6 +106,15 @@ class Config(Tables):
         yield from served_problems(self.reference, self.algorithms, self.sampling.temperature)
         for rule in TABLE_RULES:
             yield from rule(self)
+
+
+# Modules of environments whose arguments name a program or a package that is run.
+_ANY_CODE = ("slipstream.environments.command", "slipstream.environments.frameworks")
+
+
+def _is_below(module: str, packages: Iterable[str]) -> bool:
+    """Whether `module` is one of `packages` or in one of them."""
+    return any(f"{module}.".startswith(f"{each}.") for each in packages)
 
 
 # Tables that hold or locate secrets, and notes on settings that are none themselves.

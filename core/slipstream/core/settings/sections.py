@@ -512,7 +512,9 @@ class SecuritySection(Section):
     # File with the token of Prometheus, which opens /metrics alone.
     metrics_token_file: Path | None = None
     # Modules, with all below them, whose environments clients may submit to every rollout host. By
-    # default any while the controller is on loopback, else those of the run's environments.
+    # default any while the controller is on loopback, else those of the run's environments but
+    # slipstream.environments.command and frameworks, whose arguments may name any program. Clients
+    # choose the arguments.
     submitted_modules: tuple[str, ...] | None = None
     # Let torch's rendezvous and the weights' transport, which have neither TLS nor token, use
     # public addresses.

@@ -6,6 +6,7 @@ report, or the time limit.
 
 import json
 import math
+import os
 import re
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -32,7 +33,7 @@ from slipstream.v1 import environment_pb2_grpc, fleet_pb2, trajectory_pb2
 
 LOAD_LIMIT_S = 90.0
 NAME = re.compile(r"\w[\w.:-]{0,99}")
-# Largest number of worker processes of one environment on one rollout server.
+# Largest number of worker processes of all submitted environments on one rollout server.
 MAX_WORKERS = 256
 MAX_ENVIRONMENTS = 256
 MIN_WEIGHT = 1e-6
@@ -46,13 +47,22 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
         self._run, self._progress = run, run.progress
         self._environments, self._fleet = books.environments, books.fleet
         self._book, self._journal, self._intake = books.leases, books.journal, intake
+        # What the run itself starts, from the folder in which it looks for modules.
+        self._folder = os.getcwd()
+        self._own = environment_specs(run.config, search_path=self._folder)
         self.relay = Relay(self._client_came, self._client_left, run.clock)
 
     def restore(self, history: RunHistory) -> None:
         """Adds the environments of earlier starts; closes open groups whose environment is gone."""
         for name, text in history.submitted.items():
-            if name not in self._environments.entries:
-                self._environments.add(json_format.Parse(text, pb.EnvironmentSpec()))
+            if name in self._environments.entries:
+                continue
+            spec = json_format.Parse(text, pb.EnvironmentSpec())
+            if problem := self._problem(spec):
+                # The settings may allow less than before.
+                self._run.events.warn(f"environment {name} is not submitted again: {problem}")
+            else:
+                self._environments.add(spec)
         known = self._environments.entries
         for group in [g for g in self._book.groups.values() if g.environment not in known]:
             del history.open_groups[group.group_id]
@@ -100,6 +110,7 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
         it.
         """
         spec = request.spec
+        spec.search_path = spec.search_path or self._folder
         problem = self._problem(spec)
         if not problem and REFERENCE.fullmatch(spec.reference) is None:
             problem = f"a reference is package.module:Class, got {spec.reference!r}"
@@ -159,11 +170,9 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
             )
         if not (math.isfinite(spec.timeout_s) and spec.timeout_s > 0):
             return f"timeout_s must be above 0, got {spec.timeout_s}"
-        if not 1 <= spec.num_workers <= MAX_WORKERS and spec.reference:
-            return f"num_workers must be between 1 and {MAX_WORKERS}, got {spec.num_workers}"
+        if spec.reference and (problem := self._start_problem(spec)):
+            return problem
         if refusal := self._run.config.lora.refusal(spec.adapter):
-            return refusal
-        if spec.reference and (refusal := self._run.config.submission_refusal(spec.reference)):
             return refusal
         if entry is not None and entry.spec.adapter != spec.adapter:
             return (
@@ -184,6 +193,33 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
             read_values(spec.chat_template_kwargs_json)
         except ValueError as error:
             return str(error)
+        return ""
+
+    def _start_problem(self, spec: pb.EnvironmentSpec) -> str:
+        """Returns why rollout servers may not start the workers of `spec`, or "" if they may."""
+        own = {each.name for each in self._own}
+        others = (entry.spec for name, entry in self._environments.entries.items())
+        used = sum(
+            each.num_workers
+            for each in others
+            if each.reference and each.name not in {*own, spec.name}
+        )
+        if not 1 <= spec.num_workers <= MAX_WORKERS - used:
+            return (
+                f"num_workers must be between 1 and {MAX_WORKERS} with the {used} of other "
+                f"submitted environments, got {spec.num_workers}"
+            )
+        if refusal := self._run.config.submission_refusal(spec.reference):
+            return refusal
+        if self._run.config.submits_any_module:
+            return ""
+        for name in ("python", "search_path"):
+            value, known = getattr(spec, name), {getattr(each, name) for each in self._own}
+            if value and value not in known:
+                return (
+                    f"{name} must be empty or that of an environment of the run's settings, "
+                    f"got {shown(value)}"
+                )
         return ""
 
     def _client_came(self, client: ClientSession) -> str:

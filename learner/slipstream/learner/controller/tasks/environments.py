@@ -111,9 +111,12 @@ class EnvironmentEntry:
         return is_new
 
     def describe(self) -> pb.EnvironmentStatus:
-        """Returns the entry in the form in which the status call shows it."""
+        """Returns the entry in the form in which readers may see it: arguments may hold keys."""
+        spec = pb.EnvironmentSpec()
+        spec.CopyFrom(self.spec)
+        spec.ClearField("args_json")
         return pb.EnvironmentStatus(
-            spec=self.spec,
+            spec=spec,
             state=pb.EnvironmentState.Name(self.state),
             num_tasks=self.num_tasks,
             cause=self.cause,

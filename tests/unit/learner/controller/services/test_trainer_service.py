@@ -251,13 +251,23 @@ def test_clients_submit_only_modules_that_the_run_allows(reference: str, problem
             "security.submitted_modules has no os, only ours (those of the run's environments, "
             "since 10.0.0.5:7070 is not loopback)",
         ),
+        (
+            "10.0.0.5:7070",
+            "slipstream.environments.command:Command",
+            "security.submitted_modules has no slipstream.environments.command, only none (unless "
+            "it is set: the arguments of an environment may name any program)",
+        ),
     ],
 )
 def test_off_loopback_clients_submit_modules_of_the_runs_own_environments_by_default(
     address: str, reference: str, problem: str
 ) -> None:
     run = run_of(
-        controller={"address": address}, environments=[{"name": "e", "reference": "ours:Sums"}]
+        controller={"address": address},
+        environments=[
+            {"name": "e", "reference": "ours:Sums"},
+            {"name": "c", "reference": "slipstream.environments.command:Command"},
+        ],
     )
     assert run.config.submission_refusal(reference) == problem
 
