@@ -155,7 +155,11 @@ async def _serve(config: Config, options: argparse.Namespace) -> None:
             config.run_dir / LOGS,
             server=server_id,
             log_bytes=WORKER_LOG_BYTES,
-            limits=WorkerLimits(memory_bytes, settings.environment_processes),
+            limits=WorkerLimits(
+                memory_bytes,
+                settings.environment_processes,
+                start_s=config.controller.stall_timeout_s,
+            ),
             takes_tools=settings.tool_parser is not None,
         )
         server = RolloutServer(config, options.controller, server_id, engine, renderer, gateway)

@@ -3,12 +3,15 @@
 Consumes: environment orders, episodes that want a session. Produces: sessions, reports on loading.
 Waits for: a worker that is ready. Unblocked by: the worker, or the limit of the environment.
 
-Tasks that may end their worker run alone in a worker of their own (`LoneWorkers`).
+Tasks that may end their worker run alone in a worker of their own (`LoneWorkers`). After the end of
+a worker fewer episodes share one for a while, and as many further workers help.
 """
 
 import asyncio
 import itertools
 import logging
+import math
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -18,7 +21,7 @@ from slipstream.core.backoff import Backoff
 from slipstream.core.errors import EnvironmentFailed
 from slipstream.rollout_server.episodes.calls import CallTable, StreamSession
 from slipstream.rollout_server.episodes.worker_gateway import WorkerGateway
-from slipstream.rollout_server.episodes.workers import EnvironmentWorker, Suspects
+from slipstream.rollout_server.episodes.workers import START_S, EnvironmentWorker, Suspects
 from slipstream.v1 import environment_pb2, fleet_pb2, fleet_pb2_grpc, trajectory_pb2
 
 log = logging.getLogger(__name__)
@@ -58,11 +61,14 @@ class HostedEnvironment:
         self._gateway, self._report = gateway, report
         self._num_workers = max(self.spec.num_workers, 1)
         self._suspects = Suspects()
-        self._alone = LoneWorkers(
-            lambda: EnvironmentWorker(gateway, self.spec, self._suspects), self._num_workers
-        )
-        self._ready: set[EnvironmentWorker] = set()
+        self._alone = LoneWorkers(self._make, self._num_workers)
+        self._ready: list[EnvironmentWorker] = []
+        # Those of `_ready` that end when most episodes may share a worker again.
+        self._helpers: set[EnvironmentWorker] = set()
+        # Set at each end of an episode or a worker, and when a worker is ready.
         self._changed = asyncio.Event()
+        # Episodes that wait for a place, in order.
+        self._waiting: deque[asyncio.Future[None]] = deque()
         # Workers that are not started again.
         self._num_abandoned = 0
         self._last_failure: EnvironmentFailed | None = None
@@ -74,6 +80,8 @@ class HostedEnvironment:
             group.create_task(self._alone.run())
             for index in range(self._num_workers):
                 group.create_task(self._keep(index))
+                # The indices before these are those of `LoneWorkers`.
+                group.create_task(self._help(index + 2 * self._num_workers))
 
     def report_again(self) -> None:
         """Repeats the report on loading, for a controller that does not know it yet."""
@@ -86,40 +94,73 @@ class HostedEnvironment:
         """Opens a session on the worker with the fewest sessions.
 
         A task that may end its worker (see `Suspects`) gets a worker of its own. `timeout_s` limits
-        each call of the session, not the wait for a worker to start. Raises EnvironmentFailed when
-        no worker starts.
+        each call of the session, not the wait for a worker to start or for a place in one. Raises
+        EnvironmentFailed when no worker starts.
         """
-        if self._suspects.runs_alone(task_index):
-            worker, turn = await self._alone.turn(attempt)
-            return worker.open(episode_key, task_index, timeout_s, closed=turn.end)
-        while not (ready := [w for w in self._ready if w.table.is_open]):
+        while not self._suspects.runs_alone(task_index):
+            worker = min(self._open_workers(), key=lambda w: len(w.episodes), default=None)
+            if worker is not None and len(worker.episodes) < self._suspects.most_together:
+                return worker.open(
+                    episode_key, task_index, timeout_s, closed=lambda _: self._look_again()
+                )
             if self._num_abandoned >= self._num_workers:
                 assert self._last_failure is not None
                 raise self._last_failure
-            self._changed.clear()
-            await self._changed.wait()
-        worker = min(ready, key=lambda worker: len(worker.episodes))
-        return worker.open(episode_key, task_index, timeout_s)
+            place = asyncio.get_running_loop().create_future()
+            self._waiting.append(place)
+            try:
+                await place
+            except asyncio.CancelledError:
+                self._look_again()
+                raise
+        self._look_again()
+        worker, turn = await self._alone.turn(attempt)
+        return worker.open(episode_key, task_index, timeout_s, closed=turn.end)
+
+    def _open_workers(self) -> list[EnvironmentWorker]:
+        """Returns the workers that take episodes."""
+        retired = set() if self._suspects.needs_help else self._helpers
+        return [each for each in self._ready if each.table.is_open and each not in retired]
+
+    def _look_again(self) -> None:
+        """Lets as many waiting episodes look for a place as there are, or all if none will come."""
+        self._changed.set()
+        most, free = self._suspects.most_together, 0.0
+        for worker in self._open_workers():
+            free += max(0, most - len(worker.episodes))
+        if self._num_abandoned >= self._num_workers:
+            free = math.inf
+        while free > 0 and self._waiting:
+            place = self._waiting.popleft()
+            if not place.done():
+                place.set_result(None)
+                free -= 1
+
+    async def _next_change(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()
+
+    def _make(self, *, try_reset: bool = False, start_s: float | None = None) -> EnvironmentWorker:
+        return EnvironmentWorker(
+            self._gateway, self.spec, self._suspects, try_reset=try_reset, start_s=start_s
+        )
 
     async def _keep(self, index: int) -> None:
+        """Runs one worker after another, until they have failed too often."""
         failures, backoff = 0, Backoff(_FIRST_BACKOFF_S, _MAX_BACKOFF_S)
+        start_s, waited_s = START_S, 0.0
         while True:
-            worker = EnvironmentWorker(
-                self._gateway,
-                self.spec,
-                self._suspects,
-                try_reset=self._try_reset and self._outcome is None,
+            worker = self._make(
+                try_reset=self._try_reset and self._outcome is None, start_s=start_s
             )
-
-            def loaded(num_tasks: int, worker: EnvironmentWorker = worker) -> None:
-                self._ready.add(worker)
-                self._changed.set()
-                self._publish(fleet_pb2.EnvironmentReport(num_tasks=num_tasks))
-
-            self._last_failure = await worker.run(index, loaded)
-            was_ready = worker in self._ready
-            self._ready.discard(worker)
+            was_ready, self._last_failure = await self._run(worker, index)
             log.warning("environment %s, worker %d: %s", self.spec.name, index, self._last_failure)
+            if worker.was_late and waited_s + start_s < self._gateway.limits.start_s:
+                # A busy machine starts no process in time: the next one has longer.
+                waited_s += start_s
+                start_s = min(2 * start_s, self._gateway.limits.start_s - waited_s)
+                continue
+            start_s, waited_s = START_S, 0.0
             if was_ready:
                 failures = 0
                 backoff.reset()
@@ -132,9 +173,48 @@ class HostedEnvironment:
                 return
             await asyncio.sleep(backoff.take_s())
 
+    async def _help(self, index: int) -> None:
+        """Runs a worker while few episodes may share one, and until its last episode has ended."""
+        backoff = Backoff(_FIRST_BACKOFF_S, _MAX_BACKOFF_S)
+        while True:
+            while not self._suspects.needs_help:
+                await self._next_change()
+            helper = self._make()
+            self._helpers.add(helper)
+            running = asyncio.ensure_future(self._run(helper, index))
+            running.add_done_callback(lambda _: self._changed.set())
+            try:
+                while not running.done() and (self._suspects.needs_help or helper.episodes):
+                    await self._next_change()
+            finally:
+                running.cancel()
+                await asyncio.wait([running])
+                self._helpers.discard(helper)
+            if not running.cancelled():
+                was_ready, failure = running.result()
+                log.warning("environment %s, worker %d: %s", self.spec.name, index, failure)
+                if not was_ready:
+                    await asyncio.sleep(backoff.take_s())
+
+    async def _run(self, worker: EnvironmentWorker, index: int) -> tuple[bool, EnvironmentFailed]:
+        """Runs `worker` to its end; returns whether it loaded, and the cause of the end."""
+
+        def loaded(num_tasks: int) -> None:
+            self._ready.append(worker)
+            self._look_again()
+            self._publish(fleet_pb2.EnvironmentReport(num_tasks=num_tasks))
+
+        try:
+            failure = await worker.run(index, loaded)
+            return worker in self._ready, failure
+        finally:
+            if worker in self._ready:
+                self._ready.remove(worker)
+            self._look_again()
+
     def _abandon(self) -> None:
         self._num_abandoned += 1
-        self._changed.set()
+        self._look_again()
         if self._num_abandoned < self._num_workers:
             return
         failure = trajectory_pb2.Failure(

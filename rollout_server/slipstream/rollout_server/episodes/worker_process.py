@@ -29,10 +29,14 @@ _LOOK_S = 0.02
 
 @dataclass(frozen=True)
 class WorkerLimits:
-    """Limits of a worker and all processes that it has started; 0 means no limit."""
+    """Limits of a worker and all processes that it has started; 0 means no limit.
+
+    Starts of a worker that does not attach are repeated for `start_s` seconds.
+    """
 
     memory_bytes: int = 0
     processes: int = 0
+    start_s: float = 0.0
 
     def arguments(self) -> list[str]:
         """Returns the limits as command-line arguments of a keeper."""

@@ -7,6 +7,7 @@ connect, to load, to exit. Unblocked by: the worker, or the limit of the wait.
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
@@ -29,6 +30,11 @@ _STOP_LIMIT_S = 2.0
 START_S, PING_S = 60.0, 5.0
 # Ends of workers in a row after which a task is a suspect, even if it was in no call then.
 MAX_LOST_WORKERS = 2
+# Largest number of tasks that are suspected together.
+MAX_SUSPECTED = 8
+# After the end of a worker, 1 / `_NARROWING` of its episodes may share one. As long as fewer than
+# `_MANY` may, further workers help.
+_NARROWING, _MANY = 4, 256
 
 
 class EnvironmentWorker:
@@ -44,15 +50,19 @@ class EnvironmentWorker:
         suspects: Suspects,
         *,
         try_reset: bool = False,
+        start_s: float | None = None,
     ) -> None:
         """`suspects` records the tasks that ran at the worker's end, and the tasks that passed.
 
+        The process has `start_s` (`START_S`) to attach; if it took longer, `was_late` is True.
         With `try_reset` the worker counts as loaded only when its first task has answered `reset`
         and, for an agent, made its first call, which is not answered.
         """
         self._gateway = gateway
         self._spec, self._suspects = spec, suspects
         self._try_reset = try_reset
+        self._start_s = START_S if start_s is None else start_s
+        self.was_late = False
         self._stream, self._gone = WorkerStream(), asyncio.Event()
         self._process: WorkerProcess
         # Open episodes by key, and the task of each.
@@ -147,12 +157,11 @@ class EnvironmentWorker:
 
     async def _serve(self, loaded: Callable[[int], None]) -> EnvironmentFailed:
         load = environment_pb2.WorkerCommand(load=environment_pb2.LoadCommand(spec=self._spec))
-        limit_s = START_S
         try:
-            async with asyncio.timeout(limit_s):
+            async with asyncio.timeout(self._start_s):
                 # A wait that ends at its limit would cancel the future.
                 table = await asyncio.shield(self._stream.table)
-            answer = await table.call(load, timeout_s=max(self._spec.timeout_s, limit_s))
+            answer = await table.call(load, timeout_s=max(self._spec.timeout_s, START_S))
             if self._try_reset:
                 await self._reset_once()
             loaded(answer.loaded.num_tasks)
@@ -162,7 +171,9 @@ class EnvironmentWorker:
         except EnvironmentFailed as error:
             return error
         except TimeoutError:
-            return misused(f"worker did not attach within {limit_s:g} s")
+            self.was_late = True
+            cause = f"worker did not attach within {self._start_s:g} s"
+            return EnvironmentFailed(trajectory_pb2.FAILURE_KIND_INFRASTRUCTURE, cause)
         raise AssertionError("a worker that is gone takes no call")
 
     async def _reset_once(self) -> None:
@@ -257,29 +268,55 @@ def _at(late: EnvironmentFailed, place: str) -> EnvironmentFailed:
 
 
 class Suspects:
-    """The tasks of one environment that may end their worker; pure state without I/O.
+    """The tasks that may end workers of one environment, and how many episodes may share one; pure.
 
     A task becomes suspect if a worker ended during one of its calls, or if it has lost
     `MAX_LOST_WORKERS` workers. It stays suspect until one of its episodes passes:
 
         lost([3, 4, 5], in_call=[4]) -> 4 runs alone; passed(4) -> 4 shares a worker again
+
+    Where more than `MAX_SUSPECTED` tasks come into question, none is suspected. Each end leaves
+    fewer episodes to a worker, until few or one come into question. As many passes in a row as
+    there are episodes to a worker double that number.
     """
 
     def __init__(self) -> None:
         self._suspected: set[int] = set()
         self._lost: Counter[int] = Counter()
+        # How many episodes may share a worker.
+        self.most_together = math.inf
+        self._num_passed = 0
+
+    @property
+    def needs_help(self) -> bool:
+        """Whether so few episodes may share a worker that further workers are worth their start."""
+        return self.most_together < _MANY
 
     def runs_alone(self, task: int) -> bool:
         """Returns whether episodes of this task get a worker of their own."""
         return task in self._suspected
 
     def lost(self, tasks: Iterable[int], *, in_call: Iterable[int]) -> None:
-        """Records the end of a worker that ran `tasks`; those `in_call` had a call in progress."""
-        self._lost.update(set(tasks))
-        often = {task for task, times in self._lost.items() if times >= MAX_LOST_WORKERS}
-        self._suspected |= often | set(in_call)
+        """Records the end of a worker that ran episodes of `tasks`, a task for each episode.
+
+        Those `in_call` had a call in progress.
+        """
+        episodes, called = list(tasks), set(in_call)
+        together = set(episodes)
+        if len(episodes) > 1:
+            self.most_together = max(1, len(episodes) // _NARROWING)
+            self._num_passed = 0
+        if len(called) <= MAX_SUSPECTED:
+            self._suspected |= called
+        if len(together) <= MAX_SUSPECTED:
+            self._lost.update(together)
+            self._suspected |= {each for each in together if self._lost[each] >= MAX_LOST_WORKERS}
 
     def passed(self, task: int) -> None:
         """Records that an episode of this task was judged, and that the worker survived."""
         self._suspected.discard(task)
         self._lost.pop(task, None)
+        self._num_passed += 1
+        if self._num_passed >= self.most_together:
+            self.most_together *= 2
+            self._num_passed = 0

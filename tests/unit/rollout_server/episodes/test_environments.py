@@ -255,7 +255,8 @@ async def test_a_task_that_was_in_a_call_when_its_worker_ended_runs_alone_until_
     await better.step("x", truncated=False)
     better.close()
     shared = await hosted.open("Exiting", "f", 0)
-    assert shared._table is beside._table
+    sharing = hosted.environments._hosted["Exiting"][0]._ready
+    assert shared._table in [worker.table for worker in sharing]
     shared.close()
     beside.close()
 
@@ -427,7 +428,7 @@ async def test_unloading_ends_a_worker_that_did_not_attach_yet(tmp_path: Path) -
 
 
 async def test_a_worker_that_does_not_attach_in_time_is_ended_and_reported(tmp_path, monkeypatch):
-    monkeypatch.setattr(workers, "START_S", 0.2)
+    monkeypatch.setattr(f"{Environments.__module__}.START_S", 0.2)
     late = (sys.executable, "-c", "import time; time.sleep(600)")
     reports: asyncio.Queue[fleet_pb2.EnvironmentReport] = asyncio.Queue()
     gateway = WorkerGateway(tmp_path / "logs", program=lambda _: late, log_bytes=4096)

@@ -1,4 +1,10 @@
-from slipstream.rollout_server.episodes.workers import MAX_LOST_WORKERS, Suspects
+import math
+
+from slipstream.rollout_server.episodes.workers import (
+    MAX_LOST_WORKERS,
+    MAX_SUSPECTED,
+    Suspects,
+)
 
 
 def alone(suspects: Suspects) -> list[int]:
@@ -30,3 +36,30 @@ def test_passing_forgets_earlier_losses() -> None:
     suspects.passed(1)
     suspects.lost([1], in_call=[])
     assert alone(suspects) == []
+
+
+def test_where_too_many_come_into_question_fewer_share_a_worker_and_none_is_suspected() -> None:
+    suspects = Suspects()
+    assert suspects.most_together == math.inf
+    many = range(MAX_SUSPECTED + 1)
+    for _ in range(MAX_LOST_WORKERS):
+        suspects.lost(many, in_call=many)
+    assert alone(suspects) == []
+    # A quarter of 9 episodes, of 2, and nothing is learnt of others from one that was alone.
+    assert suspects.most_together == 2
+    suspects.lost([1, 2], in_call=[])
+    assert suspects.most_together == 1
+    suspects.lost([1], in_call=[1])
+    assert suspects.most_together == 1
+
+
+def test_as_many_passes_in_a_row_as_share_a_worker_double_their_number() -> None:
+    suspects = Suspects()
+    suspects.lost(range(16), in_call=[3])
+    seen = []
+    for _ in range(1 + 4 + 8):
+        seen.append(suspects.most_together)
+        suspects.passed(0)
+    assert seen == [4] * 4 + [8] * 8 + [16]
+    suspects.lost(range(16), in_call=[])
+    assert suspects.most_together == 4

@@ -1,0 +1,117 @@
+"""Episodes that share workers which end again and again, by a script and on a virtual clock."""
+
+import asyncio
+import dataclasses
+import itertools
+from collections import Counter
+from collections.abc import Iterable
+
+import pytest
+from simulation.virtual_loop import VirtualLoop, virtual_time
+from slipstream.core.errors import EnvironmentFailed
+from slipstream.core.types import MAX_EXCUSED_ATTEMPTS
+from slipstream.v1 import trajectory_pb2
+from support.fakes.scripted_workers import CAUSE, REPLY_S, ScriptedEnvironment
+
+LIMIT_S = 60.0
+MAX_ATTEMPTS = 3
+BYSTANDER = trajectory_pb2.FAILURE_KIND_BYSTANDER
+
+
+@dataclasses.dataclass
+class Played:
+    """What became of episodes: tasks of those that passed, causes of those that failed for good."""
+
+    passed: Counter[int] = dataclasses.field(default_factory=Counter)
+    failures: list[str] = dataclasses.field(default_factory=list)
+
+
+async def play(hosted: ScriptedEnvironment, tasks: Iterable[int]) -> Played:
+    """Runs an episode for each of `tasks` at one time, with as many attempts as a lease gives."""
+    played = Played()
+
+    async def run(number: int, task: int) -> None:
+        limit = MAX_ATTEMPTS
+        for attempt in itertools.count():
+            try:
+                session = await hosted.open(f"{number}.{attempt}", task, attempt, LIMIT_S)
+            except EnvironmentFailed as error:
+                played.failures.append(str(error))
+                return
+            try:
+                await session.reset(task, 0)
+                await asyncio.sleep(REPLY_S)
+                await session.step("x", truncated=False)
+                played.passed[task] += 1
+                return
+            except EnvironmentFailed as error:
+                limit += error.kind == BYSTANDER
+                if attempt + 1 >= min(limit, MAX_ATTEMPTS + MAX_EXCUSED_ATTEMPTS):
+                    played.failures.append(str(error))
+                    return
+            finally:
+                session.close()
+
+    await asyncio.gather(*(run(number, task) for number, task in enumerate(tasks)))
+    return played
+
+
+def played(hosted: ScriptedEnvironment, *rounds: Iterable[int]) -> tuple[list[Played], float]:
+    """Plays rounds of episodes, one after the other; returns the seconds that all took."""
+    loop = VirtualLoop(0)
+    began_s = loop.time()
+
+    async def main() -> list[Played]:
+        running = asyncio.create_task(hosted.run())
+        found = [await play(hosted, tasks) for tasks in rounds]
+        running.cancel()
+        await asyncio.wait([running])
+        return found
+
+    with virtual_time(loop, 0):
+        return loop.run_until_complete(main()), loop.time() - began_s
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_one_end_in_25_steps_leaves_most_of_the_time_for_episodes(tells: bool) -> None:
+    hosted = ScriptedEnvironment(lambda step, _: step % 25 == 0, tells=tells)
+    rounds, seconds = played(hosted, *[range(256)] * 3)
+    assert [each.passed.total() for each in rounds] == [256] * 3
+    # One after the other, the episodes would take 768 s.
+    assert seconds < 150.0
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_a_task_that_always_ends_its_worker_fails_with_its_cause_and_no_other(tells: bool) -> None:
+    hosted = ScriptedEnvironment(lambda _, task: task == 3, tells=tells)
+    (first,), _ = played(hosted, [number // 2 for number in range(200)])
+    assert first.passed == {task: 2 for task in range(100) if task != 3}
+    # Where no end tells, its two episodes may have been the last ones to share a worker.
+    assert len(first.failures) == 2
+    assert set(first.failures) <= {CAUSE, *([] if tells else [f"{CAUSE}; 2 episodes shared it"])}
+
+
+def test_all_episodes_share_workers_again_after_some_without_an_end() -> None:
+    hosted = ScriptedEnvironment(lambda step, _: step == 100, tells=True)
+    rounds, _ = played(hosted, *[range(256)] * 4)
+    assert [each.passed.total() for each in rounds] == [256] * 4
+    # The first one, the next one, a helper, which is not needed any more, and that of the suspect.
+    assert hosted.num_starts == 4
+    assert not hosted._suspects.needs_help
+    assert not hosted._helpers
+
+
+def test_a_late_worker_is_started_again_with_longer_while_the_limit_lasts() -> None:
+    hosted = ScriptedEnvironment(lambda *_: False, tells=True, starts_late=[True, True, False])
+    (first,), _ = played(hosted, range(4))
+    assert first.passed.total() == 4
+    assert hosted.start_limits_s == [60.0, 120.0, 240.0]
+    assert [report.num_tasks for report in hosted.reports] == [1000]
+
+
+def test_a_worker_that_is_late_beyond_the_limit_fails_its_environment() -> None:
+    hosted = ScriptedEnvironment(lambda *_: False, tells=True, starts_late=[True] * 5)
+    (first,), _ = played(hosted, [0])
+    assert hosted.start_limits_s == [60.0, 120.0, 240.0, 180.0]
+    assert first.failures == ["worker did not attach within 180 s"]
+    assert hosted.reports[-1].failure.message == "worker did not attach within 180 s"
