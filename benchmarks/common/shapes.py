@@ -104,6 +104,7 @@ SHAPES = {
     "tiny": Shape(64, 192, 2, 2, 1, 256, tied=True, head_dim=32),
     "small": Shape(256, 768, 4, 8, 4, 1024, tied=True, head_dim=32),
     "0.6B": Shape(1024, 3072, 28, 16, 8, 151936, tied=True),
+    "1.7B": Shape(2048, 6144, 28, 16, 8, 151936, tied=True),
     "8B": Shape(4096, 12288, 36, 32, 8, 151936, tied=False),
 }
 

@@ -53,6 +53,7 @@ class Load:
 LOADS = {
     "tiny": Load(2, 512, 2, 8, 40),
     "0.6B": Load(28),
+    "1.7B": Load(28),
     # 20 of Qwen3-8B's 36 layers: with gradients, optimizer state and the activations of a micro
     # batch they need 134 GiB.
     "8B": Load(20),

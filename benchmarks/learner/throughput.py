@@ -9,11 +9,13 @@ plain cross-entropy from `labels` on micro batches that we packed beforehand, in
     python -m benchmarks.learner.throughput                   # the quickstart's model, on a CPU
     python -m benchmarks.learner.throughput --shape 0.6B      # a random Qwen3-0.6B on a GPU
     python -m benchmarks.learner.throughput --shape 0.6B --own support.fakes.own_grpo:loss
+    python -m benchmarks.learner.throughput --shape 1.7B --micro-tokens 4096
     export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True  # its 20 layers fill the memory
     python -m benchmarks.learner.throughput --shape 8B --steps 1
 
 Prints one table and writes benchmarks/results/learner-SHAPE.json; the name ends in -LAYERS where
-they are chosen, and in -model with logits in the model's own type.
+they are chosen, in -mTOKENS with micro batches of other sizes, and in -model with logits in the
+model's own type.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ from benchmarks.learner.loops import (
 OURS, OWN, PEER = "slipstream", "own loss", "bare"
 WARMUP_STEPS = {"cpu": 10, "cuda": 3}
 # The share of the peer's tokens per second that ours is to reach.
-TARGETS = {"quickstart": 0.87, "tiny": 0.87, "0.6B": 0.92, "8B": 0.92}
+TARGETS = {"quickstart": 0.87, "tiny": 0.87, "0.6B": 0.92, "1.7B": 0.92, "8B": 0.92}
 
 
 @dataclass(frozen=True)
@@ -232,6 +234,7 @@ def main() -> None:
     )
     parser.add_argument("--shape", choices=("quickstart", *LOADS), default="quickstart")
     parser.add_argument("--layers", type=int, help="of the shape's model; default: see LOADS")
+    parser.add_argument("--micro-tokens", type=int, help="of a micro batch; a step keeps its tokens")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
     parser.add_argument("--model", type=Path, default=measure.ROOT / "models/tiny")
     parser.add_argument("--repeats", type=int, default=5)
@@ -262,6 +265,11 @@ def main() -> None:
         else:
             load = LOADS[arguments.shape]
             load = dataclasses.replace(load, layers=arguments.layers or load.layers)
+            if arguments.micro_tokens:
+                number = load.micro_batches * load.micro_batch_tokens // arguments.micro_tokens
+                load = dataclasses.replace(
+                    load, micro_batch_tokens=arguments.micro_tokens, micro_batches=number
+                )
             config = shape_config(
                 arguments.shape,
                 load,
@@ -279,6 +287,7 @@ def main() -> None:
     record["attention"] = chosen_attention()
     is_usual = arguments.layers in (None, LOADS.get(arguments.shape, Load(0)).layers)
     suffix = "" if is_usual else f"-{arguments.layers}"
+    suffix += f"-m{arguments.micro_tokens}" if arguments.micro_tokens else ""
     suffix += "-model" if arguments.head_dtype == "model" else ""
     measure.write_result(f"learner-{arguments.shape}{suffix}", record, arguments.out)
     print("\n".join([*table, f"attention: {record['attention']}"]))

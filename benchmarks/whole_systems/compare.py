@@ -16,8 +16,9 @@ waits for the same groups again, or a few more, so that waves of replies of one 
 `ours-fp8` is ours with `rollout_server.quantization = "fp8_per_channel"`, `ours-kv8` with the KV
 cache in FP8, `ours-bits` with `algorithm.agreement = "bits"`. `ours-off`, `ours-pause` and
 `ours-sleep` have that value of `controller.turns`. `ours-both` has a second rollout server, on the
-learner's GPU. These words go together: `ours-both-kv8-off`. TRL 1.16 with datasets, accelerate and
-Liger must be importable (`--peer-path`).
+learner's GPU. `ours-defaults` leaves micro batches, episodes, threads and memory to the run, and
+must be the only system. These words go together: `ours-both-kv8-off`. TRL 1.16 with datasets,
+accelerate and Liger must be importable (`--peer-path`).
 
 Prints one table; benchmarks/results/whole-systems-GPUS.json is written after every system.
 """
@@ -62,7 +63,7 @@ from benchmarks.whole_systems.work import NO_SEEDS, Work
 
 NAME = "whole-systems"
 # What may follow `ours`, with hyphens between.
-WORDS = {"bits", "fp8", "kv8", "both", "off", "pause", "sleep"}
+WORDS = {"bits", "fp8", "kv8", "both", "defaults", "off", "pause", "sleep"}
 
 
 @dataclass
@@ -252,6 +253,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="of models, runs and logs; a temporary one")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    if len(arguments.systems) > 1 and any("defaults" in name for name in arguments.systems):
+        parser.error("defaults take a whole GPU: give such a system alone")
     on_cpu = arguments.device == "cpu"
     arguments.sequences = arguments.sequences or (16 if on_cpu else 256)
     arguments.group = arguments.group or (4 if on_cpu else 16)

@@ -150,9 +150,13 @@ def our_config(arguments: argparse.Namespace, system: System, model: Path) -> st
     longest = max(work.tokens, work.longest)
     work_table = ", ".join(f"{key} = {value}" for key, value in asdict(work).items())
     extra = 'quantization = "fp8_per_channel"\n' if "fp8" in words else ""
+    packed, threads = "", 1 if on_cpu else 4
+    if "defaults" not in words:
+        packed = f"micro_batch_tokens = {arguments.micro_tokens}\nthreads = {threads}\n"
+        extra += f"max_episodes = {arguments.episodes}\nthreads = {threads}\n"
     if "both" in words:
         extra += "count = 2\n"
-    if not on_cpu:
+    if not on_cpu and "defaults" not in words:
         # The second server samples beside the learner.
         if "both" in words:
             extra += f"devices = [1, 0]\nshared_max_episodes = {arguments.shared_episodes}\n"
@@ -189,13 +193,9 @@ stall_timeout_s = 1800
 turns = "{turns}"
 sample_every_steps = 1000000
 [learner]
-micro_batch_tokens = {arguments.micro_tokens}
-threads = {1 if on_cpu else 4}
 export_final = false
-{"devices = [0]" if "both" in words and not on_cpu else ""}
+{packed}{"devices = [0]" if "both" in words and not on_cpu else ""}
 [rollout_server]
-max_episodes = {arguments.episodes}
-threads = {1 if on_cpu else 4}
 drain_timeout_s = 0
 {extra}
 [weights]

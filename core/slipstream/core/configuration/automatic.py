@@ -37,9 +37,16 @@ _WITHOUT = ("consolidated*", "original/*", "*/*.safetensors", "params.json")
 # Numbers of parameters from which a model is small, or large, for learning rate and batch.
 SMALL, LARGE = 5e7, 1e9
 # Most tokens of an episode, and episodes of a server, unless more are asked for.
-EPISODE_TOKENS, SERVER_EPISODES = 4096, 256
+EPISODE_TOKENS, SERVER_EPISODES = 4096, 512
 # Bytes of weights on one GPU of an engine: half of the smallest GPU for such work.
 WORKER_BYTES = 40e9
+# Bytes that such an engine has for weights and KV cache.
+ENGINE_BYTES = 70e9
+# Tokens of a micro batch times parameters of a layer from which a GPU computes for longer than the
+# host needs to launch its kernels, and the smallest and largest number of tokens that follow.
+LAYER_WORK, LEAST_PACKED, MOST_PACKED = 4.6e11, 8192, 32768
+# Parameters from which a model in 16 bits is trained on GPUs.
+ON_GPUS = 1e8
 MIB = 1 << 20
 
 Hub: TypeAlias = Literal["no", "small", "whole"]
@@ -129,9 +136,11 @@ def chosen_settings(
     choice("sampling.max_reply_tokens", max(1, longest * 3 // 4))
 
     # The learner.
-    cp = learner.parallel.cp
-    share = math.ceil(longest / cp)
+    share = math.ceil(longest / learner.parallel.cp)
     packed = max(4096, share, min(2 * share, 8192))
+    is_for_gpus = tables.model.dtype != "float32" and parameters >= ON_GPUS
+    if is_for_gpus:
+        packed = max(packed, _packed(sizes.layer_parameters / learner.parallel.tp))
     choice("learner.micro_batch_tokens", packed + packed % 2)
     choice("learner.threads", 4 if is_large else 1)
     # Engines that take the whole GPU in turn need the learner's memory.
@@ -141,11 +150,19 @@ def chosen_settings(
 
     # The rollout servers.
     server = tables.rollout_server
+    workers = choice("rollout_server.tensor_parallel_size", _workers(sizes, model_bytes))
     batched = server.engine.get("max_num_batched_tokens")
-    most = min(SERVER_EPISODES, batched) if isinstance(batched, int) else SERVER_EPISODES
-    running = max(size, server.shared_max_episodes or 1, min(most, max(64, size * groups)))
-    choice("rollout_server.max_episodes", running)
-    choice("rollout_server.tensor_parallel_size", _workers(sizes, model_bytes))
+    most, open_steps = SERVER_EPISODES // 2, 1
+    if is_for_gpus:
+        # An engine is faster with more episodes, as long as their mean length fits its cache.
+        per_token = sizes.cache_bytes_per_token(2, workers)
+        fitting = (ENGINE_BYTES - model_bytes / workers) / max(1, per_token * longest / 2)
+        most = min(SERVER_EPISODES, max(64, int(fitting)))
+        open_steps = algorithm.max_staleness + 1
+    if isinstance(batched, int):
+        most = min(most, batched)
+    running = min(most, max(64, size * groups * open_steps))
+    choice("rollout_server.max_episodes", max(size, server.shared_max_episodes or 1, running))
 
     # Routing, and the queue, which must hold the bytes that routing adds.
     replays = choice("algorithm.router_replay", _replay(choice.applied(), sizes)) != "off"
@@ -266,6 +283,12 @@ def _workers(sizes: ModelSizes, model_bytes: float) -> int:
         if sizes.heads % tp == 0 and (groups % tp == 0 or tp % groups == 0)
     ]
     return next((tp for tp in fitting if model_bytes / tp <= WORKER_BYTES), fitting[-1])
+
+
+def _packed(parameters: float) -> int:
+    """Returns the tokens of a micro batch for layers of so many parameters on a rank."""
+    tokens = 1 << math.ceil(math.log2(LAYER_WORK / max(parameters, 1.0)))
+    return min(max(tokens, LEAST_PACKED), MOST_PACKED)
 
 
 def _replay(tables: Tables, sizes: ModelSizes) -> str:

@@ -105,6 +105,13 @@ class ModelSizes:
         return self.hidden * (vocab + self.layers * heads + mlps)
 
     @property
+    def layer_parameters(self) -> int:
+        """The approximate number of a layer's parameters that one token passes through."""
+        heads = 2 * (self.heads + self.kv_heads) * self.head_dim
+        experts = self.experts_per_token * self.expert_ffn + self.shared_expert_ffn
+        return self.hidden * (heads + 3 * (experts if self.experts else self.ffn))
+
+    @property
     def family(self) -> Family:
         """The record of the model's class, or a plain decoder's record for an unknown class."""
         return FAMILIES.get(self.architecture, Family())

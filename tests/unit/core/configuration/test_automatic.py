@@ -22,7 +22,7 @@ def chosen(folder: Path, model: dict[str, Any] = TINY, **tables: Any) -> Config:
     (folder / "model" / "config.json").write_text(json.dumps(fields))
     table = {
         "run": {"steps": 90, "dir": str(folder), **tables.pop("run", {})},
-        "model": {"path": str(folder / "model")},
+        "model": {"path": str(folder / "model"), "dtype": tables.pop("dtype", "bfloat16")},
         "environments": [{"reference": "a.b:Sums"}],
     }
     return Config.model_validate(completed(table | tables))
@@ -99,6 +99,56 @@ def test_weights_have_time_and_room_by_their_bytes(tmp_path: Path) -> None:
     assert found(TINY) == (64, 2.0, 20.0, 600.0, 1)
     assert found(LARGE) == (512, 60.0, 120.0, 1800.0, 1)
     assert found(LARGE | {"num_hidden_layers": 320}) == (512, 60.0, 120.0, 1800.0, 4)
+
+
+SMALL = {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16}
+SMALL |= {"num_key_value_heads": 8, "intermediate_size": 3072, "vocab_size": 151936}
+SMALL |= {"head_dim": 128, "tie_word_embeddings": True}
+MIDDLE = SMALL | {"hidden_size": 2048, "intermediate_size": 6144}
+LONG = {"max_position_embeddings": 4096}
+
+
+@pytest.mark.parametrize(
+    ("model", "tables", "tokens"),
+    [
+        (SMALL, {}, 32768),
+        (MIDDLE, {}, 16384),
+        (LARGE, {}, 8192),
+        (LARGE, {"learner": {"world_size": 4, "parallel": {"tp": 4}}}, 16384),
+        (LARGE, {"sampling": {"max_episode_tokens": 20000}}, 20000),
+        # On CPUs, where a longer micro batch is no faster and takes more memory.
+        (SMALL, {"dtype": "float32"}, 8192),
+        (TINY, {}, 8192),
+    ],
+)
+def test_micro_batches_are_long_enough_for_a_gpu(
+    model: dict[str, Any], tables: dict[str, Any], tokens: int, tmp_path: Path
+) -> None:
+    config = chosen(tmp_path, model | {"max_position_embeddings": 32768}, **tables)
+    assert config.learner.micro_batch_tokens == tokens
+
+
+@pytest.mark.parametrize(
+    ("model", "tables", "episodes"),
+    [
+        # Three open steps of 128 episodes, with half of 1,152 tokens each.
+        (SMALL, {"sampling": {"max_episode_tokens": 1152}}, 384),
+        (SMALL, {"sampling": {"max_episode_tokens": 1152}, "algorithm": {"max_staleness": 0}}, 128),
+        (SMALL, {"sampling": {"max_episode_tokens": 1152}, "algorithm": {"max_staleness": 7}}, 512),
+        # 70 GB hold the weights and so many halves of 4,096 tokens, of 115 and 131 kB each; two GPUs more.
+        (SMALL, {}, 292),
+        (LARGE, {}, 200),
+        (LARGE | {"num_hidden_layers": 126}, {}, 78),
+        (SMALL, {"dtype": "float32"}, 128),
+        (TINY, {}, 128),
+        (SMALL, {"rollout_server": {"engine": {"max_num_batched_tokens": 100}}}, 100),
+    ],
+)
+def test_a_server_has_episodes_of_all_open_steps_as_far_as_its_cache_goes(
+    model: dict[str, Any], tables: dict[str, Any], episodes: int, tmp_path: Path
+) -> None:
+    config = chosen(tmp_path, model | LONG, **tables)
+    assert config.rollout_server.max_episodes == episodes
 
 
 def test_settings_that_need_others_bring_them(tmp_path: Path) -> None:
