@@ -123,6 +123,10 @@ class EngineTurns:
                 turns, who = "pause", f"rollout server {sharing[0].name}"
             events.add(f"turns: {turns}, because {who} shares a GPU with the learner")
         elif setting in ("pause", "sleep") and not rests:
+            if len(self._fleet.serving()) < self._run.config.rollout_server.count:
+                # A server that shares the device may still load.
+                self._told = None
+                return
             events.warn(
                 f'controller.turns = "{setting}" has no effect: no rollout server computes on a '
                 "device of the learner"

@@ -15,12 +15,15 @@ from support.rigs.publishing_scene import joined, nothing, run_of, sent
 class Scene:
     """Two servers that serve; `lost` is the name of each that is gone."""
 
-    def __init__(self, turns: str | None = "pause", join_deadline_s: float = 20.0) -> None:
+    def __init__(
+        self, turns: str | None = "pause", join_deadline_s: float = 20.0, count: int = 1
+    ) -> None:
         offload = {"offload": {"gradients": True, "optimizer": True}}
         self.run = run_of(
             controller={"turns": turns} if turns else {},
             learner=offload,
             weights={"join_deadline_s": join_deadline_s},
+            rollout_server={"count": count},
         )
         self.fleet = Fleet(self.run)
         self.lost: list[str] = []
@@ -201,6 +204,16 @@ async def test_engines_on_other_machines_never_rest_and_the_run_says_so_once() -
         'controller.turns = "pause" has no effect: no rollout server computes on a device of the '
         "learner"
     ]
+
+
+async def test_turns_are_not_said_to_have_no_effect_before_all_servers_of_the_run_serve() -> None:
+    scene = Scene(count=3)
+    scene.run.progress.trainer_registered((Place("elsewhere"),))
+    await scene.begin()
+    assert scene.said == []
+    scene.serving("c")
+    await scene.begin()
+    assert len(scene.said) == 1
 
 
 @pytest.mark.parametrize(
