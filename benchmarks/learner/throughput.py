@@ -234,7 +234,9 @@ def main() -> None:
     )
     parser.add_argument("--shape", choices=("quickstart", *LOADS), default="quickstart")
     parser.add_argument("--layers", type=int, help="of the shape's model; default: see LOADS")
-    parser.add_argument("--micro-tokens", type=int, help="of a micro batch; a step keeps its tokens")
+    parser.add_argument(
+        "--micro-tokens", type=int, help="of a micro batch; a step keeps its tokens"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
     parser.add_argument("--model", type=Path, default=measure.ROOT / "models/tiny")
     parser.add_argument("--repeats", type=int, default=5)

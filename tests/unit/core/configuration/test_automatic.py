@@ -135,7 +135,7 @@ def test_micro_batches_are_long_enough_for_a_gpu(
         (SMALL, {"sampling": {"max_episode_tokens": 1152}}, 384),
         (SMALL, {"sampling": {"max_episode_tokens": 1152}, "algorithm": {"max_staleness": 0}}, 128),
         (SMALL, {"sampling": {"max_episode_tokens": 1152}, "algorithm": {"max_staleness": 7}}, 512),
-        # 70 GB hold the weights and so many halves of 4,096 tokens, of 115 and 131 kB each; two GPUs more.
+        # 70 GB hold the weights and so many halves of 4,096 tokens.
         (SMALL, {}, 292),
         (LARGE, {}, 200),
         (LARGE | {"num_hidden_layers": 126}, {}, 78),
