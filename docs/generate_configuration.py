@@ -135,14 +135,14 @@ chosen, and a run that goes on keeps it. With P parameters and W bytes of weight
 - `algorithm.router_replay`: rollout for a mixture of experts where nothing excludes it.
 - `sampling.max_episode_tokens`: 4,096 or what replies need, at most the model's context.
 - `sampling.max_reply_tokens`: three quarters of it.
-- `learner.micro_batch_tokens`: a rank's share of two episodes, 4,096 to 8,192; one at least. On GPUs,
-  which means P >= 1e8 in 16 bits: from 8,192, so many that a layer's work outlasts the start of its
-  kernels (32,768 for 0.6 billion parameters, 16,384 for 1.7, 8,192 for 8).
+- `learner.micro_batch_tokens`: a rank's share of two episodes, 4,096 to 8,192; one at least. On
+  GPUs, which means P >= 1e8 in 16 bits: from 8,192, so many that a layer's work outlasts the start
+  of its kernels (32,768 for 0.6 billion parameters, 16,384 for 1.7, 8,192 for 8).
 - `learner.offload.gradients` and `optimizer`: true with `controller.turns` sleep.
 - `learner.threads`: 4 if P >= 1e9, else 1.
 - `learner.timeout_s`: 1,800 if P >= 1e8, else 600.
-- `rollout_server.max_episodes`: the episodes of a step, 64 to 256. On GPUs those of `max_staleness` +
-  1 steps, 64 to 512, while half of `max_episode_tokens` of each fits 70 GB beside the weights.
+- `rollout_server.max_episodes`: the episodes of a step, 64 to 256. On GPUs those of `max_staleness`
+  + 1 steps, 64 to 512, while half of `max_episode_tokens` of each fits 70 GB beside the weights.
 - `rollout_server.tensor_parallel_size`: 1, 2, 4 or 8: at most 40 GB of weights on a GPU.
 - `queue.max_bytes`: the longest episodes of `max_staleness` + 1 steps, 256 MiB at least.
 - `weights.bucket_mib`: about W / 32, 64 to 512.
