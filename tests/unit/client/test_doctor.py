@@ -16,7 +16,7 @@ from slipstream.client import doctor
 from slipstream.client.cli import main
 from slipstream.client.doctor import ask_program, conclusion, table
 from slipstream.client.launch import machine, preflight
-from slipstream.client.launch.checks import Scene, find_all
+from slipstream.client.launch.checks import CHECKS, CONTROLLER, SERVER, Part, Scene, find_all
 from slipstream.client.launch.findings import Finding, Verdict, advice, ok, problem
 from slipstream.client.launch.fit import check_fit
 from slipstream.client.launch.preflight import free_port
@@ -25,6 +25,7 @@ from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.gpus import list_gpus
 from slipstream.core.settings.config import Config
+from slipstream.protocol.access.tokens import role_token
 from slipstream.protocol.queue.embedded import USERS, EmbeddedServer
 from support.fakes.model_folders import write_loadable_files
 
@@ -59,6 +60,18 @@ def config_of(tmp_path: Path, **sections: dict) -> Config:
 def found(config: Config, area: str) -> Finding:
     findings = [*asyncio.run(find_all(Scene(config))), *check_fit(config, ())]
     return next(finding for finding in findings if finding.area == area)
+
+
+def seen_of(config: Config, area: str) -> list[str]:
+    findings = asyncio.run(find_all(Scene(config)))
+    return [finding.seen for finding in findings if finding.area == area]
+
+
+def demand(config: Config, area: str, parts: frozenset[Part]) -> None:
+    """Makes the checks of this area as a command does that starts these parts."""
+    for check in CHECKS:
+        if check.area == area and check.needs & parts:
+            asyncio.run(check.run(Scene(config, parts)))
 
 
 async def passed(config: Config) -> list[Finding]:
@@ -315,6 +328,46 @@ def test_port_in_use_is_a_problem(tmp_path: Path) -> None:
         finding = found(config, "controller")
     assert finding.verdict is Verdict.PROBLEM
     assert found(config, "controller").verdict is Verdict.OK
+
+
+@pytest.mark.parametrize(("distance", "role"), [(0, "controller"), (1, "trainer")])
+def test_a_metrics_port_in_use_is_a_problem(distance: int, role: str, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        address = f"127.0.0.1:{port - distance}"
+        config = config_of(tmp_path, tracking={"prometheus": address})
+        cause = f"tracking.prometheus {address}: the {role} cannot listen on port {port}: Address"
+        (seen,) = seen_of(config, "tracking")
+        assert seen.startswith(cause)
+        with pytest.raises(ConfigError, match=f"^{cause}"):
+            demand(config, "tracking", CONTROLLER)
+    assert seen_of(config, "tracking") == []
+
+
+def test_the_token_of_a_role_is_none_of_the_controllers(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text(role_token("t" * 40, "rollout-server"))
+    (tmp_path / "token").chmod(0o600)
+    config = config_of(tmp_path, security={"token_file": tmp_path / "token"})
+    cause = (
+        "security.token_file: the controller needs the run's own token, this is that of a "
+        "rollout-server"
+    )
+    # Perhaps the controller starts elsewhere.
+    assert seen_of(config, "security") == ["token", cause]
+    with pytest.raises(ConfigError, match=f"^{cause}$"):
+        demand(config, "security", CONTROLLER)
+    demand(config, "security", SERVER)
+
+
+def test_secrets_that_every_account_may_read_are_named(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("t" * 40)
+    config = config_of(tmp_path, security={"token_file": tmp_path / "token"})
+    for mode, seen in (
+        (0o640, ["token"]),
+        (0o644, ["token", f"every account of this machine may read {tmp_path / 'token'}"]),
+    ):
+        (tmp_path / "token").chmod(mode)
+        assert seen_of(config, "security") == seen
 
 
 def test_controller_elsewhere_is_called(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from enum import Enum
 from inspect import isawaitable
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import grpc
 import grpc.aio
@@ -32,13 +32,11 @@ from slipstream.client.launch.machine import check_companions, check_limits
 from slipstream.client.launch.placement import uses_gpus
 from slipstream.client.launch.preflight import (
     check_algorithms,
-    check_certificates,
     check_engine,
     check_environments,
     check_functions,
     check_installed,
     check_megatron,
-    check_own_certificate,
     check_port,
     check_reference,
 )
@@ -48,6 +46,7 @@ from slipstream.core.configuration.config_file import check_model, check_sizes, 
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import Config, address_parts
 from slipstream.core.settings.measurement_sections import check_trackers
+from slipstream.protocol.access.certificates import check_certificates, check_own_certificate
 from slipstream.protocol.access.exposure import check_private, describe_exposure
 from slipstream.protocol.access.security import (
     Credentials,
@@ -57,8 +56,12 @@ from slipstream.protocol.access.security import (
     open_channel,
     redis_url_of,
 )
+from slipstream.protocol.access.tokens import check_own, is_open_to_all
 from slipstream.protocol.setup import Answer, differences, holds_mark
 from slipstream.v1 import status_pb2, status_pb2_grpc
+
+if TYPE_CHECKING:
+    from slipstream.protocol.access.metrics_endpoint import Role
 
 RETRY_S = 0.2
 # Status codes after which the controller may still come.
@@ -181,7 +184,7 @@ def _model(scene: Scene) -> list[Finding]:
     return [ok("model", fits), *warnings]
 
 
-def _security(scene: Scene) -> str:
+def _security(scene: Scene) -> list[Finding]:
     config = scene.config
     credentials = Credentials.load(config.security)
     check_certificates(config.security)
@@ -190,7 +193,37 @@ def _security(scene: Scene) -> str:
         check_metrics_address(config.tracking.prometheus, credentials)
     means = {"TLS": credentials.has_tls, "token": bool(credentials.token)}
     used = [name for name, is_used in means.items() if is_used]
-    return " and ".join(used) or "loopback only, neither TLS nor token needed"
+    seen = " and ".join(used) or "loopback only, neither TLS nor token needed"
+    findings = [ok("security", seen)]
+    security = config.security
+    for path in (security.token_file, security.metrics_token_file, security.tls_key):
+        if is_open_to_all(path):
+            seen = f"every account of this machine may read {path}"
+            findings.append(advice("security", seen, f"chmod 600 {path}"))
+    try:
+        check_own(() if credentials.tokens is None else credentials.tokens.lines)
+    except ConfigError as error:
+        if "controller" in scene.parts:
+            raise
+        if not scene.parts:
+            remedy = "nothing, unless the controller starts here"
+            findings.append(advice("security", str(error), remedy))
+    return findings
+
+
+def _metrics_ports(scene: Scene) -> None:
+    """Checks that the processes which start here can serve their metrics."""
+    address = scene.config.tracking.prometheus
+    if address is None or not (scene.parts or _is_ours(address_parts(address)[0])):
+        return
+    # The library takes a third of a second to import.
+    from slipstream.protocol.access.metrics_endpoint import listen_for
+
+    roles: list[Role] = ["rollout_server"] if "rollout_server" in scene.parts else []
+    if "controller" in scene.parts or not scene.parts:
+        roles += ["controller", "trainer"]
+    for role in roles:
+        listen_for(role, address).close()
 
 
 def _exposure(scene: Scene) -> str | list[Finding]:
@@ -367,6 +400,7 @@ CHECKS = (
         lambda scene: check_own_certificate(scene.config),
         _FILES,
     ),
+    Check("tracking", Stage.PLACE, CONTROLLER | SERVER, _metrics_ports, "choose another port"),
     Check("learner.master", Stage.PLACE, CONTROLLER, _master),
     Check("controller", Stage.START, SERVER | LEARNER, _running_controller),
     Check("algorithms", Stage.START, LEARNER, lambda scene: check_algorithms(scene.config)),

@@ -51,6 +51,8 @@ MAX_HOSTS = 4096
 # Unary calls of one host under one role whose requests are read at once, and the limit of each.
 MOST_READ_AT_ONCE = 8
 READ_LIMIT_S = 60.0
+# Hosts whose refused calls are told in the log in one minute.
+MAX_TOLD = 20
 
 logger = logging.getLogger(__name__)
 
@@ -300,6 +302,46 @@ async def _accepted(request: _Request) -> Message:
     return request
 
 
+class Refusals:
+    """Refuses calls, and tells so in the log: each host once a minute, `MAX_TOLD` hosts."""
+
+    def __init__(self, minute: Callable[[], int] = lambda: int(time.monotonic() // 60)) -> None:
+        """Takes a function that returns the number of the current minute."""
+        self._minute_of, self._minute = minute, -1
+        self._told: set[str] = set()
+
+    def refusing(
+        self, handler: Handler, code: grpc.StatusCode, text: str, reason: Reason
+    ) -> Handler:
+        """Returns a handler that refuses the call at its head, and tells so in the log."""
+
+        async def refuse_call(_: object, context: Context) -> None:
+            await self.refuse(context, code, text, reason)
+
+        async def refuse_stream(requests: object, context: Context) -> object:
+            await refuse_call(requests, context)
+            yield
+
+        return handler_at_head(
+            handler, refuse_stream if handler.response_streaming else refuse_call
+        )
+
+    async def refuse(
+        self, context: Context, code: grpc.StatusCode, text: str, reason: Reason
+    ) -> NoReturn:
+        """Aborts the call, and tells so in the log."""
+        self.tell(_host(context), text)
+        await abort(context, code, text, reason)
+
+    def tell(self, host: str, text: str) -> None:
+        """Logs that a call of `host` is refused, unless the minute has had enough of such lines."""
+        if (minute := self._minute_of()) != self._minute:
+            self._minute, self._told = minute, set()
+        if host not in self._told and len(self._told) < MAX_TOLD:
+            self._told.add(host)
+            logger.warning("a call of %s is refused: %s", host, text)
+
+
 class CallRates:
     """Limits the calls of each host under each role.
 
@@ -322,6 +364,7 @@ class CallRates:
         # The time by which the calls of each role and host are carried out at the steady rate.
         self._until_s: dict[tuple[str | None, str], float] = {}
         self._read_limit_s = read_limit_s
+        self.refusals = Refusals()
         self._reading: WeakValueDictionary[tuple[str | None, str], asyncio.Semaphore]
         self._reading = WeakValueDictionary()
 
@@ -330,7 +373,7 @@ class CallRates:
 
         @asynccontextmanager
         async def turn(requests: AsyncIterator[object], context: Context) -> AsyncIterator[object]:
-            host = context.peer().rpartition(":")[0]
+            host = _host(context)
             await self._turn(context, host, role)
             is_stream = handler.request_streaming
             yield requests if is_stream else await self._request(requests, context, host, role)
@@ -359,7 +402,7 @@ class CallRates:
         finally:
             with suppress(RuntimeError):
                 await source.aclose()
-        return await abort(context, code, text, Reason.PROTOCOL)
+        return await self.refusals.refuse(context, code, text, Reason.PROTOCOL)
 
     async def _turn(self, context: Context, host: str, role: str | None) -> None:
         now_s = time.monotonic()
@@ -372,5 +415,10 @@ class CallRates:
         if is_refused:
             text = f"too many calls of {host} under the token of a {role or 'run'}"
             code = grpc.StatusCode.RESOURCE_EXHAUSTED
-            await abort(context, code, text, Reason.TOO_MANY_CALLS)
+            await self.refusals.refuse(context, code, text, Reason.TOO_MANY_CALLS)
         await asyncio.sleep(until_s - now_s)
+
+
+def _host(context: Context) -> str:
+    host: str = context.peer().rpartition(":")[0]
+    return host

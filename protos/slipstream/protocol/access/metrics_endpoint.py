@@ -31,6 +31,7 @@ from slipstream.core.machine.address import address_parts, listen
 from slipstream.core.run_folder import TARGETS
 from slipstream.core.settings.config import Config, SecuritySection
 from slipstream.core.settings.measurement_sections import METRICS_PORTS
+from slipstream.protocol.access.checked_calls import Refusals
 from slipstream.protocol.access.security import Credentials, check_metrics_address, is_loopback
 
 Role: TypeAlias = Literal["controller", "trainer", "rollout_server"]
@@ -86,6 +87,7 @@ class MetricsEndpoint:
         """
         self._registry, self._security = registry, security
         self._expected = None if token is None else f"Bearer {token}".encode()
+        self._refusals = Refusals()
         self._open: dict[asyncio.Task[None], socket.socket] = {}
         # Those of `_open` that have not asked for the metrics, with the right token if one is due.
         self._silent: dict[asyncio.Task[None], None] = {}
@@ -174,6 +176,9 @@ class MetricsEndpoint:
         status, kind, body = await self._answer(event)
         headers = [("Content-Type", kind), ("Content-Length", str(len(body)))]
         headers.append(("Connection", "close"))
+        if status in (401, 403):
+            host, *_ = writer.get_extra_info("peername") or ("a caller that has left",)
+            self._refusals.tell(str(host), f"/metrics: {body.decode().strip()}")
         if status == 401:
             headers.append(("WWW-Authenticate", "Bearer"))
         for part in (
@@ -247,7 +252,7 @@ async def metrics_endpoint(
         token=credentials.metrics_token,
         security=config.security,
     )
-    listening = _listen(address, role)
+    listening = listen_for(role, address)
     async with endpoint.serving(listening):
         host = address.rpartition(":")[0]
         target = f"{host}:{listening.getsockname()[1]}"
@@ -294,7 +299,7 @@ def metrics_thread(config: Config, role: Role, collectors: Sequence[Collector]) 
         thread.join(LIMIT_S)
 
 
-def _listen(address: str, role: Role) -> socket.socket:
+def listen_for(role: Role, address: str) -> socket.socket:
     """Returns a socket on the role's first free port. Raises ConfigError if none is free."""
     host, port = address_parts(address)
     for distance in METRICS_PORTS[role]:

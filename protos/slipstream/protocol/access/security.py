@@ -5,7 +5,6 @@ from __future__ import annotations
 import hmac
 import logging
 import re
-import ssl
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -20,14 +19,14 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.machine.address import is_loopback as is_loopback_host
 from slipstream.core.settings.config import Config, QueueSection, SecuritySection, address_parts
 from slipstream.core.settings.sections import QueueEnd
+from slipstream.protocol.access.certificates import check_certificates, check_shown
 from slipstream.protocol.access.checked_calls import (
     MOST_AT_ONCE,
     CallRates,
     CheckingInterceptor,
-    Context,
     Handler,
     Interceptor,
-    handler_at_head,
+    Refusals,
 )
 from slipstream.protocol.access.tokens import (
     RIGHTS,
@@ -38,10 +37,9 @@ from slipstream.protocol.access.tokens import (
     may_call,
     needs_run,
     read_tokens,
-    role_of,
     role_token,
 )
-from slipstream.protocol.rich_errors import Reason, abort
+from slipstream.protocol.rich_errors import Reason
 
 MAX_MESSAGE_BYTES = 64 << 20
 # Largest request; the largest `max_message_bytes` of a method is a little smaller.
@@ -279,7 +277,7 @@ class RunInterceptor(Interceptor):
     """Refuses calls that name another run; without a name only `NAMELESS` methods are open."""
 
     def __init__(self, run_id: str) -> None:
-        self._run_id = run_id
+        self._run_id, self._refusals = run_id, Refusals()
 
     async def intercept_service(
         self,
@@ -294,7 +292,8 @@ class RunInterceptor(Interceptor):
             return handler
         text = f"this is the controller of run {self._run_id}, "
         text += f"not of {named!s}" if named else f"and a call names its run in {RUN_KEY}"
-        return _refusal(handler, grpc.StatusCode.FAILED_PRECONDITION, text, Reason.OTHER_RUN)
+        code, reason = grpc.StatusCode.FAILED_PRECONDITION, Reason.OTHER_RUN
+        return self._refusals.refusing(handler, code, text, reason)
 
 
 class TokenInterceptor(Interceptor):
@@ -308,12 +307,7 @@ class TokenInterceptor(Interceptor):
         self._tokens, self._rates = tokens, rates or CallRates()
         self._of: tuple[str, ...] = ()
         self._expected: list[tuple[bytes, str | None]] = []
-        for token in tokens.lines:
-            if (role := role_of(token)) is not None:
-                raise ConfigError(
-                    f"security.token_file: the controller needs the run's own token, this is that "
-                    f"of a {role}"
-                )
+        tokens.serve()
 
     async def intercept_service(
         self,
@@ -329,11 +323,13 @@ class TokenInterceptor(Interceptor):
         roles = self._roles_of(shown.encode())
         if not roles:
             text = "the token is missing or wrong (security.token_file)"
-            return _refusal(handler, grpc.StatusCode.UNAUTHENTICATED, text, Reason.WRONG_TOKEN)
+            code, reason = grpc.StatusCode.UNAUTHENTICATED, Reason.WRONG_TOKEN
+            return self._rates.refusals.refusing(handler, code, text, reason)
         if any(may_call(role, method) for role in roles):
             return self._rates.limited(handler, roles[0])
         text = f"the token of a {roles[0]} does not open {method} (docs/security.md)"
-        return _refusal(handler, grpc.StatusCode.PERMISSION_DENIED, text, Reason.NOT_OF_THE_ROLE)
+        code, reason = grpc.StatusCode.PERMISSION_DENIED, Reason.NOT_OF_THE_ROLE
+        return self._rates.refusals.refusing(handler, code, text, reason)
 
     def _roles_of(self, shown: bytes) -> list[str | None]:
         """Returns the roles of a token: [None] for the run's own, [] for an unknown token.
@@ -342,25 +338,15 @@ class TokenInterceptor(Interceptor):
         """
         if (lines := self._tokens.lines) != self._of:
             self._of = lines
+            refused = {line[1:] for line in lines if line.startswith("-")}
             self._expected = [
                 (f"Bearer {token}".encode(), role)
-                # A role's token in the file with the run's token is skipped: it must not open more.
                 for line in lines
-                if role_of(line) is None
+                if not line.startswith("-")
                 for token, role in [(line, None), *((role_token(line, r), r) for r in RIGHTS)]
+                if token not in refused
             ]
         return [role for token, role in self._expected if hmac.compare_digest(shown, token)]
-
-
-def _refusal(handler: Handler, code: grpc.StatusCode, text: str, reason: Reason) -> Handler:
-    async def refuse(_: object, context: Context) -> None:
-        await abort(context, code, text, reason)
-
-    async def refuse_stream(requests: object, context: Context) -> object:
-        await refuse(requests, context)
-        yield
-
-    return handler_at_head(handler, refuse_stream if handler.response_streaming else refuse)
 
 
 def _caller_tls(credentials: Credentials) -> grpc.ChannelCredentials:
@@ -373,7 +359,7 @@ def _caller_tls(credentials: Credentials) -> grpc.ChannelCredentials:
 
 def _server_tls(credentials: Credentials) -> grpc.ServerCredentials:
     """Returns TLS credentials that read a changed certificate again at the next handshake."""
-    shown = credentials
+    shown, told = credentials, ""
 
     def configuration() -> grpc.ServerCertificateConfiguration:
         assert shown.key is not None
@@ -383,20 +369,22 @@ def _server_tls(credentials: Credentials) -> grpc.ServerCredentials:
 
     # None, which gRPC takes for "as before", is missing in its type stubs.
     def changed() -> Any:  # noqa: ANN401
-        nonlocal shown
+        nonlocal shown, told
         if (section := credentials.files) is None or section.tls_certificate is None:
             return None
         try:
             found = Credentials.load(section)
             if found.same_tls(shown):
                 return None
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            context.load_cert_chain(section.tls_certificate, section.tls_key)
+            check_certificates(section)
+            check_shown(section, None)
         except (ConfigError, OSError) as error:
-            # Perhaps only one of the two files has been replaced so far.
-            logger.warning("the certificate stays as it was: %s", error)
+            # Perhaps only one of the two files has been replaced so far. Each handshake asks again.
+            if told != str(error):
+                told = str(error)
+                logger.warning("the certificate stays as it was: %s", error)
             return None
-        shown = found
+        shown, told = found, ""
         return configuration()
 
     return grpc.dynamic_ssl_server_credentials(

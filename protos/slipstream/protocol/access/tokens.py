@@ -7,7 +7,7 @@ deploy/make_certificates.sh writes the tokens of all roles.
 The first line of a token file is the token that its owner sends. The controller also accepts the
 tokens in further lines. A file is read again when it changes. To replace the token during a run,
 write the new token into the first line, and keep the old one below it until all hosts have the new
-token.
+token. A line `-TOKEN` in the controller's file takes back a role's token that a line above it made.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import hmac
 import logging
 import os
+import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import overload
@@ -71,8 +72,9 @@ def may_call(role: str | None, method: str) -> bool:
 def read_tokens(path: Path, what: str = "security.token_file") -> tuple[str, ...]:
     """Returns the tokens of a file, one per line.
 
-    Raises ConfigError, which names the setting `what`, if the file cannot be read, or a token is
-    too short or has characters other than printable ASCII.
+    A line that takes back a role's token begins with "-". Raises ConfigError, which names the
+    setting `what`, if the file cannot be read, or a token is too short or has characters other than
+    printable ASCII, or if another line than that of a role's token begins with "-".
     """
     try:
         text = path.read_text("utf-8")
@@ -89,7 +91,30 @@ def read_tokens(path: Path, what: str = "security.token_file") -> tuple[str, ...
                 f"{what} must hold at least {MIN_TOKEN_CHARACTERS} characters a line, {path} has "
                 f"{len(line)}"
             )
+        if line.startswith("-") and (line is lines[0] or role_of(line[1:]) is None):
+            raise ConfigError(
+                f"{what}: a line of {path} begins with -, which takes back a role's token that a "
+                "line above it made"
+            )
     return lines
+
+
+def check_own(lines: Sequence[str]) -> None:
+    """Raises ConfigError unless the tokens, `read_tokens`' lines, are the run's own.
+
+    The tokens of roles are made from the run's: with a role's token in its place, a controller
+    would refuse every call.
+    """
+    for role in filter(None, map(role_of, lines)):
+        raise ConfigError(
+            f"security.token_file: the controller needs the run's own token, this is that of a "
+            f"{role}"
+        )
+
+
+def is_open_to_all(path: Path | None) -> bool:
+    """Whether every account of the machine may read the file, if there is one."""
+    return path is not None and bool(path.stat().st_mode & stat.S_IROTH)
 
 
 class Tokens:
@@ -97,6 +122,7 @@ class Tokens:
 
     def __init__(self, lines: Sequence[str], path: Path | None = None) -> None:
         self._lines, self._path = tuple(lines), path
+        self._is_controllers = False
         self._seen = self._look()
 
     @classmethod
@@ -107,13 +133,26 @@ class Tokens:
         tokens._lines = read_tokens(path)
         return tokens
 
+    def serve(self) -> None:
+        """Holds the tokens, and those of later contents of the file, to be the run's own.
+
+        Raises ConfigError if they are not; warns of a file that everybody may read.
+        """
+        check_own(self._lines)
+        self._is_controllers = True
+        if is_open_to_all(self._path):
+            logger.warning("every account may read security.token_file %s", self._path)
+
     @property
     def lines(self) -> tuple[str, ...]:
         """The current tokens; if the file has changed and is invalid, they stay as they were."""
         if self._path is not None and (seen := self._look()) != self._seen:
             self._seen = seen
             try:
-                self._lines = read_tokens(self._path)
+                found = read_tokens(self._path)
+                if self._is_controllers:
+                    check_own(found)
+                self._lines = found
             except ConfigError as error:
                 logger.warning("the token stays as it was: %s", error)
         return self._lines

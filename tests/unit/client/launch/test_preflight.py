@@ -30,7 +30,6 @@ from slipstream.client.launch.preflight import (
     check_engine,
     check_environments,
     check_installed,
-    check_own_certificate,
     free_port,
     hold_address,
 )
@@ -40,6 +39,7 @@ from slipstream.core.configuration.config_file import load_config
 from slipstream.core.errors import ConfigError, RunFailed, SlipstreamError
 from slipstream.core.settings.config import Config, EnvironmentSection, SecuritySection
 from slipstream.core.settings.sections import QueueSection, QueueUserSection
+from slipstream.protocol.access.certificates import check_own_certificate
 from slipstream.protocol.access.security import Credentials, bind, create_server
 from slipstream.protocol.queue.embedded import EmbeddedServer
 from support.fakes.small_configs import config_of, small_config

@@ -385,6 +385,33 @@ async def test_a_certificate_changes_while_the_run_goes_on(tmp_path: Path) -> No
         assert [await trusts(first), await trusts(later)] == [False, True]
 
 
+@pytest.mark.process
+@pytest.mark.parametrize("fault", ["expired", "another authority"])
+async def test_a_certificate_that_callers_would_refuse_is_not_taken_over(fault, tmp_path, caplog):
+    first = make_certificate(tmp_path / "first", "DNS:localhost")
+    bad = make_certificate(tmp_path / "bad", "DNS:localhost", days=-1 if fault == "expired" else 2)
+    shown, key = tmp_path / "server.pem", tmp_path / "server.key"
+    files = {"tls_certificate": shown, "tls_key": key}
+    if fault == "another authority":
+        files["tls_ca"] = first
+
+    def put(certificate: Path) -> None:
+        shown.write_bytes(certificate.read_bytes())
+        key.write_bytes(certificate.with_name("key.pem").read_bytes())
+
+    put(first)
+    serving = Credentials.load(SecuritySection(**files))
+    calling = Credentials.load(SecuritySection(tls_ca=first))
+    async with serving_at("localhost", serving) as address:
+        put(bad)
+        # Each has a connection of its own.
+        for _ in range(3):
+            async with open_channel(address, calling) as channel:
+                assert await call(channel, "UnaryUnary", calling) == b"hello"
+    assert caplog.text.count("the certificate stays as it was") == 1
+    assert "is refused by every client" in caplog.text
+
+
 class Listener(grpc.GenericRpcHandler):
     """Notes what reaches a server."""
 

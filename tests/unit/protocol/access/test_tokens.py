@@ -13,7 +13,7 @@ import grpc.aio
 import pytest
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.sections import SecuritySection
-from slipstream.protocol.access.checked_calls import CallRates
+from slipstream.protocol.access.checked_calls import MAX_TOLD, CallRates, Refusals
 from slipstream.protocol.access.exposure import rendezvous_secret
 from slipstream.protocol.access.security import (
     Credentials,
@@ -177,9 +177,80 @@ async def test_a_token_changes_while_the_run_goes_on(tmp_path: Path) -> None:
     await server.stop(None)
 
 
+async def test_a_roles_token_in_the_runs_place_changes_nothing(tmp_path: Path, caplog) -> None:
+    # The tokens of all roles are made from the run's: everybody would be locked out.
+    write(tmp_path / "token", OLD)
+    serving = Credentials.load(SecuritySection(token_file=tmp_path / "token"))
+    create_server(serving)
+    assert serving.tokens is not None
+    for text in (role_token(NEW, "reader"), f"{NEW}\n{role_token(NEW, 'reader')}"):
+        write(tmp_path / "token", text)
+        assert serving.tokens.lines == (OLD,)
+    assert caplog.text.count("needs the run's own token, this is that of a reader") == 2
+
+
+async def test_the_token_of_one_role_is_taken_back_alone(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    write(file, OLD)
+    serving = Credentials.load(SecuritySection(token_file=file))
+    server = create_server(serving)
+    server.add_generic_rpc_handlers((Answers(),))
+    address = f"127.0.0.1:{bind(server, '127.0.0.1:0', serving)}"
+    await server.start()
+    method = "/slipstream.v1.StatusService/GetStatus"
+    lost = role_token(OLD, "reader")
+    async with open_channel(address, serving) as channel:
+        assert await answer_to(channel, method, holding(lost)) == "OK"
+        # Readers get a token that is made from another line.
+        write(file, f"{OLD}\n{NEW}\n-{lost}\n")
+        assert await answer_to(channel, method, holding(lost)) == "UNAUTHENTICATED"
+        others = (OLD, role_token(OLD, "trainer"), role_token(NEW, "reader"))
+        assert [await answer_to(channel, method, holding(each)) for each in others] == ["OK"] * 3
+    await server.stop(None)
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o644])
+def test_a_token_file_that_everybody_may_read_gets_a_line(mode: int, tmp_path, caplog) -> None:
+    write(tmp_path / "token", TOKEN)
+    (tmp_path / "token").chmod(mode)
+    Tokens.read(tmp_path / "token").serve()
+    line = f"every account may read security.token_file {tmp_path / 'token'}"
+    assert [record.getMessage() for record in caplog.records] == [line] * (mode == 0o644)
+
+
+async def test_refused_callers_are_told_once_a_minute(caplog) -> None:
+    minute = [0]
+    refusals = Refusals(lambda: minute[0])
+    for host in ["a", "b", "a", *map(str, range(2 * MAX_TOLD))]:
+        refusals.tell(host, "no token")
+    assert len(caplog.records) == MAX_TOLD
+    assert [record.getMessage() for record in caplog.records[:3]] == [
+        f"a call of {host} is refused: no token" for host in "ab0"
+    ]
+    minute[0] += 1
+    refusals.tell("a", "no token")
+    assert len(caplog.records) == MAX_TOLD + 1
+
+
+async def test_a_refused_call_is_in_the_log_with_its_host(caplog) -> None:
+    server = create_server(holding(TOKEN))
+    server.add_generic_rpc_handlers((Answers(),))
+    address = f"127.0.0.1:{bind(server, '127.0.0.1:0', holding(TOKEN))}"
+    await server.start()
+    async with open_channel(address, holding(TOKEN)) as channel:
+        for _ in range(2):
+            assert await answer_to(channel, "/a.B/C", holding(OLD)) == "UNAUTHENTICATED"
+    await server.stop(None)
+    assert [record.getMessage() for record in caplog.records] == [
+        "a call of ipv4:127.0.0.1 is refused: the token is missing or wrong (security.token_file)"
+    ]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        (f"-{role_token(TOKEN, 'reader')}", "takes back a role's token"),
+        (f"{TOKEN}\n-{OLD}", "takes back a role's token"),
         (f"{TOKEN}\nshort", "at least 32 characters a line, .* has 5"),
         (f"{TOKEN}\n\n{OLD}", "at least 32 characters a line, .* has 0"),
         ("ü" * 40, "printable ASCII"),
