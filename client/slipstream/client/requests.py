@@ -9,7 +9,7 @@ from slipstream.client.advice import advice_lines, time_lines
 from slipstream.client.client import Client
 from slipstream.client.run_folder import FoundRun, find_run
 from slipstream.client.status import EnvironmentStatus, RunStatus
-from slipstream.client.terminal import aligned, counted, plain, say
+from slipstream.client.terminal import aligned, counted, say
 from slipstream.core.errors import ConfigError, RunFailed
 
 CREDENTIALS = ("token_file", "tls_ca", "tls_certificate", "tls_key")
@@ -55,9 +55,9 @@ async def submit(arguments: argparse.Namespace) -> int:
         )
     tasks = counted(status.num_tasks, "task") if status.num_tasks else "tasks without end"
     detail = tasks if status.state == "ready" else "it waits for a rollout server"
-    say(plain(f"environment {status.name} is {status.state}: {detail}"))
+    say(f"environment {status.name} is {status.state}: {detail}")
     module = arguments.reference.partition(":")[0]
-    say(plain(f"no code was sent: servers load {module} on their own machines"))
+    say(f"no code was sent: servers load {module} on their own machines")
     return 0
 
 
@@ -76,7 +76,7 @@ async def status(arguments: argparse.Namespace) -> int:
     if arguments.json:
         say(json.dumps(dataclasses.asdict(run), indent=2))
     else:
-        say("\n".join(map(plain, status_lines(run))))
+        say("\n".join(status_lines(run)))
     return 0
 
 
@@ -84,7 +84,7 @@ async def environments(arguments: argparse.Namespace) -> int:
     """Runs `slipstream environments`: prints the environments of the run; returns 0."""
     async with connect(arguments) as client:
         entries = await client.environments()
-    say("\n".join(map(plain, environment_lines(entries))))
+    say("\n".join(environment_lines(entries)))
     return 0
 
 
@@ -93,7 +93,7 @@ async def stop(arguments: argparse.Namespace) -> int:
     async with connect(arguments) as client:
         run = await client.status()
         await client.stop(arguments.reason)
-    say(plain(f"run {run.run_id} stops after the step that is under way"))
+    say(f"run {run.run_id} stops after the step that is under way")
     return 0
 
 
@@ -103,7 +103,7 @@ async def drain(arguments: argparse.Namespace) -> int:
         warning = await client.drain(arguments.server_id, arguments.reason)
     say(f"rollout server {arguments.server_id} drains")
     if warning:
-        say(plain(f"! {warning}"))
+        say(f"! {warning}")
     return 0
 
 

@@ -27,13 +27,14 @@ def plain(text: str, *, indent: int = 0) -> str:
     return "".join(shown).replace("\n", "\n" + " " * indent)
 
 
-def say(text: str) -> None:
-    """Prints a line to stdout; ignores that stdout is closed, as when piped to `head`.
+def say(text: str, *, as_it_is: bool = False) -> None:
+    """Prints `plain(text)` to stdout; ignores that stdout is closed, as when piped to `head`.
 
-    Raises RunFailed if stdout cannot be written for another reason, such as a full disk.
+    With `as_it_is` it prints the text itself, as settings that a program may read. Raises RunFailed
+    if stdout cannot be written for another reason, such as a full disk.
     """
     try:
-        print(text, flush=True)
+        print(text if as_it_is else plain(text), flush=True)
     except OSError as error:
         discard(sys.stdout)
         if error.errno not in (errno.EPIPE, errno.EIO):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from slipstream.client.cli import main
 from slipstream.client.launch.display import Display
-from slipstream.client.terminal import plain, this_command
+from slipstream.client.terminal import plain, say, this_command
 from slipstream.v1 import status_pb2
 from support.fakes.small_configs import config_of
 
@@ -34,6 +34,14 @@ def test_what_a_terminal_would_obey_is_shown_as_escapes() -> None:
 
 def test_further_lines_stand_below_the_first() -> None:
     assert plain("one\ntwo", indent=3) == "one\n   two"
+
+
+def test_whatever_is_said_is_harmless(capsys: pytest.CaptureFixture[str]) -> None:
+    say(f"a name: {HOSTILE}\nanother line")
+    assert capsys.readouterr().out == f"a name: {plain(HOSTILE)}\nanother line\n"
+    # Settings are read by programs.
+    say("a = '\xa0'", as_it_is=True)
+    assert capsys.readouterr().out == "a = '\xa0'\n"
 
 
 def test_a_command_is_told_as_a_shell_takes_it(tmp_path, monkeypatch):

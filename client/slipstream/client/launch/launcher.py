@@ -261,7 +261,7 @@ async def run_check(path: Path, overrides: Sequence[str]) -> int:
     config = load_config(path, overrides)
     check_installed("torch", "megatron.core")
     checked = await prove_algorithms(config)
-    print(checked.output, end="")
+    say(checked.output.rstrip("\n"))
     mark = "slipstream: "
     faults = [line.removeprefix(mark) for line in checked.lines if line.startswith(mark)]
     if checked.code and not faults:
@@ -451,7 +451,7 @@ async def show_dry_run(scene: Scene, profile: Path | None = None) -> int:
     """
     predicted = [] if profile is None else profile_lines(scene.config, profile)
     text, obstacles = describe_dry_run(scene.config, scene.share)
-    say(text.rstrip("\n"))
+    say(text.rstrip("\n"), as_it_is=True)
     if predicted:
         say("\n".join(f"# {line}" for line in ("", *predicted)))
     await require(scene, Stage.PLACE)
