@@ -411,6 +411,18 @@ def test_no_test_judges_time() -> None:
     assert not wrong
 
 
+def test_asyncios_processes_are_signalled_without_taking_their_exit_code() -> None:
+    sources = {path: path.read_text() for path in package_sources()}
+    wrong = [
+        where(path, line)
+        for path, text in sources.items()
+        if "create_subprocess_exec" in text and path.name != "run_chaos.py"
+        for line, code in enumerate(text.splitlines(), start=1)
+        if re.search(r"\.(send_signal|kill|terminate)\(", code) and "os.kill" not in code
+    ]
+    assert not wrong, "slipstream.core.machine.process.send_signal does it"
+
+
 @pytest.mark.process
 def test_the_generated_code_is_what_the_proto_files_say() -> None:
     pytest.importorskip("grpc_tools")

@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import json
 import random
+import signal
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from slipstream.client.environment import Environment, Message, StepResult
 from slipstream.client.environment_loader import environment_failed
 from slipstream.core.errors import ConfigError
 from slipstream.core.hub import DATA_PREFIX
+from slipstream.core.machine.process import send_signal
 from slipstream.environments.arguments import Split, check_at_least, check_choice, check_holds
 from slipstream.environments.frameworks.packages import import_function
 from slipstream.environments.question_files import HubData, Question, read_questions
@@ -264,8 +266,8 @@ class MathJudge:
 
     async def _kill(self) -> None:
         process, self._process = self._process, None
-        if process is not None and process.returncode is None:
-            process.kill()
+        if process is not None:
+            send_signal(process, signal.SIGKILL)
             await process.wait()
 
 

@@ -30,7 +30,7 @@ from slipstream.core.configuration.config_file import dump_config
 from slipstream.core.configuration.roles import role_settings
 from slipstream.core.errors import WARNING, ConfigError, RunFailed
 from slipstream.core.machine.other_python import worker_program
-from slipstream.core.machine.process import open_variables
+from slipstream.core.machine.process import open_variables, send_signal
 from slipstream.core.run_folder import log_path
 from slipstream.core.settings.config import Config, address_parts
 from slipstream.core.settings.measurement_sections import PlayedSection
@@ -396,8 +396,7 @@ async def run_program(
                     code = await process.wait()
         finally:
             # The keeper ends all that the program has started.
-            with contextlib.suppress(ProcessLookupError):
-                process.send_signal(signal.SIGTERM)
+            send_signal(process, signal.SIGTERM)
             await process.wait()
         stderr.seek(max(0, stderr.seek(0, os.SEEK_END) - TAIL_BYTES))
         text = stderr.read().decode(errors="replace")

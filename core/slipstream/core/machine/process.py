@@ -1,10 +1,13 @@
-"""Requests of a process to Linux: to end with its parent, to reap orphans, to open many files.
+"""Requests of a process to Linux: to end with its parent, to reap orphans, to signal a child.
 
 `python -m slipstream.core.machine.process PARENT PROGRAM ARGUMENTS...` replaces itself by PROGRAM,
 which Linux kills when its parent, the process with id PARENT, ends. `below_this` returns the first
 words of this command, with the calling process as PARENT.
 """
 
+from __future__ import annotations
+
+import contextlib
 import ctypes
 import gc
 import os
@@ -13,6 +16,10 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from asyncio.subprocess import Process
 
 # Enough for a run of hundreds of servers; programs can still loop over all file numbers.
 MAX_OPEN_FILES = 65536
@@ -86,6 +93,16 @@ def without_collections() -> Iterator[None]:
         gc.freeze()
         if was_enabled:
             gc.enable()
+
+
+def send_signal(process: Process, number: signal.Signals) -> None:
+    """Sends a signal to a child of the event loop, unless it has ended.
+
+    The method of the same name also asks for the exit code, which the loop that waits then loses.
+    """
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, number)
 
 
 def open_variables(variables: Mapping[str, str]) -> dict[str, str]:

@@ -5,7 +5,6 @@ process behind.
 """
 
 import asyncio
-import contextlib
 import json
 import os
 import signal
@@ -13,6 +12,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from slipstream.core.machine.process import send_signal
 
 # Bytes at the end of the output that are kept.
 KEPT_BYTES = 16 << 10
@@ -148,13 +149,11 @@ class _Output:
 
 async def _end(process: asyncio.subprocess.Process, output: _Output) -> None:
     """Ends the program, if it still runs, and all processes below it."""
-    if process.returncode is None:
-        with contextlib.suppress(ProcessLookupError):
-            process.send_signal(signal.SIGTERM)
+    send_signal(process, signal.SIGTERM)
     try:
         async with asyncio.timeout(_END_LIMIT_S):
             await output.drop()
             await process.wait()
     except TimeoutError:
-        process.kill()
+        send_signal(process, signal.SIGKILL)
         await process.wait()

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.owned_folder import OwnedFolder
+from slipstream.core.machine.process import send_signal
 from slipstream.environments.arguments import check_above_0
 from slipstream.environments.sandbox.kept_program import own_program
 from slipstream.environments.sandbox.plan import Backend, Limits, Plan
@@ -224,16 +225,13 @@ class StartedProgram:
         if self._cause_fd < 0:
             return
         self._errors.reading.cancel()
-        if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                # `Process.send_signal` may reap the process, whose status is then lost.
-                os.kill(self._process.pid, signal.SIGTERM)
+        send_signal(self._process, signal.SIGTERM)
         self.stdin.close()
         try:
             async with asyncio.timeout(_SLACK_S):
                 await self._process.communicate()
         except TimeoutError:
-            self._process.kill()
+            send_signal(self._process, signal.SIGKILL)
             await self._process.wait()
         with contextlib.suppress(BlockingIOError):
             self._cause = _limit_named_in(os.read(self._cause_fd, _CHUNK_BYTES).decode())

@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import os
 import secrets
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import quote, urlencode
@@ -20,7 +21,7 @@ from slipstream.core.machine.owned_folder import (
     OwnedFolder,
     remove_abandoned,
 )
-from slipstream.core.machine.process import below_this
+from slipstream.core.machine.process import below_this, send_signal
 from slipstream.protocol.queue.base import AsyncClosing
 from slipstream.protocol.queue.redis_connection import CONTROLLER, DEFAULT_USER, ROLES
 
@@ -122,12 +123,12 @@ class EmbeddedServer(AsyncClosing):
     async def aclose(self) -> None:
         """Stops the server and keeps its files."""
         if self._process is not None and self._process.returncode is None:
-            self._process.terminate()
+            send_signal(self._process, signal.SIGTERM)
             try:
                 async with asyncio.timeout(STOP_TIMEOUT_S):
                     await self._process.wait()
             except TimeoutError:
-                self._process.kill()
+                send_signal(self._process, signal.SIGKILL)
                 await self._process.wait()
         if self._socket_folder is not None:
             self._socket_folder.close()

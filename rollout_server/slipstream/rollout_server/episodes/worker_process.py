@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Self
 
 from slipstream.core.machine.descendants import kill_orphans
-from slipstream.core.machine.process import is_reaper
+from slipstream.core.machine.process import is_reaper, send_signal
 from slipstream.protocol.call_record import CallRecord
 from slipstream.rollout_server.process import worker_environment
 
@@ -118,8 +118,7 @@ class WorkerProcess:
 
     def end(self) -> None:
         """Asks the keeper to end the worker and all processes below it; does not wait."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(signal.SIGTERM)
+        send_signal(self._process, signal.SIGTERM)
 
     async def close(self) -> None:
         """Ends the worker, and kills it if it has not ended after `_STOP_LIMIT_S` seconds.
@@ -133,7 +132,7 @@ class WorkerProcess:
                 async with asyncio.timeout(_STOP_LIMIT_S):
                     await self._process.wait()
             except TimeoutError:
-                self._process.kill()
+                send_signal(self._process, signal.SIGKILL)
                 await self._process.wait()
         self._keepers.discard(self._process.pid)
         if self.was_killed and is_reaper():

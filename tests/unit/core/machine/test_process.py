@@ -1,13 +1,15 @@
 """Requests of a process to the system and to its interpreter."""
 
+import asyncio
 import gc
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from slipstream.core.machine.process import below_this, without_collections
+from slipstream.core.machine.process import below_this, send_signal, without_collections
 
 # Starts the command of its arguments, which waits for the end of this process, and ends.
 PARENT = """
@@ -72,3 +74,16 @@ def test_a_program_whose_parent_ended_before_it_began_does_not_begin(tmp_path: P
         # The end of the command closes its writing end.
         assert ended.read() == b""
     assert not (tmp_path / "began").exists()
+
+
+@pytest.mark.process
+async def test_a_signal_leaves_the_exit_code_to_the_loop_that_waits_for_it(monkeypatch):
+    def take_the_code(_: subprocess.Popen[bytes]) -> None:
+        pytest.fail("the process was asked for its exit code")
+
+    monkeypatch.setattr(subprocess.Popen, "poll", take_the_code)
+    process = await asyncio.create_subprocess_exec("sleep", "600")
+    send_signal(process, signal.SIGTERM)
+    assert await process.wait() == -signal.SIGTERM
+    # It has ended: there is nobody to be signalled.
+    send_signal(process, signal.SIGTERM)

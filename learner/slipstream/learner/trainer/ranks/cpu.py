@@ -56,6 +56,9 @@ def install() -> None:
         return
     _installed = True
     hide_transformer_engine()
+    # The context of a device knows these functions themselves, as they are at its first use.
+    with _CPU:
+        torch.empty(0)
     _replace(torch, {name: _on_cpu(getattr(torch, name)) for name in _FACTORIES})
     _replace_cuda()
     _replace_tensor_methods()
