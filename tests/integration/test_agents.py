@@ -14,7 +14,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.rollout_server.engine_interface import RequestRefused
 from slipstream.rollout_server.vllm.agents.agent_services import Agents
 from support.fakes.agent_rig import SAMPLING, AgentRig, agent_config, agent_rig, script
-from support.rigs.waiting import until
+from support.rigs.waiting import LIMIT_S, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -42,7 +42,7 @@ async def rig(shared: AgentRig) -> AsyncIterator[AgentRig]:
     shared.engine.may_end.set()
     shared.engine.fail_with = None
     shared.recorder.cancel()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(LIMIT_S):
         await shared.recorder.settled()
         await shared.closed()
     shared.check()

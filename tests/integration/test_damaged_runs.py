@@ -18,7 +18,7 @@ from support.fakes.fake_trainer import FakeTrainer
 from support.fakes.small_checkpoints import save_checkpoint
 from support.rigs.controller_runs import make_config, play
 from support.rigs.small_disks import small_disk
-from support.rigs.waiting import until
+from support.rigs.waiting import LIMIT_S, until
 
 STEPS = 6
 
@@ -30,7 +30,7 @@ async def held(config: Config, caplog, middle) -> dict:
 
     async def during(controller: Controller, tasks: list) -> None:
         try:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(LIMIT_S):
                 await trainer.until_held()
             await middle()
         finally:
@@ -116,7 +116,7 @@ async def test_a_run_on_a_full_disk_fails_in_one_line_and_goes_on_with_room(
     running = asyncio.ensure_future(controller.run())
     others = [asyncio.ensure_future(server.run()), asyncio.ensure_future(trainer.run())]
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(LIMIT_S):
             await trainer.until_held()
         filling = fill(disk)
         trainer.gate.set()
@@ -147,7 +147,7 @@ async def test_what_decides_nothing_may_be_lost_between_two_starts(tmp_path, cap
     trainer.hold_at(STEPS - 1)
 
     async def stop(controller: Controller, tasks: list) -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(LIMIT_S):
             await trainer.until_held()
         controller.stop("a test")
         trainer.gate.set()
@@ -193,7 +193,7 @@ async def test_checkpoints_that_are_removed_under_a_live_run_are_told(tmp_path, 
 
     async def during(controller: Controller, tasks: list) -> None:
         try:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(LIMIT_S):
                 await trainer.until_held()
                 await until(lambda: "checkpoint of version 4" in caplog.text)
                 shutil.rmtree(folder)
@@ -218,7 +218,7 @@ async def again_from_the_start(config: Config, spoil) -> tuple[str, int]:
     second.hold_at(0)
 
     async def die(controller: Controller, tasks: list) -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(LIMIT_S):
             await first.until_held()
         first.place.cancel()
         tasks.append(asyncio.ensure_future(second.run()))
@@ -283,7 +283,7 @@ async def test_a_trainer_that_needs_a_batch_that_is_gone_is_told_which_file(tmp_
         assert line.endswith("a trainer of version 0 cannot go on")
         assert "\n" not in line
         controller.stop("a test")
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(LIMIT_S):
             assert await running == 0
     finally:
         running.cancel()

@@ -15,6 +15,7 @@ from slipstream.rollout_server.vllm import engine_pause
 from slipstream.rollout_server.vllm.engine import VllmEngine
 from slipstream.rollout_server.vllm.engine_requests import TokenCounter
 from slipstream.v1 import weights_pb2
+from support.rigs.waiting import LIMIT_S
 
 SAMPLING = Sampling(1.0, 1.0, 0, max_reply_tokens=4, max_turns=1, max_episode_tokens=8)
 LAYOUT = layout_to_pb([TensorSpec("a", "bfloat16", (4,))], bucket_bytes=1024)
@@ -212,7 +213,7 @@ async def test_a_request_that_is_cancelled_while_it_is_held_back_ends_at_once(ri
     await rig.update(2)
     await rig.ask("held")
     await rig.engine.cancel("held")
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LIMIT_S):
         generation = await rig.requests[0]
     assert generation.finish_reason is FinishReason.CANCELLED
     assert not len(generation.token_ids)

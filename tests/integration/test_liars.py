@@ -31,7 +31,7 @@ from support.fakes.fake_trainer import FakeTrainer
 from support.fakes.liars import Liar, attacked, deliver, ended
 from support.fakes.named_channel import open_named
 from support.rigs.controller_runs import make_config, play
-from support.rigs.waiting import until
+from support.rigs.waiting import LIMIT_S, until
 
 
 async def test_a_delivery_of_nobody_ends_its_stream_alone(tmp_path, caplog):
@@ -74,7 +74,7 @@ async def test_nobody_sets_back_the_episodes_of_another_server(tmp_path):
     trainer.hold_at(1)
 
     async def during(controller, tasks):
-        async with asyncio.timeout(60), open_named(address) as channel:
+        async with asyncio.timeout(LIMIT_S), open_named(address) as channel:
             await trainer.until_held()
             server.gate.clear()
             trainer.gate.set()

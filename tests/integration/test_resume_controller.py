@@ -27,7 +27,7 @@ from slipstream.protocol.queue.redis_receiver import CONSUMER, GROUP
 from support.fakes.fake_server import OPEN, FakeServer, environment_failure
 from support.fakes.fake_trainer import START, FakeTrainer
 from support.rigs.controller_runs import make_config, play
-from support.rigs.waiting import until
+from support.rigs.waiting import LIMIT_S, until
 
 STEPS, GROUPS, MEMBERS = 12, 4, 4
 
@@ -347,7 +347,7 @@ async def test_a_controller_is_fenced_by_a_later_one_that_sees_no_lock(tmp_path,
     running = asyncio.ensure_future(controller.run())
     tasks = [asyncio.ensure_future(part.run()) for part in (trainer, server)]
     trainer.hold_at(5)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(LIMIT_S):
         await trainer.until_held()
         with Journal(config.run_dir / "journal") as later:
             before = len(list(read_records(config.run_dir / "journal")))

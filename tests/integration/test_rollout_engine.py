@@ -25,6 +25,7 @@ from slipstream.rollout_server.vllm.weights import loader_update
 from support.fakes.gloo_sender import GlooSender, layout_of
 from support.rigs.engine_rig import PROMPT, SAMPLING, Rig, engine_rig
 from support.rigs.running_replies import until_generated
+from support.rigs.waiting import LIMIT_S
 from vllm import SamplingParams
 from vllm.inputs.engine import tokens_input
 from vllm.sampling_params import RequestOutputKind
@@ -413,7 +414,7 @@ async def test_an_engine_whose_processes_stand_still_is_noticed(rig, monkeypatch
     for each in rig.engine._processes:
         each.suspend()
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(LIMIT_S):
             with pytest.raises(EngineDied, match="made no step for 1 s, with 1 open requests"):
                 await watching
     finally:

@@ -7,7 +7,7 @@ from slipstream.client import Client
 from support.fakes.fake_server import FakeServer
 from support.fakes.fake_trainer import FakeTrainer
 from support.rigs.controller_runs import make_config, play
-from support.rigs.waiting import until
+from support.rigs.waiting import LIMIT_S, until
 
 # The controller gives up a trainer that is silent for so long at the end.
 TIMEOUT_S, GRACE_S = 2.2, 0.3
@@ -45,7 +45,7 @@ async def test_an_export_longer_than_any_limit_is_waited_for_while_the_trainer_w
         async with Client(config.controller.address) as client:
             await until(lambda: trainer.stop_reason)
             # The controller looks for the end of its run twenty times a second.
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(LIMIT_S):
                 while exporting not in seen:
                     status = await client.status()
                     seen.add((status.state, status.waiting_for))

@@ -10,6 +10,7 @@ from slipstream.client.status import EnvironmentStatus, RunStatus
 from slipstream.learner.controller.records.journal import read_records
 from support.fakes.example_environments import Repeat
 from support.rigs import run_processes
+from support.rigs.waiting import LIMIT_S
 
 pytestmark = [*run_processes.SLOW_RUN, pytest.mark.timeout(300)]
 
@@ -165,7 +166,7 @@ async def test_an_environment_comes_in_by_config_by_submit_and_from_a_client(tmp
             assert len(run.find(run_processes.WORKER)) == 2
             code, out, err = await ask("stop")
             assert (code, err) == (0, "")
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(LIMIT_S):
                 await serving
         assert await run.wait(60) == 0, run.out + run.err
     summary = run_processes.summary_of(tmp_path / "run")

@@ -16,6 +16,7 @@ from slipstream.rollout_server.vllm import engine_pause
 from slipstream.rollout_server.vllm.engine import VllmEngine
 from slipstream.rollout_server.vllm.engine_requests import TokenCounter
 from support.rigs.engine_rig import engine_rig
+from support.rigs.waiting import LIMIT_S
 
 SAMPLING = Sampling(1.0, 1.0, 0, max_reply_tokens=4, max_turns=1, max_episode_tokens=8)
 
@@ -39,7 +40,7 @@ async def test_an_engine_that_does_not_pause_or_resume_is_taken_for_dead(monkeyp
         resume_generation=never,
     )
     engine = VllmEngine(llm, [], stage=False)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(LIMIT_S):
         with pytest.raises(EngineDied, match=r"neither paused nor resumed within 0\.01 s"):
             await engine.pause()
         with pytest.raises(EngineDied, match=r"neither paused nor resumed within 0\.01 s"):
@@ -67,7 +68,7 @@ async def test_an_engine_that_generates_no_more_is_taken_for_dead(monkeypatch) -
         errored=False,
     )
     engine = VllmEngine(llm, [], stage=False)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(LIMIT_S):
         await engine.pause()
         request = asyncio.ensure_future(engine.generate("r", [1], SAMPLING, 4))
         await asked.wait()

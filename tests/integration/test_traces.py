@@ -21,6 +21,7 @@ from support.fakes.small_configs import small_config
 from support.fakes.trace_collector import TraceCollector, attributes_of
 from support.rigs.completed import python
 from support.rigs.controller_runs import make_config, play
+from support.rigs.waiting import LIMIT_S
 
 
 class TracedServer(FakeServer):
@@ -128,7 +129,7 @@ async def test_a_collector_that_hangs_holds_no_end_for_long(monkeypatch, caplog)
         await sdk.aclose()
         # The collector has not answered, and the end is there.
         assert not may_end.is_set()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT_S):
             await is_asked.wait()
         may_end.set()
     assert "did not take the last spans" in caplog.text

@@ -6,7 +6,7 @@ import threading
 
 from slipstream.rollout_server.episodes.worker_gateway import WorkerLogs
 
-_LIMIT_S = 30.0
+from support.rigs.waiting import LIMIT_S
 
 
 def end_writing(logs: WorkerLogs) -> None:
@@ -19,5 +19,5 @@ def end_writing(logs: WorkerLogs) -> None:
     # No function of Python's own is called before the thread has its error: while one is traced, as
     # a measurement of coverage does, Python 3.11 would enter none until then, and wait for ever.
     os.write(logs._wake_write, b"+")
-    thread.join(_LIMIT_S)
+    thread.join(LIMIT_S)
     assert not thread.is_alive()

@@ -14,6 +14,8 @@ from slipstream.rollout_server import engine_interface
 from slipstream.rollout_server.inference.usage import UseClock
 from slipstream.v1 import weights_pb2
 
+from support.rigs.waiting import LIMIT_S
+
 EOS = 2
 # Bucket digests that the engine reports for the weights it received.
 DIGESTS = (b"digest",)
@@ -87,7 +89,7 @@ class FakeEngine:
 
     async def wait_tokens(self, number: int) -> None:
         """Waits until the engine has sampled `number` tokens in all."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT_S):
             while self._generated < number:
                 await asyncio.sleep(0)
 

@@ -25,8 +25,8 @@ from slipstream.v1 import (
 )
 
 from support.fakes.fake_engine import DIGESTS
+from support.rigs.waiting import LIMIT_S
 
-LIMIT_S = 60.0
 Answer = environment_pb2.WorkerMessage
 
 SAMPLING = fleet_pb2.SamplingSettings(

@@ -11,6 +11,7 @@ from slipstream.protocol.access.security import Credentials, call_metadata
 from slipstream.v1 import status_pb2, status_pb2_grpc
 
 from support.rigs.controller_runs import make_config
+from support.rigs.waiting import LIMIT_S
 
 TOKEN = "t" * 40
 
@@ -38,5 +39,5 @@ async def serving(tmp_path: Path) -> AsyncIterator[str]:
         yield address
     finally:
         controller.stop("the test is over")
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(LIMIT_S):
             await running

@@ -23,7 +23,7 @@ from support.fakes.fake_server import FakeServer
 from support.fakes.fake_trainer import FakeTrainer
 from support.fakes.named_channel import open_named
 from support.rigs.controller_runs import make_config, play
-from support.rigs.waiting import until
+from support.rigs.waiting import LIMIT_S, until
 
 STEPS = 6
 
@@ -81,7 +81,7 @@ async def attacked(tmp_path, caplog, attack: Attack, **changes) -> dict:
         await until(lambda: trainer.version.step >= 2, 60)
         try:
             async with open_named(config.controller.address) as channel:
-                async with asyncio.timeout(60):
+                async with asyncio.timeout(LIMIT_S):
                     await attack(channel, server)
                 status = status_pb2_grpc.StatusServiceStub(channel)
                 await status.GetStatus(status_pb2.GetStatusRequest(), timeout=20)

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-LIMIT_S = 10.0
+from support.rigs.waiting import LIMIT_S
 
 
 class SlowDisk:

@@ -16,6 +16,7 @@ from slipstream.v1 import environment_pb2, fleet_pb2
 
 from support.fakes.fake_fleet import Connection, FakeFleet
 from support.fakes.scripted_engine import ScriptedEngine
+from support.rigs.waiting import LIMIT_S
 
 FOLDER = str(Path(__file__).parents[1] / "fakes")
 SAMPLING = {
@@ -112,5 +113,5 @@ async def serving(
         await connection.serve_version(1)
         yield EpisodeServer(fleet, engine, connection)
         stop.set()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(LIMIT_S):
             await task

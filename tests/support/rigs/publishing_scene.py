@@ -17,6 +17,8 @@ from slipstream.protocol.codec import pack_logprobs
 from slipstream.protocol.weights.transports import Place
 from slipstream.v1 import fleet_pb2, trainer_pb2, weights_pb2
 
+from support.rigs.waiting import LIMIT_S
+
 DIGESTS = [b"one", b"two"]
 READY = fleet_pb2.PUBLISH_PHASE_READY
 LOADED = fleet_pb2.PUBLISH_PHASE_LOADED
@@ -70,7 +72,7 @@ def joined(fleet: Fleet, name: str, *, max_episodes: int = 0) -> ServerSession:
 
 
 async def next_order(session: ServerSession) -> fleet_pb2.ControllerMessage:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LIMIT_S):
         return whole(await anext(aiter(session.outbox.messages())))
 
 
@@ -162,7 +164,7 @@ class Scene:
         self.trainer.version.step = step
 
     async def until_serving(self) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT_S):
             while not self.session.is_serving:
                 await asyncio.sleep(0)
 
@@ -173,5 +175,5 @@ async def publishing(run: Run) -> AsyncIterator[Scene]:
 
     No fixture: pytest would leave the group of tasks in another task than it was entered in.
     """
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as tasks:
         yield Scene(run, tasks)

@@ -31,13 +31,12 @@ from support.fakes.scripted_server import (
     event,
     never,
 )
-from support.rigs.waiting import until
+from support.rigs.waiting import LIMIT_S, until
 
 openai = pytest.importorskip("openai")
 anthropic = pytest.importorskip("anthropic")
 
 ENVIRONMENT = trajectory_pb2.FAILURE_KIND_ENVIRONMENT
-LIMIT_S = 60.0
 
 
 class Agent(AgentEnvironment[str]):

@@ -22,9 +22,8 @@ from slipstream.v1 import (
     trajectory_pb2,
 )
 from support.fakes.fake_workers import Empty, Good
-from support.rigs.waiting import until
+from support.rigs.waiting import LIMIT_S, until
 
-LIMIT_S = 60.0
 TOKEN = "k" * 32
 
 Stream = Callable[["Call"], object]

@@ -8,6 +8,7 @@ from slipstream.core.template_values import read_tools
 from slipstream.v1 import environment_pb2 as pb
 from slipstream.v1 import trajectory_pb2
 from support.fakes.fake_workers import Calculator, Good, Misbehaving, Plain
+from support.rigs.waiting import LIMIT_S
 
 FAKE = "support.fakes.fake_workers"
 ENVIRONMENT = trajectory_pb2.FAILURE_KIND_ENVIRONMENT
@@ -269,7 +270,7 @@ async def test_commands_are_answered_side_by_side_and_given_up_at_the_end() -> N
         answers.append(message.call_id)
         answered.set()
 
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LIMIT_S):
         await answer_commands(EpisodeHost(Waiting()), commands(), send)
     assert answers == [1]
     assert closed.is_set()

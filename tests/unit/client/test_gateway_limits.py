@@ -10,9 +10,8 @@ import pytest
 from slipstream.client.agents.exchange import MAX_OPEN_CALLS, MAX_WAITING_BYTES, CallExchange
 from slipstream.client.agents.gateway import MAX_BODY_BYTES, MAX_HEAD_BYTES, Gateway
 from slipstream.v1 import environment_pb2 as pb
-from support.rigs.waiting import until
+from support.rigs.waiting import LIMIT_S, until
 
-LIMIT_S = 60.0
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 from slipstream.core.machine.process import MAX_OPEN_FILES
+from support.rigs.waiting import LIMIT_S
 
 pytestmark = pytest.mark.process
 
 SOFT, HARD = 256, 2000
-LIMIT_S = 60.0
 
 
 def soft_limit(pid: int) -> int:

@@ -20,6 +20,7 @@ from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.restoration import begin
 from slipstream.learner.controller.run import Run
 from support.fakes.small_configs import config_of
+from support.rigs.waiting import LIMIT_S
 
 
 def test_the_folder_of_a_run_is_for_its_owner_alone(tmp_path: Path) -> None:
@@ -105,7 +106,7 @@ async def test_a_command_that_is_killed_leaves_its_folder_free(tmp_path: Path) -
     )
     assert process.stdout is not None
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(LIMIT_S):
             assert await process.stdout.readline() == b"held\n"
         with pytest.raises(ConfigError, match="taken"), hold_folder(tmp_path, refusal="taken"):
             pass

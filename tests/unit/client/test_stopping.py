@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 from slipstream.client.launch.children import stop_signal
+from support.rigs.waiting import LIMIT_S
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +25,7 @@ async def test_a_signal_stops_in_order(number: signal.Signals) -> None:
     stop = asyncio.ensure_future(stop_signal())
     await asyncio.sleep(0)
     os.kill(os.getpid(), number)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(LIMIT_S):
         assert await stop == number
 
 
@@ -33,7 +34,7 @@ async def test_a_scheduler_or_terminal_may_send_its_signal_twice(number: signal.
     stop = asyncio.ensure_future(stop_signal(same_order_s=30.0))
     await asyncio.sleep(0)
     os.kill(os.getpid(), number)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(LIMIT_S):
         await stop
     # Its usual effect would end the process at once.
     assert signal.getsignal(number) is not signal.SIG_DFL
@@ -44,7 +45,7 @@ async def test_a_later_signal_ends_at_once() -> None:
     stop = asyncio.ensure_future(stop_signal(same_order_s=0.0))
     await asyncio.sleep(0)
     os.kill(os.getpid(), signal.SIGTERM)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(LIMIT_S):
         await stop
         while signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
             await asyncio.sleep(0.01)

@@ -8,6 +8,7 @@ import pytest
 from slipstream.client import StepResult
 from slipstream.core.errors import ConfigError
 from slipstream.environments.functions import Functions, code_of
+from support.rigs.waiting import LIMIT_S
 
 pytestmark = [
     pytest.mark.process,
@@ -40,7 +41,6 @@ HUMANEVAL_COLUMNS = {
     "setup": "prompt",
     "function": "entry_point",
 }
-LIMIT_S = 20.0
 
 
 def functions(folder: Path, row: dict[str, object], **options: object) -> Functions:

@@ -16,6 +16,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.environments.sandbox import Finished, Limits, Sandbox, sandbox
 from slipstream.environments.sandbox.sandbox import BACKENDS, first_backend, why_not
 from slipstream.environments.sandbox.system_calls import filter_program
+from support.rigs.waiting import LIMIT_S
 
 pytestmark = [
     pytest.mark.process,
@@ -227,7 +228,7 @@ async def test_a_daemon_that_holds_the_output_ends_with_the_program(backend: str
 
 async def test_a_cancelled_run_leaves_nothing(backend: str) -> None:
     running = asyncio.create_task(Sandbox(LIMITS, backend=backend).run(["sleep", A_TIME]))
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(LIMIT_S):
         # Launcher and keeper name the program too.
         while not marked(A_TIME, name="sleep"):
             assert not running.done(), running.result()

@@ -19,10 +19,10 @@ from slipstream.protocol.queue.seal import opener, seal, server_key
 from slipstream.v1 import trajectory_pb2
 from support.rigs.fuzz_budget import BUDGET
 from support.rigs.fuzzing import TEXTS, mutated
+from support.rigs.waiting import LIMIT_S
 
 pytestmark = pytest.mark.process
 
-LIMIT_S = 30.0
 KEY = b"k" * 32
 STREAM, BYTES = "slipstream:run:trajectories", "slipstream:run:bytes"
 ADMINISTRATOR = {"administrator": "~* &* +@all"}

@@ -17,11 +17,10 @@ from slipstream.core.types import TrajectoryId
 from slipstream.protocol.queue.embedded import USERS
 from slipstream.protocol.queue.redis import EmbeddedServer, RedisReceiver, RedisSender
 from slipstream.protocol.queue.redis_connection import RedisConnection
-from support.rigs.waiting import until
+from support.rigs.waiting import LIMIT_S, until
 
 pytestmark = pytest.mark.process
 
-LIMIT_S = 20.0
 ADMINISTRATOR = {"administrator": "~* &* +@all"}
 STREAM, BYTES = "slipstream:run:trajectories", "slipstream:run:bytes"
 

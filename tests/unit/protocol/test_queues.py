@@ -20,10 +20,9 @@ from slipstream.protocol.queue.redis import EmbeddedServer, RedisReceiver, Redis
 from slipstream.v1 import trajectory_pb2 as pb
 from slipstream.v1 import trajectory_pb2_grpc
 from support.fakes.memory_queue import MemoryQueue
-from support.rigs.waiting import until
+from support.rigs.waiting import LIMIT_S, until
 
 OPEN = Credentials(certificate=None, key=None, ca=None, token=None)
-LIMIT_S = 20.0
 
 
 class Place(Protocol):

@@ -19,11 +19,10 @@ from slipstream.protocol.queue.redis import RedisReceiver, RedisSender
 from slipstream.protocol.queue.redis_connection import DEFAULT_USER, DELIVERY, ROLES
 from slipstream.protocol.queue.redis_receiver import CONSUMER, GROUP
 from slipstream.v1 import trajectory_pb2
-from support.rigs.waiting import until
+from support.rigs.waiting import LIMIT_S, until
 
 pytestmark = pytest.mark.process
 
-LIMIT_S = 20.0
 STREAM, BYTES = "slipstream:run:trajectories", "slipstream:run:bytes"
 WHAT_TO_DO = "start the run again: it generates lost trajectories again"
 REDIS_SERVER = shutil.which("redis-server")

@@ -12,9 +12,9 @@ from slipstream.protocol.queue.embedded import EmbeddedServer
 from slipstream.protocol.queue.redis import RedisSender
 from slipstream.protocol.queue.redis_connection import ROLES, QueueRole
 from slipstream.protocol.queue.redis_receiver import RedisReceiver
+from support.rigs.waiting import LIMIT_S
 
 PAGE = Path(__file__).parents[3] / "docs" / "security.md"
-LIMIT_S = 20.0
 NAMES = sorted(ROLES)
 
 

@@ -8,6 +8,7 @@ from slipstream.protocol.access.security import Credentials, bind, create_server
 from slipstream.protocol.rich_errors import Reason, abort
 from slipstream.v1 import environment_pb2 as pb
 from slipstream.v1 import environment_pb2_grpc
+from support.rigs.waiting import LIMIT_S
 
 OPEN = Credentials(certificate=None, key=None, ca=None, token=None)
 
@@ -42,7 +43,7 @@ async def test_a_refusal_of_a_caller_that_has_gone_cancels_the_call_without_a_tr
     address = f"127.0.0.1:{bind(server, '127.0.0.1:0', OPEN)}"
     await server.start()
     with caplog.at_level(logging.WARNING):
-        async with asyncio.timeout(20), open_channel(address, OPEN) as channel:
+        async with asyncio.timeout(LIMIT_S), open_channel(address, OPEN) as channel:
             call = environment_pb2_grpc.EnvironmentServiceStub(channel).ServeEpisodes()
             await refusing.ended.wait()
             call.cancel()

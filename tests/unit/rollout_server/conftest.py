@@ -16,6 +16,7 @@ from slipstream.v1 import environment_pb2 as env_pb
 from support.fakes.fake_engine import FakeEngine
 from support.fakes.fake_fleet import Connection, FakeFleet
 from support.fakes.small_configs import small_config
+from support.rigs.waiting import LIMIT_S
 
 
 @pytest.fixture(scope="session")
@@ -89,7 +90,7 @@ def start_server(config: Config, renderer: Renderer, tmp_path: Path) -> StartSer
                 yield Server(fleet, engine, stop, task, gateway)
                 if not task.done():
                     stop.set()
-                    async with asyncio.timeout(20):
+                    async with asyncio.timeout(LIMIT_S):
                         await task
             finally:
                 task.cancel()

@@ -12,7 +12,7 @@ from slipstream.protocol.weights.deltas import content_name
 from slipstream.rollout_server.stored_weights import FetchOrders, StoredWeights
 from slipstream.v1 import fleet_pb2, weights_pb2
 from support.rigs.stored_versions import StoredVersions, changed_content, digests_of, first_content
-from support.rigs.waiting import until
+from support.rigs.waiting import LIMIT_S, until
 
 READY = fleet_pb2.PUBLISH_PHASE_READY
 FAILED = fleet_pb2.PUBLISH_PHASE_FAILED
@@ -84,7 +84,7 @@ class Rig:
 
 @contextlib.asynccontextmanager
 async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
-    async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as tasks:
         made = Rig(tmp_path, tasks)
         yield made
         made.orders.close()

@@ -23,7 +23,7 @@ from slipstream.rollout_server.reference_server import (
 )
 from slipstream.v1 import fleet_pb2, trajectory_pb2
 from support.fakes.reference_endpoint import VOCAB, ReferenceEndpoint, reference_endpoint
-from support.rigs.waiting import until
+from support.rigs.waiting import LIMIT_S, until
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ async def test_no_more_calls_are_open_than_allowed(endpoint) -> None:
     asking = asyncio.create_task(
         ask(section(endpoint, max_open=2), *[scored([1, number], [0, 1]) for number in range(6)])
     )
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(LIMIT_S):
         await until(lambda: endpoint.open >= 2)
         endpoint.hold.set()
         await asking

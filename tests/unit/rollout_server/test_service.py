@@ -13,7 +13,7 @@ from slipstream.v1 import environment_pb2 as env_pb
 from slipstream.v1 import fleet_pb2, trajectory_pb2, weights_pb2
 from support.fakes.failing_thread import end_writing
 from support.fakes.fake_fleet import FakeFleet
-from support.rigs.waiting import until
+from support.rigs.waiting import LIMIT_S, until
 
 
 def draining_within(config, limit_s: float):
@@ -402,7 +402,7 @@ async def test_a_lease_that_is_taken_back_does_not_wait_for_a_lost_client(start_
         connection = await server.leased(members=[0], max_attempts=3)
         await server.fleet.wait_trajectories(1)
         connection.send(cancel=fleet_pb2.CancelLease(group_id="g1", reason="test"))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(LIMIT_S):
             report = await connection.wait_for("lease")
     assert list(report.unfinished) == [0]
     assert len(server.fleet.trajectories) == 1
@@ -701,7 +701,7 @@ async def test_the_controller_can_drain_a_server_at_once(start_server, config) -
         connection.send(drain=fleet_pb2.Drain(reason="leave", finish=True))
         await connection.wait_for("draining")
         connection.send(drain=fleet_pb2.Drain(reason="the run is over"))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(LIMIT_S):
             await server.task
         await connection.wait_for("drained")
     assert {t.status for t in server.fleet.trajectories} == {Status.CANCELLED}
@@ -739,7 +739,7 @@ async def test_a_server_leaves_though_the_controller_takes_nothing_any_more(
             connection.hang_up()
             await server.fleet.joined()
         server.stop.set()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT_S):
             await server.task
     assert 0 < len({t.trajectory_id for t in server.fleet.trajectories}) < 4 * 32
 

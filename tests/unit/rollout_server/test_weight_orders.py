@@ -19,6 +19,7 @@ from slipstream.rollout_server.episodes.lease import Identity
 from slipstream.rollout_server.weight_orders import Phase, WeightOrders
 from slipstream.v1 import fleet_pb2, weights_pb2
 from support.fakes.fake_engine import DIGESTS, FakeEngine
+from support.rigs.waiting import LIMIT_S
 
 LOADED = fleet_pb2.PUBLISH_PHASE_LOADED
 SERVING = fleet_pb2.PUBLISH_PHASE_SERVING
@@ -101,7 +102,7 @@ class Rig:
         )
 
     async def until(self, publish_id: str, phase: int) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT_S):
             while (publish_id, phase) not in self.reports:
                 self.reported.clear()
                 await self.reported.wait()
@@ -114,7 +115,7 @@ class Rig:
 @asynccontextmanager
 async def rig_of() -> AsyncIterator[Rig]:
     """Gives a rig, and ends its orders."""
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as tasks:
         rig = Rig(tasks)
         yield rig
         await rig.end()

@@ -18,7 +18,7 @@ from slipstream.client.launch.children import (
 )
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.descendants import kernel_oom_kills
-from support.rigs.waiting import until
+from support.rigs.waiting import LIMIT_S, until
 
 RAISE_TWO = """
 raise ExceptionGroup("unhandled errors in a TaskGroup", [KeyError("x"), ValueError("no way")])
@@ -141,7 +141,7 @@ async def test_a_process_that_was_stopped_ends_when_it_is_asked_to(tmp_path: Pat
     child = await start_script(tmp_path, "stopped", text)
     await until(lambda: "waits" in child.log_path.read_text())
     child.signal(signal.SIGSTOP)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(LIMIT_S):
         await child.stop(600.0)
     assert child.process.returncode == 7
 
@@ -200,7 +200,7 @@ async def test_lines_of_a_growing_log_are_shown_once_and_whole(tmp_path, capsys)
     log, ended = write(tmp_path / "log", "version 1", "noise"), asyncio.Event()
     show = asyncio.create_task(show_lines(log, "version ", ended))
     shown = ""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(LIMIT_S):
         while not shown:
             await asyncio.sleep(0.01)
             shown = capsys.readouterr().out

@@ -44,6 +44,7 @@ from slipstream.protocol.access.security import Credentials, bind, create_server
 from slipstream.protocol.queue.embedded import EmbeddedServer
 from support.fakes.small_configs import config_of, small_config
 from support.rigs.other_pythons import bare_python
+from support.rigs.waiting import LIMIT_S
 
 
 def test_a_free_port_is_none_that_the_kernel_gives_to_others() -> None:
@@ -472,10 +473,10 @@ class Frozen(Echo):
 
 @pytest.mark.process
 async def test_a_check_does_not_wait_for_what_an_environment_leaves_behind(tmp_path, playing):
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(LIMIT_S):
         await check_environments(playing(HANGING, "Leaving"))
     helper = int((tmp_path / "helper").read_text())
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LIMIT_S):
         # The helper's parent is gone; the process that adopts it must notice its end.
         while Path(f"/proc/{helper}/status").exists() and " Z " not in (
             Path(f"/proc/{helper}/stat").read_text()
@@ -604,7 +605,7 @@ async def test_an_environment_that_holds_its_process_is_given_up(playing, monkey
     monkeypatch.setattr(preflight, "WORKER_GRACE_S", -55.0)
     config = playing(HANGING, "Frozen")
     with pytest.raises(ConfigError, match="environment e: no answer within 20 s"):
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(LIMIT_S):
             await check_environments(config)
 
 

@@ -23,7 +23,7 @@ from slipstream.core.settings.config import Config
 from slipstream.protocol.access.security import Credentials, bind, create_server
 from slipstream.v1 import status_pb2, status_pb2_grpc
 from support.fakes.small_configs import config_of
-from support.rigs.waiting import until
+from support.rigs.waiting import LIMIT_S, until
 
 OPEN = Credentials(certificate=None, key=None, ca=None, token=None)
 
@@ -56,7 +56,7 @@ async def test_a_server_for_which_the_machine_has_no_process_ends_the_run_with_t
         async with RunProcesses(config, OPEN, Placement()) as processes:
             monkeypatch.setattr(sys, "executable", "/missing/python")
             processes.keep_rollout_server(0)
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(LIMIT_S):
                 request = await controller.stopped.get()
     finally:
         await grpc_server.stop(None)
@@ -104,7 +104,7 @@ async def test_one_signal_ends_a_run_whose_controller_gives_no_answer(
     monkeypatch.setattr(run_processes, "STOP_LIMIT_S", 0.5)
     config = deaf_config(tmp_path)
     async with (
-        asyncio.timeout(60),
+        asyncio.timeout(LIMIT_S),
         RunProcesses(config, OPEN, Placement()) as processes,
     ):
         os.kill(os.getpid(), signal.SIGINT)
@@ -118,7 +118,7 @@ async def test_one_signal_ends_a_run_whose_controller_gives_no_answer(
 async def test_a_controller_that_was_stopped_goes_on_and_ends_the_run_in_order(tmp_path, capsys):
     config = deaf_config(tmp_path)
     log = tmp_path / "test" / "logs" / "controller.log"
-    async with asyncio.timeout(25), RunProcesses(config, OPEN, Placement()) as processes:
+    async with asyncio.timeout(LIMIT_S), RunProcesses(config, OPEN, Placement()) as processes:
         processes.start_controller(num_servers=0)
         running = asyncio.ensure_future(processes.wait())
         await until(lambda: log.exists() and " listens" in log.read_text())
@@ -138,7 +138,7 @@ async def test_a_cause_that_the_controller_could_not_be_told_is_that_of_the_run(
     monkeypatch.setattr(run_processes, "STOP_LIMIT_S", 0.5)
     config = deaf_config(tmp_path)
     async with (
-        asyncio.timeout(60),
+        asyncio.timeout(LIMIT_S),
         RunProcesses(config, OPEN, Placement()) as processes,
     ):
         running = asyncio.ensure_future(run_with_a_deaf_controller(tmp_path, processes))
@@ -159,7 +159,7 @@ async def test_a_signal_while_a_cause_waits_for_the_controller_does_not_hide_it(
     is_gone: bool,
 ) -> None:
     config = deaf_config(tmp_path)
-    async with asyncio.timeout(60), RunProcesses(config, OPEN, Placement()) as processes:
+    async with asyncio.timeout(LIMIT_S), RunProcesses(config, OPEN, Placement()) as processes:
         running = asyncio.ensure_future(run_with_a_deaf_controller(tmp_path, processes))
         await until(lambda: (tmp_path / "test" / "logs" / "controller.log").exists())
         asked = asyncio.Event()
@@ -190,7 +190,7 @@ async def test_a_cause_that_was_told_is_not_followed_by_the_end_of_the_controlle
     # Nor by a second line that only adds that the disk is full.
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
     text = "the run failed: trainer rank 0: CheckpointError: No space left on device"
-    async with asyncio.timeout(60), RunProcesses(config, OPEN, Placement()) as processes:
+    async with asyncio.timeout(LIMIT_S), RunProcesses(config, OPEN, Placement()) as processes:
         processes._display.show(status_pb2.Event(number=1, text=text))
         running = asyncio.ensure_future(run_with_a_deaf_controller(tmp_path, processes))
         log = tmp_path / "test" / "logs" / "controller.log"
@@ -207,7 +207,7 @@ async def test_a_cause_that_was_told_is_not_followed_by_the_end_of_the_controlle
 async def test_a_controller_that_dies_while_the_run_is_stopped_is_not_started_again(tmp_path):
     """The next one would not know of the stop, and wait for the trainer that has left."""
     config = deaf_config(tmp_path)
-    async with asyncio.timeout(60), RunProcesses(config, OPEN, Placement()) as processes:
+    async with asyncio.timeout(LIMIT_S), RunProcesses(config, OPEN, Placement()) as processes:
         processes._display.show(status_pb2.Event(number=1, text="stopping: enough"))
         running = asyncio.ensure_future(run_with_a_deaf_controller(tmp_path, processes))
         log = tmp_path / "test" / "logs" / "controller.log"
@@ -251,7 +251,10 @@ async def test_a_trainer_that_left_before_its_controller_died_starts_again(
         stopped.append((reason, failed))
         return ""
 
-    async with asyncio.timeout(20), RunProcesses(config_of(tmp_path), OPEN, Placement()) as run:
+    async with (
+        asyncio.timeout(LIMIT_S),
+        RunProcesses(config_of(tmp_path), OPEN, Placement()) as run,
+    ):
         run._trainers = ranks
         monkeypatch.setattr(run._calls, "state", state)
         monkeypatch.setattr(run._calls, "stop", stop)
@@ -292,7 +295,7 @@ async def test_a_node_that_must_leave_stops_the_run_and_leaves_ranks_their_time(
     ranks: asyncio.Future[Child | None] = asyncio.get_running_loop().create_future()
     waiting = asyncio.ensure_future(end_in_order(ranks, calls, grace_s=0.02, look_s=0.01))
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(LIMIT_S):
             request = await controller.stopped.get()
             for _ in range(3):
                 await controller.asked.acquire()

@@ -10,7 +10,7 @@ from slipstream.client.status import run_from_pb
 from slipstream.protocol.access.security import Credentials, bind, create_server
 from slipstream.v1 import fleet_pb2, status_pb2, status_pb2_grpc
 from support.fakes.small_configs import config_of
-from support.rigs.waiting import until
+from support.rigs.waiting import LIMIT_S, until
 
 OPEN = Credentials(certificate=None, key=None, ca=None, token=None)
 LOADING = fleet_pb2.SERVER_STATE_LOADING
@@ -58,7 +58,7 @@ async def test_silence_is_broken_again_and_again_less_often(tmp_path: Path) -> N
     await server.start()
     calls = RunCalls(address, OPEN)
     telling = asyncio.create_task(tell_waits(display, calls, first_s=0.01, longest_s=0.02))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(LIMIT_S):
         await controller.asked.wait()
     telling.cancel()
     await asyncio.gather(telling, return_exceptions=True)

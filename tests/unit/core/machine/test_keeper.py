@@ -11,9 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 from slipstream.core.machine import descendants
-from support.rigs.waiting import wait_until
+from support.rigs.waiting import LIMIT_S, wait_until
 
-LIMIT_S = 60.0
 pytestmark = [
     pytest.mark.process,
     pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel of Linux"),

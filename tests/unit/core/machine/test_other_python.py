@@ -6,9 +6,9 @@ import pytest
 from slipstream.core.machine.other_python import NEEDS, worker_program
 from support.rigs.completed import completed
 from support.rigs.other_pythons import bare_python, furnished_python
+from support.rigs.waiting import LIMIT_S
 
 FAKES = str(Path(__file__).parents[3] / "support" / "fakes")
-LIMIT_S = 60.0
 READY = "environment fake_workers:Good is ready: 3 tasks, reward 0.25 for the reply 'ok'\n"
 
 pytestmark = pytest.mark.process

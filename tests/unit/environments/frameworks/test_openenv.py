@@ -13,10 +13,8 @@ import pytest
 from slipstream.client.environment import Message, StepResult, TaskSource
 from slipstream.core.errors import ConfigError
 from slipstream.environments.frameworks.openenv import OpenEnv
-from support.rigs.waiting import until
+from support.rigs.waiting import LIMIT_S, until
 from websockets.asyncio.server import ServerConnection, serve
-
-LIMIT_S = 30.0
 
 
 class Server:

@@ -27,6 +27,7 @@ from slipstream.v1 import fleet_pb2, trainer_pb2, weights_pb2
 from support.fakes.memory_queue import MemoryQueue
 from support.rigs.lease_rig import books_of
 from support.rigs.publishing_scene import READY, joined, nothing, run_of, sent
+from support.rigs.waiting import LIMIT_S
 
 
 class Rig:
@@ -89,7 +90,7 @@ class Rig:
 @contextlib.asynccontextmanager
 async def measuring(folder: Path) -> AsyncIterator[Rig]:
     with Journal(folder / "journal") as journal:
-        async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        async with asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as tasks:
             yield Rig(folder, journal, tasks)
 
 

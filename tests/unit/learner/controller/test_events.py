@@ -12,7 +12,7 @@ from slipstream.learner.controller.events import (
     EventLog,
     Signal,
 )
-from support.rigs.waiting import until
+from support.rigs.waiting import LIMIT_S, until
 
 # Fills the window twice, and prints by how many bytes the process grew meanwhile.
 GROWTH = """
@@ -101,7 +101,7 @@ async def test_a_notice_wakes_those_that_wait_and_no_later_ones() -> None:
     waiting = [asyncio.create_task(signal.wait(60.0)) for _ in range(2)]
     await asyncio.sleep(0)
     signal.notify()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LIMIT_S):
         await asyncio.gather(*waiting)
     late = asyncio.create_task(signal.wait(60.0))
     for _ in range(10):

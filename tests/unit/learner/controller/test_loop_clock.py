@@ -15,6 +15,7 @@ from slipstream.learner.controller.watch import RunWatch
 from slipstream.v1 import fleet_pb2
 from support.rigs.lease_rig import SoundJournal, books_of
 from support.rigs.publishing_scene import joined, nothing, run_of
+from support.rigs.waiting import LIMIT_S
 
 KEY = ServerKey(ServerId("a"), 1)
 LOADED = fleet_pb2.PUBLISH_PHASE_LOADED
@@ -52,7 +53,7 @@ async def test_a_server_is_not_silent_while_the_loop_stands_still() -> None:
     await asyncio.sleep(0)
     assert fleet.find(session.key) is session
     # Now nothing but its own silence is left.
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(LIMIT_S):
         while fleet.find(session.key) is session:
             await run.signal.wait(1.0)
     cause = fleet.departed[session.key.server_id].cause

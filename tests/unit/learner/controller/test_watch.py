@@ -24,7 +24,7 @@ from slipstream.v1 import status_pb2
 from support.fakes.small_checkpoints import save_checkpoint
 from support.rigs.lease_rig import SoundJournal, books_of
 from support.rigs.publishing_scene import Scene, run_of
-from support.rigs.waiting import until
+from support.rigs.waiting import LIMIT_S, until
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Watched:
         return cls(scene, tasks.create_task(watch.watch_forever()))
 
     async def until_over(self) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT_S):
             while not self.scene.run.progress.is_over:
                 await self.scene.run.signal.wait(1.0)
         self.watching.cancel()
@@ -53,7 +53,7 @@ class Watched:
 async def test_a_trainer_that_never_ends_a_publish_ends_the_run(*, begun: bool) -> None:
     weights = {"join_deadline_s": 0.05, "bucket_deadline_s": 0.05}
     run = run_of(controller={"stall_timeout_s": 0.2}, weights=weights)
-    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as tasks:
         watched = await Watched.start(run, tasks)
         scene = watched.scene
         if not begun:
@@ -71,7 +71,7 @@ async def test_a_trainer_that_never_ends_a_publish_ends_the_run(*, begun: bool) 
 
 async def test_nothing_is_owed_by_a_trainer_that_has_ended_its_publish() -> None:
     run = run_of()
-    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as tasks:
         watched = await Watched.start(run, tasks)
         assert run.progress.pending_publish is None
         order = await watched.scene.ordered()
@@ -189,7 +189,7 @@ async def test_a_checkpoint_that_is_removed_under_a_live_run_is_told_once(tmp_pa
     watch.begin(30)
     path = save_checkpoint(tmp_path, 40)
     watch.saved(40)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(LIMIT_S):
         watching = asyncio.ensure_future(watch.watch_forever())
         await asyncio.sleep(0)
         remove(path)
@@ -208,7 +208,7 @@ async def test_the_last_checkpoint_that_goes_is_told_as_well(tmp_path: Path) -> 
     for step in (30, 40):
         save_checkpoint(tmp_path, step)
         watch.saved(step)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(LIMIT_S):
         watching = asyncio.ensure_future(watch.watch_forever())
         for number, step in enumerate((40, 30), start=1):
             shutil.rmtree(tmp_path / f"step-{step:06d}")

@@ -27,7 +27,7 @@ from slipstream.protocol.access import metrics_endpoint as endpoint
 from slipstream.protocol.access.metrics_endpoint import metrics_endpoint, metrics_thread
 from support.fakes.small_configs import small_config
 from support.rigs.fuzz_budget import BUDGET
-from support.rigs.waiting import until
+from support.rigs.waiting import LIMIT_S, until
 
 TOKEN = "m" * 32
 
@@ -218,7 +218,7 @@ def test_off_loopback_it_needs_a_certificate_and_a_token_of_its_own(tmp_path, pa
 
 async def has_ended(reader: asyncio.StreamReader) -> bool:
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(LIMIT_S):
             return await reader.read() == b""
     except ConnectionResetError:
         return True

@@ -23,6 +23,7 @@ from slipstream.v1 import (
     trainer_pb2,
     trajectory_pb2,
 )
+from support.rigs.waiting import LIMIT_S
 
 OPEN = Credentials(None, None, None, None)
 TOKEN = Credentials(None, None, None, "t" * 40)
@@ -66,7 +67,8 @@ async def test_a_call_reaches_the_run_that_it_names_alone(credentials: Credentia
         None: "this is the controller of run ours-1, and a call names its run in slipstream-run",
     }
     try:
-        async with asyncio.timeout(30), open_channel(f"127.0.0.1:{port}", credentials) as channel:
+        opened = open_channel(f"127.0.0.1:{port}", credentials)
+        async with asyncio.timeout(LIMIT_S), opened as channel:
             stub = status_pb2_grpc.StatusServiceStub(channel)
             for named, line in refusals.items():
                 with pytest.raises(grpc.aio.AioRpcError) as caught:

@@ -22,9 +22,9 @@ from slipstream.rollout_server.engine_interface import (
     TextPart,
 )
 from support.fakes.fake_engine import FakeEngine
+from support.rigs.waiting import LIMIT_S
 
 SAMPLING = Sampling(1.0, 1.0, 0, 10, 20, 30, max_total_tokens=45, max_branches=4)
-LIMIT_S = 20.0
 
 
 class Calls:

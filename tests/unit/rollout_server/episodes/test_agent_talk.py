@@ -13,9 +13,8 @@ from slipstream.rollout_server.episodes.calls import AgentEnd
 from slipstream.rollout_server.episodes.episode import AgentTalk
 from slipstream.v1 import environment_pb2, trajectory_pb2
 from support.fakes.fake_engine import FakeEngine
-from support.rigs.waiting import until
+from support.rigs.waiting import LIMIT_S, until
 
-LIMIT_S = 20.0
 END = AgentEnd(1.0, {}, {})
 TIMEOUT = trajectory_pb2.FAILURE_KIND_TIMEOUT
 

@@ -8,8 +8,8 @@ from slipstream.rollout_server.agents.limits import HttpPart
 from slipstream.rollout_server.episodes.calls import AgentEnd, CallTable, StreamSession
 from slipstream.v1 import environment_pb2 as pb
 from slipstream.v1 import trajectory_pb2
+from support.rigs.waiting import LIMIT_S
 
-LIMIT_S = 10.0
 LOST = trajectory_pb2.FAILURE_KIND_INFRASTRUCTURE
 
 

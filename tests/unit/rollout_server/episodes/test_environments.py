@@ -25,11 +25,9 @@ from slipstream.rollout_server.process import worker_environment
 from slipstream.v1 import environment_pb2 as env_pb
 from slipstream.v1 import fleet_pb2, trajectory_pb2
 from support.rigs.other_pythons import bare_python, furnished_python
-from support.rigs.waiting import until
+from support.rigs.waiting import LIMIT_S, until
 
 pytestmark = pytest.mark.process
-
-LIMIT_S = 60.0
 
 
 class NoClients:
@@ -559,7 +557,7 @@ async def test_a_command_to_a_worker_that_is_gone_fails_no_call(tmp_path: Path) 
         await wrote.wait()
 
     attached = asyncio.ensure_future(gateway.Attach(requests(), Gone()))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(LIMIT_S):
         (await stream.table).notify(env_pb.WorkerCommand())
         await attached
     assert stream.over.is_set()

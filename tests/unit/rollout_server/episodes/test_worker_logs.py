@@ -13,8 +13,7 @@ import pytest
 from slipstream.core.errors import RunFailed
 from slipstream.rollout_server.episodes.worker_gateway import BoundedLog, WorkerLogs
 from support.fakes.failing_thread import end_writing
-
-LIMIT_S = 30.0
+from support.rigs.waiting import LIMIT_S
 
 
 def kept(path: Path) -> tuple[list[str], list[str]]:

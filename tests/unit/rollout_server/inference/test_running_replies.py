@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 from support.rigs.running_replies import until_generated
+from support.rigs.waiting import LIMIT_S
 
 
 async def reply(engine: SimpleNamespace, tokens: int) -> None:
@@ -16,7 +17,7 @@ async def wait(*tokens: int) -> None:
     engine = SimpleNamespace(count=0)
     engine.use = lambda: SimpleNamespace(generated_tokens=engine.count)
     replies = [asyncio.create_task(reply(engine, n)) for n in tokens]
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(LIMIT_S):
         await until_generated(engine, 10, replies)
 
 

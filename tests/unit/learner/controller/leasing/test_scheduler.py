@@ -11,9 +11,7 @@ from slipstream.learner.controller.records.journal import Journal, read_records
 from slipstream.v1 import fleet_pb2
 from support.fakes.slow_disk import SlowDisk, several_turns
 from support.rigs.lease_rig import Rig
-from support.rigs.waiting import until
-
-LIMIT_S = 5.0
+from support.rigs.waiting import LIMIT_S, until
 
 
 @pytest.fixture

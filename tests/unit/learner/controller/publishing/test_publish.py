@@ -22,7 +22,7 @@ from support.rigs.publishing_scene import (
     run_of,
     whole,
 )
-from support.rigs.waiting import until
+from support.rigs.waiting import LIMIT_S, until
 
 
 @pytest.fixture
@@ -237,7 +237,7 @@ async def test_servers_are_told_once_to_receive_when_the_trainer_repeats_its_cal
 
 
 async def test_servers_share_what_is_encoded_of_their_orders(run: Run) -> None:
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as tasks:
         scene = Scene(run, tasks)
         servers = [scene.session, scene.joined("b"), scene.joined("c")]
         start = scene.start_of(await scene.ordered(*servers))

@@ -10,6 +10,7 @@ from slipstream.learner.controller.servers.session import ServerSession
 from slipstream.protocol.codec import pack_logprobs, version_to_pb
 from slipstream.v1 import fleet_pb2, trainer_pb2, weights_pb2
 from support.rigs.publishing_scene import DIGESTS, joined, next_order, nothing, run_of
+from support.rigs.waiting import LIMIT_S
 
 
 def report_of(publish_id: str, phase: str) -> fleet_pb2.PublishReport:
@@ -71,7 +72,7 @@ class Adapted:
                 await message_of(session, "commit")
                 meanwhile()
                 self.publisher.report(session, served)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT_S):
             while any(s.state == fleet_pb2.SERVER_STATE_LOADING for s in sessions):
                 await asyncio.sleep(0)
         return order

@@ -15,6 +15,7 @@ from support.rigs.publishing_scene import (
     publishing,
     run_of,
 )
+from support.rigs.waiting import LIMIT_S
 
 NEW = [b"three", b"four"]
 TAKES = fleet_pb2.PublishStages(takes_deltas=True)
@@ -43,7 +44,7 @@ async def deliver(scene, *sessions, digests, **report):
     await finishing
     for session in sessions:
         scene.say(order.publish_id, SERVING, session, **values)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LIMIT_S):
         while not all(session.version == scene.run.progress.version for session in sessions):
             await asyncio.sleep(0)
     return order

@@ -10,6 +10,7 @@ from slipstream.learner.controller.servers.session import ServerSession
 from slipstream.protocol.weights.transports import Place
 from slipstream.v1 import fleet_pb2
 from support.rigs.publishing_scene import joined, nothing, run_of, sent
+from support.rigs.waiting import LIMIT_S
 
 
 class Scene:
@@ -61,7 +62,7 @@ class Scene:
             assert isinstance(order, fleet_pb2.ControllerMessage)
             orders.append(order.rest)
             self.turns.rested(session, fleet_pb2.Rested(number=order.rest.number))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT_S):
             await beginning
         return orders
 
@@ -125,7 +126,7 @@ async def test_the_loss_of_a_server_ends_the_wait_for_it() -> None:
     await asyncio.sleep(0)
     for session in scene.sessions:
         scene.fleet.remove(session, "its stream ended")
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LIMIT_S):
         await beginning
     scene.turns.end()
 

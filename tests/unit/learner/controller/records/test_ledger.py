@@ -15,6 +15,7 @@ from slipstream.v1 import fleet_pb2
 from support.fakes.fake_trajectories import GOOD
 from support.fakes.slow_disk import SlowDisk, several_turns
 from support.rigs.lease_rig import ledger_of
+from support.rigs.waiting import LIMIT_S
 
 KEY = ServerKey(ServerId("a"), 1)
 
@@ -91,9 +92,6 @@ def test_tokens_of_judges_have_their_own_fate_and_are_never_lost():
     ledger.die(KEY)
     now = ledger.snapshot()
     assert (now.judged, now.lost, now.difference) == (30, 10, 0)
-
-
-LIMIT_S = 5.0
 
 
 class Receiver:

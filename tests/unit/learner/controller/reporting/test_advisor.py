@@ -21,7 +21,7 @@ from slipstream.learner.controller.reporting.advisor import Advisor, engine_cost
 from slipstream.learner.controller.reporting.step_times import ServerWork
 from slipstream.v1 import status_pb2
 from support.fakes.fake_trajectories import GOOD
-from support.rigs.waiting import until
+from support.rigs.waiting import LIMIT_S, until
 
 SETTING = Setting(servers=1, replicas=1, max_staleness=1, group_size=2)
 # A step of 2 s: 0.5 of waiting, 1 of training, 0.2 to publish, and 0.3 on the way.
@@ -73,7 +73,7 @@ class Rig:
     async def advice(self) -> None:
         """Predicts until a new prediction is written."""
         before = len(self.written)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(LIMIT_S):
             loop = asyncio.create_task(self.advisor.advise_forever())
             while len(self.written) == before:
                 await asyncio.sleep(0.01)

@@ -5,8 +5,7 @@ import asyncio
 import pytest
 from slipstream.learner.controller.servers.session import Outbox
 from support.fakes.slow_disk import several_turns
-
-LIMIT_S = 10.0
+from support.rigs.waiting import LIMIT_S
 
 
 async def test_what_waits_in_an_outbox_is_read_before_it_ends() -> None:

@@ -7,9 +7,7 @@ from slipstream.learner.controller.loop_clock import LoopClock
 from slipstream.learner.controller.tasks.relay import ClientSession, Relay
 from slipstream.v1 import environment_pb2 as pb
 from slipstream.v1 import fleet_pb2
-from support.rigs.waiting import until
-
-LIMIT_S = 10.0
+from support.rigs.waiting import LIMIT_S, until
 
 
 class Stream:
