@@ -31,7 +31,7 @@ STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.docs-installed
 SOURCES := protos core client environments rollout_server learner
 
-.PHONY: install quickstart smollm2 test test-fast test-slow compose-test images image-cpu image-gpu mutants fuzz lint type protos protos-check docs packages plots clean
+.PHONY: install quickstart smollm2 test test-all test-fast test-slow compose-test images image-cpu image-gpu mutants fuzz lint type protos protos-check docs packages plots clean
 
 install: $(STAMP)
 
@@ -54,6 +54,7 @@ $(STAMP): pyproject.toml requirements/common.txt requirements/cpu.txt requiremen
 	@echo "installed: . $(VENV)/bin/activate makes slipstream a command of this shell"
 
 models/tiny/config.json: | $(STAMP)
+	@echo "making a tiny model with random weights in models/tiny"
 	@$(BIN)/python -m slipstream.learner.trainer.tiny_model models/tiny
 
 # Goes on with the run of that name, if one is there.
@@ -78,8 +79,14 @@ models/smollm2/config.json: | $(STAMP)
 smollm2: $(STAMP) models/smollm2/config.json
 	$(train)
 
+SIDE_BY_SIDE := -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
+
+# With a fifth of the random examples.
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow and not gpu" -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_FLAGS)
+	@FUZZ=0.2 $(BIN)/python -m pytest -m "not long and not slow and not gpu" $(SIDE_BY_SIDE) $(PYTEST_FLAGS)
+
+test-all: $(STAMP)
+	@$(BIN)/python -m pytest -m "not slow and not gpu" $(SIDE_BY_SIDE) $(PYTEST_FLAGS)
 
 # Everything that starts no process, with a fifth of the random examples. Each part imports what it alone needs: imports
 # are a third of the time, and workers that share all tests would each import everything. All parts run side by side,

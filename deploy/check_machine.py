@@ -6,6 +6,7 @@ whether the torch in there is the wrong build.
 
 import importlib.metadata
 import importlib.util
+import os
 import runpy
 import shutil
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 
 OLDEST, NEWEST = (3, 11), (3, 12)
 NEEDED_GB = 5
+NEEDED_CORES, NEEDED_MEMORY_GB = 2, 8
 
 
 def problem(major: int, minor: int, free_bytes: int) -> str:
@@ -28,6 +30,20 @@ def problem(major: int, minor: int, free_bytes: int) -> str:
             f"{free_bytes / 1e9:.1f} GB left: free some, or make install VENV=FOLDER elsewhere"
         )
     return ""
+
+
+def shortages(cores: int, memory_bytes: int) -> list[str]:
+    """Returns what this machine has less of than a run needs, with what comes of it."""
+    found = []
+    if cores < NEEDED_CORES:
+        found.append(f"a run needs {NEEDED_CORES} cores, and has {cores} here: it is slow")
+    # Part of the memory is the kernel's own.
+    if memory_bytes < 0.9 * NEEDED_MEMORY_GB * 10**9:
+        found.append(
+            f"a run needs {NEEDED_MEMORY_GB} GB of memory, and has {memory_bytes / 1e9:.1f} GB "
+            "here: Linux may kill it"
+        )
+    return found
 
 
 def wrong_torch(environment: str) -> str:
@@ -54,5 +70,8 @@ if __name__ == "__main__":
         found = wrong_torch(sys.argv[1])
     else:
         found = problem(*sys.version_info[:2], shutil.disk_usage(".").free)
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        for shortage in shortages(len(os.sched_getaffinity(0)), memory):
+            print(f"slipstream: {shortage}", file=sys.stderr)
     if found:
         sys.exit(f"slipstream: {found}")

@@ -5,6 +5,7 @@ import importlib.util
 import os
 import signal
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ def refuse_processes(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 sys.addaudithook(refuse_processes)
+# As for the command's users: no lines of gRPC's own about peers that go.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 if importlib.util.find_spec("hypothesis"):
     # Before any test takes the number of examples that is usual, and a deadline for each.
     importlib.import_module("support.rigs.fuzz_budget")
@@ -78,6 +81,16 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         return (yield)
     finally:
         _quick.clear()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Says why tests were skipped, by cause, and how to run one alone that failed."""
+    found, say = terminalreporter.stats, terminalreporter.write_line
+    causes = [report.longrepr[2].removeprefix("Skipped: ") for report in found.get("skipped", ())]
+    for cause, number in Counter(causes).most_common():
+        say(f"skipped {number}: {cause}")
+    for name in dict.fromkeys(r.nodeid for key in ("failed", "error") for r in found.get(key, ())):
+        say(f"run it alone: {sys.executable} -m pytest '{name}'")
 
 
 def warnings_are_errors(item: pytest.Item) -> bool:

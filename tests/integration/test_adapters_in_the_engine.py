@@ -19,7 +19,7 @@ from support.rigs.adapter_engine import RANK, SAMPLING, SEQUENCE, Rig, adapters_
 from support.rigs.running_replies import until_generated
 from support.rigs.started_engine import become_a_server, started_engine
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]
 
 
 @dataclass(frozen=True)

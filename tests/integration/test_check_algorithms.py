@@ -10,7 +10,7 @@ from slipstream.core.errors import ConfigError
 from support.fakes import wrong_algorithms
 from support.rigs.run_processes import run_command, succeed, write_config
 
-pytestmark = pytest.mark.usefixtures("nothing_survives")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("nothing_survives")]
 
 OWN = {
     "loss": "deploy.algorithms.gmpo:loss",

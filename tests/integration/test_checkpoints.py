@@ -18,6 +18,8 @@ from slipstream.protocol.checkpoints import (
 from support.ranks import checkpoint_ranks
 from support.ranks.rank_pool import RankPool, chosen_jobs, each_job
 
+pytestmark = pytest.mark.long
+
 PROGRAM = Path(checkpoint_ranks.__file__)
 TP2 = {"world_size": 2, "parallel": {"tp": 2}}
 SAME_TOKENS = TP2 | {"transformer": {"sequence_parallel": False}}

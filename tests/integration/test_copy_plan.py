@@ -20,6 +20,8 @@ from support.ranks.loader_ranks import (
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionImplBase
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -8,6 +8,8 @@ from support.fakes.page_reader import BLOCK, Reader
 from support.rigs.completed import completed
 from support.rigs.run_processes import PROGRAM, check_ledger, summary_of
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "guides" / "demonstrations.md"
 GOES_ON = "slipstream run deploy/configs/quickstart.toml"

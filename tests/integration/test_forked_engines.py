@@ -16,6 +16,8 @@ from support.fakes.tiny_models import make_seeing_model
 from support.ranks.loader_ranks import in_ranks
 from support.rigs.forking_engine import start_up_to_the_fork
 
+pytestmark = pytest.mark.long
+
 DELTA_NETS = ("qwen3-next", "qwen35", "qwen3_5")
 LORA = {"rank": 8, "publish": "adapters", "target_modules": ["linear_qkv", "linear_proj"]}
 # Each family of decoders once, and families with a tower.

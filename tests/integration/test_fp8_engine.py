@@ -6,6 +6,8 @@ import pytest
 from support.references.learner_scores import gaps_of
 from support.rigs.receiver_story import judge, run_rig
 
+pytestmark = pytest.mark.long
+
 
 @pytest.mark.parametrize(
     ("cache", "delta"), [("auto", "off"), pytest.param("fp8", "gpu", marks=pytest.mark.slow)]

@@ -7,6 +7,8 @@ from support.fakes.receiver_worker import deltas
 from support.ranks.fp8_ranks import Quantised, quantised
 from support.ranks.loader_ranks import in_ranks
 
+pytestmark = pytest.mark.long
+
 SHAPES = ["llama_tied", "qwen2_with_bias", "qwen3_with_qk_norm"]
 Outcomes = dict[int, list[dict[str, Quantised]]]
 

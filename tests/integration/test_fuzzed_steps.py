@@ -12,7 +12,7 @@ from support.references.plain_step import PlainStep
 from support.rigs.fuzz_budget import times
 
 NUM_LAYERS = 2
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("one_thread")]
 
 # Together they have every loss, advantage, aggregation and layout of `RandomStep`.
 ORDINARY = (1, 3, 7, 18, 21, 22, 32, 45, 63, 68)

@@ -11,7 +11,7 @@ from slipstream.rollout_server.engine_interface import Generation
 from support.rigs.engine_rig import PROMPT, SAMPLING, Rig, engine_rig
 from support.rigs.running_replies import until_generated
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]
 
 ENDLESS = dataclasses.replace(SAMPLING, ignore_eos=True)
 # Nine blocks and a rest.

@@ -21,7 +21,7 @@ from support.ranks.long_ranks import (
 from support.ranks.rank_pool import RankPool
 from transformers import AutoModelForCausalLM
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("one_thread")]
 # Beyond four times the original length; two context parallel ranks need blocks of queries.
 LENGTH = 4608
 Trained = Callable[[str, str, int], dict]

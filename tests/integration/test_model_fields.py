@@ -14,7 +14,7 @@ from support.ranks.field_ranks import probe
 from support.ranks.rank_pool import RankPool
 from transformers import AutoConfig, AutoModelForCausalLM
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("one_thread")]
 
 # Kind of positions -> settings that make another model, one at a time.
 OTHER_ROPE: dict[str, dict[str, Any]] = {

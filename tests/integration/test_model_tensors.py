@@ -13,6 +13,8 @@ from slipstream.core.models.model_tensors import tensor_problems
 from support.fakes.model_folders import write_safetensors
 from support.fakes.parity_models import make_models
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:

@@ -17,7 +17,7 @@ from support.fakes.tiny_models import make_model_folder
 from support.rigs.adapter_engine import RANK, SAMPLING, SEQUENCE, Rig, Weights, adapters_for
 from support.rigs.started_engine import become_a_server, started_engine
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]
 NAMES = ("code", "math", "prose")
 
 

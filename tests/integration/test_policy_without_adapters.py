@@ -11,7 +11,7 @@ from support.ranks.bare_ranks import JOBS, SHARING, WITH_REFERENCE, config_of
 from support.ranks.rank_pool import RankPool
 
 NUM_LAYERS = 2
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("one_thread")]
 
 
 @pytest.fixture(scope="module")

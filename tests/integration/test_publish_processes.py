@@ -8,6 +8,8 @@ from support.ranks.rank_pool import RankPool
 from support.rigs import publish_scenario
 from support.rigs.publish_scenario import Scenario
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -11,7 +11,7 @@ from support.ranks.recompute_ranks import JOBS, LAYOUTS
 # Other metrics may be no number.
 COMPARED = ("loss", "entropy", "grad_norm", "kl", "logprob_gap_max")
 COMPARED_OF_CRITIC = ("value_loss", "critic_grad_norm", "value_mean")
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("one_thread")]
 
 
 @pytest.fixture(scope="module")

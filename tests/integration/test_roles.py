@@ -26,7 +26,7 @@ from support.ranks.role_ranks import (
 from support.references.plain_policy import conversations
 from transformers import AutoModelForCausalLM
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("one_thread")]
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,11 @@ from support.rigs.run_processes import (
 )
 from support.rigs.smallest_run import SMALLEST
 
-pytestmark = [pytest.mark.timeout(700), pytest.mark.usefixtures("nothing_survives")]
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.timeout(700),
+    pytest.mark.usefixtures("nothing_survives"),
+]
 
 RUN_LIMIT_S = 500.0
 SIZES = {

@@ -12,7 +12,11 @@ from support.rigs.run_processes import succeed
 from support.rigs.smallest_run import plain_engine, run_smallest
 
 __all__ = ["plain_engine"]
-pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("nothing_survives", "plain_engine")]
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.timeout(600),
+    pytest.mark.usefixtures("nothing_survives", "plain_engine"),
+]
 STEPS = 3
 # The probe's tolerance of bfloat16 would let eight times more pass.
 TOLERANCE = 0.02

@@ -20,7 +20,11 @@ from support.rigs.run_processes import (
     write_config,
 )
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("nothing_survives")]
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.timeout(900),
+    pytest.mark.usefixtures("nothing_survives"),
+]
 
 LIMIT_S = 600.0
 STEPS, MEMBERS, GROUPS = 4, 4, 4

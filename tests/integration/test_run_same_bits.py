@@ -5,7 +5,11 @@ from pathlib import Path
 import pytest
 from support.rigs.smallest_run import run_smallest
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("nothing_survives")]
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.timeout(300),
+    pytest.mark.usefixtures("nothing_survives"),
+]
 BFLOAT16 = ("run.steps=4", "model.dtype=bfloat16", "weights.verify_every=1")
 
 

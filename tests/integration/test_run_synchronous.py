@@ -7,7 +7,7 @@ from slipstream.learner.controller.records.journal import read_batch, read_recor
 from slipstream.v1 import trainer_pb2
 from support.rigs import run_processes
 
-pytestmark = pytest.mark.usefixtures("nothing_survives")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("nothing_survives")]
 
 STEPS, GROUPS, MEMBERS = 4, 8, 8
 

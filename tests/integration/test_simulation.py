@@ -46,7 +46,9 @@ def broken_rules(folder: Path, seeds: Iterable[int]) -> list[str]:
     return [f"{broken[0]}; {again} {seed}:{seed + 1}" for seed, broken in found if broken]
 
 
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize(
+    "part", [pytest.param(part, marks=[pytest.mark.long] * (part > 0)) for part in range(PARTS)]
+)
 def test_no_rule_breaks_whatever_fails(folder: Path, part: int) -> None:
     assert not broken_rules(folder, (*range(part, SEEDS, PARTS), *BROKEN[part::PARTS]))
 

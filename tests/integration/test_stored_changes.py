@@ -3,6 +3,8 @@
 import pytest
 from support.rigs.receiver_story import run_rig
 
+pytestmark = pytest.mark.long
+
 # What the story loads, and whether as changes; the failures and what mends them come last.
 WHOLE, CHANGES, FAILURE = (False, True), (True, True), (True, False)
 LOADS = [WHOLE, WHOLE, CHANGES, WHOLE, CHANGES, CHANGES, FAILURE, WHOLE, FAILURE, WHOLE]

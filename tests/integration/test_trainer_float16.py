@@ -12,7 +12,7 @@ from support.ranks import float16_ranks
 from support.ranks.rank_pool import RankPool
 from support.rigs import parity_run
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("one_thread")]
 PROGRAM = Path(float16_ranks.__file__)
 LAYOUTS = ("one", "one-moe", "one-gpt-oss", "one-nemotron-h")
 

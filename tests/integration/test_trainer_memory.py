@@ -8,6 +8,8 @@ from support.ranks import memory_ranks
 from support.ranks.memory_ranks import JOBS
 from support.ranks.rank_pool import RankPool
 
+pytestmark = pytest.mark.long
+
 NUM_LAYERS = 2
 OFFLOADED = [name for name in JOBS if name.endswith("-offload")]
 

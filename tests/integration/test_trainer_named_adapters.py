@@ -10,7 +10,7 @@ from support.ranks.parity_layouts import STEPS
 from support.ranks.rank_pool import RankPool
 
 NUM_LAYERS = 2
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("one_thread")]
 
 
 for_layouts = pytest.mark.parametrize(

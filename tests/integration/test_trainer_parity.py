@@ -17,12 +17,13 @@ from support.ranks import parity_ranks
 from support.ranks.parity_layouts import (
     EXTRAORDINARY,
     LAYOUTS,
+    LONG,
     PARITY_STEPS,
     batches,
     config_of,
     each_layout_of,
 )
-from support.ranks.rank_pool import RankPool, chosen_jobs
+from support.ranks.rank_pool import RankPool, chosen_jobs, each_job
 from support.references.plain_policy import PlainPolicy
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -244,7 +245,9 @@ FAMILIES = [
 ]
 
 
-@pytest.mark.parametrize("layout", ["one", "one-tied", "one-qwen3", "one-moe", *FAMILIES])
+@pytest.mark.parametrize(
+    "layout", each_job(["one", "one-tied", "one-qwen3", "one-moe", *FAMILIES], (), LONG.split())
+)
 def test_exported_folder_has_the_models_logits(layout, folder, one_rank):
     plain = PlainPolicy(folder / f"{layout}-final", config_of(layout, folder))
     torch.testing.assert_close(
@@ -252,7 +255,7 @@ def test_exported_folder_has_the_models_logits(layout, folder, one_rank):
     )
 
 
-@pytest.mark.parametrize("layout", ["one", "one-moe", *FAMILIES])
+@pytest.mark.parametrize("layout", each_job(["one", "one-moe", *FAMILIES], (), LONG.split()))
 def test_a_load_brings_every_tensor_of_the_folder_unchanged(layout, folder, one_rank):
     stored = load_file(folder / LAYOUTS[layout].model / "model.safetensors")
     stored = {name: tensor for name, tensor in stored.items() if not name.startswith(TOWERS)}
@@ -264,8 +267,8 @@ def test_a_load_brings_every_tensor_of_the_folder_unchanged(layout, folder, one_
 @pytest.mark.parametrize(
     "layout",
     [
-        "one-gemma3-tower",
-        "one-ministral3-tower",
+        pytest.param("one-gemma3-tower", marks=pytest.mark.long),
+        pytest.param("one-ministral3-tower", marks=pytest.mark.long),
         pytest.param("one-mistral-tower", marks=pytest.mark.slow),
     ],
 )

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from support.fakes.page_reader import Reader
 
-pytestmark = pytest.mark.usefixtures("nothing_survives")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("nothing_survives")]
 
 PAGE = Path(__file__).parents[2] / "docs" / "tutorial.md"
 

@@ -14,7 +14,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from check_machine import problem
+from check_machine import problem, shortages
 from support.rigs.completed import completed
 
 ROOT = Path(__file__).parents[2]
@@ -52,6 +52,14 @@ def test_a_disk_without_room_is_refused_before_anything_is_loaded() -> None:
         "the environment takes 5 GB, and the disk of this folder has 4.9 GB left: "
     )
     assert problem(3, 12, PLENTY) == ""
+
+
+def test_a_machine_with_one_core_and_little_memory_is_told_what_comes_of_it() -> None:
+    assert shortages(1, 4_100_000_000) == [
+        "a run needs 2 cores, and has 1 here: it is slow",
+        "a run needs 8 GB of memory, and has 4.1 GB here: Linux may kill it",
+    ]
+    assert shortages(2, 7_900_000_000) == []
 
 
 def make(*words, folder=ROOT, environ):

@@ -125,19 +125,23 @@ WORDS = {
 SIZE = re.compile(r"(?:^|-)(dp|tp|pp|vpp|cp|ep|etp)(\d+)")
 # The first layout of one rank with the same model, algorithm and sampling is the reference.
 NAMES = """
-    one one-mini-batches one-few one-gspo one-cispo one-qwen3 one-qwen2 one-llama3 one-tied
-    one-offload-odd one-moe one-moe-softmax one-moe-shared one-mixtral one-mistral one-ministral3
-    one-gemma2 one-gemma3 one-gemma3-tower one-ministral3-tower one-glm one-deepseek one-moonlight
-    one-deepseek2 one-deepseek2-lite one-qwen3-next one-nemotron-h one-qwen35 one-gpt-oss one-olmo2
-    one-ernie one-olmoe one-replay-moe one-replay-glm one-replay-deepseek2 one-forward-top-k
-    one-trees-reverse-top-k one-trees one-trees-shared one-trees-gspo one-trees-replay-moe
-    dp2 dp2-overlap tp2-sp-forward-top-k cp2-forward-top-k
-    tp2-sp-recompute-trees-shared-reverse-top-k tp2-odd tp2-sp tp2-sp-recompute
-    pp2-vpp2-slow-network pp2-tied pp2-uneven cp2 cp2-long ep2-cp2-moe pp2-vpp2-trees-shared
-    ep2-trees-shared-moe cp2-trees-gspo cp2-trees-replay-moe ep2-distopt-moe tp2-sp-moe
+    one one-mini-batches one-few one-gspo one-cispo one-tied one-offload-odd one-moe one-replay-moe
+    one-trees dp2-overlap tp2-sp pp2-tied cp2 ep2-distopt-moe dp4-few
+"""
+# One kind of model, algorithm or layout each.
+LONG = """
+    one-qwen3 one-qwen2 one-llama3 one-moe-softmax one-moe-shared one-mixtral one-mistral
+    one-ministral3 one-gemma2 one-gemma3 one-gemma3-tower one-ministral3-tower one-glm one-deepseek
+    one-moonlight one-deepseek2 one-deepseek2-lite one-qwen3-next one-nemotron-h one-qwen35
+    one-gpt-oss one-olmo2 one-ernie one-olmoe one-replay-glm one-replay-deepseek2 one-forward-top-k
+    one-trees-reverse-top-k one-trees-shared one-trees-gspo one-trees-replay-moe
+    dp2 tp2-sp-forward-top-k cp2-forward-top-k
+    tp2-sp-recompute-trees-shared-reverse-top-k tp2-odd tp2-sp-recompute
+    pp2-vpp2-slow-network pp2-uneven cp2-long ep2-cp2-moe pp2-vpp2-trees-shared
+    ep2-trees-shared-moe cp2-trees-gspo cp2-trees-replay-moe tp2-sp-moe
     tp2-sp-ep2-etp1-mixtral pp2-vpp2-moe-recompute-replay-moe tp2-sp-recompute-replay-moe
     cp2-mistral tp2-sp-olmo2 tp2-gemma3-tower
-    dp4-few dp2-pp2-overlap dp2-cp2-trees cp4 pp2-vpp2-ep2-moe
+    dp2-pp2-overlap dp2-cp2-trees cp4 pp2-vpp2-ep2-moe
     tp2-sp-pp2-vpp2-cp2-ep2-moe
 """
 # What others show too, so that it need not be tried at every change. 16 ranks have all kinds at
@@ -191,7 +195,7 @@ def layout_of(name: str) -> Layout:
     return Layout(world_size, model, is_slow_network=SLOW_NETWORK in name, **tables)
 
 
-LAYOUTS = {name: layout_of(name) for name in (NAMES + SLOW).split()}
+LAYOUTS = {name: layout_of(name) for name in (NAMES + LONG + SLOW).split()}
 # A learning rate with which the second step cannot be finite.
 OVERFLOW = Layout(1, algorithm={"learning_rate": 1e30})
 # A batch whose episodes are all truncated and filtered: nothing is trained.
@@ -217,7 +221,8 @@ def layouts_of(world_size: int) -> list[str]:
 
 def each_layout_of(*world_sizes: int) -> list[object]:
     """Parameters of a test."""
-    return each_job([name for n in world_sizes for name in layouts_of(n)], SLOW.split())
+    names = [name for n in world_sizes for name in layouts_of(n)]
+    return each_job(names, SLOW.split(), LONG.split())
 
 
 def config_of(job: str, folder: Path) -> Config:

@@ -159,9 +159,15 @@ def chosen_jobs(
     return [job for job in known if job in names]
 
 
-def each_job(known: Iterable[str], slow: Collection[str]) -> list[object]:
-    """Parameters of a test; those of `slow` have the mark."""
-    return [pytest.param(job, marks=pytest.mark.slow) if job in slow else job for job in known]
+def each_job(
+    known: Iterable[str], slow: Collection[str], long: Collection[str] = ()
+) -> list[object]:
+    """Parameters of a test; those of `slow` and of `long` have the mark."""
+
+    def marks(job: str) -> list[pytest.MarkDecorator]:
+        return [pytest.mark.slow] * (job in slow) + [pytest.mark.long] * (job in long)
+
+    return [pytest.param(job, marks=marks(job)) for job in known]
 
 
 def _ports(host: str, count: int) -> list[int]:

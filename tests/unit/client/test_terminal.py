@@ -2,6 +2,7 @@
 
 import io
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -54,7 +55,7 @@ def test_a_command_is_told_as_a_shell_takes_it(tmp_path, monkeypatch):
     as_typed = "run 'my runs/a.toml' 'controller.address=\"127.0.0.1:1\"'"
     for given, shown in (
         ("./slipstream", "./slipstream"),
-        (str(program), str(program)),
+        (str(program), shlex.quote(str(program))),
         # `python -m` gives the path of the module.
         ("/src/slipstream/client/cli.py", f"{sys.executable} -m slipstream.client.cli"),
     ):
