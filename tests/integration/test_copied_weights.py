@@ -6,6 +6,7 @@ import pytest
 from support.rigs.receiver_story import judge, run_rig
 
 
+@pytest.mark.long
 def test_a_plan_copies_what_the_loader_would_load(tmp_path: Path) -> None:
     options = ("--shape", "tied", "--plain", "--stage", "on")
     report = run_rig(tmp_path, *options, limit_s=240)

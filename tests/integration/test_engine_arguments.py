@@ -391,6 +391,7 @@ def test_a_tower_that_is_not_trained_is_left_out(architecture, kind, max_images,
     assert tower_values({"architectures": ["LlamaForCausalLM"]}, sampling) == {}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", ["mistral3", "qwen3_5_moe"])
 def test_a_server_asks_about_images_without_kernels_of_delta_nets(family: str, tmp_path: Path):
     # vLLM forks the engine only from a process without CUDA, which these kernels start.
