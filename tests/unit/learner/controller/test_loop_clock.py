@@ -57,7 +57,8 @@ async def test_a_server_is_not_silent_while_the_loop_stands_still() -> None:
         while fleet.find(session.key) is session:
             await run.signal.wait(1.0)
     cause = fleet.departed[session.key.server_id].cause
-    assert cause.startswith("silent for 0.")
+    # Not of the time in which the loop was blocked.
+    assert 0.6 <= float(cause.removeprefix("silent for ").removesuffix(" s")) < 1.5, cause
     watching.cancel()
     with pytest.raises(asyncio.CancelledError):
         await watching
