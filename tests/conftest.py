@@ -30,7 +30,7 @@ def refuse_processes(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 sys.addaudithook(refuse_processes)
-# As for the command's users: no lines of gRPC's own about peers that go.
+# gRPC says nothing of peers that go, as for the users of the command.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 if importlib.util.find_spec("hypothesis"):
     # Before any test takes the number of examples that is usual, and a deadline for each.
