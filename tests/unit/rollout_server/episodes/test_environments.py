@@ -23,7 +23,7 @@ from slipstream.rollout_server.episodes.worker_process import (
 )
 from slipstream.rollout_server.process import worker_environment
 from slipstream.v1 import environment_pb2 as env_pb
-from slipstream.v1 import fleet_pb2, trajectory_pb2
+from slipstream.v1 import environment_pb2_grpc, fleet_pb2, trajectory_pb2
 from support.rigs.other_pythons import bare_python, furnished_python
 from support.rigs.waiting import LIMIT_S, until
 
@@ -533,6 +533,26 @@ def test_a_worker_sees_no_secrets() -> None:
         "PYTHONHASHSEED": "0",
         "SLIPSTREAM_TOKEN": "own",
     }
+
+
+async def test_a_worker_may_not_compress_what_it_says(tmp_path: Path) -> None:
+    """A small message could become one of any size."""
+
+    async def requests():
+        yield env_pb.WorkerMessage(hello=env_pb.WorkerHello())
+        await asyncio.Event().wait()
+
+    async with WorkerGateway(tmp_path, log_bytes=4096) as gateway:
+        stream = WorkerStream()
+        gateway.expect(stream)
+        async with grpc.aio.insecure_channel(
+            gateway.address, compression=grpc.Compression.Gzip
+        ) as channel:
+            attach = environment_pb2_grpc.WorkerServiceStub(channel).Attach
+            attached = attach(requests(), metadata=((TOKEN_KEY, f"Bearer {stream.token}"),))
+            ended = asyncio.ensure_future(attached.code())
+            await asyncio.wait([ended, stream.table], return_when=asyncio.FIRST_COMPLETED)
+        assert not stream.table.done()
 
 
 async def test_a_command_to_a_worker_that_is_gone_fails_no_call(tmp_path: Path) -> None:
