@@ -421,4 +421,4 @@ class CallRates:
 
 def _host(context: Context) -> str:
     host: str = context.peer().rpartition(":")[0]
-    return host
+    return host or "a caller that has left"

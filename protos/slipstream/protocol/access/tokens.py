@@ -23,6 +23,8 @@ from typing import overload
 from slipstream.core.errors import ConfigError
 
 MIN_TOKEN_CHARACTERS = 32
+# Lines of a token file; each call is compared with the tokens of all.
+MAX_TOKENS = 64
 TOKEN_KEY, RUN_KEY = "authorization", "slipstream-run"
 
 _PREFIX = "/slipstream.v1."
@@ -83,6 +85,8 @@ def read_tokens(path: Path, what: str = "security.token_file") -> tuple[str, ...
     except UnicodeDecodeError:
         raise ConfigError(f"{what} must hold text in UTF-8, {path} does not") from None
     lines = tuple(line.strip() for line in text.strip().splitlines()) or ("",)
+    if len(lines) > MAX_TOKENS:
+        raise ConfigError(f"{what} must hold at most {MAX_TOKENS} lines, {path} has {len(lines)}")
     for line in lines:
         if not (line.isascii() and line.isprintable()):
             raise ConfigError(f"{what} must hold printable ASCII characters, {path} has others")

@@ -249,6 +249,7 @@ async def test_a_refused_call_is_in_the_log_with_its_host(caplog) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("\n".join([TOKEN] * 65), "at most 64 lines, .* has 65"),
         (f"-{role_token(TOKEN, 'reader')}", "takes back a role's token"),
         (f"{TOKEN}\n-{OLD}", "takes back a role's token"),
         (f"{TOKEN}\nshort", "at least 32 characters a line, .* has 5"),
