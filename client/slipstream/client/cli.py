@@ -171,8 +171,9 @@ def _add_services(commands: argparse._SubParsersAction[_Parser]) -> None:
     server.add_argument(
         "--connect-timeout-s",
         type=float,
-        default=20.0,
-        help="how long to wait for the controller, and for a queue that another program starts",
+        default=300.0,
+        help="how long to wait for the controller, and for a queue that another program starts; "
+        "default: 300",
     )
     server.add_argument(
         "--final",
@@ -229,8 +230,14 @@ def _add_folder_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
     doctor.add_argument("--controller", metavar="HOST:PORT", help="as of rollout-server")
     _set_program(doctor, "slipstream.client.doctor:run_doctor", whole=True)
 
-    check = commands.add_parser("check", help="prove the algorithm's functions, in a minute")
-    _add_settings(check)
+    check = commands.add_parser(
+        "check", help="prove the algorithm's functions, in a minute, or play an environment's step"
+    )
+    check.add_argument("path", type=Path, metavar="CONFIG.toml|MODULE:CLASS")
+    check.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
+    check.add_argument("--args", metavar="JSON", help="keyword arguments of the class")
+    check.add_argument("--python", metavar="PATH", help="another interpreter for the class")
+    check.add_argument("--timeout-s", type=float, help="limit of one call to it; default: 60")
     _set_program(check, f"{_LAUNCHER}:run_check")
 
     chaos = commands.add_parser("chaos", help="a run under faults, and what its files say then")

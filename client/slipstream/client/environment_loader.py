@@ -75,6 +75,8 @@ def load_environment(reference: str, args_json: str, search_path: str) -> AnyEnv
         if missing is not None and f"{module_name}.".startswith(f"{missing}."):
             where = f"{search_path} or " if search_path else ""
             cause = f"there is no module {missing!r} in {where}Python's path"
+            if module_name.endswith(".py"):
+                cause += f"; without .py: {module_name.removesuffix('.py')}:{class_name}"
             raise environment_failed(cause) from error
         raise environment_failed(f"import of {module_name} failed: {describe(error)}") from error
     found = vars(module).get(class_name)

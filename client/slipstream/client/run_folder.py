@@ -411,6 +411,11 @@ def _changes(before: Config, now: Config) -> Iterator[str]:
     if was_asked != is_asked:
         reason = "recorded replies carry this number of likely tokens"
         yield f"reference.top_k must stay {was_asked} {on}, got {is_asked}: {reason}"
+    names = [section.name for section in now.environments]
+    for section in before.environments:
+        if section.name not in names:
+            left = f"environments must keep {section.name} {on}, got {', '.join(names) or 'none'}"
+            yield f"{left}: its groups are leased, and a smaller weight gives it fewer"
     adapters = _adapters(now)
     for name, adapter in _adapters(before).items():
         if (new_one := adapters.get(name, adapter)) != adapter:

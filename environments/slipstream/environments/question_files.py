@@ -6,8 +6,10 @@ usual names are read. All files are Parquet or JSON lines.
 
 from __future__ import annotations
 
+import glob
 import itertools
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +19,8 @@ from slipstream.client.environment import Message
 from slipstream.core.errors import ConfigError
 from slipstream.core.hub import DATA_PREFIX, HubFiles
 
+# What may be the name of a data set on the hub.
+_NAME = re.compile(r"[\w.-]+/[\w-]+")
 SUFFIXES = (".parquet", ".jsonl")
 # Most files or columns that a message names.
 MAX_SHOWN = 20
@@ -42,6 +46,34 @@ class HubData:
 
     def __str__(self) -> str:
         return f"{DATA_PREFIX}{self.name}"
+
+
+class Files(tuple[Path, ...]):
+    """Files whose rows follow each other."""
+
+    @classmethod
+    def of(cls, paths: Sequence[str]) -> Files:
+        """Returns the files of paths and patterns such as data/*.jsonl, the latter in their order.
+
+        Raises ConfigError if there is no path, or no file for a pattern.
+        """
+        if not paths or not all(isinstance(path, str) for path in paths):
+            raise ConfigError(f"path must be a file, a pattern or a list of these, got {paths!r}")
+        return cls(Path(name) for path in paths for name in _matching(path))
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self))
+
+
+def _matching(path: str) -> list[str]:
+    if path.startswith(DATA_PREFIX):
+        raise ConfigError(f"a data set of the hub stands alone in path, got {path!r} in a list")
+    if Path(path).exists() or not glob.has_magic(path):
+        return [path]
+    found = sorted(glob.glob(path, recursive=True))
+    if not found:
+        raise ConfigError(f"no file matches {path}; the working directory is {Path.cwd()}")
+    return found
 
 
 def _find_files(data: HubData) -> list[Path]:
@@ -130,7 +162,7 @@ class Question:
 
 
 def read_questions(
-    path: Path | HubData,
+    path: Path | HubData | Files,
     question: str,
     answer: str | None,
     *,
@@ -159,8 +191,11 @@ def read_questions(
     return [one for _, one in found.values()]
 
 
-def named_rows(path: Path | HubData) -> Iterator[tuple[str, Row]]:
+def named_rows(path: Path | HubData | Files) -> Iterator[tuple[str, Row]]:
     """Yields rows of `read_rows`, each with its name in errors. Raises ConfigError without any."""
+    if isinstance(path, Files):
+        yield from itertools.chain.from_iterable(map(named_rows, path))
+        return
     number = 0
     for number, row in enumerate(read_rows(path), start=1):
         yield f"{path}, row {number}", row
@@ -178,7 +213,8 @@ def read_rows(path: Path | HubData) -> Iterable[Row]:
         return itertools.chain.from_iterable(map(read_rows, _find_files(path)))
     if not path.is_file():
         what = "is a folder, not a file" if path.is_dir() else "does not exist"
-        raise ConfigError(f"{path} {what}; the working directory is {Path.cwd()}")
+        hint = f"; on the hub: {DATA_PREFIX}{path}" if _NAME.fullmatch(str(path)) else ""
+        raise ConfigError(f"{path} {what}; the working directory is {Path.cwd()}{hint}")
     match path.suffix:
         case ".jsonl":
             return _json_lines(path)
@@ -217,7 +253,7 @@ def _parquet(path: Path) -> Sequence[Row]:
     return rows
 
 
-def _cell(row: Row, column: str, path: Path | HubData) -> Cell:
+def _cell(row: Row, column: str, path: Path | HubData | Files) -> Cell:
     if column in row:
         return row[column]
     place: Cell = row

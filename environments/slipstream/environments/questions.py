@@ -9,7 +9,7 @@ import json
 import random
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, SupportsFloat
@@ -21,7 +21,7 @@ from slipstream.core.hub import DATA_PREFIX
 from slipstream.core.machine.process import send_signal
 from slipstream.environments.arguments import Split, check_at_least, check_choice, check_holds
 from slipstream.environments.frameworks.packages import import_function
-from slipstream.environments.question_files import HubData, Question, read_questions
+from slipstream.environments.question_files import Files, HubData, Question, read_questions
 
 PROGRAM = "slipstream.environments.math_program"
 # Seconds for importing sympy on a busy machine.
@@ -53,7 +53,7 @@ class Questions(Environment[Question]):
 
     def __init__(
         self,
-        path: str,
+        path: str | Sequence[str],
         *,
         question: str = "question",
         answer: str = "answer",
@@ -71,7 +71,9 @@ class Questions(Environment[Question]):
         hub_split: str = "train",
         hub_revision: str | None = None,
     ) -> None:
-        """`path` is a file, or "hf:OWNER/NAME" with the `hub_` arguments.
+        """`path` is a file, a pattern such as "data/*.jsonl", a list of these, or "hf:OWNER/NAME".
+
+        The `hub_` arguments are for the last one.
 
         `question` and `answer` are columns; "a.b" is the field b of the objects in column a. The
         column `answer` is not read for a function that does not take the answer.
@@ -203,12 +205,14 @@ def _taken(reference: str, function: Callable[..., object]) -> tuple[str, ...]:
     return tuple(taken)
 
 
-def _source(path: str, config: str | None, split: str, revision: str | None) -> Path | HubData:
-    if path.startswith(DATA_PREFIX):
+def _source(
+    path: str | Sequence[str], config: str | None, split: str, revision: str | None
+) -> Path | HubData | Files:
+    if isinstance(path, str) and path.startswith(DATA_PREFIX):
         return HubData(path.removeprefix(DATA_PREFIX), config, split, revision)
     if config is not None or split != "train" or revision is not None:
         raise ConfigError(f"hub_config, hub_split and hub_revision are for hf: names, got {path!r}")
-    return Path(path)
+    return Files.of([path] if isinstance(path, str) else path)
 
 
 def _plain(text: str) -> str:

@@ -101,7 +101,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--connect-timeout-s",
         type=float,
-        default=20.0,
+        default=300.0,
         help="how long to wait until something listens at the controller's address",
     )
     return parser.parse_args(arguments)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import slipstream.client
 from slipstream.client.cli import EXAMPLES, _parser, named, parse
+from slipstream.core.errors import ConfigError
 from support.rigs.completed import completed
 
 
@@ -52,3 +53,27 @@ def test_a_shell_completes_what_it_is_told(capsys: pytest.CaptureFixture[str]) -
     asked = 'COMP_WORDS=(slipstream roll); COMP_CWORD=1; _shtab_slipstream; echo "${COMPREPLY[@]}"'
     done = completed(["bash", "-c", f"{script}\n{asked}"])
     assert done.stdout.split() == ["rollout-server"], done.stderr
+
+
+@pytest.mark.process
+async def test_one_environment_is_checked_without_settings(tmp_path, monkeypatch, capfd) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from slipstream.environments.echo import Echo\nclass Mine(Echo):\n    pass\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    arguments = parse(["check", "mine:Mine", "--args", '{"num_symbols": 4}'])
+    assert await arguments.execute(arguments) == 0
+    ready = "environment mine:Mine is ready: 10 tasks, reward 0 for the reply 'ok'\n"
+    assert capfd.readouterr().out == ready
+    for line, problem in {
+        "check mine:Other": None,
+        "check mine:Mine run.steps=3": "checked without settings, got 'run.steps=3'",
+        "check run.toml --timeout-s 3": "--timeout-s is for the check of an environment",
+    }.items():
+        arguments = parse(line.split())
+        if problem is None:
+            assert await arguments.execute(arguments) == 2
+            assert "module mine has no class Other" in capfd.readouterr().err
+        else:
+            with pytest.raises(ConfigError, match=problem):
+                await arguments.execute(arguments)

@@ -127,6 +127,17 @@ def test_a_model_that_checkpoints_hold_stays_and_none_is_added(key, beside, besi
     check_resumable(with_it, config(**beside, algorithm__learning_rate=1e-4))
 
 
+def test_an_environment_stays_and_others_may_join() -> None:
+    def environments(*names: str) -> Config:
+        sections = tuple(EnvironmentSection(name=name, reference="m:E") for name in names)
+        return config().model_copy(update={"environments": sections})
+
+    check_resumable(environments("questions"), environments("other", "questions"))
+    line = "environments must keep questions when a run goes on, got other: its groups are leased"
+    with pytest.raises(ConfigError, match=line):
+        check_resumable(environments("questions"), environments("other"))
+
+
 def test_other_settings_may_change() -> None:
     check_resumable(
         config(),

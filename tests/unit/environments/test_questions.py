@@ -29,7 +29,7 @@ def parquet(folder: Path, rows: list, name: str = "data.parquet") -> str:
     return str(folder / name)
 
 
-def refusal(path: str, **settings: object) -> str:
+def refusal(path: str | list[str], **settings: object) -> str:
     with pytest.raises(ConfigError) as caught:
         Questions(path, **{"judge": "exact", **settings})
     return str(caught.value)
@@ -76,11 +76,38 @@ def test_a_system_prompt_and_an_instruction_stand_around_the_question(tmp_path: 
     ]
 
 
+def test_the_questions_of_several_files_follow_each_other(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    parquet(tmp_path, SUMS[:3], "b.parquet")
+    json_lines(tmp_path, SUMS[3:5], "a.jsonl")
+    json_lines(tmp_path, SUMS[5:8], "c[1].jsonl")
+
+    def answers(path: str | list[str]) -> list[int]:
+        return [int(task.answer) // 2 for task in Questions(path, judge="exact").tasks()]
+
+    assert answers(["b.parquet", "a.jsonl"]) == [0, 1, 2, 3, 4]
+    assert answers("*") == [3, 4, 0, 1, 2, 5, 6, 7]
+    assert answers(["c[1].jsonl", "b*"]) == [5, 6, 7, 0, 1, 2]
+    json_lines(tmp_path, [SUMS[0]], "d.jsonl")
+    assert refusal(["a.jsonl", "b.parquet", "d.jsonl"]) == (
+        "a.jsonl, b.parquet, d.jsonl: rows 3 and 6 ask the same question; "
+        "duplicates='drop' keeps the first"
+    )
+    json_lines(tmp_path, [SUMS[9], {"question": "b", "answer": None}], "d.jsonl")
+    assert refusal(["a.jsonl", "d.jsonl"]) == "d.jsonl, row 2: column 'answer' is empty"
+
+
 def test_what_is_wrong_with_a_file_is_one_line(tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert refusal("none.jsonl") == (
         f"none.jsonl does not exist; the working directory is {tmp_path}"
     )
+    assert refusal("openai/gsm8k").endswith(f"{tmp_path}; on the hub: hf:openai/gsm8k")
+    assert refusal("*.jsonl") == f"no file matches *.jsonl; the working directory is {tmp_path}"
+    assert (
+        refusal(["hf:a/b"]) == "a data set of the hub stands alone in path, got 'hf:a/b' in a list"
+    )
+    assert refusal([]) == "path must be a file, a pattern or a list of these, got []"
     assert refusal(str(tmp_path)).startswith(f"{tmp_path} is a folder, not a file; the working")
     json_lines(tmp_path, [{"prompt": "a", "solution": "b"}])
     assert refusal("data.jsonl") == (

@@ -39,6 +39,7 @@ from slipstream.client.launch.preflight import (
     check_megatron,
     check_port,
     check_reference,
+    told_when_slow,
 )
 from slipstream.client.launch.share import QUEUE_ENDS, Share
 from slipstream.client.run_folder import check_run_folder
@@ -344,13 +345,15 @@ async def _running_controller(scene: Scene) -> str | None:
     of_ranks = "learner" in scene.parts
     asker = f"learner node {scene.share.node_rank}" if of_ranks else "rollout server"
     asker += f" on {socket.gethostname()}"
-    return await compare(
-        scene.config,
-        scene.connect_timeout_s,
-        of_ranks=of_ranks,
-        asker=asker,
-        is_awaited=scene.leaves_nothing,
-    )
+    address, limit_s = scene.config.controller.address, scene.connect_timeout_s
+    with told_when_slow(f"waiting for the controller at {address}, for up to {limit_s:g} s"):
+        return await compare(
+            scene.config,
+            limit_s,
+            of_ranks=of_ranks,
+            asker=asker,
+            is_awaited=scene.leaves_nothing,
+        )
 
 
 async def _running_queue(scene: Scene) -> str | None:

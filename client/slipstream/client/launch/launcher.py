@@ -253,11 +253,29 @@ async def run_rollout_server(
     raise error(child.describe_end())
 
 
-async def run_check(path: Path, overrides: Sequence[str]) -> int:
-    """Runs `slipstream check`: tests the algorithms' functions on the CPU; returns the exit code.
+async def run_check(
+    path: Path,
+    overrides: Sequence[str],
+    *,
+    args: str | None = None,
+    python: str | None = None,
+    timeout_s: float | None = None,
+) -> int:
+    """Runs `slipstream check`: tests the algorithms' functions on the CPU, or one environment.
 
-    Raises RunFailed if the test breaks off before it names a fault.
+    `path` is the settings' file, or MODULE:CLASS, for which the last arguments are. Returns the
+    exit code. Raises RunFailed if the test breaks off before it names a fault.
     """
+    options = {"--args": args, "--python": python, "--timeout-s": timeout_s}
+    stated = [str(word) for pair in options.items() if pair[1] is not None for word in pair]
+    if ":" in str(path) and not path.exists():
+        if overrides:
+            raise ConfigError(f"an environment is checked without settings, got {overrides[0]!r}")
+        program = [sys.executable, "-m", "slipstream.client.worker", "--check", str(path)]
+        program += ["--search-path", os.getcwd(), *stated]
+        return await (await asyncio.create_subprocess_exec(*program)).wait()
+    if stated:
+        raise ConfigError(f"{stated[0]} is for the check of an environment, MODULE:CLASS")
     config = load_config(path, overrides)
     check_installed("torch", "megatron.core")
     checked = await prove_algorithms(config)

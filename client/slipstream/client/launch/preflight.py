@@ -21,7 +21,6 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from slipstream.client.run_folder import make_folder, make_run_folder
@@ -54,8 +53,8 @@ CHECKED_CALLS = 3
 # Ports below every usual range from which the kernel assigns ports.
 UNASSIGNED_PORTS = range(10000, 32768)
 FREE_PORT_ATTEMPTS = 100
-# Seconds after which a check that still runs is announced.
-SLOW_S = 3.0
+# Seconds after which a check that still runs is announced, and between two further lines.
+SLOW_S, AGAIN_S = 3.0, 30.0
 NEEDED_BY = {
     "torch": "learner",
     "megatron.core": "learner",
@@ -179,7 +178,7 @@ async def prove_algorithms(config: Config, *arguments: str) -> Ended:
 
     Raises ConfigError at the time limit, PROOF_LIMIT_S.
     """
-    with _told_when_slow("the proof of the algorithm's functions takes a minute"):
+    with told_when_slow("the proof of the algorithm's functions takes a minute"):
         checked = await run_program(
             [sys.executable, "-m", ALGORITHMS_CHECK, *arguments],
             limit_s=PROOF_LIMIT_S,
@@ -305,7 +304,7 @@ async def _check_environment(
         arguments.append("--no-play")
     arguments += ["--max-turns", str(config.sampling.max_turns)]
     async with places:
-        with _told_when_slow(f"environment {name} is checked, each call within {timeout_s:g} s"):
+        with told_when_slow(f"environment {name} is checked, each call within {timeout_s:g} s"):
             checked = await run_program(
                 [*worker_program(str(section.python or "")), *arguments],
                 limit_s=CHECKED_CALLS * timeout_s + WORKER_GRACE_S,
@@ -330,13 +329,21 @@ def _keep_printed(config: Config, lines: Sequence[str]) -> Path:
 
 
 @contextlib.contextmanager
-def _told_when_slow(what: str) -> Iterator[None]:
-    """Prints `what` once the block has lasted longer than `SLOW_S`."""
-    timer = asyncio.get_running_loop().call_later(SLOW_S, partial(print, what, flush=True))
+def told_when_slow(what: str) -> Iterator[None]:
+    """Prints `what` once the block has lasted longer than `SLOW_S`, and again every `AGAIN_S`."""
+
+    async def tell() -> None:
+        pause_s = SLOW_S
+        while True:
+            await asyncio.sleep(pause_s)
+            print(what, flush=True)
+            pause_s = AGAIN_S
+
+    telling = asyncio.create_task(tell())
     try:
         yield
     finally:
-        timer.cancel()
+        telling.cancel()
 
 
 def free_port(host: str, *, ports: Sequence[int] = UNASSIGNED_PORTS) -> int:

@@ -235,11 +235,13 @@ def _shown(value: object) -> str:
 def _name(table: dict[str, Any]) -> None:
     """Adds missing names: environments are named by class, the run by model and environments."""
     names: list[str] = []
-    environments = table.get("environments")
-    for each in environments if isinstance(environments, list) else ():
-        if isinstance(each, dict):
-            each.setdefault("name", str(each.get("reference")).rpartition(":")[2].lower() or "none")
-            names.append(str(each["name"]))
+    for place, end in (("environments", ""), ("evaluations", "-evaluation")):
+        sections = table.get(place)
+        for each in sections if isinstance(sections, list) else ():
+            if isinstance(each, dict):
+                own = str(each.get("reference")).rpartition(":")[2].lower() or "none"
+                name = str(each.setdefault("name", f"{own}{end}"))
+                names += [name] if place == "environments" else []
     model, run = table.get("model"), table.setdefault("run", {})
     path = model.get("path") if isinstance(model, dict) else None
     if isinstance(run, dict):

@@ -19,6 +19,7 @@ from pydantic import BaseModel, JsonValue, ValidationError
 from pydantic_core import ErrorDetails
 from slipstream.core.configuration.automatic import Hub, completed
 from slipstream.core.configuration.function_sources import source_digests
+from slipstream.core.configuration.other_trainers import VALUES, ours_of
 from slipstream.core.configuration.roles import missing_weights, role_folders, role_problems
 from slipstream.core.errors import ConfigError
 from slipstream.core.models.family import refusals
@@ -45,6 +46,8 @@ _FIRST_LINE = re.compile(rb"# Settings of a run: (\d+) bytes, BLAKE2b ([0-9a-f]{
 REMEDY = "put it back from a copy of the run"
 Table: TypeAlias = dict[str, JsonValue]
 
+# Settings that are addresses.
+ADDRESSES = ("address", "master", "prometheus")
 # Names that pydantic adds to the location of a value with several possible types.
 _FORMS = ("bool", "int", "float", "str", "list", "dict")
 # Largest number of characters of a value in a message.
@@ -114,13 +117,21 @@ def load_config(
     try:
         config = Config.model_validate(completed(table, hub=hub, apart=apart))
     except ValidationError as error:
-        source = (
-            "command line" if path is None else f"{path}{' and command line' * bool(overrides)}"
-        )
-        raise ConfigError(f"{source}: {_worst(error)}") from None
+        raise ConfigError(f"{_source(path, overrides, error)}: {_worst(error)}") from None
     if "sources" not in table and config.algorithms.has_own:
         config = config.model_copy(update={"sources": source_digests(config.algorithms)})
     return config
+
+
+def _source(path: Path | None, overrides: Sequence[str], error: ValidationError) -> str:
+    """Returns where the value of an error stands: in the file, on the command line, or both."""
+    place = ".".join(str(part) for part in _chosen(error)["loc"] if part not in _FORMS)
+    keys = [override.partition("=")[0].strip().removeprefix("--") for override in overrides]
+    on_line = [key for key in keys if f"{place}.".startswith(f"{key}.")]
+    if path is None or on_line:
+        return "command line"
+    is_within = any(f"{key}.".startswith(f"{place}.") or not place for key in keys)
+    return f"{path}{' and command line' * is_within}"
 
 
 def parse_config(table: Mapping[str, JsonValue], *, source: str) -> Config:
@@ -294,7 +305,7 @@ def _apply_override(table: Table, override: str) -> None:
     for parent in parents:
         if isinstance(place, list):
             if not (parent.isdigit() and int(parent) < len(place)):
-                raise ConfigError(f"{override!r}: there is no entry {parent}")
+                raise ConfigError(f"{override!r}: {_no_entry(parent, place)}")
             place = place[int(parent)]
         elif isinstance(place, dict):
             place = place.setdefault(parent, {})
@@ -303,9 +314,14 @@ def _apply_override(table: Table, override: str) -> None:
     elif isinstance(place, dict):
         place[last] = value
     elif isinstance(place, list):
-        raise ConfigError(f"{override!r}: there is no entry {last}")
+        raise ConfigError(f"{override!r}: {_no_entry(last, place)}")
     else:
         raise ConfigError(f"{override!r}: {'.'.join(parents)} is no section")
+
+
+def _no_entry(name: str, entries: Sequence[object]) -> str:
+    numbers = f"entries are numbers, 0 to {len(entries) - 1}" if entries else "the list is empty"
+    return f"there is no entry {name}: {numbers}"
 
 
 def _worst(error: ValidationError) -> str:
@@ -313,13 +329,18 @@ def _worst(error: ValidationError) -> str:
 
     If that is a missing key, the line names the first unknown key, if any, else all missing keys.
     """
-    errors = error.errors()
-    unknown = [each for each in errors if each["type"] == "extra_forbidden"]
-    if errors[0]["type"] != "missing" or unknown:
-        return _describe(unknown[0] if errors[0]["type"] == "missing" else errors[0])
-    missing = [each for each in errors if each["type"] == "missing"]
+    if _chosen(error)["type"] != "missing":
+        return _describe(_chosen(error))
+    missing = [each for each in error.errors() if each["type"] == "missing"]
     *others, last = (key for each in missing for key in _required(each["loc"]))
     return f"{', '.join(others)} and {last} are required" if others else f"{last} is required"
+
+
+def _chosen(error: ValidationError) -> ErrorDetails:
+    """Returns the first error; if that is a missing key, the first unknown key, if there is one."""
+    errors = error.errors()
+    unknown = (each for each in errors if each["type"] == "extra_forbidden")
+    return next(unknown, errors[0]) if errors[0]["type"] == "missing" else errors[0]
 
 
 def _required(location: tuple[int | str, ...]) -> list[str]:
@@ -345,11 +366,14 @@ def _describe(error: ErrorDetails) -> str:
         if len(elsewhere) == 1:
             near = elsewhere
         hint = did_you_mean(near) if near else f"known are {', '.join(known)}"
+        hint = ours_of(name, error["input"]) or hint
         return f"unknown key {where!r}; {hint}"
     if error["type"] == "missing":
         return f"{where} is required"
     if error["type"] == "value_error":
         message = error["msg"].removeprefix("Value error, ")
+        if other := VALUES.get((where, str(error["input"]))):
+            message += f": {other}"
         return f"{where}: {message}" if where else message
     if error["type"] in ("tuple_type", "list_type") and isinstance(error["input"], dict):
         return f"{where} is a list of tables: write [[{where}]] above each in place of [{where}]"
@@ -363,6 +387,8 @@ def _describe(error: ErrorDetails) -> str:
             f"got {_shown(error['input'])}"
         )
     rule = error["msg"][0].lower() + error["msg"][1:]
+    if error["type"] == "string_type" and where.rpartition(".")[2] in ADDRESSES:
+        rule = "an address is HOST:PORT"
     return f"{where}: {rule}, got {_shown(error['input'])}"
 
 

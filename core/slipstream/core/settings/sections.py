@@ -141,7 +141,7 @@ class QueueSection(Section):
     """The queue in which finished trajectories wait for the journal."""
 
     # `grpc` keeps trajectories in the rollout servers' memory, `redis` on the disk of Redis or
-    # Valkey.
+    # Valkey. With `redis_url` the kind is `redis`.
     kind: Literal["grpc", "redis"] = "grpc"
     # URL with redis://, rediss:// or unix://. Without it `slipstream run` starts a server.
     redis_url: str | None = None
@@ -153,12 +153,21 @@ class QueueSection(Section):
     # reserve.
     max_bytes: Positive = 256 << 20
 
+    @model_validator(mode="before")
+    @classmethod
+    def _kind(cls, table: object) -> object:
+        if isinstance(table, dict) and table.get("redis_url") is not None:
+            return {"kind": "redis", **table}
+        return table
+
     def user_of(self, end: QueueEnd) -> QueueUserSection | None:
         """Returns the Redis user of one end of the queue, or None if the settings name none."""
         return self.controller if end == "controller" else self.rollout_server
 
     @model_validator(mode="after")
     def _url(self) -> QueueSection:
+        if self.redis_url is not None and self.kind == "grpc":
+            raise ValueError("redis_url is for kind = 'redis', and kind is 'grpc': leave one out")
         if self.redis_url is not None and not _REDIS_URL.fullmatch(self.redis_url):
             # The URL is not shown: it may hold a password.
             raise ValueError(

@@ -33,6 +33,9 @@ def test_a_run_is_named_by_its_model_and_environments(tmp_path: Path) -> None:
     assert (config.run.name, config.environments[0].name) == ("model-sums", "sums")
     named = chosen(tmp_path, run={"name": "mine"}, environments=[{"reference": "a:B", "name": "c"}])
     assert (named.run.name, named.environments[0].name) == ("mine", "c")
+    measured = [{"reference": "a.b:Sums", "every_steps": 5}]
+    also = chosen(tmp_path, evaluations=measured)
+    assert (also.run.name, also.evaluations[0].name) == ("model-sums", "sums-evaluation")
 
 
 def test_a_stated_value_wins_and_the_others_follow_it(tmp_path: Path) -> None:

@@ -62,7 +62,14 @@ def test_context_parallel_ranks_share_an_episode_that_is_too_long_for_one() -> N
     ("path", "message"),
     [
         ("algorithm.max_stalenes", "unknown key 'algorithm.max_stalenes'; did you mean 'max_stale"),
-        ("trainer.lr", "unknown key 'trainer'; known are run, model, "),
+        ("trainer.x", "unknown key 'trainer'; known are run, model, "),
+        # Names of other trainers, alone and in their tables.
+        ("trainer.lr", "unknown key 'trainer'; what other trainers call lr is algorithm.learning_"),
+        (
+            "run.epochs",
+            "unknown key 'run.epochs'; what other trainers call epochs is run.steps (an",
+        ),
+        ("actor.rollout.n", "unknown key 'actor'; what other trainers call n is algorithm.group_"),
         ("algoritm.group_size", "unknown key 'algoritm'; did you mean 'algorithm'?"),
         ("learner.parallel.tpp", "unknown key 'learner.parallel.tpp'; did you mean "),
         # A setting of another table.
@@ -181,11 +188,14 @@ def test_an_error_says_whether_the_command_line_has_a_part_in_it(tmp_path: Path)
     file.write_text(dump_config(config_with()))
     with pytest.raises(ConfigError) as caught:
         load_config(file, ["algorithm.kl=0.1"])
-    where = f"{file} and command line"
-    assert str(caught.value) == f"{where}: algorithm.kl is a table of settings, got 0.1"
+    assert str(caught.value) == "command line: algorithm.kl is a table of settings, got 0.1"
+    with pytest.raises(ConfigError, match=f"^{file} and command line: .*group_size"):
+        load_config(file, ["rollout_server.max_episodes=1"])
+    with pytest.raises(ConfigError, match="^command line: controller.address: an address is HOST:"):
+        load_config(file, ["run.steps=3", "controller.address=7071"])
     file.write_text(file.read_text().replace("[run]", "[run]\nstepz = 3", 1))
     with pytest.raises(ConfigError) as caught:
-        load_config(file)
+        load_config(file, ["run.seed=3"])
     assert str(caught.value).startswith(f"{file}: unknown key 'run.stepz'")
 
 
@@ -353,3 +363,10 @@ def test_router_replay_is_refused_for_dense_models_and_trajectories_that_grow_to
     long = {"sampling.max_episode_tokens": 100_000, "learner.micro_batch_tokens": 100_000}
     with pytest.raises(ConfigError, match="too large to send"):
         check_model(config_with(replay | long | {"queue.max_bytes": 1 << 40}))
+
+
+def test_the_url_of_a_queue_makes_it_one_of_redis() -> None:
+    url = "redis://127.0.0.1:6379/0"
+    assert config_with({"queue.redis_url": url}).queue.kind == "redis"
+    line = "queue: redis_url is for kind = 'redis', and kind is 'grpc': leave one out"
+    assert refusal_of({"queue.redis_url": url, "queue.kind": "grpc"}) == line
