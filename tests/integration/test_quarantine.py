@@ -146,3 +146,55 @@ def test_no_delivery_whatever_it_is_ends_the_controller(tmp_path_factory, data):
     records = list(read_records(folder / "journal"))
     # What is not of this run is only acknowledged.
     assert [r["end"] for r in records if r["kind"] == "end"] in ([], ["quarantined"])
+
+
+async def test_what_is_delivered_under_another_run_is_quarantined_and_runs_again(tmp_path):
+    config = make_config(tmp_path, run__steps=3)
+    server, bad = FakeServer(config.controller.address), []
+
+    def foreign(trajectory):
+        if trajectory.member % 3 == 1 and trajectory.attempt == 0:
+            bad.append(trajectory.trajectory_id)
+            return dataclasses.replace(trajectory, run_id="other-1")
+        return trajectory
+
+    server.spoil = foreign
+    summary = await play(config, server, trainer=FakeTrainer(config.controller.address))
+    ledger = summary["ledger"]
+    assert summary["steps"] == 3
+    assert ledger["quarantined"] == 5 * len(bad) > 0
+    assert ledger["difference"] == ledger["queued"] == ledger["in_flight"] == 0
+    facts = json.loads((config.run_dir / "quarantine" / f"{bad[0]}.json").read_text())
+    assert facts["cause"] == "it is of run other-1"
+
+
+class Forgetful(FakeServer):
+    """A server that closes leases as finished and does not deliver some of their trajectories."""
+
+    forgotten = 0
+
+    async def _put(self, trajectory_id: str, data: bytes) -> None:
+        member, attempt = trajectory_id.split(".")[1:3]
+        if (member, attempt) != ("1", "0") or self.forgotten == 3:
+            await super()._put(trajectory_id, data)
+            return
+        self.forgotten += 1
+        del self.delivering[trajectory_id]
+
+
+async def test_what_a_closed_lease_left_without_a_word_runs_again(tmp_path, caplog):
+    config = make_config(tmp_path, run__steps=3)
+    server = Forgetful(config.controller.address)
+    trainer = FakeTrainer(config.controller.address)
+    summary = await play(config, server, trainer=trainer, is_planted=True)
+    assert (summary["steps"], server.forgotten) == (3, 3)
+    # The gap stays known: the server has ended episodes that it never sent.
+    assert summary["ledger"]["difference"] == 3 * 5
+    trained = [t for batch in trainer.batches for t in batch]
+    assert [t.attempt for t in trained if t.attempt] == [1] * 3
+    told = [text for text in caplog.messages if " run again: " in text]
+    assert len(told) == 3
+    assert told[0].startswith("1 episodes of group g")
+    assert told[0].endswith(
+        " run again: fake closed their lease, and neither delivered them nor named them unfinished"
+    )

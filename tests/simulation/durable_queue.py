@@ -54,6 +54,10 @@ class QueueSender(AsyncClosing):
     async def put(
         self, trajectory_id: TrajectoryId, data: bytes, *, timeout_s: float, tokens: int = 0
     ) -> None:
+        if self._queue.world.lies_now("lost delivery"):
+            self._sent.add(trajectory_id, tokens)
+            self.taken.add(trajectory_id, tokens)
+            return
         self._waiting[trajectory_id] = None
         try:
             async with self._order:

@@ -37,6 +37,8 @@ class _Judge:
         self._ends: Counter[str] = Counter()
         self._tokens: Counter[int] = Counter()
         self.trained: Counter[str] = Counter()
+        # Trajectories that were quarantined as those of another run.
+        self._foreign = 0
 
     def run(self) -> Counter[str]:
         self._read_journal()
@@ -89,8 +91,10 @@ class _Judge:
 
     def _read_end(self, record: dict) -> None:
         self._ends[record["id"]] += 1
-        if record["end"] == "quarantined":
-            # Whatever comes to a controller was sampled for a lease that it knows.
+        if record["end"] == "quarantined" and record["cause"] == "it is of run other-1":
+            self._foreign += 1
+        elif record["end"] == "quarantined":
+            # Whatever else comes to a controller was sampled for a lease that it knows.
             self._wrong.append(f"{record['id']} was quarantined: {record['cause']}")
 
     def _records(self) -> dict[int, tuple[tuple[int, int], dict]]:
@@ -209,7 +213,10 @@ class _Judge:
             return
         summary = json.loads(path.read_text())
         ledger = summary["ledger"]
-        if ledger["difference"]:
+        if self._foreign > self._world.fired["told foreign run"]:
+            self._wrong.append(f"{self._foreign} trajectories are of another run")
+        # What was lost in the queue stays known.
+        if ledger["difference"] and not self._world.fired["told lost delivery"]:
             self._wrong.append(f"the ledger's difference is {ledger['difference']}")
         tokens = self.trained["tokens"]
         if ledger["trained"] != tokens:

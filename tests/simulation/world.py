@@ -27,15 +27,16 @@ from slipstream.client import client
 from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.errors import RunFailed
 from slipstream.core.settings.config import Config
-from slipstream.core.types import ServerId
+from slipstream.core.types import ServerId, Trajectory
 from slipstream.learner.controller import application
 from slipstream.learner.controller.services import status_service
 from slipstream.learner.trainer import controller_client
 from slipstream.learner.trainer.ranks import activity
 from slipstream.protocol.access.security import Credentials
-from slipstream.protocol.queue import redis
+from slipstream.protocol.codec import encode_trajectory
+from slipstream.protocol.queue import grpc, redis
 from slipstream.rollout_server import service, session
-from slipstream.rollout_server.episodes import environments
+from slipstream.rollout_server.episodes import dispatcher, environments
 from slipstream.rollout_server.memory import ProcessMemory
 from slipstream.v1 import fleet_pb2, status_pb2, trainer_pb2, trajectory_pb2
 
@@ -192,7 +193,7 @@ def plan(seed: int) -> tuple[Shape, list[Fault]]:
         has_client=rnd.random() < 0.2,
     )
     names = [name.removeprefix("fault_") for name in dir(World) if name.startswith("fault_")]
-    names = [name for name in names if not name.endswith("_storage")]
+    names = [name for name in names if not name.endswith(("_storage", "_lie"))]
     faults = [
         Fault(rnd.uniform(0.1, 1.0 + STEP_S * shape.steps), rnd.choice(names))
         for _ in range(rnd.choice((0, 2, 3, 3, 4, 6)))
@@ -206,6 +207,10 @@ def plan(seed: int) -> tuple[Shape, list[Fault]]:
             Fault(rnd.uniform(0.0, STEP_S * shape.steps), rnd.choice(kinds))
             for _ in range(rnd.choice((0, 1, 2, 3)))
         ]
+    rnd = random.Random(f"plan of the lies/{seed}")
+    if rnd.random() < 0.1:
+        lie = rnd.choice(("foreign_run_lie", "lost_delivery_lie", "kept_lease_lie"))
+        faults.append(Fault(rnd.uniform(0.0, STEP_S * shape.steps), lie))
     return shape, sorted(faults, key=lambda fault: fault.at_s)
 
 
@@ -244,6 +249,8 @@ class World:
         # What tells a server to leave, by the name of its process.
         self.stops: dict[str, asyncio.Event] = {}
         self.habits = Habits()
+        # Number of trajectories that each server still spoils, by the lie and its process.
+        self.lies: Counter[tuple[str, Process]] = Counter()
         self.violations: list[str] = []
         self.fired: Counter[str] = Counter()
         self.causes: list[str] = []
@@ -560,7 +567,30 @@ class World:
         def open_blocking_channel(address: str, _: object) -> BlockingChannel:
             return BlockingChannel(self.network, address)
 
+        def encode(trajectory: Trajectory) -> bytes:
+            if self.lies_now("foreign run"):
+                trajectory = replace(trajectory, run_id="other-1")
+            return encode_trajectory(trajectory)
+
+        put, run_group = grpc.GrpcSender.put, dispatcher.Dispatcher._run_group
+
+        async def put_or_lose(sender: Any, name: str, data: bytes, **how: Any) -> None:
+            """Counts a trajectory that is lost as sent."""
+            if self.lies_now("lost delivery"):
+                sender._sent.add(name, how["tokens"])
+                sender.taken.add(name, how["tokens"])
+            else:
+                await put(sender, name, data, **how)
+
+        async def run_or_keep(own: dispatcher.Dispatcher, group: Any) -> None:
+            if self.lies_now("kept lease"):
+                await group.cancelled.wait()
+            await run_group(own, group)
+
         seams: list[tuple[Any, str, Any]] = [
+            (dispatcher, "encode_trajectory", encode),
+            (dispatcher.Dispatcher, "_run_group", run_or_keep),
+            (grpc.GrpcSender, "put", put_or_lose),
             (application, "create_server", create_server),
             (application, "bind", bind),
             (application, "Journal", OwnedJournal),
@@ -740,6 +770,33 @@ class World:
         self._later(lambda: setattr(self.store, name, after), 1.0, 8.0)
         # The store counts the others when they happen.
         return name == "delay_s"
+
+    def lies_now(self, lie: str) -> bool:
+        """Whether the running server tells this lie about its next trajectory."""
+        key = (lie, PROCESS.get())
+        if not self.lies[key]:
+            return False
+        self.lies[key] -= 1
+        self.fired[f"told {lie}"] += 1
+        return True
+
+    def _lie(self, lie: str) -> bool:
+        process = self._some_server()
+        if process is not None:
+            self.lies[lie, process] = self.random.randint(1, 3)
+        return process is not None
+
+    def fault_foreign_run_lie(self) -> bool:
+        """A server delivers under the id of another run."""
+        return self._lie("foreign run")
+
+    def fault_lost_delivery_lie(self) -> bool:
+        """What a server has sent never arrives, and its lease is closed as finished."""
+        return self._lie("lost delivery")
+
+    def fault_kept_lease_lie(self) -> bool:
+        """A server keeps a lease and beats, and no episode of it ends before it is cancelled."""
+        return self._lie("kept lease")
 
     def fault_slow_server(self) -> bool:
         process = self._some_server()

@@ -296,8 +296,10 @@ class ControllerSection(Section):
     max_set_aside_batches: int = Field(3, ge=0)
     # The run stops after this time of serving without a step, an ended episode or work of the
     # trainer, and this long after a publish's deadline. Cancelled episodes and failures of engines,
-    # connections and `reference.server` do not count as ended. The run also stops after this time
-    # without a rollout server; the first one has `rollout_server.start_timeout_s` more.
+    # connections and `reference.server` do not count as ended. While several servers serve, all
+    # leases are taken back first and given to others, which have this time too. The run also stops
+    # after this time without a rollout server; the first one has `rollout_server.start_timeout_s`
+    # more.
     stall_timeout_s: Silence = 600.0
     # Steps between samples of trajectories, which are written as text.
     sample_every_steps: Positive = 10

@@ -384,6 +384,9 @@ class Controller:
     def _server_reported(self, session: ServerSession, report: fleet_pb2.ServerReport) -> None:
         self._ledger.report(session.key, report)
         self._results.server_reported(session, report)
+        num_sent, arrived = report.sent.trajectories, self._fleet.epochs.count(session.key).num_sent
+        for group in self._book.short_leases(session.key, num_sent, arrived):
+            self._intake.run_again(group, "neither delivered them nor named them unfinished")
 
     def _lease_reported(self, session: ServerSession, report: fleet_pb2.LeaseReport) -> None:
         group_id, unused = GroupId(report.group_id), report.next_attempt

@@ -52,6 +52,8 @@ class RunWatch:
         self._fleet = books.fleet
         self._take_back = take_back
         self._leases = LeaseWatch(self._config.controller.lease_timeout_s)
+        # Whether the leases were taken back since the run last moved.
+        self._gave_others_a_try = False
 
     async def watch_forever(self) -> None:
         """Removes silent servers, takes back overdue leases, and fails a run that cannot continue.
@@ -112,16 +114,39 @@ class RunWatch:
             if empty > limit_s:
                 return f"no rollout server was connected for {empty:.0f} s"
             return ""
-        idle = self._progress.idle_s
+        idle, limit_s = self._progress.idle_s, settings.stall_timeout_s
+        self._gave_others_a_try &= idle > limit_s
         waits_for_fleet = self._progress.has_trainer and bool(self._fleet.serving())
-        if waits_for_fleet and training and idle > settings.stall_timeout_s:
+        if waits_for_fleet and training and idle > limit_s * (1 + self._gave_others_a_try):
+            if not self._gave_others_a_try and self._give_others_a_try():
+                return ""
             waited_for = self._progress.waiting_for
             failures = [
                 f"; the last failure in {e.spec.name}: {e.cause}" for e in training if e.cause
             ]
             line = f"nothing moved for {idle:.0f} s of serving while waiting for {waited_for}"
+            if self._gave_others_a_try:
+                line += ", though all leases were taken back once and given to other servers"
             return line + "".join(failures)
         return ""
+
+    def _give_others_a_try(self) -> bool:
+        """Takes all leases back, so that other servers get them; returns False if there is none.
+
+        A server that beats and ends no episode would otherwise end the run.
+        """
+        if len(self._fleet.serving()) < 2:
+            return False
+        served_s = self._fleet.served_s()
+        late, _ = self._leases.overdue(self._book.groups.values(), served_s, limit_s=-1.0)
+        for group in late:
+            self._take_back(
+                group,
+                f"nothing moved for {self._progress.idle_s:.0f} s of serving "
+                "(controller.stall_timeout_s)",
+            )
+        self._gave_others_a_try = bool(late)
+        return self._gave_others_a_try
 
     def _nowhere(self, entry: EnvironmentEntry) -> bool:
         sessions = self._fleet.sessions.values()
@@ -232,14 +257,20 @@ class LeaseWatch:
         self._marks: dict[GroupId, _Mark] = {}
 
     def overdue(
-        self, groups: Iterable[Group], served_s: Mapping[ServerKey, float]
+        self,
+        groups: Iterable[Group],
+        served_s: Mapping[ServerKey, float],
+        *,
+        limit_s: float | None = None,
     ) -> tuple[list[Group], list[ServerKey]]:
         """Returns each overdue lease once, and each server that is late to end such a lease.
 
         A server is late when it has served for more than `CANCEL_LIMIT_S` seconds since this method
         reported the lease as overdue, and since the last end of an attempt of the lease. `served_s`
-        maps each server to the seconds for which it has served.
+        maps each server to the seconds for which it has served. `limit_s` replaces the limit of all
+        leases this time.
         """
+        limit_s = self._limit_s if limit_s is None else limit_s
         late, stuck, marks = [], [], {}
         for group in groups:
             holder, number = group.holder, group.num_leases
@@ -253,7 +284,7 @@ class LeaseWatch:
             elif mark.is_cancelled:
                 if now_s - mark.served_s > CANCEL_LIMIT_S:
                     stuck.append(holder)
-            elif now_s - mark.served_s > self._limit_s:
+            elif now_s - mark.served_s > limit_s:
                 late.append(group)
                 mark = _Mark(number, ended, now_s, is_cancelled=True)
             marks[group.group_id] = mark

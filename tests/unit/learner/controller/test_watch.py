@@ -12,6 +12,7 @@ import pytest
 from slipstream.core.types import GroupId, Purpose, ServerId
 from slipstream.learner.controller.events import EventLog
 from slipstream.learner.controller.leasing.groups import Group
+from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.watch import (
@@ -22,7 +23,7 @@ from slipstream.learner.controller.watch import (
 )
 from slipstream.v1 import status_pb2
 from support.fakes.small_checkpoints import save_checkpoint
-from support.rigs.lease_rig import SoundJournal, books_of
+from support.rigs.lease_rig import Rig, SoundJournal, books_of
 from support.rigs.publishing_scene import Scene, run_of
 from support.rigs.waiting import LIMIT_S, until
 
@@ -80,6 +81,50 @@ async def test_nothing_is_owed_by_a_trainer_that_has_ended_its_publish() -> None
         assert run.progress.pending_publish is None
         assert order.begun
         watched.watching.cancel()
+
+
+@pytest.mark.parametrize("num_servers", [1, 2])
+async def test_before_a_stall_fails_the_run_its_leases_are_taken_back_once(tmp_path, num_servers):
+    with Journal(tmp_path / "journal") as journal:
+        rig = Rig(tmp_path, journal)
+        taken: list[tuple[str, str]] = []
+        watch = RunWatch(rig.run, rig.books, lambda g, cause: taken.append((g.group_id, cause)))
+        progress, clock = rig.run.progress, rig.run.clock
+        progress.trainer_registered(())
+        progress.waits_for("an episode")
+        for number in range(num_servers):
+            rig.serving(f"s{number}", 0, max_episodes=2)
+        rig.scheduler.lease_all()
+        watch._look_at_leases()
+
+        def stalled(seconds: float) -> str:
+            progress.moved()
+            progress._idle.note(clock.now_s(), running=False)
+            progress._idle.note(clock.now_s() - seconds, running=True)
+            return watch._cause_to_fail()
+
+        assert stalled(590) == ""
+        assert taken == []
+        cause = stalled(601)
+        if num_servers == 1:
+            assert cause == "nothing moved for 601 s of serving while waiting for an episode"
+            return
+        assert cause == ""
+        held = [group.group_id for group in rig.book.groups.values() if group.holder]
+        why = "nothing moved for 601 s of serving (controller.stall_timeout_s)"
+        assert taken == [(group_id, why) for group_id in held]
+        assert stalled(1190) == ""
+        assert stalled(1201) == (
+            "nothing moved for 1201 s of serving while waiting for an episode, though all leases "
+            "were taken back once and given to other servers"
+        )
+        assert len(taken) == len(held)
+        # A run that has moved may stall again.
+        assert stalled(1) == ""
+        watch._leases = LeaseWatch(3600.0)
+        watch._look_at_leases()
+        assert stalled(601) == ""
+        assert len(taken) == 2 * len(held)
 
 
 A, B = ServerKey(ServerId("a"), 1), ServerKey(ServerId("b"), 1)

@@ -42,6 +42,10 @@ class Group:
     ended: set[int] = field(default_factory=set)
     # Whether the holder has closed the lease; trajectories of the lease may still arrive.
     closed: bool = False
+    # Number of trajectories that the holder had sent when it had closed the lease, if known.
+    sent_at_close: int | None = None
+    # The server whose lease lost members or was taken back: others come first.
+    shunned: ServerKey | None = None
     # By member: number of its lost servers, leases taken back and quarantined trajectories.
     setbacks: Counter[int] = field(default_factory=Counter)
     # Unix times of the present lease, and by member of its trajectory's arrival; 0 and empty for a
@@ -104,7 +108,9 @@ class Group:
         number of every attempt that the holder made, or 0 if the report has no such number.
         """
         assert self.holder is not None
-        fault = self.excess(self.holder.epoch, next_attempt - 1) if next_attempt else ""
+        # A server that was told to stop before it began names the first attempt of its lease.
+        has_begun = next_attempt > self.first_attempt
+        fault = self.excess(self.holder.epoch, next_attempt - 1) if has_begun else ""
         if max(unfinished, default=0) >= self.size:
             fault = f"member {max(unfinished)} of {self.group_id}, which has {self.size} members"
         if fault:

@@ -107,21 +107,34 @@ def place_orphans(
 ) -> list[Grant]:
     """Leases at most `limit` orphans (groups without a holder) to servers that may finish them."""
     # Orphans of one kind suit the same servers; each keeps its place in the order of the leases.
-    kinds: dict[tuple[str, int, int], deque[tuple[int, Group]]] = {}
+    kinds: dict[tuple[str, int, int, ServerKey | None], deque[tuple[int, Group]]] = {}
     for place, group in enumerate(book.orphans()):
-        kind = (group.environment, group.deadline_step, group.num_missing)
+        kind = (group.environment, group.deadline_step, group.num_missing, group.shunned)
         kinds.setdefault(kind, deque()).append((place, group))
     granted: list[Grant] = []
-    smallest = min((episodes for *_, episodes in kinds), default=0)
+    smallest = min((episodes for _, _, episodes, _ in kinds), default=0)
+
+    def suits(room: ServerRoom, environment: str, group: Group) -> bool:
+        may_run = runs_on(environments, environment, room.session.key)
+        return may_run and book.may_reassign(group, room.served_step)
+
     for room in by_room if kinds else ():
         if room.episodes < smallest:
             break
+        key = room.session.key
         suitable = [
             (episodes, queue)
-            for (environment, _, episodes), queue in kinds.items()
+            for (environment, _, episodes, shunned), queue in kinds.items()
             if queue
-            and runs_on(environments, environment, room.session.key)
-            and book.may_reassign(queue[0][1], room.served_step)
+            and suits(room, environment, queue[0][1])
+            # The server that has failed the group gets it again only if no other may.
+            and not (
+                key == shunned
+                and any(
+                    other.session.key != shunned and suits(other, environment, queue[0][1])
+                    for other in by_room
+                )
+            )
         ]
         left = room.episodes
         while fitting := [queue for episodes, queue in suitable if queue and episodes <= left]:

@@ -340,15 +340,15 @@ class Inspector:
         """Returns the trajectory of a delivery if it is valid and new, else None.
 
         An invalid delivery is quarantined, and a delivery whose trajectory is already in the
-        journal, or of another run, is acknowledged. `decoded` is the result of `decode`, or None if
-        it was not called yet.
+        journal is acknowledged. `decoded` is the result of `decode`, or None if it was not called
+        yet.
         """
         trajectory = self.decode(delivery) if decoded is None else decoded
         if isinstance(trajectory, ProtocolError):
             self.refuse(delivery, str(trajectory))
             return None
         if trajectory.run_id != self._progress.run_id:
-            self._endings.acknowledge(delivery.trajectory_id)
+            self.refuse(delivery, f"it is of run {trajectory.run_id}")
             return None
         if self._earlier.holds(trajectory.group_id, delivery.trajectory_id):
             self._endings.acknowledge(delivery.trajectory_id)

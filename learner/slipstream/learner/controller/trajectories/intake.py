@@ -163,11 +163,13 @@ class Intake:
 
         Members with `controller.max_attempts` setbacks get no further attempt.
         """
-        session, limit = self._fleet.find(group.holder), self._run.config.controller.max_attempts
+        if group.closed:
+            self.run_again(group, cause)
+            return
+        session = self._fleet.find(group.holder)
+        group.shunned = group.holder
         group.setbacks.update(group.running)
-        gone = [member for member in group.running if group.setbacks[member] >= limit]
-        if gone:
-            self._give_up(group, gone, Failure(FailureKind.TIMEOUT, cause))
+        self._give_up_spent(group, group.running, Failure(FailureKind.TIMEOUT, cause))
         is_set_aside = group.group_id not in self._book.groups and not group.is_complete
         if session is None or is_set_aside:
             return
@@ -178,6 +180,25 @@ class Intake:
         # Members that the server reports as unfinished are leased again.
         order = fleet_pb2.CancelLease(group_id=group.group_id, reason=cause)
         session.send(fleet_pb2.ControllerMessage(cancel=order))
+
+    def run_again(self, group: Group, cause: str) -> None:
+        """Runs the members again that a closed lease left without a trajectory or a word.
+
+        Members with `controller.max_attempts` setbacks get no further attempt.
+        """
+        session, members = self._fleet.find(group.holder), self._book.run_again(group)
+        name = "a rollout server that is gone" if session is None else session.name
+        self._run.events.warn(
+            f"{len(members)} episodes of group {group.group_id} run again: {name} closed their "
+            f"lease, and {cause}"
+        )
+        self._give_up_spent(group, members, Failure(FailureKind.INFRASTRUCTURE, cause))
+        self._run.signal.notify()
+
+    def _give_up_spent(self, group: Group, members: Sequence[int], failure: Failure) -> None:
+        limit = self._run.config.controller.max_attempts
+        if gone := [member for member in members if group.setbacks[member] >= limit]:
+            self._give_up(group, gone, failure)
 
     def suspend(self, environment: str, cause: str) -> None:
         """Reports that an environment is suspended, and withdraws all of its groups.

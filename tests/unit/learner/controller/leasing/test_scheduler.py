@@ -252,3 +252,23 @@ async def test_a_group_is_leased_only_while_the_queue_has_room_for_it(tmp_path, 
     assert rig.scheduler.reserved_bytes == 2 * 2240 + 100
     assert rig.scheduler.may_send(0)
     assert not rig.scheduler.may_send(1)
+
+
+async def test_a_group_goes_to_another_server_than_the_one_that_failed_it(rig: Rig) -> None:
+    first = rig.serving("a", 0, max_episodes=8)
+    rig.scheduler.lease_all(1)
+    (group,) = rig.book.held_by(first.key)
+    other = rig.serving("b", 0, max_episodes=2)
+
+    def fail() -> None:
+        rig.book.closed(group.group_id, group.holder, [])
+        rig.book.run_again(group)
+        rig.scheduler.lease_all(1)
+
+    fail()
+    assert group.holder == other.key, "though it has less room"
+    fail()
+    assert group.holder == first.key
+    rig.fleet.remove(other, "gone")
+    fail()
+    assert group.holder == first.key, "there is no other server"
