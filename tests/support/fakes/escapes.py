@@ -62,9 +62,7 @@ FILES = {
     "change_a_time": (
         "there(lambda: os.utime(given['secret'], (1, 1)) or os.stat(given['secret']).st_mtime == 1)"
     ),
-    "leave_a_file_in_shared_memory": (
-        "there(lambda: open('/dev/shm/slipstream-escape', 'w').write('x'))"
-    ),
+    "leave_a_file_in_shared_memory": "there(lambda: open(given['shared'], 'w').write('x'))",
     "watch_a_folder": (
         "there(lambda: libc.inotify_add_watch(libc.inotify_init1(0), given['home'].encode(), 4095))"
     ),

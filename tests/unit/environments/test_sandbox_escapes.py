@@ -23,7 +23,9 @@ pytestmark = [
 ]
 
 SECRET = "a secret of the worker"
-SHM_KEY = 0x51EA1
+# Not those of another run on this machine.
+SHM_KEY = 0x51 << 24 | os.getpid()
+SHARED = Path(f"/dev/shm/slipstream-escape-{os.getpid()}")
 NUMBERS = {
     "x86_64": {
         "bpf": 321,
@@ -92,6 +94,7 @@ class Outside:
             "unix": str(self._home / "s"),
             "unix_datagram": str(self._home / "d"),
             "abstract": abstract,
+            "shared": str(SHARED),
             "shm_key": SHM_KEY,
             **NUMBERS[platform.machine()],
         }
@@ -108,7 +111,7 @@ class Outside:
         self._victim.stdout.close()
         for each in (*self._streams, *self._datagrams):
             each.close()
-        Path("/dev/shm/slipstream-escape").unlink(missing_ok=True)
+        SHARED.unlink(missing_ok=True)
 
     def _bound(self, kind: int, name: str) -> socket.socket:
         made = socket.socket(socket.AF_UNIX, kind)
@@ -131,7 +134,7 @@ class Outside:
             facts["stopped"] = victim.status() == psutil.STATUS_STOPPED
         facts["connections"] = [self._is_called(each) for each in self._streams]
         facts["messages"] = [self._is_written_to(each) for each in self._datagrams]
-        facts["shared memory"] = Path("/dev/shm/slipstream-escape").exists()
+        facts["shared memory"] = SHARED.exists()
         facts["segments"] = self._take_segment()
         return facts
 
