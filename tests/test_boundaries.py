@@ -31,8 +31,6 @@ STAIRS = (
     *("servers", "records", "tasks", "leasing", "trajectories", "publishing", "evaluation"),
     *(
         "set_aside_batch",
-        "receipt",
-        "receipt_checks",
         "watch",
         "services",
         "reporting",

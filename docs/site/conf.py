@@ -57,7 +57,7 @@ CONTENTS = {
         "docs/guides/watching",
         "docs/guides/prometheus",
         "docs/guides/checkpoints",
-        "docs/guides/receipts",
+        "docs/guides/verify",
         "docs/guides/models",
         "docs/guides/images",
         "docs/guides/agreement",

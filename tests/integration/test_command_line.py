@@ -111,9 +111,7 @@ COMMANDS = {
     "broken arguments": (["submit", "m:C", "--args", "{"], "--args must be a JSON object"),
     "arguments of a wrong type": (["submit", "m:C", "--args", "[1]"], "JSON object, got [1]"),
     "replay of nothing": (["replay", "nowhere"], "nowhere: no such folder"),
-    "receipt of nothing": (["receipt", "nowhere"], "nowhere: no such folder"),
-    "receipt of a run without a journal": (["receipt", "."], "has no step that could be trained"),
-    "receipt from a file": (["receipt", "config.toml", "--out", "x"], "config.toml is a file"),
+    "verify of nothing": (["verify", "nowhere"], "nowhere: no such folder"),
     "export of nothing": (["export", "nowhere"], "nowhere: no such folder"),
     "replay of a file": (["replay", "config.toml"], "config.toml: a file, name its folder ."),
     "replay of all runs": (

@@ -1,22 +1,17 @@
 """One short run with all real parts, and everything that it leaves."""
 
-import fcntl
 import json
 import math
 import re
 import shutil
-import struct
 import subprocess
 from pathlib import Path
 
 import pytest
 from slipstream.core.configuration.config_file import load_config
-from slipstream.core.errors import ConfigError
-from slipstream.learner.controller.receipt import pack, unpack
-from slipstream.learner.controller.receipt_checks import check
 from slipstream.learner.controller.records.journal import read_batch, read_records
 from support.references.documented_metrics import tables
-from support.rigs.changed_receipt import changed_receipt, in_journal, in_json
+from support.references.page_data import given_of
 from support.rigs.run_processes import (
     check_ledger,
     copy_environments,
@@ -180,20 +175,6 @@ def test_both_environments_are_trained_by_their_weights(run: Path, summary: dict
     assert 1 - max(0.3, until_echo) <= share <= max(0.8, until_repeat)
 
 
-def test_tensorboard_events_can_be_read(run: Path) -> None:
-    event_pb2 = pytest.importorskip("tensorboardX.proto.event_pb2")
-    (path,) = (run / "tensorboard").iterdir()
-    data, place, losses = path.read_bytes(), 0, []
-    while place < len(data):
-        # A record: length, checksum of the length, event, checksum of the event.
-        (length,) = struct.unpack_from("<Q", data, place)
-        event = event_pb2.Event.FromString(data[place + 12 : place + 12 + length])
-        losses += [(event.step, v.simple_value) for v in event.summary.value if v.tag == "loss"]
-        place += length + 16
-    rows = [row for row in rows_of(run) if "step" in row]
-    assert losses == [(row["step"], pytest.approx(row["loss"], rel=1e-6)) for row in rows]
-
-
 def test_sampled_trajectories_can_be_read(run: Path) -> None:
     lines = [json.loads(x) for x in (run / "trajectories.jsonl").read_text().splitlines()]
     assert {line["step"] for line in lines} == {1, 6}
@@ -251,41 +232,29 @@ def test_a_finished_run_is_not_started_again(run: Path) -> None:
     )
 
 
-@pytest.fixture(scope="module")
-def packed(run: Path) -> subprocess.CompletedProcess[str]:
-    return run_command("receipt", "run", "--out", "run.tar.gz", cwd=run.parent)
+def test_the_files_of_the_run_have_no_fault(run: Path) -> None:
+    done = succeed("verify", run)
+    assert done.stderr == ""
+    assert re.search(rf": {STEPS} steps, .* at most [12] late; faults: 0$", done.stdout.strip())
 
 
-@pytest.fixture(scope="module")
-def receipt(packed: subprocess.CompletedProcess[str], run: Path) -> Path:
-    assert packed.returncode == 0, packed.stdout + packed.stderr
-    return run.parent / "run.tar.gz"
-
-
-def test_a_receipt_says_what_it_shows_and_what_it_lacks(packed, receipt, summary):
-    lines = dict(re.findall(r"^ *([a-z ]+?)  (\S.*)$", packed.stdout, re.MULTILINE))
-    assert lines["versions"].endswith(summary["weight_digest"])
-    assert lines["ledger"].startswith(f"{summary['generated_tokens']:,} generated = ")
-    assert lines["packages"] == lines["machine"] == "the same here"
-    assert re.fullmatch(r"model\.path .*, digest [0-9a-f]{32}; here", lines["not in it"])
-    assert packed.stderr == ""
-    (again,) = run_command("receipt", receipt).stdout.splitlines()[:1]
-    assert again in packed.stdout
-
-
-def test_the_same_run_gives_the_same_receipt(receipt: Path, run: Path, tmp_path: Path) -> None:
-    pack(run, tmp_path / "again")
-    assert (tmp_path / "again").read_bytes() == receipt.read_bytes()
+def test_the_run_has_written_its_page(run: Path) -> None:
+    given = given_of(run / "page.html")
+    (shown,) = given["runs"]
+    assert (given["period_s"], shown["name"], shown["state"]) == (0, "run", "finished")
+    assert [step for step, _ in shown["curves"]["echo/right"]] == list(range(1, STEPS + 1))
+    assert shown["replies"]
 
 
 def test_a_replay_elsewhere_reaches_every_recorded_digest_up_to_a_step(
-    receipt: Path, run: Path, tiny_model: Path, tmp_path: Path, summary: dict
+    run: Path, tiny_model: Path, tmp_path: Path, summary: dict
 ) -> None:
     recorded = [r["digest"] for r in read_records(run / "journal") if r["kind"] == "step"]
     assert len(recorded) == STEPS
     assert recorded[-1] == summary["weight_digest"]
-    subprocess.run(["tar", "-xzf", receipt], cwd=tmp_path, check=True)
+    shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("checkpoints", "logs"))
     shutil.copytree(tiny_model, tmp_path / "copy")
+    succeed("verify", "run", cwd=tmp_path)
     arguments = ["run", "--step", STEPS - 1, "model.path=copy"]
     replay = succeed("replay", *arguments, cwd=tmp_path, limit_s=100)
     assert replay.stderr == ""
@@ -293,141 +262,6 @@ def test_a_replay_elsewhere_reaches_every_recorded_digest_up_to_a_step(
         ["version", str(version), digest, "as", "recorded"]
         for version, digest in enumerate(recorded[:-1], start=1)
     ]
-
-
-def test_a_receipt_is_of_a_run_that_has_ended(run: Path, tmp_path: Path) -> None:
-    with (run / "command.lock").open("r+b") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        packed = run_command("receipt", run, "--out", tmp_path / "out")
-    assert packed.returncode == 2
-    assert packed.stderr == (
-        f"slipstream: {run} is written by a run that goes on: a receipt is of one that has ended\n"
-    )
-
-
-def drop(files: Path) -> None:
-    path = files / "journal" / "journal.log"
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(lines[:5] + lines[6:]))
-
-
-def of_kind(records: list[dict], kind: str) -> list[dict]:
-    return [record for record in records if record["kind"] == kind]
-
-
-BATCH = "journal/batches/step-000002.pb"
-# What is changed, whether the list of files says so, and a part of the line that tells of it.
-CHANGES = {
-    "a batch": (lambda files: (files / BATCH).write_bytes(b"x"), True, "step-000002.pb is damaged"),
-    "a line of the journal": (drop, True, "lines before it are missing"),
-    "the digest of the last weights": (
-        in_journal(lambda records: of_kind(records, "step")[-1].update(digest="00" * 16)),
-        True,
-        "summary.json ends with weights",
-    ),
-    "a version": (
-        in_journal(lambda records: records.remove(of_kind(records, "step")[3])),
-        True,
-        "version 4 is not in the journal",
-    ),
-    "the lags": (
-        in_journal(lambda records: of_kind(records, "step")[3].update(lags=[[0, 1]])),
-        True,
-        "the tokens of step 4 have other lags",
-    ),
-    "the groups": (
-        in_journal(lambda records: records.remove(of_kind(records, "lease")[0])),
-        True,
-        "which is not open",
-    ),
-    "the bound": (
-        lambda files: (files / "config.toml").write_text(
-            (files / "config.toml")
-            .read_text()
-            .partition("\n")[2]
-            .replace("max_staleness = 2", "max_staleness = 0")
-        ),
-        True,
-        "0 are allowed",
-    ),
-    "the ledger": (
-        lambda files: (files / "summary.json").write_text(
-            re.sub(r'"evaluated": (\d+)', r'"evaluated": 1\1', (files / "summary.json").read_text())
-        ),
-        True,
-        "tokens evaluated, not",
-    ),
-    "the curve": (
-        lambda files: (files / "metrics.jsonl").write_text(
-            (files / "metrics.jsonl").read_text().replace('"reward_mean": 0', '"reward_mean": 1', 1)
-        ),
-        True,
-        "metrics.jsonl has reward 1",
-    ),
-    "a settings file alone": (
-        in_json("config.toml", "max_staleness = 2", "max_staleness = 3"),
-        True,
-        "config.toml is not what the run wrote",
-    ),
-    "a file that is not listed anew": (
-        in_json("config.toml", "max_staleness = 2", "max_staleness = 3"),
-        False,
-        "config.toml is not what was packed",
-    ),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_receipt_with_another_content_is_refused(change, receipt, tmp_path, capsys):
-    what, relist, told = CHANGES[change]
-    assert check(changed_receipt(receipt, tmp_path, what, relist=relist)) == 1
-    captured = capsys.readouterr().err
-    assert told in captured
-    assert len(captured.splitlines()) == 1
-
-
-def without_model(run: Path, folder: Path) -> Path:
-    """A copy of a run's folder, to be changed."""
-    return shutil.copytree(run, folder / "run", ignore=shutil.ignore_patterns("checkpoints"))
-
-
-def test_no_secret_comes_into_a_receipt(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (key,) = {r["key"] for r in read_records(run / "journal") if r["kind"] == "start"}
-    copy = without_model(run, tmp_path)
-    settings = (copy / "config.toml").read_text().partition("\n")[2]
-    url = 'redis_url = "rediss://someone:the-password@far:1/0?password=the-password"'
-    (copy / "config.toml").write_text(
-        re.sub(r'kind = "(grpc|redis)"', rf'kind = "redis"\n{url}', settings)
-    )
-    pack(copy, tmp_path / "packed")
-    (tmp_path / "files").mkdir()
-    for entry in unpack(tmp_path / "packed", tmp_path / "files").files:
-        data = (tmp_path / "files" / entry.path).read_bytes()
-        assert key.encode() not in data
-        assert b"the-password" not in data
-    assert load_config(tmp_path / "files" / "config.toml").queue.redis_url == "rediss://far:1/0"
-
-    socket = (copy / "config.toml").read_text().replace(url, 'redis_url = "unix://a:b@/run/x"')
-    (copy / "config.toml").write_text(socket)
-    pack(copy, tmp_path / "local")
-    (tmp_path / "of-local").mkdir()
-    unpack(tmp_path / "local", tmp_path / "of-local")
-    assert load_config(tmp_path / "of-local/config.toml").queue.redis_url == "unix:///run/x"
-
-    monkeypatch.setenv("MY_API_KEY", "echo-heldout")
-    with pytest.raises(ConfigError, match=r"\$MY_API_KEY in it: no receipt is made of it"):
-        pack(copy, tmp_path / "other")
-    monkeypatch.delenv("MY_API_KEY")
-    (tmp_path / "token").write_text(f"{'x' * 32}\n{key[:20]}\n")
-    held = f'[security]\ntoken_file = "{tmp_path}/token"\n'
-    (copy / "config.toml").write_text(settings.replace("[security]\n", held))
-    (copy / "metrics.jsonl").write_text((copy / "metrics.jsonl").read_text() + key[:20])
-    with pytest.raises(ConfigError, match=r"metrics\.jsonl has the value of security\.token_file"):
-        pack(copy, tmp_path / "other")
-    (copy / "config.toml").write_text(settings.replace("num_symbols", 'api_key = "x"\nnum_symbols'))
-    with pytest.raises(ConfigError, match=r"environments\.0\.args\.api_key looks like a secret"):
-        pack(copy, tmp_path / "other")
-    assert not (tmp_path / "other").exists()
 
 
 def batch_records(run: Path) -> list[dict]:

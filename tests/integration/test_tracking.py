@@ -14,8 +14,7 @@ without_wandb = pytest.mark.skipif(
 
 @without_wandb
 async def test_a_tracker_that_cannot_be_opened_is_an_event_and_the_run_goes_on(tmp_path, caplog):
-    trackers = ["wandb", "tensorboard"]
-    config = make_config(tmp_path, run__steps=3, tracking__trackers=trackers)
+    config = make_config(tmp_path, run__steps=3, tracking__trackers=["wandb"])
     with caplog.at_level("INFO"):
         summary = await play(config)
     assert summary["code"] == 0
@@ -24,8 +23,6 @@ async def test_a_tracker_that_cannot_be_opened_is_an_event_and_the_run_goes_on(t
     assert told == [
         "tracker wandb gets no more numbers: ModuleNotFoundError: No module named 'wandb'"
     ]
-    files = list((config.run_dir / "tensorboard").iterdir())
-    assert sum(file.read_bytes().count(b"reward_mean") for file in files) == 3
 
 
 @without_wandb
@@ -43,6 +40,7 @@ def test_a_missing_package_is_refused_before_anything_starts(tmp_path, command):
 
 async def test_all_trackers_at_once_take_every_step_and_the_evaluations(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
+    pytest.importorskip("tensorboard")
     pytest.importorskip("mlflow")
     pytest.importorskip("sqlalchemy")
     monkeypatch.setenv("WANDB_MODE", "offline")

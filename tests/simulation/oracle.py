@@ -1,18 +1,14 @@
-"""Judges a simulated run by what its engines sampled and by the files that it left."""
+"""Judges a simulated run by what its engines sampled; `verify` judges the files that it left."""
 
 from __future__ import annotations
 
-import json
-import zlib
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
-from slipstream.core.run_folder import journal_logs, log_number
+from slipstream.client.verify import Bounds, Findings, examine, read_batch, read_journal
 from slipstream.core.types import PolicyVersion, Trajectory
-from slipstream.learner.controller.records.history import attempt_of
-from slipstream.learner.controller.records.journal import batch_path
 from slipstream.protocol.codec import trajectory_from_pb
-from slipstream.v1 import trainer_pb2
 
 from simulation.fleet import NUM_TASKS, text_of, verdict_on
 from simulation.trainer import is_trainable
@@ -29,129 +25,95 @@ def judge(world: World) -> Counter[str]:
 class _Judge:
     def __init__(self, world: World) -> None:
         self._world, self._wrong = world, world.violations
-        self._folder = world.config.run_dir / "journal"
+        self._folder = world.config.run_dir
         # The number of the log in which each trajectory has ended, and the byte there.
         self._ended: dict[str, tuple[int, int]] = {}
         # The same of the first lease of each group to each server.
         self._leased: dict[tuple[str, str], tuple[int, int]] = {}
-        self._ends: Counter[str] = Counter()
-        self._tokens: Counter[int] = Counter()
         self.trained: Counter[str] = Counter()
         # Trajectories that were quarantined as those of another run.
         self._foreign = 0
 
     def run(self) -> Counter[str]:
+        algorithm, shape = self._world.config.algorithm, self._world.shape
+        bounds = Bounds(algorithm.max_staleness, algorithm.group_size, algorithm.groups_per_step)
+        found = examine(self._folder, bounds)
+        if self._world.fired["told lost delivery"]:
+            # What was lost in the queue stays known.
+            open_ledger = ("the ledger's difference: ", "the ledger's gaps: ")
+            found.faults = [text for text in found.faults if not text.startswith(open_ledger)]
+        self._wrong += found.faults
         self._read_journal()
         self._check_acknowledged()
         self._check_leased()
+        if self._foreign > self._world.fired["told foreign run"]:
+            self._wrong.append(f"{self._foreign} trajectories are of another run")
         for version, weights in self._world.truth.weights.items():
             if len(weights) > 1:
                 self._wrong.append(f"{len(weights)} different weights are called {version}")
-        self._check_summary()
+        if not self._wrong and found.steps != shape.steps:
+            self._wrong.append(f"the journal has {found.steps} steps of {shape.steps}")
         self._wrong += [f"unhandled: {text}" for text in self._world.loop.unhandled]
+        self.trained += Counter(steps=found.steps, tokens=found.lags.total())
         return self.trained
 
     def _read_journal(self) -> None:
-        batches: dict[int, tuple[dict, tuple[int, int]]] = {}
-        written: dict[str, tuple[dict, tuple[int, int]]] = {}
+        batches: dict[int, dict[str, Any]] = {}
+        written: dict[str, tuple[dict[str, Any], tuple[int, int]]] = {}
+        aside: list[str] = []
         evaluated: list[int] = []
-        steps: set[int] = set()
-        for place, record in self._records().values():
-            if record["kind"] == "end":
-                self._read_end(record)
-                # One that was put back is on disk with the batch that was set aside.
-                self._ended.setdefault(record["id"], place)
-            elif record["kind"] in ("lease", "evaluation_lease"):
+        for log, end, record in read_journal(self._folder, Findings()):
+            kind, place = record["kind"], (log, end)
+            if kind == "end":
+                self._ended[record["id"]] = place
+                if record["end"] == "quarantined" and record["cause"] == "it is of run other-1":
+                    self._foreign += 1
+                elif record["end"] == "quarantined":
+                    # Whatever else comes to a controller was sampled for a lease that it knows.
+                    self._wrong.append(f"{record['id']} was quarantined: {record['cause']}")
+            elif kind in ("lease", "evaluation_lease"):
                 self._leased.setdefault((record["group"], record["server"]), place)
-            elif record["kind"] == "batch":
-                batches[record["step"]] = record, place
+            elif kind == "batch":
+                batches[record["step"]] = record
                 written[record["batch_id"]] = record, place
-            elif record["kind"] == "batch_set_aside":
-                batches.pop(record["step"])
-                self._set_aside(*written[record["batch_id"]], record["ids"])
-            elif record["kind"] == "step":
-                steps.add(record["step"])
-            elif record["kind"] == "evaluation":
+            elif kind == "batch_set_aside":
+                batches.pop(record["step"], None)
+                aside += record["ids"]
+            elif kind == "evaluation":
                 evaluated.append(record["version"])
                 if record["episodes"] + record["failed"] != NUM_TASKS:
                     self._wrong.append(f"an evaluation has other than {NUM_TASKS}: {record}")
-        self.trained["steps"] = len(steps)
-        for step, (record, place) in batches.items():
-            self._read_batch(step, record, place, is_trained=step in steps)
-        if not self._world.violations and len(steps) != self._world.shape.steps:
-            self._wrong.append(f"the journal has {len(steps)} steps of {self._world.shape.steps}")
-        if not self._world.violations:
-            self._check_evaluations(evaluated)
-        for trajectory_id, times in self._ends.items():
-            if times > 1:
-                self._wrong.append(f"{trajectory_id} has ended {times} times")
-        for token, times in self._tokens.items():
-            if times > 1:
-                self._wrong.append(f"token {token} is in {times} batches")
-
-    def _read_end(self, record: dict) -> None:
-        self._ends[record["id"]] += 1
-        if record["end"] == "quarantined" and record["cause"] == "it is of run other-1":
-            self._foreign += 1
-        elif record["end"] == "quarantined":
-            # Whatever else comes to a controller was sampled for a lease that it knows.
-            self._wrong.append(f"{record['id']} was quarantined: {record['cause']}")
-
-    def _records(self) -> dict[int, tuple[tuple[int, int], dict]]:
-        """The records by their line, each with its place: a later log goes on where it begins."""
-        found: dict[int, tuple[tuple[int, int], dict]] = {}
-        for path in journal_logs(self._folder):
-            offset, is_first = 0, True
-            for line in path.read_bytes().splitlines(keepends=True):
-                offset += len(line)
-                if line[:8] != b"%08x" % zlib.crc32(line[9:].rstrip(b"\n")):
-                    # Cut off by a loss of power; a later log goes on.
-                    break
-                record = json.loads(line[9:])
-                if is_first:
-                    found = {n: each for n, each in found.items() if n < record["line"]}
-                    is_first = False
-                if record["line"] != len(found) + 1:
-                    self._wrong.append(f"{path.name} has line {record['line']} out of order")
-                found[record["line"]] = (log_number(path.name), offset), record
-        return found
-
-    def _read_batch(
-        self, step: int, record: dict, place: tuple[int, int], *, is_trained: bool
-    ) -> None:
-        for trajectory in self._recorded(record):
-            # Members that were put back were acknowledged with their first batch.
-            self._ended.setdefault(trajectory.trajectory_id, place)
-            self._ends[trajectory.trajectory_id] += 1
-            if not is_trainable(trajectory.group_id) and is_trained:
-                self._wrong.append(f"step {step + 1} trains {trajectory.group_id}")
-            turns = _turns(trajectory)
-            self._check_reward(trajectory, turns)
-            sampled = [token for turn in turns for token in turn]
-            versions = [s.version for s in trajectory.version_spans for _ in range(s.length)]
-            for token, version in zip(sampled, versions, strict=True):
-                self._check_token(step, token, version)
-            self.trained += Counter(trajectories=is_trained, tokens=is_trained * len(sampled))
-
-    def _recorded(self, record: dict) -> list[Trajectory]:
-        """The trajectories of a batch; none if its file is missing or damaged, which is wrong."""
-        path = batch_path(self._folder, record["step"], attempt_of(record["batch_id"]))
-        data = path.read_bytes() if path.is_file() else b""
-        if zlib.crc32(data) != record["crc32"]:
-            self._wrong.append(f"{path.name} is {'damaged' if data else 'missing'}")
-            return []
-        batch = trainer_pb2.RecordedBatch.FromString(data)
-        return [trajectory_from_pb(message) for message in batch.trajectories]
-
-    def _set_aside(self, record: dict, place: tuple[int, int], ids: list[str]) -> None:
-        """Notes who was acknowledged with a batch that was set aside."""
-        for trajectory in self._recorded(record):
-            # What was put back may be set aside again, and lies on disk since the first batch.
-            self._ended.setdefault(trajectory.trajectory_id, place)
-        self._ends.update(ids)
-        for trajectory_id in ids:
+        for record, place in written.values():
+            is_trained = batches.get(record["step"]) is record
+            for trajectory in self._recorded(record):
+                # Members that were put back were acknowledged with their first batch.
+                name = trajectory.trajectory_id
+                self._ended[name] = min(place, self._ended.get(name, place))
+                if is_trained:
+                    self._check_trajectory(record["step"], trajectory)
+        for trajectory_id in aside:
             if is_trainable(trajectory_id.partition(".")[0]):
                 self._wrong.append(f"{trajectory_id} was set aside, and nothing is wrong with it")
+        if not self._wrong:
+            self._check_evaluations(evaluated)
+
+    def _recorded(self, record: dict[str, Any]) -> Iterator[Trajectory]:
+        """The trajectories of a batch; none if its file is missing or damaged, which is wrong."""
+        found = Findings()
+        with found.reading(f"the batch of step {record['step']}"):
+            yield from map(trajectory_from_pb, read_batch(self._folder, record).trajectories)
+        self._wrong += found.faults
+
+    def _check_trajectory(self, step: int, trajectory: Trajectory) -> None:
+        if not is_trainable(trajectory.group_id):
+            self._wrong.append(f"step {step + 1} trains {trajectory.group_id}")
+        turns = _turns(trajectory)
+        self._check_reward(trajectory, turns)
+        sampled = [token for turn in turns for token in turn]
+        versions = [s.version for s in trajectory.version_spans for _ in range(s.length)]
+        for token, version in zip(sampled, versions, strict=True):
+            self._check_token(step, token, version)
+        self.trained["trajectories"] += 1
 
     def _check_reward(self, trajectory: Trajectory, turns: list[list[int]]) -> None:
         """Compares an episode with what its environment says of each reply."""
@@ -169,7 +131,6 @@ class _Judge:
 
     def _check_token(self, step: int, token: int, claimed: PolicyVersion) -> None:
         world = self._world
-        self._tokens[token] += 1
         found = world.tokens.find(token)
         if found.version != claimed:
             self._wrong.append(f"token {token} of {found.version} is called {claimed}")
@@ -204,25 +165,6 @@ class _Judge:
             place = self._leased.get((group_id, server))
             if place is None or place > synced:
                 self._wrong.append(f"{server} got a lease of {group_id} before it was on disk")
-
-    def _check_summary(self) -> None:
-        path = self._world.config.run_dir / "summary.json"
-        if self._wrong or not path.is_file():
-            if not self._wrong:
-                self._wrong.append("the run left no summary")
-            return
-        summary = json.loads(path.read_text())
-        ledger = summary["ledger"]
-        if self._foreign > self._world.fired["told foreign run"]:
-            self._wrong.append(f"{self._foreign} trajectories are of another run")
-        # What was lost in the queue stays known.
-        if ledger["difference"] and not self._world.fired["told lost delivery"]:
-            self._wrong.append(f"the ledger's difference is {ledger['difference']}")
-        tokens = self.trained["tokens"]
-        if ledger["trained"] != tokens:
-            self._wrong.append(
-                f"the ledger says {ledger['trained']} trained tokens, there are {tokens}"
-            )
 
 
 def _turns(trajectory: Trajectory) -> list[list[int]]:

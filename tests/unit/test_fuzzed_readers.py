@@ -83,6 +83,7 @@ ONCE_BROKEN = [
         for step in (b"NaN", b"1e400", b"1" + b"0" * 400)
     ),
     *((name, DEEP) for name in ("journal", "summary of a run", "page summary.json")),
+    *((f"verify {name}", DEEP) for name in ("metrics.jsonl", "summary.json")),
     *((name, DEEP) for name in ("manifest", "model", "batch")),
     ("config.toml", b"a = " + DEEP),
     # Messages of the attacks on a live run.

@@ -27,10 +27,9 @@ EXAMPLES = {
     "environments": "slipstream environments runs/letters",
     "drain": "slipstream drain server-1 letters --reason maintenance",
     "stop": "slipstream stop letters --reason 'the reward is high enough'",
-    "chaos": "slipstream chaos deploy/configs/quickstart.toml --kills 20 --seed 1 run.name=harmed",
     "check": "slipstream check deploy/configs/quickstart.toml algorithm.loss=my_losses:loss",
     "replay": "slipstream replay runs/quickstart --step 10",
-    "receipt": "slipstream receipt runs/quickstart",
+    "verify": "slipstream verify runs/quickstart",
     "set-aside": "slipstream set-aside runs/quickstart 17",
     "export": "slipstream export runs/quickstart --step 100 --out model",
     "page": "slipstream page runs/first runs/second --out both.html",
@@ -190,12 +189,9 @@ def _add_folder_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
     replay.add_argument("--step", type=int, help="the last step to train; default: all")
     _set_program(replay, f"{_LAUNCHER}:run_replay")
 
-    receipt = commands.add_parser(
-        "receipt", help="pack a run from which others can train it again, or check such a file"
-    )
-    receipt.add_argument("path", type=Path, metavar="RUN", help="a run folder, or a receipt")
-    receipt.add_argument("--out", type=Path, help="of a folder; default: NAME.receipt.tar.gz here")
-    _set_program(receipt, f"{_LAUNCHER}:run_receipt")
+    verify = commands.add_parser("verify", help="check a run by its files alone, also a copy")
+    verify.add_argument("folder", type=Path, metavar="RUN", help="a run folder")
+    _set_program(verify, "slipstream.client.verify:run_verify")
 
     aside = commands.add_parser(
         "set-aside", help="take the batch at which a run fails out of it, before it goes on"
@@ -239,19 +235,6 @@ def _add_folder_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
     check.add_argument("--python", metavar="PATH", help="another interpreter for the class")
     check.add_argument("--timeout-s", type=float, help="limit of one call to it; default: 60")
     _set_program(check, f"{_LAUNCHER}:run_check")
-
-    chaos = commands.add_parser("chaos", help="a run under faults, and what its files say then")
-    _add_settings(chaos)
-    chaos.add_argument("--kills", type=int, default=20, help="the number of faults; default: 20")
-    chaos.add_argument("--seed", type=int, default=0, help="of the faults; default: 0")
-    chaos.add_argument(
-        "--every-s", type=float, default=5.0, help="mean pause behind a step; default: 5"
-    )
-    chaos.add_argument("--roles", default="", metavar="ROLE,...", help="default: all")
-    chaos.add_argument(
-        "--partitions", action="store_true", help="one more server, which is cut off at times"
-    )
-    _set_program(chaos, "slipstream.client.chaos.run_chaos:run_chaos")
 
     page = commands.add_parser("page", help="curves and replies of runs in one file of HTML")
     page.add_argument("folders", type=Path, nargs="+", metavar="RUN", help="a run folder")

@@ -2,7 +2,7 @@
 
 `python -m support.fakes.quick_run run CONFIG.toml` starts the command; its ranks and servers are
 `quick_rank` and `quick_server`. `replay RUN` computes the recorded steps again. `chaos CONFIG.toml
---kills 60` is `slipstream chaos` of such a run, with `tests` on PYTHONPATH.
+--kills 60` does faults to such a run, with `tests` on PYTHONPATH.
 """
 
 import argparse
@@ -18,7 +18,6 @@ from pathlib import Path
 
 import numpy as np
 from slipstream.client import cli
-from slipstream.client.chaos import run_chaos as chaos
 from slipstream.client.launch import launcher, run_processes, trainer_ranks
 from slipstream.core.configuration.config_file import load_config
 from slipstream.core.types import PolicyVersion
@@ -28,6 +27,7 @@ from slipstream.v1 import trainer_pb2
 from support.fakes.fake_engine import FakeEngine
 from support.fakes.fake_server import LAYOUT
 from support.fakes.fake_trainer import PROBE, START, trained
+from support.rigs import chaos
 
 MODULES = {"rank": "support.fakes.quick_rank", "server": "support.fakes.quick_server"}
 STATE = "state.json"
@@ -168,20 +168,11 @@ def replay(folder: Path) -> int:
     return 0
 
 
-def harm() -> int:
-    """`slipstream chaos` of runs of this module."""
-    chaos._PARTS |= {module: role for role, module in MODULES.items()}
-    given = cli.parse(sys.argv[1:])
-    return asyncio.run(
-        chaos.run_chaos(
-            **cli.named(given), command=(sys.executable, "-m", "support.fakes.quick_run")
-        )
-    )
-
-
 def main() -> int:
     if sys.argv[1] == "chaos":
-        return harm()
+        del sys.argv[1]
+        chaos._PARTS |= {module: role for role, module in MODULES.items()}
+        return chaos.main((sys.executable, "-m", "support.fakes.quick_run"))
     if sys.argv[1] == "replay":
         return replay(Path(sys.argv[2]))
     trainer_ranks.TRAINER = replace(trainer_ranks.TRAINER, module=MODULES["rank"])

@@ -2,27 +2,25 @@
 
 import copy
 import functools
-import gzip
 import json
 import math
 import random
 import shutil
-import tempfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
 
 from slipstream.client.page import write_page
 from slipstream.client.run_folder import check_run_folder
+from slipstream.client.verify import Bounds, examine
 from slipstream.core.configuration.config_file import dump_config, load_config
 from slipstream.core.errors import CheckpointError, ConfigError, ProtocolError
 from slipstream.core.models.model_sizes import read_model_sizes
 from slipstream.core.settings.config import Config
-from slipstream.learner.controller.receipt import Receipt, unpack, write_receipt
 from slipstream.learner.controller.records.journal import Journal, batch_path, read_batch
 from slipstream.learner.controller.restoration import begin
 from slipstream.learner.controller.run import Run
-from slipstream.protocol.checkpoints import MANIFEST_NAME, describe_file, read_manifest
+from slipstream.protocol.checkpoints import MANIFEST_NAME, read_manifest
 from slipstream.v1 import trainer_pb2
 
 from support.fakes.journal_records import batch_record, lease_record
@@ -168,6 +166,15 @@ def shown_page(path: Path) -> object:
     return json.dumps(given_of(out), allow_nan=False)
 
 
+def examined(path: Path) -> object:
+    """What `slipstream verify` finds in a folder with this file alone."""
+    bounds = None if path.name == "config.toml" else Bounds(2, 4, 2)
+    if path.name == "journal.log":
+        (path.parent / "journal").mkdir()
+        path = path.rename(path.parent / "journal" / path.name).parent
+    return examine(path.parent, bounds).faults
+
+
 @functools.cache
 def config_of(folder: Path) -> Config:
     """The settings of a run that lies in the folder where files are read."""
@@ -188,22 +195,6 @@ def _resumed(path: Path) -> object:
     (path.parent / "journal" / "journal.log").write_bytes(b"x")
     path.with_name("config.toml").write_text(dump_config(config))
     return check_run_folder(config)
-
-
-def _receipt() -> bytes:
-    """A receipt with two files."""
-    with tempfile.TemporaryDirectory() as folder:
-        paths = {name: Path(folder) / name for name in ("config.toml", "metrics.jsonl")}
-        for path in paths.values():
-            path.write_text("x")
-        entries = tuple(describe_file(Path(folder), name) for name in paths)
-        write_receipt(Path(folder) / "r", Receipt(run="r", models=(), files=entries), paths)
-        return (Path(folder) / "r").read_bytes()
-
-
-def _repacked(honest: bytes, draw: random.Random) -> bytes:
-    """The archive inside with other bytes, in a shell that is whole."""
-    return gzip.compress(mutated(gzip.decompress(honest), draw), 1)
 
 
 def file_readers() -> list[Reader]:
@@ -227,18 +218,20 @@ def file_readers() -> list[Reader]:
     read, plain = _read_journal, (ConfigError,)
     return [
         Reader("journal", (journal_bytes(list(RECORDS)),), read, (ProtocolError,), _journal),
+        *(
+            Reader(f"verify {name}", (text,), file_reader(name, examined), (), make)
+            for name, text, make in (
+                ("journal.log", journal_bytes(list(RECORDS)), _journal),
+                ("metrics.jsonl", json.dumps(row).encode() + b"\n", mutated),
+                ("summary.json", json.dumps(summary).encode(), changed_table),
+                ("config.toml", dump_config(config_of(Path("somewhere"))).encode(), mutated),
+            )
+        ),
         Reader(
             "batch",
             (trainer_pb2.RecordedBatch().SerializeToString(), honest_trajectory(), honest_tree()),
             _read_batch,
             (ProtocolError,),
-        ),
-        Reader(
-            "receipt",
-            (_receipt(),),
-            file_reader("receipt.tar.gz", lambda path: unpack(path, path.parent)),
-            (ProtocolError,),
-            _repacked,
         ),
         Reader(
             "manifest",

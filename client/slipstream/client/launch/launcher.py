@@ -7,7 +7,6 @@ groups, and whatever this machine lacks.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import secrets
 import socket
@@ -66,7 +65,7 @@ from slipstream.core.configuration.config_file import (
 )
 from slipstream.core.configuration.roles import role_settings
 from slipstream.core.errors import USAGE_ERROR, ConfigError, RunFailed, SlipstreamError
-from slipstream.core.machine.process import below_this, raise_open_files
+from slipstream.core.machine.process import raise_open_files
 from slipstream.core.models.model_sizes import read_model_sizes
 from slipstream.core.names import check_server_id
 from slipstream.core.run_folder import BATCHES, CHECKPOINTS, JOURNAL, log_path
@@ -81,7 +80,6 @@ EXPORT = "slipstream.learner.trainer.export_checkpoint"
 # Seconds in which a queue that another program starts must answer.
 QUEUE_LIMIT_S = 30.0
 TINY_MODEL = "slipstream.learner.trainer.tiny_model"
-RECEIPT = "slipstream.learner.controller.receipt_checks"
 SET_ASIDE = "slipstream.learner.controller.set_aside_batch"
 # All ranks of a replay are on this machine, wherever the run's ranks were.
 _HERE = 'learner.master="127.0.0.1:0"'
@@ -329,31 +327,6 @@ async def run_replay(folder: Path, overrides: Sequence[str], *, step: int | None
         error = ConfigError if failed.process.returncode == 2 else RunFailed
         raise error(failed.describe_end())
     return int(any(rank.process.returncode for rank in ranks))
-
-
-async def run_receipt(path: Path, out: Path | None) -> int:
-    """Runs `slipstream receipt`: packs the run folder `path` into the archive `out` and checks it.
-
-    If `path` is such an archive, only checks it. Returns the exit code.
-    """
-    arguments = [str(path)]
-    with contextlib.ExitStack() as stack:
-        if path.is_file():
-            if out is not None:
-                raise ConfigError(
-                    f"--out is of the receipt of a run's folder, and {path} is a file"
-                )
-        else:
-            settings_of(path)
-            out = out or Path(f"{path.resolve().name}.receipt.tar.gz")
-            refusal = f"{path} is written by a run that goes on: a receipt is of one that has ended"
-            stack.enter_context(hold_folder(path, refusal=refusal))
-            arguments += ["--out", str(out)]
-        program = [*below_this(), sys.executable, "-m", RECEIPT, *arguments]
-        code = await (await asyncio.create_subprocess_exec(*program)).wait()
-        if out is not None and code == 0:
-            say(f"{out} has {out.stat().st_size:,} bytes")
-        return code
 
 
 async def run_set_aside(folder: Path, step: int, groups: Sequence[str]) -> int:

@@ -16,7 +16,7 @@ from slipstream.core.template_values import TemplateValues
 
 # Modules of each tracker, with the requirements that have them.
 PACKAGES: dict[str, dict[str, str]] = {
-    "tensorboard": {},
+    "tensorboard": {"tensorboard": "tensorboard>=2.20,<3"},
     "wandb": {"wandb": "wandb>=0.20,<1"},
     "mlflow": {
         "mlflow": "mlflow-skinny>=3.17,<4",
@@ -106,7 +106,7 @@ class TrackingSection(Section):
     """Trackers that get the metrics of a run, besides the screen and metrics.jsonl."""
 
     # Any of these together, as [watching](guides/watching.md) explains.
-    trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
+    trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()
     # Project of Weights & Biases, or experiment of MLflow.
     project: Annotated[str, Field(min_length=1)] = "slipstream"
     # Address of the controller's /metrics. The trainer takes the next port, rollout servers those

@@ -36,9 +36,9 @@ class ResultFile:
     created again.
     """
 
-    def __init__(self, path: Path, tell: Tell, *, header: bytes = b"") -> None:
-        """Opens the file; an empty file first gets `header`. `tell` gets the warnings."""
-        self._path, self._tell, self._header = path, tell, header
+    def __init__(self, path: Path, tell: Tell) -> None:
+        """Opens the file; `tell` gets the warnings."""
+        self._path, self._tell = path, tell
         self._num_lost = 0
         self.append(b"")
 
@@ -46,8 +46,7 @@ class ResultFile:
         """Writes one record whole, or counts it as lost."""
         try:
             with self._path.open("ab", buffering=0) as file:
-                size = file.tell()
-                left = record if size else self._header + record
+                size, left = file.tell(), record
                 try:
                     while left:
                         left = left[file.write(left) :]

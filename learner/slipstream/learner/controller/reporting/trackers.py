@@ -5,7 +5,6 @@ Unblocked by: numbers, `close`. Only `close` waits for trackers, and for a limit
 """
 
 import asyncio
-import contextlib
 import json
 import logging
 import math
@@ -13,10 +12,10 @@ import os
 import queue
 import re
 import secrets
-import socket
-import struct
+import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
@@ -25,8 +24,6 @@ from pydantic import JsonValue
 from slipstream.core.settings.config import Config, told_settings
 from slipstream.learner.controller.events import EventLog
 from slipstream.learner.controller.reporting.result_files import (
-    ResultFile,
-    Tell,
     parse_object,
     write_result,
 )
@@ -36,11 +33,11 @@ Complain: TypeAlias = Callable[[str], None]
 MAX_WAITING = 10_000
 CLOSE_LIMIT_S = 60.0
 log = logging.getLogger(__name__)
-# TensorBoard's name of the version of its files, its checksums, and protobuf's wire types.
-_VERSION = "brain.Event:2"
-_CRC_POLYNOMIAL = 0x82F63B78
-_CRC_MASK_DELTA = 0xA282EAD8
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+# Beginnings of the names of metrics that are about rollout servers and the way to them.
+_OF_SERVERS = (
+    *("servers_", "generated_", "open_", "waiting_", "leased_", "queue", "reserved_", "rollout_"),
+    *("drafted_", "accepted_", "publish_", "weights_", "stored_", "wanted_", "ledger_"),
+)
 # Lines of trajectories.jsonl or groups.jsonl.
 Lines: TypeAlias = Sequence[Mapping[str, Any]]
 # The columns of a table of samples, as the lines name them.
@@ -213,7 +210,7 @@ def ways_to_open(config: Config, folder: Path, complain: Complain) -> dict[str, 
     """Returns the function that opens each configured tracker, by the tracker's name."""
     ids = RunIds(folder, complain)
     ways: dict[str, OpenTracker] = {
-        "tensorboard": lambda: TensorBoardTracker(folder / "tensorboard", complain),
+        "tensorboard": lambda: TensorBoardTracker(folder / "tensorboard"),
         "wandb": lambda: WandbTracker(config, folder, ids),
         "mlflow": lambda: MlflowTracker(config, folder, ids),
     }
@@ -351,80 +348,46 @@ class MlflowTracker:
         return str(self._client.create_run(experiment_id, run_name=name).info.run_id)
 
 
-def _crc_of(byte: int) -> int:
-    for _ in range(8):
-        byte = byte >> 1 ^ (_CRC_POLYNOMIAL if byte & 1 else 0)
-    return byte
-
-
-_CRC_TABLE = tuple(map(_crc_of, range(256)))
-
-
 class TensorBoardTracker:
-    """Writes an event file of TensorBoard without tensorboardX (2.6.5), which would import torch.
+    """Writes an event file with the package tensorboard, without tensorflow; see `Tracker`."""
 
-    The file is a sequence of records: length (uint64, little endian), masked CRC-32C of the length,
-    data, masked CRC-32C of the data. The data is a message Event of tensorboard/compat/proto.
-    """
+    def __init__(self, folder: Path) -> None:
+        """Creates the folder and a new file in it."""
+        # The package takes its own stand-in for tensorflow, as where there is none.
+        sys.modules["tensorboard.compat.notf"] = types.ModuleType("tensorboard.compat.notf")
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-    def __init__(self, folder: Path, tell: Tell) -> None:
-        """Creates folder and file; `tell` gets warnings about a file that cannot be written."""
-        # Without `parents`: a run folder that was removed must not be created again.
-        with contextlib.suppress(OSError):
-            folder.mkdir(exist_ok=True)
-        now = time.time_ns()
-        path = folder / f"events.out.tfevents.{now // 10**9}.{socket.gethostname()}.{now}"
-        header = _record(_field(3, _BYTES, _VERSION.encode()))
-        self._file = ResultFile(path, tell, header=header)
+        # The package is untyped.
+        self._writer: Any = EventFileWriter(str(folder))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Implements `Tracker.log`."""
-        summary = b"".join(
-            _field(1, _BYTES, _field(1, _BYTES, name.encode()) + _field(2, _FIXED32, value))
-            for name, value in values.items()
-        )
-        self._file.append(_record(_field(2, _VARINT, step) + _field(5, _BYTES, summary)))
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        numbers = [
+            Summary.Value(tag=tag_of(name), simple_value=value) for name, value in values.items()
+        ]
+        summary = Summary(value=numbers)
+        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=summary))
+        # A run that is killed leaves what it has told.
+        self._writer.flush()
 
     def samples(self, step: int, episodes: object, groups: object) -> None:
         """Does nothing: TensorBoard has no tables."""
 
     def close(self) -> None:
         """Implements `Tracker.close`."""
-        self._file.close()
+        self._writer.close()
 
 
-def _record(event: bytes) -> bytes:
-    data = _field(1, _FIXED64, time.time()) + event
-    length = struct.pack("<Q", len(data))
-    return length + _masked(crc32c(length)) + data + _masked(crc32c(data))
-
-
-def crc32c(data: bytes) -> int:
-    """Returns the CRC-32 with Castagnoli's polynomial (RFC 3720, appendix B.4)."""
-    crc = 0xFFFFFFFF
-    for byte in data:
-        crc = crc >> 8 ^ _CRC_TABLE[(crc ^ byte) & 0xFF]
-    return crc ^ 0xFFFFFFFF
-
-
-def _masked(crc: int) -> bytes:
-    rotated = (crc >> 15 | crc << 17) & 0xFFFFFFFF
-    return struct.pack("<I", (rotated + _CRC_MASK_DELTA) & 0xFFFFFFFF)
-
-
-def _field(number: int, wire_type: int, value: float | bytes) -> bytes:
-    key = _varint(number << 3 | wire_type)
-    if isinstance(value, bytes):
-        return key + _varint(len(value)) + value
-    if wire_type == _VARINT:
-        return key + _varint(int(value))
-    return key + struct.pack("<d" if wire_type == _FIXED64 else "<f", value)
-
-
-def _varint(value: int) -> bytes:
-    encoded = bytearray()
-    while value > 0x7F:
-        encoded.append(value & 0x7F | 0x80)
-        value >>= 7
-    encoded.append(value)
-    return bytes(encoded)
+def tag_of(name: str) -> str:
+    """Returns the tag of a metric, whose part before the slash is a section of TensorBoard."""
+    if "/" in name:
+        return name
+    if "reward" in name:
+        return f"reward/{name}"
+    if name.endswith("_s") and not name.endswith("_per_s"):
+        return f"time/{name}"
+    group = "servers" if name.startswith(_OF_SERVERS) else "train"
+    return f"{group}/{name}"

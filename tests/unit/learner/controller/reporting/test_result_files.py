@@ -4,7 +4,6 @@ import json
 import math
 import resource
 import shutil
-import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -18,7 +17,7 @@ from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.reporting.metrics import RunRecorder
 from slipstream.learner.controller.reporting.result_files import ResultFile, write_result
 from slipstream.learner.controller.reporting.run_facts import GenerationRate, RunFacts
-from slipstream.learner.controller.reporting.trackers import RunIds, TensorBoardTracker, Trackers
+from slipstream.learner.controller.reporting.trackers import RunIds, Trackers
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.trajectories.batch import FormedBatch
 from slipstream.v1 import fleet_pb2
@@ -66,11 +65,11 @@ def test_lines_for_which_there_is_no_room_are_counted_and_later_ones_are_written
 
 def test_a_file_that_was_removed_begins_anew(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    file = ResultFile(path, print, header=b"head\n")
+    file = ResultFile(path, print)
     file.append(b"1\n")
     path.unlink()
     file.append(b"2\n")
-    assert path.read_bytes() == b"head\n2\n"
+    assert path.read_bytes() == b"2\n"
     file.close()
 
 
@@ -79,55 +78,15 @@ def test_the_folder_of_a_run_that_was_removed_does_not_come_back(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     path = run / "metrics.jsonl"
-    file, events = (
-        ResultFile(path, told.append),
-        TensorBoardTracker(run / "tensorboard", told.append),
-    )
+    file = ResultFile(path, told.append)
     shutil.rmtree(run)
-    for number in range(3):
+    for _ in range(3):
         file.append(b"1\n")
-        events.log(number, {"loss": 1.0})
     assert not run.exists()
-    assert len([line for line in told if "cannot be written" in line]) == len(told) == 2
+    assert len([line for line in told if "cannot be written" in line]) == len(told) == 1
     run.mkdir()
     file.append(b"2\n")
-    assert told[2:] == [f"{path} is written again; 3 records were lost"]
-    file.close()
-    events.close()
-
-
-def steps_of(path: Path) -> list[int]:
-    """The length of each record but the first, which holds the version."""
-    data, found = path.read_bytes(), []
-    while data:
-        (length,) = struct.unpack_from("<Q", data)
-        found.append(length)
-        assert len(data) >= length + 16
-        data = data[length + 16 :]
-    return found[1:]
-
-
-def test_an_event_file_without_room_holds_whole_records_only(tmp_path, full):
-    told: list[str] = []
-    file = TensorBoardTracker(tmp_path / "tensorboard", told.append)
-    (path,) = (tmp_path / "tensorboard").iterdir()
-    with full(path.stat().st_size + 20):
-        file.log(1, {"loss": 1.0})
-    file.log(2, {"loss": 1.0})
-    assert len(steps_of(path)) == 1
-    assert told[1:] == [f"{path} is written again; 1 records were lost"]
-    file.close()
-
-
-def test_an_event_file_that_begins_without_room_begins_later(tmp_path, full):
-    told: list[str] = []
-    with full(5):
-        file = TensorBoardTracker(tmp_path / "tensorboard", told.append)
-        file.log(1, {"loss": 1.0})
-    file.log(2, {"loss": 1.0})
-    whole = [path for path in (tmp_path / "tensorboard").iterdir() if path.stat().st_size]
-    assert [len(steps_of(path)) for path in whole] == [1]
-    assert told[-1] == f"{whole[0]} is written again; 1 records were lost"
+    assert told[1:] == [f"{path} is written again; 3 records were lost"]
     file.close()
 
 

@@ -1,0 +1,423 @@
+"""Checks a run by the files in its folder alone, which may be a copy from a stranger.
+
+The oracle shares no code with the controller that wrote the files, so one error cannot hide in
+both. It loads no model: only a replay shows that a recorded digest is that of the weights.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import math
+import re
+import tomllib
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from google.protobuf.message import DecodeError
+from slipstream.client.run_files import lines_of, open_regular, parsed, read_bounded
+from slipstream.client.run_folder import LOCK, settings_of
+from slipstream.client.terminal import plain, say
+from slipstream.core import run_folder
+from slipstream.core.errors import DONE, FAILED, ConfigError
+from slipstream.core.run_folder import CONFIG, GROUPS, METRICS, SAMPLES, SUMMARY
+from slipstream.v1 import trainer_pb2
+
+Record = Mapping[str, Any]
+# Most bytes of a batch, and of another file that is read whole.
+MOST_BATCH_BYTES, MOST_BYTES = (2 << 30) - 1, 64 << 20
+# Most faults that are printed, and most characters of one.
+MOST_FAULTS, MOST_CHARACTERS = 100, 500
+_START = (0, 0)
+# Where generated tokens end, as journal and summary have it; what the summary alone knows.
+_ENDS = ("filtered", "failed", "cancelled", "quarantined", "evaluated", "set_aside")
+_OTHERS = ("trained", "judged", "queued", "in_flight", "lost", "difference")
+_FIRST_LINE = re.compile(rb"# Settings of a run: \d+ bytes, BLAKE2b ([0-9a-f]{32});[^\n]*\n")
+# What strange values of a file raise where they are compared or counted.
+_STRANGE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+
+
+class Bounds(NamedTuple):
+    """The settings that the files of a run are checked against."""
+
+    max_staleness: int
+    group_size: int
+    groups_per_step: int
+    keeps_batches: bool = True
+
+
+@dataclass
+class Findings:
+    """The faults that a run's files show, one line each, and what was trained."""
+
+    faults: list[str] = field(default_factory=list)
+    steps: int = 0
+    # The number of trained tokens by their lag.
+    lags: Counter[int] = field(default_factory=Counter)
+
+    @contextmanager
+    def reading(self, what: str) -> Iterator[None]:
+        """Makes a fault of a file that the block cannot read, or whose values are strange."""
+        try:
+            yield
+        except OSError as error:
+            self.faults.append(f"{what} cannot be read: {error.strerror or error}")
+        except _STRANGE as error:
+            cause = f"{type(error).__name__} {error}"
+            self.faults.append(f"{what} is not what a run writes: {cause}")
+
+
+def run_verify(folder: Path) -> int:
+    """Runs `slipstream verify`: prints a line for each fault; returns 1 if there is any, else 0.
+
+    Raises ConfigError if `folder` is no run's, or if a run still writes to it.
+    """
+    settings_of(folder)
+    with suppress(OSError), open_regular(folder / LOCK) as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"{folder} is written by a run that goes on; end it first") from None
+    found = examine(folder)
+    for text in found.faults[:MOST_FAULTS]:
+        say(plain(text.replace("\n", " "))[:MOST_CHARACTERS])
+    trained = f"{found.lags.total():,} trained tokens, at most {max(found.lags, default=0)} late"
+    say(f"{folder}: {found.steps} steps, {trained}; faults: {len(found.faults)}")
+    return FAILED if found.faults else DONE
+
+
+def examine(folder: Path, bounds: Bounds | None = None) -> Findings:
+    """Returns the faults in the files of an ended run; `bounds` None reads its settings."""
+    found = Findings()
+    with found.reading(CONFIG):
+        bounds = bounds or _read_bounds(folder / CONFIG)
+    if bounds is None:
+        return found
+    oracle = _Oracle(folder, bounds, found)
+    for *_, record in read_journal(folder, found):
+        with found.reading(f"record {record['line']} of the journal"):
+            oracle.take(record)
+    for what, check in oracle.checks.items():
+        with found.reading(what):
+            check()
+    found.steps = len(oracle.steps)
+    return found
+
+
+def _read_bounds(path: Path) -> Bounds:
+    data = read_bounded(path, MOST_BYTES)
+    first = _FIRST_LINE.match(data)
+    text = data[first.end() :] if first is not None else data
+    if first and hashlib.blake2b(text, digest_size=16).hexdigest() != first[1].decode():
+        raise ValueError("by the digest in its first line")
+    tables = tomllib.loads(text.decode())
+    staleness, size, groups = (int(tables["algorithm"][name]) for name in Bounds._fields[:3])
+    keeps = bool(tables.get("checkpoint", {}).get("keep_batches", True))
+    return Bounds(staleness, size, groups, keeps)
+
+
+def read_journal(folder: Path, found: Findings) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """Yields the records of a run's journal, each with the number of its log and its end there.
+
+    A restarted controller continues after the last line that it has read of earlier logs. Lines
+    that an earlier controller wrote after that line are left out. Damaged lines are faults.
+    """
+    number, paths = 0, run_folder.journal_logs(folder / run_folder.JOURNAL)
+    for place, path in enumerate(paths):
+        with found.reading(path.name), open_regular(path) as file:
+            # Lines that a controller wrote after a later one had begun are not part of the run.
+            stop, end = min(map(_first_line, paths[place + 1 :]), default=math.inf), 0
+            for line in lines_of(file):
+                record, end = _record(line), end + len(line)
+                if record is not None and record["line"] >= stop:
+                    break
+                number += record is not None
+                if record is not None and record["line"] != number:
+                    found.faults.append(f"{path.name}: line {record['line']} is in place {number}")
+                    number = record["line"]
+                if record is not None:
+                    yield run_folder.log_number(path.name), end, record
+                elif line.endswith(b"\n"):
+                    found.faults.append(f"{path.name}: a line behind {number} is damaged")
+
+
+def _first_line(path: Path) -> float:
+    with open_regular(path) as file:
+        record = next(map(_record, lines_of(file)), None)
+    return math.inf if record is None else int(record["line"])
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    checksum, _, text = line.rstrip(b"\n").partition(b" ")
+    record = parsed(text) if checksum == b"%08x" % zlib.crc32(text) else None
+    return record if isinstance(record, dict) and type(record.get("line")) is int else None
+
+
+def read_batch(folder: Path, record: Record) -> trainer_pb2.RecordedBatch:
+    """Returns the batch of a record; raises OSError if it is missing, ValueError if damaged."""
+    attempt = record["batch_id"].partition("-")[2]
+    name = f"step-{int(record['step']):06d}{f'-{int(attempt)}' if attempt else ''}.pb"
+    data = read_bounded(folder / run_folder.JOURNAL / run_folder.BATCHES / name, MOST_BATCH_BYTES)
+    with suppress(DecodeError):
+        if zlib.crc32(data) == record["crc32"]:
+            return trainer_pb2.RecordedBatch.FromString(data)
+    raise ValueError("by its checksum")
+
+
+class _Oracle:
+    """Takes a journal record by record; `checks` then compare it with all other files."""
+
+    def __init__(self, folder: Path, bounds: Bounds, found: Findings) -> None:
+        self._folder, self._bounds, self._found = folder, bounds, found
+        self._run_ids: list[str] = []
+        # The first lease of each group, the open groups, and how untrained trajectories ended.
+        self._leases: dict[str, Record] = {}
+        self._open: set[str] = set()
+        self._evaluating: set[str] = set()
+        self._ends: dict[str, str] = {}
+        self._end_tokens: Counter[str] = Counter()
+        self._gave_up: defaultdict[str, set[int]] = defaultdict(set)
+        self._batches: dict[int, Record] = {}
+        # The newest record of each step, and the weights of each version (incarnation, step).
+        self.steps: dict[int, Record] = {}
+        self._weights: dict[tuple[int, ...], str] = {}
+        self._evaluations: dict[int, float | None] = {}
+        # The reward of each trajectory, and those of groups with their tasks, by version.
+        self._rewards: dict[int, dict[str, float]] = {}
+        self._groups: dict[int, Counter[tuple[str, int, tuple[float, ...]]]] = {}
+        self._members: set[tuple[str, int]] = set()
+        self.checks = {
+            "the journal": self._order,
+            "a batch": self._read_batches,
+            METRICS: self._metrics,
+            SAMPLES: self._trajectories,
+            GROUPS: self._group_lines,
+            "checkpoints": self._checkpoints,
+            SUMMARY: self._summary,
+        }
+
+    def _wrong(self, text: str, *, unless: bool = False) -> None:
+        if not unless:
+            self._found.faults.append(text)
+
+    def _same(self, what: str, one: object, other: object) -> None:
+        self._wrong(f"{what}: {one} and {other}", unless=one == other)
+
+    def _same_weights(self, what: str, version: tuple[int, ...], digest: str) -> None:
+        # Nobody records the weights with which a run begins.
+        told = digest if version == _START else self._weights.get(version)
+        self._same(f"weights of version {version} in {what}", digest, told)
+
+    def take(self, record: Record) -> None:
+        """Checks the next record."""
+        kind = record["kind"]
+        if kind == "start":
+            self._run_ids.append(record["run_id"])
+        self._wrong(f"the journal has {kind} before a start", unless=bool(self._run_ids))
+        if kind == "lease":
+            self._lease(record, record["group"])
+        elif kind == "evaluation_lease":
+            self._evaluating.add(record["group"])
+        elif kind in ("closed", "set_aside"):
+            if record["group"] not in self._evaluating:
+                self._close(record["group"], kind)
+        elif kind == "gave_up":
+            self._gave_up[record["group"]].update(record["members"])
+        elif kind == "end":
+            self._end(record["id"], record.get("end", "superseded"), record.get("tokens", 0))
+        elif kind == "batch":
+            step = record["step"]
+            self._wrong(f"step {step} has two batches", unless=step not in self._batches)
+            self._batches[step] = record
+            for group in record["groups"]:
+                self._close(group, f"trained in step {step}")
+        elif kind == "batch_set_aside":
+            del self._batches[record["step"]]
+            self._open.update(group for group, *_ in record["put_back"])
+            for name in record["ids"]:
+                self._end(name, "set_aside", 0)
+            self._end_tokens["set_aside"] += record["tokens"]
+        elif kind == "step":
+            step, version = record["step"], tuple(record["version"])
+            self._wrong(f"step {step} was trained without a batch", unless=step in self._batches)
+            self._same(f"the version of step {step}", version[1], step + 1)
+            self._weights.setdefault(version, record["digest"])
+            self._same_weights(f"step {step}", version, record["digest"])
+            self.steps[step] = record
+        elif kind == "checkpoint":
+            self._same_weights("a checkpoint", tuple(record["version"]), record["digest"])
+        elif kind == "evaluation":
+            self._evaluations[record["version"]] = record["reward_mean"]
+
+    def _lease(self, record: Record, group: str) -> None:
+        first = self._leases.setdefault(group, record)
+        if first is record:
+            self._same(f"the place of {group}", int(group[1:]), len(self._leases) - 1)
+            self._open.add(group)
+            self._open.discard(record.get("replaces", ""))
+        self._wrong(f"{group} was leased after its end", unless=group in self._open)
+        self._same(f"the task of {group}", _task(first), _task(record))
+
+    def _close(self, group: str, how: str) -> None:
+        self._wrong(f"{group} is {how} and was not open", unless=group in self._open)
+        self._open.discard(group)
+
+    def _end(self, name: str, how: str, tokens: int) -> None:
+        self._wrong(f"{name} ended twice, as {how}", unless=name not in self._ends)
+        self._ends[name] = how
+        self._end_tokens[how] += tokens
+
+    def _order(self) -> None:
+        self._same("the runs of the journal", len(set(self._run_ids)), 1)
+        num, trained = len(self._batches), len(self.steps)
+        self._same("steps of batches", sorted(self._batches), list(range(num)))
+        self._same("trained steps", sorted(self.steps), list(range(trained)))
+        # The run may have ended before the trainer took its last batch.
+        self._wrong(f"{num} batches made {trained} versions", unless=num - 1 <= trained <= num)
+        for group in sorted(self._open):
+            deadline = self._leases[group]["deadline"]
+            # A group may be open at the end if its deadline is the last step or later.
+            text = f"{group} was to be trained by step {deadline}"
+            self._wrong(text, unless=deadline >= num - 1)
+
+    def _read_batches(self) -> None:
+        for step, record in sorted(self._batches.items()):
+            told = Counter(dict(self.steps[step]["lags"]) if step in self.steps else {})
+            with self._found.reading(f"the batch of step {step}"):
+                try:
+                    lags = self._batch(step, record, read_batch(self._folder, record))
+                    self._same(f"lags of step {step}", lags if step in self.steps else told, told)
+                except FileNotFoundError:
+                    if self._bounds.keeps_batches:
+                        raise
+            self._found.lags += told
+
+    def _batch(self, step: int, record: Record, batch: trainer_pb2.RecordedBatch) -> Counter[int]:
+        """Checks a batch; returns the number of its sampled tokens by their lag."""
+        lags, groups = Counter[int](), defaultdict[str, list[float]](list)
+        rewards = self._rewards[step + 1] = {}
+        for each in batch.trajectories:
+            name = f"{each.group_id}.{each.member}.{each.attempt}.{each.server_epoch:x}"
+            member = (each.group_id, each.member)
+            what = f"{name} of step {step}"
+            self._wrong(f"{what} ended as {self._ends.get(name)}", unless=name not in self._ends)
+            self._wrong(f"{what} was trained before", unless=member not in self._members)
+            self._members.add(member)
+            lease = self._leases.get(each.group_id, {})
+            task = (each.environment, each.task_index, each.seed)
+            self._same(f"task and lease of {what}", task, _task(lease))
+            self._same(f"the run of {what}", each.run_id, self._run_ids[0])
+            sampled = sum(each.run_lengths[1::2])
+            spanned = sum(span.length for span in each.version_spans)
+            self._same(f"tokens and versions of {what}", sampled, spanned)
+            for span in each.version_spans:
+                version = (span.version.incarnation, span.version.step)
+                lag = step - version[1]
+                is_made = version == _START or version in self._weights
+                self._wrong(f"{what} has lag {lag}", unless=0 <= lag <= self._bounds.max_staleness)
+                self._wrong(f"{what}: no step made version {version}", unless=is_made)
+                lags[lag] += span.length
+            rewards[name] = each.reward
+            groups[each.group_id].append(each.reward)
+        header = batch.header
+        self._same(f"batch {step}", (header.step, header.batch_id), (step, record["batch_id"]))
+        self._same(f"groups of step {step}", sorted(groups), sorted(record["groups"]))
+        self._same(f"number of groups of step {step}", len(groups), self._bounds.groups_per_step)
+        for group, members in groups.items():
+            whole = self._bounds.group_size - len(self._gave_up[group])
+            self._same(f"members of {group} in step {step}", len(members), whole)
+        tokens = sum(count for *_, count in record["tokens"])
+        self._same(f"tokens of step {step}", lags.total(), tokens)
+        tasks = {group: _task(self._leases[group])[:2] for group in groups}
+        self._groups[step + 1] = Counter((*tasks[g], tuple(sorted(groups[g]))) for g in groups)
+        return lags
+
+    def _rows(self, name: str) -> Iterator[dict[str, Any]]:
+        with open_regular(self._folder / name) as file:
+            for number, line in enumerate(lines_of(file), start=1):
+                row = parsed(line)
+                if isinstance(row, dict):
+                    yield row
+                else:
+                    self._wrong(f"{name}: line {number} is damaged")
+
+    def _metrics(self) -> None:
+        steps, heldout = Counter[int](), dict[int, float | None]()
+        for row in self._rows(METRICS):
+            if "step" not in row:
+                heldout[row["evaluation_step"]] = row["reward_heldout"]
+                continue
+            steps[row["step"]] += 1
+            rewards = self._rewards.get(row["step"], {}).values() or [row["reward_mean"]]
+            mean = math.fsum(rewards) / len(rewards)
+            is_close = math.isclose(row["reward_mean"], mean, abs_tol=1e-12)
+            told = f"{METRICS} has reward {row['reward_mean']} at step {row['step']}"
+            self._wrong(f"{told}, its batch {mean}", unless=is_close)
+        rows = sorted(steps.elements())
+        self._same(f"steps of {METRICS}", rows, [step + 1 for step in sorted(self.steps)])
+        for version, reward in heldout.items():
+            # A crash may have lost the record of a round.
+            lost = reward if len(self._run_ids) > 1 else math.nan
+            recorded = self._evaluations.get(version, lost)
+            self._same(f"reward_heldout of version {version} in {METRICS}", reward, recorded)
+
+    def _trajectories(self) -> None:
+        seen = set()
+        for row in self._rows(SAMPLES):
+            step, name = row["step"], row["trajectory_id"]
+            self._wrong(f"{SAMPLES} has {name} twice", unless=(step, name) not in seen)
+            seen.add((step, name))
+            told = self._rewards.get(step, {name: row["reward"]} if step - 1 in self.steps else {})
+            self._same(f"reward of {name}, step {step} in {SAMPLES}", row["reward"], told.get(name))
+
+    def _group_lines(self) -> None:
+        found = defaultdict[int, Counter[Any]](Counter)
+        for row in self._rows(GROUPS):
+            key = (row["environment"], row["task_index"], tuple(sorted(row["rewards"])))
+            found[row["step"]][key] += 1
+        for step, groups in found.items():
+            others = groups - self._groups.get(step, groups)
+            self._wrong(f"{GROUPS} has others than step {step}", unless=not others)
+
+    def _checkpoints(self) -> None:
+        for path in sorted(self._folder.glob("checkpoints/step-*/manifest.json")):
+            name = path.parent.name
+            with self._found.reading(f"the manifest of {name}"):
+                manifest: Any = parsed(read_bounded(path, MOST_BYTES))
+                version = (manifest["incarnation"], manifest["step"])
+                self._same("a checkpoint", name, f"step-{version[1]:06d}")
+                self._same_weights(name, version, manifest["weight_digest"])
+                for entry in manifest["files"]:
+                    file = path.parent / Path(entry["path"])
+                    is_inside = ".." not in file.parts and file.is_relative_to(path.parent)
+                    size = file.stat().st_size if is_inside and file.is_file() else None
+                    self._same(f"bytes of {name}/{entry['path']}", size, entry["num_bytes"])
+
+    def _summary(self) -> None:
+        summary: Any = parsed(read_bounded(self._folder / SUMMARY, MOST_BYTES))
+        ledger, lags = summary["ledger"], self._found.lags
+        self._same("the ledger's difference", ledger["difference"], 0)
+        self._same("the ledger's gaps", ledger["gaps"], [])
+        tokens = sum(ledger[name] for name in (*_ENDS, *_OTHERS))
+        self._same("the ledger's tokens", ledger["generated"], tokens)
+        for name in _ENDS:
+            self._same(f"the ledger's {name} tokens", ledger[name], self._end_tokens[name])
+        for number in (ledger["trained"], summary["trained_tokens"]):
+            self._same("the trained tokens", number, lags.total())
+        by_lag = {int(lag): count for lag, count in summary["tokens_by_lag"].items()}
+        self._same("the tokens by lag", by_lag, dict(lags))
+        self._same("the steps", summary["steps"], len(self.steps))
+        if summary["state"] == "finished" and self.steps:
+            last = [self.steps[step]["version"] for step in sorted(self.steps)]
+            self._same("the order of versions", last, sorted(last))
+            weights = self._weights.get(tuple(last[-1]))
+            self._same("the last weights", summary["weight_digest"], weights)
+
+
+def _task(lease: Record) -> tuple[Any, ...]:
+    return tuple(lease.get(name) for name in ("environment", "task", "seed"))

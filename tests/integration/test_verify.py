@@ -1,0 +1,411 @@
+"""`slipstream verify` finds what somebody or an error has changed in the files of a run."""
+
+import asyncio
+import fcntl
+import json
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from slipstream.client.run_folder import write_config
+from slipstream.client.verify import examine, run_verify
+from slipstream.core.errors import ConfigError
+from slipstream.learner.controller.records.journal import batch_path, encoded
+from slipstream.v1 import trainer_pb2
+from support.fakes.fake_server import FakeServer
+from support.fakes.fake_trainer import FakeTrainer
+from support.rigs.controller_runs import make_config, play
+
+STEPS = 6
+Change = Callable[[trainer_pb2.RecordedBatch], object]
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that nothing harmed."""
+    config = make_config(
+        tmp_path_factory.mktemp("run"),
+        {"name": "held", "num_episodes": 4},
+        run__steps=STEPS,
+        controller__sample_every_steps=1,
+    )
+    server = FakeServer(config.controller.address)
+    trainer = FakeTrainer(config.controller.address)
+    summary = asyncio.run(play(config, server, trainer=trainer))
+    assert summary["state"] == "finished"
+    write_config(config, config.run_dir)
+    return config.run_dir
+
+
+class Planted:
+    """A copy of a run, in which somebody changes records and files."""
+
+    def __init__(self, run: Path, folder: Path) -> None:
+        self.folder = Path(shutil.copytree(run, folder / "r"))
+        self.log = self.folder / "journal" / "journal.log"
+        self.records = [json.loads(line[9:]) for line in self.log.read_bytes().splitlines()]
+        for record in self.records:
+            del record["line"]
+
+    def one(self, kind: str, step: int = 2) -> dict:
+        return next(r for r in self.records if r["kind"] == kind and r.get("step", step) == step)
+
+    def change_batch(
+        self, step: int, change: Callable[[trainer_pb2.RecordedBatch], object]
+    ) -> None:
+        """Changes a batch and its record, as a controller with a bug would have written both."""
+        path = batch_path(self.log.parent, step)
+        batch = trainer_pb2.RecordedBatch.FromString(path.read_bytes())
+        change(batch)
+        data = batch.SerializeToString(deterministic=True)
+        path.write_bytes(data)
+        self.one("batch", step)["crc32"] = zlib.crc32(data)
+
+    def batch(self, step: int) -> trainer_pb2.RecordedBatch:
+        path = batch_path(self.log.parent, step)
+        return trainer_pb2.RecordedBatch.FromString(path.read_bytes())
+
+    def replace(self, name: str, pattern: str, text: str) -> None:
+        """Changes the first match in a file."""
+        path = self.folder / name
+        changed, number = re.subn(pattern, text, path.read_text(), count=1)
+        assert number == 1
+        path.write_text(changed)
+
+    def write(self) -> None:
+        lines = [encoded(number, record) for number, record in enumerate(self.records, start=1)]
+        self.log.write_bytes(b"".join(lines))
+
+    def faults(self) -> list[str]:
+        self.write()
+        return examine(self.folder).faults
+
+
+@pytest.fixture
+def planted(whole_run: Path, tmp_path: Path) -> Planted:
+    return Planted(whole_run, tmp_path)
+
+
+def test_a_whole_run_has_no_fault(planted: Planted, capsys: pytest.CaptureFixture[str]) -> None:
+    assert planted.faults() == []
+    assert run_verify(planted.folder) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert re.search(rf"/r: {STEPS} steps, \d+ trained tokens, at most [12] late; faults: 0$", line)
+
+
+def ended_name(planted: Planted) -> str:
+    each = planted.batch(1).trajectories[0]
+    return f"{each.group_id}.{each.member}.{each.attempt}.{each.server_epoch:x}"
+
+
+def lease_of_nobody(planted: Planted) -> dict:
+    lease = dict(planted.one("lease"))
+    numbers = [int(r["group"][1:]) for r in planted.records if r["kind"] == "lease"]
+    return lease | {"group": f"g{max(numbers) + 1:06d}", "deadline": 1}
+
+
+def with_span(change: Callable[[object], None]) -> Callable[[trainer_pb2.RecordedBatch], None]:
+    return lambda batch: change(batch.trajectories[0].version_spans[0].version)
+
+
+def drop_step(planted: Planted) -> None:
+    planted.records.remove(planted.one("step"))
+
+
+def again(planted: Planted, kind: str) -> None:
+    planted.records.append(dict(planted.one(kind)))
+
+
+def changed_summary(name: str, value: object) -> Callable[[Planted], None]:
+    def change(planted: Planted) -> None:
+        path = planted.folder / "summary.json"
+        summary = json.loads(path.read_text())
+        place = summary["ledger"] if name in summary["ledger"] else summary
+        assert place[name] != value
+        place[name] = value
+        path.write_text(json.dumps(summary))
+
+    return change
+
+
+# What is changed, and a part of a line that tells of it.
+CHANGES: dict[str, tuple[Callable[[Planted], object], str]] = {
+    "a member is trained twice": (
+        lambda p: p.change_batch(
+            2, lambda b: b.trajectories[0].CopyFrom(p.batch(1).trajectories[0])
+        ),
+        "was trained before",
+    ),
+    "a trained trajectory had ended": (
+        lambda p: p.records.insert(-1, {"kind": "end", "id": ended_name(p), "end": "cancelled"}),
+        "ended as cancelled",
+    ),
+    "a trajectory ends twice": (
+        lambda p: p.records.extend([{"kind": "end", "id": "g9.0.0.1", "end": "failed"}] * 2),
+        "g9.0.0.1 ended twice, as failed",
+    ),
+    "a member is lost": (
+        lambda p: p.change_batch(2, lambda b: b.trajectories.pop()),
+        "in step 2: 3 and 4",
+    ),
+    "a group is lost": (
+        lambda p: p.records.append(lease_of_nobody(p)),
+        "was to be trained by step 1",
+    ),
+    "a group's number is missing": (
+        lambda p: p.records.append(lease_of_nobody(p) | {"group": "g900000", "deadline": 99}),
+        "the place of g900000: 900000 and",
+    ),
+    "a group is leased after its end": (lambda p: again(p, "lease"), "was leased after its end"),
+    "a group is leased with another task": (
+        lambda p: p.records.insert(
+            p.records.index(p.one("lease")) + 1, p.one("lease") | {"seed": 1}
+        ),
+        "the task of g000000: ",
+    ),
+    "a batch has no record": (
+        lambda p: p.records.remove(p.one("batch")),
+        "step 2 was trained without a batch",
+    ),
+    "a step has two batches": (lambda p: again(p, "batch"), "step 2 has two batches"),
+    "a batch's file is gone": (
+        lambda p: batch_path(p.log.parent, 3).unlink(),
+        "the batch of step 3 cannot be read: No such file",
+    ),
+    "a batch is another": (
+        lambda p: p.one("batch").update(crc32=p.one("batch")["crc32"] + 1),
+        "the batch of step 2 is not what a run writes: ValueError by its checksum",
+    ),
+    "two batches are swapped": (
+        lambda p: shutil.copy(batch_path(p.log.parent, 1), batch_path(p.log.parent, 2)),
+        "the batch of step 2 is not what a run writes",
+    ),
+    "a batch has another number": (
+        lambda p: p.change_batch(2, lambda b: setattr(b.header, "step", 3)),
+        "batch 2: (3, 'b000002') and (2, 'b000002')",
+    ),
+    "a batch has other groups": (
+        lambda p: p.one("batch")["groups"].pop(),
+        "groups of step 2: [",
+    ),
+    "a batch has too few groups": (
+        lambda p: p.replace("config.toml", r"(?s)^.*?\n(.*groups_per_step = )\d+", r"\g<1>9"),
+        "number of groups of step 0: ",
+    ),
+    "a token is too old": (
+        lambda p: p.change_batch(4, with_span(lambda version: setattr(version, "step", 1))),
+        "of step 4 has lag 3",
+    ),
+    "a token is of a version that nobody made": (
+        lambda p: p.change_batch(4, with_span(lambda version: setattr(version, "incarnation", 3))),
+        "no step made version (3, ",
+    ),
+    "a trajectory is of another run": (
+        lambda p: p.change_batch(2, lambda b: setattr(b.trajectories[0], "run_id", "other")),
+        ": other and ",
+    ),
+    "a trajectory is of another task": (
+        lambda p: p.change_batch(2, lambda b: setattr(b.trajectories[0], "seed", 5)),
+        "task and lease of ",
+    ),
+    "spans are shorter than tokens": (
+        lambda p: p.change_batch(2, lambda b: b.trajectories[0].run_lengths.extend([0, 1])),
+        "tokens and versions of ",
+    ),
+    "a step is gone": (drop_step, "trained steps: [0, 1, 3, 4, 5] and [0, 1, 2, 3, 4]"),
+    "a step makes another version": (
+        lambda p: p.one("step").update(version=[0, 9]),
+        "the version of step 2: 9 and 3",
+    ),
+    "a version is made twice, with other weights": (
+        lambda p: p.records.append(p.one("step") | {"digest": "00"}),
+        "weights of version (0, 3) in step 2: 00 and ",
+    ),
+    "a checkpoint has other weights": (
+        lambda p: p.records.append({"kind": "checkpoint", "version": [0, 3], "digest": "00"}),
+        "weights of version (0, 3) in a checkpoint: 00 and ",
+    ),
+    "lags of a step": (
+        lambda p: p.one("step").update(lags=[[0, 1]]),
+        "lags of step 2: Counter",
+    ),
+    "tokens of a batch": (
+        lambda p: p.one("batch")["tokens"][0].__setitem__(2, 1),
+        "tokens of step 2: ",
+    ),
+    "the last weights": (changed_summary("weight_digest", "00"), "the last weights: 00 and "),
+    "the difference": (changed_summary("difference", 5), "the ledger's difference: 5 and 0"),
+    "the gaps": (changed_summary("gaps", ["x"]), "the ledger's gaps: ['x'] and []"),
+    "the sum": (changed_summary("generated", 1), "the ledger's tokens: 1 and "),
+    "the ends": (
+        changed_summary("evaluated", 10**6),
+        "the ledger's evaluated tokens: 1000000 and ",
+    ),
+    "the trained tokens": (changed_summary("trained_tokens", 1), "the trained tokens: 1 and "),
+    "the ledger's trained tokens": (changed_summary("trained", 1), "the trained tokens: 1 and "),
+    "the lags": (changed_summary("tokens_by_lag", {"0": 1}), "the tokens by lag: {0: 1} and "),
+    "the number of steps": (changed_summary("steps", 9), f"the steps: 9 and {STEPS}"),
+    "no summary": (lambda p: (p.folder / "summary.json").unlink(), "summary.json cannot be read"),
+    "another run's records": (
+        lambda p: p.records.append(p.one("start") | {"run_id": "other"}),
+        "the runs of the journal: 2 and 1",
+    ),
+    "no start": (lambda p: p.records.pop(0), "before a start"),
+    "the curve": (
+        lambda p: p.replace("metrics.jsonl", r'"reward_mean": [\d.]+', '"reward_mean": 7'),
+        "metrics.jsonl has reward 7 at step 1",
+    ),
+    "a row of the curve": (
+        lambda p: p.replace("metrics.jsonl", r'.*"step": 2.0.*\n', ""),
+        "steps of metrics.jsonl: [1.0, 3.0",
+    ),
+    "a round": (
+        lambda p: p.replace("metrics.jsonl", r'"reward_heldout": [^,]+', '"reward_heldout": 7'),
+        "reward_heldout of version 0 in metrics.jsonl: 7 and ",
+    ),
+    "a kept episode": (
+        lambda p: p.replace("trajectories.jsonl", r'"reward": [^,]+', '"reward": 7'),
+        "step 1 in trajectories.jsonl: 7 and ",
+    ),
+    "a kept episode twice": (
+        lambda p: (p.folder / "trajectories.jsonl").write_text(
+            (p.folder / "trajectories.jsonl").read_text() * 2
+        ),
+        "trajectories.jsonl has g",
+    ),
+    "a kept episode of no step": (
+        lambda p: p.replace("trajectories.jsonl", r'"step": 1,', '"step": 99,'),
+        "step 99 in trajectories.jsonl",
+    ),
+    "a group's line": (
+        lambda p: p.replace("groups.jsonl", r'"task_index": \d+', '"task_index": 99'),
+        "groups.jsonl has others than step 1",
+    ),
+    "settings": (
+        lambda p: p.replace("config.toml", "max_staleness = 2", "max_staleness = 3"),
+        "config.toml is not what a run writes: ValueError by the digest in its first line",
+    ),
+    "the bound": (
+        lambda p: p.replace("config.toml", r"(?s)^.*?\n(.*max_staleness = )2", r"\g<1>0"),
+        "has lag 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_is_found(planted: Planted, change: str) -> None:
+    changed, told = CHANGES[change]
+    changed(planted)
+    assert [text for text in planted.faults() if told in text], planted.faults()
+
+
+def test_a_flipped_bit_is_found_and_a_torn_end_is_none(planted: Planted) -> None:
+    data = planted.log.read_bytes()
+    planted.log.write_bytes(data + data[:20])
+    assert examine(planted.folder).faults == []
+    planted.log.write_bytes(data.replace(b'"kind":"step"', b'"kind":"stop"', 1))
+    assert any("is damaged" in text for text in examine(planted.folder).faults)
+    lines = data.splitlines(keepends=True)
+    planted.log.write_bytes(b"".join(lines[:5] + lines[6:]))
+    assert "journal.log: line 7 is in place 6" in examine(planted.folder).faults
+
+
+def test_lines_of_a_fenced_controller_do_not_count(planted: Planted) -> None:
+    planted.write()
+    lines = planted.log.read_bytes().splitlines(keepends=True)
+    middle = len(lines) // 2
+    (planted.log.parent / "journal-2.log").write_bytes(b"".join(lines[middle:]))
+    # What the first controller wrote when the second one had begun is its own.
+    other = encoded(middle + 1, {"kind": "closed", "group": "g9"})
+    planted.log.write_bytes(b"".join([*lines[:middle], other]))
+    assert examine(planted.folder).faults == []
+
+
+def manifest(planted: Planted, **changes: object) -> None:
+    path = planted.folder / "checkpoints" / "step-000003"
+    path.mkdir(parents=True)
+    (path / "weights").write_bytes(b"abc")
+    files = [{"path": "weights", "num_bytes": 3}]
+    table = {"incarnation": 0, "step": 3, "files": files}
+    table["weight_digest"] = planted.one("step")["digest"]
+    (path / "manifest.json").write_text(json.dumps(table | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({}, ""),
+        ({"step": 4}, "a checkpoint: step-000003 and step-000004"),
+        ({"weight_digest": "00"}, "weights of version (0, 3) in step-000003: 00 and "),
+        ({"files": [{"path": "weights", "num_bytes": 4}]}, "step-000003/weights: 3 and 4"),
+        ({"files": [{"path": "../../summary.json", "num_bytes": 4}]}, "summary.json: None and 4"),
+        ({"files": [{"path": "/etc/passwd", "num_bytes": 4}]}, "/etc/passwd: None and 4"),
+        ({"files": None}, "the manifest of step-000003 is not what a run writes: TypeError"),
+    ],
+)
+def test_a_checkpoint_is_of_a_version_of_the_journal(planted: Planted, changes, told) -> None:
+    manifest(planted, **changes)
+    faults = planted.faults()
+    assert any(told in text for text in faults) if told else not faults
+
+
+def test_batches_that_a_run_does_not_keep_are_no_loss(planted: Planted) -> None:
+    batch_path(planted.log.parent, 0).unlink()
+    planted.replace("config.toml", r"(?s)^.*?\n(.*keep_batches = )true", r"\g<1>false")
+    assert planted.faults() == []
+
+
+NAMES = ("config.toml", "journal/journal.log", "journal/batches/step-000002.pb", "metrics.jsonl")
+RESULTS = ("trajectories.jsonl", "groups.jsonl", "summary.json")
+
+
+@pytest.mark.parametrize("name", (*NAMES, *RESULTS))
+@pytest.mark.parametrize(
+    "data", [None, b"", b"\xff\xfe\n", b"[" * 100_000, b"[1]\n", b'{"step": [], "ledger": 3}\n']
+)
+def test_whatever_a_stranger_s_file_holds_is_a_line(planted: Planted, name: str, data) -> None:
+    path = planted.folder / name
+    path.unlink()
+    if data is None:
+        # Nobody ever writes into it.
+        os.mkfifo(path)
+    else:
+        path.write_bytes(data)
+    faults = examine(planted.folder).faults
+    # Without its rows nothing can contradict what is kept of a run.
+    assert faults or (name in RESULTS[:2] and data == b"")
+
+
+def test_strange_records_are_lines(planted: Planted) -> None:
+    strange = (None, [], "x", -1, 10**30, {"a": []})
+    planted.records += [
+        {name: value if name != "kind" else record[name] for name in record}
+        for record in {r["kind"]: r for r in planted.records}.values()
+        for value in strange
+    ]
+    assert planted.faults()
+
+
+def test_a_line_without_an_end_is_read_in_parts(planted: Planted, monkeypatch) -> None:
+    monkeypatch.setattr("slipstream.client.run_files.LINE_BYTES", 1000)
+    with planted.log.open("ab") as log:
+        log.write(b"x" * 10_000 + b"\n")
+    assert any("is damaged" in text for text in examine(planted.folder).faults)
+
+
+def test_codes_and_texts_of_the_command(planted: Planted, capsys) -> None:
+    changed_summary("weight_digest", "\x1b]0;pwned\x07")(planted)
+    assert run_verify(planted.folder) == 1
+    told = capsys.readouterr().out
+    assert "\x1b" not in told
+    assert told.endswith("faults: 1\n")
+    with pytest.raises(ConfigError, match="no such folder"):
+        run_verify(planted.folder / "nowhere")
+    with (planted.folder / "command.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError, match="is written by a run that goes on; end it first"):
+            run_verify(planted.folder)
