@@ -44,4 +44,5 @@ def _examples(number: int) -> settings:
     )
 
 
-BUDGET = Budget(_examples(120), _examples(120), times(25))
+# Fewer rounds than these might miss a kind of answer.
+BUDGET = Budget(_examples(120), _examples(120), max(25, times(25)))

@@ -72,6 +72,7 @@ def nothing_survives() -> Iterator[None]:
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     before = set(descendants(os.getpid()))
     yield
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
     now = [p for p in descendants(os.getpid()) if p.pid != COMMANDS.pid]
     left = {p: describe(p) for p in now if p not in before}
     for process in left:
