@@ -196,7 +196,7 @@ def test_alerts_and_dashboard_ask_for_metrics_that_are_there(run):
 def test_each_alert_fires_when_it_must_and_at_no_other_time():
     tests = ALERTS.with_name("alerts.test.yml")
     named = set(re.findall(r"alert: (\w+)", ALERTS.read_text()))
-    assert len(named) == 8
+    assert len(named) == 11
     assert named <= set(re.findall(r"Slipstream\w+", tests.read_text()))
     done = completed(["promtool", "test", "rules", tests])
     assert done.returncode == 0, done.stdout + done.stderr

@@ -46,7 +46,7 @@ class Site:
         # Where a rollout server ran before and after its node died, and the learner likewise.
         self.nodes: list[str] = []
         self.learners: list[str] = []
-        self.queue = ""
+        self.learner = ""
 
     def slurm(self, *command: str) -> str:
         """Calls a command of Slurm or of ours in this folder."""
@@ -61,6 +61,11 @@ class Site:
         path = self.folder / f"quickstart-{name}.log"
         return path.read_text() if path.exists() else ""
 
+    @property
+    def learner_log(self) -> str:
+        """The log of the learner's job, of all its starts."""
+        return self.log(f"learner-{self.learner}")
+
     def starts(self, job: str) -> int:
         """How often a rollout job has started its server."""
         return self.log(f"rollout-server-{job}").count(" joins ")
@@ -68,7 +73,7 @@ class Site:
     @property
     def step(self) -> int:
         """The newest step that a learner's log shows."""
-        found = re.findall(rf"step +(\d+)/{STEPS}", self.log("learner-1"))
+        found = re.findall(rf"step +(\d+)/{STEPS}", self.learner_log)
         return int(found[-1]) if found else 0
 
     def wait_for(self, what: str, is_there: Callable[[], object]) -> None:
@@ -90,7 +95,7 @@ def carry_out(site: Site) -> None:
     first, second = (f"{servers}_{task}" for task in (0, 1))
     waits = "there is no job quickstart-learner yet: this one waits 3600 s for it"
     site.wait_for("a server waits", lambda: waits in site.log(f"rollout-server-{first}"))
-    learner = site.submit(*LEARNER)
+    site.learner = learner = site.submit(*LEARNER)
     site.wait_for("both servers run", lambda: "RUNNING" in cluster.state(second))
     site.wait_for("the run makes steps", lambda: site.step >= 10)
     # A job of the other partition needs the node.
@@ -109,7 +114,7 @@ def carry_out(site: Site) -> None:
     before = site.step
     site.wait_for("the run goes on with both", lambda: site.step >= before + 5)
     site.slurm("scontrol", "requeue", learner)
-    site.wait_for("the run stops", lambda: "stopped at version" in site.log("learner-2"))
+    site.wait_for("the run stops", lambda: "stopped at version" in site.learner_log)
     cluster.start_node(site.nodes[0])
     before = site.step
     site.wait_for("the run goes on", lambda: site.step >= before + 5)

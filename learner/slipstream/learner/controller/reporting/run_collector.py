@@ -201,7 +201,7 @@ class RunCollector:
         yield _counters("lease_wait_seconds", meaning, "cause", waited)
         row = self._recorder.newest
         gains = {name: row[f"gain/{name}"] for name in CHANGES if f"gain/{name}" in row}
-        meaning = "Steps a second that a change would bring in addition."
+        meaning = "Share of the steps a second that a change would bring in addition."
         yield _gauges("predicted_gain_ratio", meaning, "change", gains)
 
     def _servers(self, status: status_pb2.RunStatus) -> Iterator[Metric]:
