@@ -56,7 +56,7 @@ def lock_of(
 ) -> str:
     """Returns the lock's text; raises ValueError if one of our own wheels is missing."""
     pins = pins_of(stack, folder)
-    lines = list(_own_lines(OURS, "", wheels, address))
+    lines = [_other_pythons(), *_own_lines(OURS, "", wheels, address)]
     if BUILT in pins:
         version = pins.pop(BUILT)
         number = "".join(pins["torch"].split(".")[:2])
@@ -74,6 +74,16 @@ def lock_of(
     if done.returncode:
         raise ValueError(f"uv cannot find all packages of {stack}")
     return "\n".join([*lines, done.stdout])
+
+
+def _other_pythons() -> str:
+    """Returns a line that only other Pythons read, and refuse before they download the rest."""
+    known = [f"3.{minor}" for minor in PYTHONS]
+    marker = " and ".join(f'python_version != "{python}"' for python in known)
+    name = f"slipstream-needs-python-{'-or-'.join(known)}"
+    tags = ".".join(f"cp{python.replace('.', '')}" for python in known)
+    wheel = f"{name.replace('-', '_')}-0-{tags}-none-any.whl"
+    return f"{name} @ file:///{wheel} ; {marker} --hash=sha256:{'0' * 64}"
 
 
 def _cpu_builds(version: str, page: str) -> Iterator[str]:

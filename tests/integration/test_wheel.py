@@ -27,8 +27,7 @@ def test_the_wheel_holds_all_four_roots_under_one_name(wheel):
         "slipstream/v1/trajectory_pb2.py",
         "slipstream/core/staleness.py",
         "slipstream/client/py.typed",
-        "slipstream/client/launch/docker-compose.template.yml",
-        "slipstream/client/launch/kubernetes/scaling/scaledobject.yaml",
+        "slipstream/client/requirements/common.txt",
         "slipstream/rollout_server/__main__.py",
         "slipstream/learner/controller/__main__.py",
         "slipstream/learner/trainer/__main__.py",
@@ -62,4 +61,13 @@ def test_the_client_installs_alone_and_brings_no_torch(wheel, tmp_path):
     # It tells what is not installed here, and looks at the machine for that.
     done = completed([command, "doctor"])
     assert done.stderr == ""
+    assert done.returncode == 1
     assert "torch, megatron-core, megatron-bridge, transformers not installed" in done.stdout
+    assert "install the lock cpu.txt, gpu.txt or gpu-measured.txt of the release" in done.stdout
+    done = completed([command, "quickstart"], cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (
+        2,
+        "slipstream: the learner needs the package torch, which is not installed: install the lock "
+        "cpu.txt, gpu.txt or gpu-measured.txt of the release: docs/support.md\n",
+    )
+    assert not (tmp_path / "models").exists()

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import make_lock
 import pytest
 from make_lock import ROOT, lock_of, pins_of
 
@@ -88,6 +89,26 @@ def test_pip_installs_a_lock_into_an_empty_folder_from_addresses_with_digests(
     (wheels / "cpu.txt").write_text(lock.replace(digest, "0" * 64))
     done = subprocess.run([*command, f"{release}/cpu.txt"], capture_output=True, text=True)
     assert "DO NOT MATCH THE HASHES" in done.stderr
+
+
+def test_another_python_is_refused_before_anything_is_downloaded(
+    tmp_path: Path, release: str, lists: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(make_lock, "PYTHONS", (8, 9))
+    # Nobody serves what the other lines name.
+    write_wheel(tmp_path / "release", "slipstream_rl", "0.1.0")
+    (tmp_path / "release" / "torch.html").touch()
+    page, address = f"{release}/torch.html", f"{release}/none"
+    lock = lock_of("cpu", tmp_path / "release", address, page=page, folder=lists)
+    (tmp_path / "lock.txt").write_text(lock)
+    pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--dry-run"]
+    command = [*pip, "--requirement", str(tmp_path / "lock.txt")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[0] == (
+        "ERROR: slipstream_needs_python_3.8_or_3.9-0-cp38.cp39-none-any.whl is not a supported "
+        "wheel on this platform."
+    )
 
 
 def test_a_stack_takes_the_extension_that_was_built_for_its_torch(tmp_path, lists):

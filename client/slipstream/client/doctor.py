@@ -86,7 +86,7 @@ async def examine(config: Config | None) -> list[Finding]:
     if importlib.util.find_spec("torch") is not None:
         findings += await ask_program(LEARNER_PROGRAM)
     if config is not None:
-        findings += [*await find_all(Scene(config)), *check_fit(config, gpus)]
+        findings += [*await find_all(Scene(config, leaves_nothing=True)), *check_fit(config, gpus)]
         if config.queue.kind == "redis" and config.queue.redis_url is not None:
             if importlib.util.find_spec("redis") is None:
                 return [*findings, problem("queue", "queue.kind is redis", REDIS_REMEDY)]

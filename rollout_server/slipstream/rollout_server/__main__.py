@@ -32,6 +32,7 @@ from slipstream.core.errors import (
 )
 from slipstream.core.machine.descendants import kernel_oom_kills
 from slipstream.core.machine.gpus import fill_gpus, gpu_names
+from slipstream.core.machine.memory import free_memory
 from slipstream.core.machine.process import become_reaper, die_with_parent
 from slipstream.core.names import check_server_id
 from slipstream.core.run_folder import LOCKS, LOGS
@@ -43,7 +44,6 @@ from slipstream.protocol.weights.storage import check_storage
 from slipstream.rollout_server import process
 from slipstream.rollout_server.engine_interface import EngineDied
 from slipstream.rollout_server.episodes.worker_process import WorkerLimits
-from slipstream.rollout_server.memory import available_bytes
 from slipstream.rollout_server.preload import import_engine
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ async def _serve(config: Config, options: argparse.Namespace) -> None:
         loop.add_signal_handler(number, stop.set)
     try:
         server_id, gib = ServerId(options.server_id), settings.environment_memory_gib
-        memory_bytes = available_bytes() // 2 if gib is None else int(gib * (1 << 30))
+        memory_bytes = free_memory()[1] // 2 if gib is None else int(gib * (1 << 30))
         gateway = WorkerGateway(
             config.run_dir / LOGS,
             server=server_id,

@@ -3,7 +3,6 @@
 import contextlib
 import math
 import time
-from pathlib import Path
 
 import psutil
 from slipstream.core.errors import ConfigError
@@ -12,37 +11,6 @@ from slipstream.core.settings.config import Config
 
 # Seconds between two scans of all processes: a scan takes too long for every heartbeat.
 _LOOK_S = 5.0
-# Files in which a container finds its own limit: cgroup v2, v1.
-_CONTAINER_LIMITS = (
-    Path("/sys/fs/cgroup/memory.max"),
-    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-)
-
-# What the processes of a container use, cgroup v2.
-_CONTAINER_USE = Path("/sys/fs/cgroup/memory.current")
-_CONTAINER_STAT = Path("/sys/fs/cgroup/memory.stat")
-
-
-def available_bytes() -> int:
-    """Returns the bytes of this machine's memory, or its container's limit if that is lower."""
-    found = [int(psutil.virtual_memory().total)]
-    for path in _CONTAINER_LIMITS:
-        # "max" stands in the file of a container without a limit.
-        with contextlib.suppress(OSError, ValueError):
-            found.append(int(path.read_text()))
-    return min(found)
-
-
-def free_bytes() -> tuple[int, int]:
-    """Returns the free and the total bytes of main memory, of the machine or its container."""
-    machine, total = psutil.virtual_memory(), available_bytes()
-    found = [int(machine.available)]
-    # The cache of files is given back when memory is short.
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        stat = dict(line.split() for line in _CONTAINER_STAT.read_text().splitlines())
-        used = int(_CONTAINER_USE.read_text()) - int(stat["inactive_file"])
-        found.append(total - used)
-    return max(0, min(found)), total
 
 
 class ProcessMemory:

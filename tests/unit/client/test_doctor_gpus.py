@@ -139,7 +139,7 @@ def fits(config, monkeypatch, gpus, billions):
     parameters = int(billions * 1e9)
     needs = Needs(parameters, 18 * parameters, 2 * parameters, 14 * parameters)
     monkeypatch.setattr(fit, "needs_of", lambda config: needs)
-    monkeypatch.setattr(fit, "free_memory", lambda: (100.0, ""))
+    monkeypatch.setattr(fit, "free_memory", lambda: (100 << 30, 100 << 30))
     monkeypatch.setattr(placement, "uses_gpus", lambda: True)
     monkeypatch.setattr(placement, "list_gpus", lambda: GPUS[:gpus])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -261,7 +261,7 @@ def test_experts_are_spread_over_the_expert_parallel_ranks(tmp_path, monkeypatch
     assert fit.needs_of(config_of(model=model)) is None
 
     # Each node has half of the experts, the first one all else.
-    monkeypatch.setattr(fit, "free_memory", lambda: (100.0, ""))
+    monkeypatch.setattr(fit, "free_memory", lambda: (100 << 30, 100 << 30))
     learner = {"world_size": 4, "ranks_per_node": 2, "parallel": {"ep": 4}}
     config = config_of(model=model, learner=learner)
     large = fit.Needs(0, 0.0, 0.0, 80 * fit.GIB, 60 * fit.GIB)

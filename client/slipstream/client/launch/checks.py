@@ -131,6 +131,8 @@ class Check:
     remedy: str = ""
     # If set, a problem becomes a hint with this remedy where the scene has no parts.
     elsewhere: str = ""
+    # Whether the doctor without a role makes it too, though it belongs to `Stage.START`.
+    is_for_doctor: bool = False
 
     async def run(self, scene: Scene) -> None:
         """Makes the check; raises ConfigError at the first problem."""
@@ -164,12 +166,16 @@ async def require(scene: Scene, stage: Stage) -> None:
 async def find_all(scene: Scene) -> list[Finding]:
     """Returns the findings of all checks that the scene's parts need.
 
-    If the scene has no parts, these are all checks but those of `Stage.START`.
+    If the scene has no parts, these are all checks but those of `Stage.START` that call others.
     """
     findings = [
         await check.find(scene)
         for check in CHECKS
-        if (check.needs & scene.parts if scene.parts else check.stage is not Stage.START)
+        if (
+            check.needs & scene.parts
+            if scene.parts
+            else check.stage is not Stage.START or check.is_for_doctor
+        )
     ]
     return [finding for found in findings for finding in found]
 
@@ -368,49 +374,18 @@ async def _running_queue(scene: Scene) -> str | None:
     return "; ".join(seen)
 
 
+def _trackers(scene: Scene) -> None:
+    check_trackers(scene.config.tracking)
+
+
+def _own_certificate(scene: Scene) -> None:
+    check_own_certificate(scene.config)
+
+
 async def _environments(scene: Scene) -> None:
-    """Loads all environments; if the controller starts here, also plays a first step of each."""
-    play = "controller" in scene.parts
+    """Loads all environments; plays a first step of each where the controller would."""
+    play = "controller" in scene.parts or not scene.parts
     await check_environments(scene.config, play=play, keeps_log=not scene.leaves_nothing)
-
-
-_FILES = "deploy/make_certificates.sh makes all files"
-
-CHECKS = (
-    Check("model", Stage.SETTINGS, ANY, _model),
-    Check("security", Stage.SETTINGS, WHOLE_RUN, _security, _FILES),
-    Check("open sockets", Stage.SETTINGS, ANY, _exposure, "use a private network or a tunnel"),
-    Check("queue", Stage.SETTINGS, WHOLE_RUN, _queue),
-    Check("packages", Stage.SETTINGS, ANY, _packages),
-    Check(
-        *("tracking", Stage.SETTINGS, CONTROLLER),
-        lambda scene: check_trackers(scene.config.tracking),
-        elsewhere="nothing, unless the controller starts here",
-    ),
-    Check("engine", Stage.SETTINGS, SERVER, _engine),
-    Check("for vLLM", Stage.SETTINGS, WHOLE_RUN, lambda scene: check_engine(scene.config)),
-    Check("algorithm", Stage.SETTINGS, ANY - SERVER, lambda scene: check_functions(scene.config)),
-    Check("for Megatron", Stage.SETTINGS, LEARNER, lambda scene: check_megatron(scene.config)),
-    Check("packages", Stage.PLACE, SERVER, lambda _: [*check_companions()]),
-    Check("network", Stage.PLACE, LEARNER, lambda scene: check_interfaces(scene.config)),
-    Check("limits", Stage.PLACE, WHOLE_RUN, lambda _: check_limits(has_gpu=uses_gpus())),
-    Check("disk", Stage.PLACE, CONTROLLER, lambda scene: [disk_for(scene.config)]),
-    Check("run folder", Stage.PLACE, CONTROLLER, _run_folder),
-    Check("controller", Stage.PLACE, WHOLE_RUN, check_stated_port),
-    Check("controller", Stage.PLACE, CONTROLLER, _controller),
-    Check(
-        *("security", Stage.PLACE, CONTROLLER),
-        lambda scene: check_own_certificate(scene.config),
-        _FILES,
-    ),
-    Check("tracking", Stage.PLACE, CONTROLLER | SERVER, _metrics_ports, "choose another port"),
-    Check("learner.master", Stage.PLACE, CONTROLLER, _master),
-    Check("controller", Stage.START, SERVER | LEARNER, _running_controller),
-    Check("algorithms", Stage.START, LEARNER, lambda scene: check_algorithms(scene.config)),
-    Check("reference", Stage.START, SERVER, lambda scene: check_reference(scene.config)),
-    Check("queue", Stage.START, CONTROLLER | SERVER, _running_queue),
-    Check("environments", Stage.START, CONTROLLER | SERVER, _environments),
-)
 
 
 async def ask_controller(
@@ -519,15 +494,13 @@ async def _check_shared(config: Config, setup: status_pb2.Setup) -> None:
 INTERFACES = {"NCCL_SOCKET_IFNAME": True, "GLOO_SOCKET_IFNAME": False}
 
 
-def check_interfaces(config: Config) -> str | None:
+def check_interfaces(scene: Scene) -> str | None:
     """Returns a line on the interface to the rendezvous, or None if one node has all ranks.
 
     Raises ConfigError if NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME matches no interface, or if
-    `learner.master` has no address or no route from here.
+    `learner.master` has no address or no route from a node of the learner.
     """
-    learner = config.learner
-    if learner.ranks_per_node in (None, learner.world_size):
-        return None
+    learner = scene.config.learner
     present = psutil.net_if_addrs()
     for variable, takes_beginning in INTERFACES.items():
         value = os.environ.get(variable, "")
@@ -536,6 +509,8 @@ def check_interfaces(config: Config) -> str | None:
                 f"{variable}={value} names no interface of this host, which has "
                 f"{', '.join(present)}: unset it, or name one of these"
             )
+    if learner.ranks_per_node in (None, learner.world_size) or scene.parts == SERVER:
+        return None
     host = learner.host
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
@@ -566,3 +541,35 @@ def _match(value: str, present: list[str], *, takes_beginning: bool) -> list[str
         for name in present
         if any(name == w if is_exact else name.startswith(w) for w in wanted) != excludes
     ]
+
+
+_FILES = "deploy/make_certificates.sh makes all files"
+_NOT_HERE = "nothing, unless the controller starts here"
+
+CHECKS = (
+    Check("model", Stage.SETTINGS, ANY, _model),
+    Check("security", Stage.SETTINGS, WHOLE_RUN, _security, _FILES),
+    Check("open sockets", Stage.SETTINGS, ANY, _exposure, "use a private network or a tunnel"),
+    Check("queue", Stage.SETTINGS, WHOLE_RUN, _queue),
+    Check("packages", Stage.SETTINGS, ANY, _packages),
+    Check("tracking", Stage.SETTINGS, CONTROLLER, _trackers, elsewhere=_NOT_HERE),
+    Check("engine", Stage.SETTINGS, SERVER, _engine),
+    Check("for vLLM", Stage.SETTINGS, WHOLE_RUN, lambda scene: check_engine(scene.config)),
+    Check("algorithm", Stage.SETTINGS, ANY - SERVER, lambda scene: check_functions(scene.config)),
+    Check("for Megatron", Stage.SETTINGS, LEARNER, lambda scene: check_megatron(scene.config)),
+    Check("packages", Stage.PLACE, SERVER, lambda _: [*check_companions()]),
+    Check("network", Stage.PLACE, LEARNER | SERVER, check_interfaces),
+    Check("limits", Stage.PLACE, WHOLE_RUN, lambda _: check_limits(has_gpu=uses_gpus())),
+    Check("disk", Stage.PLACE, CONTROLLER, lambda scene: [disk_for(scene.config)]),
+    Check("run folder", Stage.PLACE, CONTROLLER, _run_folder),
+    Check("controller", Stage.PLACE, WHOLE_RUN, check_stated_port),
+    Check("controller", Stage.PLACE, CONTROLLER, _controller),
+    Check("tracking", Stage.PLACE, CONTROLLER | SERVER, _metrics_ports, "choose another port"),
+    Check("security", Stage.PLACE, CONTROLLER, _own_certificate, _FILES),
+    Check("learner.master", Stage.PLACE, CONTROLLER, _master),
+    Check("controller", Stage.START, SERVER | LEARNER, _running_controller),
+    Check("algorithms", Stage.START, LEARNER, lambda scene: check_algorithms(scene.config)),
+    Check("reference", Stage.START, SERVER, lambda scene: check_reference(scene.config)),
+    Check("queue", Stage.START, CONTROLLER | SERVER, _running_queue),
+    Check("environments", Stage.START, CONTROLLER | SERVER, _environments, is_for_doctor=True),
+)

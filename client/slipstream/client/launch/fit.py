@@ -10,12 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from slipstream.client.launch.findings import Finding, advice, ok, problem
-from slipstream.client.launch.machine import GIB, check_disk, free_memory
+from slipstream.client.launch.machine import GIB, check_disk
 from slipstream.client.launch.placement import Placement, draft_problem, fit_here, uses_gpus
 from slipstream.client.launch.share import Share
 from slipstream.core.configuration.roles import role_settings
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.gpus import Gpu, find_gpu
+from slipstream.core.machine.memory import free_memory
 from slipstream.core.models.model_files import loaded_tensors, missing_weights
 from slipstream.core.models.model_rules import cpu_cache_bytes, cpu_engine_problems
 from slipstream.core.models.model_sizes import ModelSizes, read_model_sizes
@@ -173,7 +174,7 @@ def check_fit(config: Config, gpus: Sequence[Gpu], share: Share | None = None) -
         if config.checkpoint.every_steps:
             yield _checkpoint_memory(config, ranks, needs)
     elif not placement.servers:
-        yield _main_memory(config, ranks, needs)
+        yield _main_memory(config, share or whole, needs)
 
 
 def needs_of(config: Config) -> Needs | None:
@@ -267,14 +268,15 @@ def expert_split(parallel: ParallelSection) -> int:
     return parallel.ep * (parallel.etp or parallel.tp)
 
 
-def _main_memory(config: Config, ranks: int, needs: Needs) -> Finding:
+def _main_memory(config: Config, share: Share, needs: Needs) -> Finding:
     """Returns advice if too little main memory is free for a run on CPUs, else an ok finding."""
     server = config.rollout_server
     worker_bytes = cpu_cache_bytes(config) + needs.worker_bytes
     engine = server.tensor_parallel_size * worker_bytes / GIB
-    needed = ranks * (needs.rank_bytes / GIB + RANK_GIB) + server.count * (engine + ENGINE_GIB)
-    free, _ = free_memory()
-    seen = f"about {needed:.1f} GiB for world size {ranks} and rollout_server.count {server.count}"
+    ranks, servers = len(share.ranks), share.servers
+    needed = ranks * (needs.rank_bytes / GIB + RANK_GIB) + servers * (engine + ENGINE_GIB)
+    free = free_memory()[0] / GIB
+    seen = f"about {needed:.1f} GiB (trainer ranks: {ranks}, rollout servers: {servers})"
     if needed > free:
         return advice(
             "main memory",
@@ -300,7 +302,7 @@ def _checkpoint_memory(config: Config, ranks: int, needs: Needs) -> Finding:
         for rank in (stage + first for stage in stages for first in range(split)):
             on_node[rank // ranks] += int(saved / (len(stages) * split))
     needed = max(on_node.values()) / GIB
-    free, _ = free_memory()
+    free = free_memory()[0] / GIB
     seen = f"{needed:.1f} GiB of main memory for the copy of a checkpoint, {free:.1f} GiB are free"
     if roles := role_settings(config):
         seen += f", without {' and '.join(roles)}"

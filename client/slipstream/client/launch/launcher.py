@@ -106,6 +106,7 @@ async def run_quickstart(overrides: Sequence[str]) -> int:
 
     Returns the exit code of the run. Raises RunFailed if the model cannot be made.
     """
+    check_installed("torch", "megatron.core", "vllm")
     path = Path(__file__).parents[1] / "quickstart.toml"
     model = load_config(path, overrides).model.path
     if not any(model.glob("*.safetensors")):

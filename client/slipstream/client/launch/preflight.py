@@ -23,6 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from slipstream.client.launch.machine import GET_LOCK
 from slipstream.client.run_folder import make_folder, make_run_folder
 from slipstream.client.terminal import complain
 from slipstream.core.configuration.config_file import dump_config
@@ -126,7 +127,9 @@ def check_installed(*names: str) -> None:
         with contextlib.suppress(ModuleNotFoundError):
             if importlib.util.find_spec(name) is not None:
                 continue
-        raise ConfigError(f"the {NEEDED_BY[name]} needs the package {name}, which is not installed")
+        raise ConfigError(
+            f"the {NEEDED_BY[name]} needs the package {name}, which is not installed: {GET_LOCK}"
+        )
 
 
 async def check_megatron(config: Config) -> str | None:

@@ -19,7 +19,7 @@ from itertools import accumulate
 
 import torch
 from slipstream.core.errors import WeightSyncError
-from slipstream.rollout_server.memory import free_bytes
+from slipstream.core.machine.memory import free_memory
 from slipstream.rollout_server.weights.bucket_receiver import BucketReceiver, Incoming
 
 # Parts of a device's memory that staged weights leave free for other allocations.
@@ -126,7 +126,7 @@ def room(device: torch.device, held_bytes: int, num_workers: int) -> int:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return int(free + held_bytes - _LEFT_ON_GPU * total)
-    free, total = free_bytes()
+    free, total = free_memory()
     return int((free - _LEFT_ON_CPU * total) / num_workers) + held_bytes
 
 

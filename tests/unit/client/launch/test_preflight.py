@@ -18,10 +18,14 @@ import pytest
 import tomli_w
 from slipstream.client.launch import preflight
 from slipstream.client.launch.checks import (
+    CONTROLLER,
+    LEARNER,
+    SERVER,
     WHOLE_RUN,
     Scene,
     Stage,
     ask_controller,
+    check_interfaces,
     check_stated_port,
     require,
 )
@@ -250,7 +254,7 @@ def test_a_package_that_is_missing_is_named_with_what_needs_it(monkeypatch):
     # Python finds no module where None stands for it.
     monkeypatch.setitem(sys.modules, "megatron.core", None)
     message = "the learner needs the package megatron.core, which is not installed"
-    with pytest.raises(ConfigError, match=f"^{message}$"):
+    with pytest.raises(ConfigError, match=f"^{message}: install the lock cpu.txt, gpu.txt or "):
         check_installed("torch", "megatron.core")
 
 
@@ -647,3 +651,15 @@ def test_ranks_must_be_known_to_the_authority_of_callers(authority, tmp_path, *,
         )
     ):
         check_own_certificate(config)
+
+
+@pytest.mark.parametrize("parts", [CONTROLLER | LEARNER, SERVER, WHOLE_RUN], ids=sorted)
+@pytest.mark.parametrize("variable", ["NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"])
+def test_an_interface_that_is_not_there_is_named_on_every_host(parts, variable, monkeypatch):
+    """Also on a learner's only node: gloo looks it up, after the model has loaded."""
+    scene = Scene(small_config(), parts)
+    monkeypatch.setenv(variable, "lo")
+    assert check_interfaces(scene) is None
+    monkeypatch.setenv(variable, "eth7")
+    with pytest.raises(ConfigError, match=f"{variable}=eth7 names no interface of this host"):
+        check_interfaces(scene)

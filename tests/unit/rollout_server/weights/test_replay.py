@@ -9,7 +9,6 @@ import torch
 from slipstream.core.errors import WeightSyncError
 from slipstream.protocol.weights.buckets import TensorSpec, plan_buckets
 from slipstream.protocol.weights.nccl_group import Wire
-from slipstream.rollout_server import memory
 from slipstream.rollout_server.weights.bucket_receiver import Incoming
 from slipstream.rollout_server.weights.copy_plan import Copy, CopyPlan, Replay, View
 from slipstream.rollout_server.weights.update_copies import Copying, Staging, room
@@ -225,23 +224,9 @@ def test_an_update_that_failed_on_its_way_is_none_that_is_done() -> None:
 
 def test_workers_on_a_cpu_share_what_main_memory_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "slipstream.rollout_server.weights.update_copies.free_bytes", lambda: (5 * GIB, 20 * GIB)
+        "slipstream.rollout_server.weights.update_copies.free_memory", lambda: (5 * GIB, 20 * GIB)
     )
     assert room(CPU, 0, 1) == 3 * GIB
     assert room(CPU, 0, 2) == 3 * GIB // 2
     # What is kept already is used again.
     assert room(CPU, GIB, 2) == 3 * GIB // 2 + GIB
-
-
-def test_free_memory_is_at_most_what_the_container_has_left(tmp_path, monkeypatch):
-    machine_free, machine = memory.free_bytes()
-    assert 0 < machine_free < machine
-    limit, used = (tmp_path / name for name in ("max", "current"))
-    stat = tmp_path / "stat"
-    limit.write_text(f"{1 << 30}\n")
-    used.write_text(f"{900 << 20}\n")
-    stat.write_text(f"anon 5\ninactive_file {100 << 20}\n")
-    monkeypatch.setattr(memory, "_CONTAINER_LIMITS", (limit,))
-    monkeypatch.setattr(memory, "_CONTAINER_USE", used)
-    monkeypatch.setattr(memory, "_CONTAINER_STAT", stat)
-    assert memory.free_bytes() == (224 << 20, 1 << 30)
