@@ -193,7 +193,7 @@ class Client:
         reset_s = timeout_s if math.isfinite(timeout_s) and timeout_s > 0 else 0.0
         request = environment_pb2.SubmitEnvironmentRequest(spec=spec)
         submit = self._environments.SubmitEnvironment
-        response = await self._change(submit, request, limit_s=SUBMIT_TIMEOUT_S + reset_s)
+        response = await self._ask(submit, request, limit_s=SUBMIT_TIMEOUT_S + reset_s)
         status = environment_from_pb(response.status)
         if status.state == "suspended":
             raise EnvironmentFailed(
@@ -262,21 +262,9 @@ class Client:
             self._metadata = call_metadata(self._credentials, run.run_id)
         return run
 
-    async def _change(
-        self,
-        method: grpc.aio.UnaryUnaryMultiCallable[Request, Response],
-        request: Request,
-        *,
-        limit_s: float = CALL_TIMEOUT_S,
-    ) -> Response:
-        """Makes a call that must name the run."""
-        if self._run_id is None:
-            await self.status()
-        return await self._ask(method, request, limit_s=limit_s)
-
     async def stop(self, reason: str) -> None:
         """Asks the run to end normally, after the current step."""
-        await self._change(self._status.StopRun, status_pb2.StopRunRequest(reason=reason))
+        await self._ask(self._status.StopRun, status_pb2.StopRunRequest(reason=reason))
 
     async def drain(self, server_id: str, reason: str) -> str:
         """Asks one rollout server to end or return its episodes, and to leave the run.
@@ -284,7 +272,7 @@ class Client:
         Returns a warning on what the run lacks without this server, or "" if it lacks nothing.
         """
         request = status_pb2.DrainServerRequest(server_id=server_id, reason=reason)
-        return str((await self._change(self._status.DrainServer, request)).warning)
+        return str((await self._ask(self._status.DrainServer, request)).warning)
 
     async def watch(self, after: int = 0) -> AsyncIterator[Event]:
         """Yields events with a larger number than `after`, as they happen, until the run ends."""
@@ -313,6 +301,8 @@ class Client:
         *,
         limit_s: float = CALL_TIMEOUT_S,
     ) -> Response:
+        if self._run_id is None and method is not self._status.GetStatus:
+            await self.status()
         try:
             return await method(request, timeout=limit_s, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:

@@ -98,12 +98,6 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         default=f"{socket.gethostname()}-{secrets.token_hex(2)}",
         help="name of this server; unique in its run",
     )
-    parser.add_argument(
-        "--connect-timeout-s",
-        type=float,
-        default=300.0,
-        help="how long to wait until something listens at the controller's address",
-    )
     return parser.parse_args(arguments)
 
 
@@ -111,10 +105,9 @@ async def _serve(config: Config, options: argparse.Namespace) -> None:
     from slipstream.core.models.vision.placed import image_tokens
     from slipstream.rollout_server.episodes.renderer import Renderer
     from slipstream.rollout_server.episodes.worker_gateway import WorkerGateway
-    from slipstream.rollout_server.service import RolloutServer, wait_for_controller
+    from slipstream.rollout_server.service import RolloutServer
 
     check_storage(config.weights.storage_url)
-    await wait_for_controller(options.controller, options.connect_timeout_s)
     import_engine(config)
     from slipstream.rollout_server.vllm.engine import VllmEngine
 

@@ -18,7 +18,7 @@ import grpc.aio
 from slipstream.core.configuration.config_file import vocabulary_size
 from slipstream.core.errors import ConfigError, RunFailed
 from slipstream.core.run_folder import FETCHED
-from slipstream.core.settings.config import Config, address_parts
+from slipstream.core.settings.config import Config
 from slipstream.core.types import ServerId, TrajectoryId
 from slipstream.protocol.access.security import (
     Credentials,
@@ -275,24 +275,3 @@ class RolloutServer:
         )
         stack.push_async_callback(opened.aclose)
         return opened
-
-
-async def wait_for_controller(address: str, limit_s: float) -> None:
-    """Waits until a process listens at `address` (HOST:PORT).
-
-    Raises ConfigError if none does within `limit_s`.
-    """
-    host, port = address_parts(address)
-    cause = "no answer"
-    deadline_s = time.monotonic() + limit_s
-    while (left_s := deadline_s - time.monotonic()) > 0:
-        try:
-            async with asyncio.timeout(left_s):
-                _, writer = await asyncio.open_connection(host, port)
-        except OSError as error:
-            cause = error.strerror or str(error) or cause
-        else:
-            writer.close()
-            return
-        await asyncio.sleep(min(_RETRY_S, left_s))
-    raise ConfigError(f"no controller answers at {address} within {limit_s:g} s ({cause})")

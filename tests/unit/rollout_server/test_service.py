@@ -8,11 +8,9 @@ from slipstream.core.types import FailureKind, PolicyVersion, Purpose, Status
 from slipstream.rollout_server import session
 from slipstream.rollout_server.engine_interface import EngineDied
 from slipstream.rollout_server.episodes import dispatcher
-from slipstream.rollout_server.service import wait_for_controller
 from slipstream.v1 import environment_pb2 as env_pb
 from slipstream.v1 import fleet_pb2, trajectory_pb2, weights_pb2
 from support.fakes.failing_thread import end_writing
-from support.fakes.fake_fleet import FakeFleet
 from support.rigs.waiting import LIMIT_S, until
 
 
@@ -852,10 +850,3 @@ async def test_a_refusal_is_final(server) -> None:
     server.fleet.refusal = "protocol version 1, the controller speaks 2"
     with pytest.raises(ConfigError, match="the controller speaks 2"):
         await server.task
-
-
-async def test_nothing_at_the_address_is_one_clear_line() -> None:
-    async with FakeFleet() as fleet:
-        await wait_for_controller(fleet.address, 20.0)
-    with pytest.raises(ConfigError, match=f"no controller answers at {fleet.address} within 0.3 s"):
-        await asyncio.wait_for(wait_for_controller(fleet.address, 0.3), 20.0)

@@ -234,7 +234,7 @@ async def run_rollout_server(
         config, stated = identified(config, address, await running_id(scene)), config
         arguments = ["--config", str(write_config(stated, folder)), *identity_overrides(config)]
         arguments += ["--controller", address]
-        arguments += ["--connect-timeout-s", str(connect_timeout_s), "--server-id", name]
+        arguments += ["--server-id", name]
         environ = placement.server_environment(0)
         child = await start_child(
             name, SERVER_PROGRAM.module, arguments, log_path=log, environ=environ
