@@ -140,7 +140,8 @@ class Client:
         return cls(
             found.address,
             token_file=security.token_file,
-            tls_ca=security.tls_ca,
+            # Without an authority the run's own parts trust its certificate, too.
+            tls_ca=security.tls_ca or security.tls_certificate,
             tls_certificate=security.tls_certificate,
             tls_key=security.tls_key,
             run_id=found.run_id,

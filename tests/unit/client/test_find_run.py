@@ -128,6 +128,11 @@ def test_a_command_takes_the_credentials_of_the_run_unless_it_is_told_others(
     assert of("test") == ("first" * 10, b"ca" * 10)
     assert of("test", "--token-file", str(files["second"])) == ("second" * 10, b"ca" * 10)
     assert of("--controller", ADDRESS) == (None, None)
+    own = SecuritySection(
+        token_file=files["first"], tls_certificate=files["ca"], tls_key=files["ca"]
+    )
+    started(config.model_copy(update={"security": own}))
+    assert of("test") == ("first" * 10, b"ca" * 10)
     with pytest.raises(ConfigError, match="give --controller or the run test, not both"):
         of("test", "--controller", ADDRESS)
 
