@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from slipstream.client.cli import parse
 from slipstream.client.launch.placement import uses_gpus
-from slipstream.client.launch.preflight import free_port
+from slipstream.client.launch.preflight import free_port, hold_address
 from slipstream.core.configuration.config_file import load_config
 from support.rigs.run_processes import (
     address_of,
@@ -165,6 +165,13 @@ def test_a_port_in_use_is_refused(folder: Path) -> None:
             override = f'controller.address="{address}"'
             result = run_command(command, "config.toml", override, cwd=folder)
             check_refused(result, f"cannot listen on {address}", "in use; another run may have it")
+
+
+def test_an_address_of_a_command_that_still_checks_its_settings_is_refused(folder: Path) -> None:
+    with hold_address("127.0.0.1:0") as address:
+        override = f'controller.address="{address}"'
+        result = run_command("run", "config.toml", override, cwd=folder)
+        check_refused(result, f"cannot listen on {address}", "in use; another run may have it")
 
 
 def test_a_wrong_setting_is_told_before_a_port_in_use(folder: Path) -> None:
