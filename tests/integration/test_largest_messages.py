@@ -27,6 +27,7 @@ from support.rigs.counted_work import counted, num_lines
 from support.rigs.fuzz_calls import METHODS, opening
 from support.rigs.fuzzing import new
 from support.rigs.live_run import LiveRun
+from support.rigs.waiting import LIMIT_S
 
 MOST_LINES = 250_000
 MOST_VALUES = 1_100_000
@@ -86,7 +87,7 @@ def held_lines(live: LiveRun, doing: Callable[[], object]) -> int:
         doing()
     finally:
         done.append(True)
-    return beating.result(60)
+    return beating.result(LIMIT_S)
 
 
 NAMES = [name for name in METHODS if name not in ("StopRun", "DrainServer")]

@@ -35,7 +35,7 @@ from support.fakes.fake_server import FakeServer
 from support.rigs.completed import completed
 from support.rigs.live_run import LiveRun
 from support.rigs.run_processes import ROOT
-from support.rigs.waiting import wait_until
+from support.rigs.waiting import LIMIT_S, wait_until
 
 DEPLOY = ROOT / "deploy"
 ALERTS, DASHBOARD = DEPLOY / "prometheus" / "alerts.yml", DEPLOY / "grafana" / "slipstream.json"
@@ -220,7 +220,7 @@ def prometheus(folder: Path, targets: Path) -> Iterator[str]:
         yield f"http://{address}"
     finally:
         process.send_signal(signal.SIGTERM)
-        process.wait(60)
+        process.wait(LIMIT_S)
 
 
 def asked(server: str, query: str) -> list[dict]:

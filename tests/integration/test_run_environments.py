@@ -168,7 +168,7 @@ async def test_an_environment_comes_in_by_config_by_submit_and_from_a_client(tmp
             assert (code, err) == (0, "")
             async with asyncio.timeout(LIMIT_S):
                 await serving
-        assert await run.wait(60) == 0, run.out + run.err
+        assert await run.wait(LIMIT_S) == 0, run.out + run.err
     summary = run_processes.summary_of(tmp_path / "run")
     run_processes.check_ledger(summary)
     assert summary["max_lag_seen"] <= 2

@@ -95,7 +95,7 @@ def run(tiny_model: Path) -> Iterator[Path]:
                 if any(machine.exit_code is not None for machine in machines):
                     break
             logs = "\n".join(machine.log for machine in machines)
-            assert machines[0].process.wait(60) == 0, logs
+            assert machines[0].process.wait(LIMIT_S) == 0, logs
             yield folder / "volumes" / "first-runs" / "first"
     finally:
         shutil.rmtree(folder, ignore_errors=True)

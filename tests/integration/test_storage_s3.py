@@ -20,7 +20,7 @@ from slipstream.core.errors import WeightSyncError
 from slipstream.core.settings.config import WeightsSection
 from slipstream.rollout_server.stored_weights import StoredWeights
 from support.rigs.stored_versions import StoredVersions, changed_content, first_content, soon
-from support.rigs.waiting import until
+from support.rigs.waiting import LIMIT_S, until
 
 PLACE = os.getenv("SLIPSTREAM_S3", "")
 SECRET = "not-a-secret-of-anybody"
@@ -37,11 +37,11 @@ class Link:
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         self.port = free_port("127.0.0.1")
-        asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result(10)
+        asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result(LIMIT_S)
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
+        self._thread.join(LIMIT_S)
 
     async def _listen(self) -> None:
         await asyncio.start_server(self._serve, "127.0.0.1", self.port)

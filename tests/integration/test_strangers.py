@@ -29,6 +29,7 @@ from slipstream.rollout_server.weights.receivers import GlooReceiver
 from slipstream.v1 import status_pb2, status_pb2_grpc
 from support.fakes.guarded_controller import TOKEN, serving, with_token
 from support.rigs.loopbacks import LOOPBACKS
+from support.rigs.waiting import LIMIT_S
 
 HOST = "127.0.0.1"
 JOIN_S = 10.0
@@ -93,7 +94,7 @@ def test_weights_join_beside_strangers(host: str) -> None:
             assert len(more) > len(opened)
             sender.send(bucket, data)()
             sender.finish()
-            receiving.join(20)
+            receiving.join(LIMIT_S)
     sender.abort()
     (got,) = received
     assert torch.equal(got, data)
@@ -120,14 +121,14 @@ def test_ranks_meet_beside_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
     limit = timedelta(seconds=60)
     with ThreadPoolExecutor(2) as threads:
         first = threads.submit(rendezvous, 0, 2, limit)
-        until = time.monotonic() + 30
+        until = time.monotonic() + LIMIT_S
         while port not in listening_ports():
             assert time.monotonic() < until
             os.sched_yield()
         with strangers([port], HOST):
             second = threads.submit(rendezvous, 1, 2, limit)
-            first.result(60).set("key", "value")
-            assert second.result(60).get("key") == b"value"
+            first.result(LIMIT_S).set("key", "value")
+            assert second.result(LIMIT_S).get("key") == b"value"
 
 
 async def test_a_controller_answers_beside_three_hundred_strangers(tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ from support.fakes.throttled_disk import ThrottledDisk
 from support.fakes.tiny_models import make_model_folder
 from support.ranks.rank_pool import ForkedProgram, RankPool
 from support.rigs.loopbacks import own_loopback
+from support.rigs.waiting import LIMIT_S
 
 Rank = subprocess.Popen[str] | ForkedProgram
 
@@ -67,7 +68,7 @@ class Receiver:
 
     def join(self) -> None:
         for thread in self._threads:
-            thread.join(30)
+            thread.join(LIMIT_S)
 
     def _receive(self, publish: trainer_pb2.PublishStart) -> None:
         where = publish.communicator

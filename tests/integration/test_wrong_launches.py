@@ -43,6 +43,7 @@ from support.rigs.run_processes import (
     write_config,
 )
 from support.rigs.small_disks import small_disk
+from support.rigs.waiting import LIMIT_S
 
 pytestmark = [
     pytest.mark.usefixtures("nothing_survives"),
@@ -295,7 +296,7 @@ def answering(site: Site, change: Callable[[status_pb2.Setup], None]) -> Iterato
     thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
     thread.start()
     try:
-        assert started.wait(60)
+        assert started.wait(LIMIT_S)
         yield
     finally:
         loop.call_soon_threadsafe(ended.set)

@@ -28,6 +28,8 @@ from slipstream.protocol.rich_errors import DETAILS_KEY, DOMAIN, Reason
 from slipstream.v1 import trainer_pb2 as pb
 from slipstream.v1 import trainer_pb2_grpc, weights_pb2
 
+from support.rigs.waiting import LIMIT_S
+
 StartHook = Callable[[pb.PublishStart], list[weights_pb2.Receiver]]
 
 
@@ -109,7 +111,7 @@ class FakeController(trainer_pb2_grpc.TrainerServiceServicer):
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._server.stop(grace=None).wait(5)
+        self._server.stop(grace=None).wait(LIMIT_S)
 
     def Register(
         self, request: pb.TrainerHello, context: grpc.ServicerContext

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from support.rigs.waiting import LIMIT_S
+
 VOCAB = 32
 
 
@@ -44,7 +46,7 @@ class ReferenceEndpoint:
             self.open += 1
             self.most_open = max(self.most_open, self.open)
             answer = self.answers.pop(0) if self.answers else None
-        self.hold.wait(60)
+        self.hold.wait(LIMIT_S)
         with self._lock:
             self.open -= 1
         if answer is not None:

@@ -113,7 +113,7 @@ def in_ranks(num_ranks: int, work: Callable[..., Any], *arguments: object) -> li
         raise TimeoutError(f"no answer of {num_ranks} ranks within {LIMIT_S:g} s") from None
     finally:
         for child in children:
-            child.join(5)
+            child.join(LIMIT_S)
             child.kill()
         sockets.cleanup()
         # vLLM leaves the memory that the ranks shared.

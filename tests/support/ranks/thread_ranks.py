@@ -10,6 +10,8 @@ from slipstream.learner.trainer.ranks.activity import Activity
 from slipstream.learner.trainer.ranks.rendezvous import RankFlags
 from slipstream.protocol.weights.buckets import Bucket, TensorSpec
 
+from support.rigs.waiting import LIMIT_S
+
 
 class Meeting:
     """What the ranks of one trainer share."""
@@ -65,7 +67,7 @@ def run_ranks(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(LIMIT_S)
     if errors:
         raise errors[0]
 

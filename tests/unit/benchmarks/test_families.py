@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from slipstream.core.configuration.config_file import check_sizes
-from support.rigs.waiting import wait_until
+from support.rigs.waiting import LIMIT_S, wait_until
 
 from benchmarks.agreement import families
 from benchmarks.agreement.families import Rooms, earlier_rows, lines_of, measure_family
@@ -33,7 +33,7 @@ def test_a_family_waits_until_a_gpu_has_room_for_it() -> None:
             assert (first, second) == (0, 1)
             waiting.start()
             assert not began.wait(0.2)
-        assert began.wait(10.0)
+        assert began.wait(LIMIT_S)
     waiting.join()
 
 
@@ -50,7 +50,7 @@ def test_the_largest_family_that_waits_is_next() -> None:
             thread.start()
         wait_until(lambda: len(rooms._waiting) >= len(threads))
     for thread in threads:
-        thread.join(30.0)
+        thread.join(LIMIT_S)
     assert order == [90.0, 70.0, 40.0]
 
 

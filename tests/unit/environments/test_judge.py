@@ -18,7 +18,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.settings.sections import EnvironmentSection
 from slipstream.environments.judge import Judge, Judged, JudgeError, Rewarded, RewardModel
 from support.fakes.small_configs import config_of
-from support.rigs.waiting import until
+from support.rigs.waiting import LIMIT_S, until
 
 pytest.importorskip("openai")
 
@@ -64,7 +64,7 @@ class Endpoint:
             self.open += 1
             self.most_open = max(self.most_open, self.open)
             answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
-        self.hold.wait(60)
+        self.hold.wait(LIMIT_S)
         with self._lock:
             self.open -= 1
         if answer is None:

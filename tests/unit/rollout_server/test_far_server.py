@@ -11,6 +11,7 @@ from slipstream.rollout_server.stored_weights import StoredWeights
 from slipstream.v1 import fleet_pb2, weights_pb2
 from support.fakes.fake_engine import DIGESTS
 from support.rigs.stored_versions import StoredVersions, changed_content, digests_of, first_content
+from support.rigs.waiting import LIMIT_S
 
 READY = fleet_pb2.PUBLISH_PHASE_READY
 FAILED = fleet_pb2.PUBLISH_PHASE_FAILED
@@ -78,7 +79,7 @@ async def test_a_server_serves_its_groups_while_it_fetches(
         await serve_stored(connection, 1, versions.write(1, first_content(), whole=True))
 
         def slow(*arguments):
-            gate.wait(30)
+            gate.wait(LIMIT_S)
             return fetch(*arguments)
 
         monkeypatch.setattr(StoredWeights, "fetch", slow)

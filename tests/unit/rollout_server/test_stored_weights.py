@@ -22,6 +22,7 @@ from support.rigs.stored_versions import (
     digests_of,
     first_content,
 )
+from support.rigs.waiting import LIMIT_S
 
 NEVER = threading.Event()
 
@@ -290,7 +291,7 @@ def test_storage_that_hangs_is_named_with_its_limit(tmp_path, monkeypatch):
     release = threading.Event()
     monkeypatch.setattr(
         "fsspec.implementations.local.LocalFileSystem.cat_file",
-        lambda *_, **__: release.wait(60) and b"",
+        lambda *_, **__: release.wait(LIMIT_S) and b"",
     )
     with pytest.raises(WeightSyncError, match=r"within 1 s \(weights.storage_deadline_s\)"):
         server.fetch(manifest, NEVER)

@@ -16,6 +16,7 @@ from slipstream.client.cli import parse
 from slipstream.core.configuration.config_file import load_config
 from support.rigs.completed import completed
 from support.rigs.namespaces import poll
+from support.rigs.waiting import LIMIT_S
 
 DEPLOY = Path(__file__).parents[4] / "deploy"
 CONFIG = DEPLOY / "configs" / "quickstart.toml"
@@ -129,7 +130,7 @@ def test_the_command_of_a_rollout_job_is_one_of_ours(site, running) -> None:
 
 def test_a_server_that_never_joined_ends_after_the_learners_job(site, running) -> None:
     (site.folder / "jobs").write_text("")
-    assert running.wait(60) == 0
+    assert running.wait(LIMIT_S) == 0
     assert "slipstream: the job quick-learner is gone, so this one ends" in site.said
 
 
@@ -172,7 +173,7 @@ def test_a_rollout_job_waits_for_a_learners_job_that_is_not_there_yet(site: Site
 def test_a_requeued_rollout_job_does_not_wait_for_a_run_that_is_over(site: Site) -> None:
     (site.folder / "jobs").write_text("")
     job = rollout_job(site, SLURM_RESTART_COUNT="1")
-    assert (job.wait(60), site.started) == (0, "")
+    assert (job.wait(LIMIT_S), site.started) == (0, "")
     assert "the job quick-learner is gone" in site.said
 
 
@@ -198,7 +199,7 @@ def learner_job(site: Site, end: str, *, steps: int, code: int = 143) -> subproc
 
 
 def test_the_command_of_a_learners_job_is_one_of_ours(site: Site) -> None:
-    assert learner_job(site, "N/A", steps=0, code=0).wait(60) == 0
+    assert learner_job(site, "N/A", steps=0, code=0).wait(LIMIT_S) == 0
     arguments = parse(site.started.split())
     config = load_config(arguments.path, arguments.overrides)
     assert (config.run.name, config.run.steps) == ("quick", 3)
@@ -215,7 +216,7 @@ def test_the_command_of_a_learners_job_is_one_of_ours(site: Site) -> None:
 )
 def test_a_learners_job_that_is_told_to_end_comes_back(site: Site, end: str, steps: int) -> None:
     job = learner_job(site, end, steps=steps)
-    assert job.wait(60) == 143, site.said
+    assert job.wait(LIMIT_S) == 143, site.said
     assert (site.folder / "requeued").read_text() == "requeue 7\n"
 
 
@@ -223,7 +224,7 @@ def test_a_learners_job_whose_limit_leaves_no_step_does_not(site: Site) -> None:
     (site.folder / "runs" / "quick").mkdir(parents=True)
     (site.folder / "runs" / "quick" / "metrics.jsonl").write_text("\n" * 20)
     job = learner_job(site, "2000-01-01T00:00:00", steps=0)
-    assert job.wait(60) == 1
+    assert job.wait(LIMIT_S) == 1
     words = "the time limit left no room for a step: Slurm tells this job to end 600 s"
     assert words in site.said
     assert not (site.folder / "requeued").exists()

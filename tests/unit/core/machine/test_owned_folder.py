@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from slipstream.core.machine.owned_folder import OwnedFolder, remove_abandoned
+from support.rigs.waiting import LIMIT_S
 
 OWNER = """
 import signal, sys, tempfile
@@ -51,7 +52,7 @@ def test_the_next_start_removes_what_a_killed_process_left_and_nothing_in_use(mo
         remove_abandoned()
         assert len(list(temporary.iterdir())) == 3
         owner.send_signal(signal.SIGKILL)
-        owner.wait(30)
+        owner.wait(LIMIT_S)
     remove_abandoned()
     assert list(temporary.iterdir()) == [own.path]
     own.close()

@@ -12,6 +12,7 @@ from slipstream.protocol.codec import version_to_pb
 from slipstream.v1 import trainer_pb2 as pb
 from support.fakes.fake_controller import FakeController, batch_order, make_batch, stop_order
 from support.fakes.small_configs import small_config
+from support.rigs.waiting import LIMIT_S
 
 
 def config(address: str, tmp_path: Path, **sections: object) -> Config:
@@ -42,7 +43,8 @@ def test_next_hands_out_all_messages_of_an_order(tmp_path: Path) -> None:
 def test_stop_ends_a_call_of_next_that_waits(tmp_path: Path) -> None:
     with FakeController([]) as controller:
         client = ControllerClient(config(controller.address, tmp_path))
-        waiter = threading.Thread(target=lambda: (controller.asked.wait(10), client.stop("now")))
+        asked = controller.asked
+        waiter = threading.Thread(target=lambda: (asked.wait(LIMIT_S), client.stop("now")))
         waiter.start()
         assert ask(client) == stop_order("now", without_model=True)
         assert ask(client) == stop_order("now", without_model=True)
@@ -70,7 +72,7 @@ def test_controller_that_stays_away_fails_the_run(tmp_path: Path) -> None:
 
 
 def until_places(controller: FakeController, count: int) -> None:
-    until_s = time.monotonic() + 30
+    until_s = time.monotonic() + LIMIT_S
     while controller.places < count:
         assert time.monotonic() < until_s
         time.sleep(0.005)
@@ -136,7 +138,7 @@ def test_every_call_carries_the_token(tmp_path: Path) -> None:
         client.report_failure(pb.TrainerFailure())
         client.set_batch_aside(pb.TrainerFailure())
         client.finish(pb.TrainerGoodbye())
-        until_s = time.monotonic() + 30
+        until_s = time.monotonic() + LIMIT_S
         while controller.guard.admitted < set(methods) and time.monotonic() < until_s:
             time.sleep(0.005)
         client.close()

@@ -17,6 +17,7 @@ from slipstream.protocol.weights.handover import HandoverReceiver, HandoverSende
 from slipstream.protocol.weights.shared_buffers import HostBuffers, open_buffers
 from support.rigs import handover_ends
 from support.rigs.loopbacks import LOOPBACKS
+from support.rigs.waiting import LIMIT_S
 
 NUM_BYTES = handover_ends.NUM_BYTES
 # No test waits so long: whoever is told of an end does not wait for a deadline.
@@ -236,7 +237,7 @@ def test_whoever_says_nothing_is_left_out_while_others_are_waited_for() -> None:
     assert errors.empty()
     sender.close()
     assert "members-1 is closed" in errors.get(timeout=LONG_S / 2)
-    thread.join(20)
+    thread.join(LIMIT_S)
 
 
 def test_another_host_is_refused_on_both_sides(sender, monkeypatch):
@@ -268,7 +269,7 @@ def test_a_refusal_is_what_the_receiver_says() -> None:
         thread.start()
         with pytest.raises(WeightSyncError, match="^not here$"):
             HandoverReceiver(listener.getsockname(), "members-1", 1, LONG_S)
-        thread.join(20)
+        thread.join(LIMIT_S)
 
 
 @pytest.mark.parametrize("line", [b"[1]", b"{}", b"[" * 60_000, b"\xff", b'{"handles": 1}'])
@@ -285,7 +286,7 @@ def test_an_answer_of_another_program_is_an_error_of_weights(line: bytes) -> Non
         thread.start()
         with pytest.raises(WeightSyncError, match="could not join communicator members-1"):
             HandoverReceiver(listener.getsockname(), "members-1", 1, LONG_S)
-        thread.join(20)
+        thread.join(LIMIT_S)
 
 
 def test_a_sender_that_is_not_there_is_said() -> None:
@@ -309,7 +310,7 @@ def test_closing_wakes_a_thread_that_waits(sender: HandoverSender, buffers: Host
     thread.start()
     sender.close()
     assert failed.wait(LONG_S / 2)
-    thread.join(20)
+    thread.join(LIMIT_S)
     process.kill()
 
 

@@ -186,28 +186,39 @@ def test_call_that_does_not_come_back_is_released() -> None:
         group.broadcast(ctypes.addressof(memory), 4, 0, 0, deadline_s=0.1)
 
 
-def test_deadline_is_of_each_broadcast_and_not_of_all_that_wait() -> None:
+@pytest.fixture
+def now_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What the clock says, which stands still unless a test changes it."""
+    found = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: found[0])
+    return found
+
+
+def test_deadline_is_of_each_broadcast_and_not_of_all_that_wait(now_s: list[float]) -> None:
     (sender, receiver), _ = join_all(2)
     memory, there = buffer(b"data"), buffer(b"    ")
     for _ in range(6):
         sender.broadcast(ctypes.addressof(memory), 4, 0, 0, deadline_s=2.0)
-    for _ in range(6):
-        time.sleep(0.4)
+    for left in reversed(range(6)):
+        now_s[0] += 1.5
         receiver.broadcast(ctypes.addressof(there), 4, 0, 0, deadline_s=LONG_S)
+        # The watchdog has seen its end.
+        wait_until(lambda left=left: len(sender._pending) == left)
     sender.wait()
     assert there.raw == b"data"
     sender.abort()
     receiver.abort()
 
 
-def test_idle_group_is_left_alone() -> None:
+def test_idle_group_is_left_alone(now_s: list[float]) -> None:
     groups, communicators = join_all(2)
     memory = [buffer(b"data"), buffer(b"    ")]
-    for group, mine in zip(groups, memory, strict=True):
-        group.broadcast(ctypes.addressof(mine), 4, 0, 0, deadline_s=1.0)
-    for group in groups:
-        group.wait()
-    time.sleep(1.1)
+    for _ in range(2):
+        for group, mine in zip(groups, memory, strict=True):
+            group.broadcast(ctypes.addressof(mine), 4, 0, 0, deadline_s=1.0)
+        for group in groups:
+            group.wait()
+        now_s[0] += 100.0
     assert [communicator.num_aborts for communicator in communicators] == [0, 0]
     for group in groups:
         group.abort()

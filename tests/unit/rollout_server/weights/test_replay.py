@@ -12,6 +12,7 @@ from slipstream.protocol.weights.nccl_group import Wire
 from slipstream.rollout_server.weights.bucket_receiver import Incoming
 from slipstream.rollout_server.weights.copy_plan import Copy, CopyPlan, Replay, View
 from slipstream.rollout_server.weights.update_copies import Copying, Staging, room
+from support.rigs.waiting import LIMIT_S
 
 # Elements of a tensor that is copied by itself.
 LARGE = 9 << 20
@@ -153,7 +154,7 @@ class Numbered:
 
     def receive(self, incoming: Incoming) -> Iterator[torch.Tensor]:
         for place, _ in enumerate(incoming.buckets):
-            self.may_go_on.wait(60)
+            self.may_go_on.wait(LIMIT_S)
             yield incoming.memory[place].fill_(place + 1)
 
     def digests(self) -> list[bytes]:
@@ -206,7 +207,7 @@ def test_the_next_update_is_not_written_by_one_that_was_abandoned() -> None:
     for buffer in buffers:
         buffer.fill_(9)
     late.may_go_on.set()
-    abandoned.join(60)
+    abandoned.join(LIMIT_S)
     assert [buffer.unique().tolist() for buffer in buffers] == [[9], [9]]
 
 
@@ -217,7 +218,7 @@ def test_an_update_that_failed_on_its_way_is_none_that_is_done() -> None:
 
     staging = Staging(CPU)
     staging.begin(Broken(), incoming_of(3))
-    staging._thread.join(60)
+    staging._thread.join(LIMIT_S)
     with pytest.raises(WeightSyncError, match="a bucket did not arrive"):
         staging.is_done()
 

@@ -38,6 +38,7 @@ from support.fakes.fake_trajectories import GOOD
 from support.fakes.journal_records import batch_record, lease_record
 from support.rigs.lease_rig import books_of
 from support.rigs.publishing_scene import run_of
+from support.rigs.waiting import LIMIT_S
 
 
 @pytest.fixture
@@ -251,7 +252,7 @@ class SlowJournal(Journal):
         self.disk = threading.Event()
 
     def write_batch(self, batch: trainer_pb2.RecordedBatch) -> int:
-        assert self.disk.wait(60)
+        assert self.disk.wait(LIMIT_S)
         return super().write_batch(batch)
 
 

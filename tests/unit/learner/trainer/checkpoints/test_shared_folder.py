@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 from slipstream.core.errors import CheckpointError  # noqa: E402
 from slipstream.learner.trainer.checkpoints.disk_work import check_shared  # noqa: E402
 from slipstream.learner.trainer.ranks.activity import Activity  # noqa: E402
+from support.rigs.waiting import LIMIT_S  # noqa: E402
 
 
 class ThreadRank:
@@ -24,9 +25,9 @@ class ThreadRank:
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
         self._table[self.rank] = data
-        self._barrier.wait(20)
+        self._barrier.wait(LIMIT_S)
         everybody = list(self._table)
-        self._barrier.wait(20)
+        self._barrier.wait(LIMIT_S)
         return everybody
 
     def broadcast_bytes(self, data: bytes | None) -> bytes:

@@ -16,6 +16,7 @@ from slipstream.client.launch.preflight import free_port
 from slipstream.core.errors import ConfigError
 from slipstream.learner.trainer.ranks.rendezvous import RankFlags, rendezvous
 from slipstream.protocol.access.exposure import RENDEZVOUS_VARIABLE
+from support.rigs.waiting import LIMIT_S
 
 HOST = "127.0.0.1"
 SHORT, LONG = timedelta(seconds=1), timedelta(seconds=60)
@@ -42,7 +43,7 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 def listening(port: int) -> None:
     """Returns when something listens there."""
-    until = time.monotonic() + 30
+    until = time.monotonic() + LIMIT_S
     while time.monotonic() < until:
         with socket.socket() as probe:
             if probe.connect_ex((HOST, port)) == 0:
@@ -56,7 +57,7 @@ def attempts_end() -> Iterator[None]:
     yield
     for thread in threading.enumerate():
         if thread.name == "rendezvous":
-            thread.join(30)
+            thread.join(LIMIT_S)
 
 
 @pytest.mark.usefixtures("attempts_end")
@@ -90,7 +91,7 @@ def test_rank_0_says_that_its_port_is_taken(port: int) -> None:
 
 def test_ranks_of_one_start_share_what_they_say(port: int, threads: ThreadPoolExecutor) -> None:
     stores = [threads.submit(rendezvous, rank, 2, LONG) for rank in range(2)]
-    first, second = (store.result(60) for store in stores)
+    first, second = (store.result(LIMIT_S) for store in stores)
     first.set("key", "value")
     assert second.get("key") == b"value"
 
@@ -103,7 +104,7 @@ def test_a_stranger_is_not_taken_for_a_rank(port: int, threads: ThreadPoolExecut
     stranger.add("init/", 1)
     stranger.set("rank/1", "here")
     with pytest.raises(TimeoutError, match=rf"of 2 ranks 1 did not join at 127.0.0.1:{port}"):
-        came.result(60)
+        came.result(LIMIT_S)
 
 
 def test_a_rank_of_another_run_is_told_so(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +149,7 @@ def test_a_rank_0_that_freezes_while_others_wait_is_given_up(port, threads):
             seen.wait(["of this run/0/rank/1"], LONG)
             rank_0.send_signal(signal.SIGSTOP)
             with pytest.raises(TimeoutError, match="rank 0 is stopped or very slow"):
-                waiting.result(30)
+                waiting.result(LIMIT_S)
         finally:
             rank_0.kill()
 

@@ -34,6 +34,7 @@ from support.fakes.fake_nccl import FakeNccl, Meeting
 from support.fakes.small_configs import small_config
 from support.ranks.thread_ranks import PlainFilling, PlainModel, ThreadRanks, run_ranks
 from support.references import plain_deltas
+from support.rigs.waiting import LIMIT_S
 
 LONG_S = 60.0
 BUCKET_BYTES = 20_000
@@ -566,7 +567,7 @@ def test_leader_that_gives_a_meeting_up_frees_the_other_senders() -> None:
     with pytest.raises(WeightSyncError, match="before one of them was lost"):
         leader.connect(where, 0, abandoned)
     assert "2 others joining members-1" in str(failures.get(timeout=20))
-    thread.join(20)
+    thread.join(LIMIT_S)
 
 
 def test_bucket_that_nobody_takes_is_named_with_its_limit() -> None:

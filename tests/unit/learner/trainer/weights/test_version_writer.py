@@ -21,6 +21,7 @@ from slipstream.protocol.weights.storage import Storage
 from slipstream.rollout_server.stored_weights import StoredWeights
 from slipstream.v1 import trainer_pb2, trajectory_pb2, weights_pb2
 from support.ranks.thread_ranks import PlainFilling, PlainModel, ThreadRanks, run_ranks
+from support.rigs.waiting import LIMIT_S
 
 BUCKET_BYTES = 8_000
 SHAPES = {"a": (30_000, 0), "b": (3, 0), "c": (20_000, 1), "d": (5, 1)}
@@ -302,10 +303,10 @@ def test_no_rank_waits_for_one_that_still_writes_a_version_that_was_given_up(tmp
     def slow(path: str, _: bytes) -> None:
         if path.endswith("run/1/1-00000"):
             begun.set()
-            over.wait(30)
+            over.wait(LIMIT_S)
             written.set()
         if path.endswith("run/1/0-00000"):
-            begun.wait(30)
+            begun.wait(LIMIT_S)
             raise OSError("no permission")
 
     meddle(monkeypatch, slow)
@@ -316,7 +317,7 @@ def test_no_rank_waits_for_one_that_still_writes_a_version_that_was_given_up(tmp
         if ranks.is_main:
             trainer.contents.append(trainer.content(stream))
             assert writer._thread is not None
-            writer._thread.join(30)
+            writer._thread.join(LIMIT_S)
         ranks.gather_bytes(b"")
         writer.store(trainer_pb2.StoreOrder(folder="run/2"), PROBE)
         assert not written.is_set()
@@ -426,7 +427,7 @@ def test_at_the_end_nothing_is_left_of_a_first_version_that_was_not_complete(
     def stuck(path: str, _: bytes) -> None:
         if path.endswith("/manifest"):
             begun.set()
-            over.wait(30)
+            over.wait(LIMIT_S)
             raise OSError("the run is over")
 
     meddle(monkeypatch, stuck)
@@ -434,7 +435,7 @@ def test_at_the_end_nothing_is_left_of_a_first_version_that_was_not_complete(
     def on_rank(ranks: ThreadRanks) -> None:
         _, writer = trainer.opened(ranks)
         writer.store(trainer_pb2.StoreOrder(folder="run/1"), PROBE)
-        assert begun.wait(30)
+        assert begun.wait(LIMIT_S)
         writer.close()
 
     try:
