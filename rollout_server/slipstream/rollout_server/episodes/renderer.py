@@ -23,6 +23,7 @@ from slipstream.rollout_server.chat import (
     ChatMessage,
     TemplateInputs,
 )
+from slipstream.rollout_server.episodes.template_limits import limited_memory, limited_time
 
 # Number of cached prompts: the members of a group begin together. A long prompt takes a megabyte.
 _CACHED_PROMPTS = 128
@@ -81,7 +82,8 @@ class Renderer:
         self.has_place_for_results = lru_cache(_CACHED_PROMPTS)(self._has_place_for_results)
         self._ends = lru_cache(_CACHED_PROMPTS)(self._end_of_reply)
         try:
-            self._text((ChatMessage("user", "a"),), NO_INPUTS)
+            with limited_memory():
+                self._text((ChatMessage("user", "a"),), NO_INPUTS)
         except RenderingFailed as error:
             where = f"model.path: the chat template in {folder}"
             if template is not None:
@@ -239,17 +241,19 @@ class Renderer:
         if inputs.tools:
             values = values | {"tools": json.loads(inputs.tools)}
         try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    [message.for_template() for message in messages],
-                    add_generation_prompt=not is_closed,
-                    tokenize=False,
-                    **values,
+            with limited_time():
+                return str(
+                    self._tokenizer.apply_chat_template(
+                        [message.for_template() for message in messages],
+                        add_generation_prompt=not is_closed,
+                        tokenize=False,
+                        **values,
+                    )
                 )
-            )
         except Exception as error:
             # A template is a program, which may raise anything.
-            raise RenderingFailed(f"{type(error).__name__}: {error}") from error
+            said = " ".join(str(error).split())
+            raise RenderingFailed(f"{type(error).__name__}: {said}") from error
 
     def _render(self, messages: tuple[ChatMessage, ...], inputs: TemplateInputs) -> tuple[int, ...]:
         return self._tokenise(self._text(messages, inputs))
