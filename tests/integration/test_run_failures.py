@@ -73,6 +73,7 @@ async def test_a_killed_rollout_server_is_started_again_and_the_run_finishes(tmp
     run_processes.check_ledger(summary)
     assert run.err == ""
     assert re.search(r"! server-0 was killed by SIGKILL.*; start 2$", run.out, re.MULTILINE)
+    assert "no rollout server is left here: server-0 loads its engine again" in run.out
     assert re.search(r"lost \d+.*; difference 0$", run.out, re.MULTILINE)
 
 

@@ -412,6 +412,9 @@ class RunProcesses:
             if not await self._may_restart(policy, child):
                 await self._stop_run(child.describe_end(), failed=True)
                 return
+            others = [each for each in self._children if each.name.startswith(SERVER.name)]
+            if not any(each.is_running for each in others):
+                self._display.tell(f"no rollout server is left here: {name} loads its engine again")
 
     async def _may_restart(self, policy: RestartPolicy, ended: Child) -> bool:
         """Waits before a process starts again; returns False if it must not start again."""
