@@ -23,7 +23,7 @@ from slipstream.rollout_server.chat import (
     ChatMessage,
     TemplateInputs,
 )
-from slipstream.rollout_server.episodes.template_limits import limited_memory, limited_time
+from slipstream.rollout_server.template_limits import limited_memory, limited_time
 
 # Number of cached prompts: the members of a group begin together. A long prompt takes a megabyte.
 _CACHED_PROMPTS = 128

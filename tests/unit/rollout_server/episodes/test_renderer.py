@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 from slipstream.core.errors import ConfigError
 from slipstream.learner.trainer.tiny_model import make_tokenizer
+from slipstream.rollout_server import template_limits
 from slipstream.rollout_server.chat import REPLY, ChatMessage, ParsedToolCall, TemplateInputs
-from slipstream.rollout_server.episodes import template_limits
 from slipstream.rollout_server.episodes.renderer import Renderer, RenderingFailed
 from support.fakes.chat_models import make_chat_tokenizer
 

@@ -37,7 +37,7 @@ from slipstream.rollout_server.engine_interface import (
     TextOptions,
     TextPart,
 )
-from slipstream.rollout_server.episodes.template_limits import limited_time
+from slipstream.rollout_server.template_limits import limited_time
 from slipstream.rollout_server.vllm.vllm_requests import VllmParts
 from vllm.entrypoints.anthropic.api_router import attach_router as attach_messages
 from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
