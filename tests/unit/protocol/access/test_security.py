@@ -1,5 +1,6 @@
 import asyncio
 import contextlib
+import struct
 import subprocess
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -10,7 +11,7 @@ import grpc.aio
 import pytest
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.sections import QueueSection, SecuritySection
-from slipstream.protocol.access.checked_calls import MOST_READ_AT_ONCE, CallRates
+from slipstream.protocol.access.checked_calls import MOST_AT_ONCE, MOST_READ_AT_ONCE, CallRates
 from slipstream.protocol.access.security import (
     MAX_REQUEST_BYTES,
     Credentials,
@@ -203,6 +204,19 @@ async def test_a_compressed_request_is_refused(token: str | None) -> None:
         for shape in SHAPES:
             with pytest.raises(grpc.aio.AioRpcError):
                 await call(channel, shape, credentials)
+
+
+async def test_a_connection_has_a_number_of_calls() -> None:
+    async with serving_at("127.0.0.1", OPEN) as address:
+        reader, writer = await asyncio.open_connection(*address.split(":"))
+        # The preface of HTTP/2 and empty settings; the server's settings come first.
+        writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]))
+        head = await reader.readexactly(9)
+        content = await reader.readexactly(int.from_bytes(head[:3], "big"))
+        writer.close()
+    assert head[3] == 4
+    settings = dict(struct.iter_unpack(">HI", content))
+    assert settings[0x3] == MOST_AT_ONCE
 
 
 class Caller:
