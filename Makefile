@@ -95,7 +95,7 @@ test-all: $(STAMP)
 # since some of their tests wait.
 FAST_PARTS := trainer weights controller client servers rest
 # Benchmarks whose tests import torch, some of them while they run.
-FAST_torch := $(patsubst %,tests/unit/benchmarks/test_%.py,drafts families learner)
+FAST_torch := $(patsubst %,tests/unit/benchmarks/test_%.py,families learner)
 FAST_weights := $(addprefix tests/unit/learner/trainer/,weights ranks checkpoints)
 FAST_trainer := tests/unit/learner/trainer $(FAST_weights:%=--ignore=%) tests/unit/core/models/vision $(FAST_torch)
 FAST_servers := tests/unit/rollout_server

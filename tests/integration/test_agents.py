@@ -14,6 +14,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.rollout_server.engine_interface import RequestRefused
 from slipstream.rollout_server.vllm.agents.agent_services import Agents
 from support.fakes.agent_rig import SAMPLING, AgentRig, agent_config, agent_rig, script
+from support.fakes.small_configs import NGRAM
 from support.rigs.waiting import LIMIT_S, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -259,7 +260,7 @@ async def test_the_runs_sampling_holds_and_the_answer_says_so(rig) -> None:
 
 
 async def test_an_engine_with_drafts_is_told_no_seed(tmp_path: Path) -> None:
-    rig = await agent_rig(tmp_path, script, drafts="shared")
+    rig = await agent_rig(tmp_path, script, engine={"speculative_config": NGRAM})
     answer = await rig.openai().chat.completions.with_raw_response.create(
         model="gpt-4o", messages=[QUESTION], seed=5
     )

@@ -2,16 +2,15 @@
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Iterator
-from typing import Any
+from collections.abc import AsyncIterator
 
 import numpy as np
 import pytest
 import pytest_asyncio
 import torch
-from slipstream.core.settings.config import Config
 from slipstream.core.types import PolicyVersion
 from slipstream.rollout_server.engine_interface import FinishReason, Generation
+from support.fakes.small_configs import NGRAM
 from support.rigs.engine_rig import PROMPT, SAMPLING, Rig, Weights, engine_rig
 from support.rigs.running_replies import until_generated
 
@@ -23,39 +22,14 @@ GREEDY = dataclasses.replace(ENDLESS, temperature=0.0)
 PROMPTS = [[1, 4 + n, 5 + n % 7, 6, 3] for n in range(8)]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def drafts_are_always_made() -> Iterator[None]:
-    """On a CPU they hardly pay. The engine's process is forked, with the scheduler from here."""
-    from slipstream.rollout_server.inference.draft_table import DraftRule
-    from slipstream.rollout_server.vllm import engine
-
-    own = engine.engine_config
-
-    def settings_of(config: Config, seed: int) -> Any:  # noqa: ANN401 - vLLM's
-        settings = own(config, seed)
-        scheduling = settings.scheduler_config
-
-        class Drafting(scheduling.scheduler_cls):
-            def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's
-                super().__init__(*args, **kwargs)
-                self._rule = DraftRule(self.num_spec_tokens, trial_steps=1 << 40)
-
-        scheduling.scheduler_cls = Drafting
-        return settings
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "engine_config", settings_of)
-        yield
-
-
 # Fewer blocks than 16 long replies need: some are preempted and computed again.
-FEW = {"num_gpu_blocks_override": 20}
+FEW = {"num_gpu_blocks_override": 20, "speculative_config": NGRAM}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def rig(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
     folder = tmp_path_factory.mktemp("model")
-    async with engine_rig(folder, engine=FEW, drafts="shared") as found:
+    async with engine_rig(folder, engine=FEW) as found:
         yield found
 
 

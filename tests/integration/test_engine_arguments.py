@@ -14,9 +14,8 @@ from slipstream.core.models.model_sizes import decoder_table
 from slipstream.core.models.vision.processors import load_processor
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.engine_table import OWNED
-from slipstream.core.settings.sections import RolloutServerSection, SamplingSection
+from slipstream.core.settings.sections import SamplingSection
 from slipstream.rollout_server.vllm.chunking_scheduler import scheduler_class
-from slipstream.rollout_server.vllm.drafting_scheduler import draft_values
 from slipstream.rollout_server.vllm.engine_arguments import (
     check_precision,
     engine_config,
@@ -29,7 +28,7 @@ from slipstream.rollout_server.vllm.passed_table import (
     table_problems,
 )
 from support.fakes.parity_models import make_mixture
-from support.fakes.small_configs import small_config
+from support.fakes.small_configs import NGRAM, small_config
 from support.fakes.tiny_models import SMALLEST, make_model_folder, make_seeing_model
 from support.ranks.loader_ranks import in_ranks
 from support.rigs.forking_engine import image_questions
@@ -37,10 +36,8 @@ from vllm import AsyncEngineArgs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.worker.gpu_worker import Worker
 
 
 @pytest.fixture(scope="module")
@@ -126,28 +123,13 @@ def test_prompts_of_an_eager_engine_wait_only_if_vllm_is_told_so(model, passed, 
     assert settings.prefill_schedule_interval == interval
 
 
-DRAFTS = [
-    ({"drafts": "off"}, None),
-    ({"drafts": "shared"}, ("custom_class", 4)),
-    ({"drafts": "shared", "max_episodes": 256}, ("custom_class", 4)),
-    # With so many replies under way drafts would not pay.
-    ({"drafts": "shared", "max_episodes": 257}, None),
-]
-
-
-@pytest.mark.parametrize(("ours", "expected"), DRAFTS)
-def test_drafts_reach_vllm_where_they_may_pay(model, ours, expected, caplog):
-    found = engine_config(config_with(model, {}, settings=ours), seed=0).speculative_config
-    assert (found and (found.method, found.num_speculative_tokens)) == expected
-    told = "nothing is drafted: it would not pay for rollout_server.max_episodes > 256, got 257"
-    assert (told in caplog.messages) is ("257" in str(ours))
-
-
-def test_workers_of_gpus_draft_so_that_vllm_plans_ahead() -> None:
-    shared = draft_values(RolloutServerSection(max_episodes=64, drafts="shared"), on_cpu=False)
-    # vLLM plans ahead with it, and it needs no second model.
-    assert shared["speculative_config"]["method"] == "ngram_gpu"
-    assert issubclass(resolve_obj_by_qualname(shared["worker_cls"]), Worker)
+def test_drafts_reach_vllm(model: Path) -> None:
+    passed = {"speculative_config": NGRAM}
+    found = engine_config(config_with(model, passed), seed=0).speculative_config
+    assert (found.method, found.num_speculative_tokens) == ("ngram", 4)
+    wrong = {"speculative_config": {"method": "ngram", "num_tokens": 4}}
+    with pytest.raises(ConfigError, match=r"vLLM refuses its settings: .*num_tokens"):
+        engine_config(config_with(model, wrong), seed=0)
 
 
 @pytest.mark.parametrize(("head", "dtype"), [("float32", torch.float32), ("model", torch.bfloat16)])

@@ -3,23 +3,14 @@
 import random
 from collections import deque
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from slipstream.core.settings.sections import RolloutServerSection
-from slipstream.rollout_server.inference.draft_table import DraftRule
 from slipstream.rollout_server.vllm.chunking_scheduler import scheduler_class
-from slipstream.rollout_server.vllm.drafting_scheduler import (
-    DRAFT_TOKENS,
-    draft_lengths,
-    draft_values,
-)
-from slipstream.rollout_server.vllm.drafting_worker import DraftingWorker, SharedText
 from slipstream.rollout_server.vllm.engine_arguments import engine_config
-from support.fakes.small_configs import small_config
+from support.fakes.small_configs import NGRAM, small_config
 from support.fakes.tiny_models import SMALLEST, make_model_folder
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
@@ -28,12 +19,10 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request
-from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 from vllm.v1.structured_output import StructuredOutputManager
 
 BLOCK = 16
-# Length of the worker's drafts where it is tested alone.
-DRAFT = 3
+DRAFT_TOKENS = NGRAM["num_speculative_tokens"]
 PLACES = 8
 PROMPT = list(range(4, 14))
 LIMITS = [1, 2, 15, 16, 17, 40, 60, 61]
@@ -50,12 +39,11 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Any:  # noqa: ANN401 -
         rollout_server={
             "max_episodes": PLACES,
             "enforce_eager": True,
-            "drafts": "shared",
-            "engine": {"block_size": BLOCK},
+            "engine": {"block_size": BLOCK, "speculative_config": NGRAM},
         },
     )
     found = engine_config(config, seed=0)
-    # vLLM plans ahead on GPUs.
+    # vLLM plans ahead on GPUs, and with other methods.
     found.scheduler_config.async_scheduling = True
     return found
 
@@ -105,7 +93,7 @@ class Workers:
 class Engine:
     """vLLM's loop around the scheduler, with two steps under way."""
 
-    def __init__(self, settings: Any, num_blocks: int, **rule: int) -> None:  # noqa: ANN401
+    def __init__(self, settings: Any, num_blocks: int) -> None:  # noqa: ANN401 - vLLM's
         spec = FullAttentionSpec(
             block_size=BLOCK, num_kv_heads=1, head_size=32, dtype=torch.float32
         )
@@ -119,7 +107,6 @@ class Engine:
             log_stats=True,
         )
         self.scheduler.use_v2_model_runner = True
-        self.scheduler._rule = DraftRule(DRAFT_TOKENS, **({"trial_steps": 1 << 40} | rule))
         self.workers = Workers(self.scheduler.requests)
         self.tokens: dict[str, list[int]] = {}
         self.logprobs: dict[str, list[float]] = {}
@@ -202,89 +189,3 @@ def test_replies_are_whole_where_running_ones_are_computed_again(settings) -> No
         engine.scheduler.reset_prefix_cache(reset_running_requests=True)
     engine.drain()
     check_replies(engine)
-
-
-def test_steps_draft_nothing_while_drafts_rest(settings) -> None:
-    engine = Engine(settings, 100, trial_steps=6, kept_steps=6)
-    for number, limit in enumerate(LIMITS):
-        engine.add(f"r{number}", limit)
-    engine.drain()
-    check_replies(engine)
-    turns = "".join("d" if drafted else "-" for drafted in engine.workers.drafted)
-    assert "d" * 8 + "-" * 8 in turns
-    assert "-" * 8 + "d" * 8 in turns[8:]
-
-
-def test_a_step_with_many_replies_gets_shorter_drafts() -> None:
-    lengths = draft_lengths(7, 256)
-    assert [lengths[size] for size in (1, 64, 65, 128, 129, 256)] == [7, 7, 6, 3, 2, 1]
-
-
-def test_graphs_are_captured_for_steps_with_drafts_and_without(settings) -> None:
-    for places, expected in ((1, {4}), (2, {0, 4}), (102, {0, 4}), (128, {0, 3, 4})):
-        section = parse_section(places)
-        drafts = draft_values(section, on_cpu=False)["speculative_config"]
-        found = build_dynamic_sd_schedule_lookup(
-            drafts["num_speculative_tokens_per_batch_size"], places, 4
-        )
-        assert set(found[1:]) == expected
-
-
-def parse_section(places: int) -> Any:  # noqa: ANN401 - a section
-    return RolloutServerSection(max_episodes=places, drafts="shared")
-
-
-def test_workers_draft_what_prompts_and_other_replies_say() -> None:
-    """On the CPU, with vLLM's tables of requests as plain tensors."""
-    text = random.Random(1).sample(range(1000, 9000), 40)
-    tokens = torch.zeros(3, 64, dtype=torch.int32)
-    ends = torch.zeros(3, dtype=torch.int32)
-    states = SimpleNamespace(
-        all_token_ids=SimpleNamespace(gpu=tokens), total_len=SimpleNamespace(gpu=ends)
-    )
-    asked: list[torch.Tensor] = []
-    speculator = SharedText(
-        DRAFT, torch.device("cpu"), states, lambda drafts: asked.append(drafts) or drafts
-    )
-
-    def step(row: int, new: list[int], *, prompt: int = 0, length: int | None = DRAFT) -> list[int]:
-        """A step in which one request gets the tokens `new`, the first `prompt` as its prompt."""
-        end = int(ends[row])
-        tokens[row, end : end + len(new)] = torch.tensor(new)
-        ends[row] = end + len(new)
-        batch = SimpleNamespace(
-            idx_mapping=torch.tensor([row]),
-            idx_mapping_np=np.array([row]),
-            has_prefill=prompt > 0,
-            is_prefilling_np=np.array([prompt > 0]),
-            num_computed_tokens_np=np.array([0]),
-            num_scheduled_tokens=np.array([prompt]),
-            prefill_len_np=np.array([prompt]),
-        )
-        counted = torch.tensor([len(new) - prompt])
-        found = speculator.propose(
-            batch, None, None, None, None, counted, num_speculative_tokens=length
-        )
-        assert found.shape == (1, DRAFT)
-        return found[0].tolist()
-
-    assert step(0, [*text[:20], text[4]], prompt=20) == text[5:8]
-    # The first sampled token, with what stands before it in the prompt.
-    assert step(1, [7, *text[14:20]], prompt=6) == [text[19]] * DRAFT
-    step(0, [*text[20:24]])
-    assert step(1, [text[4], text[20]]) == text[21:24]
-    assert len(asked) == 4
-    # Nothing is looked up while drafts rest, but all is entered.
-    assert step(0, text[24:30], length=0) == [0] * DRAFT
-    assert len(asked) == 4
-    assert step(2, [8, *text[24:26]], prompt=2) == text[26:29]
-    assert speculator.propose(
-        SimpleNamespace(idx_mapping=torch.tensor([0])), dummy_run=True
-    ).tolist() == [[0] * DRAFT]
-
-
-def test_a_worker_with_vllms_older_runner_is_refused() -> None:
-    worker = object.__new__(DraftingWorker)
-    worker.use_v2_model_runner = False
-    with pytest.raises(RuntimeError, match='older runner.*rollout_server.drafts = "off"'):
-        worker._make_model_runner()

@@ -12,9 +12,10 @@ import torch
 from make_tiny_vision_model import FAMILIES
 from safetensors.torch import load_file
 from slipstream.core.configuration.config_file import check_model
+from slipstream.core.models.vision.placed import PlacedImage
 from slipstream.rollout_server.engine_interface import Sampling
 from support.fakes.published_qwen35 import write_as_published
-from support.fakes.small_configs import config_of_engine
+from support.fakes.small_configs import NGRAM, config_of_engine
 from support.fakes.tiny_models import make_seeing_model
 from support.ranks.vision_ranks import conversations, replied
 from support.references.plain_vision import Conversation, plain_logprobs, plain_model
@@ -26,7 +27,7 @@ from support.rigs.started_engine import started_engine
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 NAMES = ("first", "second")
 GREEDY = Sampling(0.0, 1.0, 0, 24, 1, 96, ignore_eos=True)
-DRAFTS = {"drafts": "shared"}
+DRAFTS = {"engine": {"speculative_config": NGRAM}}
 FP8 = {"quantization": "fp8_per_channel"}
 DELTA_NETS = [family for family in FAMILIES if family.startswith("qwen3_5")]
 
@@ -187,7 +188,7 @@ async def test_an_engine_computes_with_adapters_of_the_decoder_behind_images(fam
         *((family, FP8, 0.25) for family in ("qwen2_5_vl", "qwen3_vl", "qwen3_5")),
     ],
 )
-async def test_an_engine_beside_a_tower_drafts_and_computes_text_in_fp8(
+async def test_an_engine_drafts_behind_images_and_computes_text_in_fp8(
     family: str, server: dict[str, object], most: float, tmp_path: Path
 ) -> None:
     folders = [tmp_path / name for name in NAMES]
@@ -200,20 +201,25 @@ async def test_an_engine_beside_a_tower_drafts_and_computes_text_in_fp8(
         folders[0],
         model={"dtype": dtype},
         algorithm={"weight": "token"},
-        sampling={"max_reply_tokens": 24, "max_episode_tokens": 96},
+        sampling={
+            "max_reply_tokens": 24,
+            "max_episode_tokens": 96,
+            "max_images": 2 if server == DRAFTS else 0,
+        },
         rollout_server=server,
     )
     check_model(config)
-    asked = [tokens.tolist() for tokens, images in conversations(folders[0]) if not images]
+    asked = [each for each in conversations(folders[0]) if server == DRAFTS or not each[1]]
     async with started_engine(config) as engine:
         rig = Rig(engine, folders[0], {}, has_plan=False)
         for folder, other in zip(folders, folders[::-1], strict=True):
             weights = load_file(folder / "model.safetensors")
             await rig.publish({n: x.to(getattr(torch, dtype)) for n, x in weights.items()}, {})
             models = [plain_model(folder), plain_model(other)]
-            for place, prompt in enumerate(asked):
-                reply = await engine.generate(f"{folder.name}{place}", prompt, GREEDY, 24)
-                whole = [(np.array([*prompt, *reply.token_ids]), [])]
+            for place, (prompt, images) in enumerate(asked):
+                name, placed = f"{folder.name}{place}", [PlacedImage(*image) for image in images]
+                reply = await engine.generate(name, prompt.tolist(), GREEDY, 24, images=placed)
+                whole = [(np.array([*prompt, *reply.token_ids]), images)]
                 with torch.no_grad():
                     found = [plain_logprobs(model, folder, whole)[0][-24:] for model in models]
                 gap, apart = (np.abs(each - reply.logprobs).mean() for each in found)

@@ -62,7 +62,7 @@ class ServerStatus:
     leased_groups: int
     open_episodes: int
     generated_tokens: int
-    # Tokens that were drafted, and how many of them were accepted; see `rollout_server.drafts`.
+    # Tokens that vLLM's speculative decoding drafted, and how many of them were accepted.
     drafted_tokens: int
     accepted_tokens: int
     queued_bytes: int

@@ -19,6 +19,9 @@ SMALLEST: dict[str, dict[str, object]] = {
     "sampling": {"max_reply_tokens": 4, "max_episode_tokens": 16},
 }
 
+# vLLM's own drafts, from the text of each request.
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
+
 
 def small_config(**tables: object) -> Config:
     """The smallest settings; a mapping among `tables` changes the keys that it names."""

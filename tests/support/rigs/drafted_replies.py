@@ -1,4 +1,4 @@
-"""Replies of a real engine whose workers draft, on a GPU: a program, since engines are forked.
+"""Replies of a real engine that drafts, on a GPU: a program, since engines are forked.
 
 `PYTHONPATH=tests python -m support.rigs.drafted_replies DIR`: the engine of the model in DIR/model
 answers in several ways; DIR/replies.json has the tokens, log-probabilities, versions and counts.
@@ -17,7 +17,7 @@ from slipstream.core.types import PolicyVersion
 from slipstream.rollout_server import process
 from slipstream.rollout_server.engine_interface import Sampling
 
-from support.fakes.small_configs import small_config
+from support.fakes.small_configs import NGRAM, small_config
 
 PROMPT = [1, 4, 5, 6, 3]
 TEMPERATURE = 0.15
@@ -34,23 +34,15 @@ def config_of(folder: Path) -> Config:
         sampling={"max_reply_tokens": 200, "max_episode_tokens": 250},
         rollout_server={
             "max_episodes": 16,
-            "drafts": "shared",
             "gpu_memory_utilization": 0.05,
-            "engine": {"num_gpu_blocks_override": 160, "cudagraph_capture_sizes": [16, 80]},
+            "engine": {
+                "num_gpu_blocks_override": 160,
+                "cudagraph_capture_sizes": [16, 80],
+                # vLLM plans ahead with it.
+                "speculative_config": NGRAM | {"method": "ngram_gpu"},
+            },
         },
     )
-
-
-def always_draft() -> None:
-    """The engine's process is forked, with this rule."""
-    from slipstream.rollout_server.inference.draft_table import DraftRule
-    from slipstream.rollout_server.vllm import drafting_scheduler
-
-    class Always(DraftRule):
-        def __init__(self, draft_tokens: int) -> None:
-            super().__init__(draft_tokens, trial_steps=1 << 40)
-
-    drafting_scheduler.DraftRule = Always
 
 
 class Replies:
@@ -100,7 +92,6 @@ class Replies:
 async def answer(folder: Path) -> dict[str, Any]:
     config = config_of(folder)
     os.environ |= process.engine_environment(config, on_cpu=False)
-    always_draft()
     from slipstream.rollout_server.vllm.engine import VllmEngine
 
     engine = await VllmEngine.start(config, seed=1)

@@ -168,15 +168,6 @@ def test_memory_of_each_gpu_is_compared_with_the_need(monkeypatch: pytest.Monkey
     assert tight["GPU memory"].verdict is Verdict.ADVICE
 
 
-def test_drafts_that_no_server_makes_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    for max_episodes, told in ((256, False), (257, True)):
-        server = {"drafts": "shared", "max_episodes": max_episodes}
-        found = fits(config_of(rollout_server=server), monkeypatch, 2, 7.0)
-        assert ("drafts" in found) is told
-    assert found["drafts"].verdict is Verdict.ADVICE
-    assert "has no effect on rollout server 0" in found["drafts"].seen
-
-
 def test_main_memory_holds_the_copy_of_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     enough = fits(config_of(), monkeypatch, 2, 7.0)["checkpoint memory"]
     assert enough.verdict is Verdict.OK

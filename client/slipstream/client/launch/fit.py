@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from slipstream.client.launch.findings import Finding, advice, ok, problem
 from slipstream.client.launch.machine import GIB, check_disk
-from slipstream.client.launch.placement import Placement, draft_problem, fit_here, uses_gpus
+from slipstream.client.launch.placement import Placement, fit_here, uses_gpus
 from slipstream.client.launch.share import Share
 from slipstream.core.configuration.roles import role_settings
 from slipstream.core.errors import ConfigError
@@ -26,8 +26,6 @@ from slipstream.core.settings.sections import KEPT_LOGITS_SHARE, ParallelSection
 # torch.compile does nothing where this variable has any value but those of `_NOT_SET`.
 DYNAMO_SWITCH = "TORCHDYNAMO_DISABLE"
 _NOT_SET = ("", "0")
-# vLLM runs models by its older runner where this variable is 0.
-RUNNER_SWITCH = "VLLM_USE_V2_MODEL_RUNNER"
 # The compiler with which torch compiles code for CPUs where CXX names no other.
 CPU_COMPILER = "g++"
 
@@ -39,9 +37,8 @@ def processor_problems(config: Config) -> tuple[str, ...]:
 
 def check_variables(config: Config, environ: Mapping[str, str] = os.environ) -> None:
     """Raises ConfigError when a variable in `environ` prevents a setting of the engine."""
-    for problem_of in (compiler_problem, runner_problem):
-        if why := problem_of(config.rollout_server, environ, on_cpu=not uses_gpus()):
-            raise ConfigError(why)
+    if why := compiler_problem(config.rollout_server, environ, on_cpu=not uses_gpus()):
+        raise ConfigError(why)
 
 
 def compiler_problem(
@@ -64,18 +61,6 @@ def compiler_problem(
             f"{compiler}: install it, or leave the setting out"
         )
     return ""
-
-
-def runner_problem(
-    server: RolloutServerSection, environ: Mapping[str, str], *, on_cpu: bool
-) -> str:
-    """Returns why `environ` prevents speculative decoding, or "" if it works or is off."""
-    if on_cpu or server.drafts != "shared" or environ.get(RUNNER_SWITCH) != "0":
-        return ""
-    return (
-        f'rollout_server.drafts is "shared", which on GPUs needs the runner that '
-        f'{RUNNER_SWITCH}=0 switches off: unset it, or set rollout_server.drafts = "off"'
-    )
 
 
 def describe_engine(server: RolloutServerSection, *, on_cpu: bool) -> str:
@@ -163,9 +148,6 @@ def check_fit(config: Config, gpus: Sequence[Gpu], share: Share | None = None) -
     yield ok("placement", "; ".join(placement.describe((share or whole).ranks)))
     if transport:
         yield ok("transport", f"weights travel by {transport}")
-    if undrafted := draft_problem(config, placement):
-        remedy = 'lower rollout_server.max_episodes, or set rollout_server.drafts = "off"'
-        yield advice("drafts", undrafted, remedy)
     if needs is None:
         return
     ranks = len((share or whole).ranks)

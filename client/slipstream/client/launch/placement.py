@@ -15,7 +15,6 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.machine.description import installed
 from slipstream.core.machine.gpus import VISIBLE, Gpu, find_gpu, list_gpus, visible_ids
 from slipstream.core.settings.config import Config
-from slipstream.core.settings.sections import MOST_DRAFTED_EPISODES
 from slipstream.protocol.weights.handover import host_id
 from slipstream.protocol.weights.transports import Place, choose_transport
 
@@ -212,7 +211,7 @@ def check_transport(config: Config, placement: Placement) -> str:
 def describe_sharing(config: Config, placement: Placement) -> list[str]:
     """Returns one line for each GPU that learner and rollout servers share.
 
-    Further lines say to which servers `shared_max_episodes` applies, and which make no drafts.
+    A further line says to which servers `shared_max_episodes` applies.
     """
     server = config.rollout_server
     share, episodes = server.gpu_memory_utilization, server.shared_max_episodes
@@ -226,8 +225,6 @@ def describe_sharing(config: Config, placement: Placement) -> list[str]:
         numbers = f" {', '.join(map(str, sharing))}"
         who = f"rollout server{numbers}" if sharing else "no rollout server here"
         lines.append(f"rollout_server.shared_max_episodes = {episodes} applies to {who}")
-    if undrafted := draft_problem(config, placement):
-        lines.append(undrafted)
     return lines
 
 
@@ -246,22 +243,6 @@ def describe_turns(config: Config, placement: Placement) -> str:
         return 'turns: off, because rollout_server.weights_from is "storage"'
     gpu = next(filter(placement.shared.get, placement.servers[first]))
     return f"turns: pause, because rollout server {first} shares GPU {gpu} with the learner"
-
-
-def draft_problem(config: Config, placement: Placement) -> str:
-    """Returns why servers decode without drafts although the settings ask for them, else ""."""
-    drafts, servers = config.rollout_server.drafts, range(len(placement.servers))
-    # Without GPUs here all servers are for the same number of episodes.
-    most = {number: placement.max_episodes(config, number) for number in servers or (0,)}
-    without = [number for number in most if most[number] > MOST_DRAFTED_EPISODES]
-    if drafts == "off" or not without:
-        return ""
-    where = f" on rollout server {', '.join(map(str, without))}" if servers else ""
-    return (
-        f'rollout_server.drafts = "{drafts}" has no effect{where}: a server for more than '
-        f"{MOST_DRAFTED_EPISODES} episodes makes none, and rollout_server.max_episodes is "
-        f"{config.rollout_server.max_episodes}"
-    )
 
 
 def _listed(

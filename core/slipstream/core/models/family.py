@@ -172,7 +172,6 @@ FEATURES: Mapping[str, Feature] = MappingProxyType(
         "learner.parallel.etp": Feature(off=1, title="split experts"),
         "learner.transformer.moe_router_fusion": Feature(off=False, title="fused router"),
         "lora.rank": Feature(off=0, title="adapters"),
-        "rollout_server.drafts": Feature(off="off", title="drafts"),
         "rollout_server.quantization": Feature(off="off", title="FP8"),
         "sampling.max_images": Feature(off=0, title="images"),
     }

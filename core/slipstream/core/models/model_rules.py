@@ -126,10 +126,7 @@ def agreement_problems(sizes: ModelSizes, agreement: str) -> Iterator[str]:
 
 def engine_problems(sizes: ModelSizes, server: RolloutServerSection) -> Iterator[str]:
     """Yields one line for each setting of a rollout server that the model's family cannot have."""
-    chosen = {
-        "rollout_server.drafts": server.drafts,
-        "rollout_server.quantization": server.quantization,
-    }
+    chosen = {"rollout_server.quantization": server.quantization}
     yield from refusals(sizes.family, sizes.architecture, chosen)
     if sizes.family.linear != MAMBA:
         return
@@ -247,6 +244,11 @@ def cpu_engine_problems(config: Config) -> Iterator[str]:
         )
     if config.algorithm.agreement == "bits" and not server.is_eager(on_cpu=True):
         yield "rollout_server.enforce_eager must be left out with algorithm.agreement = 'bits'"
+    if sizes.linear_heads and server.drafts:
+        yield (
+            "rollout_server.engine.speculative_config is not supported on a CPU for a model with "
+            "delta nets or Mamba layers: vLLM takes their states back with a kernel for GPUs"
+        )
     # On a CPU, vLLM's delta nets fail at the first request in any other type.
     if sizes.family.is_delta and dtype != "bfloat16":
         yield (
@@ -302,11 +304,6 @@ def vision_problems(config: Config, sizes: ModelSizes) -> Iterator[str]:
     yield from vision_layout_problems(config.learner, sizes)
     server, reference = config.rollout_server, config.reference
     has_images = config.sampling.max_images > 0
-    if server.drafts != "off" and has_images:
-        yield (
-            f'rollout_server.drafts must be "off" for a {sizes.folder_class} with images: it was '
-            f"not tested, got {server.drafts!r}"
-        )
     if server.quantization != "off" and (has_images or sizes.experts):
         kind = "images" if has_images else "experts beside a vision tower"
         yield (
@@ -336,13 +333,11 @@ def _nested_problems(config: Config, sizes: ModelSizes) -> Iterator[str]:
     chosen = {"sampling.max_images": config.sampling.max_images}
     yield from refusals(sizes.family, sizes.folder_class, chosen)
     yield from _untested_problems(config, sizes)
-    for setting in ("drafts", "quantization"):
-        value = getattr(config.rollout_server, setting)
-        if value != "off":
-            yield (
-                f'rollout_server.{setting} must be "off" for a {sizes.folder_class} with a vision '
-                f"tower: it was not tested, got {value!r}"
-            )
+    if (value := config.rollout_server.quantization) != "off":
+        yield (
+            f'rollout_server.quantization must be "off" for a {sizes.folder_class} with a vision '
+            f"tower: it was not tested, got {value!r}"
+        )
 
 
 def _untested_problems(config: Config, sizes: ModelSizes) -> Iterator[str]:

@@ -24,7 +24,7 @@ _PREFIXES = "prefixes that are cached outside of the engine would stay those of 
 _MOVED = "an expert that vLLM has moved would get the weights of another at each publish"
 _TURNED_AWAY = "set rollout_server.max_episodes; a request that is turned away is a failed episode"
 _TEXT = "the engine samples replies"
-_DRAFTS = "set rollout_server.drafts"
+_DRAFTS = "set it in rollout_server.engine.speculative_config"
 # Arguments that must agree with other settings or with Slipstream's code, each with the setting to
 # use instead or the reason.
 OWNED = {
@@ -54,9 +54,9 @@ OWNED = {
     "logits_processors": _PROCESSED,
     "generation_config": "set the table sampling",
     "override_generation_config": "set the table sampling",
-    "speculative_config": _DRAFTS,
     "spec_method": _DRAFTS,
     "spec_model": _DRAFTS,
+    "spec_tokens": _DRAFTS,
     "tokenizer": _TOKENS,
     "tokenizer_mode": _TOKENS,
     "skip_tokenizer_init": _TOKENS,
@@ -101,6 +101,12 @@ def engine_problems(table: Mapping[str, JsonValue], *, max_episodes: int) -> Ite
         yield (
             f"{SECTION}.distributed_executor_backend must be one of {', '.join(_EXECUTORS)}, "
             f"got {executor!r}"
+        )
+    drafts = table.get("speculative_config")
+    if isinstance(drafts, dict) and "synthetic" in drafts.values():
+        yield (
+            f"{SECTION}.speculative_config.rejection_sample_method cannot be 'synthetic': drafted "
+            "tokens would be kept that the model did not sample"
         )
     # vLLM accepts this word in upper and lower case.
     if str(table.get("load_format", "")).lower() == "ipc_cache":

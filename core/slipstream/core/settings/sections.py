@@ -425,8 +425,6 @@ class LearnerSection(Section):
 
 
 Quantization = Literal["off", "fp8_per_channel"]
-# Most episodes of an engine that drafts: with more under way drafts do not pay.
-MOST_DRAFTED_EPISODES = 256
 
 
 class RolloutServerSection(Section):
@@ -450,9 +448,6 @@ class RolloutServerSection(Section):
     # Use neither torch.compile nor CUDA graphs. By default only on CPUs, where false needs a C++
     # compiler.
     enforce_eager: bool | None = None
-    # `shared` drafts tokens from the prompt, the group and earlier replies. Engines for more than
-    # 256 episodes draft none.
-    drafts: Literal["off", "shared"] = "off"
     # Compute the context of running replies again with new weights. If false, they keep the old
     # one.
     recompute_context: bool = True
@@ -481,6 +476,11 @@ class RolloutServerSection(Section):
     environment_memory_gib: float | None = Field(None, gt=0)
     # Most processes of an environment worker with its children, beyond which it is ended.
     environment_processes: Positive = 1000
+
+    @property
+    def drafts(self) -> bool:
+        """Whether vLLM is told to draft tokens, several of which it verifies in one step."""
+        return self.engine.get("speculative_config") is not None
 
     @property
     def caches_prefixes(self) -> bool:

@@ -61,7 +61,6 @@ def agreement_problems(config: Tables) -> Iterator[str]:
         ("learner.parallel.cp", parallel.cp, 1, "attention would be split by keys"),
         ("rollout_server.tensor_parallel_size", server.tensor_parallel_size, 1, split),
         ("rollout_server.quantization", server.quantization, "off", other),
-        ("rollout_server.drafts", server.drafts, "off", other),
         ("lora.rank", config.lora.rank, 0, "merged and separate adapters round differently"),
         ("sampling.max_images", sampling.max_images, 0, "the tower has kernels of its own"),
         (
@@ -311,10 +310,10 @@ def replay_table_problems(config: Tables) -> Iterator[str]:
             "algorithm.router_replay needs sampling.stop = []: experts of tokens behind a stop "
             f"string were not tested, got {list(config.sampling.stop)}"
         )
-    if config.rollout_server.drafts != "off":
+    if config.rollout_server.drafts:
         yield (
-            'algorithm.router_replay needs rollout_server.drafts = "off": experts of drafted '
-            f"tokens were not tested, got {config.rollout_server.drafts!r}"
+            "algorithm.router_replay excludes rollout_server.engine.speculative_config: experts of "
+            "drafted tokens were not tested"
         )
     yield from replay_problems(config.learner.transformer)
 

@@ -60,8 +60,8 @@ def rule(
     """Returns the request to serve for a JSON `body`. Raises Refusal if it cannot be served.
 
     `auto` is the value of `tool_choice` by which the API leaves the choice to the model. If the
-    engine `has_drafts`, the seed is ignored: drafts repeat earlier replies. With the same random
-    numbers as those replies, likely tokens would be accepted more often than their probability.
+    engine `has_drafts`, the seed is ignored: drafts may repeat earlier replies. With their random
+    numbers, likely tokens would be accepted more often than their probability.
     """
     for name in ("n", "best_of"):
         if body.get(name) not in (None, 1):

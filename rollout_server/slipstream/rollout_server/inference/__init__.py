@@ -1,1 +1,1 @@
-"""Parts of inference that do not use vLLM: drafts, the wait of prompts, CUDA graph sizes, usage."""
+"""Parts of inference that do not use vLLM: the wait of prompts, CUDA graph sizes, usage."""

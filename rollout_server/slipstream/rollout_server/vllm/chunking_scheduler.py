@@ -14,12 +14,12 @@ import dataclasses
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
 from slipstream.core.errors import ConfigError
 from slipstream.rollout_server.inference.step_rules import PromptGathering
-from slipstream.rollout_server.vllm.drafting_scheduler import DraftingScheduler
 from slipstream.rollout_server.vllm.steady_decoding import (
     KnownSlots,
     SteadyPlanner,
@@ -40,6 +40,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
+from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 CHUNK_TOKENS = 16
 # Least seconds between two statistics of the engine's load.
@@ -140,12 +141,16 @@ def usable_blocks(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> in
     return 2 * of_one * int(vllm_config.scheduler_config.max_num_seqs) + 1
 
 
-class ChunkingScheduler(DraftingScheduler):
+class ChunkingScheduler(Scheduler):  # type: ignore[misc]
     """vLLM's synchronous scheduler, which outputs the tokens of a reply in chunks.
 
     Requests for top log-probabilities or cumulative outputs get each token at once. For others
     `add_request` opens a chunk, and `update_from_output` fills it and outputs it when it is full or
     the request ends. A pause outputs all chunks; `finish_requests` drops a request's chunk.
+
+    vLLM verifies drafts in one step: it samples the token after each drafted token, and keeps the
+    sampled tokens up to the first that differs. All tokens of a step are sampled by that step's
+    weights, so a draft made before an update is verified by the new weights.
     """
 
     def __init__(
@@ -172,6 +177,12 @@ class ChunkingScheduler(DraftingScheduler):
             manager.allocate_slots = KnownSlots(manager, self.hash_block_size)
         plans = self._decodes_plainly and SteadyPlanner.fits(self)
         self._planner = SteadyPlanner(self) if plans else None
+        self._num_steps = 0
+        self._draft_stats: SpecDecodingStats | None = None
+        # vLLM would draft tokens of -1 after a prompt of which one token is left to compute, unless
+        # the length of drafts may change.
+        if self.num_spec_tokens and self.dynamic_sd_lookup is None:
+            self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
 
     def add_request(self, request: Request) -> None:
         """Overrides vLLM's method; opens the request's chunk."""
@@ -236,18 +247,64 @@ class ChunkingScheduler(DraftingScheduler):
     ) -> SchedulerStats | None:
         """Overrides vLLM's method; returns statistics at most once in `STATS_S` seconds, else None.
 
-        When no request is left, it returns statistics in any case.
+        When no request is left, it returns statistics in any case. They have the counts of drafts
+        since the statistics before. `step_counter`, which vLLM uses for data parallel engines only,
+        is the number of steps.
         """
         now_s = time.monotonic()
         if now_s < self._next_stats_s and self.requests:
             return None
         self._next_stats_s = now_s + STATS_S
-        return super().make_stats(*args, **kwargs)
+        stats = super().make_stats(*args, **kwargs)
+        if stats is not None:
+            stats.step_counter = self._num_steps
+            stats.spec_decoding_stats, self._draft_stats = self._draft_stats, None
+        return stats
+
+    def make_spec_decoding_stats(
+        self,
+        spec_decoding_stats: SpecDecodingStats | None,
+        num_draft_tokens: int,
+        num_accepted_tokens: int,
+        num_invalid_spec_tokens: dict[str, int] | None,
+        request_id: str,
+    ) -> None:
+        """Overrides vLLM's method; counts a request's drafted and accepted tokens in a step."""
+        if self._draft_stats is None:
+            self._draft_stats = SpecDecodingStats.new(self.num_spec_tokens)
+        self._draft_stats.observe_draft(num_draft_tokens, num_accepted_tokens)
+
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:  # noqa: ANN401 - vLLM's own
+        """Overrides vLLM's method, which visits all blocks, to visit only the cached blocks.
+
+        Only cached blocks have anything to reset, and the engine is paused meanwhile.
+        """
+        pool = self.kv_cache_manager.block_pool
+        every = pool.blocks
+        if not pool._reuse_watchers:
+            found = pool.cached_block_hash_to_block._cache.values()
+            groups = (each.values() if isinstance(each, dict) else (each,) for each in found)
+            pool.blocks = list(chain.from_iterable(groups))
+        try:
+            return bool(super().reset_prefix_cache(*args, **kwargs))
+        finally:
+            pool.blocks = every
+
+    def set_pause_state(self, pause_state: PauseState) -> None:
+        """Overrides vLLM's method, to discard the cached prefixes of an engine that was not paused.
+
+        An engine that is resumed without a pause has new weights too.
+        """
+        resumes = pause_state is PauseState.UNPAUSED
+        if resumes and self.pause_state is PauseState.UNPAUSED:
+            self.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        super().set_pause_state(pause_state)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         """Overrides vLLM's method; leaves out the outputs of requests whose chunk is not full."""
+        self._num_steps += any(model_runner_output.sampled_token_ids)
         logprobs = model_runner_output.logprobs
         if logprobs is not None and not self._streamed:
             model_runner_output.logprobs = None
@@ -270,13 +327,11 @@ class ChunkingScheduler(DraftingScheduler):
             for request_id, chunk in list(self._held()):
                 outputs = by_client.setdefault(chunk.client_index, EngineCoreOutputs())
                 outputs.outputs.append(chunk.pour(EngineCoreOutput(request_id, [])))
-        return self.with_draft_counts(
-            {
-                client: outputs
-                for client, outputs in by_client.items()
-                if outputs.outputs or outputs.finished_requests or outputs.scheduler_stats
-            }
-        )
+        return {
+            client: outputs
+            for client, outputs in by_client.items()
+            if outputs.outputs or outputs.finished_requests or outputs.scheduler_stats
+        }
 
     def _decode(
         self,

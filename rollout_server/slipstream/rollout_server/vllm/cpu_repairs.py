@@ -1,73 +1,20 @@
-"""Drafts tokens in vLLM on CPUs, and repairs vLLM there.
+"""Repairs vLLM on CPUs.
 
-`SharedTextProposer` drafts tokens. vLLM (0.32.0) gives each drafted token the temperature, top-p
-and top-k of its request. On CPUs it writes floating-point values into a copy of its output and
-drops the copy, so that drafts are verified with whatever the memory held. `repair_expansion`
-corrects this. `compute_by_rows` replaces matrix products and norms by batch-invariant ones: a row
-does not depend on other rows. Import this module on CPUs only.
+vLLM (0.32.0) gives each drafted token the temperature, top-p and top-k of its request. On CPUs it
+writes floating-point values into a copy of its output and drops the copy, so that drafts are
+verified with whatever the memory held. `repair_expansion` corrects this. `compute_by_rows` replaces
+matrix products and norms by batch-invariant ones: a row does not depend on other rows. Import this
+module on CPUs only.
 """
 
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from slipstream.core import row_kernels
-from slipstream.rollout_server.inference.draft_table import PROMPT_TOKENS, DraftTable
 from torch import Tensor
-from vllm.config import VllmConfig
 from vllm.model_executor.layers import logits_processor, utils
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.utils import cpu_triton_utils
-
-
-class SharedTextProposer:
-    """Drafts tokens for speculative decoding from the texts of all requests of an engine."""
-
-    def __init__(self, vllm_config: VllmConfig) -> None:
-        """Takes vLLM's configuration; vLLM makes one proposer in each worker."""
-        self._length = int(vllm_config.num_speculative_tokens)
-        self._longest = int(vllm_config.model_config.max_model_len)
-        self._table = DraftTable(self._length)
-        # The length of each row's text at the last step. A row may get another request later.
-        self._ends: dict[int, int] = {}
-
-    def propose(
-        self,
-        sampled_token_ids: list[list[int]],
-        num_tokens: npt.NDArray[np.int32],
-        token_ids: npt.NDArray[np.int32],
-        **kwargs: Any,  # noqa: ANN401 - vLLM's own
-    ) -> list[list[int]]:
-        """Implements vLLM's method; requests with no new token, or at full length, get no draft."""
-        chosen = [row for row, sampled in enumerate(sampled_token_ids) if sampled]
-        drafts: list[list[int]] = [[] for _ in sampled_token_ids]
-        if not chosen:
-            return drafts
-        texts, rows = torch.from_numpy(token_ids), torch.tensor(chosen)
-        ends = torch.from_numpy(num_tokens)[rows].long()
-        news = [self._new_places(row, int(num_tokens[row]), sampled_token_ids) for row in chosen]
-        along = rows.repeat_interleave(torch.tensor([len(new) for new in news]))
-        places = torch.cat(news)
-        self._table.enter(texts, along, places, torch.ones_like(places, dtype=torch.bool))
-        found = self._table.draft(texts, rows, ends).tolist()
-        for row, end, draft in zip(chosen, ends.tolist(), found, strict=True):
-            drafts[row] = draft if end < self._longest else []
-        return drafts
-
-    def load_model(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's own
-        """Implements vLLM's method; loads nothing."""
-
-    def _new_places(self, row: int, end: int, sampled: list[list[int]]) -> torch.Tensor:
-        """Returns the new positions in a row from which enough tokens follow for a draft.
-
-        If the row has a new request, they are among the last `PROMPT_TOKENS` tokens.
-        """
-        known = self._ends.get(row, 0)
-        is_same = known + len(sampled[row]) == end
-        first = known - self._length + 1 if is_same else end - PROMPT_TOKENS
-        self._ends[row] = end
-        return torch.arange(max(1, first), max(1, first, end - self._length + 1))
 
 
 def repair_expansion() -> None:

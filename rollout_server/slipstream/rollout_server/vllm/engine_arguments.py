@@ -13,7 +13,6 @@ from slipstream.core.settings.sections import SamplingSection
 from slipstream.rollout_server.inference.step_rules import graph_values
 from slipstream.rollout_server.memory import vllm_share, wire_bytes
 from slipstream.rollout_server.vllm.chunking_scheduler import CPU_WORKER, scheduler_class
-from slipstream.rollout_server.vllm.drafting_scheduler import draft_values
 from slipstream.rollout_server.vllm.passed_table import table_problems
 from slipstream.rollout_server.vllm.weights.adapter_slot import check_adapted, lora_arguments
 from slipstream.rollout_server.vllm.weights.loader_update import KEEPING_BACKEND
@@ -117,7 +116,6 @@ def own_values(config: Config, seed: int) -> dict[str, object]:
         ),
         # On a CPU vLLM's workers keep their memory and only pause.
         "enable_sleep_mode": config.controller.turns == "sleep" and not on_cpu,
-        **draft_values(settings, on_cpu=on_cpu),
         **tower_values(table, sampling),
         **lora_arguments(config.lora, on_cpu=on_cpu),
         # vLLM would round the states of these layers to the model's type after each token.

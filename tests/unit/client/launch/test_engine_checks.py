@@ -3,7 +3,7 @@
 import json
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 from slipstream.client.launch import fit
@@ -12,12 +12,11 @@ from slipstream.client.launch.fit import (
     compiler_problem,
     describe_engine,
     processor_problems,
-    runner_problem,
 )
 from slipstream.core.errors import ConfigError
 from slipstream.core.models.model_rules import cpu_cache_bytes
 from slipstream.core.settings.config import RolloutServerSection
-from support.fakes.small_configs import config_of, small_config
+from support.fakes.small_configs import NGRAM, config_of, small_config
 
 COMPILER = {"PATH": "/usr/bin:/bin", "CXX": "sh"}
 NO_COMPILER = {"PATH": "/usr/bin:/bin", "CXX": "no-such-compiler"}
@@ -70,34 +69,12 @@ def test_a_gpu_needs_no_compiler_for_cpus() -> None:
     assert compiler_problem(server(None), NO_COMPILER, on_cpu=False) == ""
 
 
-@pytest.mark.parametrize(
-    ("drafts", "value", "on_cpu", "is_refused"),
-    [
-        ("shared", "0", False, True),
-        ("shared", "1", False, False),
-        ("shared", None, False, False),
-        ("shared", "0", True, False),
-        ("off", "0", False, False),
-    ],
-)
-def test_drafts_on_gpus_are_refused_without_the_runner_that_makes_them(
-    drafts: Literal["off", "shared"], value: str | None, on_cpu: bool, is_refused: bool
-) -> None:
-    environ = {} if value is None else {"VLLM_USE_V2_MODEL_RUNNER": value}
-    problem = runner_problem(RolloutServerSection(drafts=drafts), environ, on_cpu=on_cpu)
-    assert ("VLLM_USE_V2_MODEL_RUNNER=0 switches off: unset it" in problem) == is_refused
-    assert bool(problem) == is_refused
-
-
-def test_variables_that_prevent_drafts_stop_a_run_before_it_starts(tmp_path, monkeypatch):
+def test_variables_that_prevent_a_setting_stop_a_run_before_it_starts(tmp_path, monkeypatch):
     monkeypatch.setattr(fit, "uses_gpus", lambda: True)
-    settings = config_of(tmp_path)
-    config = settings.model_copy(
-        update={"rollout_server": RolloutServerSection(drafts="shared", enforce_eager=True)}
-    )
-    check_variables(config, {})
-    with pytest.raises(ConfigError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
-        check_variables(config, {"VLLM_USE_V2_MODEL_RUNNER": "0"})
+    config = config_of(tmp_path)
+    check_variables(config, COMPILER)
+    with pytest.raises(ConfigError, match="TORCHDYNAMO_DISABLE=1 switches that off"):
+        check_variables(config, SWITCHED_OFF)
 
 
 DELTA_NETS = {
@@ -112,6 +89,7 @@ MAMBA = {
     "n_groups": 2,
 }
 EXPERTS = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4}
+DRAFTS = {"speculative_config": NGRAM}
 
 
 @pytest.mark.parametrize(
@@ -121,6 +99,11 @@ EXPERTS = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4}
         (DELTA_NETS, {"model": {"dtype": "bfloat16"}}, ""),
         (MAMBA, {}, r"enable_prefix_caching must be false for a model with Mamba layers on a CPU"),
         (MAMBA, {"rollout_server": {"engine": {"enable_prefix_caching": False}}}, ""),
+        *(
+            (table, {"rollout_server": {"engine": DRAFTS}}, "speculative_config .* delta nets or M")
+            for table in (DELTA_NETS, MAMBA)
+        ),
+        ({}, {"rollout_server": {"engine": DRAFTS}}, ""),
         ({}, {"rollout_server": {"quantization": "fp8_per_channel"}}, ""),
         (EXPERTS, {"lora": {"rank": 8, "publish": "adapters"}}, r"lora\.publish must be merged"),
         (EXPERTS, {"lora": {"rank": 8}}, ""),

@@ -15,7 +15,6 @@ from slipstream.client.launch.placement import (
     check_transport,
     describe_sharing,
     describe_turns,
-    draft_problem,
     place,
     share_memory,
 )
@@ -77,24 +76,6 @@ def test_a_server_beside_the_learner_has_its_own_number_of_episodes() -> None:
     ]
     plain = config_of(server={"max_episodes": 64})
     assert got.max_episodes(plain, 1) == Placement().max_episodes(plain, 0) == 64
-
-
-def test_servers_that_make_no_drafts_are_named_where_drafts_are_set() -> None:
-    server = {"count": 2, "devices": [1, 0], "max_episodes": 257, "shared_max_episodes": 256}
-    learner, drafts = {"devices": [0]}, {"drafts": "shared"}
-    got = placed("0 1", learner, server)
-    assert draft_problem(config_of(learner, server), got) == ""
-    line = draft_problem(config_of(learner, server | drafts), got)
-    assert line == (
-        'rollout_server.drafts = "shared" has no effect on rollout server 0: a server for more '
-        "than 256 episodes makes none, and rollout_server.max_episodes is 257"
-    )
-    assert describe_sharing(config_of(learner, server | drafts), got)[-1] == line
-    # On CPUs, and where all servers are elsewhere, no server is beside the learner.
-    everywhere = draft_problem(config_of(server=server | drafts), Placement())
-    assert everywhere == line.replace(" on rollout server 0", "")
-    few = config_of(server={"max_episodes": 256} | drafts)
-    assert draft_problem(few, Placement()) == draft_problem(few, got) == ""
 
 
 def test_without_a_gpu_nothing_is_set() -> None:

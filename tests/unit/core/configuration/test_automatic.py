@@ -169,7 +169,7 @@ def test_mixtures_replay_their_routing_where_it_can_be_recorded(tmp_path: Path) 
     assert chosen(tmp_path).algorithm.router_replay == "off"
     assert found() == "rollout"
     assert found(sampling={"stop": ["."]}) == "off"
-    assert found(rollout_server={"drafts": "shared"}) == "off"
+    assert found(rollout_server={"engine": {"speculative_config": {"method": "ngram"}}}) == "off"
     assert found(lora={"rank": 4}) == "rollout"
     assert found(lora={"rank": 4}, algorithm={"kl": {"coefficient": 0.1}}) == "off"
     assert found(algorithm={"router_replay": "off"}) == "off"

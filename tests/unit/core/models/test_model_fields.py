@@ -402,8 +402,6 @@ family = "Qwen3Next", ranks = 2, fields.linear_num_key_heads = 1
     must divide the 1 heads or groups of delta nets, got 2
 family = "Qwen3Next", lora = {rank = 8, target_modules = ["linear_proj"], publish = "adapters"}
     lora.publish must be merged for a model with delta nets
-family = "Qwen3Next", rollout_server.drafts = "shared"
-    rollout_server.drafts must be "off" for a Qwen3Next.* delta nets.* got 'shared'
 """)
 
 

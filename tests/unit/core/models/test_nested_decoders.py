@@ -152,7 +152,6 @@ def test_a_decoder_without_images_takes_layouts_of_its_text_class(values: dict[s
     assert problems(values, CP2) == []
     for changes, named in (
         ({"lora": {"rank": 4}}, "lora.rank must be 0"),
-        ({"rollout_server": {"drafts": "shared"}}, "rollout_server.drafts must be"),
         ({"rollout_server": {"quantization": "fp8_per_channel"}}, "rollout_server.quantization"),
         (CRITIC, "[critic] is not supported"),
     ):

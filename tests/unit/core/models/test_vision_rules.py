@@ -92,8 +92,6 @@ MIXTURE = {"num_experts": 4}
 @pytest.mark.parametrize(
     ("model", "max_images", "server", "named"),
     [
-        (SEEING, 0, {"drafts": "shared"}, ""),
-        (SEEING, 1, {"drafts": "shared"}, "rollout_server.drafts must be"),
         (SEEING, 0, FP8, ""),
         (SEEING, 1, FP8, "rollout_server.quantization must be"),
         (SEEING | MIXTURE, 0, FP8, "rollout_server.quantization must be"),
@@ -101,7 +99,7 @@ MIXTURE = {"num_experts": 4}
         (QWEN35 | DECODER, 1, FP8, "rollout_server.quantization must be"),
     ],
 )
-def test_drafts_and_fp8_beside_a_tower_are_for_text(model, max_images, server, named):
+def test_fp8_beside_a_tower_is_for_text(model, max_images, server, named):
     changes = {
         "model": {"dtype": "bfloat16"},
         "algorithm": {"weight": "token"},

@@ -13,7 +13,10 @@ BITS = {"algorithm": {"agreement": "bits"}}
     ("tables", "line"),
     [
         ({"learner": {"world_size": 2, "parallel": {"cp": 2}}}, "needs learner.parallel.cp = 1"),
-        ({"rollout_server": {"drafts": "shared"}}, "needs rollout_server.drafts = 'off'"),
+        (
+            {"rollout_server": {"engine": {"speculative_config": {}}}},
+            "excludes rollout_server.engine.speculative_config: it may change kernels",
+        ),
         ({"lora": {"rank": 4}}, "needs lora.rank = 0: merged and separate adapters round"),
         ({"sampling": {"temperature": 0.7}}, "needs sampling.temperature = 1.0"),
         ({"sampling": {"top_p": 0.9}}, "needs sampling.top_p = 1.0"),

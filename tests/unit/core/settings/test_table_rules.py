@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from slipstream.core.configuration.config_file import dump_config, parse_config
 from slipstream.core.settings.algorithm_section import AlgorithmSection
-from support.fakes.small_configs import config_with, refusal_of, refusals
+from support.fakes.small_configs import NGRAM, config_with, refusal_of, refusals
 
 Changes = dict[str, Any]
 
@@ -205,6 +205,14 @@ TABLES: list[tuple[Changes, str]] = [
         )
         for name in ("ipc_cache", "IPC_Cache")
     ),
+    *(
+        (
+            {"rollout_server.engine": {"speculative_config": NGRAM | {name: "synthetic"}}},
+            "rollout_server.engine.speculative_config.rejection_sample_method cannot",
+        )
+        for name in ("rejection_sample_method", "rejection-sample-method")
+    ),
+    ({"rollout_server.engine": {"spec_method": "ngram"}}, "rollout_server.engine.spec_method cann"),
     # Adapters.
     (played() | {"lora": NAMED}, "a: adapter must be one of lora.adapters (code, math), got none"),
     (
@@ -234,8 +242,8 @@ TABLES: list[tuple[Changes, str]] = [
     ),
     (REPLAY | {"sampling.stop": ["x"]}, "algorithm.router_replay needs sampling.stop = []"),
     (
-        REPLAY | {"rollout_server.drafts": "shared"},
-        'algorithm.router_replay needs rollout_server.drafts = "off"',
+        REPLAY | {"rollout_server.engine": {"speculative_config": NGRAM}},
+        "algorithm.router_replay excludes rollout_server.engine.speculative_config",
     ),
     *(
         (REPLAY | {"learner.transformer": {name: True}}, f"learner.transformer.{name} ")

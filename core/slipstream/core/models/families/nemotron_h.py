@@ -139,10 +139,6 @@ FAMILIES = (
                 "of layers without attention only the delta nets of a Qwen3NextForCausalLM have "
                 "adapters"
             ),
-            "rollout_server.drafts": (
-                "vLLM takes the state of its Mamba layers back with a kernel for GPUs, where that "
-                "was not tested"
-            ),
             "rollout_server.quantization": "it was not tested with Mamba layers",
         },
     ),

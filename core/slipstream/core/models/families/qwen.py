@@ -49,9 +49,6 @@ _READ_OF_DELTA_NETS = (
     *("linear_num_key_heads", "linear_num_value_heads"),
 )
 _IN_TURN = "its delta nets read the tokens of a sequence in turn"
-_NO_DRAFTS = (
-    "vLLM takes the state of its delta nets back with a kernel for GPUs, where that was not tested"
-)
 _NO_ADAPTERS = (
     "of layers without attention only the delta nets of a Qwen3NextForCausalLM have adapters"
 )
@@ -77,7 +74,6 @@ _QWEN35 = Family(
     engine=EngineFacts(module="delta_models", starts_cuda=True),
     cannot={
         "learner.parallel.cp": _IN_TURN,
-        "rollout_server.drafts": _NO_DRAFTS,
         "lora.rank": _NO_ADAPTERS,
     },
 )
@@ -129,7 +125,7 @@ FAMILIES = (
         query_norm="head",
         linear=DELTA_NETS,
         experts=Experts(),
-        cannot={"learner.parallel.cp": _IN_TURN, "rollout_server.drafts": _NO_DRAFTS},
+        cannot={"learner.parallel.cp": _IN_TURN},
     ),
     replace(_QWEN35, architecture="Qwen3_5ForCausalLM", model_type="qwen3_5_text"),
     replace(
