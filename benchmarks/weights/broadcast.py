@@ -58,7 +58,6 @@ def config_of(arguments: argparse.Namespace, folder: Path) -> Config:
         "verify_every": arguments.verify_every,
         "bucket_deadline_s": 30.0,
         "join_deadline_s": 120.0,
-        "delta": arguments.delta,
     }
     if arguments.decode_graphs:
         sizes = [arguments.requests // part for part in (8, 4, 2, 1)]
@@ -263,7 +262,6 @@ def main() -> None:
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.33)
     parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--stage", choices=("auto", "on", "off"), default="auto")
-    parser.add_argument("--delta", choices=("off", "gpu", "host"), default="off")
     parser.add_argument("--keep-context", action="store_true", help="compute no context anew")
     parser.add_argument(
         "--between-s", type=float, default=0.3, help="between two publishes to a busy engine"

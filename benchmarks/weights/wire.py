@@ -50,7 +50,7 @@ class Ends:
     async def start(cls, arguments: argparse.Namespace, logs: Path) -> Ends:
         """Starts all programs; returns when all have their parameters."""
         common = ["--device", arguments.device, "--shape", arguments.shape]
-        common += ["--bucket-mib", str(arguments.bucket_mib), "--delta", arguments.delta]
+        common += ["--bucket-mib", str(arguments.bucket_mib)]
         programs = []
         for rank in range(1 + arguments.servers):
             role = "receiver" if rank else "sender"
@@ -166,7 +166,7 @@ def main() -> None:
     parser.add_argument("--bucket-mib", type=int, default=WeightsSection().bucket_mib)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    arguments.name, arguments.delta = f"wire-{arguments.shape}-{arguments.servers}", "off"
+    arguments.name = f"wire-{arguments.shape}-{arguments.servers}"
     found: dict[str, Any] = {"ours": [], "raw": []}
     failures: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:

@@ -15,13 +15,11 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any, Protocol, get_args
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from slipstream.core.settings.config import OffloadSection, WeightsSection
-from slipstream.core.settings.sections import DeltaSetting
 from slipstream.learner.trainer.model.offload import HostMemory
 from slipstream.learner.trainer.weights.bucket_fill import PlannedFilling
 from slipstream.learner.trainer.weights.export_plan import Piece
@@ -32,7 +30,6 @@ from slipstream.protocol.weights.nccl_group import NcclGroup, Wire, set_nccl_env
 from slipstream.rollout_server.vllm.weights.weight_receiver import TRANSPORTS
 from slipstream.rollout_server.weights.bucket_receiver import Incoming, Seat
 from slipstream.rollout_server.weights.copy_plan import Copy, CopyPlan, Replay, View
-from slipstream.rollout_server.weights.live_base import LiveBase, whole_digests
 from slipstream.v1 import weights_pb2
 from torch import Tensor
 
@@ -57,12 +54,8 @@ class End(Protocol):
         """Joins the communicator."""
         ...
 
-    def step(self, message: Message) -> Message:
-        """Takes a step of the optimizer; for the sender alone."""
-        ...
-
     def prepare(self, message: Message) -> Message:
-        """Does the work before a publish; returns its times, and what changed since the last."""
+        """Does the work before a publish; returns its times."""
         ...
 
     def publish(self, message: Message) -> Message:
@@ -105,11 +98,8 @@ class LonePolicy:
 class Sender:
     """See `End`."""
 
-    def __init__(
-        self, shape: Shape, device: torch.device, bucket_mib: int, delta: DeltaSetting
-    ) -> None:
+    def __init__(self, shape: Shape, device: torch.device, bucket_mib: int) -> None:
         self._device = device
-        self._optimizers: list[tuple[Tensor, torch.optim.AdamW]] = []
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         self._tensors = dict(_megatron_parts(shape, device))
         pieces = [
@@ -120,7 +110,7 @@ class Sender:
         filling = PlannedFilling(policy, str(DTYPE).removeprefix("torch."), pieces)
         weights = WeightsSection(bucket_mib=bucket_mib, **LIMITS)
         size = bucket_bytes(weights, filling.tensors)
-        self._stream = WeightStream(policy, filling, bucket_bytes=size, delta=delta)
+        self._stream = WeightStream(policy, filling, bucket_bytes=size)
         senders = BucketSenders(
             weights, device, largest_bucket=self._stream.largest_bucket, host="127.0.0.1"
         )
@@ -141,23 +131,6 @@ class Sender:
         self.group = self._sender._group
         return {}
 
-    def step(self, message: Message) -> Message:
-        """See `End`: AdamW with random gradients, on float32 masters that are rounded."""
-        if not self._optimizers:
-            for part in self._tensors.values():
-                master = torch.nn.Parameter(part.float())
-                # Unfused it takes several times the memory of the largest matrix.
-                optimizer = torch.optim.AdamW([master], lr=message["lr"], fused=True)
-                self._optimizers.append((master, optimizer))
-        for part, (master, optimizer) in zip(self._tensors.values(), self._optimizers, strict=True):
-            # One gradient at a time: all would take as much memory as the masters.
-            master.grad = torch.randn_like(master)
-            optimizer.step()
-            optimizer.zero_grad()
-            part.copy_(master.detach())
-        synchronize(self._device)
-        return {}
-
     def prepare(self, message: Message) -> Message:
         """See `End`: digests all weights and fills the first buckets, as after a step."""
         marks = [time.perf_counter()]
@@ -165,17 +138,12 @@ class Sender:
             part()
             synchronize(self._device)
             marks.append(time.perf_counter())
-        offer, share = self._stream.offer, self._stream.changed_share
-        facts = {"changed": share, "delta": offer.SerializeToString().hex() if offer else ""}
-        return {"digests_s": marks[1] - marks[0], "ahead_s": marks[2] - marks[1], **facts}
+        return {"digests_s": marks[1] - marks[0], "ahead_s": marks[2] - marks[1]}
 
     def publish(self, message: Message) -> Message:
         """See `End`."""
         started = time.perf_counter()
-        delta = self._stream.offer if message.get("delta") else None
-        digests = self._stream.run(
-            lambda place, bucket, data: self._sender.send(bucket, data), delta=delta
-        )
+        digests = self._stream.run(lambda _, bucket, data: self._sender.send(bucket, data))
         wire = self._sender.finish()
         facts = {"num_bytes": wire.num_bytes, "digests": [each.hex() for each in digests.buckets]}
         return _times(wire, started) | facts
@@ -223,15 +191,9 @@ class Receiver:
             )
             for place, bucket in enumerate(buckets)
         )
-        plan = CopyPlan(buckets, copies)
-        self._replay = Replay(plan, self._parameters)
-        self._live = LiveBase(plan, self._replay, self._parameters, self._device)
+        self._replay = Replay(CopyPlan(buckets, copies), self._parameters)
         for place, buffer in enumerate(self._transport.prepare(self._incoming)):
             self._replay.prepare(place, buffer)
-        return {}
-
-    def step(self, message: Message) -> Message:
-        """See `End`: a receiver takes none."""
         return {}
 
     def prepare(self, message: Message) -> Message:
@@ -240,28 +202,11 @@ class Receiver:
 
     def publish(self, message: Message) -> Message:
         """See `End`: begins after `delay_s` seconds, as in an engine that has to pause."""
-        if message.get("delta"):
-            delta = weights_pb2.Delta.FromString(bytes.fromhex(message["delta"]))
-            return self._apply(delta, message["delay_s"])
         time.sleep(message["delay_s"])
         started = time.perf_counter()
         for place, buffer in enumerate(self._transport.receive(self._incoming)):
             self._replay.run(place, buffer)
         digests = self._transport.digests()
-        return _times(self._transport.take_wire(), started) | {
-            "digests": [digest.hex() for digest in digests]
-        }
-
-    def _apply(self, delta: weights_pb2.Delta, delay_s: float) -> Message:
-        incoming = replace(self._incoming, buckets=self._live.expect(delta.changed), digested=False)
-        self._transport.prepare(incoming)
-        self._live.prepare()
-        time.sleep(delay_s)
-        started = time.perf_counter()
-        for place, payload in enumerate(self._transport.receive(incoming)):
-            self._live.take(place, payload)
-        self._transport.digests()
-        digests = whole_digests([self._live.read()])
         return _times(self._transport.take_wire(), started) | {
             "digests": [digest.hex() for digest in digests]
         }
@@ -360,7 +305,6 @@ def main() -> None:
     parser.add_argument("--shape", choices=tuple(SHAPES), required=True)
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--bucket-mib", type=int, default=WeightsSection().bucket_mib)
-    parser.add_argument("--delta", choices=get_args(DeltaSetting), default="off")
     arguments = parser.parse_args()
     set_nccl_environment(os.environ)
     pipe = Pipe()
@@ -371,7 +315,7 @@ def main() -> None:
     shape = SHAPES[arguments.shape]
     end: Any
     if arguments.role == "sender":
-        end = Sender(shape, device, arguments.bucket_mib, arguments.delta)
+        end = Sender(shape, device, arguments.bucket_mib)
     else:
         end = Receiver(shape, device, arguments.rank)
     raw: Raw | None = None

@@ -88,7 +88,7 @@ CONTENTS = {
         "docs/internals/weights",
         "docs/internals/wire_weights",
         "docs/internals/limits",
-        "docs/internals/weight_changes",
+        "docs/internals/stored_weights",
         "docs/internals/journal",
         "docs/internals/proofs",
         "docs/internals/trainer",

@@ -7,14 +7,12 @@ import pytest
 from slipstream.protocol.weights.buckets import TensorSpec, plan_buckets
 from slipstream.rollout_server.vllm.weights.loader_update import check_layers
 from slipstream.rollout_server.weights.copy_plan import NotCopied, record
-from slipstream.rollout_server.weights.live_base import whole_digests
 from support.fakes import receiver_worker
 from support.ranks.loader_ranks import (
     SHAPES,
     Outcome,
     in_ranks,
     outcomes,
-    patched,
     with_room_for_adapters,
 )
 from vllm.model_executor.layers.attention import Attention
@@ -50,20 +48,6 @@ def test_a_replayed_plan_equals_the_loader(alone, shape: str) -> None:
 def test_a_replayed_plan_equals_the_loader_on_each_tensor_parallel_rank(sharded, shape, rank):
     assert sharded[rank][shape].different == ()
     assert sharded[rank][shape].changed > 10
-
-
-@pytest.mark.parametrize("tp_size", [1, 2])
-def test_deltas_equal_the_loader_and_their_shares_the_whole_weights(folder: Path, tp_size: int):
-    # GLM has a bias in float32, whatever the wire's type is: it takes no deltas.
-    shapes = {name: shape for name, shape in SHAPES.items() if name != "glm"}
-    found = patched(folder, tp_size, shapes)
-    for shape in shapes:
-        ranks = [each[shape] for each in found]
-        assert [rank.different for rank in ranks] == tp_size * [()]
-        # The first delta and the last one, but for buckets of next to nothing.
-        assert all(rank.num_payloads > len(rank.shares[0]) for rank in ranks)
-        for step, digests in enumerate(ranks[0].digests):
-            assert whole_digests([rank.shares[step] for rank in ranks]) == digests, shape
 
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -106,18 +90,6 @@ def test_a_receiver_proves_a_plan_for_each_layout_and_copies_from_then_on(folder
     assert seen[:5] == [loader, plan, plan, loader, plan]
     assert "did not arrive" in seen[5]
     assert seen[6:] == [plan]
-
-
-@pytest.mark.parametrize("stage", [False, True])
-def test_a_receiver_applies_deltas_to_what_it_was_sent_whole(folder: Path, stage: bool) -> None:
-    (seen,) = in_ranks(1, receiver_worker.deltas, folder, "llama_tied", stage)
-    loader, plan = (False, True), (True, True)
-    assert seen[:6] == [loader, plan, plan, plan, plan, plan]
-    assert "did not arrive" in seen[6]
-    # What was only staged has changed nothing: more changes may come, though here none do.
-    refused = "changes came, but the weights before them did not arrive"
-    assert "a bucket of" in seen[7] if stage else seen[7] == refused
-    assert seen[8:] == [plan, plan]
 
 
 @pytest.mark.parametrize("stage", [False, True])

@@ -20,7 +20,7 @@ from support.rigs.waiting import LIMIT_S
 SAMPLING = Sampling(1.0, 1.0, 0, max_reply_tokens=4, max_turns=1, max_episode_tokens=8)
 LAYOUT = layout_to_pb([TensorSpec("a", "bfloat16", (4,))], bucket_bytes=1024)
 RESULT = {"digests": ["0a"], "by_plan": True, "has_plan": True}
-RESULT |= {"receive_s": 0.0, "load_s": 0.0, "wire_s": 0.0, "shares": [], "began_s": 0.0}
+RESULT |= {"receive_s": 0.0, "load_s": 0.0, "wire_s": 0.0, "began_s": 0.0}
 
 
 class NotedCalls:

@@ -9,18 +9,16 @@ from support.rigs.receiver_story import judge, run_rig
 pytestmark = pytest.mark.long
 
 
-@pytest.mark.parametrize(
-    ("cache", "delta"), [("auto", "off"), pytest.param("fp8", "gpu", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("cache", ["auto", pytest.param("fp8", marks=pytest.mark.slow)])
 def test_an_engine_in_fp8_takes_weights_by_a_plan_and_stays_near_the_learner(
-    tmp_path: Path, cache: str, delta: str
+    tmp_path: Path, cache: str
 ) -> None:
     report = run_rig(
         tmp_path,
-        *("--quantization", "fp8_per_channel", "--kv-cache-dtype", cache, "--delta", delta),
+        *("--quantization", "fp8_per_channel", "--kv-cache-dtype", cache),
         limit_s=300,
     )
-    judge(report, takes_deltas=delta != "off")
+    judge(report)
     gaps = gaps_of(tmp_path, report, device="cpu")
     print(gaps)
     # Rounding is there, and wrong weights are far beyond it.
@@ -30,4 +28,4 @@ def test_an_engine_in_fp8_takes_weights_by_a_plan_and_stays_near_the_learner(
 @pytest.mark.slow
 def test_two_tensor_parallel_workers_take_the_scales_of_whole_rows(tmp_path: Path) -> None:
     options = ("--quantization", "fp8_per_channel", "--tensor-parallel-size", "2")
-    judge(run_rig(tmp_path, *options, limit_s=300), takes_deltas=False)
+    judge(run_rig(tmp_path, *options, limit_s=300))

@@ -1,11 +1,7 @@
 """Copy plans that quantise to FP8 against vLLM's own loader, bit for bit, alone and sharded."""
 
-from pathlib import Path
-
 import pytest
-from support.fakes.receiver_worker import deltas
 from support.ranks.fp8_ranks import Quantised, quantised
-from support.ranks.loader_ranks import in_ranks
 
 pytestmark = pytest.mark.long
 
@@ -44,11 +40,3 @@ def test_matrices_share_landings(outcomes: Outcomes) -> None:
     for ranks in outcomes.values():
         for found in ranks[0].values():
             assert 0 < found.landing_bytes < 0.7 * found.plain_bytes
-
-
-def test_a_receiver_that_keeps_plain_weights_applies_deltas(tmp_path: Path) -> None:
-    (seen,) = in_ranks(1, deltas, tmp_path, "llama_tied", False, "fp8_per_channel")
-    loader, plan = (False, True), (True, True)
-    assert seen[:6] == [loader, plan, plan, plan, plan, plan]
-    assert "did not arrive" in seen[6]
-    assert seen[8:] == [plan, plan]

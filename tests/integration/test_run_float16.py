@@ -1,4 +1,4 @@
-"""A whole run in float16: engine, changes on the wire, adapters, export and replay."""
+"""A whole run in float16: engine, adapters, export and replay."""
 
 import json
 import re
@@ -31,22 +31,10 @@ def check_replay(run: Path) -> None:
 
 
 def test_a_run_in_float16_agrees_says_what_overflowed_and_is_replayed(tmp_path, tiny_model):
-    summary, rows = run_smallest(
-        tmp_path, tiny_model, *FLOAT16, "algorithm.learning_rate=1e-6", "weights.delta=host"
-    )
+    summary, rows = run_smallest(tmp_path, tiny_model, *FLOAT16, "algorithm.learning_rate=1e-6")
     run = tmp_path / "smallest"
     assert summary["probe_gap_max"] < TOLERANCE
     assert summary["logprob_gap_mean"] < TOLERANCE
-    # The first goes to a server that holds nothing.
-    assert summary["publishes_delta"] == STEPS
-    whole = summary["published_whole_bytes"] / summary["publishes"]
-    assert summary["published_bytes"] < whole * (1 + STEPS / 10)
-    sent = [row for row in rows if row.get("weights_bytes", whole) < whole]
-    assert len(sent) >= STEPS - 1
-    for row in sent:
-        assert row["weights_whole_bytes"] == whole
-        assert 0 < row["weights_changed"] < 0.1
-        assert row["publish_copied"] == 1
     overflows = [int(row["gradient_overflows"]) for row in rows]
     assert summary["gradient_overflows"] == sum(overflows) > 0
     (log,) = (run / "logs").glob("controller*.log")

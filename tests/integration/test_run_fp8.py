@@ -12,8 +12,7 @@ pytestmark = [
 STEPS = 5
 
 
-@pytest.mark.parametrize("delta", ["off", "host"])
-def test_a_run_quantises_what_it_publishes_and_corrects_the_gap(tmp_path, tiny_model, delta):
+def test_a_run_quantises_what_it_publishes_and_corrects_the_gap(tmp_path, tiny_model):
     summary, rows = run_smallest(
         tmp_path,
         tiny_model,
@@ -22,12 +21,11 @@ def test_a_run_quantises_what_it_publishes_and_corrects_the_gap(tmp_path, tiny_m
         "rollout_server.quantization=fp8_per_channel",
         "algorithm.max_staleness=0",
         "algorithm.learning_rate=1e-5",
-        f"weights.delta={delta}",
         "weights.verify_every=1",
     )
     print(summary["probe_gap_max"], summary["logprob_gap_mean"], summary["logprob_gap_max"])
-    assert all(row["publish_copied"] == 1 for row in rows if row.get("weights_changed"))
-    assert summary["publishes_delta"] == (STEPS if delta == "host" else 0)
+    # The first is loaded, and proves the plan.
+    assert [row["publish_copied"] for row in rows[1:]] == (STEPS - 1) * [1]
     # Every token has lag 0; what is left is rounding, more than bfloat16's.
     assert 1e-4 < summary["logprob_gap_mean"] < 0.1
     assert 1e-3 < summary["probe_gap_max"] < 0.5

@@ -53,11 +53,6 @@ def test_buckets_of_all_senders_are_the_export(job: str, found: dict[str, list[d
             assert torch.equal(tensor, tensors[name]), name
         assert all(bool(p["tensors"]) == (r in SENDERS[job]) for r, p in enumerate(passes))
     assert len({rank_pass["identity"] for rank_pass in ranks[0]["passes"]}) == 3
-    for rank in (ranks[number] for number in SENDERS[job]):
-        # In the last pass hardly more than what changed travels.
-        payloads = [rank_pass["payloads"] for rank_pass in rank["passes"]]
-        assert payloads[0] == 0
-        assert payloads[2] > 1
 
 
 @for_layouts

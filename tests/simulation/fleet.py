@@ -202,14 +202,14 @@ class SimulatedEngine:
 
     async def receive_weights(self, publish_id: str) -> LoadedWeights:
         await self.pause()
-        held, self.weights = self.weights, TORN
+        self.weights = TORN
         is_stored = self._order.communicator.transport == "storage"
         arrived = b"" if is_stored else await self._received(publish_id)
         await asyncio.sleep(self._random.uniform(0.0, 0.1))
         if self._wire.take("failed load", self.process.name):
             raise WeightSyncError("the engine could not load the weights")
         if is_stored:
-            content = storage.loaded(self._order, held)
+            content = storage.loaded(self._order)
             arrived, digests = storage.weights_of(content), storage.digests_of(content)
             if not self.truth.holds(arrived):
                 self.violations.append(f"{self.process.name} fetched what no trainer wrote")
@@ -221,7 +221,7 @@ class SimulatedEngine:
         # Only a probe shows this.
         if self._is_probed and self._wire.take("misloaded weights", self.process.name):
             self.weights = MISLOADED
-        return LoadedWeights(digests, True, 0.0, 0.0, 0.0, takes_deltas=is_stored)
+        return LoadedWeights(digests, True, 0.0, 0.0, 0.0)
 
     async def _received(self, publish_id: str) -> bytes:
         parcel = self._wire.parcel(publish_id)

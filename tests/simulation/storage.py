@@ -16,7 +16,6 @@ import torch
 from slipstream.learner.trainer.weights import version_writer
 from slipstream.protocol.weights import storage
 from slipstream.protocol.weights.buckets import TensorSpec, layout_to_pb, plan_buckets
-from slipstream.protocol.weights.deltas import content_name, on_the_wire, put_payload
 from slipstream.protocol.weights.digests import bucket_digest, bucket_tensor_digests
 from slipstream.protocol.weights.waits import Unanswered
 from slipstream.rollout_server import stored_weights
@@ -59,23 +58,10 @@ def digests_of(content: Content) -> tuple[bytes, ...]:
     return tuple(bucket_digest(bucket_tensor_digests(b, data.data)) for b, data in pairs)
 
 
-def loaded(order: weights_pb2.PublishOrder, held: bytes) -> Content:
-    """What an engine with the weights `held` has after it loaded the file of an order."""
-    data, at = np.fromfile(order.communicator.path, np.uint8), 0
-    if not order.HasField("delta"):
-        return np.split(data, [BUCKETS[0].num_bytes])
-    content = content_of(held)
-    assert order.delta.base == content_name(digests_of(content))
-    wires = on_the_wire(BUCKETS, order.delta.changed)
-    for bucket, wire, new, changed in zip(
-        BUCKETS, wires, content, order.delta.changed, strict=True
-    ):
-        part, at = data[at : at + wire.num_bytes], at + wire.num_bytes
-        if wire.num_bytes == bucket.num_bytes:
-            new[:] = part
-        else:
-            put_payload(new.view(np.uint16), memoryview(part), bucket, changed)
-    return content
+def loaded(order: weights_pb2.PublishOrder) -> Content:
+    """What an engine has after it loaded the file of an order."""
+    data = np.fromfile(order.communicator.path, np.uint8)
+    return np.split(data, [BUCKETS[0].num_bytes])
 
 
 class Store:
@@ -229,7 +215,7 @@ class Published:
         self._weights = weights
         self.weights = SimpleNamespace(buckets=BUCKETS, sender=0, senders=(0,))
 
-    def run(self, take: Any, *, is_publish: bool) -> Any:
+    def run(self, take: Any) -> Any:
         content = content_of(self._weights())
         for place, (bucket, data) in enumerate(zip(BUCKETS, content, strict=True)):
             take(place, bucket, torch.from_numpy(data))

@@ -48,18 +48,16 @@ class PlaceKept(_message.Message):
     def __init__(self) -> None: ...
 
 class NextRequest(_message.Message):
-    __slots__ = ("version", "communicator_id", "bucket_digests", "delta", "can_store")
+    __slots__ = ("version", "communicator_id", "bucket_digests", "can_store")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     COMMUNICATOR_ID_FIELD_NUMBER: _ClassVar[int]
     BUCKET_DIGESTS_FIELD_NUMBER: _ClassVar[int]
-    DELTA_FIELD_NUMBER: _ClassVar[int]
     CAN_STORE_FIELD_NUMBER: _ClassVar[int]
     version: _trajectory_pb2.PolicyVersion
     communicator_id: str
     bucket_digests: _containers.RepeatedScalarFieldContainer[bytes]
-    delta: _weights_pb2.Delta
     can_store: bool
-    def __init__(self, version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ..., communicator_id: _Optional[str] = ..., bucket_digests: _Optional[_Iterable[bytes]] = ..., delta: _Optional[_Union[_weights_pb2.Delta, _Mapping]] = ..., can_store: bool = ...) -> None: ...
+    def __init__(self, version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ..., communicator_id: _Optional[str] = ..., bucket_digests: _Optional[_Iterable[bytes]] = ..., can_store: bool = ...) -> None: ...
 
 class BatchHeader(_message.Message):
     __slots__ = ("step", "batch_id", "num_groups", "num_trajectories")
@@ -173,7 +171,7 @@ class PublishStarted(_message.Message):
     def __init__(self, receivers: _Optional[_Iterable[_Union[_weights_pb2.Receiver, _Mapping]]] = ...) -> None: ...
 
 class PublishResult(_message.Message):
-    __slots__ = ("publish_id", "error", "bucket_digests", "probe", "export_s", "send_s", "bytes_sent", "wire_s", "wire_bytes", "whole_bytes", "changed_share")
+    __slots__ = ("publish_id", "error", "bucket_digests", "probe", "export_s", "send_s", "bytes_sent", "wire_s", "wire_bytes")
     PUBLISH_ID_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     BUCKET_DIGESTS_FIELD_NUMBER: _ClassVar[int]
@@ -183,8 +181,6 @@ class PublishResult(_message.Message):
     BYTES_SENT_FIELD_NUMBER: _ClassVar[int]
     WIRE_S_FIELD_NUMBER: _ClassVar[int]
     WIRE_BYTES_FIELD_NUMBER: _ClassVar[int]
-    WHOLE_BYTES_FIELD_NUMBER: _ClassVar[int]
-    CHANGED_SHARE_FIELD_NUMBER: _ClassVar[int]
     publish_id: str
     error: str
     bucket_digests: _containers.RepeatedScalarFieldContainer[bytes]
@@ -194,9 +190,7 @@ class PublishResult(_message.Message):
     bytes_sent: int
     wire_s: float
     wire_bytes: int
-    whole_bytes: int
-    changed_share: float
-    def __init__(self, publish_id: _Optional[str] = ..., error: _Optional[str] = ..., bucket_digests: _Optional[_Iterable[bytes]] = ..., probe: _Optional[_Union[_weights_pb2.Probe, _Mapping]] = ..., export_s: _Optional[float] = ..., send_s: _Optional[float] = ..., bytes_sent: _Optional[int] = ..., wire_s: _Optional[float] = ..., wire_bytes: _Optional[int] = ..., whole_bytes: _Optional[int] = ..., changed_share: _Optional[float] = ...) -> None: ...
+    def __init__(self, publish_id: _Optional[str] = ..., error: _Optional[str] = ..., bucket_digests: _Optional[_Iterable[bytes]] = ..., probe: _Optional[_Union[_weights_pb2.Probe, _Mapping]] = ..., export_s: _Optional[float] = ..., send_s: _Optional[float] = ..., bytes_sent: _Optional[int] = ..., wire_s: _Optional[float] = ..., wire_bytes: _Optional[int] = ...) -> None: ...
 
 class PublishReceipt(_message.Message):
     __slots__ = ("serving", "discard_communicator")

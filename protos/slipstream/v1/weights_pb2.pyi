@@ -146,7 +146,7 @@ class Delta(_message.Message):
     def __init__(self, base: _Optional[bytes] = ..., changed: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PublishOrder(_message.Message):
-    __slots__ = ("publish_id", "version", "communicator", "new_communicator", "receivers", "verify", "bucket_deadline_s", "join_deadline_s", "begun", "adapters_alone", "delta")
+    __slots__ = ("publish_id", "version", "communicator", "new_communicator", "receivers", "verify", "bucket_deadline_s", "join_deadline_s", "begun", "adapters_alone")
     PUBLISH_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     COMMUNICATOR_FIELD_NUMBER: _ClassVar[int]
@@ -157,7 +157,6 @@ class PublishOrder(_message.Message):
     JOIN_DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
     BEGUN_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_ALONE_FIELD_NUMBER: _ClassVar[int]
-    DELTA_FIELD_NUMBER: _ClassVar[int]
     publish_id: str
     version: _trajectory_pb2.PolicyVersion
     communicator: Communicator
@@ -168,5 +167,4 @@ class PublishOrder(_message.Message):
     join_deadline_s: float
     begun: bool
     adapters_alone: bool
-    delta: Delta
-    def __init__(self, publish_id: _Optional[str] = ..., version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ..., communicator: _Optional[_Union[Communicator, _Mapping]] = ..., new_communicator: bool = ..., receivers: _Optional[_Iterable[_Union[Receiver, _Mapping]]] = ..., verify: bool = ..., bucket_deadline_s: _Optional[float] = ..., join_deadline_s: _Optional[float] = ..., begun: bool = ..., adapters_alone: bool = ..., delta: _Optional[_Union[Delta, _Mapping]] = ...) -> None: ...
+    def __init__(self, publish_id: _Optional[str] = ..., version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ..., communicator: _Optional[_Union[Communicator, _Mapping]] = ..., new_communicator: bool = ..., receivers: _Optional[_Iterable[_Union[Receiver, _Mapping]]] = ..., verify: bool = ..., bucket_deadline_s: _Optional[float] = ..., join_deadline_s: _Optional[float] = ..., begun: bool = ..., adapters_alone: bool = ...) -> None: ...

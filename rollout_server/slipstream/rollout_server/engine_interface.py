@@ -201,10 +201,9 @@ class LoadedWeights:
     which a worker waited idle for buckets, and `load_s` the rest of that worker's time. `wire_s` is
     the time from the start of the first broadcast on the worker that joined last to the end of the
     last broadcast, or 0 if it cannot be measured. `already_resumed` says that the engine was idle
-    and has the new version already, so that `resume` takes no time. `takes_deltas` says that the
-    next update may be a delta. `began_s` is the monotonic time at which the engine's current step
-    had ended and the copies began, or 0 if unknown. `staged` says that all buckets had arrived
-    before the copies began.
+    and has the new version already, so that `resume` takes no time. `began_s` is the
+    monotonic time at which the engine's current step had ended and the copies began, or 0 if
+    unknown. `staged` says that all buckets had arrived before the copies began.
     """
 
     bucket_digests: tuple[bytes, ...]
@@ -214,7 +213,6 @@ class LoadedWeights:
     load_s: float
     wire_s: float = 0.0
     already_resumed: bool = False
-    takes_deltas: bool = False
     began_s: float = 0.0
     staged: bool = False
 
@@ -232,7 +230,6 @@ class LoadedWeights:
             load_s=self.load_s,
             copied=self.by_plan,
             wire_s=self.wire_s,
-            takes_deltas=self.takes_deltas,
             staged=self.staged,
             steps_s=max(0.0, self.began_s - paused_at_s) if paused_at_s else 0.0,
         )

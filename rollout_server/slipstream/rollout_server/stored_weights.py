@@ -1,7 +1,7 @@
 """A server's copy of the newest version that it fetched from storage, and the orders to fetch.
 
 Consumes: prepare orders, manifests and objects. Produces: a file with all buckets, whose digests
-are checked, a file with the changes of a delta, and one report READY or FAILED for each order.
+are checked, and one report READY or FAILED for each order.
 Waits for: the storage, on a thread. Unblocked by: its answer, `weights.storage_deadline_s`, a newer
 order, `close`.
 """
@@ -9,7 +9,6 @@ order, `close`.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import logging
 import mmap
@@ -22,22 +21,12 @@ from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 from google.protobuf.message import DecodeError
 from slipstream.core.errors import ProtocolError, WeightSyncError
 from slipstream.core.settings.config import WeightsSection
 from slipstream.protocol.bounds import check_bounds
 from slipstream.protocol.weights.buckets import Bucket, layout_from_pb
-from slipstream.protocol.weights.deltas import (
-    ELEMENT_BYTES,
-    Elements,
-    Places,
-    content_name,
-    on_the_wire,
-    payload_of,
-    put_payload,
-    travels_whole,
-)
+from slipstream.protocol.weights.deltas import content_name, on_the_wire, put_payload
 from slipstream.protocol.weights.digests import bucket_digest, bucket_tensor_digests
 from slipstream.protocol.weights.storage import Storage, Until
 from slipstream.v1 import fleet_pb2, weights_pb2
@@ -50,14 +39,11 @@ _DIGEST_BYTES = 32
 class Fetched:
     """A weight version fetched from storage to the file at `path`, and the cost of the fetch.
 
-    `delta` describes a file that has only the changes to a base version; it is None for a file with
-    all weights. The fetch read `num_links` whole versions and deltas: `num_bytes` in all, in
-    `seconds`.
+    The fetch read `num_links` whole versions and deltas: `num_bytes` in all, in `seconds`.
     """
 
     layout: weights_pb2.WeightLayout
     path: Path
-    delta: weights_pb2.Delta | None
     num_links: int
     num_bytes: int
     seconds: float
@@ -67,9 +53,7 @@ class StoredWeights:
     """Keeps a file with the newest fetched version; `fetch` may be called on any thread.
 
     The file holds all buckets, one after the other. A fetch that fails midway invalidates the file,
-    and the next fetch begins with a whole version. The changes of a delta are written to a second
-    file. If the disk has no room for the second file, the fetch fails, but the first file has the
-    new version, which the next fetch returns whole.
+    and the next fetch begins with a whole version.
     """
 
     def __init__(self, weights: WeightsSection, folder: Path) -> None:
@@ -77,7 +61,7 @@ class StoredWeights:
         assert weights.storage_url is not None
         self._storage = Storage(weights.storage_url)
         self._limit_s = weights.storage_deadline_s
-        self._path, self._changes_path = folder / "weights", folder / "changes"
+        self._path = folder / "weights"
         self._lock = threading.Lock()
         # Content name of the version in the file; b"" if the file has no version.
         self._held = b""
@@ -86,15 +70,12 @@ class StoredWeights:
         """Invalidates the file: the next fetch begins with a whole version."""
         self._held = b""
 
-    def fetch(
-        self, stored: weights_pb2.StoredWeights, abandoned: threading.Event, base: bytes = b""
-    ) -> Fetched:
+    def fetch(self, stored: weights_pb2.StoredWeights, abandoned: threading.Event) -> Fetched:
         """Updates the file to the version of the manifest `stored`; returns the weights to load.
 
-        `base` is the content name of the engine's weights if the engine takes deltas, else b"". The
-        result is a delta if the file held the same weights and the manifest's links continue from
-        them, otherwise the whole file. Setting `abandoned` ends the fetch. Raises WeightSyncError
-        if an object in storage is missing, late or not as the manifest says, or the disk is full.
+        Reads only the links that continue from the file's version, if there are such. Setting
+        `abandoned` ends the fetch. Raises WeightSyncError if an object in storage is missing, late
+        or not as the manifest says, or the disk is full.
         """
         until = Until.after(self._limit_s, abandoned)
         started_s = time.monotonic()
@@ -103,36 +84,17 @@ class StoredWeights:
             manifest = self._manifest(stored, until)
             buckets = layout_from_pb(manifest.layout)
             links = _lacking(manifest.links, self._held)
-            num_bytes, delta = stored.num_bytes, None
-            follows = bool(base and links) and base == self._held and not _is_whole(links)
-            changes = JoinedChanges(buckets) if follows else None
+            num_bytes, anew = stored.num_bytes, bool(links) and not links[0].HasField("delta")
             try:
-                with _Buckets(self._path, buckets, anew=_is_whole(links)) as file:
+                with _Buckets(self._path, buckets, anew=anew) as file:
                     for link in links:
-                        num_bytes += self._apply(link, file, changes, until)
-                    if changes is not None:
-                        delta = self._write(changes, base, file)
+                        num_bytes += self._apply(link, file, until)
             except (OSError, ValueError) as error:
                 # A file that was cut cannot be mapped: a ValueError.
                 self._held = b""
                 raise WeightSyncError(f"fetched weights in {self._path}: {error}") from error
         seconds = time.monotonic() - started_s
-        path = self._path if delta is None else self._changes_path
-        return Fetched(manifest.layout, path, delta, len(links), num_bytes, seconds)
-
-    def _write(
-        self, changes: JoinedChanges, base: bytes, file: _Buckets
-    ) -> weights_pb2.Delta | None:
-        """Writes the file of changes; returns the delta, or None if every bucket would be whole.
-
-        Raises WeightSyncError if the disk is full; the file of all buckets keeps its version.
-        """
-        try:
-            return changes.write(self._changes_path, base, file.elements)
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                self._changes_path.unlink()
-            raise WeightSyncError(f"changes in {self._changes_path}: {error}") from error
+        return Fetched(manifest.layout, self._path, len(links), num_bytes, seconds)
 
     def _manifest(
         self, stored: weights_pb2.StoredWeights, until: Until
@@ -158,17 +120,10 @@ class StoredWeights:
             )
         return data
 
-    def _apply(
-        self,
-        link: weights_pb2.StoredLink,
-        file: _Buckets,
-        changes: JoinedChanges | None,
-        until: Until,
-    ) -> int:
+    def _apply(self, link: weights_pb2.StoredLink, file: _Buckets, until: Until) -> int:
         """Applies a manifest's link (a version or a delta) to the file; returns the bytes fetched.
 
-        Adds the indices of changed elements to `changes`, if given. Raises WeightSyncError for a
-        wrong digest or a missing bucket.
+        Raises WeightSyncError for a wrong digest or a missing bucket.
         """
         self._held = b""
         changed = list(link.delta.changed) if link.HasField("delta") else None
@@ -180,9 +135,7 @@ class StoredWeights:
             for place in stored.buckets:
                 size = wires[place].num_bytes
                 part, data = data[:size], data[size:]
-                places = file.put(place, part, 0 if changed is None else changed[place])
-                if changes is not None:
-                    changes.add(place, places)
+                file.put(place, part, 0 if changed is None else changed[place])
                 missing.discard(place)
                 if file.digest(place) != link.bucket_digests[place]:
                     raise WeightSyncError(f"bucket {place} of {stored.key} came out wrong")
@@ -220,24 +173,19 @@ class _Buckets:
         # Closing the map would fail while the traceback of an error still holds a view of it.
         del self._bytes, self._map
 
-    def put(self, place: int, data: memoryview, changed: int) -> Places | None:
+    def put(self, place: int, data: memoryview, changed: int) -> None:
         """Writes `data` to bucket `place`: the whole bucket, or `changed` elements of it.
 
-        Returns the indices of the changed elements, or None for a whole bucket. Raises
-        WeightSyncError if `data` is malformed.
+        Raises WeightSyncError if `data` is malformed.
         """
         bucket = self.buckets[place]
         if len(data) == bucket.num_bytes:
             self._at(place)[:] = np.frombuffer(data, dtype=np.uint8)
-            return None
+            return
         try:
-            return put_payload(self.elements(place), data, bucket, changed)
+            put_payload(self._at(place).view(np.uint16), data, bucket, changed)
         except ProtocolError as error:
             raise WeightSyncError(f"bucket {place}: {error}") from error
-
-    def elements(self, place: int) -> Elements:
-        """Returns a view of the bucket's 16-bit elements in the file."""
-        return self._at(place).view(np.uint16)
 
     def digest(self, place: int) -> bytes:
         """Returns the digest of bucket `place`, computed from the bytes in the file."""
@@ -255,66 +203,7 @@ def _lacking(links: Sequence[weights_pb2.StoredLink], held: bytes) -> list[weigh
     return list(links)
 
 
-def _is_whole(links: Sequence[weights_pb2.StoredLink]) -> bool:
-    return bool(links) and not links[0].HasField("delta")
-
-
-class JoinedChanges:
-    """Collects the indices of elements that changed over several versions, 4 bytes for each.
-
-    changes = JoinedChanges(buckets)
-    changes.add(place, places)  # for each bucket of each version
-    delta = changes.write(path, base, elements_of)  # with the last version's values
-    """
-
-    def __init__(self, buckets: Sequence[Bucket]) -> None:
-        self._buckets = buckets
-        # None if the bucket came whole.
-        self._places: list[list[npt.NDArray[np.uint32]] | None] = [[] for _ in buckets]
-
-    def add(self, place: int, places: Places | None) -> None:
-        """Adds the indices of changed elements of bucket `place`; None stands for all elements."""
-        earlier = self._places[place]
-        if places is None or earlier is None:
-            self._places[place] = None
-        elif len(places):
-            earlier.append(places.astype(np.uint32))
-
-    def write(
-        self, path: Path, base: bytes, elements_of: Callable[[int], Elements]
-    ) -> weights_pb2.Delta | None:
-        """Writes all buckets to `path` in wire format, one after the other; returns their delta.
-
-        Returns None, and writes nothing, if every bucket would travel whole. Raises OSError when
-        the disk is full.
-        """
-        joined = [self._joined(place) for place in range(len(self._buckets))]
-        # Changed elements of each bucket; a bucket that came whole counts all of its elements.
-        counts = [
-            bucket.num_bytes // ELEMENT_BYTES if places is None else len(places)
-            for bucket, places in zip(self._buckets, joined, strict=True)
-        ]
-        wholes = list(map(travels_whole, self._buckets, counts))
-        if all(wholes):
-            return None
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            for place, (bucket, places) in enumerate(zip(self._buckets, joined, strict=True)):
-                elements = elements_of(place)
-                if places is None or wholes[place]:
-                    file.write(elements.data)
-                else:
-                    file.write(payload_of(elements, places, bucket))
-        return weights_pb2.Delta(base=base, changed=counts)
-
-    def _joined(self, place: int) -> Places | None:
-        found = self._places[place]
-        if found is None:
-            return None
-        return np.unique(np.concatenate([np.empty(0, np.uint32), *found])).astype(np.int64)
-
-
 FAILED = fleet_pb2.PUBLISH_PHASE_FAILED
-SERVING = fleet_pb2.PUBLISH_PHASE_SERVING
 
 
 class FetchOrders:
@@ -337,8 +226,6 @@ class FetchOrders:
         self._abandoned = threading.Event()
         # The publish whose version is in the file.
         self._ready: tuple[str, Fetched] | None = None
-        # Content name of the weights that the engine serves, if it takes deltas to them, else b"".
-        self._served = b""
 
     def start(self, order: fleet_pb2.PreparePublish) -> None:
         """Begins to fetch the version of `order`; abandons an unfinished fetch."""
@@ -347,14 +234,12 @@ class FetchOrders:
         self._group.create_task(self._fetch(order, self._abandoned))
 
     def completed(self, message: fleet_pb2.ControllerMessage) -> fleet_pb2.ControllerMessage:
-        """Returns `message`; adds layout, file and delta of the fetched version to a receive order.
+        """Returns `message`; adds layout and file of the fetched version to a receive order.
 
         Call it for every message. After the verdict that a probe failed, the next fetch reads a
-        whole version from storage. After an abort, the engine gets all weights of the next version.
+        whole version from storage.
         """
         kind = message.WhichOneof("message")
-        if kind == "abort":
-            self._served = b""
         if kind == "probe_verdict" and not message.probe_verdict.passed:
             self._forget()
         if kind != "receive" or self._ready is None:
@@ -363,24 +248,18 @@ class FetchOrders:
         if order.communicator.transport == "storage" and order.publish_id == publish_id:
             message.receive.layout.CopyFrom(fetched.layout)
             order.communicator.path = str(fetched.path.resolve())
-            if fetched.delta is not None:
-                order.delta.CopyFrom(fetched.delta)
-        self._served = b""
         return message
 
     def note(self, report: fleet_pb2.PublishReport) -> None:
-        """Records which weights the engine serves; drops the fetched version if loading failed."""
+        """Drops the fetched version if loading failed."""
         if report.phase == FAILED:
             self._forget()
-        elif report.phase == SERVING and report.stages.takes_deltas:
-            self._served = content_name(report.bucket_digests)
 
     def close(self) -> None:
         """Abandons an unfinished fetch."""
         self._abandoned.set()
 
     def _forget(self) -> None:
-        self._served = b""
         if self._stored is not None:
             self._stored.forget()
 
@@ -389,8 +268,7 @@ class FetchOrders:
         try:
             if self._stored is None:
                 raise WeightSyncError('rollout_server.weights_from is not "storage" here')
-            arguments = order.stored, abandoned, self._served
-            fetched = await asyncio.to_thread(self._stored.fetch, *arguments)
+            fetched = await asyncio.to_thread(self._stored.fetch, order.stored, abandoned)
         except WeightSyncError as error:
             report.phase, report.message = FAILED, str(error)
         else:
@@ -402,8 +280,7 @@ class FetchOrders:
             report.stages.fetched_bytes = fetched.num_bytes
             report.stages.fetched_links = fetched.num_links
             log.info(
-                "fetched version %d in %.1f s: %d bytes, %d links; the engine takes %s",
+                "fetched version %d in %.1f s: %d bytes, %d links",
                 *(order.version.step, fetched.seconds, fetched.num_bytes, fetched.num_links),
-                "all of it" if fetched.delta is None else "what changed",
             )
         self._report(report)

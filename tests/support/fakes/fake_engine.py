@@ -53,7 +53,6 @@ class FakeEngine:
         self.weights_error: str | None = None
         self.prepare_error: str | None = None
         self.digests: tuple[bytes, ...] = DIGESTS
-        self.takes_deltas = False
         # While it is not set, `prepare` waits for the other members.
         self.others_came = asyncio.Event()
         self.others_came.set()
@@ -178,7 +177,6 @@ class FakeEngine:
             receive_s=0.25,
             load_s=0.5,
             wire_s=0.125,
-            takes_deltas=self.takes_deltas,
         )
 
     async def resume(self, version: PolicyVersion) -> None:

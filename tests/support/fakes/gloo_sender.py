@@ -13,12 +13,9 @@ from slipstream.protocol.weights.buckets import (
     layout_from_pb,
     layout_to_pb,
 )
-from slipstream.protocol.weights.deltas import content_name, travels_whole
 from slipstream.protocol.weights.digests import bucket_digest, bucket_tensor_digests
 from slipstream.v1 import weights_pb2
 from torch._C import _distributed_c10d as c10d
-
-from support.references import plain_deltas
 
 
 class GlooSender:
@@ -72,13 +69,11 @@ class GlooSender:
         tensors: Mapping[str, torch.Tensor],
         *,
         max_buckets: int | None = None,
-        base: Mapping[str, torch.Tensor] | None = None,
         more: Sequence[Mapping[str, torch.Tensor]] = (),
     ) -> list[bytes]:
         """Joins if need be and sends; digests of the buckets. `max_buckets`: stops too early.
 
-        With `base` only what changed since is sent, in the buckets where that is shorter. `more`:
-        the tensors of each adapter after the first.
+        `more`: the tensors of each adapter after the first.
         """
         if self._group is None:
             self.join()
@@ -89,31 +84,13 @@ class GlooSender:
         for place, bucket in enumerate(buckets[:max_buckets]):
             if place >= first:
                 tensors = more[(place - first) // of_each]
-            whole = buffer = pack(bucket, tensors)
-            if base is not None:
-                old, new = (pack(bucket, each).numpy().tobytes() for each in (base, tensors))
-                if not travels_whole(bucket, num_changed(old, new)):
-                    payload = bytearray(plain_deltas.encode(old, new))
-                    buffer = torch.frombuffer(payload, dtype=torch.uint8)
+            buffer = pack(bucket, tensors)
             options = c10d.BroadcastOptions()
             options.rootRank, options.rootTensor = 0, 0
             options.timeout = timeout
             self._group.broadcast([buffer], options).wait(timeout)
-            digests.append(bucket_digest(bucket_tensor_digests(bucket, whole.numpy().data)))
+            digests.append(bucket_digest(bucket_tensor_digests(bucket, buffer.numpy().data)))
         return digests
-
-    def delta(
-        self,
-        layout: weights_pb2.WeightLayout,
-        base: Mapping[str, torch.Tensor],
-        tensors: Mapping[str, torch.Tensor],
-    ) -> weights_pb2.Delta:
-        """What `tensors` changed of `base`."""
-        changed = [
-            num_changed(*(pack(bucket, each).numpy().tobytes() for each in (base, tensors)))
-            for bucket in layout_from_pb(layout)
-        ]
-        return weights_pb2.Delta(base=content_name(self.digests(layout, base)), changed=changed)
 
     def digests(
         self, layout: weights_pb2.WeightLayout, tensors: Mapping[str, torch.Tensor]
@@ -123,11 +100,6 @@ class GlooSender:
             bucket_digest(bucket_tensor_digests(bucket, pack(bucket, tensors).numpy().data))
             for bucket in layout_from_pb(layout)
         ]
-
-
-def num_changed(old: bytes, new: bytes) -> int:
-    """The number of elements of 16 bits that differ."""
-    return sum(old[n : n + 2] != new[n : n + 2] for n in range(0, len(old), 2))
 
 
 def pack(bucket: Bucket, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:

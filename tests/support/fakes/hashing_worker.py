@@ -1,4 +1,4 @@
-"""vLLM's worker with two more calls: a digest of the bits of all its parameters, and damage."""
+"""vLLM's worker with one more call: a digest of the bits of all its parameters."""
 
 import hashlib
 from typing import Any
@@ -19,11 +19,6 @@ class HashingWorker(WorkerExtension):
             found.update(name.encode())
             found.update(tensor.data.contiguous().view(torch.uint8).cpu().numpy().tobytes())
         return found.hexdigest()
-
-    def damage_parameter(self) -> None:
-        """Flips one bit of one element."""
-        model: Any = self.weight_transfer_engine.model
-        next(model.parameters()).data.view(torch.int16).view(-1)[5] ^= 1
 
 
 def use_hashing_worker() -> None:

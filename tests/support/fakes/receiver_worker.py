@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from slipstream.core.errors import WeightSyncError
 from slipstream.protocol.weights.buckets import layout_from_pb
-from slipstream.rollout_server.weights.live_base import whole_digests
 from slipstream.v1 import weights_pb2
 
 from support.fakes.gloo_sender import GlooSender, layout_of, pack
@@ -45,30 +44,16 @@ class Scene:
         self._load(self._model, self.first)
         self.seen: list[Any] = []
 
-    def publish(
-        self,
-        weights: Weights,
-        bucket_bytes: int,
-        most: int | None = None,
-        *,
-        base: Weights | None = None,
-    ) -> None:
-        """An update; notes (by plan, the weights are what the loader makes of them).
-
-        With `base` only what changed since is sent, and the digests of the whole are noted too.
-        """
+    def publish(self, weights: Weights, bucket_bytes: int, most: int | None = None) -> None:
+        """An update; notes (by plan, the weights are what the loader makes of them)."""
         self._count += 1
         layout = layout_of(weights, bucket_bytes)
         if most is not None:
             # Somebody waits for those that do not come.
             self._sender.deadline_s = 1.0
         order = self._sender.order(f"p{self._count}", self._count)
-        if base is not None:
-            order.delta.CopyFrom(self._sender.delta(layout, base, weights))
         sending = threading.Thread(
-            target=self._sender.send,
-            args=(layout, weights),
-            kwargs={"max_buckets": most, "base": base},
+            target=self._sender.send, args=(layout, weights), kwargs={"max_buckets": most}
         )
         sending.start()
         try:
@@ -78,10 +63,7 @@ class Scene:
             return
         finally:
             sending.join()
-        same = self._is_same(weights)
-        if base is not None:
-            same &= whole_digests([result["shares"]]) == self._sender.digests(layout, weights)
-        self.seen.append((result["by_plan"], same))
+        self.seen.append((result["by_plan"], self._is_same(weights)))
 
     def publish_file(self, weights: Weights, path: Path) -> None:
         """The same from a file that a server has fetched; notes whether digests agree too."""
@@ -182,34 +164,6 @@ def updates_from_files(rank: int, folder: Path, shape: str, stage: bool) -> list
     return scene.seen
 
 
-def deltas(
-    rank: int, folder: Path, shape: str, stage: bool, quantization: str | None = None
-) -> list[Any]:
-    """Deltas between whole updates, one that stops, one that comes after it, and one more."""
-    scene = Scene(folder, shape, stage=stage, quantization=quantization)
-    near = {name: altered(tensor) for name, tensor in scene.first.items()}
-    scene.publish(scene.first, LARGE)
-    for base, weights in ((scene.first, near), (near, scene.first), (scene.first, near)):
-        scene.publish(weights, LARGE, base=base)
-    scene.publish(scene.second, LARGE)
-    scene.publish(scene.first, LARGE, base=scene.second)
-    scene.publish(near, LARGE, most=1, base=scene.first)
-    scene.meet_again()
-    # It is refused before any bucket.
-    scene.publish(near, LARGE, most=0, base=scene.first)
-    scene.meet_again()
-    scene.publish(scene.first, LARGE)
-    scene.publish(near, LARGE, base=scene.first)
-    return scene.seen
-
-
-def altered(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with another bit in one of fifty elements."""
-    units = tensor.clone().view(torch.int16).flatten()
-    units[::50] ^= 1
-    return units.view(tensor.shape).view(tensor.dtype)
-
-
 def updates_of_layers_with_scales(rank: int, folder: Path, shape: str) -> list[Any]:
     """Two of them, and whether all scales are those of the new weights then."""
     scene = Scene(folder, shape, stage=False)
@@ -250,12 +204,14 @@ def value_of(answer: dict[str, Any]) -> Any:
 
 
 def _worker(config: Any, model: Any) -> Any:
-    from slipstream.rollout_server.vllm.weights.loader_update import KEEPING_BACKEND
-    from slipstream.rollout_server.vllm.weights.weight_receiver import SlipstreamWeightTransfer
+    from slipstream.rollout_server.vllm.weights.weight_receiver import (
+        BACKEND,
+        SlipstreamWeightTransfer,
+    )
     from slipstream.rollout_server.vllm.weights.worker_extension import WorkerExtension
     from vllm.config import WeightTransferConfig, set_current_vllm_config
 
-    transfer = WeightTransferConfig(backend=KEEPING_BACKEND)
+    transfer = WeightTransferConfig(backend=BACKEND)
     config.weight_transfer_config = transfer
 
     class Worker(WorkerExtension):

@@ -10,19 +10,14 @@ import queue
 import tempfile
 import traceback
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from slipstream.protocol.weights.buckets import Bucket, TensorSpec, plan_buckets
-from slipstream.protocol.weights.digests import bucket_digest, bucket_tensor_digests
 from slipstream.rollout_server.weights.copy_plan import CopyPlan, PlanCheck, Replay, cut, record
-from slipstream.rollout_server.weights.live_base import LiveBase, Share
-
-from support.fakes.gloo_sender import num_changed, pack
-from support.references import plain_deltas
 
 LIMIT_S = 500.0
 BUCKET_BYTES = 24_000
@@ -154,73 +149,6 @@ def _all_shapes(
 def _one_shape(folder: Path, shape: Shape, rank: int, tp_size: int) -> Outcome:
     _, model, fresh = two_models(folder, shape, rank, tp_size)
     return _compare(model, fresh, checkpoint(folder, 1), checkpoint(folder, 2))
-
-
-@dataclass(frozen=True)
-class Patched:
-    """What one rank saw of deltas of one shape."""
-
-    # Parameters in which the deltas' results differ from the loader's.
-    different: tuple[str, ...]
-    # Its shares after the base and after each delta, and the digests of the whole weights then.
-    shares: tuple[list[Share], ...]
-    digests: tuple[list[bytes], ...]
-    # Buckets that travelled as payloads.
-    num_payloads: int
-
-
-def patched(folder: Path, tp_size: int, shapes: Mapping[str, Shape]) -> list[dict[str, Patched]]:
-    """Deltas by name of shape, one mapping for each rank."""
-    return in_ranks(tp_size, _all_patched, folder, tp_size, dict(shapes))
-
-
-def _all_patched(
-    rank: int, folder: Path, tp_size: int, shapes: Mapping[str, Shape]
-) -> dict[str, Patched]:
-    return {name: _patch(folder / name, each, rank, tp_size) for name, each in shapes.items()}
-
-
-def _patch(folder: Path, shape: Shape, rank: int, tp_size: int) -> Patched:
-    _, model, fresh = two_models(folder, shape, rank, tp_size)
-    parameters = dict(model.named_parameters())
-    weights = checkpoint(folder, 1)
-    # Padding is what the loader makes of it.
-    model.load_weights(iter(weights.items()))
-    tensors = [TensorSpec(n, "bfloat16", tuple(t.shape)) for n, t in weights.items()]
-    buckets = plan_buckets(tensors, BUCKET_BYTES)
-    plan = record(model.load_weights, parameters, buckets, torch.device("cpu"))
-    live = LiveBase(plan, Replay(plan, parameters), parameters, torch.device("cpu"))
-    shares, digests, num_payloads = [live.read_unchanged()], [_digests(buckets, weights)], 0
-    # Few elements, all of them, none.
-    for step, share in enumerate((0.01, 1.0, 0.0)):
-        before = [pack(bucket, weights).numpy().tobytes() for bucket in buckets]
-        for place, tensor in enumerate(weights.values()):
-            generator = torch.Generator().manual_seed(1000 * step + place)
-            flips = torch.rand(tensor.shape, generator=generator) < share
-            tensor.view(torch.int16).bitwise_xor_(flips.to(torch.int16) << 6)
-        after = [pack(bucket, weights).numpy().tobytes() for bucket in buckets]
-        payloads = [plain_deltas.encode(a, b) for a, b in zip(before, after, strict=True)]
-        changed = [num_changed(a, b) for a, b in zip(before, after, strict=True)]
-        for place, wire in enumerate(live.expect(changed)):
-            is_payload = wire.num_bytes < buckets[place].num_bytes
-            num_payloads += is_payload
-            data = payloads[place] if is_payload else after[place]
-            live.take(place, torch.frombuffer(bytearray(data), dtype=torch.uint8))
-        shares.append(live.read())
-        digests.append(_digests(buckets, weights))
-    fresh.load_weights(iter(weights.items()))
-    loaded = dict(fresh.named_parameters())
-    return Patched(
-        different=tuple(n for n, t in parameters.items() if not torch.equal(t, loaded[n])),
-        shares=tuple(shares),
-        digests=tuple(digests),
-        num_payloads=num_payloads,
-    )
-
-
-def _digests(buckets: Sequence[Bucket], weights: Mapping[str, torch.Tensor]) -> list[bytes]:
-    packed = [(bucket, pack(bucket, weights).numpy().data) for bucket in buckets]
-    return [bucket_digest(bucket_tensor_digests(bucket, data)) for bucket, data in packed]
 
 
 def with_room_for_adapters(rank: int, folder: Path, shape: Shape, modules: list[str]) -> Outcome:

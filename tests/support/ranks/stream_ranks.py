@@ -1,9 +1,8 @@
 """The program of ranks that put their weights together in buckets.
 
 FOLDER/JOB-stream-RANK.pt holds the tensors that were in this rank's own buckets, and on rank 0 what
-Bridge exports; before and after a training step, and after some weights were changed by hand. A
-pass sends only what changed if it can. FOLDER/stream-wrong-plan-RANK.pt: how ranks went
-on whose plan gives other weights than Bridge.
+Bridge exports; before and after a training step, and after some weights were changed by hand.
+FOLDER/stream-wrong-plan-RANK.pt: how ranks went on whose plan gives other weights than Bridge.
 """
 
 import dataclasses
@@ -14,7 +13,6 @@ import torch
 
 from support.ranks.parity_layouts import batches, config_of
 from support.ranks.rank_program import opened
-from support.references import plain_deltas
 
 # Smaller than a layer.
 BUCKET_BYTES = 20_000
@@ -42,8 +40,7 @@ def run_rank(folder: Path, job: str) -> None:
     whole = open_stream(policy, config)
     assert isinstance(whole._filling, PlannedFilling)
     filling = plan_filling(policy, config.model.dtype)
-    stream = WeightStream(policy, filling, bucket_bytes=BUCKET_BYTES, delta="host")
-    held: dict[int, bytes] = {}
+    stream = WeightStream(policy, filling, bucket_bytes=BUCKET_BYTES)
     found: dict = {
         "senders": list(stream.senders),
         "passes": [],
@@ -52,7 +49,6 @@ def run_rank(folder: Path, job: str) -> None:
 
     def one_pass() -> None:
         released: list[int] = []
-        payloads = 0
         tensors: dict[str, torch.Tensor] = {}
 
         def send(place: int, bucket: Bucket, data: torch.Tensor):
@@ -61,13 +57,7 @@ def run_rank(folder: Path, job: str) -> None:
                 # What another sender's bucket leaves there.
                 data.fill_(0xFF)
                 return lambda: released.append(place)
-            nonlocal payloads
-            received = data.numpy().tobytes()
-            if bucket.num_bytes < stream.buckets[place].num_bytes:
-                payloads += 1
-                received = plain_deltas.decode(held[place], received)
-            held[place] = received
-            whole = torch.frombuffer(bytearray(received), dtype=torch.uint8)
+            whole = data.clone()
             for span in bucket.spans:
                 raw = whole[span.offset_bytes : span.offset_bytes + span.tensor.num_bytes].clone()
                 dtype = getattr(torch, span.tensor.dtype)
@@ -75,7 +65,7 @@ def run_rank(folder: Path, job: str) -> None:
             return lambda: released.append(place)
 
         alone = stream.run()
-        digests = stream.run(send, delta=stream.offer)
+        digests = stream.run(send)
         exported = {name: t.cpu().clone() for name, t in hf_tensors(policy, policy.dtype)}
         assert alone.identity == digests.identity
         assert whole.run().identity == digests.identity
@@ -84,7 +74,6 @@ def run_rank(folder: Path, job: str) -> None:
                 "tensors": tensors,
                 "exported": exported if policy.ranks.is_main else {},
                 "identity": digests.identity.hex(),
-                "payloads": payloads,
             }
         )
 

@@ -124,7 +124,6 @@ class Rig:
             "model": {"path": str(self.folder), "dtype": "bfloat16"},
             "algorithm": {"group_size": 4, "groups_per_step": 1, "learning_rate": 1e-3},
             "sampling": {"max_reply_tokens": 400, "max_episode_tokens": 1000},
-            "weights": {"delta": options.delta},
             "debug": {"stage_on_server": STAGES[options.stage]},
             "rollout_server": {
                 "max_episodes": 256,
@@ -166,29 +165,20 @@ class Rig:
             self.sender = NcclSender(name, gpu=gpu, num_workers=workers, deadline_s=10.0)
 
     async def publish(
-        self,
-        label: str,
-        *,
-        bucket_mib: float,
-        max_buckets: int | None = None,
-        base: str | None = None,
+        self, label: str, *, bucket_mib: float, max_buckets: int | None = None
     ) -> None:
-        """A publish, whole or of what changed, with the time of each stage in milliseconds."""
+        """A publish, with the time of each stage in milliseconds."""
         weights, sender = self.weights[label], self.sender
         assert sender is not None
         self.publishes += 1
         layout = layout_of(weights, int(bucket_mib * (1 << 20)))
         order = sender.order(f"p{self.publishes}", self.publishes)
-        changes: dict[str, Any] = {}
         if isinstance(sender, NcclSender):
             await asyncio.to_thread(sender.load, self.file(label), layout.bucket_bytes)
-        elif base is not None:
-            order.delta.CopyFrom(sender.delta(layout, self.weights[base], weights))
-            changes["base"] = self.weights[base]
         is_busy = self.engine.use().open_requests > 0
         clock = [time.perf_counter()]
         sending = asyncio.create_task(
-            asyncio.to_thread(sender.send, layout, weights, max_buckets=max_buckets, **changes)
+            asyncio.to_thread(sender.send, layout, weights, max_buckets=max_buckets)
         )
         try:
             await self.engine.prepare_weights(order, layout, 1)
@@ -207,7 +197,6 @@ class Rig:
             by_plan=loaded.by_plan,
             staged=loaded.staged,
             is_busy=is_busy,
-            takes_deltas=loaded.takes_deltas,
             digests_agree=list(loaded.bucket_digests) == sent,
             buckets=len(loaded.bucket_digests),
             mbytes=round(sum(t.nbytes for t in weights.values()) / 1e6),
@@ -261,7 +250,6 @@ def parsed(description: str | None) -> argparse.Namespace:
     parser.add_argument("--sender-gpu", default="0", help="for CUDA_VISIBLE_DEVICES")
     parser.add_argument("--graphs", action="store_true", help="compile and capture graphs")
     parser.add_argument("--stage", choices=STAGES, default="auto", help="debug.stage_on_server")
-    parser.add_argument("--delta", default="off", help="weights.delta")
     parser.add_argument("--quantization", default="off", help="rollout_server.quantization")
     parser.add_argument("--kv-cache-dtype", default="auto", help="vLLM's argument")
     parser.add_argument("--plain", action="store_true", help="no prepacked matrices on a CPU")
@@ -299,19 +287,6 @@ async def story(rig: Rig, bucket_mib: float) -> None:
         await rig.publish(label, bucket_mib=bucket_mib)
     planned, bits = await rig.score(), await rig.bits()
     say("scored", weights="b", logprobs=[float(value) for value in planned])
-    takes_deltas = rig.options.quantization == "off" or rig.options.delta != "off"
-    if isinstance(rig.sender, GlooSender) and takes_deltas:
-        await rig.publish("near", bucket_mib=bucket_mib, base="b")
-        patched = await rig.score()
-        await rig.publish("near", bucket_mib=bucket_mib)
-        whole = await rig.score()
-        await rig.publish("b", bucket_mib=bucket_mib, base="near")
-        say(
-            "deltas",
-            equal=bool(np.array_equal(patched, whole)),
-            differ=float(np.abs(patched - planned).mean()),
-            equal_again=bool(np.array_equal(planned, await rig.score())),
-        )
     # Other buckets: the loader again, with the same weights.
     await rig.publish("b", bucket_mib=1.5 * bucket_mib)
     loaded = await rig.score()

@@ -10,7 +10,7 @@ from slipstream.protocol.codec import version_to_pb
 from slipstream.rollout_server.stored_weights import StoredWeights
 from slipstream.v1 import fleet_pb2, weights_pb2
 from support.fakes.fake_engine import DIGESTS
-from support.rigs.stored_versions import StoredVersions, changed_content, digests_of, first_content
+from support.rigs.stored_versions import StoredVersions, changed_content, first_content
 from support.rigs.waiting import LIMIT_S
 
 READY = fleet_pb2.PUBLISH_PHASE_READY
@@ -107,22 +107,3 @@ async def test_a_server_says_what_it_could_not_fetch_and_serves_on(start_server,
         assert "could not read run/nowhere/manifest" in report.message
         connection.lease("g1")
         assert len(await server.fleet.wait_trajectories(4)) == 4
-
-
-async def test_a_server_without_room_for_changes_fetches_no_chain_a_second_time(
-    start_server, config: Config, tmp_path: Path
-) -> None:
-    versions, content = StoredVersions(str(tmp_path / "storage")), first_content()
-    async with start_server(config) as server:
-        connection = await server.join(step=None)
-        server.engine.takes_deltas, server.engine.digests = True, tuple(digests_of(content))
-        first = versions.write(0, content, whole=True)
-        await serve_stored(connection, 0, first, digests_of(content))
-        stored = versions.write(1, changed_content(content, share=0.01, seed=1), whole=False)
-        (changes,) = [path / "changes" for path in config.run_dir.glob("fetched/server-0")]
-        changes.symlink_to("/dev/full")
-        connection.send(prepare=fleet_pb2.PreparePublish(publish_id="s1", stored=stored))
-        report = await connection.publish_phase("s1", FAILED)
-        assert f"{changes}: [Errno 28] No space left on device" in report.message
-        connection.send(prepare=fleet_pb2.PreparePublish(publish_id="again", stored=stored))
-        assert (await connection.publish_phase("again", READY)).stages.fetched_links == 0

@@ -8,15 +8,13 @@ from pathlib import Path
 
 import pytest
 from slipstream.core.settings.config import WeightsSection
-from slipstream.protocol.weights.deltas import content_name
 from slipstream.rollout_server.stored_weights import FetchOrders, StoredWeights
 from slipstream.v1 import fleet_pb2, weights_pb2
-from support.rigs.stored_versions import StoredVersions, changed_content, digests_of, first_content
+from support.rigs.stored_versions import StoredVersions, changed_content, first_content
 from support.rigs.waiting import LIMIT_S, until
 
 READY = fleet_pb2.PUBLISH_PHASE_READY
 FAILED = fleet_pb2.PUBLISH_PHASE_FAILED
-SERVING = fleet_pb2.PUBLISH_PHASE_SERVING
 
 
 class SlowStorage(StoredWeights):
@@ -27,12 +25,12 @@ class SlowStorage(StoredWeights):
         self.gate = threading.Event()
         self.num_abandoned = 0
 
-    def fetch(self, stored, abandoned, base=b""):
+    def fetch(self, stored, abandoned):
         while not self.gate.wait(0.01):
             if abandoned.is_set():
                 self.num_abandoned += 1
                 break
-        return super().fetch(stored, abandoned, base)
+        return super().fetch(stored, abandoned)
 
 
 class Rig:
@@ -53,20 +51,13 @@ class Rig:
         self.content = changed_content(self.content, share=0.01, seed=step)
         self.manifest = self.versions.write(step, self.content, whole=False)
 
-    async def order_after(self, publish_id: str) -> weights_pb2.PublishOrder:
-        """Has a version fetched; returns the order to load it as workers get it."""
+    async def order_after(self, publish_id: str) -> None:
+        """Has a version fetched, and its order to load completed."""
         number = len(self.reports)
         self.start(publish_id)
         await self.until_reported(number + 1)
         assert self.reports[-1].phase == READY, self.reports[-1].message
-        return self.completed(publish_id).order
-
-    def served(self, publish_id: str, *, takes_deltas: bool = True) -> None:
-        """The engine serves what it was told to load."""
-        report = fleet_pb2.PublishReport(publish_id=publish_id, phase=SERVING)
-        report.bucket_digests.extend(digests_of(self.content))
-        report.stages.takes_deltas = takes_deltas
-        self.orders.note(report)
+        assert self.completed(publish_id).order.communicator.path
 
     def judged(self, publish_id: str, *, passed: bool) -> None:
         verdict = fleet_pb2.ProbeVerdict(publish_id=publish_id, passed=passed)
@@ -141,76 +132,21 @@ async def test_what_the_engine_could_not_load_is_fetched_again(tmp_path: Path) -
         assert [r.stages.fetched_links for r in scene.reports] == [1, 0, 1]
 
 
-async def test_an_engine_that_takes_changes_gets_what_changed_since_the_version_it_serves(tmp_path):
-    async with rig(tmp_path) as scene:
-        scene.stored.gate.set()
-        assert not (await scene.order_after("s1")).HasField("delta")
-        scene.served("s1")
-        for publish_id in ("s2", "s3"):
-            base = content_name(digests_of(scene.content))
-            scene.write_changes()
-            order = await scene.order_after(publish_id)
-            assert order.delta.base == base
-            assert Path(order.communicator.path).name == "changes"
-            scene.served(publish_id)
-            scene.judged(publish_id, passed=True)
-
-
-async def test_an_engine_that_takes_no_changes_gets_the_whole_version(tmp_path: Path) -> None:
-    async with rig(tmp_path) as scene:
-        scene.stored.gate.set()
-        await scene.order_after("s1")
-        scene.served("s1", takes_deltas=False)
-        scene.write_changes()
-        order = await scene.order_after("s2")
-        assert not order.HasField("delta")
-        assert Path(order.communicator.path).name == "weights"
-
-
-async def test_a_version_that_was_fetched_and_not_served_is_no_base(tmp_path: Path) -> None:
-    async with rig(tmp_path) as scene:
-        scene.stored.gate.set()
-        await scene.order_after("s1")
-        scene.served("s1")
-        scene.write_changes()
-        # Its order to load was taken: what the engine has is not known before it serves.
-        assert (await scene.order_after("s2")).HasField("delta")
-        scene.write_changes()
-        assert not (await scene.order_after("s3")).HasField("delta")
-
-
 @pytest.mark.parametrize("is_judged", [True, False])
-async def test_weights_that_were_wrong_are_no_base_and_all_is_fetched_again(tmp_path, is_judged):
+async def test_after_weights_that_were_wrong_all_is_fetched_again(tmp_path, is_judged):
     async with rig(tmp_path) as scene:
         scene.stored.gate.set()
         await scene.order_after("s1")
-        scene.served("s1")
+        scene.judged("s1", passed=True)
         scene.write_changes()
         await scene.order_after("s2")
+        assert scene.reports[-1].stages.fetched_links == 1
         if is_judged:
-            scene.served("s2")
             scene.judged("s2", passed=False)
         else:
             scene.orders.note(fleet_pb2.PublishReport(publish_id="s2", phase=FAILED))
-        order = await scene.order_after("s3")
-        assert not order.HasField("delta")
+        await scene.order_after("s3")
         assert scene.reports[-1].stages.fetched_links == 2
-
-
-async def test_after_a_publish_that_the_controller_aborts_the_engine_gets_the_whole_version(
-    tmp_path: Path,
-) -> None:
-    async with rig(tmp_path) as scene:
-        scene.stored.gate.set()
-        await scene.order_after("s1")
-        # Its report comes too late for the controller.
-        scene.served("s1")
-        abort = fleet_pb2.AbortPublish(publish_id="s1", reason="no answer")
-        scene.orders.completed(fleet_pb2.ControllerMessage(abort=abort))
-        scene.write_changes()
-        assert not (await scene.order_after("s2")).HasField("delta")
-        # The file was proved: only the changes are fetched.
-        assert scene.reports[-1].stages.fetched_links == 1
 
 
 async def test_a_server_of_the_trainer_fetches_nothing() -> None:

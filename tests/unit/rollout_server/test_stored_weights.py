@@ -5,21 +5,18 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from slipstream.core.errors import WeightSyncError
 from slipstream.core.settings.config import WeightsSection
-from slipstream.protocol.weights.deltas import content_name, on_the_wire
+from slipstream.protocol.weights.deltas import on_the_wire
 from slipstream.protocol.weights.storage import Storage
 from slipstream.rollout_server.stored_weights import Fetched, StoredWeights
 from slipstream.v1 import weights_pb2
-from support.references import plain_deltas
 from support.rigs.stored_versions import (
     BUCKETS,
     Content,
     StoredVersions,
     changed_content,
-    digests_of,
     first_content,
 )
 from support.rigs.waiting import LIMIT_S
@@ -92,117 +89,6 @@ def test_most_elements_changed_travel_whole(url: str, tmp_path: Path) -> None:
     new = changed_content(content, share=0.7, seed=3)
     manifest = versions.write(1, new, whole=False)
     assert opened(url, tmp_path / "a").fetch(manifest, NEVER).path.read_bytes() == all_bytes(new)
-
-
-def loaded(fetched: Fetched, old: Content) -> bytes:
-    """What an engine that holds `old` has when it has loaded the fetched file."""
-    data = fetched.path.read_bytes()
-    if fetched.delta is None:
-        return data
-    assert fetched.delta.base == content_name(digests_of(old))
-    new = b""
-    wires = on_the_wire(BUCKETS, fetched.delta.changed)
-    for bucket, wire, before in zip(BUCKETS, wires, old, strict=True):
-        part, data = data[: wire.num_bytes], data[wire.num_bytes :]
-        is_whole = wire.num_bytes == bucket.num_bytes
-        new += part if is_whole else plain_deltas.decode(before.tobytes(), part)
-    assert not data
-    return new
-
-
-@pytest.mark.parametrize("num_links", [1, 2, 3])
-def test_an_engine_gets_the_changes_of_all_links_since_what_it_holds(tmp_path, num_links):
-    root, first = str(tmp_path / "storage"), first_content()
-    versions, server = StoredVersions(root), opened(root, tmp_path / "a")
-    server.fetch(versions.write(0, first, whole=True), NEVER)
-    content, base = first, content_name(digests_of(first))
-    for link in range(num_links):
-        content = changed_content(content, share=0.01, seed=link)
-        # One bucket comes whole with the second link.
-        if link == 1:
-            content[1:2] = changed_content(content, share=0.8, seed=9)[1:2]
-        manifest = versions.write(1 + link, content, whole=False)
-    fetched = server.fetch(manifest, NEVER, base)
-    assert fetched.delta is not None
-    assert (fetched.num_links, fetched.path.name) == (num_links, "changes")
-    assert fetched.path.stat().st_mode & 0o777 == 0o600
-    assert loaded(fetched, first) == all_bytes(content)
-    # The file of the whole follows, for an engine that loads that.
-    assert (tmp_path / "a" / "weights").read_bytes() == all_bytes(content)
-
-
-def test_an_element_that_changes_twice_arrives_once(tmp_path: Path) -> None:
-    root, first = str(tmp_path / "storage"), first_content()
-    versions, server = StoredVersions(root), opened(root, tmp_path / "a")
-    server.fetch(versions.write(0, first, whole=True), NEVER)
-    for step in (1, 2):
-        content = [data.copy() for data in first]
-        content[0].view(np.uint16)[[3, 700]] ^= step
-        manifest = versions.write(step, content, whole=False)
-    fetched = server.fetch(manifest, NEVER, content_name(digests_of(first)))
-    assert fetched.delta is not None
-    assert fetched.delta.changed[0] == 2
-    assert loaded(fetched, first) == all_bytes(content)
-
-
-def test_an_engine_that_holds_something_else_gets_the_whole_file(tmp_path: Path) -> None:
-    root = str(tmp_path / "storage")
-    (first, _), (second, old), (third, content) = three_versions(StoredVersions(root))
-    server = opened(root, tmp_path / "a")
-    server.fetch(first, NEVER)
-    # The file was brought to a version that the engine did not load.
-    assert loaded(server.fetch(second, NEVER), []) == all_bytes(old)
-    base = content_name(digests_of(first_content()))
-    fetched = server.fetch(third, NEVER, base)
-    assert fetched.delta is None
-    assert loaded(fetched, []) == all_bytes(content)
-
-
-def test_an_engine_gets_the_whole_file_of_a_new_chain(tmp_path: Path) -> None:
-    root, content = str(tmp_path / "storage"), first_content()
-    versions, server = StoredVersions(root), opened(root, tmp_path / "a")
-    server.fetch(versions.write(0, content, whole=True), NEVER)
-    base = content_name(digests_of(content))
-    new = changed_content(content, share=0.01, seed=1)
-    fetched = server.fetch(versions.write(1, new, whole=True), NEVER, base)
-    assert loaded(fetched, []) == all_bytes(new)
-    # Nothing of a version that is here already is a change.
-    fetched = server.fetch(versions.manifest("run/again"), NEVER, content_name(digests_of(new)))
-    assert loaded(fetched, []) == all_bytes(new)
-
-
-def test_changes_of_all_buckets_whole_are_no_changes(tmp_path: Path) -> None:
-    root, content = str(tmp_path / "storage"), first_content()
-    versions, server = StoredVersions(root), opened(root, tmp_path / "a")
-    server.fetch(versions.write(0, content, whole=True), NEVER)
-    base = content_name(digests_of(content))
-    new = changed_content(content, share=0.8, seed=1)
-    fetched = server.fetch(versions.write(1, new, whole=False), NEVER, base)
-    assert fetched.delta is None
-    assert loaded(fetched, []) == all_bytes(new)
-
-
-@pytest.mark.parametrize("folder", ["a", "b"])
-def test_a_disk_that_takes_no_changes_is_an_error_of_the_publish(tmp_path, folder):
-    root = str(tmp_path / "storage")
-    (first, old), (second, content), _ = three_versions(StoredVersions(root))
-    server, base = opened(root, tmp_path / folder), content_name(digests_of(old))
-    server.fetch(first, NEVER)
-    changes = tmp_path / folder / "changes"
-    # Taken at once, or when it is written.
-    if folder == "a":
-        changes.mkdir()
-    else:
-        changes.symlink_to("/dev/full")
-    with pytest.raises(WeightSyncError, match=f"{changes}: .*(Is a directory|No space left)"):
-        server.fetch(second, NEVER, base)
-    # The room of a file that was cut off is free again.
-    assert changes.is_dir() == (folder == "a")
-    assert not changes.is_symlink()
-    # The file of all buckets has the version: no link is fetched a second time.
-    fetched = server.fetch(second, NEVER, base)
-    assert (fetched.delta, fetched.num_links) == (None, 0)
-    assert loaded(fetched, []) == all_bytes(content)
 
 
 def objects(root: Path, version: int) -> list[Path]:

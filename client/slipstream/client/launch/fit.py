@@ -189,11 +189,6 @@ def needs_of(config: Config) -> Needs | None:
         trained = GRADIENT_BYTES + (0 if learner.offload.optimizer else state / replicas)
         # Adapters are small next to the weights, which then have neither gradients nor moments.
         rank_bytes += number / split * (weight_bytes + (0 if config.lora.rank else trained))
-    if config.weights.delta == "gpu" and not config.lora.publishes_adapters:
-        # A rank that sends keeps what it sent; payloads take at most an eighth of that.
-        wire_bytes = 2 if is_half else 4
-        sent = (parameters - experts + experts / parallel.ep) / parallel.pp
-        rank_bytes += sent * wire_bytes * 1.125
     return Needs(
         parameters=parameters,
         rank_bytes=rank_bytes,

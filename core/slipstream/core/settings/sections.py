@@ -19,8 +19,6 @@ from slipstream.core.settings.section import Address, ElementType, Positive, Sec
 from slipstream.core.template_values import TemplateValues
 from slipstream.v1 import fleet_pb2
 
-DeltaSetting = Literal["off", "gpu", "host"]
-
 
 def _check_storage(url: str) -> str:
     # fsspec joins the URLs of a chain by two colons.
@@ -45,10 +43,6 @@ class WeightsSection(Section):
     transport: Literal["auto", "gloo", "nccl", "ipc"] = "auto"
     # Size at which a bucket is closed, at least that of the largest tensor.
     bucket_mib: Positive = 64
-    # Send [changed elements alone](internals/weight_changes.md#changes-alone), where that is at
-    # most half as long. The trainer keeps what it sent on its GPU (`gpu`) or in main memory
-    # (`host`).
-    delta: DeltaSetting = "off"
     # Folder or fsspec URL, such as s3://bucket/prefix, of versions for servers with `weights_from`
     # storage. Each server may name it differently.
     storage_url: StorageUrl | None = None

@@ -18,7 +18,6 @@ from slipstream.v1 import bounds_pb2, trajectory_pb2
 def precision_problems(config: Tables) -> Iterator[str]:
     """Yields one line for each setting that conflicts with the model's dtype or FP8 engines."""
     server, model, lora = config.rollout_server, config.model, config.lora
-    weights = config.weights
     if config.learner.rounding == "stochastic":
         if model.dtype != "bfloat16":
             yield (
@@ -42,11 +41,6 @@ def precision_problems(config: Tables) -> Iterator[str]:
         yield f"{start}model.dtype = 'bfloat16', got {model.dtype!r}"
     if lora.publishes_adapters:
         yield f"{start}lora.publish = 'merged', got {lora.publish!r}"
-    if weights.delta != "off" and server.tensor_parallel_size > 1:
-        yield (
-            f"{start}weights.delta = 'off' or rollout_server.tensor_parallel_size = 1: scales are "
-            f"taken of whole rows, got {weights.delta!r} and {server.tensor_parallel_size}"
-        )
 
 
 def agreement_problems(config: Tables) -> Iterator[str]:

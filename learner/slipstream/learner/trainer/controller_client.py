@@ -155,21 +155,18 @@ class ControllerClient:
         *,
         communicator_id: str,
         bucket_digests: Sequence[bytes],
-        delta: weights_pb2.Delta | None = None,
         can_store: bool = False,
     ) -> list[pb.Directive]:
         """Waits for the controller's next order, and returns the messages of the answer.
 
         After `stop`, even during the call, it returns a stop order. `version` and `bucket_digests`
         describe the trainer's weights. `communicator_id` is the senders' open communicator ("" if
-        there is none). `delta` describes the changes since the last publish (None if not tracked).
-        `can_store` says that a version can be stored now.
+        there is none). `can_store` says that a version can be stored now.
         """
         request = pb.NextRequest(
             version=version_to_pb(version),
             communicator_id=communicator_id,
             bucket_digests=bucket_digests,
-            delta=delta,
             can_store=can_store,
         )
 

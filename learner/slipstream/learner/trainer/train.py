@@ -179,7 +179,7 @@ class Trainer:
             loaded = self._checkpointer.load_newest()
         self._version = PolicyVersion(0, 0) if loaded is None else loaded.version
         self._last_batch: Batch | None = None
-        self._published = open_published(policy, config, delta=config.weights.delta)
+        self._published = open_published(policy, config)
         senders = BucketSenders(
             config.weights,
             policy.ranks.device,
@@ -273,7 +273,6 @@ class Trainer:
                 self._version,
                 communicator_id=self._publisher.communicator_id,
                 bucket_digests=self._digests.buckets if at_once else (),
-                delta=self._published.weights.offer,
                 can_store=self._writer is not None and self._writer.is_idle,
             )
         if self._ranks.world_size > 1:

@@ -64,11 +64,11 @@ def on_the_wire(buckets: Sequence[Bucket], changed: Sequence[int]) -> tuple[Buck
 
 def put_payload(
     elements: Elements, payload: bytes | memoryview, bucket: Bucket, changed: int
-) -> Places:
+) -> None:
     """Writes the changed elements of a payload to their places in `elements`, in main memory.
 
-    Returns the indices of these places. Raises ProtocolError, and writes nothing, if the payload
-    does not match this bucket and `changed`.
+    Raises ProtocolError, and writes nothing, if the payload does not match this bucket and
+    `changed`.
     """
     first, second, end = payload_parts(bucket, changed)
     if len(payload) != end:
@@ -82,7 +82,6 @@ def put_payload(
     if changed and int(places.max()) >= len(elements):
         raise ProtocolError(f"a payload names element {places.max()} of {len(elements)}")
     elements[places] = raw[first:second].view("<u2")
-    return places
 
 
 def payload_of(elements: Elements, places: Places, bucket: Bucket) -> bytes:

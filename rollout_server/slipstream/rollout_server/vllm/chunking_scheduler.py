@@ -153,6 +153,8 @@ class ChunkingScheduler(Scheduler):  # type: ignore[misc]
     weights, so a draft made before an update is verified by the new weights.
     """
 
+    dynamic_sd_lookup: list[int] | None
+
     def __init__(
         self,
         vllm_config: VllmConfig,

@@ -15,7 +15,6 @@ from slipstream.rollout_server.memory import vllm_share, wire_bytes
 from slipstream.rollout_server.vllm.chunking_scheduler import CPU_WORKER, scheduler_class
 from slipstream.rollout_server.vllm.passed_table import table_problems
 from slipstream.rollout_server.vllm.weights.adapter_slot import check_adapted, lora_arguments
-from slipstream.rollout_server.vllm.weights.loader_update import KEEPING_BACKEND
 from slipstream.rollout_server.vllm.weights.weight_receiver import BACKEND
 from vllm import AsyncEngineArgs, ModelRegistry
 from vllm.config import VllmConfig, WeightTransferConfig
@@ -111,9 +110,7 @@ def own_values(config: Config, seed: int) -> dict[str, object]:
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": True,
         "worker_extension_cls": _WORKER_EXTENSION,
-        "weight_transfer_config": WeightTransferConfig(
-            backend=BACKEND if config.weights.delta == "off" else KEEPING_BACKEND
-        ),
+        "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
         # On a CPU vLLM's workers keep their memory and only pause.
         "enable_sleep_mode": config.controller.turns == "sleep" and not on_cpu,
         **tower_values(table, sampling),

@@ -26,14 +26,13 @@ class Incoming:
     """The description of one weight update that a transport's receiver needs.
 
     With `own_buffers` every bucket gets memory that is never written again; otherwise a bucket is
-    valid until the next one is requested. `digested` is False for deltas, whose payloads have no
-    digests. `memory` has a buffer for each bucket; if it is empty, the receiver allocates buffers.
+    valid until the next one is requested. `memory` has a buffer for each bucket; if it is empty,
+    the receiver allocates buffers.
     """
 
     buckets: tuple[Bucket, ...]
     bucket_deadline_s: float
     own_buffers: bool
-    digested: bool = True
     memory: Sequence[torch.Tensor] = ()
 
 
@@ -47,8 +46,8 @@ class BucketReceiver(ABC):
         """Takes the device on which buckets arrive."""
         self._device = device
         self._digests: BucketDigests | None = None
-        # The buckets of `_digests`, and whether these have any.
-        self._digested: tuple[tuple[Bucket, ...], bool] = (), False
+        # The buckets of `_digests`.
+        self._digested: tuple[Bucket, ...] = ()
 
     @abstractmethod
     def prepare(self, incoming: Incoming) -> Sequence[torch.Tensor]:
@@ -67,10 +66,7 @@ class BucketReceiver(ABC):
         """
 
     def digests(self) -> list[bytes]:
-        """Returns the digests of the last `receive`, after its end; waits for all its buckets.
-
-        Returns [] if the update was not `digested`.
-        """
+        """Returns the digests of the last `receive`, after its end; waits for all its buckets."""
         assert self._digests is not None
         handle = stream_handle(self._device)
         return [bucket_digest(tensors) for tensors in self._digests.read(handle)]
@@ -88,10 +84,9 @@ class BucketReceiver(ABC):
 
     def _open_digests(self, incoming: Incoming) -> BucketDigests:
         """Returns the object that computes an update's digests; reuses it for the same buckets."""
-        kind = incoming.buckets, incoming.digested
-        if self._digests is None or self._digested != kind:
-            self._digests = open_digests(incoming.buckets, self._device, digested=kind[1])
-            self._digested = kind
+        if self._digests is None or self._digested != incoming.buckets:
+            self._digests = open_digests(incoming.buckets, self._device)
+            self._digested = incoming.buckets
         return self._digests
 
 
@@ -100,31 +95,8 @@ def stream_handle(device: torch.device) -> int:
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
-class NoDigests:
-    """Takes the place of `BucketDigests` for the payloads of a delta; computes no digests.
-
-    `read` still waits for the device's current stream.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def add(self, place: int, pointer: int, stream: int) -> None:
-        """Does nothing."""
-
-    def read(self, stream: int) -> list[list[bytes]]:
-        """Waits for the device's current stream; returns [], as there are no digests."""
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
-        return []
-
-
-def open_digests(
-    buckets: tuple[Bucket, ...], device: torch.device, *, digested: bool = True
-) -> BucketDigests:
-    """Returns an object that computes digests on `device`, or a `NoDigests` unless `digested`."""
-    if not digested:
-        return NoDigests(device)
+def open_digests(buckets: tuple[Bucket, ...], device: torch.device) -> BucketDigests:
+    """Returns an object that computes the digests of `buckets`, whose data are on `device`."""
     if device.type != "cuda":
         return HostDigests(buckets)
     from slipstream.protocol.weights.cuda_digests import CudaDigests

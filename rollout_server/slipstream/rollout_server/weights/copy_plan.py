@@ -291,13 +291,11 @@ def equal_bits(destination: torch.Tensor, source: torch.Tensor) -> bool:
 
 
 class Replay:
-    """Carries out a `CopyPlan`: copies buckets to the parameters, or back (`collect`)."""
+    """Carries out a `CopyPlan`: copies buckets to the parameters."""
 
     def __init__(self, plan: CopyPlan, parameters: Parameters) -> None:
         self._plan, self._parameters = plan, parameters
         self._batches: dict[tuple[int, int], list[_Batch]] = {}
-        # Buckets whose data is not only copied but also quantised.
-        self._unfinished: frozenset[int] = frozenset()
 
     def prepare(self, place: int, buffer: torch.Tensor) -> None:
         """Prepares all views for a bucket that will arrive in `buffer`."""
@@ -322,17 +320,7 @@ class Replay:
         """Enqueues the copy operations of a bucket on the current stream."""
         self.prepare(place, buffer)
         for batch in self._batches[place, buffer.data_ptr()]:
-            batch.copy(batch.destinations, batch.sources)
-
-    def collect(self, place: int, buffer: torch.Tensor) -> None:
-        """Copies in reverse: from the parameters to the bucket in `buffer`."""
-        self.prepare(place, buffer)
-        for batch in self._batches[place, buffer.data_ptr()]:
-            batch.copy(batch.sources, batch.destinations)
-
-    def only_copies(self, place: int) -> bool:
-        """Returns whether copies complete the bucket's parameters, without quantisation."""
-        return place not in self._unfinished
+            batch.copy()
 
     def forget_buffers(self) -> None:
         """Drops the views of `prepare`, because their memory will not be used again."""
@@ -345,9 +333,9 @@ class _Batch:
     sources: list[torch.Tensor]
     together: bool
 
-    def copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    def copy(self) -> None:
         if self.together:
-            torch._foreach_copy_(targets, sources)
+            torch._foreach_copy_(self.destinations, self.sources)
             return
-        for target, source in zip(targets, sources, strict=True):
-            target.copy_(source)
+        for destination, source in zip(self.destinations, self.sources, strict=True):
+            destination.copy_(source)

@@ -9,8 +9,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from slipstream.core.errors import WeightSyncError
@@ -18,9 +18,7 @@ from slipstream.core.settings.measurement_sections import StageSetting
 from slipstream.core.types import PolicyVersion
 from slipstream.protocol.codec import version_from_pb
 from slipstream.protocol.weights.buckets import layout_from_pb
-from slipstream.protocol.weights.deltas import content_name
 from slipstream.rollout_server.engine_interface import EngineDied, LoadedWeights
-from slipstream.rollout_server.weights.live_base import Share, whole_digests
 from slipstream.v1 import weights_pb2
 
 log = logging.getLogger(__name__)
@@ -57,9 +55,6 @@ class LoadResult:
     wire_s: float
     # When the device came to the copies, on the monotonic clock; 0 after vLLM's loader.
     began_s: float = 0.0
-    # The worker's share of each bucket (`LiveBase.read`), if this update was a delta or the next
-    # update may be a delta; else [].
-    shares: list[Share] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -68,8 +63,7 @@ class _Announced:
     version: PolicyVersion
     limit_s: float
     # The communicator and the bucket deadline: while these stay the same, workers keep what they
-    # prepared. None if they keep nothing: a delta's buckets have other sizes every time, and staged
-    # buckets arrive elsewhere.
+    # prepared. None if they keep nothing: staged buckets arrive elsewhere.
     terms: tuple[str, float] | None
     staged: bool
 
@@ -102,9 +96,6 @@ class WeightUpdate:
         self._are_adapters_alone = False
         # The last layout with weights: for any other one the workers have no plan yet.
         self._weights_layout = b""
-        # Whether the workers' shares add up to the buckets of that layout, as deltas need it; and
-        # the name of what the engine holds if the next update may be a delta.
-        self._adds_up, self._held = False, b""
 
     async def prepare(
         self,
@@ -127,11 +118,8 @@ class WeightUpdate:
         described = layout.SerializeToString() if is_given else self._layout
         if not described:
             raise WeightSyncError(f"publish {order.publish_id!r} came without a layout")
-        if order.delta.base and order.delta.base != self._held:
-            raise WeightSyncError(f"publish {order.publish_id!r} changes weights that are not here")
         terms = (order.communicator.communicator_id, order.bucket_deadline_s)
         is_known = described == self._layout and not order.new_communicator
-        is_known &= not order.delta.base
         if described != self._layout:
             await self._learn(layout, described)
         stage = await self._chooses_staging(is_busy=is_busy)
@@ -141,8 +129,7 @@ class WeightUpdate:
             limit_s = order.join_deadline_s + self._limit_s(order)
             await _within(limit_s, self._get_ready(announcement))
         version = version_from_pb(order.version)
-        kept = None if order.delta.base or stage else terms
-        limit_s = self._limit_s(order)
+        limit_s, kept = self._limit_s(order), None if stage else terms
         self._announced = _Announced(order.publish_id, version, limit_s, kept, stage)
 
     async def receive(
@@ -161,7 +148,6 @@ class WeightUpdate:
         # Reset first: a failure leaves the workers in different states.
         by_plan, self._all_have_plan, self._ready_for = self._all_have_plan, False, None
         has_room, self._has_room = self._has_room, None
-        self._held = b""
         already_resumed = by_plan and resume_idle is not None
         if by_plan and resume_idle is not None:
             pause_s = 0.0
@@ -181,15 +167,14 @@ class WeightUpdate:
             # vLLM's loader takes layers apart: no step may run meanwhile.
             pause_s = await self._paused(0.0)
             results = await self._finish(announced)
-        digests = self._digests_of(results)
+        if any(result["digests"] != results[0]["digests"] for result in results):
+            raise WeightSyncError("the workers of one engine received different bytes")
         self._all_have_plan = all(result["has_plan"] for result in results)
-        if self._adds_up and self._all_have_plan and not self._are_adapters_alone:
-            self._held = content_name(digests)
         all_by_plan = all(result["by_plan"] for result in results)
         if all_by_plan:
             self._ready_for, self._has_room = announced.terms, has_room
         return LoadedWeights(
-            bucket_digests=tuple(digests),
+            bucket_digests=tuple(map(bytes.fromhex, results[0]["digests"])),
             by_plan=all_by_plan,
             pause_s=pause_s,
             receive_s=max(result["receive_s"] for result in results),
@@ -197,7 +182,6 @@ class WeightUpdate:
             # The worker that joined the first broadcast last waited for no other.
             wire_s=min(result["wire_s"] for result in results),
             already_resumed=already_resumed,
-            takes_deltas=bool(self._held),
             began_s=min(result["began_s"] for result in results),
             staged=announced.staged,
         )
@@ -210,7 +194,6 @@ class WeightUpdate:
         self._are_adapters_alone = not layout.tensors
         if layout.tensors and described != self._weights_layout:
             self._weights_layout, self._all_have_plan = described, False
-            self._adds_up = False
 
     async def _chooses_staging(self, *, is_busy: bool) -> bool:
         """Returns whether to stage the update; either all workers stage it or none."""
@@ -228,23 +211,6 @@ class WeightUpdate:
                     max(0, min(rooms)) / 1e9,
                 )
         return is_busy and bool(self._has_room)
-
-    def _digests_of(self, results: Sequence[Any]) -> list[bytes]:
-        """Returns the digests of all buckets.
-
-        Raises WeightSyncError if the workers received different bytes.
-        """
-        shares = [result["shares"] for result in results]
-        whole = whole_digests(shares) if all(shares) else []
-        if any(result["digests"] != results[0]["digests"] for result in results):
-            raise WeightSyncError("the workers of one engine received different bytes")
-        received = [bytes.fromhex(digest) for digest in results[0]["digests"]]
-        if received and not results[0]["by_plan"]:
-            # vLLM's loader has loaded the update: deltas may follow if the workers' shares add up.
-            self._adds_up = received == whole
-            if whole and not self._adds_up:
-                log.info("every update is sent whole: the workers' shares do not add up")
-        return received or whole
 
     async def _paused(self, update_limit_s: float) -> float:
         """Pauses the engine; returns the seconds until it was paused."""

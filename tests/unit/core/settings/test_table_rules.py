@@ -173,10 +173,6 @@ TABLES: list[tuple[Changes, str]] = [
         FP8 | {"lora": {"rank": 8, "publish": "adapters"}},
         f"{FP8_NEEDS}lora.publish = 'merged', got 'adapters'",
     ),
-    (
-        FP8 | {"weights.delta": "gpu", "rollout_server.tensor_parallel_size": 2},
-        f"{FP8_NEEDS}weights.delta = 'off' or rollout_server.tensor_parallel_size = 1",
-    ),
     *(
         (server | {"algorithm.weight": "none"}, "engines in FP8 sample with other probabilities")
         for server in (FP8, {"rollout_server.engine": {"kv_cache_dtype": "FP8_e4m3"}})
@@ -362,7 +358,6 @@ def test_a_url_with_credentials_is_refused_and_not_shown(url: str) -> None:
     "changes",
     [
         evaluated(max_reply_tokens=15),
-        FP8 | {"weights.delta": "gpu"},
         *(
             FP8 | {"algorithm.weight": "none"} | corrected
             for corrected in (

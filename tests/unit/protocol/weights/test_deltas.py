@@ -33,7 +33,7 @@ def test_the_size_of_a_payload_follows_from_the_number_of_changes(changed: int) 
     before, after = np.frombuffer(bytearray(old), np.uint16), np.frombuffer(new, np.uint16)
     places = np.flatnonzero(before != after)
     assert payload_of(after, places, BUCKET) == payload
-    assert put_payload(before, payload, BUCKET, changed).tolist() == places.tolist()
+    put_payload(before, payload, BUCKET, changed)
     assert before.tobytes() == new
 
 

@@ -18,7 +18,7 @@ from support.rigs.waiting import LIMIT_S
 LARGE = 9 << 20
 
 
-def test_copies_of_all_kinds_are_made_forwards_and_backwards() -> None:
+def test_copies_of_all_kinds_are_made() -> None:
     tensors = [
         TensorSpec("large", "bfloat16", (LARGE // 1024, 512)),
         TensorSpec("gapped", "bfloat16", (8, 16)),
@@ -54,11 +54,6 @@ def test_copies_of_all_kinds_are_made_forwards_and_backwards() -> None:
         sent = typed[start : start + targets[name].numel()].view(shape)
         assert torch.equal(targets[name], sent.to(targets[name].dtype)), name
     assert not parameters["gapped"][:, 16:].any()
-    back = torch.zeros_like(buffer)
-    replay.collect(0, back)
-    for span in bucket.spans:
-        cut = slice(span.offset_bytes, span.offset_bytes + span.tensor.num_bytes)
-        assert torch.equal(back[cut], buffer[cut]), span.tensor.name
 
 
 CPU = torch.device("cpu")

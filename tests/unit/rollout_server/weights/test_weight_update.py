@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 from slipstream.core.errors import WeightSyncError
 from slipstream.protocol.weights.buckets import TensorSpec, layout_to_pb
-from slipstream.protocol.weights.deltas import content_name
-from slipstream.protocol.weights.digests import bucket_digest
 from slipstream.rollout_server.weights.weight_update import WeightUpdate
 from slipstream.v1 import weights_pb2
 
@@ -33,7 +31,6 @@ def result(digest: str = "0a", **changed: Any) -> dict[str, Any]:
         "digests": [digest],
         "by_plan": True,
         "has_plan": True,
-        "shares": [],
         **times,
         **changed,
     }
@@ -230,67 +227,6 @@ async def test_workers_stage_only_when_all_of_them_have_a_plan() -> None:
     for _ in range(3):
         await engine.take()
     assert engine.staged() == [False, False, True, False]
-
-
-SUMS = bytes(range(1, 17)).hex()
-SHARE = [(SUMS, "01" * 8)]
-WHOLE = bucket_digest([bytes.fromhex(SUMS)])
-NOT_HERE = "changes weights that are not here"
-
-
-def delta(publish_id: str, base: bytes) -> weights_pb2.PublishOrder:
-    return order(publish_id, delta=weights_pb2.Delta(base=content_name([base]), changed=[1]))
-
-
-def shared(shares: list[tuple[str, str]], **changed: Any) -> list[dict[str, Any]]:
-    """What two workers say that hold the same share."""
-    return both({**result(WHOLE.hex()), "by_plan": False, "shares": shares, **changed})
-
-
-PATCHED = shared(SHARE, digests=[], by_plan=True)
-
-
-async def test_a_delta_follows_an_update_whose_shares_add_up_to_it() -> None:
-    copied = both(result(WHOLE.hex()))
-    engine = Engine(READY, shared(SHARE), READY, PATCHED, READY, PATCHED, READY, copied)
-    assert (await engine.take()).takes_deltas
-    for publish_id in ("p2", "p3"):
-        told = delta(publish_id, WHOLE)
-        loaded = await engine.take(told, NO_LAYOUT)
-        assert (loaded.bucket_digests, loaded.takes_deltas) == ((WHOLE,), True)
-        # Its sizes are new each time: the workers are told.
-        assert engine.prepared()[-1][0] == told.SerializeToString()
-    # Everything is prepared anew after a delta.
-    assert (await engine.take(order("p4"))).takes_deltas
-    assert engine.numbered() == 4 * ["prepare", "receive"]
-
-
-@pytest.mark.parametrize("shares", [[], [("00" * 16, "01" * 8)]])
-async def test_no_delta_follows_where_shares_are_unknown_or_wrong(shares):
-    engine = Engine(READY, shared(shares))
-    assert not (await engine.take()).takes_deltas
-    with pytest.raises(WeightSyncError, match=f"'p2' {NOT_HERE}"):
-        await engine.take(delta("p2", WHOLE), NO_LAYOUT)
-
-
-async def test_no_delta_follows_other_weights_or_a_failed_one() -> None:
-    engine = Engine(READY, shared(SHARE), READY, FAILED)
-    await engine.take()
-    with pytest.raises(WeightSyncError, match=f"'p2' {NOT_HERE}"):
-        await engine.take(delta("p2", b"other"), NO_LAYOUT)
-    with pytest.raises(WeightSyncError, match="did not arrive"):
-        await engine.take(delta("p2", WHOLE), NO_LAYOUT)
-    with pytest.raises(WeightSyncError, match=f"'p3' {NOT_HERE}"):
-        await engine.take(delta("p3", WHOLE), NO_LAYOUT)
-
-
-async def test_the_shares_of_a_delta_that_differ_count_once_each() -> None:
-    halves = [("01" + "00" * 15, "01" * 8), ("02" + "00" * 15, "02" * 8)]
-    found = [{"value": result(digests=[], shares=[half])} for half in (*halves, halves[0])]
-    engine = Engine(READY, shared(SHARE), READY, found)
-    await engine.take()
-    whole = bucket_digest([bytes.fromhex("03" + "00" * 15)])
-    assert (await engine.take(delta("p2", WHOLE), NO_LAYOUT)).bucket_digests == (whole,)
 
 
 def rooms(*sizes: int) -> list[dict[str, Any]]:

@@ -26,7 +26,6 @@ from slipstream.learner.controller.servers.fleet import Fleet
 from slipstream.learner.controller.servers.server_states import ServerEvent, ServerKey
 from slipstream.learner.controller.servers.session import JoinedOrder, ServerSession
 from slipstream.protocol.codec import version_to_pb
-from slipstream.protocol.weights.deltas import content_name
 from slipstream.v1 import fleet_pb2, weights_pb2
 
 FIRST_RETRY_S = 1.0
@@ -169,11 +168,6 @@ class Publish:
     def communicator_id(self) -> str:
         """Id of this publish's communicator; the next publish may use another one."""
         return self.order.communicator.communicator_id
-
-
-def can_take(delta: weights_pb2.Delta, receivers: Sequence[ServerSession]) -> bool:
-    """Whether `delta` can be broadcast: all receivers serve the weights on which it is based."""
-    return bool(delta.base) and all(s.is_serving and s.content == delta.base for s in receivers)
 
 
 class Deliveries:
@@ -323,8 +317,6 @@ class Deliveries:
             self._failed_while_none_served.clear()
             del self._failed[session.key.server_id]
             session.version = publish.version
-            takes_deltas = report.stages.takes_deltas
-            session.content = content_name(report.bucket_digests) if takes_deltas else b""
             if not session.is_leaving:
                 session.cause = ""
             session.publish_id = publish.publish_id

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from slipstream.core.types import PolicyVersion
-from slipstream.learner.controller.publishing.delivery import Deliveries, Publish, can_take
+from slipstream.learner.controller.publishing.delivery import Deliveries, Publish
 from slipstream.learner.controller.publishing.phases import FAILED, LOADED, READY, PhaseReports
 from slipstream.learner.controller.publishing.transport_choice import choose_for
 from slipstream.learner.controller.run import Run
@@ -256,8 +256,6 @@ class Publisher:
         trainer computes it.
         """
         order = publish.order
-        if can_take(trainer.delta, publish.receivers):
-            order.delta.CopyFrom(trainer.delta)
         has_layout = order.adapters_alone == self._last_was_adapters
         if trainer.bucket_digests and has_layout and not (order.new_communicator or order.verify):
             order.begun = True

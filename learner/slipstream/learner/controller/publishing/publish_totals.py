@@ -65,9 +65,7 @@ class PublishTotals:
     publishes: int = 0
     verified: int = 0
     paused_s: float = 0.0
-    deltas: int = 0
     bytes_sent: int = 0
-    whole_bytes: int = 0
     last_paused_s: float = 0.0
     # The trainer's result of the newest publish that it sent completely.
     last_sent: trainer_pb2.PublishResult = field(default_factory=trainer_pb2.PublishResult)
@@ -99,9 +97,7 @@ class PublishTotals:
     def sent(self, result: trainer_pb2.PublishResult) -> None:
         """Notes that the trainer has sent a version completely."""
         self.publishes += 1
-        self.deltas += result.bytes_sent < result.whole_bytes
         self.bytes_sent += result.bytes_sent
-        self.whole_bytes += result.whole_bytes
         self.last_sent = result
 
     def served(self, report: fleet_pb2.PublishReport, *, told_s: float, unserved_s: float) -> None:
@@ -137,8 +133,6 @@ class PublishTotals:
             "weights_send_s": sent.send_s,
             "weights_gather_s": sent.export_s,
             "weights_bytes": float(sent.bytes_sent),
-            "weights_whole_bytes": float(sent.whole_bytes),
-            "weights_changed": sent.changed_share,
             # Each side's time includes waits for the other side, so the shorter time is the wire's.
             "weights_wire_s": min(sent.wire_s, stages.wire_s or sent.wire_s),
             "weights_wire_bytes": float(sent.wire_bytes),
@@ -154,9 +148,7 @@ class PublishTotals:
             "publishes_verified": self.verified,
             "probe_gap_max": self.probe_gap_max,
             "pause_s": self.paused_s,
-            "publishes_delta": self.deltas,
             "published_bytes": self.bytes_sent,
-            "published_whole_bytes": self.whole_bytes,
             "versions_stored": self.num_stored,
             "stored_bytes": self.stored_bytes,
             "stored_whole_bytes": self.stored_whole_bytes,

@@ -130,8 +130,6 @@ class ServerSession:
     state: fleet_pb2.ServerState = JOINING
     # The version that the server serves, or served last.
     version: PolicyVersion | None = None
-    # Name of the weights that it serves, or served last; b"" if it takes no deltas on them.
-    content: bytes = b""
     # The publish that delivered `version`.
     publish_id: str = ""
     cause: str = ""

@@ -139,9 +139,8 @@ class WeightPublisher:
         sender: BucketSender,
     ) -> str:
         """Sends all buckets, and fills `result`; returns the first problem of any rank, or ""."""
-        published, alone, started_s = self._published, order.adapters_alone, time.monotonic()
-        # The share of the changes that are sent: the pass that sends them overwrites it.
-        changed_share, digests = published.weights.changed_share, None
+        published, started_s = self._published, time.monotonic()
+        digests = None
         problem = self._connect(order, announced, sender) if order.new_communicator else ""
         if not problem:
             problem, digests = self._deliver(order, result, sender)
@@ -149,9 +148,8 @@ class WeightPublisher:
         if problem or digests is None:
             return problem
         result.bucket_digests.extend(digests.buckets)
-        result.export_s, result.changed_share = digests.export_s, changed_share
-        result.bytes_sent = published.num_bytes(adapters_alone=alone, delta=_delta_of(order))
-        result.whole_bytes = published.num_bytes(adapters_alone=alone)
+        result.export_s = digests.export_s
+        result.bytes_sent = published.num_bytes(adapters_alone=order.adapters_alone)
         return ""
 
     def _agree(
@@ -267,9 +265,7 @@ class WeightPublisher:
     ) -> tuple[str, WeightDigests | None]:
         """Sends all buckets; returns the first problem of any rank, or "", and the digests."""
         sends = _Sends(sender if self._published.weights.sender is not None else None)
-        digests = self._published.run(
-            sends, adapters_alone=order.adapters_alone, delta=_delta_of(order)
-        )
+        digests = self._published.run(sends, adapters_alone=order.adapters_alone)
         wire = sends.finish()
         result.wire_s, result.wire_bytes = wire.seconds, wire.num_bytes
         return self._first_problem(sends.problem), digests
@@ -328,10 +324,6 @@ class _Sends:
         except WeightSyncError as error:
             self.problem = f"{where}{error}"
             return None
-
-
-def _delta_of(order: weights_pb2.PublishOrder) -> weights_pb2.Delta | None:
-    return order.delta if order.HasField("delta") else None
 
 
 def _abandoned(order: weights_pb2.PublishOrder) -> str:

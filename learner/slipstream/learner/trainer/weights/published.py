@@ -9,7 +9,6 @@ from dataclasses import replace
 
 from slipstream.core.errors import RunFailed
 from slipstream.core.settings.config import Config
-from slipstream.core.settings.sections import DeltaSetting
 from slipstream.learner.trainer.model.model import Policy
 from slipstream.learner.trainer.model.named_adapters import NamedAdapters
 from slipstream.learner.trainer.weights.bucket_fill import Kind
@@ -21,7 +20,6 @@ from slipstream.learner.trainer.weights.weight_stream import (
     open_stream,
 )
 from slipstream.protocol.weights.buckets import Bucket, layout_to_pb
-from slipstream.protocol.weights.deltas import on_the_wire
 from slipstream.v1 import weights_pb2
 from torch import Tensor
 
@@ -57,15 +55,11 @@ class Published:
         """The size of the largest bucket in bytes."""
         return max(stream.largest_bucket for _, stream in self._parts(adapters_alone=False))
 
-    def num_bytes(self, *, adapters_alone: bool, delta: weights_pb2.Delta | None = None) -> int:
+    def num_bytes(self, *, adapters_alone: bool) -> int:
         """Returns the number of bytes that a publish sends to each receiver.
 
-        `adapters_alone`: whether it leaves out the base matrices. `delta`: the changes that it
-        sends, None if it sends whole buckets.
+        `adapters_alone`: whether it leaves out the base matrices.
         """
-        if delta is not None:
-            wires = on_the_wire(self.weights.buckets, delta.changed)
-            return sum(bucket.num_bytes for bucket in wires)
         return sum(stream.num_bytes for _, stream in self._parts(adapters_alone=adapters_alone))
 
     def layout(self, *, adapters_alone: bool) -> weights_pb2.WeightLayout:
@@ -89,22 +83,13 @@ class Published:
         # Between two passes the first adapter is the active one.
         next(iter(self._adapters.values()), self.weights).fill_ahead()
 
-    def run(
-        self,
-        send: Send | None = None,
-        *,
-        adapters_alone: bool = False,
-        delta: weights_pb2.Delta | None = None,
-        is_publish: bool = True,
-    ) -> WeightDigests:
+    def run(self, send: Send | None = None, *, adapters_alone: bool = False) -> WeightDigests:
         """Fills every bucket once, calls `send` with it on the senders, and returns all digests.
 
-        `adapters_alone`: whether the base matrices are left out. `delta` and `is_publish`: see
-        `WeightStream.run`. They are ignored if adapters are published separately: buckets are then
-        filled whole, for a publish.
+        `adapters_alone`: whether the base matrices are left out.
         """
         if not self._adapters:
-            return self.weights.run(send, delta=delta, is_publish=is_publish)
+            return self.weights.run(send)
         found: list[WeightDigests] = []
         first = 0
         for name, stream in self._parts(adapters_alone=adapters_alone):
@@ -153,14 +138,10 @@ class Published:
         self._unchanged = before
 
 
-def open_published(policy: Policy, config: Config, *, delta: DeltaSetting = "off") -> Published:
-    """Returns the streams for the setting `lora.publish`; collective.
-
-    `delta` says where published weights are kept, to send only changes. It is ignored if adapters
-    are published separately: adapters are small, and matrices with adapters never change.
-    """
+def open_published(policy: Policy, config: Config) -> Published:
+    """Returns the streams for the setting `lora.publish`; collective."""
     if not config.lora.publishes_adapters:
-        return Published(open_stream(policy, config, delta=delta))
+        return Published(open_stream(policy, config))
     matrices, held = open_stream(policy, config, Kind.MATRICES), policy.adapters
     adapters = {}
     for name in held.names:

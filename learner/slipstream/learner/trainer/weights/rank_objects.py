@@ -23,7 +23,7 @@ class RankObjects:
     """Takes the buckets of a version in one pass, and writes them later, on any thread.
 
     objects = RankObjects(buckets, sender, storage, object_bytes=64 << 20, pin=False)
-    published.run(objects.take, is_publish=False)
+    published.run(objects.take)
     link = objects.write("run/folder", digests, whole=True, until=Until.after(600))
 
     Keeps two copies of the rank's own buckets in main memory: the last written version, and the

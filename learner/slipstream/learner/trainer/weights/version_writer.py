@@ -103,7 +103,7 @@ class VersionWriter:
         objects = self._opened_objects()
         # Ranks that send nothing take part in the same pass.
         take = (lambda *_: nothing) if objects is None else objects.take
-        digests = self._published.run(take, is_publish=False)
+        digests = self._published.run(take)
         if objects is None:
             return
         report = trainer_pb2.StoredReport(

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import torch
 from slipstream.core.settings.config import Config, WeightsSection
-from slipstream.core.settings.sections import DeltaSetting
 from slipstream.learner.trainer.model.model import Policy
 from slipstream.learner.trainer.model.offload import Part
 from slipstream.learner.trainer.weights.bucket_fill import (
@@ -23,7 +22,6 @@ from slipstream.learner.trainer.weights.bucket_fill import (
     exported,
     plan_filling,
 )
-from slipstream.learner.trainer.weights.delta_base import DeltaBase
 from slipstream.learner.trainer.weights.export_plan import UnknownMapping
 from slipstream.protocol.weights.buckets import (
     ALIGNMENT_BYTES,
@@ -32,14 +30,12 @@ from slipstream.protocol.weights.buckets import (
     TensorSpec,
     plan_buckets,
 )
-from slipstream.protocol.weights.deltas import on_the_wire
 from slipstream.protocol.weights.digests import (
     BucketDigests,
     HostDigests,
     bucket_digest,
     weight_digest,
 )
-from slipstream.v1 import weights_pb2
 from torch import Tensor
 
 
@@ -124,8 +120,6 @@ class WeightDigests:
     buckets: tuple[bytes, ...]
     # Seconds spent filling buckets, on the rank that took longest.
     export_s: float
-    # Number of elements of each bucket that differ from the last publish; () if it is not kept.
-    changed: tuple[int, ...] = ()
 
     @property
     def identity(self) -> bytes:
@@ -140,10 +134,8 @@ class WeightStream:
     `fill_ahead` may fill the first buckets before a `run` that sends, which then starts with them.
     """
 
-    def __init__(
-        self, policy: Policy, filling: Filling, *, bucket_bytes: int, delta: DeltaSetting = "off"
-    ) -> None:
-        """Prepares the buckets; `delta` says where the published buckets are kept, if at all."""
+    def __init__(self, policy: Policy, filling: Filling, *, bucket_bytes: int) -> None:
+        """Prepares the buckets."""
         self._policy, self._filling = policy, filling
         self.bucket_bytes = bucket_bytes
         self.buckets = tuple(plan_buckets(filling.tensors, bucket_bytes))
@@ -157,15 +149,6 @@ class WeightStream:
         self._ahead = 0
         self._digests = open_digests(self.buckets, device)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._base: DeltaBase | None = None
-        if delta != "off":
-            self._base = DeltaBase(
-                self.buckets,
-                self._own,
-                device,
-                on_host=delta == "host",
-                encodes_early=filling.fills_any and delta == "gpu",
-            )
         with policy.memory.resident(Part.PARAMETERS):
             filling.prepare(self.buckets, self._lanes)
 
@@ -196,19 +179,6 @@ class WeightStream:
         return max(bucket.num_bytes for bucket in self.buckets)
 
     @property
-    def offer(self) -> weights_pb2.Delta | None:
-        """The changes between the last publish and the last pass, to publish as a delta.
-
-        It is None if the published weights are not kept, or if every bucket would be sent whole.
-        """
-        return None if self._base is None else self._base.offer
-
-    @property
-    def changed_share(self) -> float:
-        """The fraction of elements changed since the last publish; 0 if no copy of it is kept."""
-        return 0.0 if self._base is None else self._base.changed_share
-
-    @property
     def tensors(self) -> tuple[TensorSpec, ...]:
         """All tensors, in the order in which they are sent."""
         return self._filling.tensors
@@ -235,26 +205,14 @@ class WeightStream:
         self._ahead = len(self._lanes)
 
     @torch.no_grad()
-    def run(
-        self,
-        send: Send | None = None,
-        *,
-        delta: weights_pb2.Delta | None = None,
-        is_publish: bool = True,
-    ) -> WeightDigests:
+    def run(self, send: Send | None = None) -> WeightDigests:
         """Fills every bucket once, calls `send` with it on the senders, and returns all digests.
 
-        Without `send`, the pass only computes the digests and counts changes. If `delta` is given,
-        which must be the current `offer`, `send` gets a delta payload instead of each bucket for
-        which this saves bytes. Without `is_publish`, the sent weights do not become the base of
-        later deltas.
+        Without `send`, the pass only computes the digests.
         """
-        assert delta is None or delta == self.offer
-        is_sent = send is not None and is_publish
-        wires = self.buckets if delta is None else on_the_wire(self.buckets, delta.changed)
         ahead, self._ahead = self._ahead if send is not None else 0, 0
         releases: list[Release | None] = [None] * len(self._lanes)
-        clock, base = PassClock(self._stream), self._base
+        clock = PassClock(self._stream)
         with self.resident():
             if not ahead:
                 self._policy.gather_parameters()
@@ -265,41 +223,18 @@ class WeightStream:
                     release = releases[lane]
                     if release is not None:
                         release()
-                    # The last pass has digested and encoded it.
-                    is_early = delta is not None and base is not None and base.has_early(place)
-                    if place >= ahead and not is_early:
+                    if place >= ahead:
                         with clock.measure():
                             self._filling.fill(place)
-                    # The lane of the bucket before is not filled again yet.
-                    if base is not None:
-                        base.finish()
-                    buffer, wire = self._lanes[lane][: bucket.num_bytes], wires[place]
-                    data = buffer[: wire.num_bytes]
-                    is_payload = self._own[place] and wire.num_bytes < bucket.num_bytes
-                    if is_payload:
-                        data = self._payload(place, buffer, is_early=is_early)[: wire.num_bytes]
+                    data = self._lanes[lane][: bucket.num_bytes]
                     if send is not None and self.sender is not None:
-                        releases[lane] = send(place, wire, data)
+                        releases[lane] = send(place, bucket, data)
                     # The digest is taken while the bucket travels; the lane is refilled later on
                     # the same stream.
-                    if self._own[place] and not is_payload:
-                        self._digests.add(place, buffer.data_ptr(), self._handle)
-                        if base is not None:
-                            (base.keep if is_sent else base.count)(place, buffer)
+                    if self._own[place]:
+                        self._digests.add(place, data.data_ptr(), self._handle)
                 found = self._digests.read(self._handle)
-        digests = self._share(found, clock.total_s())
-        if self._base is not None:
-            self._base.settle(digests.changed, sent=digests.buckets if is_sent else ())
-        return digests
-
-    def _payload(self, place: int, buffer: Tensor, *, is_early: bool) -> Tensor:
-        """Returns the delta payload of bucket `place`, in `buffer` unless it was encoded early."""
-        assert self._base is not None
-        if is_early:
-            return self._base.take_early(place)
-        self._digests.add(place, buffer.data_ptr(), self._handle)
-        self._base.encode(place, buffer)
-        return buffer
+        return self._share(found, clock.total_s())
 
     @property
     def _handle(self) -> int:
@@ -322,21 +257,18 @@ class WeightStream:
             if is_own
             for span, digest in zip(bucket.spans, digests, strict=True)
         }
-        counts = [] if self._base is None else self._base.counts()
-        data = json.dumps([own, export_s, counts]).encode()
+        data = json.dumps([own, export_s]).encode()
         by_name: dict[str, bytes] = {}
         slowest_s = 0.0
-        changed = [0] * len(counts)
         for part in self._policy.ranks.gather_bytes(data):
-            digests, seconds, counts = json.loads(part)
-            changed = [sum(both) for both in zip(changed, counts, strict=True)]
+            digests, seconds = json.loads(part)
             by_name |= {name: bytes.fromhex(digest) for name, digest in digests.items()}
             slowest_s = max(slowest_s, seconds)
         of_buckets = tuple(
             bucket_digest(by_name[span.tensor.name] for span in bucket.spans)
             for bucket in self.buckets
         )
-        return WeightDigests(by_name, of_buckets, slowest_s, tuple(changed))
+        return WeightDigests(by_name, of_buckets, slowest_s)
 
 
 def open_stream(
@@ -345,7 +277,6 @@ def open_stream(
     kind: Kind = Kind.MERGED,
     *,
     beside: WeightStream | None = None,
-    delta: DeltaSetting = "off",
 ) -> WeightStream:
     """Returns a stream of the weights of `kind`; collective.
 
@@ -358,7 +289,7 @@ def open_stream(
     def opened(filling: Filling) -> WeightStream:
         own_size = bucket_bytes(config.weights, filling.tensors)
         size = own_size if beside is None else beside.bucket_bytes
-        return WeightStream(policy, filling, bucket_bytes=size, delta=delta)
+        return WeightStream(policy, filling, bucket_bytes=size)
 
     with policy.memory.resident(Part.PARAMETERS):
         try:

@@ -137,8 +137,6 @@ class Fp8Plan(CopyPlan):
     """A copy plan and the live matrices that are quantised after its copies, by name."""
 
     linears: Mapping[str, Fp8Linear]
-    # Whether the unquantised matrices are kept too, each in a landing of its own.
-    keeps_plain: bool = False
 
     def __post_init__(self) -> None:
         """Raises NotCopied unless copies of quantised matrices fill whole rows."""
@@ -220,23 +218,18 @@ class _Landing:
 class Fp8Replay(Replay):
     """Carries out an `Fp8Plan`: a `Replay` that also quantises matrices, if the plan has any."""
 
-    def __init__(
-        self, plan: Fp8Plan, parameters: Parameters, kept: Mapping[str, _Landing] | None = None
-    ) -> None:
-        """Uses the landings in `kept`; if empty or None, allocates landings that matrices share."""
+    def __init__(self, plan: Fp8Plan, parameters: Parameters) -> None:
+        """Allocates the landings, which matrices share."""
         self._linears, parts_by_name = plan.linears, plan.parts()
-        self._landings = kept or _landings(plan.linears, parts_by_name)
+        self._landings = _landings(plan.linears, parts_by_name)
         plain = {name: landing.plain for name, landing in self._landings.items()}
         super().__init__(plan, {**parameters, **plain})
-        # The parameters from which buckets can be read: with landings only if these are not shared.
-        self.readable = self._parameters if kept else parameters
         self._by_bucket: dict[int, list[_Part]] = defaultdict(list)
         self._ends: dict[int, list[str]] = defaultdict(list)
         for name, parts in parts_by_name.items():
             for part in parts:
                 self._by_bucket[part.copy.bucket].append(part)
             self._ends[parts[-1].copy.bucket].append(name)
-        self._unfinished = frozenset(self._by_bucket)
 
     @property
     def landing_bytes(self) -> int:
@@ -259,9 +252,6 @@ class Fp8Check(PlanCheck):
 
     def __init__(self, plan: Fp8Plan, parameters: Parameters) -> None:
         super().__init__(plan, parameters)
-        self._keeps_plain = plan.keeps_plain
-        # The landing of each matrix that was compared, if the plan keeps unquantised matrices.
-        self.kept: dict[str, _Landing] = {}
         self._linears, self._parts = plan.linears, plan.parts()
         self._arrived: dict[str, list[torch.Tensor]] = {name: [] for name in plan.linears}
 
@@ -296,8 +286,6 @@ class Fp8Check(PlanCheck):
             landing.plain[part.rows].copy_(source)
             part.measure(buffer, landing)
         anew.quantise(landing.plain, landing.largest)
-        if self._keeps_plain:
-            self.kept[name] = landing
         return equal_bits(live.weight, anew.weight) and equal_bits(live.scale, anew.scale)
 
 

@@ -24,7 +24,6 @@ from slipstream.rollout_server.vllm.weights.fp8_plan import (
 )
 from slipstream.rollout_server.weights.bucket_receiver import BucketReceiver, Incoming
 from slipstream.rollout_server.weights.copy_plan import NotCopied, Parameters, cut, record
-from slipstream.rollout_server.weights.live_base import LiveBase
 from slipstream.rollout_server.weights.weight_update import LoadResult
 from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
@@ -142,8 +141,6 @@ def _one_by_one(
 # vLLM's own logger: the engine's processes have no other handler.
 log = init_logger(f"vllm.{__name__}")
 
-# The name of the weight-transfer engine that also keeps quantised matrices as they arrived.
-KEEPING_BACKEND = "slipstream-keeping-plain"
 # Errors of models' loaders when the layers do not look as they did at the start.
 _LOADER_ERRORS = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
@@ -164,9 +161,7 @@ def recorded_plan(
         linears = fp8_linears(model)
         with set_current_vllm_config(vllm_config), loadable(model) as parameters:
             plan = record(load_weights, parameters, buckets, device)
-        transfer = vllm_config.weight_transfer_config
-        keeps_plain = transfer is not None and transfer.backend == KEEPING_BACKEND
-        return Fp8Plan(plan.buckets, plan.copies, linears, keeps_plain)
+        return Fp8Plan(plan.buckets, plan.copies, linears)
     except NotCopied as error:
         log_loader(str(error))
     except _LOADER_ERRORS as error:
@@ -187,24 +182,12 @@ def proved_replay(
     if different is not None or moved:
         log_loader(f"{different or moved[0]} is not a copy of a bucket's data")
         return None
-    replay, copies = Fp8Replay(plan, parameters, check.kept), sum(map(len, plan.copies))
+    replay, copies = Fp8Replay(plan, parameters), sum(map(len, plan.copies))
     log.info("later weights are copied: a plan of %d copies agrees with the loader", copies)
     if plan.linears:
         mib = replay.landing_bytes / (1 << 20)
         log.info("%d matrices are quantised to FP8 from %.0f MiB", len(plan.linears), mib)
     return replay
-
-
-def live_base(plan: Fp8Plan, replay: Fp8Replay, device: torch.device) -> LiveBase | None:
-    """Returns the base of deltas, or None, with the reason in the log, if deltas are impossible."""
-    try:
-        base = LiveBase(plan, replay, replay.readable, device)
-        if plan.linears and not base.holds_all:
-            raise NotCopied("scales are taken of whole rows, and a worker holds shares of them")
-    except NotCopied as error:
-        log.info("every update is sent whole: %s", error)
-        return None
-    return base
 
 
 def log_loader(reason: str) -> None:
@@ -278,11 +261,10 @@ class LoaderUpdate:
                     kernel = module.quant_method.moe_kernel
                     kernel.fused_experts.process_weights_after_loading(module)
 
-    def result(self, shares: list[tuple[str, str]], *, has_plan: bool) -> LoadResult:
-        """Returns the digests and times so far, with the given `shares` and `has_plan`."""
+    def result(self, *, has_plan: bool) -> LoadResult:
+        """Returns the digests and times so far, with the given `has_plan`."""
         return LoadResult(
             digests=[digest.hex() for digest in self._digests],
-            shares=shares,
             by_plan=False,
             has_plan=has_plan,
             receive_s=self._receive_s,

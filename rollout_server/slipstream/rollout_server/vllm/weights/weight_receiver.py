@@ -26,7 +26,6 @@ from slipstream.rollout_server.vllm.weights.fp8_plan import Fp8Plan, Fp8Replay
 from slipstream.rollout_server.vllm.weights.loader_update import LoaderUpdate
 from slipstream.rollout_server.vllm.weights.nccl_receiver import NcclReceiver
 from slipstream.rollout_server.weights.bucket_receiver import BucketReceiver, Incoming, Seat
-from slipstream.rollout_server.weights.live_base import LiveBase
 from slipstream.rollout_server.weights.receivers import GlooReceiver, IpcReceiver, StorageReceiver
 from slipstream.rollout_server.weights.update_copies import Copying, Staging, room
 from slipstream.rollout_server.weights.weight_update import LoadResult
@@ -132,10 +131,6 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
     _loading: LoaderUpdate | None = None
     _plan: Fp8Plan | None = None
     _replay: Fp8Replay | None = None
-    # The base of deltas; None if only whole updates can be received.
-    _live: LiveBase | None = None
-    # Equal to `_live` if the prepared update is a delta, else None.
-    _delta: LiveBase | None = None
     # The layout of the last update: its buckets of weights, and its adapters.
     _layout = b""
     _weights: tuple[Bucket, ...] = ()
@@ -177,7 +172,7 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
         self._adapters = Arriving(buckets, parsed.adapter_scale, number=number)
         if self._weights and self._weights != self._buckets:
             self._buckets = self._weights
-            self._plan = self._replay = self._live = None
+            self._plan = self._replay = None
             self._plan = loader_update.recorded_plan(
                 self.model, self._buckets, self.device, self.vllm_config
             )
@@ -195,17 +190,10 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
         communicator_id = order.communicator.communicator_id
         if self._joining is None or self._joining.communicator_id != communicator_id:
             raise WeightSyncError(f"not a member of communicator {communicator_id!r}")
-        buckets = self._weights + self._adapters.buckets
-        self._delta = self._live if order.HasField("delta") and self._is_whole else None
-        if self._delta is not None:
-            buckets = self._delta.expect(order.delta.changed)
-        elif order.HasField("delta"):
-            raise WeightSyncError("changes came, but the weights before them did not arrive")
         self._incoming = Incoming(
-            buckets=buckets,
+            buckets=self._weights + self._adapters.buckets,
             bucket_deadline_s=order.bucket_deadline_s,
             own_buffers=stage or not self.can_copy,
-            digested=self._delta is None,
         )
         self._stages, self._copying = stage and self.can_copy, None
         if self._stages:
@@ -228,9 +216,7 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
             if not self._staging.is_done():
                 return False
             memory = self._staging.buffers
-        if self._delta is not None:
-            self._delta.prepare()
-        elif self._replay is not None:
+        if self._replay is not None:
             for place, buffer in enumerate(memory[: len(self._weights)]):
                 self._replay.prepare(place, buffer)
         return True
@@ -264,12 +250,10 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
         assert receiver is not None
         with self._leaving_on_errors():
             digests = copying.finish()
-            shares = [] if self._delta is None else self._delta.read()
         self._settle()
         self._copying = None
         self.result = LoadResult(
             digests=[digest.hex() for digest in digests],
-            shares=shares,
             by_plan=True,
             has_plan=self._replay is not None,
             receive_s=copying.receive_s,
@@ -322,11 +306,8 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
             if self._replay is None:
                 # The plan does not do what the loader did.
                 self._plan = None
-            else:
-                self._live = loader_update.live_base(self._plan, self._replay, self.device)
         self._settle()
-        shares = [] if self._live is None else self._live.read_unchanged()
-        self.result = loading.result(shares, has_plan=self._replay is not None)
+        self.result = loading.result(has_plan=self._replay is not None)
 
     def put_adapters_on(self) -> None:
         """Ends an update: activates the adapters that arrived with it."""
@@ -364,7 +345,7 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
             return
         assert self._replay is not None
         self._is_whole = False
-        (self._replay.run if self._delta is None else self._delta.take)(place, buffer)
+        self._replay.run(place, buffer)
 
     def _settle(self) -> None:
         """Waits for the device, then repacks weights that a CPU layer also keeps in packed form."""
@@ -378,5 +359,4 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:
-    for backend in (BACKEND, loader_update.KEEPING_BACKEND):
-        WeightTransferEngineFactory.register_engine(backend, SlipstreamWeightTransfer)
+    WeightTransferEngineFactory.register_engine(BACKEND, SlipstreamWeightTransfer)

@@ -46,7 +46,7 @@ class OneOfSeveral(ThreadRanks):
         self._others = others
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
-        return [json.dumps([self._others, 0.0, []]).encode(), data]
+        return [json.dumps([self._others, 0.0]).encode(), data]
 
 
 def begins(rank: int, senders: tuple[int, ...]) -> list[float]:

@@ -14,7 +14,6 @@ import pytest
 import torch
 from slipstream.core.errors import ConfigError, WeightSyncError
 from slipstream.core.settings.config import OffloadSection, WeightsSection
-from slipstream.core.settings.sections import DeltaSetting
 from slipstream.learner.trainer.controller_client import ControllerClient
 from slipstream.learner.trainer.model.offload import HostMemory, Part
 from slipstream.learner.trainer.weights.gloo_sender import GlooSender
@@ -23,7 +22,6 @@ from slipstream.learner.trainer.weights.publish import BucketSenders, WeightPubl
 from slipstream.learner.trainer.weights.published import Published
 from slipstream.learner.trainer.weights.weight_stream import WeightStream
 from slipstream.protocol.weights.buckets import Bucket, TensorSpec, plan_buckets
-from slipstream.protocol.weights.deltas import on_the_wire
 from slipstream.protocol.weights.digests import bucket_digest, bucket_tensor_digests
 from slipstream.protocol.weights.nccl_group import NcclGroup
 from slipstream.rollout_server.vllm.weights.weight_receiver import TRANSPORTS
@@ -33,7 +31,6 @@ from support.fakes.fake_controller import FakeController, publish_order
 from support.fakes.fake_nccl import FakeNccl, Meeting
 from support.fakes.small_configs import small_config
 from support.ranks.thread_ranks import PlainFilling, PlainModel, ThreadRanks, run_ranks
-from support.references import plain_deltas
 from support.rigs.waiting import LIMIT_S
 
 LONG_S = 60.0
@@ -118,21 +115,15 @@ class Worker:
                 else TRANSPORTS[scene.transport](seat, CPU)
             )
             for buckets in scene.updates:
-                is_whole = buckets is scene.buckets
-                incoming = Incoming(buckets, 20.0, own_buffers=False, digested=is_whole)
+                incoming = Incoming(buckets, 20.0, own_buffers=False)
                 taken = itertools.islice(receiver.receive(incoming), scene.num_taken)
                 for place, data in enumerate(taken):
-                    self._take(place, bytes(data.numpy()))
+                    self.num_buckets += 1
+                    self.held[place] = bytes(data.numpy())
             receiver.close()
         except WeightSyncError:
             # The senders gave up, as some tests want it.
             return
-
-    def _take(self, place: int, data: bytes) -> None:
-        self.num_buckets += 1
-        if len(data) < self._scene.buckets[place].num_bytes:
-            data = plain_deltas.decode(self.held[place], data)
-        self.held[place] = data
 
 
 def digests_of(buckets: Sequence[Bucket], contents: Sequence[bytes]) -> list[bytes]:
@@ -178,7 +169,6 @@ class Scene:
         self.updates: list[tuple[Bucket, ...]] = [self.buckets]
         self.num_taken: int | None = None
         self.mode, self.delay_s = "receives", 0.0
-        self.delta: DeltaSetting = "off"
         self.on_fill: Callable[[int, int], None] = lambda rank, place: None
         self.workers: list[Worker] = []
         self._all_workers: list[Worker] = []
@@ -208,9 +198,9 @@ class Scene:
         filling = PlainFilling(self.tensors, ranks, lambda place: self.on_fill(ranks.rank, place))
         model = PlainModel(ranks)
         model.memory = NotedMemory(self, ranks.rank)
-        return WeightStream(model, filling, bucket_bytes=BUCKET_BYTES, delta=self.delta)
+        return WeightStream(model, filling, bucket_bytes=BUCKET_BYTES)
 
-    def publish(self, ranks, stream, new_communicator, *, begun=False, delta=None):
+    def publish(self, ranks, stream, new_communicator, *, begun=False):
         """One rank's part."""
         (directive,) = publish_order(
             1, new_communicator=new_communicator, verify=False, begun=begun
@@ -219,8 +209,6 @@ class Scene:
         order.communicator.transport = self.transport
         order.bucket_deadline_s = self._weights.bucket_deadline_s
         order.receivers[0].num_workers = NUM_WORKERS
-        if delta is not None:
-            order.delta.CopyFrom(delta)
         senders = self.senders[ranks.rank]
         publisher = WeightPublisher(Published(stream), senders, ranks=ranks, client=self.client)
         publisher.run(order, None)
@@ -331,39 +319,6 @@ def test_a_communicator_is_kept_and_a_publish_that_has_begun_asks_nobody(scene: 
         assert worker.num_buckets == 3 * len(scene.buckets)
     found = [(result.error, list(result.bucket_digests)) for result in scene.controller.results]
     assert found == 3 * [("", scene.digests())]
-
-
-@pytest.mark.parametrize("delta", ["gpu", "host"])
-def test_a_publish_of_changes_gives_all_receivers_the_new_weights(scene, delta):
-    # One of a hundred elements changes.
-    counts = [sum(-(-span.tensor.shape[0] // 100) for span in b.spans) for b in scene.buckets]
-    payloads = on_the_wire(scene.buckets, counts)
-    scene.delta, scene.updates = delta, [scene.buckets, payloads]
-
-    def on_rank(ranks: ThreadRanks) -> None:
-        stream = scene.stream(ranks)
-        scene.publish(ranks, stream, True)
-        ranks.gather_bytes(b"")
-        if ranks.is_main:
-            for data in scene.tensors.values():
-                data.view(torch.int16)[::100] ^= 1
-        ranks.gather_bytes(b"")
-        stream.run()
-        assert stream.offer is not None
-        assert list(stream.offer.changed) == counts
-        scene.publish(ranks, stream, False, begun=True, delta=stream.offer)
-
-    run_ranks(scene.num_senders, on_rank)
-    whole, changes = scene.controller.results
-    assert (whole.error, changes.error) == ("", "")
-    assert whole.bytes_sent == whole.whole_bytes == changes.whole_bytes
-    assert changes.bytes_sent == sum(bucket.num_bytes for bucket in payloads)
-    assert 15 * changes.bytes_sent < changes.whole_bytes
-    # Each rank counts all broadcasts of which it is a member.
-    assert changes.wire_bytes == changes.bytes_sent
-    assert abs(changes.changed_share - 0.01) < 0.001
-    assert list(whole.bucket_digests) != list(changes.bucket_digests) == scene.digests()
-    assert [worker.digests() for worker in scene.workers] == [scene.digests()] * NUM_WORKERS
 
 
 def test_publish_without_its_communicator_fails_or_asks_for_a_new_one(scene: Scene) -> None:

@@ -59,10 +59,10 @@ class Trainer:
         }
         self.contents: list[bytes] = []
 
-    def opened(self, ranks, *, delta="off"):
+    def opened(self, ranks):
         """The weights of a rank, and what writes them."""
         filling = PlainFilling(self.tensors, ranks)
-        stream = WeightStream(PlainModel(ranks), filling, bucket_bytes=BUCKET_BYTES, delta=delta)
+        stream = WeightStream(PlainModel(ranks), filling, bucket_bytes=BUCKET_BYTES)
         writer = VersionWriter(
             Published(stream),
             self.weights,
@@ -446,25 +446,3 @@ def test_at_the_end_nothing_is_left_of_a_first_version_that_was_not_complete(
         assert caplog.messages == [m for m in caplog.messages if "storage" not in m]
     finally:
         over.set()
-
-
-def test_what_is_stored_is_no_base_of_what_is_sent(tmp_path: Path) -> None:
-    trainer = Trainer(tmp_path / "s")
-
-    def on_rank(ranks: ThreadRanks) -> None:
-        stream, writer = trainer.opened(ranks, delta="gpu")
-        sent = stream.run(lambda *_: lambda: None)
-        if ranks.is_main:
-            trainer.few()
-        ranks.gather_bytes(b"")
-        stream.run()
-        offer = stream.offer
-        writer.store(trainer_pb2.StoreOrder(folder="run/1"), PROBE)
-        assert writer._thread is not None
-        writer._thread.join()
-        assert stream.offer == offer
-        assert offer is not None
-        assert sent.buckets != stream.run().buckets
-
-    run_ranks(2, on_rank)
-    assert [report.error for report in trainer.client.reports] == [""]
