@@ -107,7 +107,6 @@ def config_of(arguments: argparse.Namespace, folder: Path) -> Config:
             "world_size": arguments.ep,
             "parallel": {"ep": arguments.ep},
             "export_final": arguments.fresh,
-            "rounding": arguments.rounding,
         },
         "rollout_server": {
             "max_episodes": 128 if on_gpu else 16,
@@ -232,7 +231,6 @@ def figures(found: dict[str, Any], fresh: Any) -> dict[str, float]:  # noqa: ANN
         "gap_mean_at_start": rows[0]["logprob_gap_mean"],
         "clip_fraction": rows[-1].get("clip_fraction", 0.0),
         "entropy": rows[-1]["entropy"],
-        "weights_moved_mean": float(np.mean([row.get("weights_moved", np.nan) for row in rows])),
         "probe_gap_mean": float(np.abs(learner - server).mean()),
     }
     if len(rows) > 2 and rows[-2].get("routing_unrecorded") == 0:
@@ -271,7 +269,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20, help="updates before the measurement")
     parser.add_argument("--learning-rate", type=float, default=1e-5)
     parser.add_argument("--seed", type=int, default=0, help="run.seed")
-    parser.add_argument("--rounding", choices=("nearest", "stochastic"), default="nearest")
     parser.add_argument("--out", type=Path, default=RESULTS / "logprob_gap.json")
     parser.add_argument("--engine", default="{}", help="rollout_server.engine, as JSON")
     parser.add_argument("--algorithm", default="{}", help="more of the table, as JSON")

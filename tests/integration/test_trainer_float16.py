@@ -52,7 +52,7 @@ def test_float16_is_nearer_to_float32_than_bfloat16_is(layout, by_dtype):
         # After an update rounding decides about a route or a bound that is as good as reached.
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-2, abs=6e-3)
         assert ours["trained_tokens"] == theirs["trained_tokens"]
-        own = {"gradient_overflows", "loss_scale", "weights_moved"}
+        own = {"gradient_overflows", "loss_scale"}
         assert theirs.keys() == ours.keys() - own
 
 
@@ -89,21 +89,6 @@ def test_an_overflow_of_one_part_lowers_the_scale_of_all_parameters(rank_pool, f
     exact = by_dtype["float32"]["one-moe"]["metrics"][0]
     assert found["metrics"]["grad_norm"] == pytest.approx(exact["grad_norm"], rel=2e-3)
     assert found["metrics"]["gradient_overflows"] == len(dense) - 1
-
-
-@pytest.mark.parametrize("layout", ["one", "one-moe", "dp2-distopt"])
-def test_bfloat16_weights_follow_small_updates_when_rounded_stochastically(
-    layout: str, rank_pool: RankPool, folder: Path
-) -> None:
-    world_size = 2 if layout.startswith("dp2") else 1
-    shares = {}
-    for rule in ("nearest", "stochastic"):
-        for found in answers(rank_pool, folder, f"rounded-{layout}@{rule}", world_size):
-            assert found["told"] == pytest.approx(found["share"], abs=1e-6)
-            assert found["are_masters"]
-            shares[rule] = found["share"]
-    # An update of 1e-5 is a few hundredths of the distance between two numbers.
-    assert 0 < 2 * shares["nearest"] < shares["stochastic"] < 0.5
 
 
 def test_a_critic_trains_in_float16(rank_pool: RankPool, folder: Path) -> None:

@@ -1,9 +1,8 @@
-"""The program of ranks that train in 16 bits: where float16 ends, and how bfloat16 rounds.
+"""The program of ranks that train in float16, and where its range ends.
 
 FOLDER/JOB-RANK.json says afterwards what happened. "stuck" has a scale of the loss that cannot
-fall, "parts" is a mixture, "rounded-LAYOUT@RULE" a step by a rule of rounding. Others name a type
-of numbers, too: a critic, or a model that is opened with activations or weights that are too
-large; two ranks hold its stages.
+fall, "parts" is a mixture. Others name a type of numbers, too: a critic, or a model that is opened
+with activations or weights that are too large; two ranks hold its stages.
 """
 
 from __future__ import annotations
@@ -51,8 +50,6 @@ def run_rank(folder: Path, job: str) -> None:
     own = {"stuck": stuck, "parts": parts}
     if job in own:
         found: object = own[job](folder)
-    elif name.startswith("rounded-"):
-        found = rounded(folder, name.removeprefix("rounded-"), dtype)
     elif name == "critic":
         found = critic(folder, dtype)
     else:
@@ -115,34 +112,6 @@ def parts(folder: Path) -> dict:
     metrics = step.run(batches(config)[0]).metrics
     policy.ranks.close()
     return {"overflows": overflows, "metrics": metrics}
-
-
-def rounded(folder: Path, layout: str, rule: str) -> dict:
-    """A small step in bfloat16: the weights that it moved, and if they are the masters' ones."""
-    from slipstream.learner.trainer.model.rounding import _pairs, stochastic_bfloat16
-
-    own = {"learner": {"rounding": rule}, "algorithm": {"learning_rate": 1e-5}}
-    config = changed(f"{layout}@bfloat16", folder, **own)
-    policy, step = opened_step(config)
-    parameters = [p for chunk in policy.chunks for p in chunk.parameters()]
-    before = [p.detach().clone() for p in parameters]
-    metrics = step.run(batches(config)[0]).metrics
-    policy.gather_parameters()
-    moved = sum(int((old != new).sum()) for old, new in zip(before, parameters, strict=True))
-
-    def made(master: torch.Tensor) -> torch.Tensor:
-        if rule == "nearest":
-            return master.to(torch.bfloat16)
-        return stochastic_bfloat16(master, seed=config.run.seed)
-
-    are_masters = [
-        torch.equal(weight, made(master.view_as(weight)))
-        for part in policy.optimizer.chained_optimizers
-        for weight, master in _pairs(part)
-    ]
-    policy.ranks.close()
-    share = moved / sum(p.numel() for p in parameters)
-    return {"told": metrics["weights_moved"], "share": share, "are_masters": all(are_masters)}
 
 
 def noted(part: Any, own: list[bool]) -> Callable[[], bool]:

@@ -371,9 +371,6 @@ class LearnerSection(Section):
     weight_decay: float = Field(0.0, ge=0)
     # Largest gradient norm. 0 means no limit.
     grad_clip: float = Field(1.0, ge=0)
-    # Rounding of float32 masters to bfloat16. `stochastic` goes up or down, each as often as it is
-    # near, which suits small learning rates.
-    rounding: Literal["nearest", "stochastic"] = "nearest"
     # A table of its own, below.
     parallel: ParallelSection = ParallelSection()
     # A table of its own, below.

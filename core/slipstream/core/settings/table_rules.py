@@ -18,17 +18,6 @@ from slipstream.v1 import bounds_pb2, trajectory_pb2
 def precision_problems(config: Tables) -> Iterator[str]:
     """Yields one line for each setting that conflicts with the model's dtype or FP8 engines."""
     server, model, lora = config.rollout_server, config.model, config.lora
-    if config.learner.rounding == "stochastic":
-        if model.dtype != "bfloat16":
-            yield (
-                "learner.rounding = 'stochastic' needs model.dtype = 'bfloat16', "
-                f"got {model.dtype!r}"
-            )
-        if config.learner.optimizer.get("use_precision_aware_optimizer"):
-            yield (
-                "learner.rounding = 'stochastic' excludes "
-                "learner.optimizer.use_precision_aware_optimizer, which makes weights itself"
-            )
     if server.computes_in_fp8 and not all(each.corrects for each in config.algorithms.distinct):
         yield (
             "engines in FP8 sample with other probabilities than the learner's: "

@@ -45,7 +45,6 @@ from slipstream.learner.trainer.model.offload import (
 )
 from slipstream.learner.trainer.model.recipe import ddp_config_of, optimizer_config_of, provider_of
 from slipstream.learner.trainer.model.recompute import GpuMemory, Recompute
-from slipstream.learner.trainer.model.rounding import Rounding
 from slipstream.learner.trainer.ranks import compat, cpu
 from slipstream.learner.trainer.ranks.activity import Activity
 from slipstream.learner.trainer.ranks.parallel import Launch, Ranks
@@ -110,8 +109,6 @@ def load_trained(
     chunks = model.chunks
     optimizer = get_megatron_optimizer(optimizer_config_of(config), chunks)
     scaler = shared_scaler(optimizer)
-    is_random = config.learner.rounding == "stochastic"
-    rounding = Rounding(optimizer, seed=config.run.seed if is_random else None)
     # Without this function the schedule silently leaves out the sum over replicas and over the
     # gradients of shared parameters.
     chunks[0].config.finalize_model_grads_func = finalize_model_grads
@@ -136,9 +133,7 @@ def load_trained(
     if load_weights:
         check_attention(model)
         check_range(model, max_tokens=config.learner.micro_batch_tokens)
-    return TrainedModel(
-        **vars(model), optimizer=optimizer, rounding=rounding, scaler=scaler, recompute=recompute
-    )
+    return TrainedModel(**vars(model), optimizer=optimizer, scaler=scaler, recompute=recompute)
 
 
 def load_frozen(config: Config, ranks: Ranks) -> ParallelModel:

@@ -169,9 +169,6 @@ class TrainingStep:
         self._roles.follow(self._policy, batch.step + 1)
         saved = SavedWork() if self._policy.sharing is None else self._policy.sharing.saved
         metrics["shared_tokens"] = float(saved.tokens)
-        moved = self._policy.rounding.changed_share(self._policy.ranks)
-        if moved is not None:
-            metrics["weights_moved"] = moved
         return TrainedStep(metrics, time.monotonic() - started, advantages, saved)
 
     def _train_part(

@@ -177,10 +177,6 @@ TABLES: list[tuple[Changes, str]] = [
         (server | {"algorithm.weight": "none"}, "engines in FP8 sample with other probabilities")
         for server in (FP8, {"rollout_server.engine": {"kv_cache_dtype": "FP8_e4m3"}})
     ),
-    (
-        PRECISE | {"learner.rounding": "stochastic"},
-        "learner.rounding = 'stochastic' excludes learner.optimizer.use_precision_aware_optimizer",
-    ),
     # vLLM's own arguments.
     *(
         (
@@ -287,9 +283,6 @@ rollout_server.weights_from = "storage"
     rollout_server.weights_from = "storage" needs weights.storage_url
 weights.storage_url = "w", lora = {rank = 2, publish = "adapters"}
     lora.publish must be "merged" with weights.storage_url
-# Precision.
-learner.rounding = "stochastic", model.dtype = "float16"
-    learner.rounding = 'stochastic' needs model.dtype = 'bfloat16', got 'float16'
 # vLLM's own arguments.
 rollout_server.engine.distributed_executor_backend = "ray"
     rollout_server.engine.distributed_executor_backend must be one of mp, uni, got 'ray'
@@ -365,7 +358,6 @@ def test_a_url_with_credentials_is_refused_and_not_shown(url: str) -> None:
                 {"algorithm.loss_args": {"ratio": "behavior"}},
             )
         ),
-        {"learner.rounding": "stochastic"},
         STORED,
         REPLAY,
         # The combinations of the table in docs/algorithms.md that need no other model.

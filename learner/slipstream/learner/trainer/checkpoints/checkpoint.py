@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors.torch import load_file
 from slipstream.core.configuration.config_file import dump_config
-from slipstream.core.errors import CheckpointError
+from slipstream.core.errors import CheckpointError, ConfigError
 from slipstream.core.machine.description import installed
 from slipstream.core.run_folder import CHECKPOINTS
 from slipstream.core.settings.config import Config
@@ -138,12 +138,21 @@ class Checkpointer:
     def load(self, step: int) -> Manifest:
         """Checks every file of version `step`'s checkpoint, loads it, and returns its manifest.
 
-        Raises CheckpointError if a file is damaged or the checkpoint has other models.
+        Raises CheckpointError if a file is damaged or the checkpoint has other models, ConfigError
+        if it was written by the other kind of optimizer, the distributed or the plain one.
         """
         from slipstream.learner.trainer.checkpoints.distributed_files import load_models
 
         path = checkpoint_path(self._folder, step)
         manifest = self._disk.together(lambda: self._check(path))
+        kind = manifest.layout.distributed_optimizer
+        trains = any(model.optimizer is not None for model in self._models)
+        if trains and kind != self._layout().distributed_optimizer:
+            raise ConfigError(
+                f"learner.ddp.use_distributed_optimizer must be {str(kind).lower()} to go on from "
+                f"{path}, which was written so, got {str(not kind).lower()} (by default it is true "
+                "with several data parallel ranks)"
+            )
         # A checkpoint must not overwrite the settings of parameter groups.
         settings = [
             [

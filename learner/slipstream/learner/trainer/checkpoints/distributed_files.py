@@ -4,9 +4,8 @@ Files of one layout of ranks can be read in any other. A save copies tensors to 
 thread of each rank writes them. Megatron's own writers fork, which threads of gRPC and OpenMP do
 not survive, or start a second interpreter for each rank. Import this module after `cpu.install`.
 
-A resume may change between the distributed optimizer and the plain optimizer. Both write whole
-tensors under a parameter's own name. The two differ in the name of the float32 copy of the weights,
-in whether float32 weights have such a copy, and in the structure around the tensors.
+The distributed optimizer and the plain one write other names and structures: `Checkpointer.load`
+refuses a change between them.
 """
 
 import functools
@@ -15,8 +14,6 @@ import io
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -26,8 +23,6 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import (
-    LocalNonpersistentObject,
-    ShardedBase,
     ShardedTensor,
     ShardedTensorFactory,
 )
@@ -55,7 +50,7 @@ from torch import Tensor
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 # Options of Megatron: other sharding types fail to save, or to load in fp32, in this version. The
@@ -68,11 +63,6 @@ _METADATA = {
 }
 # Tensors that the distributed optimizer has for each parameter.
 KEYS = ("param", "exp_avg", "exp_avg_sq")
-# Names of the float32 copy of a weight, with the distributed optimizer and without.
-_DISTRIBUTED_COPY = "optimizer.state.param."
-_PLAIN_COPY = "optimizer.state.fp32_param."
-_STATE = "optimizer.state."
-_SCALER = "grad_scaler"
 # Key of the number of updates, which is stored with a model's own state.
 _UPDATES = "updates"
 
@@ -146,30 +136,11 @@ def begin_save(
 def load_models(models: Sequence[StoredModel], folder: Path, disk: DiskWork) -> None:
     """Loads weights, and optimizer state of models with an optimizer, in any layout; collective.
 
-    The state is converted if only one of save and load uses the distributed optimizer. Raises
-    CheckpointError if the files do not hold these models.
+    Raises CheckpointError if the files do not hold these models.
     """
     state = sharded_states(models)
     try:
-        saved = dist_checkpointing.load_common_state_dict(str(folder))
-        converted = {
-            model.name: state[model.name].pop("optimizer")
-            for model in models
-            if model.optimizer is not None
-            and was_distributed(saved[model.name]["optimizer"])
-            != bool(distributed_parts(model.optimizer))
-        }
         loaded = _load(state, folder, disk)
-        for model in models:
-            if model.name in converted:
-                prefix = "" if model.name == POLICY else f"{model.name}."
-                check_convertible(model.optimizer, read_index(folder / ".metadata"), prefix)
-                loaded[model.name]["optimizer"] = load_converted(
-                    model.optimizer,
-                    converted[model.name],
-                    saved[model.name]["optimizer"],
-                    partial(_load, folder=folder, disk=disk),
-                )
     except (CheckpointingException, CheckpointException, KeyError, OSError) as error:
         raise CheckpointError(f"{folder} does not hold this model: {first_cause(error)}") from error
     for model in models:
@@ -429,101 +400,3 @@ def detach(state: dict[str, Any]) -> None:
         is_tensor = isinstance(part, (ShardedTensor, ShardedTensorFactory))
         if is_tensor and part.data is not None:
             part.data = part.data.detach().clone()
-
-
-def was_distributed(saved: Tree) -> bool:
-    """Whether the state dict `saved` was written by the distributed optimizer."""
-    return any("param_state_sharding_type" in part for part in _dicts(saved))
-
-
-def check_convertible(optimizer: Megatron, index: Metadata, name: str) -> None:
-    """Raises CheckpointError for saved state that cannot be converted for this `optimizer`.
-
-    `name` is the prefix of the model's entries in `index`.
-    """
-    settings = optimizer.config
-    for setting in ("use_precision_aware_optimizer", "optimizer_cpu_offload"):
-        if getattr(settings, setting):
-            raise CheckpointError(
-                "learner.ddp.use_distributed_optimizer must be as it was when the checkpoint was "
-                f"written, because learner.optimizer.{setting} is set"
-            )
-    for key, entry in index.state_dict_metadata.items():
-        if key.startswith(name + _STATE) and isinstance(entry, TensorStorageMetadata):
-            dtype = entry.properties.dtype
-            if dtype is not torch.float32:
-                raise CheckpointError(
-                    "learner.ddp.use_distributed_optimizer must be as it was when the checkpoint "
-                    f"was written: {key} is {dtype}, only float32 is converted"
-                )
-
-
-def load_converted(optimizer: Megatron, wanted: Tree, saved: Tree, load: Load) -> Tree:
-    """Loads a plain optimizer's state from a distributed optimizer's files, or the reverse.
-
-    Returns the state dict for `optimizer`, whose tensors `load` reads. `wanted` is the optimizer's
-    own sharded state, `saved` the structure around the saved tensors. Settings of the parameter
-    groups come from `wanted`, the number of steps and the loss scale from `saved`.
-    """
-    if not distributed_parts(optimizer):
-        state = _read_by_key(wanted, lambda key: key.replace(_PLAIN_COPY, _DISTRIBUTED_COPY), load)
-    elif optimizer.config.bf16 or optimizer.config.fp16:
-        state = _read_by_key(wanted, lambda key: key.replace(_DISTRIBUTED_COPY, _PLAIN_COPY), load)
-    else:
-        # float32 weights are their own copy. Megatron reads no tensor twice in one pass.
-        state = _read_by_key(wanted, lambda key: None if _DISTRIBUTED_COPY in key else key, load)
-        state = _read_by_key(
-            state,
-            lambda key: key.replace(_DISTRIBUTED_COPY, "") if _DISTRIBUTED_COPY in key else None,
-            load,
-        )
-    steps = max((int(part.get("step", 0)) for part in _dicts(saved)), default=0)
-    scale = next((part[_SCALER] for part in _dicts(saved) if part.get(_SCALER)), None)
-    for part in _dicts(state):
-        for group in part.get("param_groups", []):
-            group["step"] = steps
-        if scale and _SCALER in part:
-            # All parts share the scale of the loss.
-            part[_SCALER] = scale
-    return state
-
-
-def _dicts(tree: Tree) -> Iterator[dict[str, Tree]]:
-    """Yields all dicts of a tree, outer ones first."""
-    if isinstance(tree, dict):
-        yield tree
-    for part in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ():
-        yield from _dicts(part)
-
-
-def _read_by_key(wanted: Tree, source: Callable[[str], str | None], load: Load) -> Tree:
-    """Reads the sharded leaves of `wanted` under the keys from `source`, skips those with None."""
-    chosen = _chosen(wanted, source)
-    return _filled(wanted, load({"converted": chosen})["converted"])
-
-
-def _chosen(wanted: Tree, source: Callable[[str], str | None]) -> Tree:
-    if isinstance(wanted, dict):
-        pairs = ((key, _chosen(value, source)) for key, value in wanted.items())
-        return {key: value for key, value in pairs if value is not None}
-    if isinstance(wanted, list):
-        # Indices of a list become keys, so that they stay the same when entries are left out.
-        return _chosen(dict(enumerate(wanted)), source)
-    if isinstance(wanted, ShardedBase):
-        key = source(wanted.key)
-        return None if key is None else replace(wanted, key=key)
-    return wanted if isinstance(wanted, LocalNonpersistentObject) else None
-
-
-def _filled(wanted: Tree, loaded: Tree) -> Tree:
-    """Returns a copy of `wanted` in which the values of `loaded` replace the original values.
-
-    Values that `loaded` lacks are kept. `loaded` has a dict by index for each list of `wanted`.
-    """
-    if loaded is None:
-        return wanted
-    if isinstance(wanted, dict):
-        return {key: _filled(value, loaded.get(key)) for key, value in wanted.items()}
-    if isinstance(wanted, list):
-        return [_filled(value, loaded.get(place)) for place, value in enumerate(wanted)]
-    return loaded

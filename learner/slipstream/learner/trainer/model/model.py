@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from slipstream.learner.trainer.layers.prefix_sharing import PrefixSharing
     from slipstream.learner.trainer.model.named_adapters import NamedAdapters
     from slipstream.learner.trainer.model.recompute import Recompute
-    from slipstream.learner.trainer.model.rounding import Rounding
 
 
 @dataclass(frozen=True)
@@ -124,8 +123,6 @@ class TrainedModel(ParallelModel):
     """A model with gradients and an optimizer."""
 
     optimizer: Megatron
-    # Makes the weights from the optimizer's float32 masters.
-    rounding: Rounding
     # The scaler of the loss in float16; None for other types.
     scaler: Megatron = None
     # The plan of how many layers recompute; None on a CPU, or if `learner.transformer` decides.
