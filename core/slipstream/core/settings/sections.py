@@ -185,19 +185,6 @@ class QueueSection(Section):
         return self
 
 
-class CurriculumSection(Section):
-    """The choice of an environment's next task by the rewards of the task's newest groups.
-
-    Tasks are drawn in proportion to 4 p (1 - p), at least 0.05, where p is the mean success of the
-    task's two newest groups, from 0 at `failed_reward` to 1 at `solved_reward` of the environment's
-    algorithm. A task without a result has weight 1. Without this table each task comes once, in a
-    seeded order, before any task comes again.
-    """
-
-    # Mean reward up to which a group's success is 0.
-    failed_reward: float = 0.0
-
-
 class CheckpointSection(Section):
     """Checkpoints, from which a run continues after a crash, and starting weights."""
 
@@ -255,8 +242,6 @@ class EnvironmentSection(PlayedSection):
 
     # Share of trained groups relative to the other environments, and at most twice that of leases.
     weight: float = Field(1.0, gt=0)
-    # A table of its own, below.
-    curriculum: CurriculumSection | None = None
     # A table of its own, below.
     algorithm: EnvironmentAlgorithmSection | None = None
 

@@ -243,13 +243,6 @@ def algorithm_problems(config: Tables) -> Iterator[str]:
         own = environment.algorithm
         if own is not None and (refusal := own.refusal(algorithm)):
             yield f"algorithm of environment {environment.name}: {refusal}"
-        solved = config.algorithm_of(environment.name).solved_reward
-        curriculum = environment.curriculum
-        if curriculum is not None and curriculum.failed_reward >= solved:
-            yield (
-                f"curriculum.failed_reward of environment {environment.name} must be below "
-                f"algorithm.solved_reward, got {curriculum.failed_reward} and {solved}"
-            )
     for each in config.algorithms.distinct:
         cache_tokens = each.reward_args.get("cache_tokens", 0)
         if each.reward == "overlong" and cast(int, cache_tokens) > sampling.max_reply_tokens:

@@ -169,11 +169,6 @@ class Controller:
         self._environments = EnvironmentBook(
             seed=config.run.seed,
             max_failed_groups=config.controller.max_failed_groups,
-            curricula={
-                each.name: (each.curriculum, config.algorithm_of(each.name).solved_reward)
-                for each in config.environments
-                if each.curriculum is not None
-            },
         )
         self._fleet = Fleet(self._run)
 

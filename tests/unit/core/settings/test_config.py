@@ -219,7 +219,7 @@ def test_all_settings_come_back_from_a_dump(tmp_path: Path) -> None:
         {
             "environments": [
                 {"name": "a", "reference": "a.b:C", "args": {"x": [1, {"y": "z"}]}},
-                {"name": "c", "reference": "a.b:C", "curriculum": {"failed_reward": 0.1}},
+                {"name": "c", "reference": "a.b:C", "algorithm": {"loss_weight": 0.1}},
             ],
             "evaluations": [{"name": "b", "reference": "a.b:C", "temperature": 0}],
             "learner.world_size": 8,

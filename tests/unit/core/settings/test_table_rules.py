@@ -244,10 +244,6 @@ TABLES: list[tuple[Changes, str]] = [
     # The algorithm.
     (GAE | {"critic.warmup_steps": 10}, "critic.warmup_steps must be below run.steps, or the pol"),
     (
-        played(curriculum={"failed_reward": 1.0}),
-        "curriculum.failed_reward of environment a must be below algorithm.solved_reward, got 1.0",
-    ),
-    (
         GAE | {"critic.transformer": {"moe_expert_capacity_factor": 1.0}},
         "critic.transformer.moe_expert_capacity_factor must be left out, got 1.0",
     ),

@@ -27,8 +27,6 @@ FORMAT = 1
 # Advice for the user if a journal or a batch is damaged.
 REMEDY = "put it back from a copy of the run, or begin anew with another run.name"
 START = PolicyVersion(0, 0)
-# Newest groups of a task whose rewards count for a curriculum.
-WINDOW = 2
 
 
 class FilterVerdict(Enum):
@@ -99,28 +97,6 @@ def is_solved(rewards: Iterable[float], solved_reward: float) -> bool:
     return all(reward >= solved_reward for reward in rewards)
 
 
-class TaskResults:
-    """The mean rewards of the newest groups of each task, at most `WINDOW` groups per task."""
-
-    def __init__(self) -> None:
-        self._newest: dict[int, dict[GroupId, float]] = {}
-
-    def note(self, group_id: GroupId, task_index: int, reward: float) -> None:
-        """Stores the mean reward of a group; replaces an earlier result of the same group."""
-        newest = self._newest.setdefault(task_index, {})
-        newest[group_id] = reward
-        if len(newest) > WINDOW:
-            del newest[next(iter(newest))]
-
-    def newest(self, task_index: int) -> list[float]:
-        """Returns the mean rewards of a task's newest groups, oldest first."""
-        return list(self._newest.get(task_index, {}).values())
-
-    def tasks(self) -> list[int]:
-        """Returns the indices of the tasks that have a result."""
-        return list(self._newest)
-
-
 class TrajectoryEnd(Enum):
     """The way in which a trajectory ended."""
 
@@ -177,14 +153,13 @@ class JournaledStep:
 
 @dataclass
 class EnvironmentHistory:
-    """Counts of an environment's groups, and the results of its tasks."""
+    """Counts of an environment's groups."""
 
     next_number: int = 0
     # Groups that were in a batch or filtered, and the filtered groups among them.
     accepted: int = 0
     filtered: int = 0
     failed: int = 0
-    results: TaskResults = field(default_factory=TaskResults)
 
 
 @dataclass
@@ -272,9 +247,6 @@ class RunHistory:
                 self._lease(record)
             case "evaluation_lease":
                 self.servers.join(ServerKey(record["server"], record["epoch"]))
-            case "result":
-                results = self.environments[record["environment"]].results
-                results.note(GroupId(record["group"]), record["task"], record["reward"])
             case "end":
                 self._end(record)
             case "gave_up":

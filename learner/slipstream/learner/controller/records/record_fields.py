@@ -23,7 +23,6 @@ _FIELDS: Mapping[str, Mapping[str, _Expected]] = {
         group=str, environment=str, number=int, task=int, seed=int, deadline=int, **_SERVER
     ),
     "evaluation_lease": _SERVER,
-    "result": dict(group=str, environment=str, task=int, reward=_NUMBER),
     "end": dict(id=str),
     "gave_up": dict(group=str, members=[int]),
     "set_aside": dict(group=str),

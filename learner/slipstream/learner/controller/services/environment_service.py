@@ -23,7 +23,6 @@ from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.session import CallContext, ServerSession
-from slipstream.learner.controller.tasks.environments import MAX_SHUFFLED_TASKS
 from slipstream.learner.controller.tasks.relay import ClientSession, Relay
 from slipstream.learner.controller.trajectories.intake import Intake
 from slipstream.protocol.bounds import shown
@@ -87,12 +86,6 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
             cause = (
                 f"it has {report.num_tasks} tasks here and {entry.num_tasks} on other rollout "
                 f"servers: all hosts must have the same data"
-            )
-        has_order = 0 < report.num_tasks <= MAX_SHUFFLED_TASKS
-        if not cause and entry and entry.curriculum and not has_order:
-            cause = (
-                f"a curriculum needs 1 to {MAX_SHUFFLED_TASKS:,} tasks, which `tasks` returns as a "
-                f"sequence, got {report.num_tasks or 'tasks without an end'}"
             )
         if cause:
             self._environments.load_failed(report.environment, session.key, cause)

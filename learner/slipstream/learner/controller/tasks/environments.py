@@ -8,16 +8,13 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from slipstream.core.settings.sections import CurriculumSection
 from slipstream.core.types import GroupId
 from slipstream.learner.controller.records.history import (
     EnvironmentHistory,
     OpenGroup,
     RunHistory,
-    TaskResults,
 )
 from slipstream.learner.controller.servers.server_states import ServerKey
-from slipstream.learner.controller.tasks.curriculum import Curriculum
 from slipstream.v1 import environment_pb2 as pb
 from slipstream.v1 import trajectory_pb2
 
@@ -67,7 +64,6 @@ class EnvironmentEntry:
     # The order of the tasks in the round `order_round`.
     order: list[int] = field(default_factory=list)
     order_round: int = 0
-    curriculum: Curriculum | None = None
     # Newest result, if this is an evaluation.
     newest_round: pb.EvaluationRound | None = None
 
@@ -131,19 +127,9 @@ class EnvironmentEntry:
 class EnvironmentBook:
     """All environments of a run, by name; the book uses no clock and no I/O."""
 
-    def __init__(
-        self,
-        *,
-        seed: int,
-        max_failed_groups: int,
-        curricula: Mapping[str, tuple[CurriculumSection, float]] | None = None,
-    ) -> None:
-        """Takes `curricula`: the curriculum and the reward of a solved task, by environment.
-
-        An environment is suspended after `max_failed_groups` failed groups in a row.
-        """
+    def __init__(self, *, seed: int, max_failed_groups: int) -> None:
+        """Suspends an environment after `max_failed_groups` failed groups in a row."""
         self._seed, self._max_failed_groups = seed, max_failed_groups
-        self._curricula = curricula or {}
         self.entries: dict[str, EnvironmentEntry] = {}
         # Counts of each environment, and open groups, from the journal of an earlier start.
         self._earlier: dict[str, EnvironmentHistory] = {}
@@ -157,11 +143,6 @@ class EnvironmentBook:
         """Adds an environment, or replaces a suspended one with its name."""
         entry = EnvironmentEntry(spec)
         earlier = self._earlier.pop(spec.name, None)
-        if spec.name in self._curricula:
-            settings, solved_reward = self._curricula[spec.name]
-            results = TaskResults() if earlier is None else earlier.results
-            seed = f"{self._seed}/{spec.name}"
-            entry.curriculum = Curriculum(settings, solved_reward, seed, results)
         if earlier is not None:
             open_groups = self._open_groups.values()
             entry.groups_leased = sum(g.environment == spec.name for g in open_groups)
@@ -223,15 +204,10 @@ class EnvironmentBook:
     def next_task(self, entry: EnvironmentEntry) -> tuple[int, int]:
         """Returns index and seed of the next task, and adds 1 to the entry's `next_number`.
 
-        Without a curriculum each task is returned once in a round; each round has a seeded random
-        order.
+        Each task is returned once in a round; each round has a seeded random order.
         """
         number = entry.next_number
-        if entry.curriculum is None:
-            task_index = self._in_order(entry, number)
-        else:
-            task_index = entry.curriculum.draw(entry.num_tasks, number)
-            entry.curriculum.chosen(task_index)
+        task_index = self._in_order(entry, number)
         entry.next_number += 1
         seed = random.Random(f"{self._seed}/{entry.spec.name}/{number}").getrandbits(48)
         return task_index, seed
@@ -246,23 +222,10 @@ class EnvironmentBook:
             random.Random(f"{self._seed}/{name}/order/{round_number}").shuffle(entry.order)
         return entry.order[place]
 
-    def has_result(self, group_id: GroupId, name: str, task_index: int, reward: float) -> bool:
-        """Adds a group's mean reward to its curriculum; returns False if there is no curriculum."""
-        entry = self.entries.get(name)
-        if entry is None or entry.curriculum is None:
-            return False
-        entry.curriculum.note(group_id, task_index, reward)
-        return True
-
     def gauges(self) -> dict[str, float]:
-        """Returns the metrics of the environments and of their choice of tasks."""
+        """Returns the metrics of the environments."""
         # A task counts each time it is skipped.
-        found = {"skipped_tasks": float(sum(e.tasks_skipped for e in self.entries.values()))}
-        for name, entry in self.entries.items():
-            if entry.curriculum is not None:
-                values = entry.curriculum.metrics()
-                found |= {f"{name}/{metric}": value for metric, value in values.items()}
-        return found
+        return {"skipped_tasks": float(sum(e.tasks_skipped for e in self.entries.values()))}
 
     def loaded(self, name: str, key: ServerKey, num_tasks: int) -> None:
         """Notes that a server has loaded the environment, which has `num_tasks` tasks."""

@@ -255,12 +255,6 @@ class Intake:
         if entry is not None:
             entry.reward_sum += sum(rewards)
             entry.rewards += len(rewards)
-        name, task, reward = group.environment, group.task_index, statistics.fmean(rewards)
-        if self._environments.has_result(group.group_id, name, task, reward):
-            # Durable before any lease that depends on it, since leases wait for the journal.
-            self._journal.append(
-                "result", group=group.group_id, environment=name, task=task, reward=reward
-            )
         self.group_filter.filter(group)
 
     def _fail(self, trajectory: Trajectory) -> None:

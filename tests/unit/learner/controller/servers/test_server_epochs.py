@@ -212,8 +212,8 @@ def test_a_gap_that_no_server_can_count_is_read_as_none_and_told(caplog, tmp_pat
     ("kind", "fields"),
     [
         ("servers", {"generated": [["a", 1, 2**64]]}),
-        ("result", {"group": "g000000", "environment": "e", "task": -(2**70), "reward": 1.0}),
-        ("result", {"group": "g000000", "environment": "e", "task": 1, "reward": 10**400}),
+        ("gave_up", {"group": "g000000", "members": [-(2**70)]}),
+        ("closed", {"group": "g000000", "how": "filtered", "reward": 10**400}),
     ],
 )
 def test_a_record_with_a_number_of_more_than_64_bits_is_refused(kind, fields):
