@@ -1,4 +1,4 @@
-"""A real engine with drafts on a GPU, where its workers draft, beside transformers.
+"""A real engine with drafts of n-grams on a GPU, beside transformers.
 
 The tests of tests/integration/test_drafts.py are of a CPU, where vLLM does not plan ahead.
 """
@@ -65,16 +65,9 @@ def test_sampled_logprobs_are_those_of_the_model(found: Found) -> None:
     for turn in ("cold", "warm"):
         found.check_logprobs(turn)
         assert [len(reply["tokens"]) for reply in found[turn]["replies"]] == [150] * 16
-    assert found["warm"]["accepted"] > 100
-    assert found["warm"]["drafted"] - found["warm"]["accepted"] > 100
-
-
-def test_a_reply_that_is_repeated_is_drafted(found: Found) -> None:
-    first, again = (found[turn]["replies"][0]["tokens"] for turn in ("first", "again"))
-    same = sum(one == other for one, other in zip(first, again, strict=True))
-    # Where two tokens are nearly as likely, a step of one and one of five tokens may differ.
-    assert same >= 60
-    assert found["again"]["accepted"] >= 0.5 * same
+    drafted, accepted = (found["warm"][key] for key in ("drafted", "accepted"))
+    assert accepted > 50
+    assert drafted - accepted > 50
 
 
 def test_replies_end_inside_drafts(found: Found) -> None:

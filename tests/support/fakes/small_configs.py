@@ -20,7 +20,12 @@ SMALLEST: dict[str, dict[str, object]] = {
 }
 
 # vLLM's own drafts, from the text of each request.
-NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
+NGRAM = {
+    "method": "ngram",
+    "num_speculative_tokens": 4,
+    "prompt_lookup_max": 3,
+    "prompt_lookup_min": 1,
+}
 
 
 def small_config(**tables: object) -> Config:

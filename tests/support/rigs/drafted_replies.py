@@ -100,8 +100,6 @@ async def answer(folder: Path) -> dict[str, Any]:
         replies = Replies(engine)
         for turn in ("cold", "warm"):
             await replies.ask(turn, ENDLESS, 150)
-        for turn in ("first", "again"):
-            await replies.ask(turn, GREEDY, 120, count=1)
         for limit in LIMITS:
             await replies.ask(f"limit {limit}", GREEDY, limit)
         await replies.ask_and_pause("paused")

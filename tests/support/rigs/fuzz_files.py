@@ -24,6 +24,7 @@ from slipstream.protocol.checkpoints import MANIFEST_NAME, read_manifest
 from slipstream.v1 import trainer_pb2
 
 from support.fakes.journal_records import batch_record, lease_record
+from support.fakes.named_channel import RUN_ID
 from support.references.page_data import given_of
 from support.rigs.controller_runs import make_config
 from support.rigs.fuzz_calls import honest_trajectory, honest_tree
@@ -33,7 +34,7 @@ from support.rigs.fuzzing import mutated
 EMPTY = {"crc32": zlib.crc32(trainer_pb2.RecordedBatch().SerializeToString()), "trajectories": 0}
 # Records of a short run, as a controller writes them.
 RECORDS = (
-    {"kind": "start", "format": 1, "run_id": "r-1", "key": "ab" * 32, "unix_s": 1.0},
+    {"kind": "start", "format": 1, "run_id": RUN_ID, "key": "ab" * 32, "unix_s": 1.0},
     {"kind": "queue", "added": 1},
     {"kind": "submitted", "environment": "new", "spec": "{}"},
     *(lease_record(f"g{number:06d}", number, seed=3) for number in range(4)),
@@ -217,7 +218,9 @@ def file_readers() -> list[Reader]:
     model = {"model_type": "qwen3", "hidden_size": 8, "num_hidden_layers": 2, "vocab_size": 9}
     read, plain = _read_journal, (ConfigError,)
     return [
-        Reader("journal", (journal_bytes(list(RECORDS)),), read, (ProtocolError,), _journal),
+        Reader(
+            "journal", (journal_bytes(list(RECORDS)),), read, (ProtocolError, ConfigError), _journal
+        ),
         *(
             Reader(f"verify {name}", (text,), file_reader(name, examined), (), make)
             for name, text, make in (
