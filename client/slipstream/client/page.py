@@ -14,7 +14,6 @@ import json
 import os
 import re
 import time
-import tomllib
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from html import escape
@@ -26,6 +25,7 @@ from pydantic import JsonValue
 from slipstream.client.run_files import lines_of, open_regular, parsed, read_bounded
 from slipstream.client.run_folder import settings_of
 from slipstream.client.terminal import say
+from slipstream.core.configuration.config_file import parse_toml
 from slipstream.core.errors import ConfigError
 from slipstream.core.run_folder import CONFIG, METRICS, SAMPLES, SUMMARY, SUSPENDED
 from slipstream.core.settings.config import told_settings
@@ -124,9 +124,9 @@ def write_page(folders: Sequence[Path], path: Path, *, period_s: float) -> None:
 
 
 def _settings(folder: Path) -> dict[str, JsonValue]:
-    with contextlib.suppress(OSError, ValueError, RecursionError):
+    with contextlib.suppress(OSError, ValueError):
         data = read_bounded(folder / CONFIG, MOST_TABLE_BYTES)
-        return told_settings(tomllib.loads(data.decode()))
+        return told_settings(parse_toml(data.decode()))
     return {}
 
 

@@ -10,7 +10,6 @@ import fcntl
 import hashlib
 import math
 import re
-import tomllib
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
@@ -24,6 +23,7 @@ from slipstream.client.run_files import lines_of, open_regular, parsed, read_bou
 from slipstream.client.run_folder import LOCK, settings_of
 from slipstream.client.terminal import plain, say
 from slipstream.core import run_folder
+from slipstream.core.configuration.config_file import parse_toml
 from slipstream.core.errors import DONE, FAILED, ConfigError
 from slipstream.core.run_folder import CONFIG, GROUPS, METRICS, SAMPLES, SUMMARY
 from slipstream.v1 import trainer_pb2
@@ -115,7 +115,7 @@ def _read_bounds(path: Path) -> Bounds:
     text = data[first.end() :] if first is not None else data
     if first and hashlib.blake2b(text, digest_size=16).hexdigest() != first[1].decode():
         raise ValueError("by the digest in its first line")
-    tables = tomllib.loads(text.decode())
+    tables: Any = parse_toml(text.decode())
     staleness, size, groups = (int(tables["algorithm"][name]) for name in Bounds._fields[:3])
     keeps = bool(tables.get("checkpoint", {}).get("keep_batches", True))
     return Bounds(staleness, size, groups, keeps)

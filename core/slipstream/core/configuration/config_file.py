@@ -43,6 +43,10 @@ from slipstream.core.settings.table_rules import trajectory_problems
 
 _PREFIX = b"# Settings of a run"
 _FIRST_LINE = re.compile(rb"# Settings of a run: (\d+) bytes, BLAKE2b ([0-9a-f]{32});[^\n]*\n")
+# Strings and words of a TOML text, dots, and all other marks.
+_TOKEN = re.compile(r"""\.|"(?:[^"\\\n]|\\.)*"?|'[^'\n]*'?|[\w-]+|[^\s\w.'"-]+""")
+# tomllib needs the square of the time for a key of more parts.
+_MAX_KEY_PARTS = 100
 REMEDY = "put it back from a copy of the run"
 Table: TypeAlias = dict[str, JsonValue]
 
@@ -82,6 +86,22 @@ def _digest(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
+def parse_toml(text: str) -> Table:
+    """Returns the tables of a TOML text, in bounded time; raises ValueError if it is none."""
+    num_dots, was_dot = 0, False
+    for token in _TOKEN.finditer(text):
+        is_dot = token[0] == "."
+        # Between two dots of one key there is one word or string.
+        num_dots = num_dots + is_dot if is_dot != was_dot else 0
+        was_dot = is_dot
+        if num_dots >= _MAX_KEY_PARTS:
+            raise ValueError(f"a key has more than {_MAX_KEY_PARTS} parts")
+    try:
+        return tomllib.loads(text)
+    except RecursionError as error:
+        raise ValueError(str(error)) from error
+
+
 def load_config(
     path: Path | None, overrides: Sequence[str] = (), *, hub: Hub = "no", apart: bool = False
 ) -> Config:
@@ -101,7 +121,7 @@ def load_config(
             check_whole(path, data)
         # Some editors begin a file with a byte order mark.
         text = data.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
-        table: Table = tomllib.loads(text)
+        table = parse_toml(text)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
     except OSError as error:
@@ -110,7 +130,7 @@ def load_config(
         raise ConfigError(
             f"{path}: TOML is UTF-8, byte {error.start} (0x{error.object[error.start]:02x}) is not"
         ) from error
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except ValueError as error:
         raise ConfigError(f"{path} is no TOML: {error}") from error
     for override in overrides:
         _apply_override(table, override)

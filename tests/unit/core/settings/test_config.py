@@ -10,6 +10,7 @@ from slipstream.core.configuration.config_file import (
     largest_trajectory_bytes,
     load_config,
     parse_config,
+    parse_toml,
 )
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import address_parts
@@ -205,6 +206,29 @@ def test_a_file_of_another_format_is_told_to_be_toml(tmp_path: Path, text: str) 
     file.write_text(text)
     with pytest.raises(ConfigError, match=r"run.yaml is no TOML: .*\(at line 1, column \d+\)$"):
         load_config(file)
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        ("a" + ".a" * 100_000 + "=1", "a key has more than 100 parts"),
+        ('"a b"' + '."="' * 5000 + "=1", "a key has more than 100 parts"),
+        ("x={" + "a . " * 5000 + "a=1}", "a key has more than 100 parts"),
+        ("a=" + "[" * 100_000, "maximum recursion depth exceeded"),
+        ("a=" + "1" * 5000, r"Exceeds the limit \(4300 digits\)"),
+    ],
+)
+def test_a_file_that_no_reader_finishes_is_one_line(tmp_path, text, cause):
+    path = tmp_path / "bomb.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=f"bomb.toml is no TOML: {cause}") as caught:
+        load_config(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_texts_with_many_dots_are_settings():
+    text = f"a = '{'.' * 1000} {'x.y ' * 1000}'\nb = '''\n{'word. ' * 99}'''"
+    assert len(parse_toml(text)) == 2
 
 
 def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path) -> None:
