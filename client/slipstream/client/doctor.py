@@ -21,7 +21,9 @@ from slipstream.client.launch.findings import Finding, Verdict, ok, problem
 from slipstream.client.launch.fit import check_fit
 from slipstream.client.launch.launcher import learner_overrides, scene_of
 from slipstream.client.launch.machine import (
+    MIN_MEMORY_GIB,
     ROLE_MEMORY_GIB,
+    ROLES,
     check_build,
     check_companions,
     check_disk,
@@ -47,7 +49,6 @@ LEARNER_PROGRAM = "slipstream.learner.trainer.doctor"
 PROGRAM_LIMIT_S = 120.0
 # Seconds in which all nodes of a learner must have started their examination.
 MEETING_LIMIT_S = 300.0
-REDIS_REMEDY = "install redis and hiredis"
 
 
 async def run_doctor(arguments: argparse.Namespace) -> int:
@@ -64,7 +65,8 @@ async def run_doctor(arguments: argparse.Namespace) -> int:
                 raise ConfigError(f"--role {role} needs a CONFIG.toml")
             findings = await examine(None)
         elif role is None:
-            findings = await examine(load_config(path, overrides, hub="small"))
+            config = load_config(path, overrides, hub="small")
+            findings = await examine(Scene(config, leaves_nothing=True))
         else:
             findings = await _examine_instance(arguments)
     if arguments.json:
@@ -75,25 +77,24 @@ async def run_doctor(arguments: argparse.Namespace) -> int:
     return 1 if any(found.verdict is Verdict.PROBLEM for found in findings) else 0
 
 
-async def examine(config: Config | None) -> list[Finding]:
-    """Returns the findings about this machine, and about how `config` would run on it, if given."""
-    gpus = list_gpus()
-    findings = [*check_machine(has_gpu=bool(gpus)), *check_packages()]
-    if config is None:
-        findings += [*check_limits(has_gpu=bool(gpus)), check_disk(Path("runs"))]
-        findings += check_companions()
-    findings += [*check_gpus(gpus), *check_build(gpus, config)]
-    if importlib.util.find_spec("torch") is not None:
-        findings += await ask_program(LEARNER_PROGRAM)
-    if config is not None:
-        findings += [*await find_all(Scene(config, leaves_nothing=True)), *check_fit(config, gpus)]
-        if config.queue.kind == "redis" and config.queue.redis_url is not None:
-            if importlib.util.find_spec("redis") is None:
-                return [*findings, problem("queue", "queue.kind is redis", REDIS_REMEDY)]
-            from slipstream.client.launch.queue_server import check_queue
+async def examine(scene: Scene | None) -> list[Finding]:
+    """Returns the findings about this machine, and about what of a run would start on it, if given.
 
-            findings += await check_queue(config)
-    return findings
+    A scene without parts is `slipstream run`'s.
+    """
+    gpus, parts = list_gpus(), scene.parts if scene is not None else frozenset()
+    has_gpu, config = bool(gpus), scene.config if scene is not None else None
+    least_gib = ROLE_MEMORY_GIB if parts else MIN_MEMORY_GIB
+    roles = [part.replace("_", " ") for part in parts - {"controller"}] or list(ROLES)
+    findings = [*check_machine(has_gpu=has_gpu, least_gib=least_gib), *check_packages(roles)]
+    findings += [*check_gpus(gpus), *check_build(gpus, config)]
+    if "learner" in roles and importlib.util.find_spec("torch") is not None:
+        findings += await ask_program(LEARNER_PROGRAM)
+    if scene is None:
+        findings += [*check_limits(has_gpu=has_gpu), check_disk(Path("runs"))]
+        return [*findings, *check_companions()]
+    share = scene.share if parts else None
+    return [*findings, *await find_all(scene), *check_fit(scene.config, gpus, share)]
 
 
 async def _examine_instance(arguments: argparse.Namespace) -> list[Finding]:
@@ -107,15 +108,7 @@ async def _examine_instance(arguments: argparse.Namespace) -> list[Finding]:
     share = learner_node(config, arguments.node_rank) if is_learner else Share(servers=1)
     given_s = arguments.connect_timeout_s
     limit_s = MEETING_LIMIT_S if given_s is None else given_s
-    scene = replace(scene_of(config, share, limit_s), leaves_nothing=True)
-    gpus = list_gpus()
-    findings = [*check_machine(has_gpu=bool(gpus), least_gib=ROLE_MEMORY_GIB)]
-    findings += check_packages(["learner" if is_learner else "rollout server"])
-    findings += [*check_gpus(gpus), *check_build(gpus, config)]
-    if is_learner and importlib.util.find_spec("torch") is not None:
-        findings += await ask_program(LEARNER_PROGRAM)
-    findings += check_fit(config, gpus, share)
-    findings += await find_all(scene)
+    findings = await examine(replace(scene_of(config, share, limit_s), leaves_nothing=True))
     nodes, _ = learner_nodes(config)
     if share.has_controller and nodes > 1:
         findings.append(await meet_nodes(config, nodes, limit_s))

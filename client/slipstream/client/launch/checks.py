@@ -166,7 +166,7 @@ async def require(scene: Scene, stage: Stage) -> None:
 async def find_all(scene: Scene) -> list[Finding]:
     """Returns the findings of all checks that the scene's parts need.
 
-    If the scene has no parts, these are all checks but those of `Stage.START` that call others.
+    If the scene has no parts, these are the checks that call no other part of a run.
     """
     findings = [
         await check.find(scene)
@@ -261,7 +261,9 @@ def _queue(scene: Scene) -> str | None:
 def check_stated_port(scene: Scene) -> None:
     """Checks that parts which are started separately can know the controller's port."""
     address = scene.config.controller.address
-    if not scene.dry_run and not scene.parts >= WHOLE_RUN and not address_parts(address)[1]:
+    # Without parts the doctor examines what `slipstream run` would start.
+    is_whole = not scene.parts or scene.parts >= WHOLE_RUN
+    if not scene.dry_run and not is_whole and not address_parts(address)[1]:
         raise ConfigError(
             "controller.address must name a port where the parts of a run are started separately, "
             f"such as 127.0.0.1:7070, got {address}"
@@ -362,14 +364,19 @@ async def _running_controller(scene: Scene) -> str | None:
         )
 
 
-async def _running_queue(scene: Scene) -> str | None:
+async def _running_queue(scene: Scene) -> Seen:
     """Checks the user's own Redis or Valkey with the credentials of each part that starts here."""
     queue = scene.config.queue
-    ends = [end for end in QUEUE_ENDS if end in scene.parts]
-    if queue.kind != "redis" or queue.redis_url is None or not ends:
+    if queue.kind != "redis" or queue.redis_url is None:
         return None
-    from slipstream.client.launch.queue_server import ask_queue
+    if not scene.parts:
+        check_installed("redis")
+    elif not (ends := [end for end in QUEUE_ENDS if end in scene.parts]):
+        return None
+    from slipstream.client.launch.queue_server import ask_queue, check_queue
 
+    if not scene.parts:
+        return await check_queue(scene.config)
     seen = [await ask_queue(scene.config, end, patience_s=scene.connect_timeout_s) for end in ends]
     return "; ".join(seen)
 
@@ -570,6 +577,6 @@ CHECKS = (
     Check("controller", Stage.START, SERVER | LEARNER, _running_controller),
     Check("algorithms", Stage.START, LEARNER, lambda scene: check_algorithms(scene.config)),
     Check("reference", Stage.START, SERVER, lambda scene: check_reference(scene.config)),
-    Check("queue", Stage.START, CONTROLLER | SERVER, _running_queue),
+    Check("queue", Stage.START, CONTROLLER | SERVER, _running_queue, is_for_doctor=True),
     Check("environments", Stage.START, CONTROLLER | SERVER, _environments, is_for_doctor=True),
 )
