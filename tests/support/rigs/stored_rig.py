@@ -16,7 +16,7 @@ from slipstream.core.types import PolicyVersion
 from slipstream.protocol.codec import version_to_pb
 from slipstream.protocol.weights.buckets import layout_from_pb
 from slipstream.rollout_server.engine_interface import LoadedWeights, Sampling
-from slipstream.rollout_server.stored_weights import FAILED, SERVING, FetchOrders, StoredWeights
+from slipstream.rollout_server.stored_weights import FAILED, FetchOrders, StoredWeights
 from slipstream.v1 import fleet_pb2, weights_pb2
 
 from support.fakes.gloo_sender import layout_of, pack
@@ -91,7 +91,7 @@ class StoredRig(Rig):
             assert loaded is not None
             self.sent[PolicyVersion(0, self.publishes)] = self.label
             await self.engine.resume(PolicyVersion(0, self.publishes))
-            report.phase = SERVING
+            report.phase = fleet_pb2.PUBLISH_PHASE_SERVING
         self.orders.note(report)
         say(
             "load",
