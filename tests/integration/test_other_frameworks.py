@@ -1,52 +1,44 @@
-"""Environments of verifiers and OpenEnv as their makers ship them, each in its own Python.
+"""Environments of verifiers, and by it of OpenEnv, with a Python of their own.
 
-They are no dependencies: a test without its framework is skipped. `SLIPSTREAM_FRAMEWORKS` names a
+They are no dependencies: these tests are skipped without verifiers. `SLIPSTREAM_FRAMEWORKS` names a
 folder that these commands fill; WORKER stands for the requirements for another Python in
 docs/guides/environment-runs.md.
 
     cd $SLIPSTREAM_FRAMEWORKS
-    for name in verifiers openenv; do python3 -m venv $name; done
-    verifiers/bin/pip install verifiers==0.4.0 hatchling WORKER
-    openenv/bin/pip install openenv==0.10.0 gymnasium matplotlib
-    git clone --depth 1 https://github.com/meta-pytorch/OpenEnv OpenEnv
+    python3 -m venv verifiers
+    verifiers/bin/pip install 'verifiers[openenv]==0.4.0' hatchling WORKER
     verifiers/bin/pip download --no-deps --no-binary :all: --no-build-isolation verifiers==0.4.0
     tar xzf verifiers-0.4.0.tar.gz
     realpath verifiers-0.4.0/tests/v1/fixtures > \\
         $(echo verifiers/lib/python3*/site-packages)/fixtures.pth
 """
 
-import asyncio
 import contextlib
 import json
 import os
 import re
 import signal
+import socket
 import subprocess
-import sys
+import time
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from slipstream.client.environment import Message, StepResult
 from slipstream.client.launch.preflight import free_port
-from slipstream.environments.frameworks.openenv import OpenEnv
 from support.fakes.chat_models import make_chat_model
 from support.fakes.framework_episode import MARK
 from support.fakes.page_reader import BLOCK
 from support.rigs import run_processes
 from support.rigs.completed import completed
-from support.rigs.waiting import until
 
 pytestmark = [pytest.mark.timeout(1500), pytest.mark.usefixtures("nothing_survives")]
 
 FOLDER = Path(os.environ.get("SLIPSTREAM_FRAMEWORKS", "frameworks-of-others")).absolute()
-# An image that answers as the environment of `openenv init` does; its tests need Docker.
-IMAGE = os.environ.get("SLIPSTREAM_OPENENV_IMAGE", "")
 LIMIT_S = 300.0
 RUN_LIMIT_S = 1200.0
 VERIFIERS = "slipstream.environments.frameworks.verifiers:Verifiers"
-OPENENV = "slipstream.environments.frameworks.openenv:OpenEnv"
 FAKES = run_processes.ROOT / "tests" / "support" / "fakes"
 
 
@@ -154,89 +146,6 @@ def test_what_verifiers_refuses_is_one_line(args: dict, cause: str) -> None:
     assert cause in refused["failure"]
 
 
-@contextlib.contextmanager
-def serving_games(
-    app: str = "guess", sessions: int = 100
-) -> Iterator[tuple[str, subprocess.Popen]]:
-    """A server of OpenEnv as its users start it."""
-    port = free_port("127.0.0.1")
-    options = ["--port", str(port), "--log-level", "warning"]
-    process = subprocess.Popen(
-        [python_of("openenv"), "-m", "uvicorn", f"openenv_games:{app}", *options],
-        cwd=FAKES,
-        env={**os.environ, "SESSIONS": str(sessions)},
-    )
-    try:
-        yield f"http://127.0.0.1:{port}", process
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(LIMIT_S)
-
-
-async def until_it_answers(environment: OpenEnv) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        while True:
-            try:
-                await environment.reset({"seed": 0})
-            except RuntimeError:
-                await asyncio.sleep(0.2)
-            else:
-                await environment.close()
-                return
-
-
-async def replied(environment: OpenEnv, task: dict, *replies: str) -> list[StepResult]:
-    """Plays one episode on a copy, as a worker does."""
-    import copy
-
-    own = copy.copy(environment)
-    await own.reset(task)
-    try:
-        return [await own.step(reply) for reply in replies]
-    finally:
-        await own.close()
-
-
-@needs("openenv")
-async def test_sessions_of_openenv_are_episodes_and_their_failures_have_causes() -> None:
-    with serving_games(sessions=2) as (url, process):
-        game = OpenEnv(
-            url,
-            action={"guess": "{number}"},
-            observation="{hint}",
-            metrics=["steps"],
-            tasks=5,
-            full_timeout_s=LIMIT_S,
-        )
-        await until_it_answers(game)
-        # The wanted digit of a seed is the same in every episode.
-        digits = [
-            [(await replied(game, {"seed": seed}, str(n)))[0].reward for n in range(3)].index(1.0)
-            for seed in range(3)
-        ]
-        # There are ten episodes and two sessions: the others wait.
-        played = await asyncio.gather(
-            *[replied(game, {"seed": n % 3}, f"It is {digits[n % 3]}") for n in range(10)]
-        )
-        assert [results[-1].reward for results in played] == [1.0] * 10
-        assert played[0][-1].metrics == {"turns": 1.0, "invalid_action": 0.0, "steps": 1.0}
-        wrong = str((digits[0] + 1) % 3)
-        *_, last = await replied(game, {"seed": 0}, wrong, wrong, wrong)
-        assert (last.reward, last.done) == (0.0, True)
-        (none,) = await replied(game, {"seed": 0}, "no number")
-        assert (none.reward, none.done, none.metrics["invalid_action"]) == (0.0, True, 1.0)
-        # The server refuses what is no whole number.
-        (half,) = await replied(game, {"seed": 0}, "1.5")
-        assert half.metrics["invalid_action"] == 1.0
-        with pytest.raises(RuntimeError, match="refuses step: 777 is not allowed"):
-            await replied(game, {"seed": 0}, "777")
-        with pytest.raises(RuntimeError, match="the OpenEnv server was lost in step"):
-            await replied(game, {"seed": 0}, "888")
-        assert process.wait(LIMIT_S) == 3
-        with pytest.raises(RuntimeError, match="no OpenEnv server answers at ws://127.0.0.1"):
-            await replied(game, {"seed": 0}, "1")
-
-
 def shown(folder: Path, framework: str) -> dict:
     """Saves the file of a section of the guide; returns the args of its first environment."""
     page = (run_processes.ROOT / "docs" / "guides" / "frameworks.md").read_text()
@@ -258,27 +167,44 @@ def test_the_taskset_of_the_guide_trains(tmp_path: Path) -> None:
     assert (episode["failure"], episode["reward"]) == ("", 1.0)
 
 
-@needs("openenv")
-def test_the_server_of_the_guide_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    args = shown(tmp_path, "OpenEnv")
-    init = [tmp_path / "venvs" / "openenv" / "bin" / "openenv", "init", "echoing"]
-    subprocess.run(init, cwd=tmp_path, check=True, capture_output=True, timeout=LIMIT_S)
-    monkeypatch.chdir(tmp_path)
-    environment = OpenEnv(**args)
+@contextlib.contextmanager
+def echoing(folder: Path) -> Iterator[str]:
+    """Yields the address of the server that `openenv init` makes."""
+    made = [FOLDER / "verifiers" / "bin" / "openenv", "init", "echoing"]
+    subprocess.run(made, cwd=folder, check=True, capture_output=True, timeout=LIMIT_S)
+    app = folder / "echoing" / "server" / "app.py"
+    app.write_text(app.read_text().replace("max_concurrent_envs=1,", "max_concurrent_envs=100,"))
+    port = free_port("127.0.0.1")
+    options = ["--port", str(port), "--log-level", "warning"]
+    program = [python_of("verifiers"), "-m", "uvicorn", "echoing.server.app:app", *options]
+    process = subprocess.Popen(program, cwd=folder)
+    try:
+        until_it_listens(port, process)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(LIMIT_S)
 
-    async def played() -> tuple[str, StepResult]:
-        try:
-            (first,) = await environment.reset({"seed": 0})
-            return first.content, await environment.step("hi")
-        finally:
-            await environment.close()
-            assert environment._server is not None
-            await environment._server.close()
 
-    first, step = asyncio.run(played())
-    assert first == "You said: Echoing environment ready!"
-    assert step.messages == [Message("user", "You said: hi")]
-    assert (step.reward, step.done) == (pytest.approx(0.2), False)
+def until_it_listens(port: int, process: subprocess.Popen) -> None:
+    end_s = time.monotonic() + LIMIT_S
+    while process.poll() is None and time.monotonic() < end_s:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+            return
+        time.sleep(0.1)
+    raise AssertionError("the server of OpenEnv does not listen")
+
+
+@needs("verifiers")
+def test_verifiers_plays_environments_of_openenv(tmp_path: Path) -> None:
+    with echoing(tmp_path) as address:
+        taskset = {"id": "openenv", "base_url": address, "resets": [{"seed": 0}, {"seed": 1}]}
+        (episode,) = verifiers_episodes(
+            {"taskset": taskset}, {"task": 1, "replies": ['{"message": "hi"}', ""]}
+        )
+    assert episode["failure"] == ""
+    assert "Echoing environment ready!" in str(episode["requests"][0]["messages"])
+    assert episode["reward"] == pytest.approx(0.2)
 
 
 def sizes(**changes: object) -> dict[str, object]:
@@ -332,75 +258,3 @@ async def test_environments_of_verifiers_train_twenty_steps(tmp_path: Path) -> N
         for name in names
     ]
     assert were_trained(await trained(tmp_path, entries)) == set(names)
-
-
-@pytest.mark.skipif(not IMAGE, reason="SLIPSTREAM_OPENENV_IMAGE names no image of an echo server")
-async def test_a_container_of_openenv_ends_with_the_process_that_started_it() -> None:
-    args = {"image": IMAGE, "image_options": ["--memory", "1g"], "action": {"message": "{reply}"}}
-    program = [sys.executable, "-c", PLAYS_IN_A_CONTAINER, json.dumps(args)]
-    worker = await asyncio.create_subprocess_exec(*program, stdout=asyncio.subprocess.PIPE)
-    try:
-        assert worker.stdout is not None
-        async with asyncio.timeout(LIMIT_S):
-            # The server's own lines come first.
-            while (line := await worker.stdout.readline()) != b"You said: hello\n":
-                assert line, "the worker ended"
-            assert len(containers()) == 1
-            worker.kill()
-            await until(lambda: not containers())
-    finally:
-        if worker.returncode is None:
-            worker.kill()
-        await worker.wait()
-
-
-PLAYS_IN_A_CONTAINER = """
-import asyncio, copy, json, sys
-from slipstream.environments.frameworks.openenv import OpenEnv
-
-async def main():
-    game = OpenEnv(**json.loads(sys.argv[1]), observation="You said: {echoed_message}")
-    episode = copy.copy(game)
-    await episode.reset({"seed": 0})
-    print((await episode.step("hello")).messages[0].content, flush=True)
-    await asyncio.sleep(600)
-
-asyncio.run(main())
-"""
-
-
-def containers() -> list[str]:
-    """The ids of the containers of IMAGE that run."""
-    asked = ["docker", "ps", "--quiet", "--filter", f"ancestor={IMAGE}"]
-    return completed(asked, check=True).stdout.split()
-
-
-@pytest.mark.slow
-@needs("openenv")
-async def test_environments_of_openenv_train_twenty_steps(tmp_path: Path) -> None:
-    # What `openenv init` makes is the environment that OpenEnv itself ships.
-    made = [FOLDER / "openenv" / "bin" / "openenv", "init", "echoing"]
-    subprocess.run(made, cwd=tmp_path, check=True, capture_output=True, timeout=LIMIT_S)
-    app = tmp_path / "echoing" / "server" / "app.py"
-    app.write_text(app.read_text().replace("max_concurrent_envs=1,", "max_concurrent_envs=100,"))
-    uvicorn = [str(python_of("openenv")), "-m", "uvicorn", "--port", "{port}"]
-    quiet = ["--log-level", "warning"]
-    rules = {
-        "echoing": {"action": {"message": "{reply}"}, "tasks": 10},
-        "guess": {"action": {"guess": "{number}"}, "observation": "{hint}", "tasks": 10},
-        "write": {"action": {"text": "{reply}"}, "tasks": [{"first": "a"}, {"first": "b"}]},
-    }
-    places = {"echoing": ("echoing.server.app:app", tmp_path)}
-    entries = []
-    for name, rule in rules.items():
-        target, place = places.get(name, (f"openenv_games:{name}", FAKES))
-        start = [*uvicorn, "--app-dir", str(place), target, *quiet]
-        entries.append(
-            {
-                "name": name,
-                "reference": OPENENV,
-                "args": {"command": start, **rule},
-                "timeout_s": 240.0,
-            }
-        )
-    assert were_trained(await trained(tmp_path, entries)) == set(rules)

@@ -11,13 +11,13 @@ pytestmark = [*run_processes.SLOW_RUN, pytest.mark.timeout(1300)]
 STEPS = 20
 FRAMEWORKS = "slipstream.environments.frameworks"
 REASONING_GYM = f"{FRAMEWORKS}.reasoning_gym:ReasoningGym"
-GYMNASIUM = f"{FRAMEWORKS}.gymnasium:Gymnasium"
+GYMNASIUM = "deploy.environments.gymnasium_game:Game"
 # The model knows letters, 0 and 1; everything else is one unknown word to it.
 LETTERS = list("abcdef")
 
 
 def gym(id: str, num_actions: int, **kwargs: object) -> dict[str, object]:
-    return {"id": id, "kwargs": kwargs, "action_names": LETTERS[:num_actions], "max_illegal": 2}
+    return {"id": id, "kwargs": kwargs, "actions": LETTERS[:num_actions]}
 
 
 # Package, reference, arguments.
@@ -52,8 +52,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", CASES)
 def test_an_environment_of_a_framework_trains(name: str, tmp_path: Path, model: Path) -> None:
     package, reference, args = CASES[name]
+    other: dict[str, object] = {"split": "heldout"}
     if package != "reasoning_gym":
         pytest.importorskip(package)
+        other = {"first_seed": 1000}
     entry = {"name": name, "reference": reference, "timeout_s": 60.0}
     heldout = {"name": f"{name}-heldout", "reference": reference, "timeout_s": 60.0}
     config = run_processes.write_config(
@@ -62,8 +64,7 @@ def test_an_environment_of_a_framework_trains(name: str, tmp_path: Path, model: 
         run__steps=STEPS,
         environments=[entry | {"args": args}],
         evaluations=[
-            heldout
-            | {"args": args | {"split": "heldout"}, "num_episodes": 8, "every_steps": STEPS // 2}
+            heldout | {"args": args | other, "num_episodes": 8, "every_steps": STEPS // 2}
         ],
         algorithm__group_size=8,
         algorithm__groups_per_step=4,
@@ -74,6 +75,7 @@ def test_an_environment_of_a_framework_trains(name: str, tmp_path: Path, model: 
         learner__micro_batch_tokens=4096,
         rollout_server__max_episodes=32,
     )
+    (tmp_path / "deploy").symlink_to(run_processes.ROOT / "deploy")
     run_processes.succeed("run", config, cwd=tmp_path, limit_s=1200.0)
     summary = run_processes.summary_of(tmp_path / "run")
     assert summary["steps"] == STEPS

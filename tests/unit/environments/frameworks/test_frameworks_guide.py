@@ -4,13 +4,13 @@ import copy
 import importlib.util
 import json
 import re
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 from slipstream.client.environment import Environment, TaskSource
 from slipstream.client.environment_loader import load_environment
+from slipstream.core.errors import EnvironmentFailed
 
 GUIDES = Path(__file__).parents[4] / "docs" / "guides"
 PAGE = GUIDES / "frameworks.md"
@@ -19,7 +19,7 @@ OURS = "slipstream.environments.frameworks."
 # Class -> a module of its package that nothing else brings.
 PACKAGES = {
     f"{OURS}reasoning_gym:ReasoningGym": "cellpylib",
-    f"{OURS}gymnasium:Gymnasium": "gymnasium",
+    "deploy.environments.gymnasium_game:Game": "gymnasium",
 }
 
 
@@ -33,15 +33,6 @@ def entries() -> list[dict]:
         e for table in tables for part in table.values() if isinstance(part, list) for e in part
     ]
     return [entry for entry in shown if entry["reference"] in PACKAGES]
-
-
-@pytest.fixture(autouse=True)
-def functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The page's functions lie in the working directory."""
-    shown = (text for text in blocks("python") if "def observe(" in text)
-    (tmp_path / "my_functions.py").write_text("".join(shown))
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "my_functions", raising=False)
 
 
 @pytest.mark.parametrize("entry", entries(), ids=lambda entry: entry["name"])
@@ -60,12 +51,27 @@ def test_all_classes_are_shown() -> None:
     assert {entry["reference"] for entry in entries()} == set(PACKAGES)
 
 
-def test_the_functions_that_are_shown_play() -> None:
+def test_a_game_of_gymnasium_is_played_by_named_actions() -> None:
     pytest.importorskip("gymnasium")
-    (args,) = [entry["args"] for entry in entries() if entry["name"] == "cart-pole"]
-    environment = load_environment(f"{OURS}gymnasium:Gymnasium", json.dumps(args), "")
-    (message,) = environment.reset(0)
-    assert re.search(r"The cart is at -?0\.0\d, the pole leans (left|right)\.$", message.content)
-    assert environment.step("Left, then").messages[0].content == "Say left or right first."
-    assert environment.step("left then").reward == 1.0
-    environment.close()
+    (args,) = [entry["args"] for entry in entries() if entry["name"] == "frozen-lake"]
+    game = load_environment("deploy.environments.gymnasium_game:Game", json.dumps(args), "")
+    (message,) = game.reset(0)
+    assert message.content.endswith("[S]FFF\nFHFH\nFFFH\nHFFG")
+    illegal = game.step("up to you, leftward")
+    assert (illegal.reward, illegal.done) == (0.0, False)
+    assert game.step("jump").messages[0].content == "Reply with one of: left, down, right, up."
+    played = [game.step(word) for word in ("down", "down", "right", "right", "down", "right")]
+    assert [(each.reward, each.done) for each in played][-1] == (1.0, True)
+    game.reset(0)
+    assert [game.step("no").done for _ in range(3)] == [False, False, True]
+    game.close()
+
+
+def test_each_action_of_a_game_has_a_name() -> None:
+    pytest.importorskip("gymnasium")
+    with pytest.raises(EnvironmentFailed, match="FrozenLake-v1 has 4 actions, and 1 have a name"):
+        load_environment(
+            "deploy.environments.gymnasium_game:Game",
+            json.dumps({"id": "FrozenLake-v1", "actions": ["up"]}),
+            "",
+        )
