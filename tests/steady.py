@@ -60,6 +60,7 @@ def run_once(seed: int, arguments: list[str], *, delays: bool) -> int:
     rng = random.Random(seed)
     os.umask(rng.choice(UMASKS))
     os.environ |= {"TZ": rng.choice(ZONES), "LC_ALL": rng.choice(LOCALES)}
+    time.tzset()
     if delays:
         delay_callbacks(random.Random(seed))
     with tempfile.TemporaryDirectory(prefix=f"run-{seed}-") as folder:
