@@ -22,6 +22,7 @@ from slipstream.v1 import (
 )
 from support.fakes.guarded_controller import TOKEN, serving, with_token
 from support.fakes.named_channel import RUN_ID
+from support.rigs.waiting import LIMIT_S
 
 MODULES = (environment_pb2, fleet_pb2, status_pb2, trainer_pb2, trajectory_pb2)
 OTHERS = (health_pb2, reflection_pb2)
@@ -48,7 +49,7 @@ async def call(channel: grpc.aio.Channel, method: MethodDescriptor, token: str |
     made = kind(f"/{method.containing_service.full_name}/{method.name}")(
         requests() if method.client_streaming else b"",
         metadata=call_metadata(with_token(token)),
-        timeout=20,
+        timeout=LIMIT_S,
     )
     if method.server_streaming:
         await made.read()

@@ -255,7 +255,7 @@ async def test_a_trainer_that_is_refused_takes_nobodys_place(tmp_path, caplog):
         trainer = trainer_pb2_grpc.TrainerServiceStub(channel)
         for line, hello in lines.items():
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await trainer.Register(trainer_pb2.TrainerHello(**(facts | hello)), timeout=20)
+                await trainer.Register(trainer_pb2.TrainerHello(**(facts | hello)), timeout=LIMIT_S)
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
             assert caught.value.details() == line
 
@@ -269,8 +269,8 @@ async def test_a_second_trainer_is_refused_while_the_first_one_lives(tmp_path, c
         facts = {"world_size": 1, "layout_description": "a\nb", "process": "host far, process 7"}
         trainer = trainer_pb2_grpc.TrainerServiceStub(channel)
         for call in (
-            trainer.Register(trainer_pb2.TrainerHello(**facts), timeout=20),
-            trainer.Register(trainer_pb2.TrainerHello(**facts), timeout=20),
+            trainer.Register(trainer_pb2.TrainerHello(**facts), timeout=LIMIT_S),
+            trainer.Register(trainer_pb2.TrainerHello(**facts), timeout=LIMIT_S),
         ):
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await call
@@ -303,7 +303,7 @@ async def test_no_call_of_a_trainer_counts_from_one_without_its_epoch(tmp_path, 
         )
         for metadata in ((), ((TRAINER_EPOCH, "0"),), ((TRAINER_EPOCH, "1"),)):
             for method, request in calls:
-                call = method(request, timeout=20, metadata=metadata)
+                call = method(request, timeout=LIMIT_S, metadata=metadata)
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
                     await (call.read() if hasattr(call, "read") else call)
                 assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
@@ -316,7 +316,7 @@ async def test_a_failure_that_no_registered_trainer_reports_ends_nothing(tmp_pat
     async def attack(channel, server):
         trainer = trainer_pb2_grpc.TrainerServiceStub(channel)
         failure = trainer_pb2.TrainerFailure(message="made up", final=True)
-        await trainer.ReportFailure(failure, timeout=20)
+        await trainer.ReportFailure(failure, timeout=LIMIT_S)
 
     await attacked(tmp_path, caplog, attack)
 
@@ -348,7 +348,7 @@ async def test_an_environment_that_cannot_be_is_refused_in_one_line(tmp_path, ca
                 spec=environment_pb2.EnvironmentSpec(**(facts | spec))
             )
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await environments.SubmitEnvironment(request, timeout=20)
+                await environments.SubmitEnvironment(request, timeout=LIMIT_S)
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
             assert caught.value.details().startswith(line)
             assert "\n" not in caught.value.details()

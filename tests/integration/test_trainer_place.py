@@ -20,6 +20,7 @@ from slipstream.v1 import status_pb2, status_pb2_grpc, trainer_pb2, trainer_pb2_
 from support.fakes.fake_server import OPEN
 from support.fakes.named_channel import open_named
 from support.rigs.controller_runs import make_config
+from support.rigs.waiting import LIMIT_S
 
 FIRST = """
 import sys
@@ -132,16 +133,16 @@ async def test_after_a_cut_the_first_to_come_back_has_the_place(tmp_path):
     config = make_config(tmp_path)
     async with controlled(config), open_named(config.controller.address) as channel:
         stub = trainer_pb2_grpc.TrainerServiceStub(channel)
-        first = await stub.Register(HELLO, wait_for_ready=True, timeout=10)
+        first = await stub.Register(HELLO, wait_for_ready=True, timeout=LIMIT_S)
         epoch = ((TRAINER_EPOCH, str(first.trainer_epoch)),)
         for _ in range(2):
             # The trainer's stream ends with the connection; the trainer comes back.
             place = stub.KeepPlace(trainer_pb2.PlaceRequest(), metadata=epoch)
             await place.read()
             with pytest.raises(grpc.aio.AioRpcError, match="has the place in this run"):
-                await stub.Register(HELLO, timeout=10)
+                await stub.Register(HELLO, timeout=LIMIT_S)
             place.cancel()
-        waiting = stub.Next(trainer_pb2.NextRequest(), timeout=30, metadata=epoch)
+        waiting = stub.Next(trainer_pb2.NextRequest(), timeout=LIMIT_S, metadata=epoch)
         asked = asyncio.ensure_future(waiting.read())
         await asyncio.wait((asked,), timeout=0.3)
         assert not asked.done()
@@ -161,15 +162,17 @@ async def test_a_trainer_that_loads_says_how_much_it_has_read(tmp_path):
         status = status_pb2_grpc.StatusServiceStub(channel)
 
         async def waiting_for() -> str:
-            return (await status.GetStatus(status_pb2.GetStatusRequest(), timeout=10)).waiting_for
+            return (
+                await status.GetStatus(status_pb2.GetStatusRequest(), timeout=LIMIT_S)
+            ).waiting_for
 
         report = trainer_pb2.WorkReport(loaded_bytes=3_210_000_000)
-        await stub.ReportWork(report, wait_for_ready=True, timeout=10)
+        await stub.ReportWork(report, wait_for_ready=True, timeout=LIMIT_S)
         assert await waiting_for() == "the trainer to load its model, 3.2 GB so far"
-        await stub.Register(HELLO, timeout=10)
+        await stub.Register(HELLO, timeout=LIMIT_S)
         # Somebody else loads: it is no news of the trainer that is there.
         with pytest.raises(grpc.aio.AioRpcError, match="another trainer has taken over"):
-            await stub.ReportWork(report, timeout=10)
+            await stub.ReportWork(report, timeout=LIMIT_S)
 
 
 @pytest.mark.parametrize("epoch", ["0", "1"])
@@ -180,4 +183,4 @@ async def test_nobody_has_the_place_before_a_trainer_has_registered(tmp_path, ep
         goodbye = trainer_pb2.TrainerGoodbye()
         metadata = ((TRAINER_EPOCH, epoch),)
         with pytest.raises(grpc.aio.AioRpcError, match="no trainer has registered since the"):
-            await stub.Finish(goodbye, wait_for_ready=True, timeout=20, metadata=metadata)
+            await stub.Finish(goodbye, wait_for_ready=True, timeout=LIMIT_S, metadata=metadata)

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 from slipstream.core.errors import WeightSyncError
 
+from support.rigs.waiting import LIMIT_S
+
 
 @dataclass
 class Meeting:
@@ -39,7 +41,7 @@ class FakeNccl:
         with meeting.lock:
             meeting.members.add(rank)
             meeting.lock.notify_all()
-            meeting.lock.wait_for(lambda: len(meeting.members) == world_size, timeout=30)
+            meeting.lock.wait_for(lambda: len(meeting.members) == world_size, timeout=LIMIT_S)
         made = FakeCommunicator(meeting, rank)
         self.made.append(made)
         return made

@@ -34,7 +34,7 @@ async def serving(tmp_path: Path) -> AsyncIterator[str]:
                 status_pb2.GetStatusRequest(),
                 metadata=call_metadata(with_token(TOKEN)),
                 wait_for_ready=True,
-                timeout=20,
+                timeout=LIMIT_S,
             )
         yield address
     finally:

@@ -84,7 +84,7 @@ async def attacked(tmp_path, caplog, attack: Attack, **changes) -> dict:
                 async with asyncio.timeout(LIMIT_S):
                     await attack(channel, server)
                 status = status_pb2_grpc.StatusServiceStub(channel)
-                await status.GetStatus(status_pb2.GetStatusRequest(), timeout=20)
+                await status.GetStatus(status_pb2.GetStatusRequest(), timeout=LIMIT_S)
         finally:
             trainer.gate.set()
 
@@ -103,7 +103,7 @@ def deliver(channel: grpc.aio.Channel, *requests: trajectory_pb2.DeliverRequest)
             yield request
         await asyncio.Event().wait()
 
-    return trajectory_pb2_grpc.TrajectoryServiceStub(channel).Deliver(messages(), timeout=30)
+    return trajectory_pb2_grpc.TrajectoryServiceStub(channel).Deliver(messages(), timeout=LIMIT_S)
 
 
 async def ended(call) -> tuple[grpc.StatusCode, str]:

@@ -18,7 +18,7 @@ class Meeting:
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        self.barrier = threading.Barrier(world_size, timeout=30)
+        self.barrier = threading.Barrier(world_size, timeout=LIMIT_S)
         self.given: list[bytes] = [b""] * world_size
         self.store = dist.HashStore()
 

@@ -115,7 +115,7 @@ class LiveRun:
         try:
             if not self.is_over:
                 status = status_pb2_grpc.StatusServiceStub(self.channel)
-                await status.GetStatus(status_pb2.GetStatusRequest(), timeout=20)
+                await status.GetStatus(status_pb2.GetStatusRequest(), timeout=LIMIT_S)
             async with asyncio.timeout(LIMIT_S):
                 self.code = await self._running
         finally:

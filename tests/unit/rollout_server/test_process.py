@@ -13,6 +13,7 @@ from slipstream.rollout_server.process import (
     engine_environment,
 )
 from support.fakes.small_configs import small_config
+from support.rigs.waiting import LIMIT_S
 from vllm.v1.engine.exceptions import EngineDeadError
 
 START = """
@@ -34,7 +35,7 @@ def test_a_start_that_takes_too_long_ends_the_process() -> None:
 
 @pytest.mark.process
 def test_a_start_in_time_goes_on() -> None:
-    assert subprocess.run([sys.executable, "-c", START, "20"], timeout=30).returncode == 0
+    assert subprocess.run([sys.executable, "-c", START, "20"], timeout=LIMIT_S).returncode == 0
 
 
 LEAVE = """
@@ -52,7 +53,9 @@ leave(3)
 
 @pytest.mark.process
 def test_a_program_that_leaves_calls_its_exit_functions_and_takes_nothing_apart() -> None:
-    run = subprocess.run([sys.executable, "-c", LEAVE], capture_output=True, text=True, timeout=30)
+    run = subprocess.run(
+        [sys.executable, "-c", LEAVE], capture_output=True, text=True, timeout=LIMIT_S
+    )
     assert (run.returncode, run.stdout, run.stderr) == (3, "written\nleft\n", "")
 
 
@@ -82,7 +85,7 @@ def test_a_full_disk_of_the_log_changes_no_exit_code(tmp_path: Path) -> None:
     full = "import os\nos.dup2(os.open('/dev/full', os.O_WRONLY), 1)\n"
     program = LEAVE.replace("leave(3)", f"{full}leave(3)")
     with (tmp_path / "log").open("w") as log:
-        run = subprocess.run([sys.executable, "-c", program], stdout=log, timeout=30)
+        run = subprocess.run([sys.executable, "-c", program], stdout=log, timeout=LIMIT_S)
     assert run.returncode == 3
 
 
@@ -114,7 +117,9 @@ uvloop.run(main())
 
 @pytest.mark.process
 def test_a_signal_to_the_engine_is_none_to_the_server() -> None:
-    run = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=30)
+    run = subprocess.run(
+        [sys.executable, "-c", FORK], capture_output=True, text=True, timeout=LIMIT_S
+    )
     assert (run.returncode, run.stdout) == (0, "False\n"), run.stderr
 
 

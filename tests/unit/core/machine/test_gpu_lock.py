@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from slipstream.core.errors import RunFailed
 from slipstream.core.machine.gpus import Gpu, fill_gpus, gpu_names
+from support.rigs.waiting import LIMIT_S
 
 GPUS = tuple(Gpu(n, f"GPU-{n}aaa", "gpu", 1 << 30) for n in range(3))
 
@@ -69,7 +70,7 @@ def test_turn_ends_although_a_forked_child_lives_on(tmp_path: Path) -> None:
     )
     process = started(program, tmp_path, until="left")
     assert may_fill(tmp_path, "a", alone=True)
-    process.communicate("", timeout=20)
+    process.communicate("", timeout=LIMIT_S)
 
 
 @pytest.mark.process
@@ -82,7 +83,7 @@ def test_a_killed_holder_blocks_nobody(tmp_path: Path) -> None:
     process = started(program, tmp_path, until="held")
     assert not may_fill(tmp_path, "a", alone=True)
     process.kill()
-    process.communicate(timeout=20)
+    process.communicate(timeout=LIMIT_S)
     assert may_fill(tmp_path, "a", alone=True)
 
 

@@ -28,7 +28,7 @@ from slipstream.protocol.bounds import max_message_bytes
 from support.fakes.small_configs import config_of
 from support.rigs.fuzz_calls import METHODS
 from support.rigs.fuzzing import new
-from support.rigs.waiting import until
+from support.rigs.waiting import LIMIT_S, until
 
 TOKEN = "s" * 32
 OPEN = Credentials(certificate=None, key=None, ca=None, token=None)
@@ -87,7 +87,9 @@ async def call(channel: grpc.aio.Channel, shape: str, credentials: Credentials) 
         "StreamStream": channel.stream_stream,
     }[shape]
     request = b"hello" if shape.startswith("Unary") else requests()
-    answer = kind(f"/test.Echo/{shape}")(request, metadata=call_metadata(credentials), timeout=20)
+    answer = kind(f"/test.Echo/{shape}")(
+        request, metadata=call_metadata(credentials), timeout=LIMIT_S
+    )
     if shape.endswith("Unary"):
         return await answer
     return b"".join([part async for part in answer])
@@ -190,7 +192,7 @@ async def test_a_stranger_is_refused_before_a_request_is_read(shape: str) -> Non
         open_channel(address, OPEN) as channel,
     ):
         # On the wire, a unary call whose request never comes.
-        refused = channel.stream_stream(f"/test.Echo/{shape}")(requests(), timeout=20)
+        refused = channel.stream_stream(f"/test.Echo/{shape}")(requests(), timeout=LIMIT_S)
         assert await refused.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
@@ -272,9 +274,9 @@ async def test_no_request_is_larger_than_those_of_the_methods() -> None:
     assert max(sizes) <= MAX_REQUEST_BYTES < 1.1 * max(sizes)
     async with serving_at("127.0.0.1", OPEN) as address, open_channel(address, OPEN) as channel:
         ask = channel.unary_unary("/test.Echo/UnaryUnary")
-        assert len(await ask(bytes(MAX_REQUEST_BYTES), timeout=20)) == MAX_REQUEST_BYTES
+        assert len(await ask(bytes(MAX_REQUEST_BYTES), timeout=LIMIT_S)) == MAX_REQUEST_BYTES
         with pytest.raises(grpc.aio.AioRpcError, match="larger than max"):
-            await ask(bytes(MAX_REQUEST_BYTES + 1), timeout=20)
+            await ask(bytes(MAX_REQUEST_BYTES + 1), timeout=LIMIT_S)
 
 
 async def test_an_unknown_method_is_unimplemented_rather_than_an_error_of_the_server() -> None:
@@ -304,7 +306,7 @@ async def test_calls_go_through_tls_with_a_certificate_of_ones_own(certificate, 
             async with open_channel(address, calling) as channel:
                 assert await call(channel, shape, calling) == b"hello"
         with open_blocking_channel(address, calling) as blocking:
-            grpc.channel_ready_future(blocking).result(timeout=20)
+            grpc.channel_ready_future(blocking).result(timeout=LIMIT_S)
         async with grpc.aio.insecure_channel(address) as plain:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await call(plain, "UnaryUnary", calling)

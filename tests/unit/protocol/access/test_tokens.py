@@ -25,7 +25,7 @@ from slipstream.protocol.access.security import (
 )
 from slipstream.protocol.access.tokens import RIGHTS, Tokens, may_call, role_of, role_token
 from slipstream.v1 import environment_pb2, fleet_pb2, status_pb2, trainer_pb2, trajectory_pb2
-from support.rigs.waiting import until
+from support.rigs.waiting import LIMIT_S, until
 
 TOKEN, OLD, NEW = ("t" * 40, "o" * 40, "n" * 40)
 ROOT = Path(__file__).parents[4]
@@ -128,7 +128,7 @@ async def test_a_call_beyond_its_role_is_refused_in_one_line() -> None:
     submit = "/slipstream.v1.EnvironmentService/SubmitEnvironment"
     async with open_channel(address, rollout) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await channel.unary_unary(submit)(b"", metadata=call_metadata(rollout), timeout=20)
+            await channel.unary_unary(submit)(b"", metadata=call_metadata(rollout), timeout=LIMIT_S)
         assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
         assert caught.value.details() == (
             f"the token of a rollout-server does not open {submit} (docs/security.md)"

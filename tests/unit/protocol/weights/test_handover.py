@@ -46,7 +46,7 @@ class Process:
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.communicate(timeout=20)
+        self.process.communicate(timeout=LIMIT_S)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import threading
 
 from slipstream.learner.trainer.ranks.activity import Activity, SignsOfLife
+from support.rigs.waiting import LIMIT_S
 
 PERIOD_S = 0.01
 
@@ -14,6 +15,6 @@ def test_signs_come_with_work_and_end_with_it() -> None:
         assert not told.acquire(timeout=10 * PERIOD_S)
         for _ in range(3):
             activity.note()
-            assert told.acquire(timeout=10)
+            assert told.acquire(timeout=LIMIT_S)
         # A thread that hangs notes nothing more, though its process lives.
         assert not told.acquire(timeout=10 * PERIOD_S)

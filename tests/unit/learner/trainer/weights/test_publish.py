@@ -521,7 +521,7 @@ def test_leader_that_gives_a_meeting_up_frees_the_other_senders() -> None:
     threading.Timer(0.5, abandoned.set).start()
     with pytest.raises(WeightSyncError, match="before one of them was lost"):
         leader.connect(where, 0, abandoned)
-    assert "2 others joining members-1" in str(failures.get(timeout=20))
+    assert "2 others joining members-1" in str(failures.get(timeout=LIMIT_S))
     thread.join(LIMIT_S)
 
 
