@@ -91,6 +91,8 @@ class Shape:
     has_client: bool
     # How many of the servers take their weights from storage.
     far_servers: int = 0
+    # Whether no lease is taken back for its time: a lie must be found out at once.
+    has_patience: bool = False
 
 
 @dataclass(frozen=True)
@@ -150,7 +152,7 @@ def config_of(shape: Shape, folder: Path, *, is_far: bool = False) -> Config:
         "controller": {
             "address": ADDRESS,
             "heartbeat_timeout_s": 4.0,
-            "lease_timeout_s": 30.0,
+            "lease_timeout_s": 1000.0 if shape.has_patience else 30.0,
             "max_set_aside_batches": 100,
         },
         "rollout_server": {"max_episodes": 8, "drain_timeout_s": 2.0},
@@ -211,6 +213,7 @@ def plan(seed: int) -> tuple[Shape, list[Fault]]:
     if rnd.random() < 0.1:
         lie = rnd.choice(("foreign_run_lie", "lost_delivery_lie", "kept_lease_lie"))
         faults.append(Fault(rnd.uniform(0.0, STEP_S * shape.steps), lie))
+        shape = replace(shape, has_patience=lie == "foreign_run_lie")
     return shape, sorted(faults, key=lambda fault: fault.at_s)
 
 

@@ -18,6 +18,7 @@ from slipstream.core.advice import (
     waits_for,
 )
 from slipstream.core.errors import ConfigError
+from slipstream.core.regular_files import read_regular
 from slipstream.core.run_folder import ADVICE
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.rank_layout import RankLayout
@@ -76,7 +77,7 @@ def profile_lines(config: Config, run: Path) -> list[str]:
     """
     path = run / ADVICE
     try:
-        profile = profile_from_json(json.loads(path.read_text())["profile"])
+        profile = profile_from_json(json.loads(read_regular(path))["profile"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ConfigError(
             f"--profile needs the folder of a run of some 20 steps or more, "

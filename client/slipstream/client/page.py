@@ -22,11 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import JsonValue
-from slipstream.client.run_files import lines_of, open_regular, parsed, read_bounded
+from slipstream.client.run_files import lines_of, parsed, read_bounded
 from slipstream.client.run_folder import settings_of
 from slipstream.client.terminal import say
-from slipstream.core.configuration.config_file import parse_toml
+from slipstream.core.configuration.toml_text import parse_toml
 from slipstream.core.errors import ConfigError
+from slipstream.core.regular_files import open_regular
 from slipstream.core.run_folder import CONFIG, METRICS, SAMPLES, SUMMARY, SUSPENDED
 from slipstream.core.settings.config import told_settings
 

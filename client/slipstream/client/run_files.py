@@ -7,25 +7,14 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 from pydantic import JsonValue
+from slipstream.core.regular_files import open_regular
 
 LINE_BYTES = 16 << 20
-
-
-def open_regular(path: Path) -> BinaryIO:
-    """Opens a regular file for reading; raises OSError for anything else."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    file = os.fdopen(descriptor, "rb")
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        file.close()
-        raise OSError(f"{path} is no regular file")
-    return file
 
 
 def read_bounded(path: Path, most_bytes: int) -> bytes:

@@ -10,7 +10,6 @@ import fcntl
 import json
 import os
 import secrets
-import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import reduce
@@ -23,9 +22,11 @@ from slipstream.core.configuration.config_file import (
     load_config,
     with_first_line,
 )
+from slipstream.core.configuration.toml_text import parse_toml
 from slipstream.core.errors import CheckpointError, ConfigError
 from slipstream.core.models.model_rules import sees_images
 from slipstream.core.models.model_sizes import read_model_sizes
+from slipstream.core.regular_files import open_regular, read_regular
 from slipstream.core.run_folder import (
     ADDRESS,
     CHECKPOINTS,
@@ -136,7 +137,7 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
     Only one decision depends on the summary: a finished run is not started again.
     """
     try:
-        values = json.loads((folder / SUMMARY).read_text())
+        values = json.loads(read_regular(folder / SUMMARY))
     except (OSError, ValueError, RecursionError):
         return None
     is_whole = (
@@ -153,7 +154,7 @@ def _check_not_held(path: Path, folder: Path) -> None:
     A free lock is released at once, so that the command that writes the folder can take it.
     """
     try:
-        with path.open("r+b") as file:
+        with open_regular(path, "r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except FileNotFoundError:
         return
@@ -318,9 +319,13 @@ def find_run(run: str | None, runs: Path = Path("runs")) -> FoundRun:
         folder = going[0]
     else:
         folder = Path(run) if (Path(run) / CONFIG).is_file() else runs / run
-    settings = tomllib.loads(settings_of(folder).read_text())
+    path = settings_of(folder)
     try:
-        address = (folder / ADDRESS).read_text().strip()
+        settings: dict[str, Any] = parse_toml(read_regular(path).decode())
+    except ValueError as error:
+        raise ConfigError(f"{path} is no TOML: {error}") from error
+    try:
+        address = read_regular(folder / ADDRESS).decode().strip()
     except OSError as error:
         raise ConfigError(
             f"{folder / ADDRESS}: {error.strerror}; give --controller HOST:PORT"

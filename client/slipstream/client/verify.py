@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from google.protobuf.message import DecodeError
-from slipstream.client.run_files import lines_of, open_regular, parsed, read_bounded
+from slipstream.client.run_files import lines_of, parsed, read_bounded
 from slipstream.client.run_folder import LOCK, settings_of
 from slipstream.client.terminal import plain, say
 from slipstream.core import run_folder
-from slipstream.core.configuration.config_file import parse_toml
+from slipstream.core.configuration.toml_text import parse_toml
 from slipstream.core.errors import DONE, FAILED, ConfigError
+from slipstream.core.regular_files import open_regular
 from slipstream.core.run_folder import CONFIG, GROUPS, METRICS, SAMPLES, SUMMARY
 from slipstream.v1 import trainer_pb2
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.core.errors import ConfigError, SlipstreamError
+from slipstream.core.regular_files import read_regular
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -109,7 +110,7 @@ def key_in(path: str | Path | None, name: str) -> str:
     if path is None:
         return "none"
     try:
-        key = Path(path).read_text(encoding="utf-8").strip()
+        key = read_regular(Path(path)).decode().strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{name} {path} cannot be read: {error}") from error
     if not key:

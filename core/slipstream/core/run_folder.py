@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from slipstream.core.errors import ConfigError
+from slipstream.core.regular_files import open_regular
 
 # The settings of the run, all of them.
 CONFIG = "config.toml"
@@ -55,8 +56,11 @@ def journaled_run_id(folder: Path) -> str | None:
     A damaged line counts as none: the controller reports the damage when it reads the journal.
     """
     for log in journal_logs(folder / JOURNAL):
-        with log.open("rb") as lines:
-            _, _, record = next(lines, b"").partition(b" ")
+        try:
+            with open_regular(log) as lines:
+                _, _, record = next(lines, b"").partition(b" ")
+        except OSError as error:
+            raise ConfigError(f"{log} cannot be read: {error.strerror}") from error
         try:
             return str(json.loads(record)["run_id"])
         except (ValueError, LookupError, TypeError):

@@ -212,7 +212,8 @@ def read_rows(path: Path | HubData) -> Iterable[Row]:
     if isinstance(path, HubData):
         return itertools.chain.from_iterable(map(read_rows, _find_files(path)))
     if not path.is_file():
-        what = "is a folder, not a file" if path.is_dir() else "does not exist"
+        what = "is a pipe or a device, no regular file" if path.exists() else "does not exist"
+        what = "is a folder, not a file" if path.is_dir() else what
         hint = f"; on the hub: {DATA_PREFIX}{path}" if _NAME.fullmatch(str(path)) else ""
         raise ConfigError(f"{path} {what}; the working directory is {Path.cwd()}{hint}")
     match path.suffix:

@@ -15,6 +15,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from slipstream.core.errors import CheckpointError
+from slipstream.core.regular_files import open_regular, read_regular
 from slipstream.core.run_folder import rename_aside
 from slipstream.core.types import PolicyVersion
 from slipstream.protocol.bounds import one_line
@@ -122,7 +123,7 @@ def read_manifest(path: Path) -> Manifest:
     """
     name = _NAME_FORM.fullmatch(path.name)
     try:
-        manifest = Manifest.model_validate_json((path / MANIFEST_NAME).read_bytes())
+        manifest = Manifest.model_validate_json(read_regular(path / MANIFEST_NAME))
     except OSError as error:
         cause = f"cannot be read: {error.strerror}"
     except ValidationError as error:
@@ -169,7 +170,7 @@ def describe_file(
     """
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
     num_bytes = 0
-    with (folder / path).open("rb", buffering=0) as file:
+    with open_regular(folder / path, buffering=0) as file:
         os.fsync(file.fileno())
         while block := file.read(_READ_BYTES):
             digest.update(block)

@@ -10,16 +10,17 @@ import contextlib
 import copy
 import math
 import re
-import tomllib
 from collections.abc import Mapping
 from functools import reduce
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 from pydantic import BaseModel, JsonValue, ValidationError
+from slipstream.core.configuration.toml_text import parse_toml
 from slipstream.core.errors import ConfigError
 from slipstream.core.hub import COMMIT, DATA_PREFIX, HubFiles
 from slipstream.core.models.model_sizes import ModelSizes, read_model_sizes
+from slipstream.core.regular_files import read_regular
 from slipstream.core.run_folder import CONFIG
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.table_rules import replay_table_problems, trajectory_problems
@@ -253,7 +254,7 @@ def _name(table: dict[str, Any]) -> None:
 def _settings_of(path: Path) -> dict[str, Any]:
     """Returns the settings in the file `path`, or {} if it cannot be read or is no TOML."""
     try:
-        return tomllib.loads(path.read_text())
+        return parse_toml(read_regular(path).decode())
     except (OSError, ValueError):
         return {}
 

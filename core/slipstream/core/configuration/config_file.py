@@ -12,7 +12,6 @@ import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypeAlias
 
 import tomli_w
 from pydantic import BaseModel, JsonValue, ValidationError
@@ -21,6 +20,7 @@ from slipstream.core.configuration.automatic import Hub, completed
 from slipstream.core.configuration.function_sources import source_digests
 from slipstream.core.configuration.other_trainers import VALUES, ours_of
 from slipstream.core.configuration.roles import missing_weights, role_folders, role_problems
+from slipstream.core.configuration.toml_text import MAX_KEY_PARTS, Table, check_values, parse_toml
 from slipstream.core.errors import ConfigError
 from slipstream.core.models.family import refusals
 from slipstream.core.models.model_fields import field_problems, unknown_fields
@@ -37,19 +37,14 @@ from slipstream.core.models.model_rules import (
 from slipstream.core.models.model_sizes import ModelSizes, read_model_sizes, read_model_table
 from slipstream.core.models.model_tensors import tensor_problems
 from slipstream.core.names import did_you_mean, near_names
+from slipstream.core.regular_files import read_regular
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.sections import RUN_NAME
 from slipstream.core.settings.table_rules import trajectory_problems
 
 _PREFIX = b"# Settings of a run"
 _FIRST_LINE = re.compile(rb"# Settings of a run: (\d+) bytes, BLAKE2b ([0-9a-f]{32});[^\n]*\n")
-# Strings and words of a TOML text, dots, and all other marks.
-_TOKEN = re.compile(r"""\.|"(?:[^"\\\n]|\\.)*"?|'[^'\n]*'?|[\w-]+|[^\s\w.'"-]+""")
-# tomllib needs the square of the time for a key of more parts.
-_MAX_KEY_PARTS = 100
 REMEDY = "put it back from a copy of the run"
-Table: TypeAlias = dict[str, JsonValue]
-
 # Settings that are addresses.
 ADDRESSES = ("address", "master", "prometheus")
 # Names that pydantic adds to the location of a value with several possible types.
@@ -86,22 +81,6 @@ def _digest(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
-def parse_toml(text: str) -> Table:
-    """Returns the tables of a TOML text, in bounded time; raises ValueError if it is none."""
-    num_dots, was_dot = 0, False
-    for token in _TOKEN.finditer(text):
-        is_dot = token[0] == "."
-        # Between two dots of one key there is one word or string.
-        num_dots = num_dots + is_dot if is_dot != was_dot else 0
-        was_dot = is_dot
-        if num_dots >= _MAX_KEY_PARTS:
-            raise ValueError(f"a key has more than {_MAX_KEY_PARTS} parts")
-    try:
-        return tomllib.loads(text)
-    except RecursionError as error:
-        raise ValueError(str(error)) from error
-
-
 def load_config(
     path: Path | None, overrides: Sequence[str] = (), *, hub: Hub = "no", apart: bool = False
 ) -> Config:
@@ -116,7 +95,7 @@ def load_config(
     also names the most similar known keys.
     """
     try:
-        data = b"" if path is None else path.read_bytes()
+        data = b"" if path is None else read_regular(path)
         if path is not None:
             check_whole(path, data)
         # Some editors begin a file with a byte order mark.
@@ -132,6 +111,7 @@ def load_config(
         ) from error
     except ValueError as error:
         raise ConfigError(f"{path} is no TOML: {error}") from error
+    check_values(table, str(path))
     for override in overrides:
         _apply_override(table, override)
     try:
@@ -309,13 +289,18 @@ def _apply_override(table: Table, override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals:
         raise ConfigError(f"an override is section.key=value, got {override!r}")
+    if key.count(".") >= MAX_KEY_PARTS:
+        raise ConfigError(f"an override's key has at most {MAX_KEY_PARTS} parts: {key[:40]!r}...")
     try:
-        values = tomllib.loads(f"value = {text}")
+        values = parse_toml(f"value = {text}")
     except tomllib.TOMLDecodeError:
         values = {"value": text}
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"the override {override[:40]!r}... has no value: {error}") from error
     if len(values) > 1:
         raise ConfigError(f"an override has one value, got {override!r}")
     value = values["value"]
+    check_values(value, f"the override {override[:40]!r}")
     key = key.strip().removeprefix("--")
     plain = re.sub(r"\[(\d+)\]", r".\1", key).lstrip("+~")
     if plain != key:

@@ -10,6 +10,7 @@ from typing import Any
 from slipstream.core.models.model_rules import sees_images
 from slipstream.core.models.model_sizes import read_model_sizes
 from slipstream.core.models.registry import TOWERS
+from slipstream.core.regular_files import open_regular
 from slipstream.core.settings.config import Config
 
 # Files that hold a tokenizer's vocabulary, by transformers' names; one of them is enough.
@@ -106,7 +107,7 @@ def _damage(path: Path) -> Iterator[str]:
 
 def read_header(path: Path) -> dict[str, Any]:
     """Returns dtype, shape and data_offsets of each tensor by name, from a complete file."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         header = json.loads(file.read(int.from_bytes(file.read(LENGTH_BYTES), "little")))
     return {name: tensor for name, tensor in header.items() if name != "__metadata__"}
 
@@ -138,7 +139,7 @@ def _bytes_needed(path: Path, size: int) -> int:
 
     Raises ValueError if the header's length is missing or too large.
     """
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         length = int.from_bytes(file.read(LENGTH_BYTES), "little")
         if size < LENGTH_BYTES or length > MAX_HEADER_BYTES:
             raise ValueError(path)

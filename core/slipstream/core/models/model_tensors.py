@@ -14,6 +14,7 @@ from slipstream.core.models.family import Shape
 from slipstream.core.models.model_files import INDEX, LENGTH_BYTES, held_tensors, read_header
 from slipstream.core.models.model_sizes import ModelSizes, read_model_table
 from slipstream.core.models.registry import TOWERS, family_of, is_nested
+from slipstream.core.regular_files import open_regular
 
 # Endings of the projection to the vocabulary and of the matrix of embeddings.
 _OUTPUT = "lm_head.weight"
@@ -175,7 +176,7 @@ def _are_equal(first: tuple[Path, str], second: tuple[Path, str]) -> bool:
 
 def _blocks(path: Path, name: str) -> Iterator[bytes]:
     begin, end = read_header(path)[name]["data_offsets"]
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         data = LENGTH_BYTES + int.from_bytes(file.read(LENGTH_BYTES), "little")
         file.seek(data + begin)
         for place in range(begin, end, _READ_BYTES):

@@ -133,12 +133,13 @@ class RunWatch:
     def _give_others_a_try(self) -> bool:
         """Takes all leases back, so that other servers get them; returns False if there is none.
 
-        A server that beats and ends no episode would otherwise end the run.
+        A server that beats and ends no episode would otherwise end the run. The only server gets
+        back what it has closed.
         """
-        if len(self._fleet.serving()) < 2:
-            return False
-        served_s = self._fleet.served_s()
-        late, _ = self._leases.overdue(self._book.groups.values(), served_s, limit_s=-1.0)
+        groups = list(self._book.groups.values())
+        late = [group for group in groups if group.closed and group.holder and group.running]
+        if len(self._fleet.serving()) > 1:
+            late, _ = self._leases.overdue(groups, self._fleet.served_s(), limit_s=-1.0)
         for group in late:
             self._take_back(
                 group,

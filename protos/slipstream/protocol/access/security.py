@@ -17,6 +17,7 @@ import grpc.aio
 from grpc.experimental import ChannelOptions
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.address import is_loopback as is_loopback_host
+from slipstream.core.regular_files import read_regular
 from slipstream.core.settings.config import Config, QueueSection, SecuritySection, address_parts
 from slipstream.core.settings.sections import QueueEnd
 from slipstream.protocol.access.certificates import check_certificates, check_shown
@@ -398,7 +399,7 @@ def _client_tls(credentials: Credentials, address: str) -> bool:
 
 def _read(path: Path, what: str) -> bytes:
     try:
-        return path.read_bytes()
+        return read_regular(path)
     except OSError as error:
         raise ConfigError(f"{what}: {path}: {error.strerror}") from error
 

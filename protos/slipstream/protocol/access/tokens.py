@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import overload
 
 from slipstream.core.errors import ConfigError
+from slipstream.core.regular_files import read_regular
 
 MIN_TOKEN_CHARACTERS = 32
 # Lines of a token file; each call is compared with the tokens of all.
@@ -79,7 +80,7 @@ def read_tokens(path: Path, what: str = "security.token_file") -> tuple[str, ...
     printable ASCII, or if another line than that of a role's token begins with "-".
     """
     try:
-        text = path.read_text("utf-8")
+        text = read_regular(path).decode()
     except OSError as error:
         raise ConfigError(f"{what}: {path}: {error.strerror}") from error
     except UnicodeDecodeError:

@@ -10,8 +10,8 @@ from slipstream.core.configuration.config_file import (
     largest_trajectory_bytes,
     load_config,
     parse_config,
-    parse_toml,
 )
+from slipstream.core.configuration.toml_text import parse_toml
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import address_parts
 from support.fakes.model_folders import write_loadable_files
@@ -394,3 +394,45 @@ def test_the_url_of_a_queue_makes_it_one_of_redis() -> None:
     assert config_with({"queue.redis_url": url}).queue.kind == "redis"
     line = "queue: redis_url is for kind = 'redis', and kind is 'grpc': leave one out"
     assert refusal_of({"queue.redis_url": url, "queue.kind": "grpc"}) == line
+
+
+NESTED = "x.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.... is nested more than 32 tables or lists deep"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("x = " + "[" * 100 + "]" * 100 + "\n", NESTED),
+        ("[run]\nsteps = 0x" + "f" * 5_000 + "\n", "run.steps must fit 64 bits, got a number of "),
+        (
+            "[[environments]]\nargs = { n = -9223372036854775809 }\n",
+            "environments.0.args.n must fit",
+        ),
+    ],
+)
+def test_settings_of_any_depth_and_size_are_refused_in_one_line(tmp_path, text, said):
+    file = tmp_path / "run.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(file)
+    assert str(caught.value).startswith(str(file))
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < len(str(file)) + 200
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        (".".join("a" * 50_000) + "=1", "an override's key has at most 100 parts: 'a.a.a"),
+        ("run.steps=" + "9" * 5_000, "has no value: Exceeds the limit (4300 digits)"),
+        ("run.steps=0x" + "f" * 5_000, "must fit 64 bits"),
+        ("run.steps=" + "[" * 5_000 + "]" * 5_000, "has no value: maximum recursion depth"),
+        ("run.steps={" + ".".join("a" * 100_000) + "=1}", "a key has more than 100 parts"),
+    ],
+)
+def test_an_override_of_any_depth_and_size_is_refused_in_one_line(override, said):
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [override])
+    assert said in str(caught.value)
+    assert len(str(caught.value)) < 250

@@ -108,6 +108,10 @@ async def test_before_a_stall_fails_the_run_its_leases_are_taken_back_once(tmp_p
         cause = stalled(601)
         if num_servers == 1:
             assert cause == "nothing moved for 601 s of serving while waiting for an episode"
+            (group,) = rig.book.groups.values()
+            group.closed = True
+            assert stalled(601) == "", "what it has closed it gets back"
+            assert [group_id for group_id, _ in taken] == [group.group_id]
             return
         assert cause == ""
         held = [group.group_id for group in rig.book.groups.values() if group.holder]

@@ -28,11 +28,13 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from io import FileIO
 from pathlib import Path
+from typing import cast
 
 from google.protobuf.message import DecodeError
 from pydantic import JsonValue
 from pydantic_core import from_json
 from slipstream.core.errors import ConfigError, ProtocolError, RunFailed
+from slipstream.core.regular_files import open_regular, read_regular
 from slipstream.core.run_folder import (
     BATCHES,
     JOURNAL_LOG,
@@ -72,8 +74,9 @@ class Journal:
         self._folder = folder
         try:
             (folder / BATCHES).mkdir(parents=True, exist_ok=True)
+            _check_first_log(folder)
             first = _begin_log(folder / JOURNAL_LOG)
-            self._lock_file = (folder / JOURNAL_LOG).open("r+b", buffering=0)
+            self._lock_file = cast(FileIO, open_regular(folder / JOURNAL_LOG, "r+b", buffering=0))
         except OSError as error:
             raise ConfigError(f"{error.filename} cannot be written: {error.strerror}") from None
         try:
@@ -87,7 +90,7 @@ class Journal:
             sync_folder(folder)
             # This log continues the earlier logs, so their last lines must outlive a loss of power.
             for path in journal_logs(folder)[:-1]:
-                with path.open("rb") as earlier:
+                with open_regular(path) as earlier:
                     os.fsync(earlier.fileno())
         except OSError as error:
             self._lock_file.close()
@@ -261,7 +264,7 @@ def encoded(number: int, record: Mapping[str, JsonValue]) -> bytes:
 
 def whole_bytes(path: Path) -> int:
     """Returns the size of a log in bytes, without a last line that lacks its newline."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         end = file.seek(0, os.SEEK_END)
         while end > 0:
             start = max(0, end - BLOCK_BYTES)
@@ -280,7 +283,7 @@ def read_records(folder: Path) -> Iterator[dict[str, JsonValue]]:
     """
     number = 0
     for path, end in _logs(folder):
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             for place, line in enumerate(file, start=1):
                 text = _whole_record(line)
                 if number + 1 >= end or (text is None and not line.endswith(b"\n")):
@@ -323,6 +326,21 @@ def _whole_record(line: bytes) -> bytes | None:
     return None
 
 
+def _check_first_log(folder: Path) -> None:
+    """Raises ConfigError if later logs are there without the first: a new one would be fenced.
+
+    Raises OSError if a log is no regular file.
+    """
+    for path in journal_logs(folder):
+        open_regular(path).close()
+    later = [path for path in journal_logs(folder) if log_number(path.name) > 1]
+    if later and not os.path.lexists(folder / JOURNAL_LOG):
+        raise ConfigError(
+            f"{folder / JOURNAL_LOG} is missing, the first of the logs that {later[-1].name} "
+            f"continues; {REMEDY}"
+        )
+
+
 def _begin_log(path: Path) -> FileIO | None:
     """Creates a log file; returns None if it exists already."""
     try:
@@ -353,7 +371,7 @@ def _logs(folder: Path) -> list[tuple[Path, float]]:
 
 def _first_number(path: Path) -> int | None:
     """Returns the line number in a log's first line, or None if it is damaged or missing."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         text = _whole_record(file.readline())
     record = None if text is None else _parse(text)
     number = 1 if record is None else record.get(LINE, 1)
@@ -365,7 +383,7 @@ def _count_lines(folder: Path) -> int:
     for path, end in reversed(_logs(folder)):
         first = _first_number(path)
         if first is not None:
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 whole = sum(
                     line.endswith(b"\n") or _whole_record(line) is not None for line in file
                 )
@@ -380,7 +398,7 @@ def read_batch(folder: Path, step: int, crc32: int, attempt: int = 0) -> trainer
     """
     path = batch_path(folder, step, attempt)
     try:
-        data = path.read_bytes()
+        data = read_regular(path)
     except OSError as error:
         raise ProtocolError(f"{path} cannot be read: {error.strerror}; {REMEDY}") from error
     cause = ""

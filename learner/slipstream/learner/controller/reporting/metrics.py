@@ -24,6 +24,7 @@ from slipstream.learner.controller.reporting.readable import (
 from slipstream.learner.controller.reporting.result_files import (
     ResultFile,
     drop_torn_line,
+    drop_unfinished_step,
     read_rows,
     write_result,
 )
@@ -63,11 +64,8 @@ class RunRecorder:
         for name in (SUMMARY, SUSPENDED):
             with contextlib.suppress(OSError):
                 (folder / name).unlink()
-        for name in (METRICS, SAMPLES, GROUPS):
-            drop_torn_line(folder / name, self._warn)
+        drop_torn_line(folder / METRICS, self._warn)
         self._metrics = ResultFile(folder / METRICS, self._warn)
-        self._samples = ResultFile(folder / SAMPLES, self._warn)
-        self._groups = ResultFile(folder / GROUPS, self._warn)
         self._lessons = LessonWatch(config)
         self._suspended: dict[str, str] = {}
         self.facts = RunFacts()
@@ -77,6 +75,10 @@ class RunRecorder:
         self._written = bytearray()
         # The run's seconds continue from the last row of the earlier start.
         self._started_s = time.monotonic() - self._read_rows()
+        for name in (SAMPLES, GROUPS):
+            drop_unfinished_step(folder / name, max(len(self._written), 1), self._warn)
+        self._samples = ResultFile(folder / SAMPLES, self._warn)
+        self._groups = ResultFile(folder / GROUPS, self._warn)
         self.rate = GenerationRate()
         self._last_step_s = time.monotonic()
 
@@ -176,10 +178,11 @@ class RunRecorder:
         self._note_row(row)
         for hint in self._lessons.note(row):
             self._warn(hint)
-        self._metrics.append(_line(_finite(row)))
-        self._trackers.log(batch.version, row)
+        # Before the row: after a crash between them the step is written again whole.
         if batch.step % self._config.controller.sample_every_steps == 0:
             self._keep_samples(batch, advantages)
+        self._metrics.append(_line(_finite(row)))
+        self._trackers.log(batch.version, row)
         return row
 
     def _keep_samples(self, batch: FormedBatch, advantages: Sequence[float]) -> None:

@@ -7,11 +7,13 @@ metrics.jsonl is read line by line, since a long run's file does not fit into me
 import contextlib
 import json
 import math
+import mmap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeAlias
 
 from pydantic import JsonValue
+from slipstream.core.regular_files import open_regular
 from slipstream.learner.controller.records.journal import whole_bytes
 
 # Takes a warning about a file, in one line.
@@ -45,7 +47,7 @@ class ResultFile:
     def append(self, record: bytes) -> None:
         """Writes one record whole, or counts it as lost."""
         try:
-            with self._path.open("ab", buffering=0) as file:
+            with open_regular(self._path, "ab", buffering=0) as file:
                 size, left = file.tell(), record
                 try:
                     while left:
@@ -123,10 +125,35 @@ def drop_torn_line(path: Path, tell: Tell) -> None:
     if not path.is_file():
         return
     try:
-        with path.open("r+b") as file:
+        with open_regular(path, "r+b") as file:
             file.truncate(whole_bytes(path))
     except OSError as error:
         tell(f"{path} cannot be read: {error.strerror}")
+
+
+def drop_unfinished_step(path: Path, version: int, tell: Tell) -> None:
+    """Removes the last lines of a file if they are of the step that makes `version`.
+
+    The row of that step is missing: a crash came between. The lines are written again with it.
+    """
+    drop_torn_line(path, tell)
+    if not path.is_file() or not path.stat().st_size:
+        return
+    with open_regular(path, "r+b") as file:
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            end, number = len(data), 0
+            while end:
+                start = data.rfind(b"\n", 0, end - 1) + 1
+                line = parse_object(data[start:end])
+                if line is None or line.get("step") != version:
+                    break
+                end, number = start, number + 1
+        file.truncate(end)
+    if number:
+        tell(
+            f"{path}: the last {number} lines are of step {version}, which has no row: they are "
+            "removed, and come again if it is trained again"
+        )
 
 
 def read_rows(path: Path, tell: Tell = lambda _: None) -> Iterator[dict[str, float]]:
@@ -139,7 +166,7 @@ def read_rows(path: Path, tell: Tell = lambda _: None) -> Iterator[dict[str, flo
         return
     damaged: list[int] = []
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             for number, line in enumerate(file, start=1):
                 if (row := parse_row(line)) is not None:
                     yield row

@@ -421,3 +421,18 @@ def test_stray_files_beside_the_batches_are_no_batches(tmp_path):
         for name in ("step-.pb", "step-copy.pb", "step-000003 (1).pb", "step-\u0663.pb", "x"):
             (tmp_path / "batches" / name).touch()
         assert journal.kept_batches() == {(3, 0)}
+
+
+def test_a_first_log_that_is_missing_is_named_and_no_new_one_begun(tmp_path):
+    for _ in range(3):
+        with Journal(tmp_path) as journal:
+            journal.append("a")
+    (tmp_path / "journal.log").unlink()
+    with pytest.raises(ConfigError) as caught:
+        Journal(tmp_path)
+    assert str(caught.value) == (
+        f"{tmp_path / 'journal.log'} is missing, the first of the logs that journal-3.log "
+        "continues; put it back from a copy of the run, or begin anew with another run.name"
+    )
+    assert not (tmp_path / "journal.log").exists()
+    assert not (tmp_path / "journal-4.log").exists()

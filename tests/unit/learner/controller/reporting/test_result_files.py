@@ -339,3 +339,35 @@ def test_a_run_that_goes_on_knows_what_its_earlier_starts_generated(tmp_path: Pa
     slowest = 25_000 / (100.0 + after_s - before_s)
     assert slowest - 0.1 < recorder.rate.at(after_s, 26_000) < 250.1
     recorder.close()
+
+
+def test_the_groups_of_a_step_that_a_death_cut_off_are_told_and_written_again(tmp_path):
+    def step(recorder: RunRecorder, number: int) -> None:
+        recorder.restore(RunHistory())
+        recorder.step(
+            FormedBatch(number, f"b{number:06d}", (GROUP, GROUP, GROUP)),
+            {"reward_mean": 0.5, "lag_mean": 0.0, "lag_max": 0.0},
+            training=(1.0, 2.0),
+            generated_tokens=9,
+            gauges={},
+        )
+        recorder.close()
+
+    for number in range(11):
+        step(opened(tmp_path)[0], number)
+    whole = {name: (tmp_path / name).read_bytes() for name in ("groups.jsonl", *FILES)}
+    rows = whole["metrics.jsonl"].splitlines(keepends=True)
+    groups = whole["groups.jsonl"].splitlines(keepends=True)
+    assert [json.loads(line)["step"] for line in groups] == [1, 1, 1, 11, 11, 11]
+    # It died after two of the three groups: the row comes after them.
+    (tmp_path / "metrics.jsonl").write_bytes(b"".join(rows[:10]))
+    (tmp_path / "groups.jsonl").write_bytes(b"".join(groups[:5]) + groups[5][:9])
+    recorder, told = opened(tmp_path)
+    assert (tmp_path / "groups.jsonl").read_bytes() == b"".join(groups[:3])
+    again = "which has no row: they are removed, and come again if it is trained again"
+    assert f"{tmp_path / 'groups.jsonl'}: the last 2 lines are of step 11, {again}" in told
+    step(recorder, 10)
+    assert (tmp_path / "groups.jsonl").read_bytes() == whole["groups.jsonl"]
+    assert (tmp_path / "trajectories.jsonl").read_bytes() == whole["trajectories.jsonl"]
+    steps = [json.loads(x)["step"] for x in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [*range(1, 12)]
