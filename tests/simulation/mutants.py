@@ -246,6 +246,13 @@ MUTANTS: dict[str, tuple[Change, ...]] = {
         Change(f"{FETCHED}._read", ".digest() != digest", ".digest() == b''"),
         Change(f"{FETCHED}._apply", "file.digest(place) != link.bucket_digests[place]", "False"),
     ),
+    "what is delivered under another run is dropped": (
+        Change(
+            f"{CONTROLLER}.trajectories.inspection:Inspector.take",
+            'self.refuse(delivery, f"it is of run {trajectory.run_id}")',
+            "self._endings.acknowledge(delivery.trajectory_id)",
+        ),
+    ),
 }
 # Each must be caught in continuous integration, which plays this seed before all others: it was the
 # first to break a rule.
@@ -259,6 +266,7 @@ NAMED = {
     "an episode has the reward of its last turn": 4,
     "a version is announced before its manifest lies in storage": 16,
     "digests of fetched weights are not compared": 39,
+    "what is delivered under another run is dropped": 113,
 }
 
 
