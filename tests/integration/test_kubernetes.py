@@ -53,8 +53,8 @@ VALUES = {
     "rolloutServer": {"count": 2},
     "valkey": {"enabled": True},
     "metrics": {"port": 9400},
-    "models": {"persistentVolumeClaim": {"claimName": "models"}, "emptyDir": None},
-    "code": {"configMap": {"name": "quickstart-code"}, "emptyDir": None},
+    "models": {"persistentVolumeClaim": {"claimName": "models"}},
+    "code": {"configMap": {"name": "quickstart-code"}},
 }
 # The user's own environment, which imports a module of its own and reads a file beside it.
 CODE = {

@@ -197,6 +197,16 @@ def test_every_resource_is_in_the_releases_namespace_and_says_what_it_is() -> No
     assert labels == ["rollout-server", "learner", "learner"]
 
 
+def test_a_volume_that_is_named_takes_the_place_of_an_empty_one() -> None:
+    claim = {"persistentVolumeClaim": {"claimName": "models"}}
+    named = pods(f"--set-json=models={json.dumps(claim)}")
+    for of, other in zip(pods().values(), named.values(), strict=True):
+        before, after = ({v["name"]: v for v in spec["volumes"]} for spec in (of, other))
+        assert before["models"] == {"name": "models", "emptyDir": {}}
+        assert after["models"] == {"name": "models", **claim}
+        assert after["code"] == {"name": "code", "emptyDir": {}}
+
+
 def test_the_queue_asks_itself_whether_it_is_ready_and_is_durable() -> None:
     (queue,) = pods(*QUEUE)["queue"]["containers"]
     # Its service has no address before it is ready.

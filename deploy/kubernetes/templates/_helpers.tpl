@@ -188,9 +188,9 @@ volumes:
   - name: secrets
     secret: {secretName: {{ $run }}-{{ .role }}, defaultMode: 0440}
   - name: code
-    {{- toYaml $values.code | nindent 4 }}
+    {{- $values.code | default (dict "emptyDir" dict) | toYaml | nindent 4 }}
   - name: models
-    {{- toYaml $values.models | nindent 4 }}
+    {{- $values.models | default (dict "emptyDir" dict) | toYaml | nindent 4 }}
   - name: runs
     {{- if $isServer }}
     emptyDir: {}
