@@ -283,7 +283,11 @@ CHANGES: dict[str, tuple[Callable[[Planted], object], str]] = {
     ),
     "a group's line": (
         lambda p: p.replace("groups.jsonl", r'"task_index": \d+', '"task_index": 99'),
-        "groups.jsonl has others than step 1",
+        "groups.jsonl has other groups than step 1",
+    ),
+    "a group's line is gone": (
+        lambda p: p.replace("groups.jsonl", r".*\n", ""),
+        "groups.jsonl has other groups than step 1",
     ),
     "settings": (
         lambda p: p.replace("config.toml", "max_staleness = 2", "max_staleness = 3"),

@@ -382,8 +382,8 @@ class _Oracle:
             key = (row["environment"], row["task_index"], tuple(sorted(row["rewards"])))
             found[row["step"]][key] += 1
         for step, groups in found.items():
-            others = groups - self._groups.get(step, groups)
-            self._wrong(f"{GROUPS} has others than step {step}", unless=not others)
+            is_same = groups == self._groups.get(step, groups)
+            self._wrong(f"{GROUPS} has other groups than step {step}", unless=is_same)
 
     def _checkpoints(self) -> None:
         for path in sorted(self._folder.glob("checkpoints/step-*/manifest.json")):
