@@ -41,6 +41,7 @@ def micro_batch(
         behavior_logprobs=torch.tensor(behavior),
         lags=torch.tensor(lags if lags is not None else [0] * number),
         sequence_ids=ids,
+        is_padding=torch.zeros(number, dtype=torch.bool),
         cu_seqlens=torch.tensor([0, number], dtype=torch.int32),
         max_seqlen=number,
         indices=tuple(range(int(ids.max()) + 1)),

@@ -53,6 +53,7 @@ EXPERTS: dict[str, tuple[int, str, dict]] = {
     "experts-recompute": (1, "moe", {"transformer": RECOMPUTE}),
     "experts-ep2": (2, "moe", {"parallel": {"ep": 2}}),
     "experts-etp2": (2, "moe", {"parallel": SP}),
+    "experts-ep2-etp1": (2, "moe", {"parallel": SP | {"ep": 2, "etp": 1}}),
     # The first stage has no layer, and so no adapter.
     "experts-after-embedding": (
         2,

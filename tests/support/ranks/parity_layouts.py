@@ -41,9 +41,15 @@ class Layout:
             name
             for name, layout in LAYOUTS.items()
             if layout.world_size == 1
-            and (layout.model, layout.algorithm, layout.sampling)
-            == (self.model, self.algorithm, self.sampling)
+            and (layout.model, layout.algorithm, layout.sampling, layout.router_losses)
+            == (self.model, self.algorithm, self.sampling, self.router_losses)
         )
+
+    @property
+    def router_losses(self) -> dict[str, float]:
+        """The coefficients of the losses of routers, by the names of Megatron."""
+        settings = self.learner.get("transformer", {})
+        return {name: value for name, value in settings.items() if name.endswith("_loss_coeff")}
 
 
 # The second step has moments, and ratios to the policy before it.
@@ -88,6 +94,10 @@ CISPO = {
 }
 # Two mini-batches: the policy before the step, too, must send the tokens where the rollout did.
 REPLAY = {"router_replay": "rollout", "mini_batches": 2}
+# Losses of routers. The one that balances experts is a product of means over a micro batch, so that
+# it depends on how a step is cut into them.
+BALANCED = {"transformer": {"moe_aux_loss_coeff": 0.5}, "micro_batch_tokens": 4096}
+Z_LOSS = {"transformer": {"moe_z_loss_coeff": 0.05}}
 # Likely tokens of a reference behind a server.
 TOP_K = 3
 FORWARD = {"kl": {"coefficient": 0.5, "estimator": "forward_top_k"}}
@@ -110,6 +120,8 @@ WORDS = {
     "selective": {"learner": SELECTIVE_RECOMPUTE},
     "uneven": {"learner": UNEVEN_STAGES},
     "long": {"learner": {"micro_batch_tokens": 20}},
+    "balanced": {"learner": BALANCED},
+    "z-loss": {"learner": Z_LOSS},
     SLOW_NETWORK: {"learner": {"transformer": {"overlap_p2p_comm_warmup_flush": True}}},
     "mini-batches": {"algorithm": TWO_MINI_BATCHES},
     "few": {"algorithm": FEW},
@@ -126,7 +138,8 @@ SIZE = re.compile(r"(?:^|-)(dp|tp|pp|vpp|cp|ep|etp)(\d+)")
 # The first layout of one rank with the same model, algorithm and sampling is the reference.
 NAMES = """
     one one-mini-batches one-few one-gspo one-cispo one-tied one-offload-odd one-moe one-replay-moe
-    one-trees dp2-overlap tp2-sp pp2-tied cp2 ep2-distopt-moe dp4-few
+    one-trees dp2-overlap tp2-sp pp2-tied cp2 ep2-distopt-moe dp4-few one-balanced-moe
+    tp2-sp-balanced-moe cp2-balanced-moe one-z-loss-moe cp2-z-loss-moe
 """
 # One kind of model, algorithm or layout each.
 LONG = """
@@ -134,7 +147,7 @@ LONG = """
     one-ministral3 one-gemma2 one-gemma3 one-gemma3-tower one-ministral3-tower one-glm one-deepseek
     one-moonlight one-deepseek2 one-deepseek2-lite one-qwen3-next one-nemotron-h one-qwen35
     one-gpt-oss one-olmo2 one-ernie one-olmoe one-replay-glm one-replay-deepseek2 one-forward-top-k
-    one-trees-reverse-top-k one-trees-shared one-trees-gspo one-trees-replay-moe
+    one-trees-reverse-top-k one-trees-shared one-trees-gspo one-trees-replay-moe tp2-sp-z-loss-moe
     dp2 tp2-sp-forward-top-k cp2-forward-top-k
     tp2-sp-recompute-trees-shared-reverse-top-k tp2-odd tp2-sp-recompute
     pp2-vpp2-slow-network pp2-uneven cp2-long ep2-cp2-moe pp2-vpp2-trees-shared
@@ -169,6 +182,8 @@ SLOW = """
     tp2-sp-cp2-recompute tp2-sp-cp2-tied pp2-cp2 pp2-vpp2-cp2-qwen3 tp2-sp-pp2-vpp2 tp2-pp2-tied
     dp4-ep2-distopt-moe tp2-sp-ep2-moe tp2-sp-etp1-ep4-moe tp2-sp-cp2-etp1-ep4-moe pp2-ep2-moe
     pp2-cp2-ep2-moe
+    pp2-balanced-moe tp2-sp-cp2-balanced-moe tp2-sp-ep2-etp1-balanced-moe ep2-z-loss-moe
+    dp2-tp2-sp-z-loss-moe tp2-sp-cp2-etp1-ep4-z-loss-moe
     tp2-sp-pp2-cp2 tp2-sp-pp2-cp2-ep2-moe tp2-sp-pp2-vpp2-cp2-etp1-ep4-moe
     tp2-sp-pp2-vpp2-cp2-ep2-replay-moe dp2-tp2-sp-cp2-distopt
     dp2-tp2-sp-pp2-vpp2-cp2-ep2-overlap-moe dp2-tp2-sp-pp2-vpp2-cp2-qwen3

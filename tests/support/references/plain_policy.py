@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,8 @@ class ForcedExperts:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.expert_ids: np.ndarray | None = None
+        # What routers said of trained sequences, [tokens, experts], by the place of the layer.
+        self.logits: defaultdict[int, list[Tensor]] = defaultdict(list)
         self.differing, self.forced = 0, 0
         decoder = getattr(model.model, "language_model", model.model)
         for place, layer in enumerate(decoder.layers):
@@ -34,6 +37,8 @@ class ForcedExperts:
     def _force(
         self, place: int, gate: torch.nn.Module, _: object, outputs: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...] | None:
+        if torch.is_grad_enabled():
+            self.logits[place].append(outputs[0])
         if self.expert_ids is None:
             return None
         logits, _, indices = outputs
@@ -129,6 +134,7 @@ class PlainPolicy:
         starts = [*range(0, len(groups), share)] * algorithm.epochs
         for start in starts:
             chosen = groups[start : start + share]
+            self.forced.logits.clear()
             members = [
                 self._tokens(one, old, advantages[t.trajectory_id] * share_of_branch)
                 for t in batch.trajectories
@@ -140,7 +146,7 @@ class PlainPolicy:
             count = sum(len(tokens.policy) for tokens in members)
             loss = self._aggregate([self._losses(tokens) for tokens in members])
             self.optimizer.zero_grad()
-            loss.backward()
+            (loss + self._router_losses() / count).backward()
             norms.append(torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0).item())
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
@@ -151,6 +157,23 @@ class PlainPolicy:
             found["routing_difference"] = self.forced.differing / self.forced.forced
         self.forced.differing = self.forced.forced = 0
         return found
+
+    def _router_losses(self) -> Tensor:
+        """The losses of routers over all tokens of a micro batch, times the number of tokens."""
+        settings, total = self.config.learner.transformer, torch.zeros(())
+        if not any(name.endswith("_loss_coeff") for name in settings):
+            return total
+        for parts in self.forced.logits.values():
+            logits = torch.cat(parts)
+            total = (
+                total + settings.get("moe_z_loss_coeff", 0.0) * logits.logsumexp(-1).square().sum()
+            )
+            if balance := settings.get("moe_aux_loss_coeff"):
+                scores, top_k = logits.softmax(-1), self.model.config.num_experts_per_tok
+                chosen = torch.zeros_like(scores).scatter(1, scores.topk(top_k).indices, 1.0)
+                fractions = chosen.sum(0) / (top_k * len(scores))
+                total = total + balance * scores.shape[1] * (fractions * scores.sum(0)).sum()
+        return total
 
     def temperature(self, trajectory: Trajectory) -> float:
         """Nobody sampled the replies that are given: the distribution itself is to learn them."""

@@ -126,6 +126,11 @@ def policy_problems(transformer: Mapping[str, JsonValue]) -> Iterator[str]:
             )
     balancing = transformer.get(_BALANCING)
     kinds = balancing if isinstance(balancing, list) else [balancing]
+    if "global_aux_loss" in kinds:
+        yield (
+            f"{SECTION}.{_BALANCING} must not be global_aux_loss: it needs micro batches of equal "
+            "length on all replicas, name aux_loss"
+        )
     if "sinkhorn" in kinds:
         yield (
             f"{SECTION}.{_BALANCING} must not be sinkhorn: it chooses other experts than rollout "

@@ -13,6 +13,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"attention_dropout": 0.1}, "attention_dropout must be left out, got 0.1"),
     ({"moe_router_load_balancing_type": "sinkhorn"}, "must not be sinkhorn"),
+    ({"moe_router_load_balancing_type": "global_aux_loss"}, "must not be global_aux_loss"),
     ({"moe_router_load_balancing_type": ["aux_loss", "sinkhorn"]}, "must not be sinkhorn"),
     ({"softmax_scale": 0.5}, "softmax_scale cannot be set, got 0.5: config.json decides it"),
     ({"window_size": [128, 0]}, "window_size cannot be set, got [128, 0]"),

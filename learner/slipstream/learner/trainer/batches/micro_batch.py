@@ -75,6 +75,8 @@ class MicroBatch(TokenFields[Tensor]):
     loss_weights: Tensor
     # int64: for each token the place of its sequence in `indices`; filler has `len(indices)`.
     sequence_ids: Tensor
+    # bool: whether a token is padding of a sequence, or filler.
+    is_padding: Tensor
     # int32: the start of each sequence, and the end of the last; filler is a last sequence without
     # loss.
     cu_seqlens: Tensor

@@ -74,6 +74,7 @@ def _packed(
     parts = [*parts, *filler]
     lengths = np.array([len(part) for part in parts])
     ends = np.cumsum(lengths)
+    own = np.array([segment.end - segment.start for segment in segments] + [0] * len(filler))
     weights = np.array([part.loss_weight for part in parts], dtype=np.float32)
     ids = np.repeat(np.array([part.algorithm for part in parts]), lengths)
     first = np.repeat(ends - lengths - np.asarray(starts), lengths)
@@ -92,6 +93,9 @@ def _packed(
         position_ids=torch.from_numpy(np.arange(ends[-1]) - first),
         loss_weights=torch.from_numpy(np.repeat(weights, lengths)),
         sequence_ids=torch.from_numpy(np.repeat(np.asarray(places), lengths)),
+        is_padding=torch.from_numpy(
+            np.arange(ends[-1]) >= np.repeat(ends - lengths + own, lengths)
+        ),
         cu_seqlens=torch.tensor([0, *ends.tolist()], dtype=torch.int32),
         max_seqlen=int(lengths.max()),
         indices=tuple(place_of),

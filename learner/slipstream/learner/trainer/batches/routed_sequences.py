@@ -1,4 +1,4 @@
-"""Megatron's packed-sequence parameters, extended by replayed experts and shared prefixes.
+"""Megatron's packed-sequence parameters, extended by replayed experts, padding and shared prefixes.
 
 The classes inherit from Megatron's, so import this module only after `compat.install`.
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass
 class RoutedSequences(PackedSeqParams):  # type: ignore[misc]
-    """Packed-sequence parameters with the experts that the routers replay.
+    """Packed-sequence parameters with what routers need to know of the tokens.
 
     Megatron passes this object to every layer, also when it recomputes the layer, so that each
     router gets the experts of the current micro batch.
@@ -20,6 +20,8 @@ class RoutedSequences(PackedSeqParams):  # type: ignore[misc]
 
     # Same as `MicroBatch.expert_ids`; None if the routers choose.
     expert_ids: Tensor | None = None
+    # Same as `MicroBatch.is_padding`.
+    is_padding: Tensor | None = None
 
 
 @dataclass

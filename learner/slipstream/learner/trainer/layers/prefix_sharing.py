@@ -12,12 +12,12 @@ from contextlib import contextmanager
 from enum import Enum
 from typing import Any
 
-import numpy as np
 import torch
 from slipstream.core.settings.config import LearnerSection
 from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.batches.micro_batch import MicroBatch, Paths
 from slipstream.learner.trainer.batches.prefix_tree import SavedWork
+from slipstream.learner.trainer.layers.router_losses import has_router_losses
 from torch import Tensor
 
 
@@ -159,6 +159,6 @@ def refusal(config: Megatron, learner: LearnerSection, *, router_replay: bool, o
         return "delta nets and Mamba layers read each sequence from its beginning"
     if router_replay:
         return "each sequence has routed experts of its own"
-    if np.any(config.moe_aux_loss_coeff) or config.moe_z_loss_coeff:
+    if has_router_losses(config):
         return "losses of routers count each token as often as there are sequences with it"
     return ""

@@ -136,12 +136,12 @@ class GroupsByBest:
 def choose_groups_by_best(chunks: list[Megatron]) -> list[Megatron]:
     """Makes a model's routers choose groups by their best expert; returns `chunks`."""
     for chunk in chunks:
-        for layer in _sparse_layers(chunk):
+        for layer in sparse_layers(chunk):
             layer.mlp.router.router_replay = GroupsByBest()
     return chunks
 
 
-def _sparse_layers(chunk: Megatron) -> list[Megatron]:
+def sparse_layers(chunk: Megatron) -> list[Megatron]:
     """Returns the layers of `chunk` with experts, as the first layers of some models are dense."""
     return [layer for layer in chunk.decoder.layers if hasattr(layer.mlp, "router")]
 
@@ -152,7 +152,7 @@ def replay_routers(chunks: list[Megatron]) -> list[Megatron]:
     A router chooses itself for tokens without a record.
     """
     for chunk in chunks:
-        for layer in _sparse_layers(chunk):
+        for layer in sparse_layers(chunk):
             LayerReplay(layer)
     return chunks
 

@@ -20,6 +20,7 @@ from slipstream.core.settings.config import Config, LearnerSection
 from slipstream.core.settings.rank_layout import RankLayout
 from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.layers import rotary
+from slipstream.learner.trainer.layers.router_losses import count_tokens_once, has_router_losses
 from slipstream.learner.trainer.ranks import compat
 
 # Divisor of a rank's share of the vocabulary, where the vocabulary is padded.
@@ -138,6 +139,11 @@ def provider_of(
         setattr(provider, name, value)
     with refusals_of("learner.transformer"):
         provider.finalize()
+    if provider.num_moe_experts and has_router_losses(provider):
+        if provider.moe_z_loss_coeff:
+            # Megatron divides it by these ranks, although each takes the mean of its own tokens.
+            provider.moe_z_loss_coeff *= parallel.tp * parallel.cp
+        provider.register_pre_wrap_hook(count_tokens_once)
     return provider
 
 

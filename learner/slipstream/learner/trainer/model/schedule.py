@@ -183,6 +183,7 @@ def _packed(micro_batch: MicroBatch, cp_size: int) -> Megatron:
         return shared_sequences(micro_batch, micro_batch.paths)
     packed = packed_sequences(micro_batch.cu_seqlens, micro_batch.max_seqlen, cp_size)
     packed.expert_ids = micro_batch.expert_ids
+    packed.is_padding = micro_batch.is_padding
     return packed
 
 

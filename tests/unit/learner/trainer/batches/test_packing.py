@@ -60,6 +60,7 @@ def test_filler_makes_the_tokens_a_multiple_and_carries_no_loss() -> None:
     assert found.token_ids.tolist() == [5, 6, 7, 0]
     assert found.cu_seqlens.tolist() == [0, 3, 4]
     assert found.loss_mask.tolist() == [True, True, False, False]
+    assert found.is_padding.tolist() == [False, False, False, True]
     assert found.indices == (0,)
 
 

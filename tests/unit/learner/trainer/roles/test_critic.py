@@ -18,6 +18,7 @@ def micro_batch(old: list[float], returns: list[float], mask: list[bool]) -> Mic
         behavior_logprobs=torch.zeros(number),
         lags=nothing,
         sequence_ids=nothing,
+        is_padding=torch.zeros(number, dtype=torch.bool),
         cu_seqlens=torch.tensor([0, number], dtype=torch.int32),
         max_seqlen=number,
         indices=(0,),
