@@ -26,6 +26,7 @@ from support.rigs.run_processes import (
     succeed,
     write_config,
 )
+from support.rigs.waiting import LIMIT_S
 
 pytestmark = pytest.mark.usefixtures("nothing_survives")
 
@@ -204,7 +205,7 @@ def test_help_is_instant_since_it_imports_nothing_of_others() -> None:
         "finally: print(*sys.modules.keys() - before, file=sys.stderr)"
     )
     command = [sys.executable, "-c", program, "--help"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
     assert "rollout-server" in result.stdout
     packages = {name.partition(".")[0] for name in result.stderr.split()}
     assert packages - sys.stdlib_module_names == {"slipstream"}

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.rigs.completed import completed
+from support.rigs.waiting import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -16,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def wheel(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=60)
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=LIMIT_S)
     (path,) = folder.glob("*.whl")
     return path
 
@@ -52,7 +53,7 @@ def test_the_client_installs_alone_and_brings_no_torch(wheel, tmp_path):
         "assert importlib.util.find_spec('torch') is None; "
         "assert importlib.util.find_spec('vllm') is None"
     )
-    subprocess.run([str(python), "-c", code], check=True, timeout=60, cwd=tmp_path)
+    subprocess.run([str(python), "-c", code], check=True, timeout=LIMIT_S, cwd=tmp_path)
     command = str(tmp_path / "venv" / "bin" / "slipstream")
     done = completed([command, "status", "--controller", "127.0.0.1:1"])
     assert done.returncode == 2

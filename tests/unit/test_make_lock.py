@@ -12,6 +12,7 @@ from pathlib import Path
 import make_lock
 import pytest
 from make_lock import ROOT, lock_of, pins_of
+from support.rigs.waiting import LIMIT_S
 
 pytestmark = pytest.mark.process
 UV = """#!/bin/sh
@@ -138,7 +139,7 @@ def test_an_extension_that_is_there_is_not_built_again(tmp_path: Path) -> None:
     command = [ROOT / "deploy" / "build_te_wheel.sh", "gpu", tmp_path]
     # Without pip's indices a build would fail.
     variables = os.environ | {"PATH": python, "PIP_NO_INDEX": "1", "TMPDIR": str(tmp_path)}
-    subprocess.run(command, check=True, timeout=60, env=variables)
+    subprocess.run(command, check=True, timeout=LIMIT_S, env=variables)
     assert len(list(tmp_path.iterdir())) == 1
     with pytest.raises(subprocess.CalledProcessError):
         subprocess.run([command[0], "gpu-measured", tmp_path], check=True, env=variables)

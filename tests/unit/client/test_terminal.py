@@ -13,6 +13,7 @@ from slipstream.client.launch.display import Display
 from slipstream.client.terminal import plain, say, this_command
 from slipstream.v1 import status_pb2
 from support.fakes.small_configs import config_of
+from support.rigs.waiting import LIMIT_S
 
 # Clears the screen, sets the title, moves the cursor, turns the writing direction.
 HOSTILE = "\x1b[2J\x1b]0;title\x07 a\rb \x9b1A \u202eevil \ud800"
@@ -73,7 +74,11 @@ def test_nobody_has_to_read_what_is_said() -> None:
     os.close(read)
     code = "from slipstream.client.terminal import say\nfor _ in range(3): say('x' * 100_000)"
     said = subprocess.run(
-        [sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE, text=True, timeout=60
+        [sys.executable, "-c", code],
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=LIMIT_S,
     )
     os.close(write)
     assert (said.returncode, said.stderr) == (0, "")
@@ -96,7 +101,7 @@ def test_an_answer_for_which_the_disk_has_no_room_is_missed_in_one_line(words, t
             stdout=out,
             stderr=subprocess.PIPE,
             text=True,
-            timeout=60,
+            timeout=LIMIT_S,
         )
     line = "slipstream: stdout cannot be written: No space left on device\n"
     assert (answered.returncode, answered.stderr) == (1, line)
@@ -165,7 +170,10 @@ def test_an_error_that_no_terminal_shows_keeps_its_exit_code() -> None:
     os.close(reader)
     words = ["-c", "import sys; from slipstream.client import cli; sys.exit(cli.main())"]
     ended = subprocess.run(
-        [sys.executable, *words, "run", "missing.toml"], stdout=writer, stderr=writer, timeout=60
+        [sys.executable, *words, "run", "missing.toml"],
+        stdout=writer,
+        stderr=writer,
+        timeout=LIMIT_S,
     )
     os.close(writer)
     assert ended.returncode == 2

@@ -2,6 +2,8 @@ import asyncio
 import os
 import subprocess
 import sys
+import types
+from collections.abc import Iterator
 
 import pytest
 from slipstream.learner.controller.events import (
@@ -12,7 +14,7 @@ from slipstream.learner.controller.events import (
     EventLog,
     Signal,
 )
-from support.rigs.waiting import LIMIT_S, until
+from support.rigs.waiting import LIMIT_S
 
 # Fills the window twice, and prints by how many bytes the process grew meanwhile.
 GROWTH = """
@@ -77,6 +79,12 @@ async def test_a_follower_that_is_behind_begins_with_the_oldest_event_that_is_ke
         assert [event.number async for event in events.follow(beyond)] == []
 
 
+@types.coroutine
+def turn() -> Iterator[None]:
+    """Lets the loop turn once, whatever its clock says."""
+    yield
+
+
 async def test_a_task_wakes_once_for_all_changes_of_a_moment() -> None:
     signal, woken = Signal(), 0
 
@@ -86,12 +94,20 @@ async def test_a_task_wakes_once_for_all_changes_of_a_moment() -> None:
             await signal.changes(60.0)
             woken += 1
 
-    counting = asyncio.create_task(count())
-    for _ in range(100):
-        await asyncio.sleep(0)
-        signal.notify()
-    await until(lambda: woken, 10)
-    assert woken < 10
+    loop = asyncio.get_running_loop()
+    now_s = loop.time()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "time", lambda: now_s)
+        counting = asyncio.create_task(count())
+        for _ in range(100):
+            await turn()
+            signal.notify()
+        assert woken == 0
+        # The moment is over.
+        now_s += 1.0
+        while not woken:
+            await turn()
+    assert woken == 1
     counting.cancel()
 
 
