@@ -32,7 +32,10 @@ pytestmark = pytest.mark.usefixtures("nothing_survives")
 
 NOWHERE = "127.0.0.1:9"
 # Told when it takes three seconds, as it may where other work takes the machine.
-SLOW = re.compile(r"environment [a-z-]+ is checked, each call within \d+ s\n")
+SLOW = re.compile(
+    r"(environment [a-z-]+ is checked, each call within \d+ s"
+    r"|waiting for the controller at \S+, for up to [\d.]+ s)\n"
+)
 
 
 @pytest.fixture(scope="module")

@@ -55,7 +55,10 @@ ROOT = Path(__file__).parents[2]
 MAKE = ROOT / "deploy" / "make_certificates.sh"
 RUN_ID, MARK = "run-00000000", "run/journal/journal.log"
 # Told when it takes three seconds, as it may where other work takes the machine.
-SLOW = re.compile(r"environment [a-z-]+ is checked, each call within \d+ s\n")
+SLOW = re.compile(
+    r"(environment [a-z-]+ is checked, each call within \d+ s"
+    r"|waiting for the controller at \S+, for up to [\d.]+ s)\n"
+)
 # The first learner node of one, the second of two, a rollout server.
 FIRST = ("learner", "config.toml", "--connect-timeout-s=1")
 NODES = ("learner.world_size=2", "learner.ranks_per_node=1", "--master=127.0.0.1:29500")
