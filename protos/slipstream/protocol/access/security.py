@@ -22,7 +22,6 @@ from slipstream.core.settings.config import Config, QueueSection, SecuritySectio
 from slipstream.core.settings.sections import QueueEnd
 from slipstream.protocol.access.certificates import check_certificates, check_shown
 from slipstream.protocol.access.checked_calls import (
-    MOST_AT_ONCE,
     CallRates,
     CheckingInterceptor,
     Handler,
@@ -45,6 +44,7 @@ from slipstream.protocol.rich_errors import Reason
 MAX_MESSAGE_BYTES = 64 << 20
 # Largest request; the largest `max_message_bytes` of a method is a little smaller.
 MAX_REQUEST_BYTES = 33 << 20
+MAX_STREAMS = 4096
 logger = logging.getLogger(__name__)
 
 # Words that redis-py takes for "no".
@@ -74,8 +74,8 @@ SERVER_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
     # A small message could decompress to any size, after its own size was checked.
     ("grpc.compression_enabled_algorithms_bitset", 1),
-    # Per connection; gRPC has no limit of its own.
-    ("grpc.max_concurrent_streams", MOST_AT_ONCE),
+    # Per connection, which all servers of one process share; gRPC has no limit of its own.
+    ("grpc.max_concurrent_streams", MAX_STREAMS),
     # A connection that says nothing; gRPC waits for two minutes.
     ("grpc.server_handshake_timeout_ms", 20_000),
 )

@@ -11,9 +11,10 @@ import grpc.aio
 import pytest
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.sections import QueueSection, SecuritySection
-from slipstream.protocol.access.checked_calls import MOST_AT_ONCE, MOST_READ_AT_ONCE, CallRates
+from slipstream.protocol.access.checked_calls import MOST_READ_AT_ONCE, CallRates
 from slipstream.protocol.access.security import (
     MAX_REQUEST_BYTES,
+    MAX_STREAMS,
     Credentials,
     bind,
     call_metadata,
@@ -218,7 +219,7 @@ async def test_a_connection_has_a_number_of_calls() -> None:
         writer.close()
     assert head[3] == 4
     settings = dict(struct.iter_unpack(">HI", content))
-    assert settings[0x3] == MOST_AT_ONCE
+    assert settings[0x3] == MAX_STREAMS
 
 
 class Caller:
