@@ -81,7 +81,9 @@ def train() -> None:
 
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", type=Path, required=True)
-    config = load_config(parser.parse_args().config)
+    parser.add_argument("overrides", nargs="*")
+    given = parser.parse_args()
+    config = load_config(given.config, given.overrides)
     client, path = ControllerClient(config), config.run_dir / STATE
     version, digest = START
     if path.exists():
