@@ -327,7 +327,7 @@ async def test_a_judged_environment_gives_the_judges_score_from_0_to_1(tmp_path,
             "row 1: column 'q' must hold a text, got None; the columns are 'question'",
         ),
         ({"api_key_file": "/missing"}, "api_key_file /missing cannot be read"),
-        ({"api_key_file": "/dev/null"}, "api_key_file /dev/null is empty"),
+        ({"api_key_file": "/dev/null"}, "api_key_file /dev/null cannot be read: "),
     ],
 )
 def test_a_judged_environment_says_what_cannot_work(tmp_path, options, said):
