@@ -284,7 +284,9 @@ class Rig:
         `grace_s`: seconds that all have to end by themselves, which includes a final export.
         """
         self._grace_s = grace_s
-        self.config = config = identified(config, config.controller.address, config.run.name)
+        self.config = config = identified(
+            config, config.controller.address, config.run.id or config.run.name
+        )
         self._placement = placement
         paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
         self._environ = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), **(environ or {})}
