@@ -246,7 +246,7 @@ def test_large_model_is_checked_by_a_dry_run_before_its_weights_are_there(name: 
         "llama-70b": 4,
         "qwen3-8b": 1,
     }.get(name, 2)
-    # As many as an engine's cache holds, by the model's heads and layers.
+    # The cache of an engine holds so many, by the model's heads and layers.
     assert settings["rollout_server"]["max_episodes"] == {
         "llama-405b": 64,
         "llama-70b": 206,
