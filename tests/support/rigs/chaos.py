@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import itertools
 import json
-import os
 import random
 import signal
 import statistics
@@ -292,8 +291,9 @@ class Chaos:
         self._log = config.run_dir / LOGS / "chaos.log"
         # Number of journal records of each kind so far.
         self._records = Counter[str]()
-        # The command's pid, whether a fault may have hit the command, and whether it must stop.
-        self._root, self._is_harmed, self._is_over = 0, False, False
+        # The command while it lives, whether a fault may have hit it, and whether it must stop.
+        self._live: asyncio.subprocess.Process | None = None
+        self._is_harmed, self._is_over = False, False
         self.tally = Tally()
 
     async def run(
@@ -351,9 +351,10 @@ class Chaos:
     async def _keep_run(self) -> int:
         while True:
             process = await self.start("run", *self._settings)
-            self._root, self._is_harmed = process.pid, False
+            self._live, self._is_harmed = process, False
             self.tally.commands += 1
             code = await _end_of(process)
+            self._live = None
             # A fault during the checks before the start ends the command like an invalid setting.
             is_refused = code == 2 and not self._is_harmed
             if code == 0 or is_refused or self._is_over:
@@ -394,8 +395,13 @@ class Chaos:
                 self.tally.fired[fault] += 1
                 with self._log.open("a") as log:
                     log.write(f"{time.time():.3f} {fault}, at: {point}\n")
+        # The step that was seen may be one of a command that the last fault ended.
+        command = None
+        while command is None or command is not self._live:
+            command = self._live
+            await self._until("step", HANGS_S, must=True)
         self._is_over = True
-        os.kill(self._root, signal.SIGINT)
+        command.send_signal(signal.SIGINT)
 
     async def _fault(self, roles: Sequence[str], proxy: Proxy | None) -> str:
         """Injects one fault; returns its name, or "" if no process or connection was affected."""
@@ -404,7 +410,9 @@ class Chaos:
             how = rng.choice(("cut", "half_open", "delay"))
             for_s = rng.uniform(0.5, 1.5 * self._config.controller.heartbeat_timeout_s)
             return f"{how} server" if await getattr(proxy, how)(for_s) else ""
-        by_role = process_table(self._root)
+        if (command := self._live) is None:
+            return ""
+        by_role = process_table(command.pid)
         present = [role for role in roles if role in by_role]
         if not present:
             return ""
@@ -414,6 +422,8 @@ class Chaos:
             for_s = rng.uniform(0.5, MAX_STOP_S)
             return f"stop {role}" if await stop(victim, for_s) else ""
         is_dead = await _shows(victim, signal.SIGKILL, psutil.STATUS_ZOMBIE)
+        if is_dead and role == "command":
+            await command.wait()
         return f"kill {role}" if is_dead else ""
 
     async def _until(self, kind: str, limit_s: float, *, must: bool = False) -> None:
