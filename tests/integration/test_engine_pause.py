@@ -233,6 +233,12 @@ async def test_a_request_that_is_cancelled_on_its_way_to_the_engine_ends_there(r
     assert rig.llm.noted == ["abort late", "request late", "abort late", "request other"]
 
 
+async def test_an_engine_that_rests_is_not_busy(rig: Rig) -> None:
+    await rig.ask("running")
+    await rig.engine.rest(give_back=False)
+    assert rig.engine.use().busy_s == rig.engine.use().busy_s
+
+
 async def test_an_engine_that_rests_keeps_its_version_and_lets_requests_wait_inside(rig: Rig):
     await rig.ask("running")
     await rig.engine.rest(give_back=False)

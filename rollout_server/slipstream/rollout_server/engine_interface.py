@@ -177,9 +177,9 @@ class EngineUse:
 
     `generated_tokens` counts all tokens that the engine returned, except for probes.
     `returned_tokens` counts only tokens of generations that ended, `judged_tokens` only tokens of
-    judges' replies. `busy_s` is the time with at least one open request. `drafted_tokens` counts
-    the tokens that speculative decoding proposed, `accepted_tokens` the proposed tokens that were
-    kept. `steps` counts the steps that sampled tokens.
+    judges' replies. `busy_s` is the time with at least one open request, without pauses.
+    `drafted_tokens` counts the tokens that speculative decoding proposed, `accepted_tokens` the
+    proposed tokens that were kept. `steps` counts the steps that sampled tokens.
     """
 
     generated_tokens: int

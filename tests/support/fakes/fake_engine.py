@@ -72,6 +72,7 @@ class FakeEngine:
         self._generated = 0
         self._returned = self._judged = 0
         self._clock = UseClock()
+        self._clock.pause()
 
     def use(self) -> engine_interface.EngineUse:
         return engine_interface.EngineUse(
@@ -145,11 +146,13 @@ class FakeEngine:
 
     async def pause(self) -> None:
         self.pauses += 1
+        self._clock.pause()
         self.running.clear()
         self._wake()
 
     async def rest(self, *, give_back: bool) -> None:
         self.rests.append(give_back)
+        self._clock.pause()
         self.running.clear()
         self._wake()
 
@@ -181,6 +184,7 @@ class FakeEngine:
 
     async def resume(self, version: PolicyVersion) -> None:
         self.version = version
+        self._clock.resume()
         self.running.set()
         self._wake()
 

@@ -100,7 +100,7 @@ class TimedServer(FakeServer):
             except TimeoutError:
                 pass
             passed_s = time.monotonic() - started_s
-            self._busy_s += passed_s if replies else 0.0
+            self._busy_s += passed_s if replies and not paused else 0.0
             self._paused_s += passed_s if paused and replies else 0.0
             if paused or not replies:
                 continue

@@ -7,29 +7,46 @@ from slipstream.rollout_server.engine_interface import EngineDied
 
 
 class UseClock:
-    """Adds up the seconds with at least one open request."""
+    """Adds up the seconds with at least one open request, outside pauses."""
 
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
         self._now_s = now_s
         self._open = 0
-        self._started_s = self._busy_s = 0.0
+        self.is_paused = False
+        # `_busy_s` counts up to the time `_counted_s`.
+        self._counted_s, self._busy_s = now_s(), 0.0
 
     @property
     def busy_s(self) -> float:
-        """The seconds with an open request, up to now."""
-        return self._busy_s + (self._now_s() - self._started_s if self._open else 0.0)
+        """The seconds with an open request, up to now and without pauses."""
+        self._count()
+        return self._busy_s
 
     def enter(self) -> None:
         """Records that a request was opened."""
-        if not self._open:
-            self._started_s = self._now_s()
+        self._count()
         self._open += 1
 
     def leave(self) -> None:
         """Records that a request has ended."""
+        self._count()
         self._open -= 1
-        if not self._open:
-            self._busy_s += self._now_s() - self._started_s
+
+    def pause(self) -> None:
+        """Records that no request is served until `resume`."""
+        self._count()
+        self.is_paused = True
+
+    def resume(self) -> None:
+        """Records the end of a pause."""
+        self._count()
+        self.is_paused = False
+
+    def _count(self) -> None:
+        now_s = self._now_s()
+        if self._open and not self.is_paused:
+            self._busy_s += now_s - self._counted_s
+        self._counted_s = now_s
 
 
 # Seconds without a step after which an engine with requests counts as hung. The limit is longer

@@ -287,7 +287,7 @@ class VllmEngine:
         watchdog = EngineWatchdog(SILENCE_LIMIT_S)
         while not self._llm.errored:
             await asyncio.sleep(min(_HEALTH_PERIOD_S, SILENCE_LIMIT_S))
-            waiting = 0 if self._pauses.is_paused else self.requests.num_open
+            waiting = 0 if self._pauses.clock.is_paused else self.requests.num_open
             watchdog.check(heard_s=self.requests.counter.heard_s, num_requests=waiting)
         raise EngineDied("vLLM's engine process is gone; its own message stands above")
 

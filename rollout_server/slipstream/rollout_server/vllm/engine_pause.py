@@ -10,6 +10,7 @@ from collections.abc import Awaitable
 
 from slipstream.core.types import PolicyVersion
 from slipstream.rollout_server.engine_interface import EngineDied
+from slipstream.rollout_server.inference.usage import UseClock
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -34,8 +35,8 @@ class EnginePause:
         self._recompute = recompute_context
         # The version of the newest `resume`.
         self.version: PolicyVersion | None = None
-        # True from the order to pause, or to hold requests, to the answer of `resume`.
-        self.is_paused = False
+        # Paused from the order to pause, or to hold requests, to the answer of `resume`.
+        self.clock = UseClock()
         self._lets_in = True
         # Requests that are held, in the order in which they came.
         self._held: dict[str, asyncio.Future[None]] = {}
@@ -66,7 +67,8 @@ class EnginePause:
         """Resumes generation with `version`, and admits the held requests; see `Engine`."""
         if self._ahead != version:
             await self._call(self._resuming(version))
-        self.version, self.is_paused, self._gave_back = version, False, False
+        self.version, self._gave_back = version, False
+        self.clock.resume()
         self._let_all_in()
 
     async def pause_for_update(self, update_limit_s: float) -> None:
@@ -83,7 +85,8 @@ class EnginePause:
     async def _pause(self, update_limit_s: float, *, clear_cache: bool) -> None:
         # Does what vLLM's `pause_generation` does, without its sleep of 20 ms: late tokens carry
         # the version that the engine process stamped on them.
-        self._ahead, self.is_paused = None, True
+        self._ahead = None
+        self.clock.pause()
         core = self._llm.engine_core
         pausing = core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
         await self._call(pausing, update_limit_s)
@@ -93,7 +96,8 @@ class EnginePause:
         if not give_back:
             await self._pause(0.0, clear_cache=False)
             return
-        self._ahead, self.is_paused, self._gave_back = None, True, True
+        self._ahead, self._gave_back = None, True
+        self.clock.pause()
         await self._call(self._llm.engine_core.sleep_async(1, "keep"))
 
     async def wake_weights(self) -> None:
@@ -103,7 +107,7 @@ class EnginePause:
 
     def hold_requests(self) -> None:
         """Holds every new request; call it only while the engine has no running request."""
-        self.is_paused = True
+        self.clock.pause()
         self._lets_in = False
 
     async def resume_idle(self, version: PolicyVersion, update_limit_s: float) -> None:

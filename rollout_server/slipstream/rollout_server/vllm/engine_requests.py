@@ -20,7 +20,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from slipstream.core.models.vision.placed import PlacedImage
 from slipstream.core.models.vision.processors import PixtralProcessor, load_processor
 from slipstream.rollout_server.engine_interface import EngineUse, Generation
-from slipstream.rollout_server.inference.usage import UseClock
 from slipstream.rollout_server.vllm.engine_pause import EnginePause
 from slipstream.rollout_server.vllm.vllm_requests import ReplyRecord, as_ours
 from vllm import SamplingParams
@@ -60,7 +59,6 @@ class EngineRequests:
         self._llm, self._pauses = llm, pauses
         loggers = llm.logger_manager.stat_loggers
         (self.counter,) = (each for each in loggers if isinstance(each, TokenCounter))
-        self._clock = UseClock()
         self._prompts = Prompts(llm.model_config.model)
         self._returned_tokens = self._judged_tokens = 0
         # Open requests; True marks one to be cancelled, also before the engine knows it.
@@ -77,7 +75,7 @@ class EngineRequests:
             generated_tokens=self.counter.generated_tokens,
             returned_tokens=self._returned_tokens,
             open_requests=len(self._open),
-            busy_s=self._clock.busy_s,
+            busy_s=self._pauses.clock.busy_s,
             judged_tokens=self._judged_tokens,
             drafted_tokens=self.counter.drafted_tokens,
             accepted_tokens=self.counter.accepted_tokens,
@@ -91,13 +89,13 @@ class EngineRequests:
         Yields False if the request was cancelled meanwhile.
         """
         self._open[request_id] = False
-        self._clock.enter()
+        self._pauses.clock.enter()
         try:
             await self._pauses.let_in(request_id)
             yield not self._open[request_id]
         finally:
             del self._open[request_id]
-            self._clock.leave()
+            self._pauses.clock.leave()
 
     async def cancel(self, request_id: str) -> None:
         """Ends an open request soon; an unknown id is ignored."""

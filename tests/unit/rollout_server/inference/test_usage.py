@@ -31,6 +31,25 @@ def test_the_time_with_any_request_counts_once(clock) -> None:
     assert clock.busy_s == 4
 
 
+def test_a_pause_does_not_count_with_or_without_requests(clock) -> None:
+    clock.enter()
+    clock.advance(1)
+    clock.pause()
+    clock.advance(10)
+    assert clock.busy_s == 1
+    clock.enter()
+    clock.leave()
+    clock.leave()
+    clock.advance(20)
+    clock.pause()
+    clock.enter()
+    clock.resume()
+    clock.advance(2)
+    assert clock.busy_s == 3
+    clock.leave()
+    assert clock.busy_s == 3
+
+
 def use(generated: int, returned: int, open_requests: int) -> EngineUse:
     return EngineUse(generated, returned, open_requests, 0.0)
 

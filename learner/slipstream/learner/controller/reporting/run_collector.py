@@ -90,7 +90,7 @@ SERVER_COUNTERS = {
     "generated_tokens": ("generated_tokens", "Tokens that the engine generated."),
     "drafted_tokens": ("drafted_tokens", "Tokens that were drafted before they were sampled."),
     "accepted_tokens": ("accepted_tokens", "Drafted tokens that were sampled."),
-    "busy_s": ("busy_seconds", "Time with a request in the engine."),
+    "busy_s": ("busy_seconds", "Time with a request in the engine, without pauses."),
     "paused_s": ("paused_seconds", "Time of pauses for new weights."),
 }
 # Values of an environment's status: the metric's name after `slipstream_environment_`.

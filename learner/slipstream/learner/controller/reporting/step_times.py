@@ -42,8 +42,8 @@ class ServerWork:
 
     @property
     def sampling_s(self) -> float:
-        """Seconds in which the engine sampled."""
-        return max(0.0, self.busy_s - self.paused_s)
+        """Seconds in which the engine sampled; a server may report a wrong time."""
+        return max(0.0, self.busy_s)
 
     def __add__(self, other: "ServerWork") -> "ServerWork":
         return ServerWork(*(getattr(self, name) + getattr(other, name) for name in _COUNTED))

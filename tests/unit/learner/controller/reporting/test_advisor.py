@@ -124,7 +124,7 @@ async def test_a_profile_is_what_steps_and_reports_say() -> None:
 async def test_engines_in_turns_rest_as_long_as_their_reports_say() -> None:
     rig = Rig()
     # 42 s in 60 s are 1.4 s of each step of 2: training, publish, and 0.2 of the 0.3 s on the way.
-    rig.advisor.note_report(ServerWork(60.0, 42.0, 0.0, 30, 60))
+    rig.advisor.note_report(ServerWork(18.0, 42.0, 0.0, 30, 60))
     rig.steps(11, in_turns=True)
     found = rig.advisor.profile()
     assert found is not None and found.in_turns

@@ -54,10 +54,10 @@ def test_the_time_of_servers_is_split_between_two_steps() -> None:
     first = times.step([], [], waited_s=1.5, lease_waits_s=NOTHING | {"slots": 2.0})
     assert first["groups_wait_s"] == 1.5
     assert first["lease_wait_slots_s"] == 2.0
-    # (4 - 1 + 5) of 20 s.
-    assert first["servers_sampling_share"] == pytest.approx(0.4)
+    # (4 + 5) of 20 s: busy seconds have no pauses.
+    assert first["servers_sampling_share"] == pytest.approx(0.45)
     assert first["servers_paused_share"] == pytest.approx(0.05)
-    assert first["servers_idle_share"] == pytest.approx(0.55)
+    assert first["servers_idle_share"] == pytest.approx(0.5)
     times.report("a", report(14.0, 1.0, 20.0))
     second = times.step([], [], waited_s=1.75, lease_waits_s=NOTHING | {"slots": 2.0})
     assert second["groups_wait_s"] == 0.25
@@ -66,6 +66,15 @@ def test_the_time_of_servers_is_split_between_two_steps() -> None:
     # Without a report since then the shares are not known.
     third = times.step([], [], waited_s=1.75, lease_waits_s=NOTHING)
     assert "servers_sampling_share" not in third
+
+
+def test_pauses_without_requests_leave_the_time_of_sampling_as_it_is() -> None:
+    times = StepTimes()
+    # Learner and engine in turn: 4 s of sampling, then 5 s of rest in which no request is open.
+    times.report("a", report(4.0, 5.0, 10.0))
+    found = times.step([], [], waited_s=0.0, lease_waits_s=NOTHING)
+    shares = [found[f"servers_{name}_share"] for name in ("sampling", "paused", "idle")]
+    assert shares == pytest.approx([0.4, 0.5, 0.1])
 
 
 def test_a_server_that_comes_back_counts_from_its_new_start() -> None:
