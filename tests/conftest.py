@@ -60,11 +60,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> Iterator[None]:
-    """Only tests outside tests/integration and tests/gpu have to be marked one by one."""
+    """Gives tests the marks that follow from their folder and from the marks of their file."""
     here = Path(__file__).parent
     for item in items:
         if item.path.relative_to(here).parts[0] in ("integration", "gpu"):
             item.add_marker("process")
+        # A long file names the parameters of those of its tests that `make test` has.
+        for mark in item.iter_markers("long_but"):
+            if getattr(getattr(item, "callspec", None), "id", None) not in mark.args:
+                item.add_marker("long")
     yield
     part, _, parts = config.getoption("--part").partition("/")
     files = list(dict.fromkeys(item.path for item in items))

@@ -16,9 +16,9 @@ from slipstream.protocol.checkpoints import (
     read_manifest,
 )
 from support.ranks import checkpoint_ranks
-from support.ranks.rank_pool import RankPool, chosen_jobs, each_job
+from support.ranks.rank_pool import RankPool, chosen_jobs, each_job, jobs_of_file
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.long_but("one-again", "tp2-from-one")
 
 PROGRAM = Path(checkpoint_ranks.__file__)
 TP2 = {"world_size": 2, "parallel": {"tp": 2}}
@@ -98,12 +98,43 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def other_loads(folder: Path) -> dict[str, dict]:
+    """Returns jobs that load weights alone, another kind of optimizer, and with other settings."""
+    steps = folder / "runs" / "tp2" / "checkpoints" / "step-000002"
+    jobs: dict[str, dict] = {
+        "one-loads-weights": {
+            "run": "new",
+            "until": 1,
+            "learner": {},
+            "checkpoint": {"load": str(steps)},
+        },
+        "tp2-loads-files": {
+            "run": "other",
+            "until": 1,
+            "learner": TP2,
+            "dtype": "bfloat16",
+            "checkpoint": {"load": str(steps / "state")},
+        },
+        "one-other-rate": {
+            "run": "one",
+            "resume": True,
+            "until": 3,
+            "algorithm": {"learning_rate": 1e-4},
+            "learner": {"optimizer": {"adam_eps": 1e-3, "adam_beta1": 0.5, "adam_beta2": 0.9}},
+        },
+    }
+    # The run that was saved with the other kind of optimizer is not loaded.
+    for name, run, learner in (("one-refused", "one", SPLIT), ("dp2-refused", "distopt", DP2)):
+        jobs[name] = {"run": run, "learner": learner, "resume": True, "until": 0}
+    return jobs
+
+
 @pytest.fixture(scope="module")
 def results(folder: Path, rank_pool: RankPool, request: pytest.FixtureRequest) -> dict[str, dict]:
     """What the jobs saw and made: first those that save, then those that load."""
     found, first, second = {}, {}, {}
-    chosen = chosen_jobs(request, LOADED)
-    loaded = {name: LOADED[name] for name in LOADED if name not in SLOW or name in chosen}
+    wanted, chosen = jobs_of_file(request, LOADED), chosen_jobs(request, LOADED)
+    loaded = {name: LOADED[name] for name in wanted if name not in SLOW or name in chosen}
     for name in dict.fromkeys(run for run, _ in loaded.values()):
         first[name] = SAVED[name] | {"run": name, "save": [2], "until": 3}
     damaged = {"run": "damaged-before", "save": [1], "until": 1, "damage": True}
@@ -111,29 +142,8 @@ def results(folder: Path, rank_pool: RankPool, request: pytest.FixtureRequest) -
     for name, (run, learner) in loaded.items():
         second[name] = SAVED[run] | {"run": run, "learner": learner, "resume": True, "until": 3}
         second[name]["late"] = name in ("one-again", "tp2-again", "distopt-again")
-    second["one-loads-weights"] = {
-        "run": "new",
-        "until": 1,
-        "learner": {},
-        "checkpoint": {"load": str(folder / "runs" / "tp2" / "checkpoints" / "step-000002")},
-    }
-    second["tp2-loads-files"] = {
-        "run": "other",
-        "until": 1,
-        "learner": TP2,
-        "dtype": "bfloat16",
-        "checkpoint": {"load": str(folder / "runs/tp2/checkpoints/step-000002/state")},
-    }
-    # The run that was saved with the other kind of optimizer is not loaded.
-    for name, run, learner in (("one-refused", "one", SPLIT), ("dp2-refused", "distopt", DP2)):
-        second[name] = {"run": run, "learner": learner, "resume": True, "until": 0}
-    second["one-other-rate"] = {
-        "run": "one",
-        "resume": True,
-        "until": 3,
-        "algorithm": {"learning_rate": 1e-4},
-        "learner": {"optimizer": {"adam_eps": 1e-3, "adam_beta1": 0.5, "adam_beta2": 0.9}},
-    }
+    if wanted == list(LOADED):
+        second |= other_loads(folder)
     for jobs in (first, second):
         for name, job in jobs.items():
             (folder / f"{name}.json").write_text(json.dumps(job))

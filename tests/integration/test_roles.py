@@ -14,7 +14,7 @@ from slipstream.learner.trainer.roles.critic import explained_variance
 from support.fakes.parity_models import rename_as_modules
 from support.ranks import role_ranks
 from support.ranks.parity_layouts import batches
-from support.ranks.rank_pool import RankPool, chosen_jobs
+from support.ranks.rank_pool import RankPool, chosen_jobs, jobs_of_file
 from support.ranks.role_ranks import (
     CRITIC_RATE,
     LAYOUTS,
@@ -26,12 +26,14 @@ from support.ranks.role_ranks import (
 from support.references.plain_policy import conversations
 from transformers import AutoModelForCausalLM
 
-pytestmark = [pytest.mark.long, pytest.mark.usefixtures("one_thread")]
+pytestmark = [pytest.mark.long_but("one", "tp2-pp2-dp2"), pytest.mark.usefixtures("one_thread")]
 
 
 @pytest.fixture(scope="module")
-def one_rank(rank_pool: RankPool, folder: Path) -> dict[str, list[dict]]:
-    return run_layouts(rank_pool, folder, layouts_of(1))
+def one_rank(
+    rank_pool: RankPool, folder: Path, request: pytest.FixtureRequest
+) -> dict[str, list[dict]]:
+    return run_layouts(rank_pool, folder, jobs_of_file(request, layouts_of(1)))
 
 
 @pytest.fixture(scope="module")

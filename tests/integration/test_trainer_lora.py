@@ -19,7 +19,7 @@ from support.ranks.lora_ranks import (
     config_of,
 )
 from support.ranks.parity_layouts import STEPS, batches, probe
-from support.ranks.rank_pool import RankPool, chosen_jobs, each_job
+from support.ranks.rank_pool import RankPool, chosen_jobs, each_job, jobs_of_file
 from transformers import AutoModelForCausalLM
 
 SCALE = ALPHA / RANK
@@ -30,7 +30,7 @@ NUM_LAYERS = 2
 NUM_ADAPTED = NUM_LAYERS * 7
 
 
-pytestmark = [pytest.mark.long, pytest.mark.usefixtures("one_thread")]
+pytestmark = [pytest.mark.long_but("one", "tp2"), pytest.mark.usefixtures("one_thread")]
 
 
 def run_jobs(pool: RankPool, folder: Path, jobs: Iterable[str]) -> dict[str, dict]:
@@ -40,8 +40,8 @@ def run_jobs(pool: RankPool, folder: Path, jobs: Iterable[str]) -> dict[str, dic
 
 
 @pytest.fixture(scope="module")
-def found(folder: Path, rank_pool: RankPool) -> dict[str, dict]:
-    return run_jobs(rank_pool, folder, JOBS)
+def found(folder: Path, rank_pool: RankPool, request: pytest.FixtureRequest) -> dict[str, dict]:
+    return run_jobs(rank_pool, folder, jobs_of_file(request, JOBS))
 
 
 @pytest.fixture(scope="module")

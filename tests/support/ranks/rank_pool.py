@@ -159,6 +159,15 @@ def chosen_jobs(
     return [job for job in known if job in names]
 
 
+def jobs_of_file(request: pytest.FixtureRequest, known: Iterable[str]) -> list[str]:
+    """Returns all of `known`; without a long test those alone that the file's `long_but` names."""
+    items = [item for item in request.session.items if item.path == request.path]
+    if any(item.get_closest_marker("long") for item in items):
+        return list(known)
+    short = [name for mark in items[0].iter_markers("long_but") for name in mark.args]
+    return [job for job in known if job in short]
+
+
 def each_job(
     known: Iterable[str], slow: Collection[str], long: Collection[str] = ()
 ) -> list[object]:
