@@ -21,11 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from slipstream.client.launch.preflight import free_port
 from slipstream.core.run_folder import TARGETS
 from slipstream.learner.controller.records.ledger import FATES
-from slipstream.learner.controller.reporting.run_collector import (
-    ADVICE_METRICS,
-    SERVER_COUNTERS,
-    STEP_METRICS,
-)
+from slipstream.learner.controller.reporting.run_collector import SERVER_COUNTERS, STEP_METRICS
 from slipstream.learner.trainer.__main__ import StageCollector
 from slipstream.learner.trainer.step import StageTimes
 from slipstream.protocol.access.metrics_endpoint import metrics_endpoint
@@ -39,6 +35,7 @@ from support.rigs.waiting import LIMIT_S, wait_until
 
 DEPLOY = ROOT / "deploy"
 ALERTS, DASHBOARD = DEPLOY / "prometheus" / "alerts.yml", DEPLOY / "grafana" / "slipstream.json"
+CHART = DEPLOY / "kubernetes" / "templates" / "rollout-server.yaml"
 needs_promtool = pytest.mark.skipif(
     shutil.which("promtool") is None, reason="apt-get install prometheus"
 )
@@ -95,7 +92,7 @@ def run(tmp_path_factory):
 
     async def report_all(step):
         """Adds the metrics that a longer run and a trainer have which computes something."""
-        for name in (*STEP_METRICS, *ADVICE_METRICS, "gain/server_more"):
+        for name in STEP_METRICS:
             step.metrics.setdefault(name, 0.5)
         return await report(step)
 
@@ -150,7 +147,7 @@ def test_every_metric_has_a_meaning_a_base_unit_and_only_few_labels(run):
         assert not UNITS.search(family.name), family.name
         for sample in family.samples:
             others = sample.labels.keys() - {
-                *("run", "server", "environment", "state", "fate", "cause", "change")
+                *("run", "server", "environment", "state", "fate", "cause")
             }
             assert not others
             assert sample.name.endswith("_total") == (family.type == "counter")
@@ -181,12 +178,12 @@ def queries() -> list[str]:
     return [target["expr"] for panel in panels for target in panel.get("targets", ())]
 
 
-def test_alerts_and_dashboard_ask_for_metrics_that_are_there(run):
+def test_alerts_dashboard_and_chart_ask_for_metrics_that_are_there(run):
     known = {name for name, *_ in scrape(run)[1]}
     for collector in (EngineCollector(EngineCounts()), stage_collector()):
         known |= {sample.name for family in collector.collect() for sample in family.samples}
     # A job's name is a value, no metric.
-    text = re.sub(r'job="\w+"', "", ALERTS.read_text() + "".join(queries()))
+    text = re.sub(r'job="\w+"', "", ALERTS.read_text() + "".join(queries()) + CHART.read_text())
     asked = set(re.findall(r"\b(?:slipstream|process)_\w+", text))
     assert len(asked) > 40
     assert asked <= known
@@ -199,6 +196,41 @@ def test_each_alert_fires_when_it_must_and_at_no_other_time():
     assert len(named) == 11
     assert named <= set(re.findall(r"Slipstream\w+", tests.read_text()))
     done = completed(["promtool", "test", "rules", tests])
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@needs_promtool
+@pytest.mark.parametrize(
+    ("waited_s", "idle", "servers"), [(0.0, 0.0, 4), (1.0, 0.0, 6), (0.0, 0.25, 3), (0.5, 0.25, 4)]
+)
+def test_the_chart_asks_for_servers_by_measured_waits(tmp_path, waited_s, idle, servers):
+    """Steps take 2 s, and 4 of 5 servers serve."""
+    (query,) = re.findall(r"query: >-\n(.*?)\n +threshold", CHART.read_text(), re.DOTALL)
+    series = {
+        'servers{run="r", state="serving"}': 4,
+        'servers{run="r", state="loading"}': 1,
+        'step_groups_wait_seconds{run="r"}': waited_s,
+        'step_duration_seconds{run="r"}': 2.0,
+        'step_servers_idle_ratio{run="r"}': idle,
+        # Another run's.
+        'step_servers_idle_ratio{run="other"}': 1.0,
+    }
+    case = {
+        "interval": "30s",
+        "input_series": [
+            {"series": f"slipstream_{name}", "values": f"{value}x20"}
+            for name, value in series.items()
+        ],
+        "promql_expr_test": [
+            {
+                "expr": query.replace("{{ $run }}", "r"),
+                "eval_time": "10m",
+                "exp_samples": [{"labels": "{}", "value": servers}],
+            }
+        ],
+    }
+    (tmp_path / "tests.yml").write_text(json.dumps({"tests": [case]}))
+    done = completed(["promtool", "test", "rules", tmp_path / "tests.yml"])
     assert done.returncode == 0, done.stdout + done.stderr
 
 

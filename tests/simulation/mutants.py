@@ -126,8 +126,8 @@ MUTANTS: dict[str, tuple[Change, ...]] = {
     "no check at leasing": (
         Change(
             f"{CONTROLLER}.leasing.leases:LeaseBook.may_lease",
-            "return staleness.may_lease_counted(",
-            "return True or staleness.may_lease_counted(",
+            "return staleness.may_lease(",
+            "return True or staleness.may_lease(",
         ),
     ),
     "a lease leaves before its record is durable": (

@@ -151,9 +151,6 @@ def _add_services(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
     run.add_argument("--environment", metavar="MODULE:CLASS", help="for the only environment")
     run.add_argument("--steps", type=int, help="for run.steps")
-    run.add_argument(
-        "--profile", type=Path, metavar="RUN", help="a run whose times --dry-run predicts from"
-    )
     run.set_defaults(execute=_run)
 
     learner = commands.add_parser(
@@ -368,7 +365,7 @@ async def _run(arguments: argparse.Namespace) -> int:
         overrides.insert(0, f"model.path={json.dumps(arguments.model)}")
     if path is None and not overrides:
         raise ConfigError("a run needs a CONFIG.toml, or --model, --environment and --steps")
-    return await run_all(path, overrides, dry_run=arguments.dry_run, profile=arguments.profile)
+    return await run_all(path, overrides, dry_run=arguments.dry_run)
 
 
 if __name__ == "__main__":

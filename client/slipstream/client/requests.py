@@ -3,14 +3,14 @@
 import argparse
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from slipstream.client.advice import advice_lines, time_lines
 from slipstream.client.client import Client
 from slipstream.client.run_folder import FoundRun, find_run
 from slipstream.client.status import EnvironmentStatus, RunStatus
 from slipstream.client.terminal import aligned, counted, say
 from slipstream.core.errors import ConfigError, RunFailed
+from slipstream.core.time_parts import LEASE_WAITS, SERVER_SHARES, TRAINER_PARTS
 
 CREDENTIALS = ("token_file", "tls_ca", "tls_certificate", "tls_key")
 # States of a server that a scheduler should not restart.
@@ -18,6 +18,8 @@ WORKING = ("loading", "serving", "draining")
 _RATE = "pass_at_"
 # Counts of the episodes of a round, without their prefix `num_`.
 _COUNTS = ("episodes", "failed")
+# The trainer counts as waiting for groups above this share of a step.
+NEGLIGIBLE = 0.05
 
 
 def connect(arguments: argparse.Namespace) -> Client:
@@ -159,12 +161,63 @@ def status_lines(run: RunStatus) -> list[str]:
         )
         for server in run.servers
     ]
-    times = [*time_lines(run.metrics), *advice_lines(run.metrics)]
+    times = time_lines(run.metrics)
     return [
         *lines,
         *(["", *times] if times else []),
         *("", *aligned(rows), "", *environment_lines(run.environments)),
     ]
+
+
+def time_lines(metrics: Mapping[str, float]) -> list[str]:
+    """Returns lines on how the newest step spent its time, or [] before the first step."""
+    step_s = metrics.get("step_s", 0.0)
+    if not step_s or "groups_wait_s" not in metrics:
+        return []
+    parts = {words: metrics.get(name, 0.0) for name, words in TRAINER_PARTS.items()}
+    parts["other"] = max(0.0, step_s - sum(parts.values()))
+    lines = [
+        f"a step takes {step_s:.2f} s: {_waits_for(metrics)}",
+        f"  trainer: {_shares(parts, step_s)}",
+    ]
+    if SERVER_SHARES[0] in metrics:
+        servers = {name.split("_")[1]: metrics[name] for name in SERVER_SHARES}
+        lines.append(f"  servers: {_shares(servers, 1.0)}")
+    causes = {
+        words: metrics.get(f"lease_wait_{name}_s", 0.0) for name, words in LEASE_WAITS.items()
+    }
+    if any(causes.values()):
+        lines.append(f"  the next lease waits for {_shares(causes, step_s)}")
+    waited = metrics.get("queue_s_mean")
+    if waited is not None:
+        lines.append(f"  queue: a complete group waits {waited:.2f} s for its step")
+    episode = {
+        "engine": metrics.get("generation_s_mean", 0.0),
+        "environment": metrics.get("environment_s_mean", 0.0),
+        "rest": metrics.get("episode_rest_s_mean", 0.0),
+    }
+    told = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in episode.items())
+    return [*lines, f"  episode: {told}"]
+
+
+def _waits_for(metrics: Mapping[str, float]) -> str:
+    """Returns a sentence that says whether servers or trainer waited in a step, and why."""
+    share = metrics["groups_wait_s"] / metrics["step_s"]
+    causes = {name: metrics.get(f"lease_wait_{name}_s", 0.0) for name in LEASE_WAITS}
+    cause = max(causes, key=lambda name: causes[name])
+    if share < NEGLIGIBLE:
+        return "the servers wait for the trainer" if cause == "staleness" else "no fleet waits"
+    if not causes[cause]:
+        return "the trainer waits for groups"
+    if cause == "slots":
+        return "the trainer waits for the servers, which are full"
+    if cause == "staleness":
+        return "the trainer waits for long replies; new ones wait for a step, by max_staleness"
+    return f"the trainer waits for groups, and new ones for {LEASE_WAITS[cause]}"
+
+
+def _shares(parts: Mapping[str, float], whole: float) -> str:
+    return ", ".join(f"{name} {value / whole:.0%}" for name, value in parts.items() if value)
 
 
 def environment_lines(entries: Sequence[EnvironmentStatus]) -> list[str]:

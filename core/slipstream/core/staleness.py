@@ -43,15 +43,13 @@ def holds(deadlines: Iterable[int], step: int, groups_per_step: int) -> bool:
     )
 
 
-def may_lease(deadlines: Iterable[int], step: int, groups_per_step: int, new_deadline: int) -> bool:
-    """Whether one more group with `new_deadline` keeps the invariant."""
-    return new_deadline >= step and holds([*deadlines, new_deadline], step, groups_per_step)
-
-
-def may_lease_counted(
+def may_lease(
     counts: Mapping[int, int], step: int, groups_per_step: int, new_deadline: int
 ) -> bool:
-    """Returns the result of `may_lease`; `counts` has the number of groups with each deadline."""
+    """Whether one more group with `new_deadline` keeps the invariant.
+
+    `counts` has the number of leased, untrained groups with each deadline.
+    """
     if new_deadline < step:
         return False
     count = 0
@@ -101,27 +99,6 @@ def choose_batch(
         return None
     order = {group.group_id: index for index, group in enumerate(groups)}
     return sorted(chosen, key=lambda group: order[group.group_id])
-
-
-def choose_counted(
-    counts: Mapping[int, int], complete: Mapping[int, int], step: int, groups_per_step: int
-) -> dict[int, int] | None:
-    """Makes the choice of `choose_batch`, given only the number of groups with each deadline.
-
-    `counts` counts all leased, untrained groups, and `complete` those that are complete. Returns
-    how many groups of each deadline the batch takes, or None if the controller must wait.
-    """
-    wanted, chosen = groups_per_step, dict[int, int]()
-    for d in sorted(complete):
-        chosen[d] = min(wanted, complete[d])
-        wanted -= chosen[d]
-    left = 0
-    for d in sorted(counts):
-        over = counts[d] - chosen.get(d, 0)
-        left += over
-        if over and left > (d - step) * groups_per_step:
-            return None
-    return None if wanted else chosen
 
 
 def due_groups(groups: Sequence[LeasedGroup], step: int, groups_per_step: int) -> list[LeasedGroup]:

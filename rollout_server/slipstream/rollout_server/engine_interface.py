@@ -179,7 +179,7 @@ class EngineUse:
     `returned_tokens` counts only tokens of generations that ended, `judged_tokens` only tokens of
     judges' replies. `busy_s` is the time with at least one open request, without pauses.
     `drafted_tokens` counts the tokens that speculative decoding proposed, `accepted_tokens` the
-    proposed tokens that were kept. `steps` counts the steps that sampled tokens.
+    proposed tokens that were kept.
     """
 
     generated_tokens: int
@@ -189,7 +189,6 @@ class EngineUse:
     judged_tokens: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
-    steps: int = 0
 
 
 @dataclass(frozen=True)

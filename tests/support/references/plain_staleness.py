@@ -1,8 +1,13 @@
-"""The rule for interrupted groups in one function, which the scheduler applies step by step."""
+"""Rules of leases in their plain form, which the scheduler applies to counts and step by step."""
 
 from collections.abc import Iterable, Sequence
 
-from slipstream.core.staleness import LeasedGroup, due_groups, is_stranded
+from slipstream.core.staleness import LeasedGroup, due_groups, holds, is_stranded
+
+
+def may_lease(deadlines: Iterable[int], step: int, groups_per_step: int, new_deadline: int) -> bool:
+    """Whether one more group with `new_deadline` keeps the invariant."""
+    return new_deadline >= step and holds([*deadlines, new_deadline], step, groups_per_step)
 
 
 def must_start_afresh(

@@ -58,7 +58,6 @@ def _recorded(path: Path) -> object:
         publish={},
         weight_digest="",
         trainer_ranks=1,
-        advice={},
         ending={"state": "finished", "cause": "x", "solved": False, "suspended_environments": {}},
     )
     # What others read of it has neither NaN nor infinity.

@@ -1,8 +1,26 @@
 """What `slipstream status` shows to people."""
 
-from slipstream.client.requests import environment_lines, find_fault, status_lines
+import pytest
+from slipstream.client.requests import environment_lines, find_fault, status_lines, time_lines
 from slipstream.client.status import environment_from_pb, run_from_pb
+from slipstream.core.time_parts import LEASE_WAITS
 from slipstream.v1 import environment_pb2, fleet_pb2, status_pb2, trajectory_pb2
+
+METRICS = {
+    "step_s": 2.0,
+    "training_s": 1.0,
+    "groups_wait_s": 0.5,
+    "publish_s": 0.25,
+    "servers_sampling_share": 0.9,
+    "servers_paused_share": 0.0,
+    "servers_idle_share": 0.1,
+    "lease_wait_slots_s": 1.5,
+    "lease_wait_staleness_s": 0.5,
+    "queue_s_mean": 3.0,
+    "generation_s_mean": 4.0,
+    "environment_s_mean": 1.5,
+    "episode_rest_s_mean": 0.25,
+}
 
 
 def environment(name: str, state: int, num_tasks: int) -> environment_pb2.EnvironmentStatus:
@@ -114,3 +132,40 @@ def test_evaluations_show_what_their_newest_round_measured() -> None:
     assert (len(alone), alone[0].split()[0]) == (2, "evaluation")
     trained.groups_accepted = 1
     assert environment_lines([environment_from_pb(trained)])[1].split()[-1] == "0.000"
+
+
+def test_the_time_of_a_step_is_told_by_cause() -> None:
+    told = [
+        "a step takes 2.00 s: the trainer waits for the servers, which are full",
+        "  trainer: training 50%, waiting for groups 25%, publish 12%, other 12%",
+        "  servers: sampling 90%, idle 10%",
+        "  the next lease waits for a step, by max_staleness 25%, a free place on a server 75%",
+        "  queue: a complete group waits 3.00 s for its step",
+        "  episode: engine 4.00 s, environment 1.50 s, rest 0.25 s",
+    ]
+    assert time_lines(METRICS) == told
+    lines = status_lines(run_from_pb(status_pb2.RunStatus(metrics=METRICS)))
+    first = lines.index(told[0])
+    assert lines[first : first + len(told)] == told
+
+
+def test_no_time_is_told_before_a_step_and_of_an_older_controller() -> None:
+    assert time_lines({}) == []
+    assert time_lines({"step_s": 2.0}) == []
+
+
+@pytest.mark.parametrize(
+    ("waited_s", "cause", "words"),
+    [
+        (0.0, "staleness", "the servers wait for the trainer"),
+        (0.0, "slots", "no fleet waits"),
+        (0.5, "slots", "the trainer waits for the servers, which are full"),
+        (0.5, "staleness", "long replies"),
+        (0.5, "queue", "room in the queue"),
+        (0.5, None, "the trainer waits for groups"),
+    ],
+)
+def test_the_words_say_which_fleet_waits(waited_s: float, cause: str | None, words: str) -> None:
+    waits = {f"lease_wait_{name}_s": float(name == cause) for name in LEASE_WAITS}
+    head, *_ = time_lines({"step_s": 1.0, "groups_wait_s": waited_s, **waits})
+    assert words in head

@@ -201,19 +201,8 @@ def table_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("publishes", f"{publishes}, {counted(probes, 'probe')} compared"),
         ("log-probability gap", f"{gap} mean, {most_gap} largest"),
         *((f"time of the {fleet}", share) for fleet, share in shares.items()),
-        *_advice_rows(summary["advice"]),
         ("wall time", f"{_number(summary['wall_s'], '.0f')} s"),
     ]
-
-
-def _advice_rows(advice: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Returns a row for the change that would gain most, or no row without a prediction."""
-    if not advice:
-        return []
-    best, gain = max(advice["gains"].items(), key=lambda pair: pair[1])
-    error = advice["prediction_error"]
-    told = "not checked" if error is None else f"the last prediction was off by {error:+.0%}"
-    return [("advice", f"{best} would gain {gain:+.0%} steps/s ({told})")]
 
 
 def _number(value: object, form: str = ".3f") -> str:

@@ -16,7 +16,6 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from slipstream.client.advice import profile_lines
 from slipstream.client.launch.checks import (
     CONTROLLER,
     LEARNER,
@@ -85,20 +84,15 @@ SET_ASIDE = "slipstream.learner.controller.set_aside_batch"
 _HERE = 'learner.master="127.0.0.1:0"'
 
 
-async def run_all(
-    path: Path | None, overrides: Sequence[str], *, dry_run: bool, profile: Path | None = None
-) -> int:
+async def run_all(path: Path | None, overrides: Sequence[str], *, dry_run: bool) -> int:
     """Runs `slipstream run`: controller, trainer ranks and rollout servers on this machine.
 
-    Returns the exit code after the end of the run. A dry run predicts the speed from the `profile`
-    of an earlier run.
+    Returns the exit code after the end of the run.
     """
-    if profile is not None and not dry_run:
-        raise ConfigError("--profile belongs to --dry-run, which predicts from it")
     raise_open_files()
     config = load_config(path, overrides, hub="small" if dry_run else "whole")
     share = Share(range(config.learner.world_size), config.rollout_server.count)
-    return await _carry_out(config, share, dry_run=dry_run, profile=profile)
+    return await _carry_out(config, share, dry_run=dry_run)
 
 
 async def run_quickstart(overrides: Sequence[str]) -> int:
@@ -146,7 +140,6 @@ async def _carry_out(
     connect_timeout_s: float | None = None,
     *,
     dry_run: bool,
-    profile: Path | None = None,
 ) -> int:
     """Starts a share of the roles and waits for the run's end, or makes a dry run.
 
@@ -155,7 +148,7 @@ async def _carry_out(
     scene = scene_of(config, share, connect_timeout_s, dry_run=dry_run)
     await require(scene, Stage.SETTINGS)
     if dry_run:
-        return await show_dry_run(scene, profile)
+        return await show_dry_run(scene)
     async with AsyncExitStack() as stack:
         address = config.controller.address
         if share.has_controller:
@@ -434,18 +427,13 @@ def _with_queue(config: Config, server: EmbeddedServer) -> Config:
     return parse_config(table, source="queue")
 
 
-async def show_dry_run(scene: Scene, profile: Path | None = None) -> int:
+async def show_dry_run(scene: Scene) -> int:
     """Prints the plan, then checks the run's folder and addresses.
-
-    `profile` is the folder of an earlier run, whose measured times predict this run's speed.
 
     Returns 0 if everything could start here; raises SlipstreamError with the reasons otherwise.
     """
-    predicted = [] if profile is None else profile_lines(scene.config, profile)
     text, obstacles = describe_dry_run(scene.config, scene.share)
     say(text.rstrip("\n"), as_it_is=True)
-    if predicted:
-        say("\n".join(f"# {line}" for line in ("", *predicted)))
     await require(scene, Stage.PLACE)
     if obstacles:
         lacking = "; ".join(obstacles)

@@ -215,7 +215,6 @@ class Controller:
                         "checkpoints": self._checkpoints.watch_forever(),
                         **self._optional_tasks(),
                         "ledger": self._results.watch_ledger(),
-                        "advisor": self._results.advisor.advise_forever(),
                     }.items()
                 ]
                 await self._until_over()
@@ -295,7 +294,6 @@ class Controller:
             former=former,
             publisher=self._publisher,
             scheduler=self._scheduler,
-            turns=self._turns,
         )
         evaluated = self._results.evaluated
         self._evaluator = Evaluator(

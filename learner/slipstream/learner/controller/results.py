@@ -3,26 +3,20 @@
 import asyncio
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from slipstream.core.run_folder import ADVICE, TRACE
-from slipstream.core.settings.rank_layout import RankLayout
-from slipstream.core.step_simulation import Setting
+from slipstream.core.run_folder import TRACE
 from slipstream.learner.controller.evaluation import EvaluationResult
 from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.scheduler import Scheduler
 from slipstream.learner.controller.publishing.publish import Publisher
-from slipstream.learner.controller.publishing.turns import EngineTurns
-from slipstream.learner.controller.records.ledger import made_for_one
-from slipstream.learner.controller.reporting.advisor import Advisor
 from slipstream.learner.controller.reporting.metrics import RunRecorder
 from slipstream.learner.controller.reporting.result_files import write_result
 from slipstream.learner.controller.reporting.step_times import StepTimes, trace
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.session import ServerSession
 from slipstream.learner.controller.services.trainer_service import OrderTimes
-from slipstream.learner.controller.trajectories.batch import FormedBatch
 from slipstream.learner.controller.trajectories.batches import BatchFormer, Trained
 from slipstream.learner.controller.trajectories.intake import Intake
 from slipstream.v1 import fleet_pb2, status_pb2, trainer_pb2
@@ -44,25 +38,18 @@ class Results:
         former: BatchFormer,
         publisher: Publisher,
         scheduler: Scheduler,
-        turns: EngineTurns,
     ) -> None:
         self._run, self._books, self._recorder = run, books, recorder
         self._intake, self._former = intake, former
-        self._publisher, self._scheduler, self._turns = publisher, scheduler, turns
+        self._publisher, self._scheduler = publisher, scheduler
         self._folder, self._times = run.config.run_dir, StepTimes()
         # Done when the last evaluation is on disk; never done after a failure of the disk.
         self._evaluated: asyncio.Future[None] | None = None
-        learner = run.config.learner
-        self._replicas = RankLayout.of(learner.parallel, learner.world_size).dp
-        self.advisor = Advisor(lambda text: self._write(ADVICE, text), run.events.warn)
-
-    def _write(self, name: str, text: str) -> None:
-        write_result(self._folder / name, text.encode(), self._run.events.warn)
 
     def server_reported(self, session: ServerSession, report: fleet_pb2.ServerReport) -> None:
         """Notes the work of a server since its previous report."""
         self._recorder.server_report(report)
-        self.advisor.note_report(self._times.report(session.key, report))
+        self._times.report(session.key, report)
 
     def server_lost(self, session: ServerSession) -> None:
         """Forgets a lost server."""
@@ -112,12 +99,11 @@ class Results:
                     waited_s=self._former.waits.total_s(time.monotonic()),
                     lease_waits_s=self._scheduler.waited_s(),
                 ),
-                **self.advisor.gauges(),
             },
         )
-        self._tell_advisor(row, batch, waste=made_for_one(snapshot))
         if batch.step % self._run.config.controller.sample_every_steps == 0:
-            self._write(TRACE, json.dumps(trace(row, batch.groups, orders, training=training)))
+            steps = trace(row, batch.groups, orders, training=training)
+            write_result(self._folder / TRACE, json.dumps(steps).encode(), self._run.events.warn)
         overflows, scale = int(row.get("gradient_overflows", 0)), row.get("loss_scale")
         if overflows:
             self._run.events.add(
@@ -128,26 +114,6 @@ class Results:
             f"version {report.version.step}", step=report.version.step, metrics=row
         )
         return True
-
-    def _tell_advisor(self, row: Mapping[str, float], batch: FormedBatch, *, waste: float) -> None:
-        leases, serving = self._books.leases, self._books.fleet.serving()
-        rests = {self._turns.are_taken_by(session) for session in serving}
-        if len(rests) > 1:
-            # The model cannot describe a fleet in which only some engines rest.
-            return
-        self.advisor.note_step(
-            row,
-            batch.groups,
-            setting=Setting(
-                servers=len(serving),
-                replicas=self._replicas,
-                max_staleness=leases.max_staleness,
-                group_size=leases.group_size,
-            ),
-            places=min((session.hello.max_episodes for session in serving), default=0),
-            waste=waste,
-            in_turns=True in rests,
-        )
 
     async def watch_ledger(self) -> None:
         """Adds an error event for each hand-over of trajectories whose two counts begin to differ.
@@ -204,7 +170,6 @@ class Results:
             set_aside_batches=self._former.num_set_aside,
             evaluations=evaluations,
             publish=self._publisher.totals.summary(),
-            advice=self.advisor.summary(),
             weight_digest=goodbye.weight_digest.hex() if goodbye is not None else "",
             trainer_ranks=hello.world_size if hello is not None else 0,
             ending={

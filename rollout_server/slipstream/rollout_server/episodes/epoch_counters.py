@@ -71,7 +71,6 @@ class EpochCounters:
             judged_tokens=use.judged_tokens - self._start.judged_tokens,
             drafted_tokens=use.drafted_tokens - self._start.drafted_tokens,
             accepted_tokens=use.accepted_tokens - self._start.accepted_tokens,
-            engine_steps=use.steps - self._start.steps,
             in_flight_tokens=max(self.recorded_tokens + inside, 0),
             ended_tokens=self.all_ended.tokens,
             ended_episodes=self.all_ended.trajectories,

@@ -79,7 +79,6 @@ class EngineRequests:
             judged_tokens=self._judged_tokens,
             drafted_tokens=self.counter.drafted_tokens,
             accepted_tokens=self.counter.accepted_tokens,
-            steps=self.counter.steps,
         )
 
     @contextlib.asynccontextmanager
@@ -225,7 +224,6 @@ class TokenCounter(PrometheusStatLogger):  # type: ignore[misc]
     # Tokens that were drafted, and drafted tokens that were accepted.
     drafted_tokens = accepted_tokens = 0
     # Steps that sampled tokens, as of the newest statistics; outputs leave the engine in chunks.
-    steps = 0
     # Numbers of prompt tokens, of tokens looked up and found in the prefix cache, and of requests
     # whose memory was taken away.
     prompt_tokens = looked_up_tokens = found_tokens = preemptions = 0
@@ -248,7 +246,6 @@ class TokenCounter(PrometheusStatLogger):  # type: ignore[misc]
         """Overrides vLLM's method; counts the tokens of one message, except tokens of probes."""
         self.heard_s = time.monotonic()
         if (stats := scheduler_stats) is not None:
-            self.steps = stats.step_counter
             self.running, self.cache_usage = stats.num_running_reqs, stats.kv_cache_usage
             self.waiting = stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
             self.looked_up_tokens += stats.prefix_cache_stats.queries

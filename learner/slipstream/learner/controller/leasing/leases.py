@@ -237,9 +237,7 @@ class LeaseBook:
     def may_lease(self, served_step: int) -> bool:
         """Whether a server of version `served_step` may start one more group."""
         deadline = staleness.deadline(served_step, self.max_staleness, self.num_steps)
-        return staleness.may_lease_counted(
-            self._deadlines, self.step, self.groups_per_step, deadline
-        )
+        return staleness.may_lease(self._deadlines, self.step, self.groups_per_step, deadline)
 
     def lease(
         self, environment: str, task_index: int, seed: int, holder: ServerKey, served_step: int

@@ -44,19 +44,6 @@ FATES = (
 )
 
 
-def made_for_one(ledger: status_pb2.Ledger) -> float:
-    """Returns the number of generated tokens per useful token, without judges' tokens.
-
-    A useful token was trained or may still be trained. Returns 1.0 if there is no useful token.
-    """
-    made = ledger.generated - ledger.judged
-    wasted = sum(
-        (ledger.filtered, ledger.failed, ledger.cancelled, ledger.quarantined, ledger.evaluated)
-    )
-    useful = made - wasted - ledger.set_aside - ledger.lost
-    return made / useful if 0 < useful < made else 1.0
-
-
 class TokenLedger:
     """Accounts for each sampled token, from its sampling to its end; duplicates count once."""
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from slipstream.core.advice import CHANGES, LEASE_WAITS
 from slipstream.core.settings.config import Config
+from slipstream.core.time_parts import LEASE_WAITS
 from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.scheduler import Scheduler
 from slipstream.learner.controller.publishing.publish_totals import PublishTotals
@@ -66,12 +66,6 @@ STEP_METRICS: Mapping[str, tuple[str, str]] = {
     "pause_s": ("publish_pause_seconds", "Newest pause of generation for new weights."),
     "weights_send_s": ("publish_send_seconds", "Time of the newest publish on the trainer."),
     "weights_bytes": ("publish_sent_bytes", "Bytes of the newest publish."),
-}
-# Predictions in the newest step's row: the metric's name, and its meaning.
-ADVICE_METRICS = {
-    "predicted_steps_per_s": ("predicted_steps_per_second", "Predicted steps in a second."),
-    "prediction_error": ("prediction_error_ratio", "Predicted / measured - 1 of the last one."),
-    "wanted_servers": ("wanted_servers", "Rollout servers that are enough."),
 }
 # Values of a server's status, and of its newest report: the metric's name after
 # `slipstream_server_`, and its meaning.
@@ -125,12 +119,11 @@ class RunCollector:
         for name, (meaning, value) in self._totals_of(status).items():
             yield CounterMetricFamily(f"slipstream_{name}", meaning, value)
         values = self._values_of(status)
-        for table, prefix in ((STEP_METRICS, "step_"), (ADVICE_METRICS, "")):
-            values |= {
-                f"{prefix}{own}": (meaning, row[name])
-                for name, (own, meaning) in table.items()
-                if name in row
-            }
+        values |= {
+            f"step_{own}": (meaning, row[name])
+            for name, (own, meaning) in STEP_METRICS.items()
+            if name in row
+        }
         for name, (meaning, value) in values.items():
             yield GaugeMetricFamily(f"slipstream_{name}", meaning, value)
         yield from self._progress(status)
@@ -199,10 +192,6 @@ class RunCollector:
         waited = {cause: self._scheduler.waited_s()[cause] for cause in LEASE_WAITS}
         meaning = "Time in which the next lease lacked something."
         yield _counters("lease_wait_seconds", meaning, "cause", waited)
-        row = self._recorder.newest
-        gains = {name: row[f"gain/{name}"] for name in CHANGES if f"gain/{name}" in row}
-        meaning = "Share of the steps a second that a change would bring in addition."
-        yield _gauges("predicted_gain_ratio", meaning, "change", gains)
 
     def _servers(self, status: status_pb2.RunStatus) -> Iterator[Metric]:
         connected = {s.server_id: s for s in status.servers if s.state not in _GONE}

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pydantic import JsonValue
-from slipstream.core.advice import SERVER_SHARES, TRAINER_PARTS
+from slipstream.core.time_parts import SERVER_SHARES, TRAINER_PARTS
 
 Interval = tuple[float, float]
 

@@ -12,8 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from slipstream.core.advice import LEASE_WAITS, SERVER_SHARES
-from slipstream.core.types import Trajectory
+from slipstream.core.time_parts import LEASE_WAITS, SERVER_SHARES
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.services.trainer_service import OrderTimes
 from slipstream.v1 import fleet_pb2
@@ -22,7 +21,7 @@ from slipstream.v1 import fleet_pb2
 _TRAINING = ("forward_s", "forward_backward_s", "optimizer_s")
 # Largest number of episodes in a trace; browsers open larger traces slowly.
 MOST_EPISODES = 4096
-_COUNTED = ("busy_s", "paused_s", "uptime_s", "engine_steps", "generated_tokens")
+_COUNTED = ("busy_s", "paused_s", "uptime_s")
 
 
 @dataclass(frozen=True)
@@ -32,18 +31,11 @@ class ServerWork:
     busy_s: float = 0.0
     paused_s: float = 0.0
     uptime_s: float = 0.0
-    engine_steps: float = 0.0
-    generated_tokens: float = 0.0
 
     @classmethod
     def between(cls, before: fleet_pb2.ServerReport, after: fleet_pb2.ServerReport) -> "ServerWork":
         """Returns the work of one server between the reports `before` and `after`."""
         return cls(*(getattr(after, name) - getattr(before, name) for name in _COUNTED))
-
-    @property
-    def sampling_s(self) -> float:
-        """Seconds in which the engine sampled; a server may report a wrong time."""
-        return max(0.0, self.busy_s)
 
     def __add__(self, other: "ServerWork") -> "ServerWork":
         return ServerWork(*(getattr(self, name) + getattr(other, name) for name in _COUNTED))
@@ -52,7 +44,8 @@ class ServerWork:
         """Returns the shares of sampling, paused and idle time, or {} if no server has reported."""
         if self.uptime_s <= 0:
             return {}
-        sampling = min(1.0, self.sampling_s / self.uptime_s)
+        # A server may report a wrong time.
+        sampling = min(1.0, max(0.0, self.busy_s / self.uptime_s))
         paused = min(1.0 - sampling, max(0.0, self.paused_s / self.uptime_s))
         values = (sampling, paused, 1.0 - sampling - paused)
         return dict(zip(SERVER_SHARES, values, strict=True))
@@ -69,12 +62,11 @@ class StepTimes:
         self._work = ServerWork()
         self._before: dict[str, float] = {}
 
-    def report(self, key: object, report: fleet_pb2.ServerReport) -> ServerWork:
-        """Notes the report of the server `key`; returns its work since its previous report."""
-        work = ServerWork.between(self._reports.get(key, fleet_pb2.ServerReport()), report)
+    def report(self, key: object, report: fleet_pb2.ServerReport) -> None:
+        """Adds the work of the server `key` since its previous report."""
+        before = self._reports.get(key, fleet_pb2.ServerReport())
+        self._work += ServerWork.between(before, report)
         self._reports[key] = report
-        self._work += work
-        return work
 
     def lost(self, key: object) -> None:
         """Forgets a lost server."""
@@ -104,27 +96,18 @@ class StepTimes:
         return {**passed, **work.shares(), **group_times(groups, given_s)}
 
 
-def outside_s(group: Group, trajectory: Trajectory) -> float:
-    """Returns the seconds of an episode from lease to arrival, less the seconds in the engine.
-
-    If an earlier controller leased the episode, returns the seconds in its environment instead.
-    """
-    back_s = group.back_s.get(trajectory.member)
-    if back_s is None or not group.leased_s:
-        # An earlier controller leased the group.
-        return trajectory.environment_s
-    return max(0.0, back_s - group.leased_s - trajectory.generation_s)
-
-
 def group_times(groups: Sequence[Group], given_s: float) -> dict[str, float]:
     """Returns the means of the groups' time in the queue and of their episodes' rest, in seconds.
 
     `given_s` is the Unix time at which the trainer got the groups. The rest of an episode is its
-    time from lease to arrival outside engine and environment.
+    time from lease to arrival outside engine and environment, or 0 if an earlier controller leased
+    it.
     """
     waits = [max(0.0, given_s - max(g.back_s.values())) for g in groups if g.back_s]
     rests = [
-        max(0.0, outside_s(group, each) - each.environment_s)
+        max(0.0, back_s - group.leased_s - each.generation_s - each.environment_s)
+        if group.leased_s and (back_s := group.back_s.get(each.member)) is not None
+        else 0.0
         for group in groups
         for each in group.in_order()
     ]

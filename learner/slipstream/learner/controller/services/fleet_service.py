@@ -31,7 +31,7 @@ MAX_ENGINE_WORKERS = 1024
 MAX_TOKENS_PER_S = 1e7
 _COUNTERS = (
     *("generated_tokens", "ended_tokens", "in_flight_tokens", "judged_tokens"),
-    *("drafted_tokens", "accepted_tokens", "engine_steps"),
+    *("drafted_tokens", "accepted_tokens"),
 )
 # Largest number of rejected processes that are remembered, so that one event names each.
 _MAX_TURNED_AWAY = 1000

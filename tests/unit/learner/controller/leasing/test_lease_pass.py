@@ -13,7 +13,7 @@ from slipstream.learner.controller.leasing.scheduler import MAX_GRANTS_IN_A_PASS
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.servers.session import ServerSession
 from support.fakes.fake_trajectories import GOOD
-from support.references.plain_staleness import must_start_afresh
+from support.references.plain_staleness import may_lease, must_start_afresh
 from support.rigs.counted_work import counted
 from support.rigs.lease_rig import Rig
 
@@ -74,7 +74,7 @@ class PlainScheduler(Scheduler):
         book = self._book
         deadlines = [group.deadline_step for group in book.training_groups()]
         deadline = staleness.deadline(session.version.step, book.max_staleness, book.num_steps)
-        return staleness.may_lease(deadlines, book.step, book.groups_per_step, deadline)
+        return may_lease(deadlines, book.step, book.groups_per_step, deadline)
 
     def _next(self) -> Grant | LeaseWait:
         sessions, book, environments = self._by_room(), self._book, self._environments

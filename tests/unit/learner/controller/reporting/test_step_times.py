@@ -9,12 +9,7 @@ import math
 import pytest
 from slipstream.core.types import GroupId, Purpose
 from slipstream.learner.controller.leasing.groups import Group
-from slipstream.learner.controller.reporting.step_times import (
-    ServerWork,
-    StepTimes,
-    outside_s,
-    trace,
-)
+from slipstream.learner.controller.reporting.step_times import StepTimes, trace
 from slipstream.learner.controller.services.trainer_service import OrderTimes
 from slipstream.v1 import fleet_pb2
 from support.fakes.fake_trajectories import GOOD
@@ -22,8 +17,8 @@ from support.fakes.fake_trajectories import GOOD
 NOTHING = dict.fromkeys(("staleness", "slots", "server", "environment", "queue", "nothing"), 0.0)
 
 
-def report(busy_s: float, paused_s: float, uptime_s: float, **more: int) -> fleet_pb2.ServerReport:
-    return fleet_pb2.ServerReport(busy_s=busy_s, paused_s=paused_s, uptime_s=uptime_s, **more)
+def report(busy_s: float, paused_s: float, uptime_s: float) -> fleet_pb2.ServerReport:
+    return fleet_pb2.ServerReport(busy_s=busy_s, paused_s=paused_s, uptime_s=uptime_s)
 
 
 def group_of(*back_s: float, leased_s: float = 100.0) -> Group:
@@ -79,18 +74,12 @@ def test_pauses_without_requests_leave_the_time_of_sampling_as_it_is() -> None:
 
 def test_a_server_that_comes_back_counts_from_its_new_start() -> None:
     times = StepTimes()
-    times.report("a", report(9.0, 0.0, 9.0, engine_steps=90))
+    times.report("a", report(9.0, 0.0, 9.0))
+    times.step([], [], waited_s=0.0, lease_waits_s=NOTHING)
     times.lost("a")
-    work = times.report("a", report(1.0, 0.0, 2.0, engine_steps=10))
-    assert work == ServerWork(1.0, 0.0, 2.0, 10.0, 0.0)
-
-
-def test_what_an_episode_does_beside_the_engine_counts_from_its_lease() -> None:
-    group = group_of(103.0, 106.0)
-    assert [outside_s(group, each) for each in group.in_order()] == [1.0, 4.0]
-    # A controller before this one had leased it.
-    restored = group_of(103.0, leased_s=0.0)
-    assert outside_s(restored, restored.finished[0]) == 0.5
+    times.report("a", report(1.0, 0.0, 2.0))
+    found = times.step([], [], waited_s=0.0, lease_waits_s=NOTHING)
+    assert found["servers_sampling_share"] == pytest.approx(0.5)
 
 
 def test_the_queue_is_the_time_from_the_last_member_to_the_batch() -> None:
@@ -99,6 +88,10 @@ def test_the_queue_is_the_time_from_the_last_member_to_the_batch() -> None:
     assert found["queue_s_mean"] == pytest.approx(4.0)
     # 1 and 4 s beside the engine, half a second of each in the environment.
     assert found["episode_rest_s_mean"] == pytest.approx(2.0)
+    # A controller before this one had leased the group.
+    restored = [group_of(103.0, leased_s=0.0)]
+    found = StepTimes().step(restored, orders, waited_s=0, lease_waits_s=NOTHING)
+    assert found["episode_rest_s_mean"] == 0.0
 
 
 def test_a_trace_has_a_line_for_each_episode_at_one_time() -> None:
