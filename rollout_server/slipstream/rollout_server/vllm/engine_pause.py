@@ -6,6 +6,7 @@ counts as hung. A held request is unblocked by `resume`, `pause` or `release`.
 """
 
 import asyncio
+import time
 from collections.abc import Awaitable
 
 from slipstream.core.types import PolicyVersion
@@ -71,8 +72,10 @@ class EnginePause:
         self.clock.resume()
         self._let_all_in()
 
-    async def pause_for_update(self, update_limit_s: float) -> None:
+    async def pause_for_update(self, update_limit_s: float) -> float:
         """Pauses all requests; drops their KV cache if the new weights are to recompute it.
+
+        Returns the seconds that the pause took.
 
         `update_limit_s` is the time limit of an update that is ordered at the same time, since the
         engine may execute the update first.
@@ -80,7 +83,9 @@ class EnginePause:
         if not self._recompute:
             # Later requests belong to the new weights and must not get the salt of the old ones.
             self._lets_in = False
+        begun_s = time.monotonic()
         await self._pause(update_limit_s, clear_cache=self._recompute)
+        return time.monotonic() - begun_s
 
     async def _pause(self, update_limit_s: float, *, clear_cache: bool) -> None:
         # Does what vLLM's `pause_generation` does, without its sleep of 20 ms: late tokens carry

@@ -8,10 +8,9 @@ hung.
 import asyncio
 import contextlib
 import logging
-import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from slipstream.core.errors import WeightSyncError
 from slipstream.core.settings.measurement_sections import StageSetting
@@ -27,12 +26,11 @@ log = logging.getLogger(__name__)
 _LOAD_LIMIT_S = 120.0
 _READY_POLL_S = 0.002
 
-Result = TypeVar("Result")
 # Calls a method of all workers (`VllmEngine._call_all`).
 CallAll = Callable[[str, tuple[Any, ...]], Awaitable[list[Any]]]
-# Pauses all requests between two tokens (`EnginePause.pause_for_update`). Raises EngineDied. The
-# argument is the time limit of an update that may come first.
-Pause = Callable[[float], Awaitable[None]]
+# Pauses all requests between two tokens (`EnginePause.pause_for_update`); returns the seconds that
+# it took. Raises EngineDied. The argument is the time limit of an update that may come first.
+Pause = Callable[[float], Awaitable[float]]
 # Gives an idle engine its new version (`EnginePause.resume_idle`). Raises EngineDied.
 ResumeIdle = Callable[[PolicyVersion, float], Awaitable[None]]
 
@@ -123,13 +121,17 @@ class WeightUpdate:
         if described != self._layout:
             await self._learn(layout, described)
         stage = await self._chooses_staging(is_busy=is_busy)
+        limit_s = order.bucket_deadline_s * self._num_buckets + _LOAD_LIMIT_S
         if stage or not is_known or terms != self._ready_for:
             self._ready_for = None
-            announcement = (order.SerializeToString(), described, first_rank, stage)
-            limit_s = order.join_deadline_s + self._limit_s(order)
-            await _within(limit_s, self._get_ready(announcement))
-        version = version_from_pb(order.version)
-        limit_s, kept = self._limit_s(order), None if stage else terms
+            async with _within(order.join_deadline_s + limit_s):
+                # A call waits for the engine's step: one is enough where all workers are ready.
+                arguments = (order.SerializeToString(), described, first_rank, stage)
+                ready = await self._call("prepare", *arguments)
+                while not all(ready):
+                    await asyncio.sleep(_READY_POLL_S)
+                    ready = await self._call("is_ready")
+        version, kept = version_from_pb(order.version), None if stage else terms
         self._announced = _Announced(order.publish_id, version, limit_s, kept, stage)
 
     async def receive(
@@ -160,12 +162,12 @@ class WeightUpdate:
         elif by_plan:
             # Both at once: copies wait on the device for the steps before them, and an engine that
             # is told to pause begins no other step. It preempts requests while the device copies.
-            paused = self._paused(announced.limit_s)
-            pause_s, _ = await asyncio.gather(paused, self._begin(announced))
+            pausing = self._pause(announced.limit_s)
+            pause_s, _ = await asyncio.gather(pausing, self._begin(announced))
             results = await self._finish(announced)
         else:
             # vLLM's loader takes layers apart: no step may run meanwhile.
-            pause_s = await self._paused(0.0)
+            pause_s = await self._pause(0.0)
             results = await self._finish(announced)
         if any(result["digests"] != results[0]["digests"] for result in results):
             raise WeightSyncError("the workers of one engine received different bytes")
@@ -200,7 +202,8 @@ class WeightUpdate:
         if self._stage != "auto" or not (self._all_have_plan or self._are_adapters_alone):
             return self._stage is True and (self._all_have_plan or self._are_adapters_alone)
         if is_busy and self._has_room is None:
-            rooms = await _within(_LOAD_LIMIT_S, self._answers("slipstream_room", ()))
+            async with _within(_LOAD_LIMIT_S):
+                rooms = await self._call("room")
             self._has_room = min(rooms) >= self._num_bytes
             if self._has_room is not self._told_room:
                 self._told_room = self._has_room
@@ -212,15 +215,10 @@ class WeightUpdate:
                 )
         return is_busy and bool(self._has_room)
 
-    async def _paused(self, update_limit_s: float) -> float:
-        """Pauses the engine; returns the seconds until it was paused."""
-        begun_s = time.monotonic()
-        await self._pause(update_limit_s)
-        return time.monotonic() - begun_s
-
     async def _begin(self, announced: _Announced) -> None:
         try:
-            await _within(announced.limit_s, self._answers("slipstream_begin", ()))
+            async with _within(announced.limit_s):
+                await self._call("begin")
         except WeightSyncError:
             # The update is over only when the workers that began it have left it.
             with contextlib.suppress(WeightSyncError):
@@ -229,29 +227,26 @@ class WeightUpdate:
 
     async def _finish(self, announced: _Announced) -> list[Any]:
         """Ends the update; returns the workers' results."""
-        return await _within(announced.limit_s, self._answers("slipstream_receive", ()))
+        async with _within(announced.limit_s):
+            return await self._call("receive")
 
-    def _limit_s(self, order: weights_pb2.PublishOrder) -> float:
-        return order.bucket_deadline_s * self._num_buckets + _LOAD_LIMIT_S
+    async def _call(self, name: str, *arguments: Any) -> list[Any]:  # noqa: ANN401 - vLLM's call
+        """Returns the results of all workers' `WorkerExtension` method of this name.
 
-    async def _get_ready(self, announcement: tuple[Any, ...]) -> None:
-        # A call waits for the engine's step: one call is enough where all workers are ready.
-        ready = all(await self._answers("slipstream_prepare", announcement))
-        while not ready:
-            await asyncio.sleep(_READY_POLL_S)
-            ready = all(await self._answers("slipstream_is_ready", ()))
-
-    async def _answers(self, method: str, arguments: tuple[Any, ...]) -> list[Any]:
-        answers = await self._call_all(method, arguments)
+        Raises the first WeightSyncError of a worker.
+        """
+        answers = await self._call_all(f"slipstream_{name}", arguments)
         errors = [answer["error"] for answer in answers if "error" in answer]
         if errors:
             raise WeightSyncError(errors[0])
         return [answer["value"] for answer in answers]
 
 
-async def _within(limit_s: float, work: Awaitable[Result]) -> Result:
+@contextlib.asynccontextmanager
+async def _within(limit_s: float) -> AsyncIterator[None]:
+    """Raises EngineDied if the block takes more than `limit_s`."""
     try:
         async with asyncio.timeout(limit_s):
-            return await work
+            yield
     except TimeoutError:
         raise EngineDied(f"no answer to a weight update within {limit_s:g} s") from None

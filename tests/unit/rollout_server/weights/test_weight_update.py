@@ -60,10 +60,11 @@ class Engine:
         self.started.append(self.calls[-1][0])
         return self.begun if method == "slipstream_begin" else self._answers.pop(0)
 
-    async def pause(self, _: float) -> None:
+    async def pause(self, _: float) -> float:
         self.started.append("pause")
         await asyncio.sleep(0.01)
         self.started.append("paused")
+        return 0.01
 
     async def take(self, told=ORDER, layout=LAYOUT, resume_idle=None, *, is_busy=True):
         """Prepares and receives one update; `started` has its calls afterwards."""

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any
 
 import torch
@@ -114,6 +115,35 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     abandon: bool = False
 
 
+class Phase(Enum):
+    """The phases of an update."""
+
+    # Its communicator is being joined, or its buckets arrive while the old weights serve.
+    PREPARING = "preparing"
+    # Its buckets can be received, or have all arrived.
+    READY = "ready"
+    # The copy plan copies it.
+    COPYING = "copying"
+    # vLLM's loader loads it.
+    LOADING = "loading"
+
+
+class _Update:
+    """One update from `prepare` to its last bucket; `phase` says which parts there are."""
+
+    # From READY on.
+    receiver: BucketReceiver
+    # While COPYING.
+    copying: Copying
+    # While LOADING.
+    loading: LoaderUpdate
+
+    def __init__(self, incoming: Incoming, staging: Staging | None) -> None:
+        """`staging` takes all buckets before they are copied; with None they arrive meanwhile."""
+        self.incoming, self.staging = incoming, staging
+        self.phase = Phase.PREPARING
+
+
 class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # type: ignore[misc]
     """Receives the buckets of a publish; copies them by a plan, or has vLLM load them."""
 
@@ -122,21 +152,18 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
     supports_draft_weight_update = False
 
     _joining: Joining | None = None
-    _receiver: BucketReceiver | None = None
-    _incoming: Incoming | None = None
-    _stages = False
+    # The update that was prepared; None before `prepare` and after an error.
+    _update: _Update | None = None
+    # Memory for updates that arrive beside the live weights.
     _staging: Staging | None = None
-    _copying: Copying | None = None
-    # The update that vLLM's loader is loading.
-    _loading: LoaderUpdate | None = None
-    _plan: Fp8Plan | None = None
-    _replay: Fp8Replay | None = None
-    # The layout of the last update: its buckets of weights, and its adapters.
+    # The layout of later updates: its buckets of weights, and its adapters.
     _layout = b""
     _weights: tuple[Bucket, ...] = ()
     _adapters = Arriving()
-    # The buckets for which recording a plan was tried.
+    # The buckets for which recording a plan was tried, the plan, and its proved replay.
     _buckets: tuple[Bucket, ...] = ()
+    _plan: Fp8Plan | None = None
+    _replay: Fp8Replay | None = None
     # Whether the weights in the model are those of a whole update.
     _is_whole = False
 
@@ -185,40 +212,42 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
         weights; `stage` has no effect unless `can_copy`. Raises WeightSyncError if the update
         cannot be received.
         """
+        self._update = None
         if not self._weights and not self._is_whole:
             raise WeightSyncError("adapters came alone, but the weights before them did not arrive")
         communicator_id = order.communicator.communicator_id
         if self._joining is None or self._joining.communicator_id != communicator_id:
             raise WeightSyncError(f"not a member of communicator {communicator_id!r}")
-        self._incoming = Incoming(
+        stages = stage and self.can_copy
+        incoming = Incoming(
             buckets=self._weights + self._adapters.buckets,
             bucket_deadline_s=order.bucket_deadline_s,
-            own_buffers=stage or not self.can_copy,
+            own_buffers=stages or not self.can_copy,
         )
-        self._stages, self._copying = stage and self.can_copy, None
-        if self._stages:
+        if stages:
             self._staging = self._staging or Staging(self.device)
             self._staging.clear()
+        self._update = _Update(incoming, self._staging if stages else None)
 
     def is_ready(self) -> bool:
         """Returns whether an update can be received now. Raises WeightSyncError if it never can."""
-        if self._joining is None or self._incoming is None:
+        update = self._update
+        if self._joining is None or update is None:
             raise WeightSyncError("no update was announced")
-        if self._receiver is None:
-            self._receiver = self._joining.result()
-            if self._receiver is None:
+        receiver = self._joining.result()
+        if receiver is None:
+            return False
+        memory = receiver.prepare(update.incoming)
+        if update.staging is not None:
+            if not update.staging.is_begun:
+                update.staging.begin(receiver, update.incoming)
+            if not update.staging.is_done():
                 return False
-        memory = self._receiver.prepare(self._incoming)
-        if self._stages:
-            assert self._staging is not None
-            if not self._staging.is_begun:
-                self._staging.begin(self._receiver, self._incoming)
-            if not self._staging.is_done():
-                return False
-            memory = self._staging.buffers
+            memory = update.staging.buffers
         if self._replay is not None:
             for place, buffer in enumerate(memory[: len(self._weights)]):
                 self._replay.prepare(place, buffer)
+        update.receiver, update.phase = receiver, Phase.READY
         return True
 
     @property
@@ -233,41 +262,46 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
 
     def begin_copies(self) -> None:
         """Begins to copy an update, without waiting; `copy_weights` copies the rest."""
-        receiver, incoming = self._receiver, self._incoming
-        if receiver is None or incoming is None or not self.can_copy:
-            raise WeightSyncError("no update was announced")
-        staging = self._staging if self._stages else None
-        self._copying = Copying(self._take, receiver, incoming, staging, device=self.device)
+        update = self._update_in(Phase.READY)
+        if not self.can_copy:
+            raise WeightSyncError("the update has no plan for its copies")
+        update.phase = Phase.COPYING
+        update.copying = Copying(
+            self._take, update.receiver, update.incoming, update.staging, device=self.device
+        )
         with self._leaving_on_errors():
-            self._copying.begin()
+            update.copying.begin()
 
     def copy_weights(self) -> None:
         """Receives an update and copies it by the plan; after an error it must be sent again."""
-        if self._copying is None:
+        update = self._update_in(Phase.READY, Phase.COPYING)
+        if update.phase is Phase.READY:
             self.begin_copies()
-        copying, receiver = self._copying, self._receiver
-        assert copying is not None
-        assert receiver is not None
+        copying = update.copying
         with self._leaving_on_errors():
             digests = copying.finish()
         self._settle()
-        self._copying = None
         self.result = LoadResult(
             digests=[digest.hex() for digest in digests],
             by_plan=True,
             has_plan=self._replay is not None,
             receive_s=copying.receive_s,
             load_s=copying.seconds() - copying.receive_s,
-            wire_s=receiver.take_wire().seconds,
+            wire_s=update.receiver.take_wire().seconds,
             began_s=copying.began_s(),
         )
-        if self._staging is not None:
-            self._staging.clear()
+        if update.staging is not None:
+            update.staging.clear()
+            self._update = None
+        else:
+            # The next update may be like this one: it needs no `prepare`.
+            update.phase = Phase.READY
 
     def start_weight_update(self) -> None:
         """Prepares every layer for its new weights."""
+        update = self._update_in(Phase.READY)
         self._is_whole = False
-        self._loading = LoaderUpdate(self.model, self.model_config)
+        update.loading, update.phase = LoaderUpdate(self.model, self.model_config), Phase.LOADING
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Receives and loads all buckets; after an error the model needs a whole new update."""
@@ -283,20 +317,20 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
         """Receives all buckets through vLLM's loader."""
         if update_info.abandon:
             raise WeightSyncError("the update was abandoned")
-        receiver, incoming = self._receiver, self._incoming
-        if receiver is None or incoming is None or not incoming.own_buffers:
-            raise WeightSyncError("no update was announced")
-        assert self._loading is not None
-        num_weights = len(self._weights)
-        self._loading.receive(
-            receiver, incoming, self._plan, num_weights=num_weights, keep_adapters=self._take
+        update = self._update_in(Phase.LOADING)
+        update.loading.receive(
+            update.receiver,
+            update.incoming,
+            self._plan,
+            num_weights=len(self._weights),
+            keep_adapters=self._take,
         )
 
     def finish_weight_update(self) -> None:
         """Finalises the layers; later updates use the plan if it agrees with the result."""
+        loading = self._update_in(Phase.LOADING).loading
         # The check holds the memory of all buckets whose copies it has not yet seen in the model.
-        loading, self._loading = self._loading, None
-        assert loading is not None
+        self._update = None
         loading.finish(on_cpu=self.device.type == "cpu")
         if loading.check is not None:
             assert self._plan is not None
@@ -327,7 +361,14 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
             self._joining.close()
         if self._staging is not None:
             self._staging.clear()
-        self._joining = self._receiver = self._incoming = self._copying = None
+        self._joining = self._update = None
+
+    def _update_in(self, *phases: Phase) -> _Update:
+        """Returns the update, which must be in one of `phases`; else raises WeightSyncError."""
+        update = self._update
+        if update is None or update.phase not in phases:
+            raise WeightSyncError("no update was announced")
+        return update
 
     @contextlib.contextmanager
     def _leaving_on_errors(self) -> Iterator[None]:

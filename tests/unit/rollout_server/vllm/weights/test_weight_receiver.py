@@ -8,8 +8,10 @@ from slipstream.protocol.weights.buckets import TensorSpec, plan_buckets
 from slipstream.protocol.weights.nccl_group import Wire
 from slipstream.rollout_server.vllm.weights.fp8_plan import Fp8Plan
 from slipstream.rollout_server.vllm.weights.weight_receiver import (
+    Phase,
     SlipstreamWeightTransfer,
     UpdateInfo,
+    _Update,
 )
 from slipstream.rollout_server.weights.bucket_receiver import Incoming
 from slipstream.rollout_server.weights.copy_plan import Copy, View
@@ -65,8 +67,9 @@ def test_an_update_that_disproved_the_plan_leaves_no_bucket_in_memory() -> None:
     receiver = object.__new__(SlipstreamWeightTransfer)
     receiver.model, receiver.model_config = model, None
     receiver.device = torch.device("cpu")
-    receiver._weights, receiver._receiver = tuple(BUCKETS), sender
-    receiver._incoming = Incoming(buckets=tuple(BUCKETS), bucket_deadline_s=1.0, own_buffers=True)
+    receiver._weights = tuple(BUCKETS)
+    receiver._update = _Update(Incoming(tuple(BUCKETS), 1.0, own_buffers=True), None)
+    receiver._update.receiver, receiver._update.phase = sender, Phase.READY
     receiver._plan = Fp8Plan(tuple(BUCKETS), (copies,), {})
     receiver.start_weight_update()
     receiver.receive_weights(UpdateInfo())
