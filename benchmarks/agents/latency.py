@@ -209,6 +209,7 @@ async def served(folder: Path, turns: int) -> AsyncIterator[Server]:
     """Starts the server; it ends with the block."""
     sys.path.insert(0, str(ROOT / "tests"))
     from slipstream.core.types import ServerId
+    from slipstream.rollout_server.episodes.play import Model
     from slipstream.rollout_server.episodes.renderer import Renderer
     from slipstream.rollout_server.episodes.worker_gateway import WorkerGateway
     from slipstream.rollout_server.service import RolloutServer
@@ -227,9 +228,8 @@ async def served(folder: Path, turns: int) -> AsyncIterator[Server]:
     stop = asyncio.Event()
     async with FakeFleet(heartbeat_timeout_s=60.0) as fleet:
         gateway = WorkerGateway(folder / "logs", log_bytes=1 << 20)
-        program = RolloutServer(
-            config, fleet.address, ServerId("s"), engine, Renderer(model), gateway
-        )
+        served_model = Model(engine, Renderer(model), engine.agents)
+        program = RolloutServer(config, fleet.address, ServerId("s"), served_model, gateway)
         running = asyncio.create_task(program.run(stop))
         connection = await fleet.joined()
         await connection.serve_version(1)

@@ -178,7 +178,7 @@ def score_afresh(path: Path) -> None:
 
         engine = await VllmEngine.start(config, seed=1)
         try:
-            await engine.resume(PolicyVersion(0, 0))
+            await engine.pauses.resume(PolicyVersion(0, 0))
             cuts = np.cumsum(job["lengths"])[:-1]
             sequences = [part.tolist() for part in np.split(np.asarray(job["token_ids"]), cuts)]
             return (await engine.teacher_forced_logprobs(sequences)).tolist()

@@ -22,7 +22,7 @@ import uvloop
 from slipstream.core.settings.config import Config
 
 if TYPE_CHECKING:
-    from slipstream.rollout_server.engine_interface import Engine, Generation, LoadedWeights
+    from slipstream.rollout_server.engine_interface import Generation, LoadedWeights
     from slipstream.rollout_server.vllm.engine import VllmEngine
 
 REPLY = "RESULT "
@@ -90,19 +90,21 @@ def prompt_of(seed: int, num_tokens: int) -> list[int]:
 class Served:
     """A rollout server around an engine, which has joined the controller at `address`."""
 
-    def __init__(self, engine: Engine, config: Config, address: str, name: str) -> None:
+    def __init__(self, engine: VllmEngine, config: Config, address: str, name: str) -> None:
         """Starts the server beside the caller."""
         from slipstream.core.types import ServerId
+        from slipstream.rollout_server.episodes.play import Model
         from slipstream.rollout_server.episodes.renderer import Renderer
         from slipstream.rollout_server.episodes.worker_gateway import WorkerGateway
         from slipstream.rollout_server.service import RolloutServer
+        from slipstream.rollout_server.vllm.agents.agent_services import AgentServices
 
         self._engine = engine
         self._stop = asyncio.Event()
         gateway = WorkerGateway(config.run_dir / f"logs-{name}", log_bytes=1 << 20)
-        server = RolloutServer(
-            config, address, ServerId(name), engine, Renderer(config.model.path), gateway
-        )
+        agents = AgentServices(engine.parts, config.rollout_server)
+        model = Model(engine, Renderer(config.model.path), agents)
+        server = RolloutServer(config, address, ServerId(name), model, gateway)
         self._serving = asyncio.create_task(server.run(self._stop))
         self._serving.add_done_callback(_give_up)
 
@@ -142,7 +144,7 @@ class Ours(Served):
                 return LoadedWeights((), by_plan=False, pause_s=0.0, receive_s=0.0, load_s=0.0)
 
         engine = await PresetWeights.start(config, seed=0)
-        await engine.resume(PolicyVersion(0, 0))
+        await engine.pauses.resume(PolicyVersion(0, 0))
         return cls(engine, config, sizes, address)
 
     def runs(self) -> dict[str, Run]:
@@ -154,7 +156,7 @@ class Ours(Served):
 
         longest = self._config.sampling.max_episode_tokens
         sampling = Sampling(1.0, 1.0, 0, num_tokens, 1, longest, ignore_eos=True)
-        reply = await self._vllm.generate(
+        reply = await self._vllm.requests.generate(
             f"r{seed}", prompt_of(seed, self._sizes.prompt_tokens), sampling, num_tokens
         )
         assert len(reply.logprobs) == len(reply.token_ids)
@@ -182,17 +184,19 @@ class Ours(Served):
             for x, y in zip(a[1], b[1], strict=True)
         ]
         seeds = range(first_seed, first_seed + CHECKED_REQUESTS)
-        start = self._vllm.use().generated_tokens
+        start = self._vllm.requests.use().generated_tokens
         length = self._sizes.reply_tokens
         replies = [asyncio.create_task(self._generate(seed, length)) for seed in seeds]
         enough = start + 8 * CHECKED_REQUESTS
         # Replies that failed say so when they are gathered.
-        while self._vllm.use().generated_tokens < enough and not all(r.done() for r in replies):
+        while self._vllm.requests.use().generated_tokens < enough and not all(
+            r.done() for r in replies
+        ):
             await asyncio.sleep(0.001)
         started_s = time.perf_counter()
-        await self._vllm.pause()
+        await self._vllm.pauses.pause()
         pause_s = time.perf_counter() - started_s
-        await self._vllm.resume(PolicyVersion(0, 1))
+        await self._vllm.pauses.resume(PolicyVersion(0, 1))
         spans = [reply.version_spans for reply in await asyncio.gather(*replies)]
         return {
             "replies": CHECKED_REQUESTS,
@@ -215,7 +219,7 @@ class Ours(Served):
             return output
 
         # All are known before the first step, so that both kinds run in the same batches.
-        await self._vllm.pause()
+        await self._vllm.pauses.pause()
         waiting = []
         for seed in range(first_seed, first_seed + CHECKED_REQUESTS):
             parameters = SamplingParams(
@@ -230,7 +234,7 @@ class Ours(Served):
             prompt = tokens_input(prompt_of(seed, sizes.prompt_tokens))
             collector = await llm.add_request(f"{kind.name}{seed}", prompt, parameters)
             waiting.append(asyncio.create_task(last(collector)))
-        await self._vllm.resume(PolicyVersion(0, 0))
+        await self._vllm.pauses.resume(PolicyVersion(0, 0))
         replies = [output.outputs[0] for output in await asyncio.gather(*waiting)]
         return [(list(reply.token_ids), list(reply.logprobs.logprobs)) for reply in replies]
 

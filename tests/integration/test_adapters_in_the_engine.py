@@ -87,9 +87,10 @@ async def test_the_engine_computes_with_what_came_last(rig: Rig) -> None:
 
 async def test_replies_go_on_with_new_adapters_and_say_where_these_began(rig: Rig) -> None:
     await rig.publish(rig.base, adapters_for(rig.base, 1))
-    before = rig.engine.use().generated_tokens
+    before = rig.engine.requests.use().generated_tokens
     replies = [
-        asyncio.create_task(rig.engine.generate(f"r{n}", SEQUENCE, SAMPLING, 200)) for n in range(8)
+        asyncio.create_task(rig.engine.requests.generate(f"r{n}", SEQUENCE, SAMPLING, 200))
+        for n in range(8)
     ]
     await until_generated(rig.engine, before + 64, replies)
     second = adapters_for(rig.base, 2)
@@ -108,28 +109,28 @@ async def test_replies_go_on_with_new_adapters_and_say_where_these_began(rig: Ri
 async def test_the_start_replies_beside_the_adapters_and_is_counted_apart(rig: Rig) -> None:
     first = adapters_for(rig.base, 1)
     await rig.publish(rig.base, first)
-    before, prompt = rig.engine.use(), [(3 * n) % 20 + 4 for n in range(40)]
+    before, prompt = rig.engine.requests.use(), [(3 * n) % 20 + 4 for n in range(40)]
 
     async def start(name: str) -> Generation:
         options = TextOptions(by_start=True)
-        stream = rig.engine.stream(name, prompt, SAMPLING, 60, options=options)
+        stream = rig.engine.requests.stream(name, prompt, SAMPLING, 60, options=options)
         return [part async for part in stream][-1].generation
 
     judged, policy, *more = await asyncio.gather(
         start("judge/a"),
-        rig.engine.generate("a", prompt, SAMPLING, 60),
+        rig.engine.requests.generate("a", prompt, SAMPLING, 60),
         start("judge/b"),
-        rig.engine.generate("b", prompt, SAMPLING, 60),
+        rig.engine.requests.generate("b", prompt, SAMPLING, 60),
     )
     # No prefix that the other one has cached is taken either.
-    again = await start("judge/c"), await rig.engine.generate("c", prompt, SAMPLING, 60)
+    again = await start("judge/c"), await rig.engine.requests.generate("c", prompt, SAMPLING, 60)
     for reply, adapters in ((judged, {}), (policy, first), (again[0], {}), (again[1], first)):
         tokens = prompt + reply.token_ids.tolist()
         gaps = np.abs(rig.expected(rig.base, adapters, tokens)[-60:] - reply.logprobs)
         assert gaps.mean() < 1e-4
         other = rig.expected(rig.base, {} if adapters else first, tokens)[-60:]
         assert np.abs(other - reply.logprobs).mean() > 1e-2
-    use = rig.engine.use()
+    use = rig.engine.requests.use()
     assert use.judged_tokens - before.judged_tokens == 180
     assert use.generated_tokens - before.generated_tokens == 360
     assert use.returned_tokens - before.returned_tokens == 360
@@ -138,10 +139,10 @@ async def test_the_start_replies_beside_the_adapters_and_is_counted_apart(rig: R
 async def test_no_cached_prefix_crosses_adapters(rig: Rig) -> None:
     await rig.publish(rig.base, adapters_for(rig.base, 1))
     prompt = [(3 * n) % 20 + 4 for n in range(200)]
-    cached = [(await rig.engine.generate(f"c{n}", prompt, SAMPLING, 2)) for n in range(2)]
+    cached = [(await rig.engine.requests.generate(f"c{n}", prompt, SAMPLING, 2)) for n in range(2)]
     assert cached[1].cached_tokens > 0
     await rig.publish({}, adapters_for(rig.base, 2))
-    assert (await rig.engine.generate("c2", prompt, SAMPLING, 2)).cached_tokens == 0
+    assert (await rig.engine.requests.generate("c2", prompt, SAMPLING, 2)).cached_tokens == 0
 
 
 async def test_adapters_that_do_not_fit_are_refused_and_the_next_ones_are_not(rig: Rig) -> None:

@@ -18,7 +18,7 @@ from slipstream.rollout_server.engine_interface import (
     TextOptions,
     TextPart,
 )
-from slipstream.rollout_server.vllm.agents.agent_services import Agents
+from slipstream.rollout_server.vllm.agents.agent_services import AgentServices
 from support.fakes.agent_rig import SAMPLING, AgentRig, agent_config
 from support.fakes.chat_models import make_chat_model
 from support.rigs.engine_rig import Reference
@@ -50,31 +50,31 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Any]
     folder = make_chat_model(tmp_path_factory.mktemp("model"))
     config = agent_config(folder)
     async with started_engine(config) as engine:
-        await engine.resume(PolicyVersion(0, 0))
+        await engine.pauses.resume(PolicyVersion(0, 0))
         before = processes(), listening()
-        agents = Agents(engine, config.rollout_server)
+        agents = AgentServices(engine.parts, config.rollout_server)
         api = await agents.api()
         yield SimpleNamespace(
             engine=engine,
-            rig=AgentRig(SimpleEngine(engine), api),
+            rig=AgentRig(NotedRequests(engine.requests), api),
             before=before,
             weights=load_file(folder / "model.safetensors"),
             reference=Reference(folder),
         )
 
 
-class SimpleEngine:
-    """The real engine, and what it sampled."""
+class NotedRequests:
+    """The real engine's requests, and what it sampled."""
 
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
+    def __init__(self, requests: Any) -> None:
+        self._requests, self.requests = requests, self
         self.samples: list[SimpleNamespace] = []
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
+        return getattr(self._requests, name)
 
     async def stream(self, request_id, prompt, *arguments, **options) -> AsyncIterator[TextPart]:
-        async for part in self._engine.stream(request_id, prompt, *arguments, **options):
+        async for part in self._requests.stream(request_id, prompt, *arguments, **options):
             if (end := part.generation) is not None:
                 tokens, logprobs = end.token_ids.tolist(), end.logprobs.tolist()
                 self.samples.append(
@@ -92,7 +92,7 @@ async def parts_of(engine, name: str, sampling=ENDLESS, num_tokens: int = 70, **
     """All parts of one reply to PROMPT, and the generation."""
     parts = [
         part
-        async for part in engine.stream(
+        async for part in engine.requests.stream(
             name, PROMPT, sampling, num_tokens, options=TextOptions(**options)
         )
     ]
@@ -109,7 +109,7 @@ async def test_the_application_adds_no_process_and_no_port(served) -> None:
 @pytest.mark.parametrize("is_streamed", [False, True])
 async def test_parts_hold_what_generate_returns(served, is_streamed) -> None:
     greedy = dataclasses.replace(ENDLESS, temperature=0.0)
-    whole = await served.engine.generate(f"whole{is_streamed}", PROMPT, greedy, 70)
+    whole = await served.engine.requests.generate(f"whole{is_streamed}", PROMPT, greedy, 70)
     parts, end = await parts_of(
         served.engine, f"parts{is_streamed}", greedy, is_streamed=is_streamed
     )
@@ -163,7 +163,7 @@ async def test_more_logprobs_change_nothing_that_is_recorded(served, is_streamed
 async def test_a_stop_text_ends_a_reply_and_the_tokens_add_up(served, is_streamed) -> None:
     greedy = dataclasses.replace(ENDLESS, temperature=0.0)
     _, endless = await parts_of(served.engine, f"endless{is_streamed}", greedy)
-    text = served.rig.engine._llm.get_tokenizer().decode(endless.token_ids.tolist())
+    text = served.engine._llm.get_tokenizer().decode(endless.token_ids.tolist())
     stop = next(letter for letter in text[5:] if letter.isascii() and letter.isprintable())
     parts, end = await parts_of(
         served.engine, f"stop{is_streamed}", greedy, is_streamed=is_streamed, stop=(stop,)
@@ -172,38 +172,38 @@ async def test_a_stop_text_ends_a_reply_and_the_tokens_add_up(served, is_streame
     assert parts[-1].stop_reason == stop
     assert "".join(part.text for part in parts) == text.split(stop)[0]
     assert end.token_ids.tolist() == endless.token_ids.tolist()[: len(end.token_ids)]
-    use = served.engine.use()
+    use = served.engine.requests.use()
     assert (use.open_requests, use.generated_tokens) == (0, use.returned_tokens)
 
 
 async def test_a_cancelled_stream_returns_what_was_handed_out(served) -> None:
-    reading = served.engine.stream(
+    reading = served.engine.requests.stream(
         "cancelled", PROMPT, ENDLESS, 400, options=TextOptions(is_streamed=True)
     )
     first = await anext(reading)
-    await served.engine.cancel("cancelled")
+    await served.engine.requests.cancel("cancelled")
     rest = [part async for part in reading]
     end = rest[-1].generation
     assert end.finish_reason is FinishReason.CANCELLED
     handed_out = [token for part in (first, *rest) for token in part.token_ids]
     assert handed_out == end.token_ids.tolist()
     assert sum(span.length for span in end.version_spans) == len(handed_out)
-    use = served.engine.use()
+    use = served.engine.requests.use()
     assert (use.open_requests, use.generated_tokens) == (0, use.returned_tokens)
 
 
 async def test_versions_in_the_middle_of_a_stream_are_recorded(served) -> None:
-    reading = served.engine.stream(
+    reading = served.engine.requests.stream(
         "versions", PROMPT, ENDLESS, 300, options=TextOptions(is_streamed=True)
     )
     parts = [await anext(reading)]
-    await served.engine.pause()
-    await served.engine.resume(PolicyVersion(0, 1))
+    await served.engine.pauses.pause()
+    await served.engine.pauses.resume(PolicyVersion(0, 1))
     parts += [part async for part in reading]
     end = parts[-1].generation
     assert [span.version.step for span in end.version_spans] == [0, 1]
     assert len(end.token_ids) == 300
-    await served.engine.resume(PolicyVersion(0, 0))
+    await served.engine.pauses.resume(PolicyVersion(0, 0))
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -256,7 +256,9 @@ async def test_a_conversation_finds_as_much_in_the_prefix_cache_as_an_environmen
     # An environment's turns of the same lengths, whose first token is one that no agent's has.
     prompt, cached = [99, *agents[0].prompt[1:]], []
     for turn, sample in enumerate(agents):
-        reply = await served.engine.generate(f"native{turn}", prompt, ENDLESS, len(sample.tokens))
+        reply = await served.engine.requests.generate(
+            f"native{turn}", prompt, ENDLESS, len(sample.tokens)
+        )
         cached.append(reply.cached_tokens)
         following = agents[turn + 1].prompt[len(sample.prompt) + 90 :] if turn < 4 else []
         prompt += [*reply.token_ids.tolist(), *following]

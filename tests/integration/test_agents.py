@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 from slipstream.core.errors import ConfigError
 from slipstream.rollout_server.engine_interface import RequestRefused
-from slipstream.rollout_server.vllm.agents.agent_services import Agents
+from slipstream.rollout_server.vllm.agents.agent_services import AgentServices
 from support.fakes.agent_rig import SAMPLING, AgentRig, agent_config, agent_rig, script
 from support.fakes.small_configs import NGRAM
 from support.rigs.waiting import LIMIT_S, until
@@ -638,7 +638,7 @@ async def test_no_call_is_served_after_the_end_of_the_episode(rig) -> None:
 async def test_a_parser_that_does_not_fit_the_model_is_named(shared) -> None:
     settings = agent_config(Path("models/any"), tool_parser="deepseek_v3").rollout_server
     with pytest.raises(ConfigError, match="rollout_server.tool_parser = 'deepseek_v3'"):
-        await Agents(shared.engine, settings).api()
+        await AgentServices(shared.engine.parts, settings).api()
 
 
 # Like Gemma 4: a result stands inside the message with its call.
@@ -669,7 +669,7 @@ async def test_a_result_that_a_template_writes_into_the_reply_is_read(tmp_path: 
 
 async def test_values_of_the_environment_come_before_the_runs_and_behind_the_requests(shared):
     settings = agent_config(Path("models/any"), chat_template_kwargs={"enable_thinking": True})
-    api = await Agents(shared.engine, settings.rollout_server).api()
+    api = await AgentServices(shared.engine.parts, settings.rollout_server).api()
     rig = AgentRig(shared.engine, api)
     rig.begin(template_values={"enable_thinking": False})
     await chat(rig, [QUESTION])
@@ -686,7 +686,7 @@ async def test_values_of_the_environment_come_before_the_runs_and_behind_the_req
 
 async def test_tools_without_a_parser_are_refused_by_its_name(shared) -> None:
     settings = agent_config(Path("models/any"), tool_parser=None).rollout_server
-    rig = AgentRig(shared.engine, await Agents(shared.engine, settings).api())
+    rig = AgentRig(shared.engine, await AgentServices(shared.engine.parts, settings).api())
     with pytest.raises(openai.BadRequestError, match=r"tools need rollout_server\.tool_parser"):
         await chat(rig, [QUESTION], tools=TOOLS)
     assert (await chat(rig, [QUESTION], tools=TOOLS, tool_choice="none"))["content"]
@@ -694,7 +694,7 @@ async def test_tools_without_a_parser_are_refused_by_its_name(shared) -> None:
 
 async def test_reasoning_comes_apart_and_may_be_left_out_when_it_is_sent_back(shared) -> None:
     settings = agent_config(Path("models/any"), reasoning_parser="qwen3").rollout_server
-    rig = AgentRig(shared.engine, await Agents(shared.engine, settings).api())
+    rig = AgentRig(shared.engine, await AgentServices(shared.engine.parts, settings).api())
     messages = [{"role": "user", "content": "think"}]
     for with_reasoning in (True, False):
         message = await chat(rig, messages)

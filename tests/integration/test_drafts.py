@@ -52,21 +52,21 @@ async def greedy_replies(rig: Rig) -> list[Generation]:
 
 async def test_greedy_replies_and_their_logprobs_are_those_of_an_engine_without(rig, plain) -> None:
     await rig.publish(rig.old, 0)
-    before = rig.engine.use()
+    before = rig.engine.requests.use()
     for reply, expected in zip(await greedy_replies(rig), plain, strict=True):
         assert reply.token_ids.tolist() == expected.token_ids.tolist()
         assert np.abs(reply.logprobs - expected.logprobs).max() <= 1e-5
-    use = rig.engine.use()
+    use = rig.engine.requests.use()
     accepted = use.accepted_tokens - before.accepted_tokens
     assert 0 < accepted <= use.drafted_tokens - before.drafted_tokens
 
 
 async def test_sampled_logprobs_are_those_of_the_model(rig) -> None:
     await rig.publish(rig.old, 0)
-    before = rig.engine.use()
+    before = rig.engine.requests.use()
     for _ in range(2):
         await check_sampled(rig)
-    assert rig.engine.use().accepted_tokens > before.accepted_tokens + 100
+    assert rig.engine.requests.use().accepted_tokens > before.accepted_tokens + 100
 
 
 async def check_sampled(rig: Rig) -> None:
@@ -87,7 +87,7 @@ def gaps(rig: Rig, weights: Weights, reply: Generation) -> np.ndarray:
 async def test_replies_are_distributed_as_the_model_says(rig) -> None:
     """How surprising tokens are, beside the mean and variance that the model expects of that."""
     await rig.publish(rig.old, 0)
-    before = rig.engine.use()
+    before = rig.engine.requests.use()
     difference = variance = 0.0
     for turn in range(4):
         replies = await asyncio.gather(
@@ -97,7 +97,7 @@ async def test_replies_are_distributed_as_the_model_says(rig) -> None:
             mean, spread = expected_surprise(rig, PROMPT + reply.token_ids.tolist())
             difference += float((-reply.logprobs - mean).sum())
             variance += float(spread.sum())
-    use = rig.engine.use()
+    use = rig.engine.requests.use()
     accepted = use.accepted_tokens - before.accepted_tokens
     drafted = use.drafted_tokens - before.drafted_tokens
     assert accepted > 60
@@ -132,7 +132,7 @@ async def test_a_reply_ends_inside_an_accepted_draft(rig) -> None:
 
 async def test_an_update_in_flight_is_stamped_where_the_weights_changed(rig) -> None:
     await rig.publish(rig.old, 3)
-    before = rig.engine.use()
+    before = rig.engine.requests.use()
     replies = [
         asyncio.create_task(rig.generate(f"flight{n}", num_tokens=200, sampling=ENDLESS))
         for n in range(16)
@@ -153,7 +153,7 @@ async def test_an_update_in_flight_is_stamped_where_the_weights_changed(rig) -> 
             assert new[cut:].max() <= 1e-3
             assert old[cut:].mean() > 0.1
     assert crossed >= 3
-    use = rig.engine.use()
+    use = rig.engine.requests.use()
     assert use.accepted_tokens > before.accepted_tokens
     assert use.generated_tokens == use.returned_tokens
 
@@ -162,8 +162,8 @@ async def test_nothing_is_drafted_behind_a_prompt_of_which_one_token_is_left(rig
     await rig.publish(rig.old, 0)
     prompt = [1, *(4 + n % 28 for n in range(128))]
     first = await rig.generate("cold", prompt, 1, GREEDY)
-    before = rig.engine.use().drafted_tokens
+    before = rig.engine.requests.use().drafted_tokens
     again = await rig.generate("warm", prompt, 1, GREEDY)
     assert (first.cached_tokens, again.cached_tokens) == (0, 128)
     assert again.token_ids.tolist() == first.token_ids.tolist()
-    assert rig.engine.use().drafted_tokens == before
+    assert rig.engine.requests.use().drafted_tokens == before

@@ -92,7 +92,7 @@ class Rig:
     async def start(self) -> None:
         await self.prepare(1)
         await self.engine.receive_weights("p1")
-        await self.engine.resume(PolicyVersion(0, 1))
+        await self.engine.pauses.resume(PolicyVersion(0, 1))
         del self.llm.noted[:]
 
     async def prepare(self, step: int) -> None:
@@ -110,7 +110,7 @@ class Rig:
 
     async def ask(self, request_id: str) -> None:
         """A request that comes as far as it can."""
-        asked = asyncio.create_task(self.engine.generate(request_id, [1], SAMPLING, 4))
+        asked = asyncio.create_task(self.engine.requests.generate(request_id, [1], SAMPLING, 4))
         self.requests.append(asked)
         for _ in range(20):
             await asyncio.sleep(0)
@@ -130,7 +130,7 @@ async def test_the_first_update_ends_no_pause_of_its_own() -> None:
     rig = Rig()
     await rig.update(1)
     assert rig.llm.noted == ["pause", "receive"]
-    await rig.engine.resume(PolicyVersion(0, 1))
+    await rig.engine.pauses.resume(PolicyVersion(0, 1))
     assert rig.llm.noted[2:] == ["version 0:1", "resume"]
 
 
@@ -148,7 +148,7 @@ async def test_an_idle_engine_is_told_everything_at_once_and_lets_nothing_in_bef
     await receiving
     await rig.ask("later")
     assert rig.llm.noted == all_calls
-    await rig.engine.resume(PolicyVersion(0, 2))
+    await rig.engine.pauses.resume(PolicyVersion(0, 2))
     await rig.ask("last")
     assert rig.llm.noted == [*all_calls, "request early", "request later", "request last"]
 
@@ -159,7 +159,7 @@ async def test_a_probe_is_held_back_too(rig: Rig) -> None:
     rig.requests.append(probing)
     await rig.ask("other")
     assert not any(noted.startswith("request") for noted in rig.llm.noted)
-    await rig.engine.resume(PolicyVersion(0, 2))
+    await rig.engine.pauses.resume(PolicyVersion(0, 2))
     await rig.ask("last")
     assert sorted(rig.llm.noted[-3:]) == ["request last", "request other", "request probe/0"]
 
@@ -168,7 +168,7 @@ async def test_requests_that_run_go_on_only_when_the_update_was_judged(rig: Rig)
     await rig.ask("running")
     await rig.update(2)
     assert rig.llm.noted == ["request running", "pause", "begin", "receive"]
-    await rig.engine.resume(PolicyVersion(0, 2))
+    await rig.engine.pauses.resume(PolicyVersion(0, 2))
     assert rig.llm.noted[4:] == ["version 0:2", "resume"]
 
 
@@ -201,23 +201,23 @@ async def test_after_a_failed_update_an_idle_engine_is_paused_before_it_lets_any
         await rig.engine.receive_weights("p2")
     await rig.ask("waiting")
     del rig.llm.noted[:]
-    await rig.engine.pause()
+    await rig.engine.pauses.pause()
     await rig.ask("later")
     assert rig.llm.noted == ["pause", "request waiting", "request later"]
     # The pause before has not been ended.
-    await rig.engine.resume(PolicyVersion(0, 2))
+    await rig.engine.pauses.resume(PolicyVersion(0, 2))
     assert rig.llm.noted[3:] == ["version 0:2", "resume"]
 
 
 async def test_a_request_that_is_cancelled_while_it_is_held_back_ends_at_once(rig: Rig) -> None:
     await rig.update(2)
     await rig.ask("held")
-    await rig.engine.cancel("held")
+    await rig.engine.requests.cancel("held")
     async with asyncio.timeout(LIMIT_S):
         generation = await rig.requests[0]
     assert generation.finish_reason is FinishReason.CANCELLED
     assert not len(generation.token_ids)
-    await rig.engine.resume(PolicyVersion(0, 2))
+    await rig.engine.pauses.resume(PolicyVersion(0, 2))
     await rig.ask("other")
     # The engine never heard of it.
     assert rig.llm.noted[-1] == "request other"
@@ -227,7 +227,7 @@ async def test_a_request_that_is_cancelled_while_it_is_held_back_ends_at_once(ri
 async def test_a_request_that_is_cancelled_on_its_way_to_the_engine_ends_there(rig: Rig) -> None:
     rig.llm.takes_requests.clear()
     await rig.ask("late")
-    await rig.engine.cancel("late")
+    await rig.engine.requests.cancel("late")
     rig.llm.takes_requests.set()
     await rig.ask("other")
     assert rig.llm.noted == ["abort late", "request late", "abort late", "request other"]
@@ -235,46 +235,46 @@ async def test_a_request_that_is_cancelled_on_its_way_to_the_engine_ends_there(r
 
 async def test_an_engine_that_rests_is_not_busy(rig: Rig) -> None:
     await rig.ask("running")
-    await rig.engine.rest(give_back=False)
-    assert rig.engine.use().busy_s == rig.engine.use().busy_s
+    await rig.engine.pauses.rest(give_back=False)
+    assert rig.engine.requests.use().busy_s == rig.engine.requests.use().busy_s
 
 
 async def test_an_engine_that_rests_keeps_its_version_and_lets_requests_wait_inside(rig: Rig):
     await rig.ask("running")
-    await rig.engine.rest(give_back=False)
+    await rig.engine.pauses.rest(give_back=False)
     await rig.ask("later")
     assert rig.llm.noted == ["request running", "pause", "request later"]
-    await rig.engine.resume(PolicyVersion(0, 1))
+    await rig.engine.pauses.resume(PolicyVersion(0, 1))
     assert rig.llm.noted[3:] == ["version 0:1", "resume"]
 
 
 async def test_memory_that_was_given_back_comes_weights_first_and_the_rest_with_the_version(rig):
     await rig.ask("running")
-    await rig.engine.rest(give_back=True)
+    await rig.engine.pauses.rest(give_back=True)
     assert rig.llm.noted[1:] == ["sleep 1 keep"]
     await rig.update(2)
     # Cached keys and values take their memory when the learner has sent its weights.
     assert rig.llm.noted[2:] == ["wake weights", "pause", "begin", "receive"]
-    await rig.engine.resume(PolicyVersion(0, 2))
+    await rig.engine.pauses.resume(PolicyVersion(0, 2))
     assert rig.llm.noted[6:] == ["version 0:2", "wake the rest"]
     # Now all memory is there.
     await rig.update(3)
-    await rig.engine.resume(PolicyVersion(0, 3))
+    await rig.engine.pauses.resume(PolicyVersion(0, 3))
     assert rig.llm.noted[8:] == ["pause", "begin", "receive", "version 0:3", "resume"]
 
 
 async def test_an_idle_engine_that_gave_its_memory_back_has_it_before_it_takes_requests(rig: Rig):
-    await rig.engine.rest(give_back=True)
+    await rig.engine.pauses.rest(give_back=True)
     await rig.update(2)
     await rig.ask("early")
     noted = ["sleep 1 keep", "wake weights", "begin", "version 0:2", "wake the rest", "receive"]
     assert rig.llm.noted == noted
-    await rig.engine.resume(PolicyVersion(0, 2))
+    await rig.engine.pauses.resume(PolicyVersion(0, 2))
     await rig.ask("last")
     assert rig.llm.noted[6:] == ["request early", "request last"]
 
 
 async def test_an_engine_without_new_weights_takes_all_its_memory_at_once(rig: Rig) -> None:
-    await rig.engine.rest(give_back=True)
-    await rig.engine.resume(PolicyVersion(0, 1))
+    await rig.engine.pauses.rest(give_back=True)
+    await rig.engine.pauses.resume(PolicyVersion(0, 1))
     assert rig.llm.noted == ["sleep 1 keep", "version 0:1", "wake the rest"]

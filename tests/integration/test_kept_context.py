@@ -27,7 +27,7 @@ async def rig(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
 
 async def begin(rig: Rig, name: str) -> list[asyncio.Task[Generation]]:
     """Replies that run for a while, each of which has some tokens."""
-    start = rig.engine.use().generated_tokens
+    start = rig.engine.requests.use().generated_tokens
     replies = [
         asyncio.create_task(rig.generate(f"{name}{n}", num_tokens=200, sampling=ENDLESS))
         for n in range(4)
@@ -76,7 +76,7 @@ async def test_a_request_that_comes_during_an_update_is_served_by_the_new_weight
     await rig.publish(rig.old, 7)
     await cached_tokens(rig, "older")
     replies = await begin(rig, "meanwhile")
-    resume, late = rig.engine.resume, []
+    resume, late = rig.engine.pauses.resume, []
 
     async def resume_later(version: PolicyVersion) -> None:
         late.append(asyncio.create_task(rig.generate("late", LONG_PROMPT, 20)))
@@ -84,7 +84,7 @@ async def test_a_request_that_comes_during_an_update_is_served_by_the_new_weight
         await resume(version)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rig.engine, "resume", resume_later)
+        patch.setattr(rig.engine.pauses, "resume", resume_later)
         await rig.publish(rig.new, 8)
     reply = await late[0]
     assert [span.version for span in reply.version_spans] == [PolicyVersion(0, 8)]
@@ -97,9 +97,9 @@ async def test_a_pause_without_an_update_forgets_everything(rig: Rig) -> None:
     await rig.publish(rig.old, 5)
     await cached_tokens(rig, "cached")
     replies = await begin(rig, "paused")
-    await rig.engine.pause()
+    await rig.engine.pauses.pause()
     # The same version: weights that were found wrong are sent again under their own number.
-    await rig.engine.resume(PolicyVersion(0, 5))
+    await rig.engine.pauses.resume(PolicyVersion(0, 5))
     assert await cached_tokens(rig, "after") == 0
     for reply in await asyncio.gather(*replies):
         assert rig.gap(rig.old, PROMPT, reply).mean() <= 1e-4

@@ -50,7 +50,7 @@ async def test_each_request_is_computed_with_its_adapter_also_beside_others(rig:
         """Gaps to each adapter in turn, and to none."""
         prompt = [(3 * n + number) % 20 + 4 for n in range(40)]
         sampling = dataclasses.replace(SAMPLING, adapter=name)
-        found = await rig.engine.generate(f"{name}{number}", prompt, sampling, 60)
+        found = await rig.engine.requests.generate(f"{name}{number}", prompt, sampling, 60)
         tokens = prompt + found.token_ids.tolist()
         expected = [rig.expected(rig.base, each, tokens)[-60:] for each in (*adapters, {})]
         return np.array([np.abs(each - found.logprobs).mean() for each in expected])
@@ -74,11 +74,11 @@ async def test_adapters_alone_replace_all_and_no_cached_prefix_crosses_them(rig:
     await rig.publish_all(rig.base, [adapters_for(rig.base, seed) for seed in (1, 2, 3)])
     prompt = [(3 * n) % 20 + 4 for n in range(200)]
     code, math = (dataclasses.replace(SAMPLING, adapter=name) for name in ("code", "math"))
-    first = await rig.engine.generate("c1", prompt, code, 2)
-    assert (await rig.engine.generate("c2", prompt, math, 2)).cached_tokens == 0
-    assert (await rig.engine.generate("c3", prompt, code, 2)).cached_tokens > 0
+    first = await rig.engine.requests.generate("c1", prompt, code, 2)
+    assert (await rig.engine.requests.generate("c2", prompt, math, 2)).cached_tokens == 0
+    assert (await rig.engine.requests.generate("c3", prompt, code, 2)).cached_tokens > 0
     await rig.publish_all({}, [adapters_for(rig.base, seed) for seed in (4, 5, 6)])
-    again = await rig.engine.generate("c4", prompt, code, 2)
+    again = await rig.engine.requests.generate("c4", prompt, code, 2)
     assert again.cached_tokens == first.cached_tokens == 0
     scored = await rig.engine.teacher_forced_logprobs([SEQUENCE], ["math"])
     new = rig.expected(rig.base, adapters_for(rig.base, 5), SEQUENCE)
@@ -91,18 +91,20 @@ async def test_the_start_replies_beside_several_adapters(rig: NamedRig) -> None:
     options = TextOptions(by_start=True)
 
     async def start() -> np.ndarray:
-        parts = [p async for p in rig.engine.stream("j", SEQUENCE, math, 40, options=options)]
+        parts = [
+            p async for p in rig.engine.requests.stream("j", SEQUENCE, math, 40, options=options)
+        ]
         found = parts[-1].generation
         tokens = SEQUENCE + found.token_ids.tolist()
         return np.abs(rig.expected(rig.base, {}, tokens)[-40:] - found.logprobs)
 
-    gaps, _ = await asyncio.gather(start(), rig.engine.generate("m", SEQUENCE, math, 40))
+    gaps, _ = await asyncio.gather(start(), rig.engine.requests.generate("m", SEQUENCE, math, 40))
     assert gaps.mean() < 1e-4
 
 
 async def test_a_request_of_no_adapter_fails(rig: NamedRig) -> None:
     with pytest.raises(GenerationFailed, match="no adapter '', lora.adapters are code"):
-        await rig.engine.generate("x", SEQUENCE, SAMPLING, 2)
+        await rig.engine.requests.generate("x", SEQUENCE, SAMPLING, 2)
 
 
 async def test_adapters_of_another_run_are_refused(rig: NamedRig) -> None:

@@ -66,12 +66,12 @@ class Rig:
         await self.engine.prepare_weights(order, layout, 1)
         loaded = await self.engine.receive_weights(order.publish_id)
         assert list(loaded.bucket_digests) == await sending
-        await self.engine.resume(PolicyVersion(0, step))
+        await self.engine.pauses.resume(PolicyVersion(0, step))
 
     async def generate(
         self, name: str, prompt: list[int], num_tokens: int, *, experts_from: int = 0
     ) -> Generation:
-        return await self.engine.generate(
+        return await self.engine.requests.generate(
             name, prompt, SAMPLING, num_tokens, experts_from=experts_from
         )
 
@@ -139,7 +139,7 @@ async def test_a_cached_prefix_has_the_experts_of_when_it_was_computed(rig) -> N
 async def test_tokens_keep_the_experts_of_the_version_that_sampled_behind_them(rig) -> None:
     """An update in flight computes everything again; what is recorded stays as it was."""
     await rig.publish("old", 3)
-    start = rig.engine.use().generated_tokens
+    start = rig.engine.requests.use().generated_tokens
     replies = [
         asyncio.create_task(rig.generate(f"flight{n}", [*PROMPT, 4 + n, 3], 150)) for n in range(8)
     ]
@@ -165,11 +165,11 @@ async def test_tokens_keep_the_experts_of_the_version_that_sampled_behind_them(r
 
 async def test_cancelled_and_probing_requests_disturb_nothing(rig) -> None:
     await rig.publish("old", 0)
-    before = rig.engine.use().generated_tokens
+    before = rig.engine.requests.use().generated_tokens
     replies = [asyncio.create_task(rig.generate(f"c{n}", PROMPT, 150)) for n in range(8)]
     await until_generated(rig.engine, before + 50, replies)
     for number in range(0, 8, 2):
-        await rig.engine.cancel(f"c{number}")
+        await rig.engine.requests.cancel(f"c{number}")
     scores = await rig.engine.teacher_forced_logprobs([[1, 4, 5], [1, 6]])
     assert len(scores) == 3
     for reply in await asyncio.gather(*replies):

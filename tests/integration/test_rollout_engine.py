@@ -104,7 +104,7 @@ async def test_a_reply_ends_with_the_token_that_completes_a_text(rig) -> None:
 
 async def test_no_token_behind_a_text_is_handed_out_or_counted(rig) -> None:
     await rig.publish(rig.old, 0)
-    before = rig.engine.use()
+    before = rig.engine.requests.use()
     text = rig.renderer.decode_all([7, 8])
     sampling = dataclasses.replace(ENDLESS, temperature=2.0, stop=(text, "</s>"))
     replies = await asyncio.gather(
@@ -119,7 +119,7 @@ async def test_no_token_behind_a_text_is_handed_out_or_counted(rig) -> None:
         assert is_stopped == (reply.finish_reason is FinishReason.STOP)
         assert len(reply.logprobs) == sum(span.length for span in reply.version_spans)
         assert len(reply.logprobs) == len(tokens)
-    use, num_tokens = rig.engine.use(), sum(len(reply.token_ids) for reply in replies)
+    use, num_tokens = rig.engine.requests.use(), sum(len(reply.token_ids) for reply in replies)
     assert use.generated_tokens - before.generated_tokens == num_tokens
     assert use.returned_tokens - before.returned_tokens == num_tokens
     gaps = np.concatenate(
@@ -134,7 +134,7 @@ async def test_no_token_behind_a_text_is_handed_out_or_counted(rig) -> None:
 
 async def sample_as(rig, kind: str, parameters: dict[str, object]):
     """24 requests of the same seeds, all known to the engine before its first step."""
-    await rig.engine.pause()
+    await rig.engine.pauses.pause()
     waiting = []
     for number in range(24):
         settings = SamplingParams(
@@ -151,7 +151,7 @@ async def sample_as(rig, kind: str, parameters: dict[str, object]):
             f"{kind}{number}", tokens_input([*PROMPT, 4 + number]), settings
         )
         waiting.append(asyncio.create_task(last_output(collector)))
-    await rig.engine.resume(PolicyVersion(0, 0))
+    await rig.engine.pauses.resume(PolicyVersion(0, 0))
     return await asyncio.gather(*waiting)
 
 
@@ -183,23 +183,23 @@ async def test_chunks_hold_exactly_what_vllm_hands_out_token_by_token(rig, param
 
 async def test_a_pause_hands_out_every_token_that_was_sampled(rig) -> None:
     await rig.publish(rig.old, 0)
-    start = rig.engine.use().generated_tokens
+    start = rig.engine.requests.use().generated_tokens
     replies = [
         asyncio.create_task(rig.generate(f"p{n}", num_tokens=200, sampling=ENDLESS))
         for n in range(8)
     ]
     await until_generated(rig.engine, start + 64, replies)
-    await rig.engine.pause()
+    await rig.engine.pauses.pause()
     # A message may still be on its way: it comes before the answer to another call.
-    await rig.engine.pause()
-    handed_out = rig.engine.use().generated_tokens - start
+    await rig.engine.pauses.pause()
+    handed_out = rig.engine.requests.use().generated_tokens - start
     for number in range(8):
-        await rig.engine.cancel(f"p{number}")
+        await rig.engine.requests.cancel(f"p{number}")
     generations = await asyncio.gather(*replies)
     assert sum(len(generation.token_ids) for generation in generations) == handed_out
     # Many lengths that are no multiple of a chunk: partly filled chunks came out.
     assert rig.gap(rig.old, PROMPT, generations[0]).mean() <= 1e-4
-    await rig.engine.resume(PolicyVersion(0, 0))
+    await rig.engine.pauses.resume(PolicyVersion(0, 0))
 
 
 async def test_outputs_of_another_vllm_are_refused() -> None:
@@ -228,7 +228,7 @@ async def test_temperature_zero_is_greedy(rig) -> None:
 
 async def test_an_update_in_flight_is_stamped_where_the_weights_changed(rig) -> None:
     await rig.publish(rig.old, 3)
-    start = rig.engine.use().generated_tokens
+    start = rig.engine.requests.use().generated_tokens
     replies = [
         asyncio.create_task(rig.generate(f"flight{n}", num_tokens=200, sampling=ENDLESS))
         for n in range(16)
@@ -256,21 +256,21 @@ async def test_an_update_in_flight_is_stamped_where_the_weights_changed(rig) -> 
 @pytest.mark.parametrize("give_back", [False, True])
 async def test_an_engine_rests_with_its_requests_and_goes_on_exactly(rig, give_back) -> None:
     await rig.publish(rig.old, 3)
-    start = rig.engine.use().generated_tokens
+    start = rig.engine.requests.use().generated_tokens
     replies = [
         asyncio.create_task(rig.generate(f"rest{n}", num_tokens=200, sampling=ENDLESS))
         for n in range(8)
     ]
     await until_generated(rig.engine, start + 50, replies)
-    await rig.engine.rest(give_back=give_back)
+    await rig.engine.pauses.rest(give_back=give_back)
     late = asyncio.create_task(rig.generate("late", num_tokens=8, sampling=ENDLESS))
     # Tokens that were sampled before are still handed out.
     await asyncio.wait((*replies, late), timeout=0.3)
-    at_rest = rig.engine.use().generated_tokens
+    at_rest = rig.engine.requests.use().generated_tokens
     ended, running = await asyncio.wait((*replies, late), timeout=0.3)
-    assert rig.engine.use().generated_tokens == at_rest
+    assert rig.engine.requests.use().generated_tokens == at_rest
     assert late in running
-    await rig.engine.resume(PolicyVersion(0, 3))
+    await rig.engine.pauses.resume(PolicyVersion(0, 3))
     for reply in await asyncio.gather(*replies, late):
         assert {span.version for span in reply.version_spans} == {PolicyVersion(0, 3)}
         assert rig.gap(rig.old, PROMPT, reply).mean() <= 1e-4
@@ -309,35 +309,35 @@ async def test_the_probe_shows_a_tied_head_that_stayed_old(rig) -> None:
 
 async def test_probes_do_not_count_as_generated(rig) -> None:
     await rig.publish(rig.old, 0)
-    before = rig.engine.use().generated_tokens
+    before = rig.engine.requests.use().generated_tokens
     scores = await rig.engine.teacher_forced_logprobs([[1, 4, 5], [1, 6]])
     assert len(scores) == 3
     await rig.generate("counted", num_tokens=1)
-    assert rig.engine.use().generated_tokens == before + 1
+    assert rig.engine.requests.use().generated_tokens == before + 1
 
 
 async def test_cancelled_requests_are_counted_to_the_token(rig) -> None:
     await rig.publish(rig.old, 0)
-    before = rig.engine.use()
+    before = rig.engine.requests.use()
     replies = [
         asyncio.create_task(rig.generate(f"cancel{n}", num_tokens=200, sampling=ENDLESS))
         for n in range(24)
     ]
     await until_generated(rig.engine, before.generated_tokens + 100, replies)
     for number in range(0, 24, 2):
-        await rig.engine.cancel(f"cancel{number}")
-    await rig.engine.cancel("unknown")
+        await rig.engine.requests.cancel(f"cancel{number}")
+    await rig.engine.requests.cancel("unknown")
     # Half of them are cancelled while the engine is paused: its queue must not hold them.
-    await rig.engine.pause()
+    await rig.engine.pauses.pause()
     for number in range(1, 24, 4):
-        await rig.engine.cancel(f"cancel{number}")
-    await rig.engine.resume(PolicyVersion(0, 1))
+        await rig.engine.requests.cancel(f"cancel{number}")
+    await rig.engine.pauses.resume(PolicyVersion(0, 1))
     generations = await asyncio.gather(*replies)
     assert sum(g.finish_reason is FinishReason.CANCELLED for g in generations) >= 8
     tokens = sum(len(generation.token_ids) for generation in generations)
     # One more request: what the engine had still in hand would have come before it.
     tokens += len((await rig.generate("last", num_tokens=1)).token_ids)
-    after = rig.engine.use()
+    after = rig.engine.requests.use()
     assert after.generated_tokens - before.generated_tokens == tokens
     assert after.returned_tokens - before.returned_tokens == tokens
     assert after.open_requests == 0
@@ -350,7 +350,7 @@ async def test_a_request_that_cannot_be_served_fails_alone(rig) -> None:
     # Its client is at fault.
     for options in (TextOptions(num_logprobs=10**9), TextOptions(stop=("\ud800",))):
         with pytest.raises(RequestRefused):
-            async for _ in rig.engine.stream("odd", [4], SAMPLING, 1, options=options):
+            async for _ in rig.engine.requests.stream("odd", [4], SAMPLING, 1, options=options):
                 pass
     assert len((await rig.generate("short", num_tokens=1)).token_ids) == 1
 
@@ -358,7 +358,7 @@ async def test_a_request_that_cannot_be_served_fails_alone(rig) -> None:
 async def test_a_failed_transfer_can_be_followed_by_a_good_one(rig) -> None:
     await rig.publish(rig.old, 0)
     layout = layout_of(rig.new)
-    await rig.engine.pause()
+    await rig.engine.pauses.pause()
 
     absent = GlooSender("absent", join_deadline_s=0.5)
     with pytest.raises(WeightSyncError, match="could not join"):
@@ -390,11 +390,12 @@ async def test_a_failed_transfer_can_be_followed_by_a_good_one(rig) -> None:
     await sending
 
     # The state that a failed finish leaves behind: vLLM takes the next start for a second one.
-    await rig.engine._llm.start_weight_update()
     stuck = GlooSender("stuck", deadline_s=0.5)
     sending = asyncio.create_task(asyncio.to_thread(stuck.join))
+    await rig.engine.prepare_weights(stuck.order("p", 1), layout, 1)
+    await rig.engine._llm.start_weight_update()
     with pytest.raises(WeightSyncError, match="already active"):
-        await rig.receive(stuck.order("p", 1), layout)
+        await rig.engine.receive_weights("p")
     await sending
 
     rig.sender = None
@@ -406,7 +407,7 @@ async def test_a_failed_transfer_can_be_followed_by_a_good_one(rig) -> None:
 async def test_an_engine_whose_processes_stand_still_is_noticed(rig, monkeypatch) -> None:
     await rig.publish(rig.old, 0)
     monkeypatch.setattr(engine, "SILENCE_LIMIT_S", 1.0)
-    before = rig.engine.use().generated_tokens
+    before = rig.engine.requests.use().generated_tokens
     replies = [asyncio.create_task(rig.generate("stopped", num_tokens=200, sampling=ENDLESS))]
     # The engine told of its steps until now, so it is not silent yet.
     watching = asyncio.create_task(rig.engine.watch())

@@ -42,9 +42,9 @@ async def test_an_engine_that_does_not_pause_or_resume_is_taken_for_dead(monkeyp
     engine = VllmEngine(llm, [], stage=False)
     async with asyncio.timeout(LIMIT_S):
         with pytest.raises(EngineDied, match=r"neither paused nor resumed within 0\.01 s"):
-            await engine.pause()
+            await engine.pauses.pause()
         with pytest.raises(EngineDied, match=r"neither paused nor resumed within 0\.01 s"):
-            await engine.resume(PolicyVersion(0, 1))
+            await engine.pauses.resume(PolicyVersion(0, 1))
 
 
 async def test_an_engine_that_generates_no_more_is_taken_for_dead(monkeypatch) -> None:
@@ -69,14 +69,14 @@ async def test_an_engine_that_generates_no_more_is_taken_for_dead(monkeypatch) -
     )
     engine = VllmEngine(llm, [], stage=False)
     async with asyncio.timeout(LIMIT_S):
-        await engine.pause()
-        request = asyncio.ensure_future(engine.generate("r", [1], SAMPLING, 4))
+        await engine.pauses.pause()
+        request = asyncio.ensure_future(engine.requests.generate("r", [1], SAMPLING, 4))
         await asked.wait()
         # Before an order to resume, the engine need not take a step.
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.3):
                 await engine.watch()
-        await engine.resume(PolicyVersion(0, 1))
+        await engine.pauses.resume(PolicyVersion(0, 1))
         with pytest.raises(EngineDied, match=r"made no step for 0\.05 s, with 1 open requests"):
             await engine.watch()
         request.cancel()

@@ -47,9 +47,9 @@ async def test_two_workers_take_weights_and_sample_as_one(tmp_path: Path) -> Non
         await engine.prepare_weights(order, layout, 1)
         loaded = await engine.receive_weights("p1")
         assert list(loaded.bucket_digests) == await sending
-        await engine.resume(PolicyVersion(0, 1))
+        await engine.pauses.resume(PolicyVersion(0, 1))
         replies = await asyncio.gather(
-            *(engine.generate(f"r{n}", PROMPT, SAMPLING, 40) for n in range(8))
+            *(engine.requests.generate(f"r{n}", PROMPT, SAMPLING, 40) for n in range(8))
         )
     assert not [p for p in Path("/dev/shm").iterdir() if "cpushm" in p.name and p not in shared]
     expected = [reference(tmp_path, weights, PROMPT + r.token_ids.tolist()) for r in replies]

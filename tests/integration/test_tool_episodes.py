@@ -11,7 +11,7 @@ from typing import Any
 from slipstream.core.types import Branch, FailureKind, Status, Trajectory
 from slipstream.rollout_server.chat import TemplateInputs
 from slipstream.rollout_server.engine_interface import GenerationFailed
-from slipstream.rollout_server.vllm.agents.agent_services import Agents
+from slipstream.rollout_server.vllm.agents.agent_services import AgentServices
 from support.fakes import example_tools
 from support.fakes.agent_rig import agent_config, script, scripted_engine
 from support.fakes.chat_models import CHAT_TEMPLATE, make_chat_model
@@ -186,10 +186,10 @@ async def test_a_reply_to_an_environment_without_tools_keeps_its_whole_text(tmp_
     )
     engine = scripted_engine(config, script)
     inputs = TemplateInputs("", "")
-    reader = await Agents(engine, config.rollout_server).reader(inputs)
+    reader = await AgentServices(engine.parts, config.rollout_server).reader(inputs)
     assert reader is not None
     text = "I call. <tool_call>\n<function=add>\n</function>\n</tool_call>"
-    tokens = engine.vllm_parts.renderer.get_tokenizer().encode(f"<think>Hm.</think>{text}")
+    tokens = engine.parts.renderer.get_tokenizer().encode(f"<think>Hm.</think>{text}")
     read = reader.read([], tokens, inputs)
     assert (read.reasoning, read.content, read.tool_calls) == ("Hm.", text, ())
 

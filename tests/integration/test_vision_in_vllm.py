@@ -218,10 +218,12 @@ async def test_an_engine_drafts_behind_images_and_computes_text_in_fp8(
             models = [plain_model(folder), plain_model(other)]
             for place, (prompt, images) in enumerate(asked):
                 name, placed = f"{folder.name}{place}", [PlacedImage(*image) for image in images]
-                reply = await engine.generate(name, prompt.tolist(), GREEDY, 24, images=placed)
+                reply = await engine.requests.generate(
+                    name, prompt.tolist(), GREEDY, 24, images=placed
+                )
                 whole = [(np.array([*prompt, *reply.token_ids]), images)]
                 with torch.no_grad():
                     found = [plain_logprobs(model, folder, whole)[0][-24:] for model in models]
                 gap, apart = (np.abs(each - reply.logprobs).mean() for each in found)
                 assert gap < most * apart
-        assert (engine.use().accepted_tokens > 0) == (server == DRAFTS)
+        assert (engine.requests.use().accepted_tokens > 0) == (server == DRAFTS)

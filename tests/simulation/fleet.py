@@ -119,7 +119,7 @@ class SimulatedEngine:
     """Samples one token after another; its weights are what the wire brought."""
 
     num_workers, max_model_len, num_experts = 1, 4096, 0
-    keeps_start, vllm_parts = False, None
+    keeps_start = False
 
     def __init__(
         self, process: Process, loop: VirtualLoop, wire: Wire, tokens: Tokens, seed: str
@@ -128,6 +128,7 @@ class SimulatedEngine:
         self._random = random.Random(f"engine/{seed}")
         # Servers differ, so that groups come back out of order.
         self.token_s = self._random.choice((0.02, 0.1, 0.3))
+        self.requests = self.pauses = self
         self.version: PolicyVersion | None = None
         # Nothing that may be sampled from, before the first publish.
         self.weights = TORN

@@ -37,7 +37,9 @@ from slipstream.protocol.codec import encode_trajectory
 from slipstream.protocol.queue import grpc, redis
 from slipstream.rollout_server import service, session
 from slipstream.rollout_server.episodes import dispatcher, environments
+from slipstream.rollout_server.episodes.play import Model
 from slipstream.rollout_server.memory import ProcessMemory
+from slipstream.rollout_server.vllm.agents.agent_services import AgentServices
 from slipstream.v1 import fleet_pb2, status_pb2, trainer_pb2, trajectory_pb2
 
 from simulation.blocking import THREADING, BlockingChannel, run_blocking, sleep
@@ -396,8 +398,7 @@ class World:
             self._far_config if is_far else self.config,
             ADDRESS,
             name,
-            engine,
-            NumberRenderer(),
+            Model(engine, NumberRenderer(), AgentServices(None, self.config.rollout_server)),
             gateway,
         )
         stop = self.stops[process.name] = asyncio.Event()

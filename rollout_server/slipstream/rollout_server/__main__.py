@@ -103,12 +103,14 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 async def _serve(config: Config, options: argparse.Namespace) -> None:
     from slipstream.core.models.vision.placed import image_tokens
+    from slipstream.rollout_server.episodes.play import Model
     from slipstream.rollout_server.episodes.renderer import Renderer
     from slipstream.rollout_server.episodes.worker_gateway import WorkerGateway
     from slipstream.rollout_server.service import RolloutServer
 
     check_storage(config.weights.storage_url)
     import_engine(config)
+    from slipstream.rollout_server.vllm.agents.agent_services import AgentServices
     from slipstream.rollout_server.vllm.engine import VllmEngine
 
     set_nccl_environment(os.environ)
@@ -155,7 +157,8 @@ async def _serve(config: Config, options: argparse.Namespace) -> None:
             ),
             takes_tools=settings.tool_parser is not None,
         )
-        server = RolloutServer(config, options.controller, server_id, engine, renderer, gateway)
+        model = Model(engine, renderer, AgentServices(engine.parts, settings))
+        server = RolloutServer(config, options.controller, server_id, model, gateway)
         async with _metrics(config, engine, server_id):
             await server.run(stop)
     except* EngineDied as died:

@@ -141,7 +141,7 @@ class TextOptions:
     `stop` has stop texts in addition to those in `Sampling`. `num_logprobs` is the number of most
     probable tokens that are returned for each position in addition to the sampled token; with None,
     parts have no `top_logprobs`. With `is_streamed`, parts of the size `parts` are yielded while
-    the reply is sampled. With `by_start` the initial model samples (see `Engine.keeps_start`). With
+    the reply is sampled. With `by_start` the initial model samples (`Requests.keeps_start`). With
     `with_stop` the text includes the stop text.
     """
 
@@ -234,38 +234,15 @@ class LoadedWeights:
         )
 
 
-class Engine(Protocol):
-    """An inference engine whose weights can be replaced while its requests wait.
-
-    An engine starts paused, with weights that must not be served.
-    """
-
-    @property
-    def num_workers(self) -> int:
-        """The number of ranks that the engine's workers occupy in a weight communicator."""
-
-    @property
-    def max_model_len(self) -> int:
-        """The largest number of tokens of a sequence, context and reply together."""
-
-    @property
-    def version(self) -> PolicyVersion | None:
-        """The version that `resume` was last called with, or None before the first call."""
+class Requests(Protocol):
+    """The requests of an engine; they wait while the engine is paused."""
 
     @property
     def keeps_start(self) -> bool:
         """Whether the engine can also sample from the initial model, without an adapter."""
 
-    @property
-    def vllm_parts(self) -> Any:  # noqa: ANN401 - the application's `VllmParts`
-        """The parts of vLLM that its HTTP application needs in addition to the engine."""
-
     def use(self) -> EngineUse:
         """Returns the counters since the engine's start."""
-
-    @property
-    def num_experts(self) -> int:
-        """The number of experts in each mixture-of-experts layer, or 0 if the model has none."""
 
     async def generate(
         self,
@@ -277,7 +254,7 @@ class Engine(Protocol):
         experts_from: int = 0,
         images: Sequence[PlacedImage] = (),
     ) -> Generation:
-        """Samples at most `max_tokens` tokens; waits while the engine is paused.
+        """Samples at most `max_tokens` tokens.
 
         `images` are the images of the prompt, which already has their image tokens. An engine that
         records experts returns the experts of the tokens from index `experts_from` on. Raises
@@ -298,7 +275,18 @@ class Engine(Protocol):
         """Samples like `generate`; yields tokens and text in parts, all of which must be read."""
 
     async def cancel(self, request_id: str) -> None:
-        """Ends an open generation, paused or not; `generate` returns the tokens so far."""
+        """Ends an open request soon, paused or not; `generate` returns the tokens so far.
+
+        An unknown id is ignored.
+        """
+
+
+class Pauses(Protocol):
+    """The pauses of an engine, which begins paused, with weights that must not be served."""
+
+    @property
+    def version(self) -> PolicyVersion | None:
+        """The version that `resume` was last called with, or None before the first call."""
 
     async def pause(self) -> None:
         """Pauses all requests between two tokens and discards all cached prefixes."""
@@ -309,6 +297,33 @@ class Engine(Protocol):
         With `give_back` the engine also frees its GPU memory, and cached prefixes with it;
         `prepare_weights` and `resume` allocate that memory again.
         """
+
+    async def resume(self, version: PolicyVersion) -> None:
+        """Resumes generation; tokens sampled from now on carry `version`."""
+
+
+class Engine(Protocol):
+    """An inference engine whose weights can be replaced while its requests wait."""
+
+    @property
+    def requests(self) -> Requests:
+        """The engine's requests."""
+
+    @property
+    def pauses(self) -> Pauses:
+        """The engine's pauses."""
+
+    @property
+    def num_workers(self) -> int:
+        """The number of ranks that the engine's workers occupy in a weight communicator."""
+
+    @property
+    def max_model_len(self) -> int:
+        """The largest number of tokens of a sequence, context and reply together."""
+
+    @property
+    def num_experts(self) -> int:
+        """The number of experts in each mixture-of-experts layer, or 0 if the model has none."""
 
     async def prepare_weights(
         self, order: weights_pb2.PublishOrder, layout: weights_pb2.WeightLayout, first_rank: int
@@ -326,9 +341,6 @@ class Engine(Protocol):
         If these weights may not be used, call `pause` instead of `resume`. Raises WeightSyncError
         if the update fails; the weights are then unusable, but the next publish may try again.
         """
-
-    async def resume(self, version: PolicyVersion) -> None:
-        """Resumes generation; tokens sampled from now on carry `version`."""
 
     async def teacher_forced_logprobs(
         self, sequences: Sequence[Sequence[int]], adapters: Sequence[str] = ()

@@ -28,11 +28,9 @@ from slipstream.protocol.access.security import (
 )
 from slipstream.protocol.queue.base import TrajectorySender
 from slipstream.protocol.rich_errors import Reason, has_reason
-from slipstream.rollout_server.engine_interface import Engine
 from slipstream.rollout_server.episodes.environments import ClientEnvironments, Environments
-from slipstream.rollout_server.episodes.episode import EpisodeServices
 from slipstream.rollout_server.episodes.lease import Identity
-from slipstream.rollout_server.episodes.renderer import Renderer
+from slipstream.rollout_server.episodes.play import EpisodeServices, Model
 from slipstream.rollout_server.episodes.server_traces import NO_TRACES, ServerTraces
 from slipstream.rollout_server.episodes.worker_gateway import WorkerGateway
 from slipstream.rollout_server.reference_server import ReferenceServer
@@ -45,7 +43,6 @@ from slipstream.rollout_server.session import (
     hello,
 )
 from slipstream.rollout_server.stored_weights import StoredWeights
-from slipstream.rollout_server.vllm.agents.agent_services import Agents
 from slipstream.v1 import fleet_pb2, fleet_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -79,8 +76,7 @@ class RolloutServer:
         config: Config,
         address: str,
         server_id: ServerId,
-        engine: Engine,
-        renderer: Renderer,
+        model: Model,
         gateway: WorkerGateway,
     ) -> None:
         """Loads the credentials, and opens the storage of weights if the server reads from it.
@@ -89,8 +85,7 @@ class RolloutServer:
         """
         self._config, self._address = config, address
         self._server_id, self._process = server_id, secrets.randbits(63)
-        self._engine, self._renderer = engine, renderer
-        self._gateway = gateway
+        self._model, self._gateway = model, gateway
         self._credentials = Credentials.load(config.security)
         self._metadata = call_metadata(self._credentials, config.run.id)
         self._outbox = OutgoingMessages()
@@ -125,17 +120,11 @@ class RolloutServer:
                         fleet_pb2.ServerMessage(environment=report)
                     ),
                 )
-                of_episodes = EpisodeServices(
-                    self._engine,
-                    environments,
-                    self._renderer,
-                    Agents(self._engine, self._config.rollout_server),
-                    self._open_reference(stack),
-                    traces,
-                )
+                reference = self._open_reference(stack)
+                of_episodes = EpisodeServices(self._model, environments, reference, traces)
                 services = SessionServices(self._config, sender, self._stored, of_episodes)
                 watches = [
-                    group.create_task(self._engine.watch()),
+                    group.create_task(self._model.engine.watch()),
                     group.create_task(self._gateway.logs.watch()),
                 ]
                 await self._serve(joined, channel, services, stop, group)
@@ -198,9 +187,8 @@ class RolloutServer:
                 raise RunFailed(f"no welcome from the controller at {self._address}: {cause}")
             epoch = secrets.randbits(63)
             self._outbox = OutgoingMessages()
-            greeting = hello(
-                self._server_id, epoch, self._config, self._engine, process=self._process
-            )
+            engine = self._model.engine
+            greeting = hello(self._server_id, epoch, self._config, engine, process=self._process)
             greeting.undelivered.extend(undelivered[:MAX_UNDELIVERED])
             self._outbox.put_nowait(fleet_pb2.ServerMessage(hello=greeting))
             call = fleet_pb2_grpc.FleetServiceStub(channel).Join(

@@ -23,9 +23,9 @@ from slipstream.protocol.weights.handover import host_id
 from slipstream.protocol.weights.nccl_group import agreed_settings
 from slipstream.rollout_server.engine_interface import Engine
 from slipstream.rollout_server.episodes.dispatcher import Dispatcher
-from slipstream.rollout_server.episodes.episode import EpisodeServices
 from slipstream.rollout_server.episodes.epoch_counters import EpochCounters
 from slipstream.rollout_server.episodes.lease import Identity, Lease
+from slipstream.rollout_server.episodes.play import EpisodeServices
 from slipstream.rollout_server.process import is_cpu_build
 from slipstream.rollout_server.stored_weights import FetchOrders, StoredWeights
 from slipstream.rollout_server.weight_orders import WeightOrders
@@ -90,8 +90,8 @@ class Session:
     ) -> None:
         """Runs its tasks in `group`; the engine must be paused and have no open request."""
         self._welcome, self._outbox, self._services = welcome, outbox, services
-        self._engine = services.of_episodes.engine
-        self._ledger = EpochCounters(self._engine.use())
+        self._engine = services.of_episodes.model.engine
+        self._ledger = EpochCounters(self._engine.requests.use())
         self._epoch = f"{identity.server_epoch:x}"
         self.dispatcher = Dispatcher(
             group,
@@ -202,7 +202,7 @@ class Session:
     def _report(self) -> fleet_pb2.ServerReport:
         sender = self._services.sender
         return self._ledger.report(
-            self._engine.use(),
+            self._engine.requests.use(),
             sent=sender.taken.get(self._epoch, Amount()),
             queued_bytes=sender.queued_bytes,
             paused_s=self._orders.paused_s,

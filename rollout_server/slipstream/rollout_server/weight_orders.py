@@ -169,7 +169,7 @@ class WeightOrders:
             case "rest":
                 self._rests = True
                 self._rest.begin()
-                await self._engine.rest(give_back=order.rest.give_back)
+                await self._engine.pauses.rest(give_back=order.rest.give_back)
                 self._rested(fleet_pb2.Rested(number=order.rest.number))
             case "wake":
                 await self._wake()
@@ -179,7 +179,7 @@ class WeightOrders:
         may_sample = self.phase in (Phase.PROBING, Phase.SERVING)
         if self._rests and may_sample and self.version is not None:
             self._rests = False
-            await self._engine.resume(self.version)
+            await self._engine.pauses.resume(self.version)
             self._rest.end(time.monotonic())
 
     async def _receive(self, order: fleet_pb2.ReceiveWeights) -> None:
@@ -314,12 +314,12 @@ class WeightOrders:
 
     async def _pause(self) -> None:
         self._note_pause()
-        await self._engine.pause()
+        await self._engine.pauses.pause()
 
     async def _resume(self, version: PolicyVersion, stages: fleet_pb2.PublishStages) -> float:
         """Resumes the engine with `version`; returns the seconds for which it was paused."""
         begun_s, self._rests = time.monotonic(), False
-        await self._engine.resume(version)
+        await self._engine.pauses.resume(version)
         now_s = time.monotonic()
         stages.resume_s, stages.served_at, self.version = now_s - begun_s, now_s, version
         return self._pauses.end(now_s)

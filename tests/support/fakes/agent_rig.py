@@ -13,7 +13,7 @@ from slipstream.rollout_server.agents.agent_api import Answering
 from slipstream.rollout_server.agents.limits import HttpCall
 from slipstream.rollout_server.agents.recorder import Recorder
 from slipstream.rollout_server.engine_interface import Sampling
-from slipstream.rollout_server.vllm.agents.agent_services import Agents
+from slipstream.rollout_server.vllm.agents.agent_services import AgentServices
 
 from support.fakes.chat_models import make_chat_model
 from support.fakes.scripted_engine import ScriptedEngine
@@ -62,7 +62,8 @@ def scripted_engine(config: Config, script: Callable[[str], str]) -> ScriptedEng
     settings = engine_config(config, 1)
     renderer = renderer_from_config(settings)
     engine = ScriptedEngine(renderer.get_tokenizer(), script)
-    engine.vllm_parts = VllmParts(settings, renderer)
+    engine.parts = VllmParts(settings, renderer)
+    engine.agents = AgentServices(engine.parts, config.rollout_server)
     return engine
 
 
@@ -91,7 +92,7 @@ class AgentRig:
             self.sampled_tokens += number
 
         self.recorder = Recorder(
-            self.engine,
+            self.engine.requests,
             f"episode-{self._number}",
             sampling,
             as_messages=self.api.as_messages,
@@ -209,4 +210,4 @@ async def agent_rig(
     model = make_chat_model(folder, with_weights=False, max_length=max(max_tokens, 4096))
     config = agent_config(model, max_tokens=max_tokens, **rollout_server)
     engine = scripted_engine(config, script)
-    return AgentRig(engine, await Agents(engine, config.rollout_server).api())
+    return AgentRig(engine, await engine.agents.api())

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -39,7 +38,6 @@ class FakeEngine:
     num_experts = 4
     # Whether the model as the run started can sample too.
     keeps_start = False
-    vllm_parts: Any = None
 
     def __init__(self) -> None:
         self.version: PolicyVersion | None = None
@@ -60,7 +58,7 @@ class FakeEngine:
         self.orders: list[tuple[weights_pb2.PublishOrder, weights_pb2.WeightLayout]] = []
         self.ran_while_prepared = False
         self.probe: LogprobArray = np.zeros(0, dtype=np.float32)
-        self.pauses = 0
+        self.num_pauses = 0
         # Whether each rest gave memory back.
         self.rests: list[bool] = []
         self.died = asyncio.Event()
@@ -73,6 +71,14 @@ class FakeEngine:
         self._returned = self._judged = 0
         self._clock = UseClock()
         self._clock.pause()
+
+    @property
+    def requests(self) -> "FakeEngine":
+        return self
+
+    @property
+    def pauses(self) -> "FakeEngine":
+        return self
 
     def use(self) -> engine_interface.EngineUse:
         return engine_interface.EngineUse(
@@ -145,7 +151,7 @@ class FakeEngine:
             self._wake()
 
     async def pause(self) -> None:
-        self.pauses += 1
+        self.num_pauses += 1
         self._clock.pause()
         self.running.clear()
         self._wake()

@@ -89,12 +89,12 @@ class Rig:
         )
         try:
             await self.engine.prepare_weights(order, layout, 1)
-            await self.engine.pause()
+            await self.engine.pauses.pause()
             loaded = await self.engine.receive_weights(order.publish_id)
         finally:
             sent = (await asyncio.gather(sending, return_exceptions=True))[0]
         assert list(loaded.bucket_digests) == sent
-        await self.engine.resume(PolicyVersion(0, self.publishes))
+        await self.engine.pauses.resume(PolicyVersion(0, self.publishes))
         return loaded
 
     def expected(self, weights: Weights, adapters: Weights, tokens: list[int]) -> np.ndarray:

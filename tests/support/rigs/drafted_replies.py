@@ -54,14 +54,14 @@ class Replies:
 
     async def ask(self, name: str, sampling: Sampling, num_tokens: int, count: int = 16) -> None:
         """Keeps the replies to some requests, and how many of their tokens were drafted."""
-        before = self._engine.use()
+        before = self._engine.requests.use()
         replies = await asyncio.gather(
             *(
-                self._engine.generate(f"{name}-{n}", PROMPT, sampling, num_tokens)
+                self._engine.requests.generate(f"{name}-{n}", PROMPT, sampling, num_tokens)
                 for n in range(count)
             )
         )
-        use = self._engine.use()
+        use = self._engine.requests.use()
         self.found[name] = {
             "drafted": use.drafted_tokens - before.drafted_tokens,
             "accepted": use.accepted_tokens - before.accepted_tokens,
@@ -78,14 +78,14 @@ class Replies:
 
     async def ask_and_pause(self, name: str) -> None:
         """Pauses twice while the engine replies; the weights stay, their version does not."""
-        start = self._engine.use().generated_tokens
+        start = self._engine.requests.use().generated_tokens
         asking = asyncio.create_task(self.ask(name, ENDLESS, 200))
         for step in (1, 2):
             until = start + 600 * step
-            while self._engine.use().generated_tokens < until and not asking.done():
+            while self._engine.requests.use().generated_tokens < until and not asking.done():
                 await asyncio.sleep(0.001)
-            await self._engine.pause()
-            await self._engine.resume(PolicyVersion(0, step))
+            await self._engine.pauses.pause()
+            await self._engine.pauses.resume(PolicyVersion(0, step))
         await asking
 
 
@@ -96,7 +96,7 @@ async def answer(folder: Path) -> dict[str, Any]:
 
     engine = await VllmEngine.start(config, seed=1)
     try:
-        await engine.resume(PolicyVersion(0, 0))
+        await engine.pauses.resume(PolicyVersion(0, 0))
         replies = Replies(engine)
         for turn in ("cold", "warm"):
             await replies.ask(turn, ENDLESS, 150)

@@ -65,7 +65,7 @@ class Rig:
         await self.engine.prepare_weights(order, layout, 1)
         loaded = await self.engine.receive_weights(order.publish_id)
         assert list(loaded.bucket_digests) == await sending
-        await self.engine.resume(PolicyVersion(0, step))
+        await self.engine.pauses.resume(PolicyVersion(0, step))
         return loaded
 
     async def receive(self, order, layout) -> LoadedWeights:
@@ -76,7 +76,7 @@ class Rig:
     async def generate(
         self, name: str, prompt: list[int] = PROMPT, num_tokens: int = 40, sampling=SAMPLING
     ) -> Generation:
-        return await self.engine.generate(name, prompt, sampling, num_tokens)
+        return await self.engine.requests.generate(name, prompt, sampling, num_tokens)
 
     def gap(self, weights: Weights, prompt: list[int], generation: Generation) -> np.ndarray:
         """Absolute differences between the engine's log-probabilities and the reference's."""

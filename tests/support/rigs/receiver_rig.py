@@ -175,7 +175,7 @@ class Rig:
         order = sender.order(f"p{self.publishes}", self.publishes)
         if isinstance(sender, NcclSender):
             await asyncio.to_thread(sender.load, self.file(label), layout.bucket_bytes)
-        is_busy = self.engine.use().open_requests > 0
+        is_busy = self.engine.requests.use().open_requests > 0
         clock = [time.perf_counter()]
         sending = asyncio.create_task(
             asyncio.to_thread(sender.send, layout, weights, max_buckets=max_buckets)
@@ -187,7 +187,7 @@ class Rig:
         finally:
             sent = (await asyncio.gather(sending, return_exceptions=True))[0]
         clock.append(time.perf_counter())
-        await self.engine.resume(PolicyVersion(0, self.publishes))
+        await self.engine.pauses.resume(PolicyVersion(0, self.publishes))
         clock.append(time.perf_counter())
         self.sent[PolicyVersion(0, self.publishes)] = label
         stages = zip(("prepare", "receive_call", "resume"), clock, clock[1:], strict=False)
@@ -320,10 +320,10 @@ async def story(rig: Rig, bucket_mib: float) -> None:
     count = 16 if process.is_cpu_build() else 256
     prompts = [[(7 * n + k) % 90 + 2 for k in range(64)] for n in range(count)]
     running = [
-        asyncio.create_task(rig.engine.generate(f"r{n}", prompt, sampling, 300))
+        asyncio.create_task(rig.engine.requests.generate(f"r{n}", prompt, sampling, 300))
         for n, prompt in enumerate(prompts)
     ]
-    before = rig.engine.use().generated_tokens
+    before = rig.engine.requests.use().generated_tokens
     await until_generated(rig.engine, before + 20 * count, running)
     for label in ("c", "b", "c"):
         await rig.publish(label, bucket_mib=1.5 * bucket_mib)
@@ -342,9 +342,12 @@ async def story(rig: Rig, bucket_mib: float) -> None:
         gap_of_others=other,
     )
     warm = [(3 * n) % 90 + 2 for n in range(200)]
-    cached = [(await rig.engine.generate(f"w{n}", warm, sampling, 2)).cached_tokens for n in (0, 1)]
+    cached = [
+        (await rig.engine.requests.generate(f"w{n}", warm, sampling, 2)).cached_tokens
+        for n in (0, 1)
+    ]
     await rig.publish("b", bucket_mib=1.5 * bucket_mib)
-    after = await rig.engine.generate("w2", warm, sampling, 2)
+    after = await rig.engine.requests.generate("w2", warm, sampling, 2)
     say("prefixes", cached_before=cached[1], cached_after=after.cached_tokens)
 
 

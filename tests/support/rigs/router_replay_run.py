@@ -141,7 +141,7 @@ async def _generate(config: Config) -> list[Trajectory]:
         tokens = [1, *random.integers(4, 32, PROMPT_TOKENS + member).tolist()]
         runs, logprobs, experts, spans = [len(tokens)], [], [], []
         for turn in range(2):
-            reply = await engine.generate(
+            reply = await engine.requests.generate(
                 f"episode-{member}",
                 tokens,
                 sampling,
@@ -179,12 +179,12 @@ async def _generate(config: Config) -> list[Trajectory]:
         )
 
     try:
-        await engine.resume(PolicyVersion(0, 0))
+        await engine.pauses.resume(PolicyVersion(0, 0))
         running = [asyncio.create_task(episode(member)) for member in range(NUM_EPISODES)]
         await until_generated(engine, 5 * NUM_EPISODES, running)
         # The same weights again: everything that runs is computed anew.
-        await engine.pause()
-        await engine.resume(PolicyVersion(0, 0))
+        await engine.pauses.pause()
+        await engine.pauses.resume(PolicyVersion(0, 0))
         return await asyncio.gather(*running)
     finally:
         await engine.aclose_fully()

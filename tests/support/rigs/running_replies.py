@@ -12,12 +12,12 @@ async def until_generated(engine: Engine, count: int, replies: Sequence[asyncio.
 
     A reply that failed raises here.
     """
-    while engine.use().generated_tokens < count:
+    while engine.requests.use().generated_tokens < count:
         ended = [reply for reply in replies if reply.done()]
         for reply in ended:
             reply.result()
         # Counted before the reply is handed out.
-        generated = engine.use().generated_tokens
+        generated = engine.requests.use().generated_tokens
         if len(ended) == len(replies) and generated < count:
             raise AssertionError(f"all replies ended with {generated} tokens of {count}")
         await asyncio.sleep(0.005)

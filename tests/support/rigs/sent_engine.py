@@ -70,7 +70,7 @@ async def seen_each_time(
 
     engine = await VllmEngine.start(with_small_cache(config), seed=1)
     try:
-        await engine.resume(PolicyVersion(0, 0))
+        await engine.pauses.resume(PolicyVersion(0, 0))
         seen = [await look(engine, "first")]
         dtype = getattr(torch, config.model.dtype)
         # The learner sends none of a tower that it does not train.
@@ -86,7 +86,7 @@ async def seen_each_time(
             await engine.prepare_weights(order, layout, step)
             loaded = await engine.receive_weights(order.publish_id)
             assert list(loaded.bucket_digests) == await sending
-            await engine.resume(PolicyVersion(0, step))
+            await engine.pauses.resume(PolicyVersion(0, step))
             seen.append(await look(engine, "second"))
         return seen, loaded
     finally:

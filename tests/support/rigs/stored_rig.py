@@ -76,7 +76,7 @@ class StoredRig(Rig):
         """Fetches unless that was done, loads and resumes; None when it failed."""
         receive = receive or await self.fetch()
         order = receive.order
-        is_busy = self.engine.use().open_requests > 0
+        is_busy = self.engine.requests.use().open_requests > 0
         begun_s = time.perf_counter()
         try:
             await self.engine.prepare_weights(order, receive.layout, receive.first_rank)
@@ -90,7 +90,7 @@ class StoredRig(Rig):
         if agree:
             assert loaded is not None
             self.sent[PolicyVersion(0, self.publishes)] = self.label
-            await self.engine.resume(PolicyVersion(0, self.publishes))
+            await self.engine.pauses.resume(PolicyVersion(0, self.publishes))
             report.phase = fleet_pb2.PUBLISH_PHASE_SERVING
         self.orders.note(report)
         say(
@@ -135,10 +135,10 @@ async def story(rig: StoredRig) -> None:
     sampling = Sampling(1.0, 1.0, 0, 300, 1, 1000, ignore_eos=True)
     prompts = [[(7 * n + k) % 90 + 2 for k in range(64)] for n in range(8)]
     running = [
-        asyncio.create_task(rig.engine.generate(f"r{n}", prompt, sampling, 300))
+        asyncio.create_task(rig.engine.requests.generate(f"r{n}", prompt, sampling, 300))
         for n, prompt in enumerate(prompts)
     ]
-    before = rig.engine.use().generated_tokens
+    before = rig.engine.requests.use().generated_tokens
     await until_generated(rig.engine, before + 20 * len(prompts), running)
     rig.store("near")
     await rig.load()

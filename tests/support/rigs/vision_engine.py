@@ -33,7 +33,7 @@ async def replies(engine, folder: Path, name: str) -> dict[str, np.ndarray]:
     for turn in range(2):
         found += await asyncio.gather(
             *(
-                engine.generate(
+                engine.requests.generate(
                     f"{name}{turn}-{place}",
                     tokens.tolist(),
                     SAMPLING,

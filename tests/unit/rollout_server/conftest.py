@@ -9,9 +9,11 @@ import pytest
 from slipstream.core.settings.config import Config
 from slipstream.core.types import ServerId, Trajectory
 from slipstream.learner.trainer.tiny_model import make_tokenizer
+from slipstream.rollout_server.episodes.play import Model
 from slipstream.rollout_server.episodes.renderer import Renderer
 from slipstream.rollout_server.episodes.worker_gateway import WorkerGateway
 from slipstream.rollout_server.service import RolloutServer
+from slipstream.rollout_server.vllm.agents.agent_services import AgentServices
 from slipstream.v1 import environment_pb2 as env_pb
 from support.fakes.fake_engine import FakeEngine
 from support.fakes.fake_fleet import Connection, FakeFleet
@@ -82,9 +84,8 @@ def start_server(config: Config, renderer: Renderer, tmp_path: Path) -> StartSer
         async with FakeFleet(**fleet_options) as fleet:
             fleet.client = EchoClient()
             gateway = WorkerGateway(tmp_path / "logs", log_bytes=1 << 20)
-            server = RolloutServer(
-                config, fleet.address, ServerId("server-0"), engine, renderer, gateway
-            )
+            model = Model(engine, renderer, AgentServices(None, config.rollout_server))
+            server = RolloutServer(config, fleet.address, ServerId("server-0"), model, gateway)
             task = asyncio.create_task(server.run(stop))
             try:
                 yield Server(fleet, engine, stop, task, gateway)

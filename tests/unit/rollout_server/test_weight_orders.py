@@ -13,9 +13,9 @@ from slipstream.protocol.queue.base import TrajectorySender
 from slipstream.rollout_server import weight_orders
 from slipstream.rollout_server.engine_interface import EngineDied, LoadedWeights
 from slipstream.rollout_server.episodes.dispatcher import Dispatcher
-from slipstream.rollout_server.episodes.episode import EpisodeServices
 from slipstream.rollout_server.episodes.epoch_counters import EpochCounters
 from slipstream.rollout_server.episodes.lease import Identity
+from slipstream.rollout_server.episodes.play import EpisodeServices
 from slipstream.rollout_server.weight_orders import Phase, WeightOrders
 from slipstream.v1 import fleet_pb2, weights_pb2
 from support.fakes.fake_engine import DIGESTS, FakeEngine
@@ -148,7 +148,7 @@ async def test_an_engine_stands_still_when_what_it_loaded_is_not_what_is_committ
         rig.engine.arrived.set()
         rig.receive("p1")
         await rig.until("p1", LOADED)
-        pauses = rig.engine.pauses
+        pauses = rig.engine.num_pauses
         version = version_to_pb(PolicyVersion(0, 1))
         commit = fleet_pb2.CommitPublish(publish_id=publish_id, version=version)
         commit.bucket_digests.extend(digests)
@@ -156,7 +156,7 @@ async def test_an_engine_stands_still_when_what_it_loaded_is_not_what_is_committ
         await rig.until(publish_id, FAILED)
         assert rig.orders.phase is Phase.FAILED
         # Once more: an engine may have been let go on while nothing was let in.
-        assert rig.engine.pauses == pauses + 1
+        assert rig.engine.num_pauses == pauses + 1
         assert rig.engine.resumed == 0
 
 

@@ -37,10 +37,10 @@ from slipstream.rollout_server.agents.limits import (
 )
 from slipstream.rollout_server.agents.sampling_rule import items_of
 from slipstream.rollout_server.engine_interface import (
-    Engine,
     EngineDied,
     FinishReason,
     GenerationFailed,
+    Requests,
     Sampling,
     TextOptions,
     TextPart,
@@ -74,7 +74,7 @@ class Recorder:
 
     def __init__(
         self,
-        engine: Engine,
+        requests: Requests,
         key: str,
         sampling: Sampling,
         *,
@@ -102,7 +102,7 @@ class Recorder:
         self.was_refused = False
         # Whether the last reply of a branch was cut off at a limit of the run.
         self._is_cut: dict[ConversationBranch, bool] = {}
-        self._engine, self._key = engine, key
+        self._requests, self._key = requests, key
         self._as_messages, self._sampled = as_messages, sampled
         self._open: dict[int, ServedCall] = {}
         # Calls whose replies the conversations do not know yet.
@@ -252,7 +252,7 @@ class Recorder:
         begun_s = time.time()
         self.clock.enter()
         try:
-            async for part in self._engine.stream(
+            async for part in self._requests.stream(
                 opened.request_id,
                 call.prompt,
                 self.sampling,
@@ -289,7 +289,7 @@ class Recorder:
         opened.hung_up.set()
         self._changed.set()
         if opened.sampling is not None and not opened.sampling.done():
-            self._start(self._engine.cancel(opened.request_id))
+            self._start(self._requests.cancel(opened.request_id))
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)

@@ -18,9 +18,10 @@ from slipstream.core.types import MAX_EXCUSED_ATTEMPTS, FailureKind, GroupId, St
 from slipstream.protocol.codec import encode_trajectory
 from slipstream.protocol.queue.base import TrajectorySender
 from slipstream.protocol.queue.seal import seal
-from slipstream.rollout_server.episodes.episode import Episode, EpisodeServices
+from slipstream.rollout_server.episodes.episode import Episode
 from slipstream.rollout_server.episodes.epoch_counters import EpochCounters
 from slipstream.rollout_server.episodes.lease import EpisodeTask, Identity, Lease
+from slipstream.rollout_server.episodes.play import EpisodeServices
 from slipstream.v1 import fleet_pb2
 
 log = logging.getLogger(__name__)

@@ -8,14 +8,14 @@ cancellation.
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from collections.abc import Sequence
 
 from slipstream.core.models.vision.placed import PlacedImage, check_pixels
 from slipstream.core.settings.sections import MAX_TURNS
 from slipstream.core.types import REWARDED_TURNS, Status
+from slipstream.rollout_server.agents.agent_api import Reader
 from slipstream.rollout_server.chat import REPLY, ChatMessage, ParsedReply, TemplateInputs
-from slipstream.rollout_server.engine_interface import FinishReason, Generation, Sampling
+from slipstream.rollout_server.engine_interface import FinishReason
 from slipstream.rollout_server.episodes.calls import (
     Judgement,
     Opening,
@@ -23,58 +23,31 @@ from slipstream.rollout_server.episodes.calls import (
     check_tools,
     misused,
 )
-from slipstream.rollout_server.episodes.recording import Recording
+from slipstream.rollout_server.episodes.play import Play
 from slipstream.rollout_server.episodes.renderer import Renderer, RenderingFailed
-from slipstream.rollout_server.vllm.agents.agent_services import Agents
-
-if TYPE_CHECKING:
-    from slipstream.rollout_server.vllm.agents.reply_reader import ReplyReader
-
-Answer = TypeVar("Answer")
 
 
 class PromptTooLong(Exception):
     """Raised if the first messages exceed their limit or leave no room for a reply."""
 
 
-class Ask(Protocol):
-    """A function that awaits a call to the environment; cancelling the episode interrupts it."""
-
-    async def __call__(self, call: Awaitable[Answer], /) -> Answer:
-        """Returns the answer to `call`."""
-
-
 class EnvironmentTalk:
     """Alternates between one environment and the model; `run` may be called once."""
 
-    def __init__(
-        self,
-        session: StreamSession,
-        recording: Recording,
-        sampling: Sampling,
-        *,
-        renderer: Renderer,
-        agents: Agents,
-        ask: Ask,
-        generate: Callable[[int], Awaitable[Generation]],
-        give: Callable[[Sequence[int], FinishReason], Generation],
-    ) -> None:
-        """`generate` samples and records a reply; its argument is the limit in tokens.
-
-        `give` records the tokens of a reply that the environment gives.
-        """
-        self._session, self._recording, self._sampling = session, recording, sampling
-        self._renderer, self._agents, self._ask = renderer, agents, ask
-        self._generate, self._give = generate, give
+    def __init__(self, play: Play, session: StreamSession) -> None:
+        self._play, self._session = play, session
+        self._recording, self._sampling = play.recording, play.lease.sampling
+        self._renderer, self._agents = play.model.renderer, play.model.agents
         # Reads replies; None if there is nothing to read in them.
-        self._reader: ReplyReader | None = None
+        self._reader: Reader | None = None
 
-    async def run(self, opening: Opening, inputs: TemplateInputs) -> Status:
+    async def run(self, opening: Opening) -> Status:
         """Plays the turns after `opening`; returns how the episode ended.
 
-        Raises PromptTooLong, RenderingFailed, or what `ask` and `generate` raise.
+        Raises PromptTooLong, RenderingFailed, or what `Play.ask` and `Play.generate` raise.
         """
         renderer, recording, sampling = self._renderer, self._recording, self._sampling
+        inputs = TemplateInputs(opening.tools, self._play.lease.template_values)
         history = await self._begin(opening, inputs)
         context = history.prompt()
         recording.prompt_tokens = len(context)
@@ -95,13 +68,14 @@ class EnvironmentTalk:
             if given:
                 tokens = history.reply(given)
                 end = FinishReason.LENGTH if len(tokens) > most else FinishReason.STOP
-                generation = self._give(tokens[:most], end)
+                generation = self._play.give(tokens[:most], end)
             else:
-                generation = await self._generate(most)
+                generation = await self._play.generate(most)
             truncated = generation.finish_reason is FinishReason.LENGTH
             reply = recording.last_text = renderer.decode(recording.last_reply)
             parsed = self._read(history.inputs)
-            verdict = await self._ask(self._session.step(reply, truncated=truncated, parsed=parsed))
+            step = self._session.step(reply, truncated=truncated, parsed=parsed)
+            verdict = await self._play.ask(step)
             self._judge(verdict)
             if verdict.done:
                 return Status.TRUNCATED if truncated else Status.COMPLETED
@@ -142,7 +116,7 @@ class EnvironmentTalk:
         Raises EnvironmentFailed for tools that this run cannot offer.
         """
         check_tools(inputs.tools, takes_tools=self._agents.takes_tools)
-        self._reader = await self._ask(self._agents.reader(inputs))
+        self._reader = await self._play.ask(self._agents.reader(inputs))
         if self._reader is not None and inputs.tools:
             self._reader.check(inputs)
 

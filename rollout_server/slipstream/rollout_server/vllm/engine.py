@@ -8,28 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import gc
 import os
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import psutil
 from slipstream.core.errors import WeightSyncError
-from slipstream.core.models.vision.placed import PlacedImage
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.measurement_sections import StageSetting
-from slipstream.core.types import LogprobArray, PolicyVersion
+from slipstream.core.types import LogprobArray
 from slipstream.rollout_server import process
-from slipstream.rollout_server.engine_interface import (
-    EngineDied,
-    EngineUse,
-    Generation,
-    LoadedWeights,
-    Sampling,
-    TextOptions,
-    TextPart,
-)
+from slipstream.rollout_server.engine_interface import EngineDied, LoadedWeights
 from slipstream.rollout_server.inference.usage import SILENCE_LIMIT_S, EngineWatchdog
 from slipstream.rollout_server.vllm.engine_arguments import engine_config
 from slipstream.rollout_server.vllm.engine_pause import EnginePause
@@ -38,15 +28,7 @@ from slipstream.rollout_server.vllm.engine_requests import (
     EngineRequests,
     TokenCounter,
 )
-from slipstream.rollout_server.vllm.vllm_requests import (
-    ReplyRecord,
-    ReplyText,
-    VllmParts,
-    as_ours,
-    parameters,
-    scores_of,
-    scoring_parameters,
-)
+from slipstream.rollout_server.vllm.vllm_requests import VllmParts, scores_of, scoring_parameters
 from slipstream.rollout_server.vllm.weights.adapter_slot import WITHOUT_ADAPTERS, AdapterRequests
 from slipstream.rollout_server.weights.weight_update import WeightUpdate
 from slipstream.v1 import weights_pb2
@@ -60,10 +42,7 @@ _EXIT_LIMIT_S = 5.0
 
 
 class VllmEngine:
-    """Implements `Engine` with vLLM's AsyncLLM.
-
-    vLLM forks, so call `start` before any gRPC channel is opened.
-    """
+    """An `Engine` of vLLM, which forks: call `start` before any gRPC channel is opened."""
 
     def __init__(
         self,
@@ -77,10 +56,9 @@ class VllmEngine:
         # Closed when the engine's processes are gone.
         self._files = contextlib.ExitStack()
         self._llm, self._processes, self._adapters = llm, processes, adapters
-        self._pauses = EnginePause(llm, recompute_context=recompute_context)
-        self._updates = WeightUpdate(self._call_all, self._pauses.pause_for_update, stage=stage)
-        # The open requests and their counters.
-        self.requests = EngineRequests(llm, self._pauses)
+        self.pauses = EnginePause(llm, recompute_context=recompute_context)
+        self.requests = EngineRequests(llm, self.pauses, adapters)
+        self._updates = WeightUpdate(self._call_all, self.pauses.pause_for_update, stage=stage)
 
     @classmethod
     async def start(cls, config: Config, *, seed: int) -> VllmEngine:
@@ -126,7 +104,7 @@ class VllmEngine:
             adapters=AdapterRequests(config.lora),
             recompute_context=config.rollout_server.recompute_context,
         )
-        await engine.pause()
+        await engine.pauses.pause()
         # Objects that exist now stay: collections need not look through vLLM's modules again.
         gc.collect()
         gc.freeze()
@@ -134,138 +112,47 @@ class VllmEngine:
 
     @property
     def num_workers(self) -> int:
-        """The number of ranks in a communicator; see `Engine`."""
+        """The number of ranks in a communicator."""
         return int(self._llm.vllm_config.parallel_config.world_size)
 
     @property
-    def version(self) -> PolicyVersion | None:
-        """The version that `resume` was last called with, or None; see `Engine`."""
-        return self._pauses.version
-
-    @property
     def max_model_len(self) -> int:
-        """The largest number of tokens of a sequence; see `Engine`."""
+        """The largest number of tokens of a sequence."""
         return int(self._llm.model_config.max_model_len)
 
     @property
     def num_experts(self) -> int:
-        """The number of experts in a layer, or 0 if the model has none; see `Engine`."""
+        """The number of experts in a layer, or 0 if the model has none."""
         return int(self._llm.model_config.get_num_experts())
 
     @property
-    def keeps_start(self) -> bool:
-        """Whether the engine can also sample from the initial model; see `Engine`."""
-        return self._adapters.are_apart
-
-    @property
-    def vllm_parts(self) -> VllmParts:
-        """The parts that vLLM's HTTP application needs; see `Engine`."""
+    def parts(self) -> VllmParts:
+        """The parts that vLLM's HTTP application needs."""
         return VllmParts(self._llm.vllm_config, self._llm.renderer)
-
-    def use(self) -> EngineUse:
-        """Returns the counters since the engine's start; see `Engine`."""
-        return self.requests.use()
-
-    async def generate(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        sampling: Sampling,
-        max_tokens: int,
-        *,
-        experts_from: int = 0,
-        images: Sequence[PlacedImage] = (),
-    ) -> Generation:
-        """Samples a reply, and returns its tokens; see `Engine`."""
-        requests = self.requests
-        asked = parameters(sampling, max_tokens, experts_from=experts_from)
-        async with requests.admitted(request_id) as is_wanted:
-            if not is_wanted:
-                return Generation.unbegun()
-            adapter = self._adapters.request(sampling.adapter)
-            collector = await requests.add(request_id, prompt_token_ids, asked, adapter, images)
-            output = await requests.next(request_id, collector)
-        record = ReplyRecord()
-        record.take(output)
-        return requests.returned(record, output, asked)
-
-    async def stream(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        sampling: Sampling,
-        max_tokens: int,
-        *,
-        options: TextOptions,
-        experts_from: int = 0,
-        images: Sequence[PlacedImage] = (),
-    ) -> AsyncGenerator[TextPart, None]:
-        """Samples a reply, and yields its tokens and text in parts; see `Engine`."""
-        assert self.keeps_start or not options.by_start, "the start's weights are overwritten"
-        with as_ours():
-            asked = parameters(sampling, max_tokens, experts_from=experts_from, options=options)
-        record, requests = ReplyRecord(), self.requests
-        text = ReplyText(self._llm.renderer.get_tokenizer(), prompt_token_ids, options)
-
-        def read(output: RequestOutput) -> list[TextPart]:
-            new = record.part(output, with_logprobs=options.num_logprobs is not None)
-            return [new] if asked.detokenize else text.parts(new, output.outputs[0].finish_reason)
-
-        async with requests.admitted(request_id) as is_wanted:
-            if is_wanted:
-                adapter = self._adapters.request(sampling.adapter, by_start=options.by_start)
-                collector = await requests.add(request_id, prompt_token_ids, asked, adapter, images)
-                while not (output := await requests.next(request_id, collector)).finished:
-                    for part in read(output):
-                        yield part
-        if not is_wanted:
-            yield TextPart((), "", generation=Generation.unbegun())
-            return
-        *others, last = read(output)
-        for part in others:
-            yield part
-        end = requests.returned(record, output, asked, is_judged=options.by_start)
-        yield dataclasses.replace(last, generation=end)
-
-    async def cancel(self, request_id: str) -> None:
-        """Ends an open generation; see `Engine`."""
-        await self.requests.cancel(request_id)
-
-    async def pause(self) -> None:
-        """Pauses all requests and discards cached prefixes; see `Engine`."""
-        await self._pauses.pause()
-
-    async def rest(self, *, give_back: bool) -> None:
-        """Pauses all requests, and may free the GPU memory; see `Engine`."""
-        await self._pauses.rest(give_back=give_back)
-
-    async def resume(self, version: PolicyVersion) -> None:
-        """Resumes generation with the weights of `version`; see `Engine`."""
-        await self._pauses.resume(version)
 
     async def prepare_weights(
         self, order: weights_pb2.PublishOrder, layout: weights_pb2.WeightLayout, first_rank: int
     ) -> None:
-        """Prepares to receive new weights; see `Engine`."""
+        """Prepares to receive new weights while the old ones serve."""
         self._adapters.check(layout)
-        await self._pauses.wake_weights()
+        await self.pauses.wake_weights()
         await self._updates.prepare(order, layout, first_rank, is_busy=bool(self.requests.num_open))
 
     async def receive_weights(self, publish_id: str) -> LoadedWeights:
-        """Pauses and loads the weights of `prepare_weights`; see `Engine`."""
+        """Pauses, unless no request is open, and loads the weights of `prepare_weights`."""
         if self.requests.num_open:
             return await self._updates.receive(publish_id)
         # Nothing runs, and requests are held until `resume`: the update needs no pause.
-        self._pauses.hold_requests()
-        return await self._updates.receive(publish_id, self._pauses.resume_idle)
+        self.pauses.hold_requests()
+        return await self._updates.receive(publish_id, self.pauses.resume_idle)
 
     async def teacher_forced_logprobs(
         self, sequences: Sequence[Sequence[int]], adapters: Sequence[str] = ()
     ) -> LogprobArray:
-        """Returns the log-probabilities of given sequences' tokens; see `Engine`."""
+        """Returns the log-probabilities of given sequences' tokens, in one flat array."""
         # Sequences without a name in `adapters` get the name "".
         names = [*adapters, *[""] * len(sequences)]
-        await self._pauses.let_in(PROBE_PREFIX)
+        await self.pauses.let_in(PROBE_PREFIX)
         outputs = await asyncio.gather(
             *(
                 self._score(f"{PROBE_PREFIX}{n}", sequence, adapter)
@@ -283,16 +170,16 @@ class VllmEngine:
         return await self.requests.next(request_id, collector)
 
     async def watch(self) -> None:
-        """Raises EngineDied when the engine has ended or hangs; see `Engine`."""
+        """Raises EngineDied when the engine has ended or hangs."""
         watchdog = EngineWatchdog(SILENCE_LIMIT_S)
         while not self._llm.errored:
             await asyncio.sleep(min(_HEALTH_PERIOD_S, SILENCE_LIMIT_S))
-            waiting = 0 if self._pauses.clock.is_paused else self.requests.num_open
+            waiting = 0 if self.pauses.clock.is_paused else self.requests.num_open
             watchdog.check(heard_s=self.requests.counter.heard_s, num_requests=waiting)
         raise EngineDied("vLLM's engine process is gone; its own message stands above")
 
     async def aclose(self) -> None:
-        """Stops the engine and all of its processes; see `Engine`."""
+        """Stops the engine and all of its processes."""
         self._llm.shutdown(timeout=_EXIT_LIMIT_S)
         _, alive = psutil.wait_procs(self._processes, timeout=_EXIT_LIMIT_S)
         for each in alive:

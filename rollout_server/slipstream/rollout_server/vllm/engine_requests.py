@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import hashlib
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -19,9 +20,21 @@ import torch
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from slipstream.core.models.vision.placed import PlacedImage
 from slipstream.core.models.vision.processors import PixtralProcessor, load_processor
-from slipstream.rollout_server.engine_interface import EngineUse, Generation
+from slipstream.rollout_server.engine_interface import (
+    EngineUse,
+    Generation,
+    Sampling,
+    TextOptions,
+    TextPart,
+)
 from slipstream.rollout_server.vllm.engine_pause import EnginePause
-from slipstream.rollout_server.vllm.vllm_requests import ReplyRecord, as_ours
+from slipstream.rollout_server.vllm.vllm_requests import (
+    ReplyRecord,
+    ReplyText,
+    as_ours,
+    parameters,
+)
+from slipstream.rollout_server.vllm.weights.adapter_slot import AdapterRequests
 from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.inputs.engine import MultiModalInput, TokensInput, mm_input, tokens_input
@@ -47,16 +60,11 @@ _KEPT_IMAGES = 32
 
 
 class EngineRequests:
-    """Requests of one engine, by id.
+    """Requests of one engine, by id; during a pause they wait to be admitted."""
 
-    async with requests.admitted("a") as is_wanted:     # waits during a pause
-        collector = await requests.add("a", tokens, asked, adapter)
-        output = await requests.next("a", collector)    # until one is finished
-    generation = requests.returned(record, output, asked)
-    """
-
-    def __init__(self, llm: AsyncLLM, pauses: EnginePause) -> None:
-        self._llm, self._pauses = llm, pauses
+    def __init__(self, llm: AsyncLLM, pauses: EnginePause, adapters: AdapterRequests) -> None:
+        self._llm, self._pauses, self._adapters = llm, pauses, adapters
+        self.keeps_start = adapters.are_apart
         loggers = llm.logger_manager.stat_loggers
         (self.counter,) = (each for each in loggers if isinstance(each, TokenCounter))
         self._prompts = Prompts(llm.model_config.model)
@@ -70,7 +78,7 @@ class EngineRequests:
         return len(self._open)
 
     def use(self) -> EngineUse:
-        """Returns the engine's counters; see `Engine.use`."""
+        """Returns the counters since the engine's start."""
         return EngineUse(
             generated_tokens=self.counter.generated_tokens,
             returned_tokens=self._returned_tokens,
@@ -81,8 +89,68 @@ class EngineRequests:
             accepted_tokens=self.counter.accepted_tokens,
         )
 
+    async def generate(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling: Sampling,
+        max_tokens: int,
+        *,
+        experts_from: int = 0,
+        images: Sequence[PlacedImage] = (),
+    ) -> Generation:
+        """Samples a reply, and returns its tokens."""
+        asked = parameters(sampling, max_tokens, experts_from=experts_from)
+        async with self._admitted(request_id) as is_wanted:
+            if not is_wanted:
+                return Generation.unbegun()
+            adapter = self._adapters.request(sampling.adapter)
+            collector = await self.add(request_id, prompt_token_ids, asked, adapter, images)
+            output = await self.next(request_id, collector)
+        record = ReplyRecord()
+        record.take(output)
+        return self._returned(record, output, asked)
+
+    async def stream(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling: Sampling,
+        max_tokens: int,
+        *,
+        options: TextOptions,
+        experts_from: int = 0,
+        images: Sequence[PlacedImage] = (),
+    ) -> AsyncGenerator[TextPart, None]:
+        """Samples a reply, and yields its tokens and text in parts."""
+        assert self.keeps_start or not options.by_start, "the start's weights are overwritten"
+        with as_ours():
+            asked = parameters(sampling, max_tokens, experts_from=experts_from, options=options)
+        record = ReplyRecord()
+        text = ReplyText(self._llm.renderer.get_tokenizer(), prompt_token_ids, options)
+
+        def read(output: RequestOutput) -> list[TextPart]:
+            new = record.part(output, with_logprobs=options.num_logprobs is not None)
+            return [new] if asked.detokenize else text.parts(new, output.outputs[0].finish_reason)
+
+        async with self._admitted(request_id) as is_wanted:
+            if is_wanted:
+                adapter = self._adapters.request(sampling.adapter, by_start=options.by_start)
+                collector = await self.add(request_id, prompt_token_ids, asked, adapter, images)
+                while not (output := await self.next(request_id, collector)).finished:
+                    for part in read(output):
+                        yield part
+        if not is_wanted:
+            yield TextPart((), "", generation=Generation.unbegun())
+            return
+        *others, last = read(output)
+        for part in others:
+            yield part
+        end = self._returned(record, output, asked, is_judged=options.by_start)
+        yield dataclasses.replace(last, generation=end)
+
     @contextlib.asynccontextmanager
-    async def admitted(self, request_id: str) -> AsyncIterator[bool]:
+    async def _admitted(self, request_id: str) -> AsyncIterator[bool]:
         """Waits until a request may be passed to vLLM, and keeps it open in the block.
 
         Yields False if the request was cancelled meanwhile.
@@ -132,7 +200,7 @@ class EngineRequests:
                 await self._llm.abort(request_id)
                 raise
 
-    def returned(
+    def _returned(
         self,
         record: ReplyRecord,
         last: RequestOutput,

@@ -9,8 +9,8 @@ from slipstream.core.errors import EnvironmentFailed
 from slipstream.rollout_server.agents.limits import MAX_JUDGE_CALLS, HttpCall, HttpPart
 from slipstream.rollout_server.agents.recorder import Recorder
 from slipstream.rollout_server.engine_interface import Sampling
+from slipstream.rollout_server.episodes.agent_talk import AgentTalk
 from slipstream.rollout_server.episodes.calls import AgentEnd
-from slipstream.rollout_server.episodes.episode import AgentTalk
 from slipstream.v1 import environment_pb2, trajectory_pb2
 from support.fakes.fake_engine import FakeEngine
 from support.rigs.waiting import LIMIT_S, until

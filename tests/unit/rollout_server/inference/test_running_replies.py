@@ -15,7 +15,8 @@ async def reply(engine: SimpleNamespace, tokens: int) -> None:
 
 async def wait(*tokens: int) -> None:
     engine = SimpleNamespace(count=0)
-    engine.use = lambda: SimpleNamespace(generated_tokens=engine.count)
+    use = lambda: SimpleNamespace(generated_tokens=engine.count)  # noqa: E731
+    engine.requests = SimpleNamespace(use=use)
     replies = [asyncio.create_task(reply(engine, n)) for n in tokens]
     async with asyncio.timeout(LIMIT_S):
         await until_generated(engine, 10, replies)

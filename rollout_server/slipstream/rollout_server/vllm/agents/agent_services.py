@@ -12,17 +12,17 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import RolloutServerSection
 from slipstream.rollout_server.agents.agent_api import Answering
 from slipstream.rollout_server.chat import TemplateInputs
-from slipstream.rollout_server.engine_interface import Engine
 
 if TYPE_CHECKING:
     from slipstream.rollout_server.vllm.agents.reply_reader import ReplyReader
+    from slipstream.rollout_server.vllm.vllm_requests import VllmParts
 
 
-class Agents:
-    """The API of agents and the reader of replies on one server; all episodes share them."""
+class AgentServices:
+    """An `AgentApi` of vLLM, which all episodes of a server share."""
 
-    def __init__(self, engine: Engine, settings: RolloutServerSection) -> None:
-        self._engine, self._settings = engine, settings
+    def __init__(self, parts: VllmParts, settings: RolloutServerSection) -> None:
+        self._parts, self._settings = parts, settings
         self._opening: asyncio.Future[Answering] | None = None
         self._reading: asyncio.Future[ReplyReader] | None = None
 
@@ -32,10 +32,7 @@ class Agents:
         return self._settings.tool_parser is not None
 
     async def reader(self, inputs: TemplateInputs) -> ReplyReader | None:
-        """Returns the parser of replies to prompts with `inputs`, or None if none is needed.
-
-        The first call opens the parser, in a thread; raises ConfigError if it does not start.
-        """
+        """Returns the parser of replies; the first call opens it, in a thread."""
         if not inputs.tools and self._settings.reasoning_parser is None:
             return None
         if self._reading is None:
@@ -43,10 +40,7 @@ class Agents:
         return await asyncio.shield(self._reading)
 
     async def api(self) -> Answering:
-        """Returns the API for agents.
-
-        The first call opens the API, in a thread; raises ConfigError if it does not start.
-        """
+        """Returns the API for agents; the first call opens it, in a thread."""
         if self._opening is None:
             self._opening = asyncio.ensure_future(asyncio.to_thread(self._open))
         return await asyncio.shield(self._opening)
@@ -60,9 +54,8 @@ class Agents:
             open_applications,
         )
 
-        parts = self._engine.vllm_parts
         try:
-            plain, with_tools = open_applications(parts, self._settings)
+            plain, with_tools = open_applications(self._parts, self._settings)
         except Exception as error:
             raise self._wrong("vLLM's application for agents", error) from error
         return Answering(
@@ -72,14 +65,14 @@ class Agents:
             as_messages=as_messages,
             model=MODEL,
             has_tools=self.takes_tools,
-            has_drafts=parts.vllm_config.speculative_config is not None,
+            has_drafts=self._parts.vllm_config.speculative_config is not None,
         )
 
     def _open_reader(self) -> ReplyReader:
         from slipstream.rollout_server.vllm.agents.reply_reader import ReplyReader
 
         try:
-            return ReplyReader(self._engine.vllm_parts, self._settings)
+            return ReplyReader(self._parts, self._settings)
         except Exception as error:
             raise self._wrong("vLLM's parser of replies", error) from error
 

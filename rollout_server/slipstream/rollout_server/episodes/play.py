@@ -1,0 +1,148 @@
+"""What the kinds of episodes work with: the recording, and waits that a cancellation ends.
+
+Consumes: calls to the environment, the engine. Produces: recorded replies. Waits for: the one or
+the other. Unblocked by: its answer, or `cancel`.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+from slipstream.core.types import VersionSpan
+from slipstream.rollout_server.agents.agent_api import AgentApi
+from slipstream.rollout_server.engine_interface import (
+    Engine,
+    FinishReason,
+    Generation,
+    GenerationFailed,
+)
+from slipstream.rollout_server.episodes.environments import Environments
+from slipstream.rollout_server.episodes.epoch_counters import EpochCounters
+from slipstream.rollout_server.episodes.lease import EpisodeTask
+from slipstream.rollout_server.episodes.recording import Recording
+from slipstream.rollout_server.episodes.renderer import Renderer
+from slipstream.rollout_server.episodes.server_traces import NO_TRACES, ServerTraces
+from slipstream.rollout_server.reference_server import ReferenceServer
+
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True)
+class Model:
+    """The model of a server: its engine, its chat template, and its API for agents."""
+
+    engine: Engine
+    renderer: Renderer
+    agents: AgentApi
+
+
+@dataclass(frozen=True)
+class EpisodeServices:
+    """The parts of a server that its episodes share."""
+
+    model: Model
+    environments: Environments
+    # The server of the reference model; None if the run has none.
+    reference: ReferenceServer | None = None
+    traces: ServerTraces = NO_TRACES
+
+
+class Cancelled(Exception):  # noqa: N818 - no error
+    """Raised by the waits of a `Play` that was cancelled."""
+
+
+class Play:
+    """One episode under way: what is recorded of it, and all that it may wait for."""
+
+    def __init__(self, task: EpisodeTask, services: EpisodeServices, ledger: EpochCounters) -> None:
+        self.task, self.lease, self.model = task, task.lease, services.model
+        self.recording, self.ledger = Recording(), ledger
+        self._requests, self._traces = services.model.engine.requests, services.traces
+        self._is_cancelled = False
+        # The call to the environment that is being awaited.
+        self._waiting: asyncio.Future[Any] | None = None
+        self._generating = False
+        self._num_calls = 0
+
+    async def ask(self, call: Awaitable[Answer]) -> Answer:
+        """Awaits the answer to `call`. Raises Cancelled if `cancel` is called meanwhile."""
+        self._waiting = waiting = asyncio.ensure_future(call)
+        if self._is_cancelled:
+            waiting.cancel()
+        started_s = time.monotonic()
+        try:
+            return await waiting
+        except asyncio.CancelledError:
+            if not self._is_cancelled:
+                waiting.cancel()
+                raise
+            raise Cancelled from None
+        finally:
+            self._waiting = None
+            self.recording.environment_s += time.monotonic() - started_s
+
+    async def generate(self, max_tokens: int) -> Generation:
+        """Samples and records a reply of at most `max_tokens` tokens.
+
+        Raises Cancelled like `ask`, and GenerationFailed if the engine does not complete the reply.
+        """
+        if self._is_cancelled:
+            raise Cancelled
+        recording, started_s, begun_s = self.recording, time.monotonic(), time.time()
+        self._generating = True
+        try:
+            generation = await self._requests.generate(
+                self.task.key,
+                recording.conversation,
+                self.lease.sampling,
+                max_tokens,
+                experts_from=recording.num_routed,
+                images=recording.conversation_images,
+            )
+        finally:
+            self._generating = False
+            recording.generation_s += time.monotonic() - started_s
+        recording.add_reply(generation)
+        self.ledger.sampled(len(generation.token_ids))
+        self.trace_call(begun_s, len(generation.token_ids))
+        if self._is_cancelled:
+            raise Cancelled
+        if generation.finish_reason in (FinishReason.CANCELLED, FinishReason.FAILED):
+            raise GenerationFailed(f"the engine abandoned the request: {generation.finish_reason}")
+        return generation
+
+    def give(self, tokens: Sequence[int], finish_reason: FinishReason) -> Generation:
+        """Records a reply that the environment gave in place of the model.
+
+        The reply's log-probabilities are 0, since the environment would give the same reply again.
+        Its version is the version that the engine serves now. Raises GenerationFailed before the
+        first version.
+        """
+        version = self.model.engine.pauses.version
+        if version is None:
+            raise GenerationFailed("the engine has no weights yet")
+        generation = Generation(
+            np.asarray(tokens, dtype=np.uint32),
+            np.zeros(len(tokens), dtype=np.float32),
+            (VersionSpan(len(tokens), version),),
+            finish_reason,
+        )
+        self.recording.add_reply(generation)
+        self.ledger.given(len(tokens))
+        return generation
+
+    def trace_call(self, begin_s: float, num_tokens: int) -> None:
+        """Sends the span of a reply that began at the Unix time `begin_s`."""
+        self._num_calls += 1
+        self._traces.call(self.task, self._num_calls, begin_s=begin_s, num_tokens=num_tokens)
+
+    async def cancel(self) -> None:
+        """Ends the present wait, and all later ones."""
+        self._is_cancelled = True
+        if self._waiting is not None:
+            self._waiting.cancel()
+        if self._generating:
+            await self._requests.cancel(self.task.key)
