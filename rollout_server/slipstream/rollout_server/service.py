@@ -3,6 +3,33 @@
 Consumes: the address of the controller. Produces: a running server, until it is asked to stop.
 Waits for: the controller to answer. Unblocked by: the controller's welcome, or
 `controller.stall_timeout_s`.
+
+The tasks of a server share one event loop; all end with the task group of `RolloutServer.run`:
+
+    controller --stream--> Session._read --orders--> WeightOrders.run --> engine --> its workers
+        ^                       |                         | hold, settle
+        |                       '--leases--> Dispatcher: a task a lease, a task a member
+        |                                         |            ^
+        '-- beats, reports                        |            '--> environment | engine (Play)
+        '-- queue's sender <----trajectories------'
+
+    task                        waits for                       the wait is ended by
+    Session._read               the next order                  the stream's end: the epoch is LOST
+    Session._beat               heartbeat_s                     the epoch's end
+    WeightOrders.run            the next order                  the controller; close; for a
+                                                                verdict also VERDICT_LIMIT_S
+      prepare_weights           the publish's other members     they join; an abort; join_deadline_s
+      receive_weights           buckets                         bytes; the deadline of each bucket
+    a member of a lease         a place                         another episode's end
+      Play.ask                  the environment, the agent      its answer; timeout_s; cancel
+      Play.generate             the engine's outputs            the last one; cancel; EngineDied
+      Dispatcher._deliver       the verdict, room in the queue  settle; acknowledgements; abandon
+    Environments: a worker      its process                     ready; its limits; it starts again
+    FetchOrders                 storage                         it comes; a newer order; a deadline
+    engine.watch                the engine's end or silence     never ends well: EngineDied
+
+Threads: `weight-staging` and `weight-join` in the engine's workers wait for buckets and members,
+`worker-logs` for the output of environment workers; the loop waits for none of them.
 """
 
 import asyncio

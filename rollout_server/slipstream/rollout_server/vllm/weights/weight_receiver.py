@@ -131,11 +131,9 @@ class Phase(Enum):
 class _Update:
     """One update from `prepare` to its last bucket; `phase` says which parts there are."""
 
-    # From READY on.
+    # Set when the update is READY, COPYING and LOADING.
     receiver: BucketReceiver
-    # While COPYING.
     copying: Copying
-    # While LOADING.
     loading: LoaderUpdate
 
     def __init__(self, incoming: Incoming, staging: Staging | None) -> None:
