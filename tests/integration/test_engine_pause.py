@@ -237,6 +237,7 @@ async def test_an_engine_that_rests_is_not_busy(rig: Rig) -> None:
     await rig.ask("running")
     await rig.engine.pauses.rest(give_back=False)
     assert rig.engine.requests.use().busy_s == rig.engine.requests.use().busy_s
+    assert rig.engine.requests.use().paused_s > 0
 
 
 async def test_an_engine_that_rests_keeps_its_version_and_lets_requests_wait_inside(rig: Rig):

@@ -155,7 +155,7 @@ def test_between_engine_and_record(times: int) -> None:
     counters.ended(counters.recorded_tokens)
     made = replace(start, generated_tokens=4 * TOKENS, returned_tokens=4 * TOKENS)
     key, epochs = ServerKey(ServerId("faulty"), 7), ServerEpochs()
-    report = counters.report(made, sent=Amount(), queued_bytes=0, paused_s=0.0)
+    report = counters.report(made, sent=Amount(), queued_bytes=0)
     epochs.join(key).report(report)
     (gap,) = [gap for name, _, gap in epochs.gaps() if name == "engine to record"]
     assert gap == Amount(0, TOKENS if times == 0 else -TOKENS)

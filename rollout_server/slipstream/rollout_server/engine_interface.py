@@ -177,7 +177,8 @@ class EngineUse:
 
     `generated_tokens` counts all tokens that the engine returned, except for probes.
     `returned_tokens` counts only tokens of generations that ended, `judged_tokens` only tokens of
-    judges' replies. `busy_s` is the time with at least one open request, without pauses.
+    judges' replies. `busy_s` is the time with at least one open request, without pauses, and
+    `paused_s` the time of pauses after the first `resume`.
     `drafted_tokens` counts the tokens that speculative decoding proposed, `accepted_tokens` the
     proposed tokens that were kept.
     """
@@ -186,6 +187,7 @@ class EngineUse:
     returned_tokens: int
     open_requests: int
     busy_s: float
+    paused_s: float = 0.0
     judged_tokens: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0

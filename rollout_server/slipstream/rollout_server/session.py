@@ -205,7 +205,6 @@ class Session:
             self._engine.requests.use(),
             sent=sender.taken.get(self._epoch, Amount()),
             queued_bytes=sender.queued_bytes,
-            paused_s=self._orders.paused_s,
         )
 
     def _publish_report(self, report: fleet_pb2.PublishReport) -> None:

@@ -98,7 +98,8 @@ class WeightOrders:
         self._committed = ""
         # The engine's preparation waits for the publish's other members; an abort cancels it.
         self._preparing: asyncio.Task[None] | None = None
-        self._pauses, self._rest = PauseClock(), PauseClock()
+        # The time at which the engine was paused for new weights, and its `paused_s` then.
+        self._pause_began: tuple[float, float] | None = None
         # Whether the engine rests: neither `wake` nor new weights came since the order to rest.
         self._rests = False
 
@@ -106,11 +107,6 @@ class WeightOrders:
     def phase(self) -> Phase | None:
         """The phase of the newest publish, or None before the first one."""
         return None if self._publish is None else self._publish.phase
-
-    @property
-    def paused_s(self) -> float:
-        """The seconds so far in which the engine was paused for new weights or rested."""
-        return self._pauses.total_s + self._rest.total_s
 
     def put(self, order: fleet_pb2.ControllerMessage) -> None:
         """Queues an order, which `run` carries out in turn; never blocks.
@@ -168,7 +164,6 @@ class WeightOrders:
                 await self._take_verdict(order.probe_verdict)
             case "rest":
                 self._rests = True
-                self._rest.begin()
                 await self._engine.pauses.rest(give_back=order.rest.give_back)
                 self._rested(fleet_pb2.Rested(number=order.rest.number))
             case "wake":
@@ -180,7 +175,6 @@ class WeightOrders:
         if self._rests and may_sample and self.version is not None:
             self._rests = False
             await self._engine.pauses.resume(self.version)
-            self._rest.end(time.monotonic())
 
     async def _receive(self, order: fleet_pb2.ReceiveWeights) -> None:
         publish = self._publish = _Publish(order.order.publish_id)
@@ -195,7 +189,8 @@ class WeightOrders:
             return
         publish.move(Phase.LOADED)
         publish.digests = list(loaded.bucket_digests)
-        publish.stages = loaded.stages(prepared_s - begun_s, self._pauses.begun_s)
+        paused_at_s = None if self._pause_began is None else self._pause_began[0]
+        publish.stages = loaded.stages(prepared_s - begun_s, paused_at_s)
         if loaded.already_resumed and self._committed == publish.publish_id:
             # The commit of this publish came already: its report says that the weights are loaded.
             return
@@ -307,10 +302,9 @@ class WeightOrders:
         self._dispatcher.settle(passed=False)
 
     def _note_pause(self) -> None:
-        self._rest.end(time.monotonic())
         # Before the first version there is nothing to pause.
-        if self.version is not None:
-            self._pauses.begin()
+        if self.version is not None and self._pause_began is None:
+            self._pause_began = time.monotonic(), self._engine.requests.use().paused_s
 
     async def _pause(self) -> None:
         self._note_pause()
@@ -322,7 +316,8 @@ class WeightOrders:
         await self._engine.pauses.resume(version)
         now_s = time.monotonic()
         stages.resume_s, stages.served_at, self.version = now_s - begun_s, now_s, version
-        return self._pauses.end(now_s)
+        began, self._pause_began = self._pause_began, None
+        return 0.0 if began is None else self._engine.requests.use().paused_s - began[1]
 
     async def _discard(self, publish_id: str, message: str) -> None:
         """Pauses the engine, which then accepts requests but runs none; reports the failure."""
@@ -347,29 +342,3 @@ class WeightOrders:
         self._publish.move(Phase.FAILED)
         failed = fleet_pb2.PUBLISH_PHASE_FAILED
         self._report(fleet_pb2.PublishReport(publish_id=publish_id, phase=failed, message=message))
-
-
-class PauseClock:
-    """Adds up the seconds of all pauses, by `time.monotonic`; an open pause counts up to now."""
-
-    def __init__(self) -> None:
-        # The time at which the present pause began; None if there is none.
-        self.begun_s: float | None = None
-        self._ended_s = 0.0
-
-    @property
-    def total_s(self) -> float:
-        """The seconds of all pauses so far."""
-        return self._ended_s + (0.0 if self.begun_s is None else time.monotonic() - self.begun_s)
-
-    def begin(self) -> None:
-        """Begins a pause, unless one is open."""
-        if self.begun_s is None:
-            self.begun_s = time.monotonic()
-
-    def end(self, now_s: float) -> float:
-        """Ends the open pause, if any; returns its seconds, or 0 if no pause was open."""
-        seconds = 0.0 if self.begun_s is None else now_s - self.begun_s
-        self._ended_s += seconds
-        self.begun_s = None
-        return seconds

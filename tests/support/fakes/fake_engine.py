@@ -86,6 +86,7 @@ class FakeEngine:
             returned_tokens=self._returned,
             open_requests=len(self._requests),
             busy_s=self._clock.busy_s,
+            paused_s=self._clock.paused_s,
             judged_tokens=self._judged,
         )
 

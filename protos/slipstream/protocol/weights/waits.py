@@ -6,6 +6,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import TypeVar
 
+from slipstream.core.errors import WeightSyncError
+
 Answer = TypeVar("Answer")
 
 LOOK_PERIOD_S = 0.05
@@ -13,6 +15,28 @@ LOOK_PERIOD_S = 0.05
 
 class Unanswered(Exception):  # noqa: N818 - each caller says in its own error what was not done
     """Raised if a call has no answer in time, or before its publish is abandoned."""
+
+
+def started(call: Callable[[], Answer], *, name: str) -> Future[Answer]:
+    """Runs `call` on a thread of this name; returns the future of its result or exception."""
+    answer: Future[Answer] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(call())
+        except Exception as error:  # noqa: BLE001 - raised by `result`
+            answer.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return answer
+
+
+def result_of(ended: Future[Answer]) -> Answer:
+    """Returns the result of a call that has ended. Raises WeightSyncError if the call failed."""
+    try:
+        return ended.result()
+    except Exception as error:
+        raise WeightSyncError(str(error)) from error
 
 
 def on_thread(
@@ -27,15 +51,7 @@ def on_thread(
     Raises Unanswered after `limit_s` seconds, or soon after `abandoned` is set. The thread is then
     left running.
     """
-    answer: Future[Answer] = Future()
-
-    def run() -> None:
-        try:
-            answer.set_result(call())
-        except Exception as error:  # noqa: BLE001 - raised by `result`
-            answer.set_exception(error)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
+    answer = started(call, name=name)
     until_s = time.monotonic() + limit_s
     while True:
         left_s = until_s - time.monotonic()

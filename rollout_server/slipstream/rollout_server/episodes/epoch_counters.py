@@ -50,10 +50,8 @@ class EpochCounters:
         self.recorded_tokens -= num_tokens
         self.all_ended = self.all_ended.plus(num_tokens)
 
-    def report(
-        self, use: EngineUse, *, sent: Amount, queued_bytes: int, paused_s: float
-    ) -> fleet_pb2.ServerReport:
-        """Returns the counters as a message; `sent` and `paused_s` are totals of this epoch.
+    def report(self, use: EngineUse, *, sent: Amount, queued_bytes: int) -> fleet_pb2.ServerReport:
+        """Returns the counters as a message; `sent` is the total of this epoch.
 
         `use` has the engine's counters now, and `queued_bytes` is the present size of the queue.
         """
@@ -81,6 +79,6 @@ class EpochCounters:
             queued_bytes=queued_bytes,
             busy_s=use.busy_s - self._start.busy_s,
             uptime_s=time.monotonic() - self._started_s,
-            paused_s=paused_s,
+            paused_s=use.paused_s - self._start.paused_s,
             resident_bytes=self._memory.resident_bytes(),
         )

@@ -7,20 +7,28 @@ from slipstream.rollout_server.engine_interface import EngineDied
 
 
 class UseClock:
-    """Adds up the seconds with at least one open request, outside pauses."""
+    """Adds up the seconds of pauses, and those with at least one open request outside pauses."""
 
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
         self._now_s = now_s
         self._open = 0
-        self.is_paused = False
-        # `_busy_s` counts up to the time `_counted_s`.
-        self._counted_s, self._busy_s = now_s(), 0.0
+        # A pause counts after the first `resume`: before it there is nothing to pause.
+        self.is_paused = self._has_served = False
+        # Both sums count up to the time `_counted_s`.
+        self._counted_s = now_s()
+        self._busy_s = self._paused_s = 0.0
 
     @property
     def busy_s(self) -> float:
         """The seconds with an open request, up to now and without pauses."""
         self._count()
         return self._busy_s
+
+    @property
+    def paused_s(self) -> float:
+        """The seconds of all pauses, up to now."""
+        self._count()
+        return self._paused_s
 
     def enter(self) -> None:
         """Records that a request was opened."""
@@ -40,13 +48,14 @@ class UseClock:
     def resume(self) -> None:
         """Records the end of a pause."""
         self._count()
-        self.is_paused = False
+        self.is_paused, self._has_served = False, True
 
     def _count(self) -> None:
-        now_s = self._now_s()
-        if self._open and not self.is_paused:
-            self._busy_s += now_s - self._counted_s
-        self._counted_s = now_s
+        before_s, self._counted_s = self._counted_s, self._now_s()
+        if self.is_paused and self._has_served:
+            self._paused_s += self._counted_s - before_s
+        elif self._open and not self.is_paused:
+            self._busy_s += self._counted_s - before_s
 
 
 # Seconds without a step after which an engine with requests counts as hung. The limit is longer

@@ -84,6 +84,7 @@ class EngineRequests:
             returned_tokens=self._returned_tokens,
             open_requests=len(self._open),
             busy_s=self._pauses.clock.busy_s,
+            paused_s=self._pauses.clock.paused_s,
             judged_tokens=self._judged_tokens,
             drafted_tokens=self.counter.drafted_tokens,
             accepted_tokens=self.counter.accepted_tokens,

@@ -4,22 +4,25 @@
 them and their digests. Waits for: each bucket, on a thread. Unblocked by: the bytes, or the
 bucket's deadline.
 
-`Copying` copies one update in two calls, of which the first never waits. Consumes: the buckets of a
+`Update` copies one update in two calls, of which the first never waits. Consumes: the buckets of a
 receiver, or staged buckets. Produces: copies, one digest for each bucket. Waits for: the device,
 and for buckets unless the receiver only enqueues. Unblocked by: the bytes, or the bucket's
 deadline.
 """
 
+from __future__ import annotations
+
 import contextlib
-import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
+from enum import Enum
 from itertools import accumulate
 
 import torch
-from slipstream.core.errors import WeightSyncError
 from slipstream.core.machine.memory import free_memory
+from slipstream.protocol.weights.waits import result_of, started
 from slipstream.rollout_server.weights.bucket_receiver import BucketReceiver, Incoming
 
 # Parts of a device's memory that staged weights leave free for other allocations.
@@ -35,9 +38,10 @@ class Staging:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
-        self._memory: torch.Tensor | None = None
+        # What arrives on a thread: the buffers and the digests of all buckets.
+        self._arriving: Future[tuple[list[torch.Tensor], list[bytes]]] | None = None
+        # The allocation of all buffers, or nothing.
+        self._memory: list[torch.Tensor] = []
         # The engine computes on the default stream, which must not wait for a bucket. All updates
         # share this stream: torch's allocator gives a stream's memory to no other stream.
         self._stream = (
@@ -51,65 +55,50 @@ class Staging:
     @property
     def is_begun(self) -> bool:
         """Whether an update is arriving or has arrived."""
-        return self._thread is not None
+        return self._arriving is not None
 
     @property
     def held_bytes(self) -> int:
         """The bytes of memory that are kept for the next update."""
-        return 0 if self._memory is None else self._memory.numel()
+        return sum(memory.numel() for memory in self._memory)
 
     def begin(self, receiver: BucketReceiver, incoming: Incoming) -> None:
         """Starts to receive an update, each bucket into its own memory."""
-        self._error = None
-        self._thread = threading.Thread(
-            target=self._receive, args=(receiver, incoming), name="weight-staging", daemon=True
-        )
-        self._thread.start()
+        memory = self._memory
+
+        def receive() -> tuple[list[torch.Tensor], list[bytes]]:
+            with self._own_stream():
+                rooms = self._rooms(memory, [bucket.num_bytes for bucket in incoming.buckets])
+                buffers = list(receiver.receive(replace(incoming, memory=rooms)))
+                # Waits for the device: afterwards any stream may read the buffers.
+                return buffers, receiver.digests()
+
+        self._arriving = started(receive, name="weight-staging")
 
     def is_done(self) -> bool:
         """Returns whether all buckets have arrived. Raises WeightSyncError if receiving failed."""
-        assert self._thread is not None
-        if self._thread.is_alive():
+        assert self._arriving is not None
+        if not self._arriving.done():
             return False
-        if self._error is not None:
-            raise WeightSyncError(str(self._error)) from self._error
+        self.buffers, self.digests = result_of(self._arriving)
         return True
 
     def clear(self) -> None:
         """Drops the update; if it is still arriving, its thread ends by the buckets' deadlines."""
-        if self._thread is not None and self._thread.is_alive():
+        if self._arriving is not None and not self._arriving.done():
             # That thread may still write to the memory.
-            self._memory = None
-        self._thread, self.buffers = None, ()
+            self._memory = []
+        self._arriving, self.buffers = None, ()
 
-    def _receive(self, receiver: BucketReceiver, incoming: Incoming) -> None:
-        buffers: list[torch.Tensor] = []
-        digests: list[bytes] = []
-        failure: Exception | None = None
-        try:
-            with self._own_stream():
-                memory = self._rooms([bucket.num_bytes for bucket in incoming.buckets])
-                buffers += receiver.receive(replace(incoming, memory=memory))
-                # Waits for the device: afterwards any stream may read the buffers.
-                digests += receiver.digests()
-        except Exception as error:  # noqa: BLE001 - raised by `is_done`, in the worker's thread
-            failure = error
-        # An update that was forgotten meanwhile leaves no result.
-        if self._thread is threading.current_thread():
-            self.buffers, self.digests, self._error = buffers, digests, failure
-
-    def _rooms(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Returns a buffer of each size, all cut from one allocation."""
+    def _rooms(self, memory: list[torch.Tensor], sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Returns a buffer of each size, all cut from the one allocation that `memory` holds."""
         padded = [-(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for size in sizes]
         *starts, total = accumulate(padded, initial=0)
-        memory = self._memory
-        if memory is None or memory.numel() < total:
+        if not memory or memory[0].numel() < total:
             # The old memory is freed first.
-            memory = self._memory = None
-            memory = torch.empty(total, dtype=torch.uint8, device=self._device)
-            if self._thread is threading.current_thread():
-                self._memory = memory
-        return [memory[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+            memory.clear()
+            memory.append(torch.empty(total, dtype=torch.uint8, device=self._device))
+        return [memory[0][start : start + size] for start, size in zip(starts, sizes, strict=True)]
 
     def _own_stream(self) -> contextlib.AbstractContextManager[object]:
         if self._stream is None:
@@ -134,34 +123,62 @@ def room(device: torch.device, held_bytes: int, num_workers: int) -> int:
 Take = Callable[[int, torch.Tensor], None]
 
 
-class Copying:
-    """Copies one update: call `begin`, which is optional, then `finish`."""
+class Phase(Enum):
+    """The phases of an update."""
+
+    # Its communicator is being joined, or its buckets arrive while the old weights serve.
+    PREPARING = "preparing"
+    # Its buckets can be received, or have all arrived.
+    READY = "ready"
+    # It is being copied by a plan, or else loaded by vLLM's loader.
+    COPYING = "copying"
+    LOADING = "loading"
+
+
+class Update:
+    """One update from its preparation to its last bucket; `begin` and `finish` copy it.
+
+    `begin` is optional, and never waits.
+    """
+
+    # Set from READY on.
+    receiver: BucketReceiver
 
     def __init__(
-        self,
-        take: Take,
-        receiver: BucketReceiver,
-        incoming: Incoming,
-        staging: Staging | None,
-        *,
-        device: torch.device,
+        self, incoming: Incoming, staging: Staging | None, take: Take, device: torch.device
     ) -> None:
-        """`staging` holds all buckets already; it is None if they come from `receiver`."""
-        self._device = device
-        self._take, self._receiver, self._incoming = take, receiver, incoming
-        self._staging = staging
+        """`staging` takes all buckets beforehand; it is None if they come while they are copied."""
+        self.incoming, self.staging = incoming, staging
+        self._take, self._device = take, device
+        self.phase = Phase.PREPARING
         self._started_s: float | None = None
         # Seconds until all buckets had arrived; 0 for staged ones, which are not waited for.
         self.receive_s = 0.0
         # Events on the device: after the steps under way, and after the copies.
         self._marks: list[torch.cuda.Event] = []
 
+    def prepare(self, receiver: BucketReceiver) -> Sequence[torch.Tensor] | None:
+        """Returns the buffers of the buckets, if known, as soon as the update is READY, else None.
+
+        Raises WeightSyncError if a staged bucket did not arrive.
+        """
+        memory = receiver.prepare(self.incoming)
+        if self.staging is not None:
+            if not self.staging.is_begun:
+                self.staging.begin(receiver, self.incoming)
+            if not self.staging.is_done():
+                return None
+            memory = self.staging.buffers
+        self.receiver, self.phase = receiver, Phase.READY
+        return memory
+
     def begin(self) -> None:
         """Copies the update, unless a copy would wait for a bucket: then `finish` copies all.
 
         Raises WeightSyncError as in `BucketReceiver.receive`.
         """
-        if self._staging is not None or self._receiver.enqueues:
+        self.phase = Phase.COPYING
+        if self.staging is not None or self.receiver.enqueues:
             self._copy()
 
     def finish(self) -> list[bytes]:
@@ -171,13 +188,22 @@ class Copying:
         """
         if self._started_s is None:
             self._copy()
-        if self._staging is not None:
+        if self.staging is not None:
             self._mark()
-            return self._staging.digests
-        digests = self._receiver.digests()
+            return self.staging.digests
+        digests = self.receiver.digests()
         self.receive_s = self.seconds()
         self._mark()
         return digests
+
+    def following(self) -> Update | None:
+        """Returns an update like this one, which is READY; None after a staged one."""
+        if self.staging is not None:
+            self.staging.clear()
+            return None
+        update = Update(self.incoming, None, self._take, self._device)
+        update.receiver, update.phase = self.receiver, Phase.READY
+        return update
 
     def began_s(self) -> float:
         """Returns the `time.perf_counter` at which the device reached the copies.
@@ -198,8 +224,8 @@ class Copying:
     def _copy(self) -> None:
         self._started_s = time.perf_counter()
         self._mark()
-        staging = self._staging
-        arriving = self._receiver.receive(self._incoming) if staging is None else staging.buffers
+        staging = self.staging
+        arriving = self.receiver.receive(self.incoming) if staging is None else staging.buffers
         for place, buffer in enumerate(arriving):
             self._take(place, buffer)
 

@@ -31,12 +31,16 @@ def test_the_time_with_any_request_counts_once(clock) -> None:
     assert clock.busy_s == 4
 
 
-def test_a_pause_does_not_count_with_or_without_requests(clock) -> None:
+def test_a_pause_is_no_busy_time_with_or_without_requests(clock) -> None:
+    # Before the first version there is nothing to pause.
+    clock.pause()
+    clock.advance(5)
+    clock.resume()
     clock.enter()
     clock.advance(1)
     clock.pause()
     clock.advance(10)
-    assert clock.busy_s == 1
+    assert (clock.busy_s, clock.paused_s) == (1, 10)
     clock.enter()
     clock.leave()
     clock.leave()
@@ -45,9 +49,17 @@ def test_a_pause_does_not_count_with_or_without_requests(clock) -> None:
     clock.enter()
     clock.resume()
     clock.advance(2)
-    assert clock.busy_s == 3
+    assert (clock.busy_s, clock.paused_s) == (3, 30)
     clock.leave()
-    assert clock.busy_s == 3
+    clock.advance(4)
+    assert (clock.busy_s, clock.paused_s) == (3, 30)
+
+
+def test_pauses_count_from_the_start_of_the_epoch() -> None:
+    before = dataclasses.replace(use(0, 0, 0), busy_s=5.0, paused_s=2.0)
+    now = dataclasses.replace(use(0, 0, 0), busy_s=9.0, paused_s=3.5)
+    report = EpochCounters(before).report(now, sent=NOTHING, queued_bytes=0)
+    assert (report.busy_s, report.paused_s) == (4.0, 1.5)
 
 
 def use(generated: int, returned: int, open_requests: int) -> EngineUse:
@@ -58,11 +70,11 @@ def test_tokens_inside_the_engine_are_in_flight() -> None:
     ledger = EpochCounters(use(100, 100, 0))
     ledger.open_episodes += 1
     ledger.sampled(4)
-    report = ledger.report(use(107, 104, 1), sent=NOTHING, queued_bytes=0, paused_s=0.0)
+    report = ledger.report(use(107, 104, 1), sent=NOTHING, queued_bytes=0)
     assert (report.generated_tokens, report.in_flight_tokens, report.ended_tokens) == (7, 7, 0)
     ledger.sampled(3)
     ledger.ended(7)
-    report = ledger.report(use(107, 107, 0), sent=NOTHING, queued_bytes=0, paused_s=0.0)
+    report = ledger.report(use(107, 107, 0), sent=NOTHING, queued_bytes=0)
     assert (report.generated_tokens, report.in_flight_tokens, report.ended_tokens) == (7, 0, 7)
 
 
@@ -70,20 +82,20 @@ def test_a_token_that_went_astray_shows_when_the_engine_is_quiet() -> None:
     ledger = EpochCounters(use(0, 0, 0))
     ledger.open_episodes += 1
     ledger.ended(0)
-    report = ledger.report(use(3, 2, 0), sent=NOTHING, queued_bytes=0, paused_s=0.0)
+    report = ledger.report(use(3, 2, 0), sent=NOTHING, queued_bytes=0)
     assert report.generated_tokens - report.in_flight_tokens - report.ended_tokens == 3
 
 
 def test_drafts_count_from_the_start_of_the_epoch() -> None:
     before = dataclasses.replace(use(100, 100, 0), drafted_tokens=40, accepted_tokens=30)
     now = dataclasses.replace(use(150, 150, 0), drafted_tokens=80, accepted_tokens=55)
-    report = EpochCounters(before).report(now, sent=NOTHING, queued_bytes=0, paused_s=0.0)
+    report = EpochCounters(before).report(now, sent=NOTHING, queued_bytes=0)
     assert (report.drafted_tokens, report.accepted_tokens) == (40, 25)
 
 
 def test_tokens_of_judges_are_generated_and_belong_to_no_episode() -> None:
     ledger = EpochCounters(dataclasses.replace(use(100, 100, 0), judged_tokens=10))
     now = dataclasses.replace(use(150, 130, 1), judged_tokens=25)
-    report = ledger.report(now, sent=NOTHING, queued_bytes=0, paused_s=0.0)
+    report = ledger.report(now, sent=NOTHING, queued_bytes=0)
     assert (report.generated_tokens, report.judged_tokens) == (50, 15)
     assert (report.in_flight_tokens, report.ended_tokens) == (20, 0)

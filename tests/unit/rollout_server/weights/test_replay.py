@@ -11,7 +11,7 @@ from slipstream.protocol.weights.buckets import TensorSpec, plan_buckets
 from slipstream.protocol.weights.nccl_group import Wire
 from slipstream.rollout_server.weights.bucket_receiver import Incoming
 from slipstream.rollout_server.weights.copy_plan import Copy, CopyPlan, Replay, View
-from slipstream.rollout_server.weights.update_copies import Copying, Staging, room
+from slipstream.rollout_server.weights.update_copies import Staging, Take, Update, room
 from support.rigs.waiting import LIMIT_S
 
 # Elements of a tensor that is copied by itself.
@@ -86,6 +86,14 @@ class TwoBuckets:
         pass
 
 
+def ready(transport: TwoBuckets, take: Take, staging: Staging | None = None) -> Update:
+    """An update of two buckets that can be received, or has been."""
+    update = Update(INCOMING, staging, take, CPU)
+    while update.prepare(transport) is None:
+        pass
+    return update
+
+
 @pytest.mark.parametrize(
     ("enqueues", "in_the_first"), [(True, ["receive", "0: 1", "1: 2"]), (False, [])]
 )
@@ -95,7 +103,7 @@ def test_only_a_transport_that_enqueues_receives_in_the_first_call(enqueues, in_
     def take(place: int, buffer: torch.Tensor) -> None:
         transport.seen.append(f"{place}: {buffer.numel()}")
 
-    copying = Copying(take, transport, INCOMING, None, device=CPU)
+    copying = ready(transport, take)
     copying.begin()
     assert transport.seen == in_the_first
     assert copying.finish() == [b"one", b"two"]
@@ -105,12 +113,8 @@ def test_only_a_transport_that_enqueues_receives_in_the_first_call(enqueues, in_
 
 def test_what_is_staged_is_copied_in_the_first_call() -> None:
     transport, staging = TwoBuckets(enqueues=False), Staging(CPU)
-    staging.begin(transport, INCOMING)
-    while not staging.is_done():
-        pass
     sizes: list[int] = []
-    parts = (lambda _, buffer: sizes.append(buffer.numel()), transport, INCOMING, staging)
-    copying = Copying(*parts, device=CPU)
+    copying = ready(transport, lambda _, buffer: sizes.append(buffer.numel()), staging)
     copying.begin()
     assert sizes == [1, 2]
     assert copying.finish() == [b"one", b"two"]
@@ -122,7 +126,7 @@ def test_an_error_of_the_first_call_is_raised_by_it() -> None:
         raise WeightSyncError("the communicator is gone")
 
     with pytest.raises(WeightSyncError, match="is gone"):
-        Copying(take, TwoBuckets(enqueues=True), INCOMING, None, device=CPU).begin()
+        ready(TwoBuckets(enqueues=True), take).begin()
 
 
 GIB = 1 << 30
@@ -196,13 +200,13 @@ def test_the_next_update_is_not_written_by_one_that_was_abandoned() -> None:
     staging, late, incoming = Staging(CPU), Numbered(), incoming_of(3, 500)
     late.may_go_on.clear()
     staging.begin(late, incoming)
-    abandoned = staging._thread
+    abandoned = staging._arriving
     assert abandoned is not None
     (buffers,) = [stage(staging, incoming)]
     for buffer in buffers:
         buffer.fill_(9)
     late.may_go_on.set()
-    abandoned.join(LIMIT_S)
+    abandoned.result(LIMIT_S)
     assert [buffer.unique().tolist() for buffer in buffers] == [[9], [9]]
 
 
@@ -213,7 +217,7 @@ def test_an_update_that_failed_on_its_way_is_none_that_is_done() -> None:
 
     staging = Staging(CPU)
     staging.begin(Broken(), incoming_of(3))
-    staging._thread.join(LIMIT_S)
+    assert isinstance(staging._arriving.exception(LIMIT_S), WeightSyncError)
     with pytest.raises(WeightSyncError, match="a bucket did not arrive"):
         staging.is_done()
 

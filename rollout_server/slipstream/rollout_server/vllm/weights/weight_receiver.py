@@ -11,16 +11,15 @@ arrive after the weights of the same update, or without weights.
 
 import contextlib
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from enum import Enum
 from typing import Any
 
 import torch
 from slipstream.core.errors import WeightSyncError
 from slipstream.protocol.weights.buckets import Bucket, adapter_buckets, weight_buckets
+from slipstream.protocol.weights.waits import result_of, started
 from slipstream.rollout_server.vllm.weights import loader_update
 from slipstream.rollout_server.vllm.weights.adapter_slot import Arriving
 from slipstream.rollout_server.vllm.weights.fp8_plan import Fp8Plan, Fp8Replay
@@ -28,7 +27,7 @@ from slipstream.rollout_server.vllm.weights.loader_update import LoaderUpdate
 from slipstream.rollout_server.vllm.weights.nccl_receiver import NcclReceiver
 from slipstream.rollout_server.weights.bucket_receiver import BucketReceiver, Incoming, Seat
 from slipstream.rollout_server.weights.receivers import GlooReceiver, IpcReceiver, StorageReceiver
-from slipstream.rollout_server.weights.update_copies import Copying, Staging, room
+from slipstream.rollout_server.weights.update_copies import Phase, Staging, Update, room
 from slipstream.rollout_server.weights.weight_update import LoadResult
 from slipstream.v1 import weights_pb2
 from vllm.distributed.weight_transfer.base import (
@@ -52,49 +51,26 @@ BACKEND = "slipstream"
 class Joining:
     """Joins a communicator on a thread, while the engine computes."""
 
-    def __init__(self, membership: Seat, device: torch.device) -> None:
-        self.communicator_id = membership.communicator.communicator_id
-        self._lock = threading.Lock()
-        self._closed = False
-        self._receiver: BucketReceiver | None = None
-        self._error: Exception | None = None
-        self._thread = threading.Thread(
-            target=self._join, args=(membership, device), name="weight-join", daemon=True
-        )
-        self._thread.start()
+    def __init__(self, seat: Seat, device: torch.device) -> None:
+        self.communicator_id = seat.communicator.communicator_id
+
+        def join() -> BucketReceiver:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            return TRANSPORTS[seat.communicator.transport](seat, device)
+
+        self._joined = started(join, name="weight-join")
 
     def result(self) -> BucketReceiver | None:
         """Returns the receiver, or None while it is still joining.
 
         Raises WeightSyncError when it could not join.
         """
-        with self._lock:
-            if self._error is not None:
-                raise WeightSyncError(str(self._error)) from self._error
-            return self._receiver
+        return result_of(self._joined) if self._joined.done() else None
 
     def close(self) -> None:
         """Leaves the communicator, at once or as soon as the thread has joined."""
-        with self._lock:
-            self._closed = True
-            receiver, self._receiver = self._receiver, None
-        if receiver is not None:
-            receiver.close()
-
-    def _join(self, membership: Seat, device: torch.device) -> None:
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        try:
-            receiver = TRANSPORTS[membership.communicator.transport](membership, device)
-        except Exception as error:  # noqa: BLE001 - raised by `result`, in the worker's thread
-            with self._lock:
-                self._error = error
-            return
-        with self._lock:
-            if not self._closed:
-                self._receiver = receiver
-                return
-        receiver.close()
+        self._joined.add_done_callback(lambda joined: joined.exception() or joined.result().close())
 
 
 @dataclass
@@ -115,33 +91,6 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     abandon: bool = False
 
 
-class Phase(Enum):
-    """The phases of an update."""
-
-    # Its communicator is being joined, or its buckets arrive while the old weights serve.
-    PREPARING = "preparing"
-    # Its buckets can be received, or have all arrived.
-    READY = "ready"
-    # The copy plan copies it.
-    COPYING = "copying"
-    # vLLM's loader loads it.
-    LOADING = "loading"
-
-
-class _Update:
-    """One update from `prepare` to its last bucket; `phase` says which parts there are."""
-
-    # Set when the update is READY, COPYING and LOADING.
-    receiver: BucketReceiver
-    copying: Copying
-    loading: LoaderUpdate
-
-    def __init__(self, incoming: Incoming, staging: Staging | None) -> None:
-        """`staging` takes all buckets before they are copied; with None they arrive meanwhile."""
-        self.incoming, self.staging = incoming, staging
-        self.phase = Phase.PREPARING
-
-
 class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # type: ignore[misc]
     """Receives the buckets of a publish; copies them by a plan, or has vLLM load them."""
 
@@ -151,7 +100,9 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
 
     _joining: Joining | None = None
     # The update that was prepared; None before `prepare` and after an error.
-    _update: _Update | None = None
+    _update: Update | None = None
+    # That update while vLLM's loader loads it.
+    _loading: LoaderUpdate | None = None
     # Memory for updates that arrive beside the live weights.
     _staging: Staging | None = None
     # The layout of later updates: its buckets of weights, and its adapters.
@@ -225,7 +176,7 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
         if stages:
             self._staging = self._staging or Staging(self.device)
             self._staging.clear()
-        self._update = _Update(incoming, self._staging if stages else None)
+        self._update = Update(incoming, self._staging if stages else None, self._take, self.device)
 
     def is_ready(self) -> bool:
         """Returns whether an update can be received now. Raises WeightSyncError if it never can."""
@@ -235,17 +186,12 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
         receiver = self._joining.result()
         if receiver is None:
             return False
-        memory = receiver.prepare(update.incoming)
-        if update.staging is not None:
-            if not update.staging.is_begun:
-                update.staging.begin(receiver, update.incoming)
-            if not update.staging.is_done():
-                return False
-            memory = update.staging.buffers
+        memory = update.prepare(receiver)
+        if memory is None:
+            return False
         if self._replay is not None:
             for place, buffer in enumerate(memory[: len(self._weights)]):
                 self._replay.prepare(place, buffer)
-        update.receiver, update.phase = receiver, Phase.READY
         return True
 
     @property
@@ -263,43 +209,35 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
         update = self._update_in(Phase.READY)
         if not self.can_copy:
             raise WeightSyncError("the update has no plan for its copies")
-        update.phase = Phase.COPYING
-        update.copying = Copying(
-            self._take, update.receiver, update.incoming, update.staging, device=self.device
-        )
         with self._leaving_on_errors():
-            update.copying.begin()
+            update.begin()
 
     def copy_weights(self) -> None:
         """Receives an update and copies it by the plan; after an error it must be sent again."""
         update = self._update_in(Phase.READY, Phase.COPYING)
         if update.phase is Phase.READY:
             self.begin_copies()
-        copying = update.copying
         with self._leaving_on_errors():
-            digests = copying.finish()
+            digests = update.finish()
         self._settle()
         self.result = LoadResult(
             digests=[digest.hex() for digest in digests],
             by_plan=True,
             has_plan=self._replay is not None,
-            receive_s=copying.receive_s,
-            load_s=copying.seconds() - copying.receive_s,
+            receive_s=update.receive_s,
+            load_s=update.seconds() - update.receive_s,
             wire_s=update.receiver.take_wire().seconds,
-            began_s=copying.began_s(),
+            began_s=update.began_s(),
         )
-        if update.staging is not None:
-            update.staging.clear()
-            self._update = None
-        else:
-            # The next update may be like this one: it needs no `prepare`.
-            update.phase = Phase.READY
+        # If the next update is like this one, it needs no `prepare`.
+        self._update = update.following()
 
     def start_weight_update(self) -> None:
         """Prepares every layer for its new weights."""
         update = self._update_in(Phase.READY)
         self._is_whole = False
-        update.loading, update.phase = LoaderUpdate(self.model, self.model_config), Phase.LOADING
+        self._loading = LoaderUpdate(self.model, self.model_config)
+        update.phase = Phase.LOADING
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Receives and loads all buckets; after an error the model needs a whole new update."""
@@ -316,7 +254,8 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
         if update_info.abandon:
             raise WeightSyncError("the update was abandoned")
         update = self._update_in(Phase.LOADING)
-        update.loading.receive(
+        assert self._loading is not None
+        self._loading.receive(
             update.receiver,
             update.incoming,
             self._plan,
@@ -326,9 +265,10 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
 
     def finish_weight_update(self) -> None:
         """Finalises the layers; later updates use the plan if it agrees with the result."""
-        loading = self._update_in(Phase.LOADING).loading
+        loading = self._loading
+        assert loading is not None
         # The check holds the memory of all buckets whose copies it has not yet seen in the model.
-        self._update = None
+        self._loading = self._update = None
         loading.finish(on_cpu=self.device.type == "cpu")
         if loading.check is not None:
             assert self._plan is not None
@@ -359,9 +299,9 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
             self._joining.close()
         if self._staging is not None:
             self._staging.clear()
-        self._joining = self._update = None
+        self._joining = self._update = self._loading = None
 
-    def _update_in(self, *phases: Phase) -> _Update:
+    def _update_in(self, *phases: Phase) -> Update:
         """Returns the update, which must be in one of `phases`; else raises WeightSyncError."""
         update = self._update
         if update is None or update.phase not in phases:

@@ -8,13 +8,12 @@ from slipstream.protocol.weights.buckets import TensorSpec, plan_buckets
 from slipstream.protocol.weights.nccl_group import Wire
 from slipstream.rollout_server.vllm.weights.fp8_plan import Fp8Plan
 from slipstream.rollout_server.vllm.weights.weight_receiver import (
-    Phase,
     SlipstreamWeightTransfer,
     UpdateInfo,
-    _Update,
 )
 from slipstream.rollout_server.weights.bucket_receiver import Incoming
 from slipstream.rollout_server.weights.copy_plan import Copy, View
+from slipstream.rollout_server.weights.update_copies import Update
 from vllm.model_executor.model_loader import reload
 
 NUM_ELEMENTS = 8
@@ -45,6 +44,10 @@ class OneBucket:
 
     sent: weakref.ref[torch.Tensor]
 
+    def prepare(self, incoming: Incoming) -> Sequence[torch.Tensor]:
+        """See `BucketReceiver`."""
+        return []
+
     def receive(self, incoming: Incoming) -> Iterator[torch.Tensor]:
         """See `BucketReceiver`."""
         buffer = torch.ones(BUCKETS[0].num_bytes // 2, dtype=torch.bfloat16).view(torch.uint8)
@@ -68,8 +71,9 @@ def test_an_update_that_disproved_the_plan_leaves_no_bucket_in_memory() -> None:
     receiver.model, receiver.model_config = model, None
     receiver.device = torch.device("cpu")
     receiver._weights = tuple(BUCKETS)
-    receiver._update = _Update(Incoming(tuple(BUCKETS), 1.0, own_buffers=True), None)
-    receiver._update.receiver, receiver._update.phase = sender, Phase.READY
+    incoming = Incoming(tuple(BUCKETS), 1.0, own_buffers=True)
+    receiver._update = Update(incoming, None, receiver._take, receiver.device)
+    receiver._update.prepare(sender)
     receiver._plan = Fp8Plan(tuple(BUCKETS), (copies,), {})
     receiver.start_weight_update()
     receiver.receive_weights(UpdateInfo())
