@@ -52,6 +52,10 @@ FLIGHTS = (
 # Package of others -> the only modules of ours that may import it.
 OWNERS = {
     "vllm": ("slipstream.rollout_server.vllm", "slipstream.learner.trainer.layers.engine_kernels"),
+    "slipstream.rollout_server.vllm": (
+        *("slipstream.rollout_server.vllm", "slipstream.rollout_server.__main__"),
+        "slipstream.rollout_server.check",
+    ),
     "megatron": ("slipstream.learner.trainer",),
     "transformer_engine": ("slipstream.learner.trainer",),
     "redis": (
