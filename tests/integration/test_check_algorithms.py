@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from slipstream.client.launch import preflight
+from slipstream.client.launch.findings import LEARNER, Scene
+from slipstream.client.launch.preflight import check_proofs
 from slipstream.core.configuration.config_file import load_config
 from slipstream.core.errors import ConfigError
 from support.fakes import wrong_algorithms
@@ -48,7 +49,7 @@ async def test_functions_are_proved_once_for_a_source(config: Path) -> None:
     (known,) = (config.parent / "cache" / "slipstream" / "proved").iterdir()
     before = known.stat().st_mtime_ns
     said = "the algorithm's own functions are proved"
-    assert await preflight.check_algorithms(load_config(config, overrides)) == said
+    assert await check_proofs(Scene(load_config(config, overrides), LEARNER)) == said
     # Another proof would have written the file again.
     assert known.stat().st_mtime_ns == before
 
@@ -66,11 +67,11 @@ def test_a_loss_that_differs_between_ranks_is_refused_by_check_and_run(config: P
 async def test_a_loss_that_reads_the_rank_is_refused(config: Path) -> None:
     wrong = load_config(config, [f"algorithm.loss='{wrong_algorithms.__name__}:reads_the_rank'"])
     with pytest.raises(ConfigError, match="^a run with tp 2: loss of step 1 differs by "):
-        await preflight.check_algorithms(wrong)
+        await check_proofs(Scene(wrong, LEARNER))
 
 
 async def test_a_run_is_refused_with_the_first_fault(config: Path) -> None:
     name = f"{wrong_algorithms.__name__}:divides_by_length"
     wrong = load_config(config, [f"algorithm.loss={json.dumps(name)}"])
     with pytest.raises(ConfigError, match=f"^loss {name}: layout: padding: loss of token 0 is "):
-        await preflight.check_algorithms(wrong)
+        await check_proofs(Scene(wrong, LEARNER))

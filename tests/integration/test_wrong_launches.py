@@ -20,9 +20,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from slipstream.client.doctor import MeetingServicer
-from slipstream.client.launch import checks, machine
-from slipstream.client.launch.checks import Scene, Stage, require
+from slipstream.client.launch import machine
+from slipstream.client.launch.checks import Stage, require
+from slipstream.client.launch.findings import CONTROLLER, Scene
+from slipstream.client.launch.meeting import MeetingServicer
 from slipstream.client.launch.placement import uses_gpus
 from slipstream.client.launch.preflight import free_port
 from slipstream.client.run_folder import hold_run_folder
@@ -408,8 +409,8 @@ def test_a_full_disk_is_named(site: Site) -> None:
 
 
 def test_shared_memory_that_is_too_small_for_gpus_is_named(site, monkeypatch):
-    scene = Scene(load_config(Path("config.toml")), checks.CONTROLLER)
-    monkeypatch.setattr(checks, "uses_gpus", lambda: True)
+    scene = Scene(load_config(Path("config.toml")), CONTROLLER)
+    monkeypatch.setattr(machine, "uses_gpus", lambda: True)
     with small_disk(site.folder / "shm", "size=64m") as shm:
         monkeypatch.setattr(machine, "SHARED_MEMORY", shm)
         with pytest.raises(ConfigError, match=r"^shared memory: 0\.1 GiB are free in .*: give 1"):

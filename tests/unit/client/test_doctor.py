@@ -13,15 +13,25 @@ from pathlib import Path
 import pytest
 import redis.asyncio
 from make_lock import pins_of
-from slipstream.client import doctor
 from slipstream.client.cli import main
-from slipstream.client.doctor import ask_program, conclusion, table
+from slipstream.client.doctor import conclusion, table
 from slipstream.client.launch import machine, preflight
-from slipstream.client.launch.checks import CHECKS, CONTROLLER, SERVER, Part, Scene, find_all
-from slipstream.client.launch.findings import Finding, Verdict, advice, ok, problem
-from slipstream.client.launch.fit import check_fit
-from slipstream.client.launch.preflight import free_port
-from slipstream.client.launch.queue_server import check_queue
+from slipstream.client.launch.checks import CHECKS
+from slipstream.client.launch.findings import (
+    CONTROLLER,
+    LEARNER,
+    SERVER,
+    Finding,
+    Part,
+    Scene,
+    Verdict,
+    advice,
+    ok,
+    problem,
+)
+from slipstream.client.launch.fit import check_disk
+from slipstream.client.launch.meeting import check_queue
+from slipstream.client.launch.preflight import check_torch, free_port
 from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.gpus import list_gpus
@@ -58,35 +68,40 @@ def config_of(tmp_path: Path, **sections: dict) -> Config:
     return parse_config(values, source="test")
 
 
+def look(config: Config, row: str) -> list[Finding]:
+    """What the doctor says of the settings in one row of its checks."""
+    (check,) = [check for check in CHECKS if check.area == row]
+    return asyncio.run(check.find(Scene(config, leaves_nothing=True)))
+
+
 def found(config: Config, area: str) -> Finding:
-    findings = [*asyncio.run(find_all(Scene(config, leaves_nothing=True))), *check_fit(config, ())]
-    return next(finding for finding in findings if finding.area == area)
+    return next(finding for finding in look(config, area) if finding.area == area)
+
+
+def fit_of(config: Config, area: str) -> Finding:
+    return next(finding for finding in look(config, "placement") if finding.area == area)
 
 
 def seen_of(config: Config, area: str) -> list[str]:
-    findings = asyncio.run(find_all(Scene(config)))
-    return [finding.seen for finding in findings if finding.area == area]
+    return [finding.seen for finding in look(config, area)]
 
 
 def demand(config: Config, area: str, parts: frozenset[Part]) -> None:
     """Makes the checks of this area as a command does that starts these parts."""
     for check in CHECKS:
         if check.area == area and check.needs & parts:
-            asyncio.run(check.run(Scene(config, parts)))
-
-
-async def passed(config: Config) -> list[Finding]:
-    """The findings about what is passed through to vLLM and Megatron."""
-    return [found for found in await find_all(Scene(config)) if found.area.startswith("for ")]
+            asyncio.run(check.found(Scene(config, parts)))
 
 
 def test_findings_survive_their_line_of_json() -> None:
-    finding = problem("disk", 'a "quoted" path', "remove it")
+    finding = problem('a "quoted" path', "remove it", area="disk")
     assert Finding.read(finding.write()) == finding
 
 
 def test_table_shows_the_remedy_below_its_finding() -> None:
-    lines = table([ok("a long area", "one"), problem("disk", "full", "make room")]).splitlines()
+    lines = table(
+        [ok("one", area="a long area"), problem("full", "make room", area="disk")]
+    ).splitlines()
     assert lines[0].split() == ["ok", "a", "long", "area", "one"]
     assert lines[1].split() == ["problem", "disk", "full"]
     assert lines[2].strip() == "-> make room"
@@ -95,38 +110,46 @@ def test_table_shows_the_remedy_below_its_finding() -> None:
 
 def test_conclusion_counts_problems_and_hints() -> None:
     assert "1 problem stands in the way of a run, 2 hints" in conclusion(
-        [problem("a", "", "x"), advice("b", "", "y"), advice("c", "", "z")]
+        [problem("", "x"), advice("", "y"), advice("", "z")]
     )
-    assert "nothing stands in the way" in conclusion([ok("a", "")])
+    assert "nothing stands in the way" in conclusion([ok("")])
 
 
 def test_this_machine_can_run_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Where one core is left to the tests, or little memory by others, the rest is as it must be.
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    findings = [
-        *machine.check_machine(has_gpu=False, least_gib=0),
-        *machine.check_limits(has_gpu=False),
-        machine.check_disk(tmp_path / "not" / "yet"),
-    ]
-    assert {finding.area for finding in findings} == {
-        "python",
-        "processors",
-        "memory",
-        "shared memory",
-        "disk",
-        "open files",
-    }
+    monkeypatch.setattr(machine, "MIN_MEMORY_GIB", 0)
+    config = config_of(tmp_path, run={"dir": str(tmp_path / "not" / "yet")})
+    checks = (
+        *(machine.check_python, machine.check_processors, machine.check_memory),
+        *(machine.check_shared_memory, machine.check_open_files, check_disk),
+    )
+    findings = [check(Scene(config)) for check in checks]
     assert all(finding.verdict is not Verdict.PROBLEM for finding in findings), findings
 
 
-def test_small_shared_memory_is_a_problem_with_a_gpu_and_a_hint_without(tmp_path: Path) -> None:
+def test_small_shared_memory_is_a_problem_with_a_gpu_and_a_hint_without(monkeypatch) -> None:
+    monkeypatch.setattr(machine, "MIN_SHARED_GIB", 1 << 40)
     for has_gpu, verdict in ((True, Verdict.PROBLEM), (False, Verdict.ADVICE)):
-        found = machine._shared_memory(tmp_path, has_gpu=has_gpu, min_gib=1 << 40)
-        assert found.verdict is verdict
+        monkeypatch.setattr(machine, "uses_gpus", lambda has_gpu=has_gpu: has_gpu)
+        assert machine.check_shared_memory(Scene()).verdict is verdict
 
 
-def test_folder_that_cannot_be_written_is_named() -> None:
-    finding = machine.check_disk(Path("/sys/kernel/runs"))
+def test_every_row_has_a_name_of_its_own() -> None:
+    areas = [check.area for check in CHECKS]
+    assert len(set(areas)) == len(areas)
+
+
+def test_rows_of_the_machine_need_no_settings() -> None:
+    """Those that start other programs have tests of their own."""
+    for check in CHECKS:
+        if check.of_machine and check.area not in ("torch", "imports"):
+            for finding in asyncio.run(check.find(Scene())):
+                assert finding.seen
+
+
+def test_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    finding = check_disk(Scene(config_of(tmp_path, run={"dir": "/sys/kernel/runs"})))
     assert finding.verdict is Verdict.PROBLEM
     assert "/sys/kernel cannot be written" in finding.seen
 
@@ -137,7 +160,8 @@ def stack_of(monkeypatch: pytest.MonkeyPatch, on_gpus: bool, **versions: str) ->
         machine, "installed", lambda names: {n: held[n] for n in names if n in held}
     )
     monkeypatch.setattr(machine, "uses_gpus", lambda: on_gpus)
-    (found,) = machine._check_stack()
+    found = machine.check_stack(Scene())
+    assert found is not None
     return found
 
 
@@ -178,8 +202,9 @@ def test_a_client_alone_is_told_which_lock_it_lacks(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(
         machine, "installed", lambda names: {n: held[n] for n in names if n in held}
     )
-    for roles in (tuple(machine.ROLES), ("learner",), ("rollout server",)):
-        (finding,) = machine.check_packages(roles)
+    assert machine.check_stack(Scene()) is None
+    for parts in (frozenset[Part](), LEARNER, SERVER):
+        (finding,) = machine.check_packages(Scene(parts=parts))
         assert finding.verdict is Verdict.PROBLEM
         assert "torch" in finding.seen
         assert "install the lock cpu.txt, gpu.txt or gpu-measured.txt" in finding.remedy
@@ -205,11 +230,10 @@ def test_torchvision_is_a_problem_only_where_it_cannot_be_imported(tmp_path, mon
     module = tmp_path / "torchvision.py"
     module.write_text("")
     assert machine.installed(["torchvision"]) == {"torchvision": "0.28.0"}
-    assert not [*machine.check_companions()]
+    assert not [*machine.check_companions(Scene())]
     module.write_text("raise RuntimeError('operator torchvision::nms does not exist')")
-    (finding,) = machine.check_companions()
+    (finding,) = machine.check_companions(Scene())
     assert finding == problem(
-        "packages",
         "torchvision cannot be imported, so neither can vLLM: "
         "RuntimeError: operator torchvision::nms does not exist",
         "pip uninstall torchvision",
@@ -218,12 +242,12 @@ def test_torchvision_is_a_problem_only_where_it_cannot_be_imported(tmp_path, mon
 
 def test_parameters_are_counted_from_the_headers(tmp_path: Path) -> None:
     # 500,000 parameters in fp32: 4 of weight, 4 of gradient, 8 of moments each.
-    assert "500.0 k parameters: 8.0 MB" in found(config_of(tmp_path), "learner memory").seen
+    assert "500.0 k parameters: 8.0 MB" in fit_of(config_of(tmp_path), "learner memory").seen
 
 
 def test_distributed_optimizer_divides_the_moments(tmp_path: Path) -> None:
     config = config_of(tmp_path, learner={"world_size": 4})
-    assert "5.0 MB" in found(config, "learner memory").seen
+    assert "5.0 MB" in fit_of(config, "learner memory").seen
 
 
 def test_an_engine_that_cannot_start_is_a_problem(tmp_path, monkeypatch):
@@ -243,16 +267,16 @@ def test_an_engine_that_cannot_start_is_a_problem(tmp_path, monkeypatch):
 def test_what_a_rank_does_not_hold_is_not_counted(tmp_path, sections, size):
     assert (
         f"parameters: {size} for each rank"
-        in found(config_of(tmp_path, **sections), "learner memory").seen
+        in fit_of(config_of(tmp_path, **sections), "learner memory").seen
     )
 
 
 @pytest.mark.skipif(bool(list_gpus()), reason="the engine's caches lie on a GPU")
 def test_more_main_memory_than_there_is_is_a_hint(tmp_path: Path) -> None:
-    assert found(config_of(tmp_path), "main memory").verdict is Verdict.OK
+    assert fit_of(config_of(tmp_path), "main memory").verdict is Verdict.OK
     config = config_of(tmp_path)
     sampling = config.sampling.model_copy(update={"max_episode_tokens": 1 << 40})
-    finding = found(config.model_copy(update={"sampling": sampling}), "main memory")
+    finding = fit_of(config.model_copy(update={"sampling": sampling}), "main memory")
     assert finding.verdict is Verdict.ADVICE
     assert re.match(r"about \d{5,}\.\d GiB \(trainer ranks: 1, rollout servers: 1\)", finding.seen)
 
@@ -281,9 +305,9 @@ def test_model_that_does_not_fit_its_ranks_says_the_rule(tmp_path: Path) -> None
         ),
     ],
 )
-async def test_what_is_passed_to_vllm_is_looked_up(tmp_path, changes, verdict, seen):
+def test_what_is_passed_to_vllm_is_looked_up(tmp_path, changes, verdict, seen):
     server = {"engine": {"block_size": 16}} | changes
-    (finding,) = await passed(config_of(tmp_path, rollout_server=server))
+    (finding,) = look(config_of(tmp_path, rollout_server=server), "for vLLM")
     assert finding.verdict is verdict
     assert finding.seen.startswith(seen)
 
@@ -296,26 +320,26 @@ async def test_what_is_passed_to_vllm_is_looked_up(tmp_path, changes, verdict, s
         ("unknown key", Verdict.PROBLEM, "unknown key"),
     ],
 )
-async def test_what_vllm_answers_is_told(tmp_path, monkeypatch, refusal, verdict, seen):
+def test_what_vllm_answers_is_told(tmp_path, monkeypatch, refusal, verdict, seen):
     asked = []
 
-    async def answer(program: str, config: Config, *, told: str) -> None:
+    async def answer(program: str, config: Config, *, late: str) -> None:
         asked.append(config.rollout_server.engine)
         if refusal:
             raise ConfigError(refusal)
 
-    monkeypatch.setattr(preflight, "_check_by", answer)
+    monkeypatch.setattr(preflight, "_require", answer)
     config = config_of(tmp_path, rollout_server={"engine": {"block_size": 16}})
-    (finding,) = await passed(config)
+    (finding,) = look(config, "for vLLM")
     assert (finding.verdict, finding.seen) == (verdict, seen)
     assert asked == [{"block_size": 16}]
 
 
-async def test_megatron_is_not_asked_about_a_model_that_is_not_there(tmp_path: Path) -> None:
+def test_megatron_is_not_asked_about_a_model_that_is_not_there(tmp_path: Path) -> None:
     config = config_of(
         tmp_path, model={"path": tmp_path / "none"}, learner={"ddp": {"overlap_grad_reduce": True}}
     )
-    assert await passed(config) == []
+    assert look(config, "for Megatron") == []
 
 
 def test_port_in_use_is_a_problem(tmp_path: Path) -> None:
@@ -334,11 +358,11 @@ def test_a_metrics_port_in_use_is_a_problem(distance: int, role: str, tmp_path: 
         address = f"127.0.0.1:{port - distance}"
         config = config_of(tmp_path, tracking={"prometheus": address})
         cause = f"tracking.prometheus {address}: the {role} cannot listen on port {port}: Address"
-        (seen,) = seen_of(config, "tracking")
+        (seen,) = seen_of(config, "metrics")
         assert seen.startswith(cause)
         with pytest.raises(ConfigError, match=f"^{cause}"):
-            demand(config, "tracking", CONTROLLER)
-    assert seen_of(config, "tracking") == []
+            demand(config, "metrics", CONTROLLER)
+    assert seen_of(config, "metrics") == []
 
 
 def test_the_token_of_a_role_is_none_of_the_controllers(tmp_path: Path) -> None:
@@ -393,13 +417,13 @@ def queue_of(server: EmbeddedServer, controller: str, rollout_server: str) -> di
 async def test_queue_server_that_is_gone_is_a_problem(tmp_path: Path) -> None:
     async with EmbeddedServer(tmp_path / "queue") as server:
         config = config_of(tmp_path, queue=queue_of(server, "controller", "rollout"))
-        findings = await check_queue(config)
+        findings = await check_queue(Scene(config))
         assert [finding.verdict for finding in findings] == [Verdict.OK] * 2, findings
         assert [
             f"lets user {user} write" in finding.seen
             for user, finding in zip(USERS, findings, strict=True)
         ] == [True, True]
-    gone = await check_queue(config)
+    gone = await check_queue(Scene(config))
     assert [finding.verdict for finding in gone] == [Verdict.PROBLEM] * 2
 
 
@@ -407,12 +431,12 @@ async def test_queue_server_that_is_gone_is_a_problem(tmp_path: Path) -> None:
 async def test_a_right_that_is_missing_is_named(tmp_path: Path) -> None:
     async with EmbeddedServer(tmp_path / "queue", USERS | {"all": "~* &* +@all"}) as server:
         swapped = config_of(tmp_path, queue=queue_of(server, "rollout", "controller"))
-        controller, rollout_server = await check_queue(swapped)
+        controller, rollout_server = await check_queue(Scene(swapped))
         assert controller.verdict is rollout_server.verdict is Verdict.PROBLEM
         assert "user rollout lacks the right to xdel" in controller.seen
         assert "user controller lacks the right to xadd" in rollout_server.seen
         powerful = config_of(tmp_path, queue=queue_of(server, "all", "all"))
-        assert [found.verdict for found in await check_queue(powerful)] == [Verdict.OK] * 2
+        assert [found.verdict for found in await check_queue(Scene(powerful))] == [Verdict.OK] * 2
         # A probe leaves nothing behind.
         async with redis.asyncio.Redis.from_url(server.url("all")) as client:
             assert await client.dbsize() == 0
@@ -423,15 +447,16 @@ async def test_password_of_another_host_is_no_problem(tmp_path: Path) -> None:
     async with EmbeddedServer(tmp_path / "queue") as server:
         config = config_of(tmp_path, queue=queue_of(server, "controller", "rollout"))
         server.password_file("rollout").unlink()
-        controller, rollout_server = await check_queue(config)
+        controller, rollout_server = await check_queue(Scene(config))
     assert controller.verdict is Verdict.OK
     assert rollout_server.verdict is Verdict.ADVICE
     assert "is not here: user rollout was not tried" in rollout_server.seen
 
 
 @pytest.mark.process
-async def test_program_that_fails_is_one_finding() -> None:
-    (finding,) = await ask_program("slipstream.no_such_module")
+async def test_program_that_fails_is_one_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "TORCH_CHECK", "slipstream.no_such_module")
+    (finding,) = await check_torch(Scene())
     assert finding.verdict is Verdict.PROBLEM
     assert "No module named" in finding.seen
 
@@ -442,19 +467,21 @@ async def test_program_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.M
     endless.write_text("#!/bin/sh\nexec sleep 60\n")
     endless.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(endless))
-    (finding,) = await ask_program("anything", limit_s=0.2)
+    monkeypatch.setattr(preflight, "TORCH_LIMIT_S", 0.2)
+    (finding,) = await check_torch(Scene())
     assert "did not end within 0.2 s" in finding.seen
 
 
+@pytest.mark.process
 def test_command_prints_findings_and_fails_on_a_problem(tmp_path, capsys, monkeypatch):
-    async def nothing(module: str) -> list[Finding]:
-        return [problem("gpu", "gone", "look for it")]
-
+    gone = problem("gone", "look for it", area="gpu")
+    (tmp_path / "sees_no_gpu.py").write_text(f"print({gone.write()!r})")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(doctor, "ask_program", nothing)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(preflight, "TORCH_CHECK", "sees_no_gpu")
     assert main(["doctor", "--json"]) == 1
     lines = [Finding.read(line) for line in capsys.readouterr().out.splitlines()]
-    assert problem("gpu", "gone", "look for it") in lines
+    assert gone in lines
 
 
 def test_wrong_file_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -479,6 +506,5 @@ def test_without_a_role_an_environment_that_cannot_be_used_is_a_problem(tmp_path
 
 def test_a_run_that_takes_a_free_port_has_no_problem_with_its_address(tmp_path: Path) -> None:
     config = config_of(tmp_path, controller={"address": "127.0.0.1:0"})
-    findings = asyncio.run(find_all(Scene(config, leaves_nothing=True)))
-    (finding,) = [each for each in findings if each.area == "controller"]
-    assert finding == ok("controller", "127.0.0.1:0 is of this machine and free")
+    (finding,) = look(config, "controller")
+    assert finding == ok("127.0.0.1:0 is of this machine and free", area="controller")

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 from slipstream.client.launch import fit, machine, placement
-from slipstream.client.launch.findings import Finding, Verdict
+from slipstream.client.launch.findings import Finding, Scene, Verdict
 from slipstream.client.launch.fit import Needs, check_fit
 from slipstream.client.launch.machine import check_build, check_gpus
 from slipstream.core.machine.gpus import Gpu
 from slipstream.core.models.model_sizes import ModelSizes
 from slipstream.core.settings.config import Config
+from slipstream.protocol.weights.nccl_group import NCCL_ENVIRONMENT
 from support.fakes.small_configs import small_config
 
 from benchmarks.common.shapes import SHAPES
@@ -55,11 +56,18 @@ class FakeNvml:
 def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
     nvml = FakeNvml()
     monkeypatch.setattr(machine, "Nvml", lambda: nvml)
+    for name in ("CUDA_VISIBLE_DEVICES", *NCCL_ENVIRONMENT):
+        monkeypatch.delenv(name, raising=False)
     return nvml
 
 
 def found(number: int, environ: Mapping[str, str] = {}) -> dict[str, Finding]:
-    return {finding.area: finding for finding in check_gpus(GPUS[:number], environ)}
+    """The findings on a machine with so many GPUs; the first one is the driver's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(machine, "list_gpus", lambda: GPUS[:number])
+        for name, value in environ.items():
+            patch.setenv(name, value)
+        return {finding.area or "driver": finding for finding in check_gpus(Scene())}
 
 
 def test_without_a_driver_nothing_is_said() -> None:
@@ -120,7 +128,11 @@ def test_a_build_for_cpus_is_a_problem_for_settings_of_gpus(sections, wanted, mo
     config = config_of(**sections)
     seen = "none is used: torch 2.13.0+cpu is a build for CPUs"
     here = f"{seen}, and this machine has 2 x NVIDIA H200 with 140 GiB"
-    (without,), (beside,) = check_build((), config), check_build(GPUS[:2], config)
+    both = []
+    for gpus in ((), GPUS[:2]):
+        monkeypatch.setattr(machine, "list_gpus", lambda gpus=gpus: gpus)
+        both.append(check_build(Scene(config)))
+    without, beside = both
     if wanted:
         assert without.verdict is beside.verdict is Verdict.PROBLEM
         assert without.seen == f"{seen}; the configuration is for GPUs: {wanted}"
@@ -131,7 +143,7 @@ def test_a_build_for_cpus_is_a_problem_for_settings_of_gpus(sections, wanted, mo
         assert (beside.verdict, beside.seen) == (Verdict.ADVICE, here)
         assert "docs/guides/gpus.md" in beside.remedy
     monkeypatch.setattr(machine, "uses_gpus", lambda: True)
-    assert not list(check_build(GPUS[:2], config))
+    assert check_build(Scene(config)) is None
 
 
 def fits(config, monkeypatch, gpus, billions):
@@ -142,8 +154,9 @@ def fits(config, monkeypatch, gpus, billions):
     monkeypatch.setattr(fit, "free_memory", lambda: (100 << 30, 100 << 30))
     monkeypatch.setattr(placement, "uses_gpus", lambda: True)
     monkeypatch.setattr(placement, "list_gpus", lambda: GPUS[:gpus])
+    monkeypatch.setattr(fit, "list_gpus", lambda: GPUS[:gpus])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    return {finding.area: finding for finding in check_fit(config, GPUS[:gpus])}
+    return {finding.area or "placement": finding for finding in check_fit(Scene(config))}
 
 
 def test_memory_of_each_gpu_is_compared_with_the_need(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,12 +315,13 @@ def test_a_micro_batch_that_will_not_fit_is_told(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(fit, "_parameters", lambda _: (596_049_920, 0))
     monkeypatch.setattr(placement, "uses_gpus", lambda: True)
     monkeypatch.setattr(placement, "list_gpus", lambda: GPUS[:2])
+    monkeypatch.setattr(fit, "list_gpus", lambda: GPUS[:2])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     def told(tokens: int) -> Finding:
         model = {"path": "model", "dtype": "bfloat16"}
         config = config_of(model=model, learner={"micro_batch_tokens": tokens})
-        return {each.area: each for each in check_fit(config, GPUS[:2])}["GPU memory"]
+        return {each.area: each for each in check_fit(Scene(config))}["GPU memory"]
 
     few, many, most = told(16384), told(131_072), told(2_097_152)
     assert few.verdict is Verdict.OK

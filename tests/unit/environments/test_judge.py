@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from slipstream.client.environment import Reply
+from slipstream.client.launch.findings import Scene
 from slipstream.client.launch.preflight import check_environments
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.sections import EnvironmentSection
@@ -356,13 +357,13 @@ async def test_a_judge_as_the_run_started_needs_adapters_before_anything_starts(
     )
     config = config_of(tmp_path).model_copy(update={"environments": (section,)})
     with pytest.raises(ConfigError) as caught:
-        await check_environments(config)
+        await check_environments(Scene(config))
     assert str(caught.value) == (
         'environment poems: it asks the model as the run started, which needs lora.publish = "'
         "adapters\": set it in the run's configuration, or name a judge with an address of its own"
     )
     adapters = config.lora.model_copy(update={"rank": 4, "publish": "adapters"})
-    await check_environments(config.model_copy(update={"lora": adapters}))
+    await check_environments(Scene(config.model_copy(update={"lora": adapters})))
 
 
 ASKED = [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}]

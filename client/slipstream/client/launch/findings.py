@@ -1,10 +1,50 @@
-"""Defines the findings of checks: the fact that a check saw, and whether that prevents a run."""
+"""Defines what a check gets, the scene of a command, and what it gives: findings."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
 from enum import Enum
+from typing import Literal
+
+from slipstream.client.launch.share import Share
+from slipstream.core.settings.config import Config
+
+# `replay`: trainer ranks without a run around them, for the commands that read a run's folder.
+Part = Literal["controller", "learner", "rollout_server", "replay"]
+WHOLE_RUN: frozenset[Part] = frozenset({"controller", "learner", "rollout_server"})
+ANY: frozenset[Part] = WHOLE_RUN | {"replay"}
+CONTROLLER: frozenset[Part] = frozenset({"controller"})
+LEARNER: frozenset[Part] = frozenset({"learner"})
+SERVER: frozenset[Part] = frozenset({"rollout_server"})
+
+
+@dataclass(frozen=True)
+class Scene:
+    """The settings, and the parts of a run that a command is about to start with them."""
+
+    # None for the doctor without settings.
+    stated: Config | None = None
+    # The parts that start on this machine; empty for the doctor without a role.
+    parts: frozenset[Part] = frozenset()
+    # What of the roles starts here.
+    share: Share = Share()
+    dry_run: bool = False
+    # Whether the checks must make no folder or log, as for the doctor.
+    leaves_nothing: bool = False
+    # Seconds to wait for a controller, or a queue, that others start.
+    connect_timeout_s: float = 0.0
+
+    @property
+    def config(self) -> Config:
+        """The settings; only checks that need none may be made without them."""
+        assert self.stated is not None
+        return self.stated
+
+    @property
+    def has_model(self) -> bool:
+        """Whether the model's folder has a config.json; without it, only the doctor continues."""
+        return (self.config.model.path / "config.json").is_file()
 
 
 class Verdict(Enum):
@@ -21,6 +61,7 @@ class Verdict(Enum):
 class Finding:
     """The result of one check, as the doctor shows it."""
 
+    # If empty, the area of the check's row.
     area: str
     verdict: Verdict
     # The fact that was seen.
@@ -39,16 +80,16 @@ class Finding:
         return json.dumps(asdict(self) | {"verdict": self.verdict.value})
 
 
-def ok(area: str, seen: str) -> Finding:
+def ok(seen: str, *, area: str = "") -> Finding:
     """Returns a finding that asks for no change."""
     return Finding(area, Verdict.OK, seen)
 
 
-def advice(area: str, seen: str, remedy: str) -> Finding:
+def advice(seen: str, remedy: str, *, area: str = "") -> Finding:
     """Returns a finding that does not stop a run; the remedy makes the run faster or safer."""
     return Finding(area, Verdict.ADVICE, seen, remedy)
 
 
-def problem(area: str, seen: str, remedy: str = "") -> Finding:
+def problem(seen: str, remedy: str = "", *, area: str = "") -> Finding:
     """Returns a finding that stops a run; `remedy` is "" if `seen` already says what to change."""
     return Finding(area, Verdict.PROBLEM, seen, remedy)

@@ -5,17 +5,19 @@ from __future__ import annotations
 import math
 import os
 import shutil
+import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
-from slipstream.client.launch.findings import Finding, advice, ok, problem
-from slipstream.client.launch.machine import GIB, check_disk
+from slipstream.client.launch.findings import Finding, Scene, advice, ok, problem
+from slipstream.client.launch.machine import GIB
 from slipstream.client.launch.placement import Placement, fit_here, uses_gpus
 from slipstream.client.launch.share import Share
 from slipstream.core.configuration.roles import role_settings
 from slipstream.core.errors import ConfigError
-from slipstream.core.machine.gpus import Gpu, find_gpu
+from slipstream.core.machine.gpus import find_gpu, list_gpus
 from slipstream.core.machine.memory import free_memory
 from slipstream.core.models.model_files import loaded_tensors, missing_weights
 from slipstream.core.models.model_rules import cpu_cache_bytes, cpu_engine_problems
@@ -30,15 +32,21 @@ _NOT_SET = ("", "0")
 CPU_COMPILER = "g++"
 
 
+def check_engine(scene: Scene) -> str:
+    """Checks that an engine could start on this machine; returns how it would run its model."""
+    server, on_cpu = scene.config.rollout_server, not uses_gpus()
+    if why := compiler_problem(server, os.environ, on_cpu=on_cpu):
+        raise ConfigError(why)
+    if scene.has_model and not scene.dry_run:
+        # A dry run lists such problems after its plan.
+        for lack in processor_problems(scene.config):
+            raise ConfigError(lack)
+    return describe_engine(server, on_cpu=on_cpu)
+
+
 def processor_problems(config: Config) -> tuple[str, ...]:
     """Returns a line for each setting that needs engines on GPUs, or () if engines run on GPUs."""
     return () if uses_gpus() else tuple(cpu_engine_problems(config))
-
-
-def check_variables(config: Config, environ: Mapping[str, str] = os.environ) -> None:
-    """Raises ConfigError when a variable in `environ` prevents a setting of the engine."""
-    if why := compiler_problem(config.rollout_server, environ, on_cpu=not uses_gpus()):
-        raise ConfigError(why)
 
 
 def compiler_problem(
@@ -77,6 +85,8 @@ def describe_engine(server: RolloutServerSection, *, on_cpu: bool) -> str:
     )
 
 
+# Room for settings, logs and the first steps of the journal, and for more.
+LEAST_DISK_BYTES, MIN_DISK_GIB = 64 << 20, 5
 # GiB that libraries take without a model: in a trainer rank, and in all processes of an engine.
 RANK_GIB, ENGINE_GIB = 0.6, 1.5
 # Bytes of optimizer state for a parameter: two moments, and the fp32 master of a 16-bit weight.
@@ -117,46 +127,39 @@ class Kept:
     logits: float
 
 
-def check_fit(config: Config, gpus: Sequence[Gpu], share: Share | None = None) -> Iterator[Finding]:
-    """Yields findings on placement, transport and memory of a share of the roles on this machine.
+def check_fit(scene: Scene) -> Iterator[Finding]:
+    """Yields findings on placement, transport and memory of what starts on this machine.
 
-    Without `share`, the share of `slipstream run` is checked, and GPUs that do not fit yield only
-    advice.
+    Where the scene has no parts, that is all that `slipstream run` starts, and GPUs that do not fit
+    yield only advice.
     """
-    needs = needs_of(config)
+    config, needs, ranks = scene.config, needs_of(scene.config), scene.config.learner.world_size
+    whole = Share(range(config.learner.ranks_per_node or ranks), config.rollout_server.count)
+    share = scene.share if scene.parts else whole
     if needs is not None:
         others = " and ".join(["activations", *role_settings(config)])
-        yield ok(
-            "learner memory",
-            f"{short(needs.parameters)} parameters: {short(needs.rank_bytes)}B for each rank, "
-            f"without {others}",
-        )
-    ranks = config.learner.ranks_per_node or config.learner.world_size
-    whole = Share(range(ranks), config.rollout_server.count)
+        of_rank = f"{short(needs.rank_bytes)}B for each rank, without {others}"
+        yield ok(f"{short(needs.parameters)} parameters: {of_rank}", area="learner memory")
     try:
-        config, placement, transport = fit_here(config, share or whole)
+        config, placement, transport = fit_here(config, share)
     except ConfigError as error:
-        if share is not None:
-            yield problem("placement", str(error), "ask the scheduler for what the role needs")
-            return
-        yield advice(
-            "placement",
-            f"`slipstream run` does not fit here: {error}",
-            "nothing, if learner and rollout servers have machines of their own",
-        )
+        if scene.parts:
+            yield problem(str(error), "ask the scheduler for what the role needs")
+        else:
+            remedy = "nothing, if learner and rollout servers have machines of their own"
+            yield advice(f"`slipstream run` does not fit here: {error}", remedy)
         return
-    yield ok("placement", "; ".join(placement.describe((share or whole).ranks)))
+    yield ok("; ".join(placement.describe(share.ranks)))
     if transport:
-        yield ok("transport", f"weights travel by {transport}")
+        yield ok(f"weights travel by {transport}", area="transport")
     if needs is None:
         return
-    ranks = len((share or whole).ranks)
     if placement.learner:
-        yield from _memory(config, placement, needs, gpus)
+        yield from _memory(config, placement, needs)
         if config.checkpoint.every_steps:
-            yield _checkpoint_memory(config, ranks, needs)
+            yield _checkpoint_memory(config, len(share.ranks), needs)
     elif not placement.servers:
-        yield _main_memory(config, share or whole, needs)
+        yield _main_memory(config, share, needs)
 
 
 def needs_of(config: Config) -> Needs | None:
@@ -174,8 +177,8 @@ def needs_of(config: Config) -> Needs | None:
     if not parameters:
         return None
     learner, parallel = config.learner, config.learner.parallel
-    is_half = config.model.dtype != "float32"
-    weight_bytes = 2 if is_half else 4
+    weight_bytes = _weight_bytes(config)
+    is_half = weight_bytes == 2
     state = MOMENT_BYTES + (MASTER_BYTES if is_half else 0)
     # The distributed optimizer's own float32 weights are saved next to the model's.
     saved = MOMENT_BYTES + (MASTER_BYTES if is_half or learner.use_distributed_optimizer else 0)
@@ -227,17 +230,38 @@ def estimate_kept(config: Config, sizes: ModelSizes) -> Kept | None:
     return Kept(tokens * layers, tokens * recomputed, tokens * logits)
 
 
-def disk_for(config: Config) -> Finding:
-    """Returns the finding on the disk's room for the run's checkpoints and its final export."""
-    needs = needs_of(config)
-    if needs is None:
-        return check_disk(config.run.dir)
-    model = needs.parameters * (2 if config.model.dtype != "float32" else 4)
-    once = needs.saved_bytes if config.checkpoint.every_steps else 0.0
-    final = model * config.learner.export_final
-    # A new checkpoint is complete before an old one is removed.
-    usual = (config.checkpoint.keep_last + 1) * once + final
-    return check_disk(config.run.dir, least_bytes=max(once, final), usual_bytes=usual)
+def check_disk(scene: Scene) -> Finding:
+    """Checks the room for the run's checkpoints and its final export, in `run.dir`."""
+    config, usual, least = scene.stated, 0.0, float(LEAST_DISK_BYTES)
+    run_dir = Path("runs") if config is None else config.run.dir
+    place = run_dir.absolute()
+    while not place.exists():
+        place = place.parent
+    try:
+        # Permissions do not show root that a mount is read-only.
+        with tempfile.TemporaryFile(dir=place):
+            pass
+    except OSError:
+        seen = f"run.dir is {run_dir}, and {place} cannot be written"
+        return problem(seen, "set run.dir to a folder of yours")
+    free = shutil.disk_usage(place).free
+    seen = f"{free / GIB:.2f} GiB are free for {run_dir}"
+    if config is not None and (needs := needs_of(config)) is not None:
+        final = needs.parameters * _weight_bytes(config) * config.learner.export_final
+        once = needs.saved_bytes if config.checkpoint.every_steps else 0.0
+        # A new checkpoint is complete before an old one is removed.
+        usual, least = (config.checkpoint.keep_last + 1) * once + final, max(least, once, final)
+    if usual:
+        seen += f"; checkpoints take {usual / GIB:.2f} GiB"
+    if free < least:
+        return problem(seen, "make room, or set run.dir to a folder on another disk")
+    if free < max(usual, MIN_DISK_GIB * GIB):
+        return advice(seen, "checkpoints and the journal grow: set run.dir elsewhere")
+    return ok(seen)
+
+
+def _weight_bytes(config: Config) -> int:
+    return 4 if config.model.dtype == "float32" else 2
 
 
 def expert_split(parallel: ParallelSection) -> int:
@@ -246,26 +270,24 @@ def expert_split(parallel: ParallelSection) -> int:
 
 
 def _main_memory(config: Config, share: Share, needs: Needs) -> Finding:
-    """Returns advice if too little main memory is free for a run on CPUs, else an ok finding."""
-    server = config.rollout_server
-    worker_bytes = cpu_cache_bytes(config) + needs.worker_bytes
-    engine = server.tensor_parallel_size * worker_bytes / GIB
+    workers, area = config.rollout_server.tensor_parallel_size, "main memory"
+    engine = workers * (cpu_cache_bytes(config) + needs.worker_bytes) / GIB
     ranks, servers = len(share.ranks), share.servers
     needed = ranks * (needs.rank_bytes / GIB + RANK_GIB) + servers * (engine + ENGINE_GIB)
     free = free_memory()[0] / GIB
     seen = f"about {needed:.1f} GiB (trainer ranks: {ranks}, rollout servers: {servers})"
-    if needed > free:
-        return advice(
-            "main memory",
-            f"{seen}, {free:.1f} GiB are free",
-            "lower sampling.max_episode_tokens, rollout_server.count or learner.world_size, or "
-            "take a smaller model",
-        )
-    return ok("main memory", seen)
+    if needed <= free:
+        return ok(seen, area=area)
+    return advice(
+        f"{seen}, {free:.1f} GiB are free",
+        "lower sampling.max_episode_tokens, rollout_server.count or learner.world_size, or take a "
+        "smaller model",
+        area=area,
+    )
 
 
 def _checkpoint_memory(config: Config, ranks: int, needs: Needs) -> Finding:
-    """Returns a problem if main memory has no room for a checkpoint's copy, else an ok finding.
+    """Compares the copy of a checkpoint in the main memory of the fullest node with what is free.
 
     Only the first of the ranks that hold the same parameters copies them into main memory.
     """
@@ -278,32 +300,25 @@ def _checkpoint_memory(config: Config, ranks: int, needs: Needs) -> Finding:
     ):
         for rank in (stage + first for stage in stages for first in range(split)):
             on_node[rank // ranks] += int(saved / (len(stages) * split))
-    needed = max(on_node.values()) / GIB
-    free = free_memory()[0] / GIB
+    needed, free, area = max(on_node.values()) / GIB, free_memory()[0] / GIB, "checkpoint memory"
     seen = f"{needed:.1f} GiB of main memory for the copy of a checkpoint, {free:.1f} GiB are free"
     if roles := role_settings(config):
         seen += f", without {' and '.join(roles)}"
-    if needed > free:
-        return problem(
-            "checkpoint memory",
-            seen,
-            "spread the learner over more nodes, or set checkpoint.every_steps to 0 and keep the "
-            "model of the end",
-        )
-    return ok("checkpoint memory", seen)
+    remedy = "spread the learner over more nodes, or set checkpoint.every_steps to 0 and keep the "
+    remedy += "model of the end"
+    return problem(seen, remedy, area=area) if needed > free else ok(seen, area=area)
 
 
-def _memory(
-    config: Config, placement: Placement, needs: Needs, gpus: Sequence[Gpu]
-) -> Iterator[Finding]:
+def _memory(config: Config, placement: Placement, needs: Needs) -> Iterator[Finding]:
+    gpus = list_gpus()
     own = [find_gpu(name, gpus) for name in placement.learner]
+    known = [gpu.memory_bytes for gpu in own if gpu is not None]
+    if not known:
+        return
     share = config.rollout_server.gpu_memory_utilization
     # Engines that sleep leave their memory to the step.
     sleeps = config.controller.turns == "sleep"
     sharing = 0 if sleeps else max(placement.shared.values(), default=0)
-    known = [gpu.memory_bytes for gpu in own if gpu is not None]
-    if not known:
-        return
     room = min(known) * min(1 - sharing * share, config.learner.gpu_memory_fraction or 1.0)
     seen = f"{needs.rank_bytes / GIB:.1f} of {room / GIB:.1f} GiB for a trainer rank"
     more = ACTIVATION_SHARE * room
@@ -316,33 +331,25 @@ def _memory(
             more = needs.kept.recomputed + logits
             seen += f", of which recomputed layers leave {more / GIB:.1f} GiB or more"
     if needs.rank_bytes > room:
-        remedy = (
-            "raise learner.parallel.tp, pp or, for experts, ep, or learner.world_size, or set "
-            "learner.offload.optimizer"
-        )
+        remedy = "raise learner.parallel.tp, pp or, for experts, ep, or learner.world_size, or set "
+        remedy += "learner.offload.optimizer"
         if sharing:
             remedy += ", lower rollout_server.gpu_memory_utilization, or let engines give their "
             remedy += 'memory back in each step by controller.turns = "sleep"'
-        yield problem("GPU memory", seen, remedy)
+        yield problem(seen, remedy, area="GPU memory")
     elif needs.rank_bytes + more > room:
-        yield advice(
-            "GPU memory",
-            f"{seen}: too little is left for activations",
-            "lower learner.micro_batch_tokens",
-        )
+        seen += ": too little is left for activations"
+        yield advice(seen, "lower learner.micro_batch_tokens", area="GPU memory")
     else:
-        yield ok("GPU memory", seen)
-    engine = min(known) * share
+        yield ok(seen, area="GPU memory")
+    engine, area = min(known) * share, "engine memory"
     seen = f"{needs.worker_bytes / GIB:.1f} of {engine / GIB:.1f} GiB for an engine's weights"
-    if needs.worker_bytes > WEIGHT_SHARE * engine:
-        yield problem(
-            "engine memory",
-            seen,
-            "raise rollout_server.tensor_parallel_size or gpu_memory_utilization: the KV cache "
-            "has what is left",
-        )
-    else:
-        yield ok("engine memory", seen)
+    remedy = (
+        "raise rollout_server.tensor_parallel_size or gpu_memory_utilization: the KV cache has "
+    )
+    remedy += "what is left"
+    too_much = needs.worker_bytes > WEIGHT_SHARE * engine
+    yield problem(seen, remedy, area=area) if too_much else ok(seen, area=area)
 
 
 def short(number: float) -> str:

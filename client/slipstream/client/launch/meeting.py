@@ -1,0 +1,270 @@
+"""Compares this host with those that it will meet: the controller, the learner's nodes, the queue.
+
+Waits for: a controller and a queue that others start, the learner's other nodes. Unblocked by:
+their answers, or the scene's time limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import socket
+import time
+from collections.abc import Iterator
+
+import grpc
+import grpc.aio
+from slipstream.client.launch.findings import Finding, Scene, advice, ok, problem
+from slipstream.client.launch.preflight import told_when_slow
+from slipstream.client.launch.share import learner_nodes
+from slipstream.core.errors import ConfigError, QueueError
+from slipstream.core.settings.config import Config
+from slipstream.core.settings.sections import QueueEnd
+from slipstream.protocol.access.security import (
+    Credentials,
+    bind,
+    call_metadata,
+    create_server,
+    open_channel,
+    redis_url_of,
+)
+from slipstream.protocol.queue.redis_connection import ROLES, RedisConnection, check_settings
+from slipstream.protocol.setup import Answer, describe_setup, differences, holds_mark
+from slipstream.v1 import status_pb2, status_pb2_grpc
+
+RETRY_S = 0.2
+# Status codes after which the controller may still come.
+AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+# Parts of gRPC's texts about a refused certificate, which a retry would not change.
+UNTRUSTED = ("CERTIFICATE_VERIFY_FAILED", "Hostname Verification Check failed")
+# Seconds in which a file of another host must appear: network file systems cache for a while that
+# there was none.
+SHOW_LIMIT_S = 5.0
+GOODBYE_S = 5.0
+QUEUE_LIMIT_S = 3.0
+GRACE_S = 1.0
+LINES = "docs/security.md has the ACL SETUSER line"
+
+# The checks report the warnings that the connection would log.
+logging.getLogger("slipstream.protocol.queue.redis_connection").addHandler(logging.NullHandler())
+
+
+async def check_setup(scene: Scene) -> str | None:
+    """Waits for a controller that another command starts; compares its setup with this host's.
+
+    Trainer ranks must share the run's folder if checkpoints are saved. The first node's doctor
+    waits until this host's doctor reports the end of the comparison.
+    """
+    if not scene.parts or "controller" in scene.parts:
+        return None
+    config, limit_s, of_ranks = scene.config, scene.connect_timeout_s, "learner" in scene.parts
+    who = f"learner node {scene.share.node_rank}" if of_ranks else "rollout server"
+    asker = f"{who} on {socket.gethostname()}"
+    address, credentials = config.controller.address, Credentials.load(config.security)
+    with told_when_slow(f"waiting for the controller at {address}, for up to {limit_s:g} s"):
+        answer = await ask_controller(address, credentials, limit_s, asker=asker)
+    try:
+        for difference in differences(answer, config, of_ranks=of_ranks):
+            raise ConfigError(difference)
+        if of_ranks and config.checkpoint.every_steps:
+            await _check_shared(config, answer.setup)
+    finally:
+        if scene.leaves_nothing:
+            request = status_pb2.GetSetupRequest(asker=asker, has_compared=True)
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                async with open_channel(address, credentials) as channel:
+                    await status_pb2_grpc.StatusServiceStub(channel).GetSetup(
+                        request, timeout=GOODBYE_S, metadata=call_metadata(credentials)
+                    )
+    # The largest difference that the times of the call allow.
+    apart_s = max(abs(t - answer.setup.unix_time_s) for t in (answer.asked_s, answer.answered_s))
+    same = "same versions and settings"
+    return f"{address} answers: {same}, clocks differ by {apart_s:.2f} s at most"
+
+
+async def _check_shared(config: Config, setup: status_pb2.Setup) -> None:
+    deadline_s = time.monotonic() + SHOW_LIMIT_S
+    while not holds_mark(config, setup):
+        if time.monotonic() > deadline_s:
+            raise ConfigError(
+                f"run.dir must be a folder that all nodes of the learner share, but here "
+                f"{config.run.dir / setup.mark} is not that of run {setup.run_id}: mount it, or "
+                "save no checkpoints (checkpoint.every_steps = 0)"
+            )
+        await asyncio.sleep(RETRY_S)
+
+
+async def running_id(scene: Scene) -> str:
+    """Returns the id of the run whose controller answers at `controller.address`.
+
+    Raises ConfigError if no controller answers in time, or if `run.id` is another run's.
+    """
+    config = scene.config
+    credentials = Credentials.load(config.security)
+    answer = await ask_controller(
+        config.controller.address, credentials, scene.connect_timeout_s, run_id=config.run.id
+    )
+    return answer.setup.run_id
+
+
+async def ask_controller(
+    address: str,
+    credentials: Credentials,
+    limit_s: float,
+    *,
+    asker: str = "",
+    run_id: str | None = None,
+) -> Answer:
+    """Asks the controller for its setup until it answers.
+
+    Raises ConfigError if the controller refuses, as that of another run than `run_id` does, or does
+    not answer within `limit_s` seconds. `asker` names this host to the controller.
+    """
+    cause = ""
+    async with open_channel(address, credentials) as channel:
+        stub = status_pb2_grpc.StatusServiceStub(channel)
+        deadline_s = time.monotonic() + limit_s
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            asked_s = time.time()
+            try:
+                setup = await stub.GetSetup(
+                    status_pb2.GetSetupRequest(asker=asker),
+                    timeout=left_s,
+                    metadata=call_metadata(credentials, run_id),
+                )
+            except grpc.aio.AioRpcError as error:
+                cause = " ".join((error.details() or error.code().name).split())
+                if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                    cause = "what answers is no controller of this version"
+                if error.code() not in AWAY or any(map(cause.__contains__, UNTRUSTED)):
+                    raise ConfigError(f"the controller at {address}: {cause}") from None
+            else:
+                return Answer(setup, asked_s, time.time())
+            await asyncio.sleep(min(RETRY_S, left_s))
+    raise ConfigError(
+        f"no controller answers at {address} within {limit_s:g} s: {cause}; start the learner, and "
+        "let no firewall stand between"
+    )
+
+
+class MeetingServicer(status_pb2_grpc.StatusServiceServicer):
+    """Serves this node's setup to the other nodes, and records the nodes that have compared it."""
+
+    def __init__(self, setup: status_pb2.Setup, others: int) -> None:
+        """Takes this node's setup, and the number of other nodes, which all ask for the setup."""
+        self._setup, self._others = setup, others
+        self.askers: set[str] = set()
+        self.all_asked = asyncio.Event()
+
+    async def GetSetup(  # noqa: N802
+        self, request: status_pb2.GetSetupRequest, context: object
+    ) -> status_pb2.Setup:
+        """Returns the setup with the current time; records a caller that has compared setups."""
+        if request.has_compared:
+            self.askers.add(request.asker)
+            if len(self.askers) >= self._others:
+                self.all_asked.set()
+        setup = status_pb2.Setup(unix_time_s=time.time())
+        setup.MergeFrom(self._setup)
+        return setup
+
+
+async def check_nodes(scene: Scene) -> Finding | None:
+    """Serves this node's setup until all other nodes have compared their setups with it."""
+    config, limit_s = scene.config, scene.connect_timeout_s
+    nodes, _ = learner_nodes(config)
+    if not scene.share.has_controller or nodes == 1:
+        return None
+    credentials = Credentials.load(config.security)
+    server = create_server(credentials)
+    with _marked_folder(config) as (run_id, mark):
+        setup = describe_setup(config, run_id=run_id, mark=mark)
+        servicer = MeetingServicer(setup, nodes - 1)
+        status_pb2_grpc.add_StatusServiceServicer_to_server(servicer, server)
+        bind(server, config.controller.address, credentials)
+        await server.start()
+        try:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(servicer.all_asked.wait(), limit_s)
+        finally:
+            await server.stop(GRACE_S)
+    came = ", ".join(sorted(servicer.askers)) or "none"
+    if servicer.all_asked.is_set():
+        return ok(f"all {nodes} are here: this one, {came}")
+    return problem(
+        f"{len(servicer.askers)} of {nodes - 1} other nodes asked within {limit_s:g} s: {came}",
+        "start this command on all nodes of the learner at once, and see what the others say",
+    )
+
+
+@contextlib.contextmanager
+def _marked_folder(config: Config) -> Iterator[tuple[str, str]]:
+    """Keeps a file in run.dir during the block; yields its content, a new run id, and its name."""
+    run_id = f"{config.run.name}-{secrets.token_hex(4)}"
+    path = config.run.dir / f".{run_id}"
+    made = [folder for folder in (config.run.dir, *config.run.dir.parents) if not folder.exists()]
+    try:
+        config.run.dir.mkdir(parents=True, exist_ok=True)
+        path.write_text(run_id)
+        yield run_id, path.name
+    except OSError as error:
+        raise ConfigError(
+            f"run.dir: cannot write into {config.run.dir}: {error.strerror}"
+        ) from error
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+            for folder in made:
+                folder.rmdir()
+
+
+async def check_queue(scene: Scene) -> list[Finding]:
+    """Checks that the user's own Redis or Valkey lets the ends that start here write to it.
+
+    The doctor without a role tries both ends, and whether the server keeps its data.
+    """
+    config, patience_s = scene.config, scene.connect_timeout_s
+    if config.queue.kind != "redis" or config.queue.redis_url is None:
+        return []
+    if not scene.parts:
+        return [await _try_end(config, end) for end in ROLES]
+    ends = [end for end in ROLES if end in scene.parts]
+    return [ok(await ask_queue(config, end, patience_s=patience_s)) for end in ends]
+
+
+async def ask_queue(config: Config, end: QueueEnd, *, patience_s: float) -> str:
+    """Checks that the user of `end` may write to the queue; returns a line that names the user.
+
+    Raises ConfigError if that user may not write, or if no server answers within `patience_s`.
+    """
+    url = redis_url_of(config.queue, end)
+    connection = RedisConnection(url, "probe", reconnect_timeout_s=patience_s)
+    try:
+        async with contextlib.aclosing(connection.client):
+            await connection.probe(ROLES[end].probe)
+    except QueueError as error:
+        raise ConfigError(f"{error}; check queue.redis_url too") from None
+    return f"redis at {connection.name} lets user {connection.user} write"
+
+
+async def _try_end(config: Config, end: QueueEnd) -> Finding:
+    who, own = end.replace("_", " "), config.queue.user_of(end)
+    area = f"queue, {who}"
+    if own is not None and not own.password_file.exists():
+        # A host has only the passwords of its own role.
+        seen = f"{own.password_file} is not here: user {own.user} was not tried"
+        return advice(seen, f"nothing, unless a {who} starts here", area=area)
+    try:
+        async with asyncio.timeout(QUEUE_LIMIT_S):
+            seen = await ask_queue(config, end, patience_s=0.0)
+            if end == "controller":
+                connection = RedisConnection(redis_url_of(config.queue, end), "probe")
+                async with contextlib.aclosing(connection.client):
+                    await check_settings(connection)
+    except TimeoutError:
+        return problem(f"redis does not answer within {QUEUE_LIMIT_S:g} s", LINES, area=area)
+    except (QueueError, ConfigError) as error:
+        return problem(str(error), LINES, area=area)
+    return ok(seen, area=area)
