@@ -49,7 +49,6 @@ def _reply_limit(limit: object) -> int:
 
 
 def _expected(answer: object) -> str:
-    """Returns an expected answer, cut to the bytes that a message may hold."""
     if not isinstance(answer, str):
         raise environment_failed(f"expected_answer must be a text, got {_show(answer)}")
     return answer.encode(errors="replace")[:MAX_ANSWER_BYTES].decode(errors="ignore")

@@ -335,7 +335,6 @@ def _set_program(parser: argparse.ArgumentParser, reference: str, *, whole: bool
 
 
 def _call(reference: str, whole: bool, arguments: argparse.Namespace) -> Any:  # noqa: ANN401
-    """Imports a function and calls it; returns an exit code, or what gives it when awaited."""
     module, _, name = reference.partition(":")
     function = getattr(importlib.import_module(module), name)
     if whole:

@@ -333,7 +333,6 @@ class Client:
         return None
 
     async def _wait_for_controller(self, limit_s: float) -> None:
-        """Waits until the controller answers; raises ConfigError after `limit_s`."""
         loop = asyncio.get_running_loop()
         began_s, is_told = loop.time(), False
         while True:

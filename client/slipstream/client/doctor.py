@@ -51,7 +51,6 @@ async def run_doctor(arguments: argparse.Namespace) -> int:
 
 
 def _scene_of_instance(arguments: argparse.Namespace) -> Scene:
-    """Returns the scene of one instance of a role, with the settings of its command."""
     overrides, is_learner = arguments.overrides, arguments.role == LEARNER
     if is_learner:
         overrides = [*learner_overrides(arguments.master), *overrides]

@@ -192,7 +192,6 @@ class EpisodeHost:
         return episode
 
     def _work(self, episode: _Episode, run: asyncio.Task[object], is_busy: bool) -> None:
-        """Tells the tracker that an agent's code starts (`is_busy`) or stops running."""
         if self._tracker is None:
             return
         if is_busy:
@@ -326,7 +325,6 @@ async def _result(value: Answer | Awaitable[Answer]) -> Answer:
 
 
 def _copy(environment: AnyEnvironment, seed: int) -> AnyEnvironment:
-    """Returns the copy of `environment` on which one episode runs."""
     try:
         copied = copy.copy(environment)
         copied.seed, copied.truncated = seed, False

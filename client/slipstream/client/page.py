@@ -132,7 +132,6 @@ def _settings(folder: Path) -> dict[str, JsonValue]:
 
 
 def _run(name: str, folder: Path) -> dict[str, object]:
-    """Returns all that the page shows of one run but its settings."""
     summary, suspended = _table(folder / SUMMARY), _table(folder / SUSPENDED)
     ended = {"state": summary.get("state"), "cause": summary.get("cause")}
     curves, replies = _curves(folder), _replies(folder)
@@ -163,7 +162,6 @@ def differences(settings: Sequence[Mapping[str, JsonValue]]) -> Iterator[tuple[s
 
 
 def _tables(setting: str) -> list[str]:
-    """Returns the names of the tables in which a setting is, the outermost first."""
     return [setting[: dot.start()] for dot in re.finditer(r"\.", setting)]
 
 
@@ -186,7 +184,6 @@ def _curves(folder: Path) -> dict[str, list[tuple[float, float]]]:
 
 
 def _numbers(row: Mapping[str, Any]) -> Iterator[tuple[float, str, float]]:
-    """Yields (step, metric, value) of a row; a value has five digits."""
     # Without tokens of lag 0 there is no gap, which is not a gap of 0.
     gapless = row.get("logprob_gap_tokens") == 0
     step = row.get("step", row.get("evaluation_step"))

@@ -249,7 +249,6 @@ def _training_lines(entries: Sequence[EnvironmentStatus]) -> list[str]:
 
 
 def _evaluation_lines(entries: Sequence[EnvironmentStatus]) -> list[str]:
-    """Returns a table of the newest round of each evaluation, with a column for each pass@k."""
     found = {e.name: e.newest_round.numbers if e.newest_round else {} for e in entries}
     rates = {name for numbers in found.values() for name in numbers if name.startswith(_RATE)}
     columns = sorted(rates, key=lambda name: int(name.removeprefix(_RATE)))

@@ -429,20 +429,17 @@ def _changes(before: Config, now: Config) -> Iterator[str]:
 
 
 def _stored_models(config: Config) -> dict[str, bool]:
-    """Returns whether checkpoints hold a critic and a refreshed reference, each by its setting."""
     reference = config.reference
     is_refreshed = reference is not None and reference.refresh_every_steps > 0
     return {"critic": config.critic is not None, "reference.refresh_every_steps": is_refreshed}
 
 
 def _adapters(config: Config) -> dict[str, str | None]:
-    """Returns the adapter of each environment and evaluation, by the name in its section."""
     trained = {section.name: section.adapter for section in config.environments}
     return trained | {section.name: section.adapter for section in config.evaluations}
 
 
 def _top_k(config: Config) -> int | None:
-    """Returns the reference server's `top_k`, or None if the run has no such server."""
     reference = config.reference
     return reference.top_k if reference is not None and reference.server else None
 

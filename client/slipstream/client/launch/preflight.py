@@ -98,7 +98,7 @@ async def check_megatron(scene: Scene) -> str | None:
     if not passes or importlib.util.find_spec("megatron") is None or not scene.has_model:
         return None
     tables = "learner.ddp, optimizer and transformer"
-    await _require(MEGATRON_CHECK, config, late=f"Megatron did not check {tables}")
+    _accept(await _ask(MEGATRON_CHECK, config, late=f"Megatron did not check {tables}"))
     return "Megatron takes what is passed through to it"
 
 
@@ -107,7 +107,7 @@ async def check_functions(scene: Scene) -> str | None:
     algorithms, late = scene.config.algorithms, "own functions of the algorithm did not answer"
     if not algorithms.has_own:
         return None
-    await _require(FUNCTIONS_CHECK, scene.config, late=late)
+    _accept(await _ask(FUNCTIONS_CHECK, scene.config, late=late))
     names = {name for each in algorithms.distinct for name in each.own_functions.values()}
     return f"own functions can be called: {', '.join(sorted(names))}"
 
@@ -116,7 +116,7 @@ async def check_proofs(scene: Scene) -> str | None:
     """Tests the user's own algorithm functions for a minute, unless they are unchanged since."""
     if not scene.parts or not scene.config.algorithms.has_own:
         return None
-    _accepted(await prove_algorithms(scene.config, "--cached"))
+    _accept(await prove_algorithms(scene.config, "--cached"))
     return "the algorithm's own functions are proved"
 
 
@@ -126,7 +126,7 @@ async def prove_algorithms(config: Config, *options: str) -> Ended:
     environ = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     late = "the functions were not proved"
     with told_when_slow("the proof of the algorithm's functions takes a minute"):
-        return await _answer(
+        return await _ask(
             ALGORITHMS_CHECK, config, *options, late=late, limit_s=PROOF_LIMIT_S, environ=environ
         )
 
@@ -141,7 +141,7 @@ async def check_vllm(scene: Scene) -> str | None:
     names = [*server.engine, *filter(None, (server.tool_parser, server.reasoning_parser))]
     if not names or importlib.util.find_spec("vllm") is None:
         return None
-    await _require(ENGINE_CHECK, scene.config, late="vLLM did not check rollout_server")
+    _accept(await _ask(ENGINE_CHECK, scene.config, late="vLLM did not check rollout_server"))
     return f"vLLM has what is passed through to it: {', '.join(names)}"
 
 
@@ -152,7 +152,7 @@ async def check_reference(scene: Scene) -> None:
     """
     reference = scene.config.reference
     if scene.parts and reference is not None and reference.server is not None:
-        await _require(REFERENCE_CHECK, scene.config, late="reference.server did not answer")
+        _accept(await _ask(REFERENCE_CHECK, scene.config, late="reference.server did not answer"))
 
 
 async def check_torch(_: Scene) -> Sequence[Finding]:
@@ -168,17 +168,7 @@ async def check_torch(_: Scene) -> Sequence[Finding]:
     return [Finding.read(line) for line in ended.output.splitlines()]
 
 
-async def _require(program: str, config: Config, *, late: str) -> None:
-    _pass_on(_accepted(await _answer(program, config, late=late)).lines, "")
-
-
-def _accepted(checked: Ended) -> Ended:
-    if checked.code:
-        raise ConfigError((checked.lines or ("it says nothing",))[-1].removeprefix("slipstream: "))
-    return checked
-
-
-async def _answer(
+async def _ask(
     program: str,
     config: Config,
     *options: str,
@@ -195,6 +185,13 @@ async def _answer(
         # The settings may be right, so a scheduler may start the command again.
         raise RunFailed(f"{late}: {signal.Signals(-checked.code).name} ended the check")
     return checked
+
+
+def _accept(checked: Ended) -> None:
+    """Raises ConfigError with a check's last line if it found a fault; passes its warnings on."""
+    if checked.code:
+        raise ConfigError((checked.lines or ("it says nothing",))[-1].removeprefix("slipstream: "))
+    _pass_on(checked.lines, "")
 
 
 def _pass_on(lines: Sequence[str], source: str) -> None:

@@ -315,12 +315,10 @@ class RunProcesses:
 
     @property
     def _signalled(self) -> int:
-        """The exit code after a signal, 128 plus its number, or 0 if no signal came."""
         has_come = self._stopping.done() and not self._stopping.cancelled()
         return 128 + self._stopping.result() if has_come else 0
 
     def _tell_running(self) -> list[Child]:
-        """Shows the names of the processes that still run, except the controller; returns them."""
         trainers = self._trainers.children if self._trainers is not None else []
         children = (*self._children, *trainers)
         running = [child for child in children if child.name != "controller" and child.is_running]
@@ -486,7 +484,6 @@ class RunProcesses:
         await controller.stop(HURRIED_GRACE_S)
 
     async def _show_events(self, controller: Child) -> None:
-        """Shows the events of a controller until it has ended."""
         show = asyncio.ensure_future(self._watch_events(controller))
         try:
             await controller.process.wait()

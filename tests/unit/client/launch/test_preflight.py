@@ -8,7 +8,6 @@ import re
 import socket
 import ssl
 import subprocess
-import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -16,16 +15,16 @@ from pathlib import Path
 import grpc
 import pytest
 import tomli_w
-from slipstream.client.launch import preflight
+from slipstream.client.launch import machine, preflight
 from slipstream.client.launch.checks import (
     Stage,
+    check_controller,
     check_interfaces,
-    check_stated_port,
     require,
 )
-from slipstream.client.launch.findings import CONTROLLER, LEARNER, SERVER, WHOLE_RUN, Scene
+from slipstream.client.launch.findings import CONTROLLER, LEARNER, SERVER, WHOLE_RUN, Scene, Verdict
 from slipstream.client.launch.launcher import run_all, run_learner
-from slipstream.client.launch.machine import check_installed
+from slipstream.client.launch.machine import check_packages
 from slipstream.client.launch.meeting import ask_controller, ask_queue
 from slipstream.client.launch.preflight import (
     check_environments,
@@ -104,8 +103,11 @@ async def test_parts_that_are_started_apart_need_the_controllers_port(part: str)
     config = small_config(controller={"address": "127.0.0.1:0"})
     line = "controller.address must name a port where .* separately, .* got 127.0.0.1:0"
     with pytest.raises(ConfigError, match=line):
-        check_stated_port(Scene(config, frozenset({part})))
-    check_stated_port(Scene(config, WHOLE_RUN))
+        check_controller(Scene(config, frozenset({part})))
+    said = "127.0.0.1:0 is of this machine and free"
+    assert check_controller(Scene(config, WHOLE_RUN)) == said
+    stated = small_config(controller={"address": "127.0.0.1:7070"})
+    assert check_controller(Scene(stated, frozenset({part}))) is None
 
 
 @pytest.fixture(scope="module")
@@ -245,12 +247,16 @@ async def test_services_that_are_started_separately_need_addresses_that_all_know
 
 
 def test_a_package_that_is_missing_is_named_with_what_needs_it(monkeypatch):
-    check_installed("torch", "megatron.core")
-    # Python finds no module where None stands for it.
-    monkeypatch.setitem(sys.modules, "megatron.core", None)
-    message = "the learner needs the package megatron.core, which is not installed"
+    scene = Scene(small_config(), LEARNER)
+    (found,) = check_packages(scene)
+    assert (found.area, found.verdict) == ("learner", Verdict.OK)
+    has_all = machine.installed
+    monkeypatch.setattr(
+        machine, "installed", lambda names: {} if "megatron-core" in names else has_all(names)
+    )
+    message = "the learner needs the package megatron-core, which is not installed"
     with pytest.raises(ConfigError, match=f"^{message}: install the lock cpu.txt, gpu.txt or "):
-        check_installed("torch", "megatron.core")
+        check_packages(scene)
 
 
 @pytest.mark.parametrize(("node_rank", "is_refused"), [(0, True), (1, False)])
