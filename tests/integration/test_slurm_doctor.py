@@ -70,5 +70,5 @@ def test_the_doctor_finds_nothing_wrong_with_two_nodes(cluster: SlurmCluster) ->
     assert first["nodes"]["seen"] == "all 2 are here: this one, learner node 1 on n2"
     assert first["security"]["seen"] == second["security"]["seen"] == "TLS and token"
     assert second["network"]["seen"] == "eth0 leads to learner.master n1:29500"
-    assert second["controller"]["verdict"] == "ok"
-    assert "n1:7070 answers: same versions and settings" in second["controller"]["seen"]
+    assert second["setup"]["verdict"] == "ok"
+    assert "n1:7070 answers: same versions and settings" in second["setup"]["seen"]
