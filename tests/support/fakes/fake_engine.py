@@ -38,6 +38,8 @@ class FakeEngine:
     num_experts = 4
     # Whether the model as the run started can sample too.
     keeps_start = False
+    # What vLLM's application for agents would need.
+    parts = None
 
     def __init__(self) -> None:
         self.version: PolicyVersion | None = None
