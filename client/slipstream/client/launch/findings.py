@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from enum import Enum
+from enum import StrEnum
 from typing import Literal
 
 from slipstream.client.launch.share import Share
@@ -52,7 +52,7 @@ class Scene:
         return self.config.queue.kind == "redis" and self.config.queue.redis_url is None
 
 
-class Verdict(Enum):
+class Verdict(StrEnum):
     """The verdict of a check: fine, advice, or a problem that prevents a run."""
 
     OK = "ok"
@@ -78,11 +78,11 @@ class Finding:
     def read(cls, line: str) -> Finding:
         """Returns the finding in a line that `write` made; raises ValueError if it is not JSON."""
         values = json.loads(line)
-        return cls(values["area"], Verdict(values["verdict"]), values["seen"], values["remedy"])
+        return cls(**values | {"verdict": Verdict(values["verdict"])})
 
     def write(self) -> str:
         """Returns the finding as one line of JSON."""
-        return json.dumps(asdict(self) | {"verdict": self.verdict.value})
+        return json.dumps(asdict(self))
 
 
 def ok(seen: str, *, area: str = "") -> Finding:

@@ -1,7 +1,8 @@
 """Implements the commands that start a whole run on this machine, or one part of a run.
 
 With `--dry-run` a command starts nothing: it prints the resolved settings, the trainer's parallel
-groups, and whatever this machine lacks.
+groups, and whatever this machine lacks. A command returns its exit code, after the end of what it
+started, or raises ConfigError or RunFailed with the cause.
 """
 
 from __future__ import annotations
@@ -79,10 +80,7 @@ _HERE = 'learner.master="127.0.0.1:0"'
 
 
 async def run_all(path: Path | None, overrides: Sequence[str], *, dry_run: bool) -> int:
-    """Runs `slipstream run`: controller, trainer ranks and rollout servers on this machine.
-
-    Returns the exit code after the end of the run.
-    """
+    """Runs `slipstream run`: controller, trainer ranks and rollout servers on this machine."""
     raise_open_files()
     config = load_config(path, overrides, hub="small" if dry_run else "whole")
     share = Share(range(config.learner.world_size), config.rollout_server.count)
@@ -90,10 +88,7 @@ async def run_all(path: Path | None, overrides: Sequence[str], *, dry_run: bool)
 
 
 async def run_quickstart(overrides: Sequence[str]) -> int:
-    """Runs `slipstream quickstart`: makes a tiny model if it is missing, then starts a run with it.
-
-    Returns the exit code of the run. Raises RunFailed if the model cannot be made.
-    """
+    """Runs `slipstream quickstart`: makes a tiny model if it is missing, then trains it."""
     require_packages("learner", "rollout server")
     path = Path(__file__).parents[1] / "quickstart.toml"
     model = load_config(path, overrides).model.path
@@ -117,10 +112,7 @@ async def run_learner(
     connect_timeout_s: float | None = None,
     dry_run: bool,
 ) -> int:
-    """Runs `slipstream learner`: the trainer ranks of this node, and the controller on node 0.
-
-    Returns the exit code after the end of the run.
-    """
+    """Runs `slipstream learner`: the trainer ranks of this node, on node 0 the controller too."""
     raise_open_files()
     overrides = [*learner_overrides(master), *overrides]
     config = load_config(path, overrides, hub="small" if dry_run else "whole", apart=True)
@@ -187,8 +179,8 @@ async def run_rollout_server(
 ) -> int:
     """Runs `slipstream rollout-server`: one server, which joins a running controller.
 
-    Returns 0 when the server has left the run in order. Raises ConfigError if the server refuses
-    its settings, and RunFailed if it fails otherwise.
+    It returns when the server has left the run in order. Raises ConfigError if the server refuses
+    its settings.
     """
     raise_open_files()
     if controller is not None:
@@ -238,8 +230,7 @@ async def run_check(
 ) -> int:
     """Runs `slipstream check`: tests the algorithms' functions on the CPU, or one environment.
 
-    `path` is the settings' file, or MODULE:CLASS, for which the last arguments are. Returns the
-    exit code. Raises RunFailed if the test breaks off before it names a fault.
+    `path` is the settings' file, or MODULE:CLASS, for which the last arguments are.
     """
     options = {"--args": args, "--python": python, "--timeout-s": timeout_s}
     stated = [str(word) for pair in options.items() if pair[1] is not None for word in pair]
@@ -268,8 +259,7 @@ async def run_replay(folder: Path, overrides: Sequence[str], *, step: int | None
     """Runs `slipstream replay`: trainer ranks train the journaled batches again.
 
     The ranks end after `step` unless it is None. `overrides` set paths that differ on this machine.
-    Returns 0 if every step's digest equals the recorded digest, else 1; raises ConfigError or
-    RunFailed if a rank fails.
+    Returns 0 if every step's digest equals the recorded digest, else 1.
     """
     path = settings_of(folder)
     overrides = [_HERE, *overrides]
@@ -309,8 +299,7 @@ async def run_replay(folder: Path, overrides: Sequence[str], *, step: int | None
 async def run_set_aside(folder: Path, step: int, groups: Sequence[str]) -> int:
     """Runs `slipstream set-aside`: makes a resumed run leave out the batch at which it failed.
 
-    If `groups` is not empty, only these groups of the batch of `step` are left out. Returns 0;
-    raises ConfigError or RunFailed if it fails.
+    If `groups` is not empty, only these groups of the batch of `step` are left out.
     """
     settings_of(folder)
     refusal = f"{folder} is written by a run that goes on; end it first"
@@ -327,11 +316,7 @@ async def run_set_aside(folder: Path, step: int, groups: Sequence[str]) -> int:
 
 
 async def run_export(folder: Path, step: int | None, out: Path | None) -> int:
-    """Runs `slipstream export`: one trainer rank turns a checkpoint into a Hugging Face folder.
-
-    If `step` is None, the newest checkpoint is exported; if `out` is None, to hf-STEP among the
-    checkpoints. Returns 0; raises ConfigError or RunFailed if the export fails.
-    """
+    """Runs `slipstream export`: one trainer rank writes a checkpoint as a Hugging Face folder."""
     path = settings_of(folder)
     config = load_config(path)
     await require(Scene(config, frozenset({"replay"})), Stage.SETTINGS)
