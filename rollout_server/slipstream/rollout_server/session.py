@@ -91,13 +91,13 @@ class Session:
         """Runs its tasks in `group`; the engine must be paused and have no open request."""
         self._welcome, self._outbox, self._services = welcome, outbox, services
         self._engine = services.of_episodes.model.engine
-        self._ledger = EpochCounters(self._engine.requests.use())
+        self._counters = EpochCounters(self._engine.requests.use())
         self._epoch = f"{identity.server_epoch:x}"
         self.dispatcher = Dispatcher(
             group,
             identity,
             services.of_episodes,
-            self._ledger,
+            self._counters,
             services.sender,
             max_episodes=services.config.rollout_server.max_episodes,
             closed=lambda report: outbox.put_nowait(fleet_pb2.ServerMessage(lease=report)),
@@ -201,7 +201,7 @@ class Session:
 
     def _report(self) -> fleet_pb2.ServerReport:
         sender = self._services.sender
-        return self._ledger.report(
+        return self._counters.report(
             self._engine.requests.use(),
             sent=sender.taken.get(self._epoch, Amount()),
             queued_bytes=sender.queued_bytes,

@@ -42,7 +42,7 @@ async def serve_agent(play: Play, session: StreamSession, opening: Opening) -> S
         play.task.key,
         dataclasses.replace(lease.sampling, max_reply_tokens=int(most), max_turns=turns),
         as_messages=api.as_messages,
-        sampled=play.ledger.sampled,
+        sampled=play.counters.sampled,
         template_values=values,
     )
     recorder.on_reply = play.trace_call

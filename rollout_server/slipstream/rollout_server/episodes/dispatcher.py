@@ -58,7 +58,7 @@ class Dispatcher:
         group: asyncio.TaskGroup,
         identity: Identity,
         services: EpisodeServices,
-        ledger: EpochCounters,
+        counters: EpochCounters,
         sender: TrajectorySender,
         *,
         max_episodes: int,
@@ -67,7 +67,7 @@ class Dispatcher:
         """Runs its tasks in `group`; calls `closed` with the report on each lease that is over."""
         self._tasks = group
         self._identity, self._services = identity, services
-        self._ledger, self._sender = ledger, sender
+        self._counters, self._sender = counters, sender
         self._slots = asyncio.Semaphore(max_episodes)
         self._closed = closed
         self._groups: dict[GroupId, _Group] = {}
@@ -178,17 +178,17 @@ class Dispatcher:
 
     async def _run_episode(self, group: _Group, member: int, attempt: int) -> Trajectory | None:
         """Runs one attempt; returns None if a cancel or a drain came before the attempt began."""
-        self._ledger.waiting_episodes += 1
+        self._counters.waiting_episodes += 1
         try:
             await self._slots.acquire()
         finally:
-            self._ledger.waiting_episodes -= 1
+            self._counters.waiting_episodes -= 1
         try:
             if group.cancelled.is_set() or self._draining:
                 return None
             group.next_attempt = max(group.next_attempt, attempt + 1)
             task = EpisodeTask(self._identity, group.lease, member, attempt)
-            episode = Episode(task, self._services, self._ledger)
+            episode = Episode(task, self._services, self._counters)
             group.episodes.add(episode)
             begun_s = time.time()
             try:
@@ -204,7 +204,7 @@ class Dispatcher:
         """Puts a trajectory into the queue; returns the status under which it was delivered."""
         begun_s, name = time.time(), trajectory.trajectory_id
         tokens = trajectory.num_sampled_tokens
-        self._ledger.delivering[name] = tokens
+        self._counters.delivering[name] = tokens
         if self._verdict is not None and not await asyncio.shield(self._verdict):
             trajectory = dataclasses.replace(
                 trajectory,
@@ -222,6 +222,6 @@ class Dispatcher:
             except TrajectoryQueueFull as error:
                 log.warning("trajectories wait for the controller: %s", error)
             else:
-                del self._ledger.delivering[name]
+                del self._counters.delivering[name]
                 self._services.traces.delivery(trajectory, begin_s=begun_s)
                 return trajectory.status

@@ -28,30 +28,32 @@ log = logging.getLogger(__name__)
 class Episode:
     """One attempt of a group's member; `run` may be called once, and `cancel` ends it early."""
 
-    def __init__(self, task: EpisodeTask, services: EpisodeServices, ledger: EpochCounters) -> None:
-        self._task, self._services, self._ledger = task, services, ledger
-        self._play = Play(task, services, ledger)
+    def __init__(
+        self, task: EpisodeTask, services: EpisodeServices, counters: EpochCounters
+    ) -> None:
+        self._task, self._services, self._counters = task, services, counters
+        self._play = Play(task, services, counters)
 
     async def run(self) -> Trajectory:
         """Runs the episode to its end; returns the trajectory, with the cause of a failure.
 
         Raises only EngineDied and ConfigError, which end the server.
         """
-        self._ledger.open_episodes += 1
+        self._counters.open_episodes += 1
         status, failure = Status.FAILED, None
         try:
             status = await self._played()
         except Cancelled:
             status = Status.CANCELLED
         except (EngineDied, ConfigError):
-            self._ledger.is_broken_off = True
+            self._counters.is_broken_off = True
             raise
         except Exception as error:  # noqa: BLE001 - logged, and told as the episode's failure
             failure = _failure(error)
         except BaseException:
-            self._ledger.is_broken_off = True
+            self._counters.is_broken_off = True
             raise
-        self._ledger.ended(self._play.recording.num_sampled)
+        self._counters.ended(self._play.recording.num_sampled)
         try:
             return self._trajectory(status, failure)
         except Exception as error:  # noqa: BLE001 - as above; the ledger shows the lost tokens

@@ -57,9 +57,11 @@ class Cancelled(Exception):  # noqa: N818 - no error
 class Play:
     """One episode under way: what is recorded of it, and all that it may wait for."""
 
-    def __init__(self, task: EpisodeTask, services: EpisodeServices, ledger: EpochCounters) -> None:
+    def __init__(
+        self, task: EpisodeTask, services: EpisodeServices, counters: EpochCounters
+    ) -> None:
         self.task, self.lease, self.model = task, task.lease, services.model
-        self.recording, self.ledger = Recording(), ledger
+        self.recording, self.counters = Recording(), counters
         self._requests, self._traces = services.model.engine.requests, services.traces
         self._is_cancelled = False
         # The call to the environment that is being awaited.
@@ -106,7 +108,7 @@ class Play:
             self._generating = False
             recording.generation_s += time.monotonic() - started_s
         recording.add_reply(generation)
-        self.ledger.sampled(len(generation.token_ids))
+        self.counters.sampled(len(generation.token_ids))
         self.trace_call(begun_s, len(generation.token_ids))
         if self._is_cancelled:
             raise Cancelled
@@ -131,7 +133,7 @@ class Play:
             finish_reason,
         )
         self.recording.add_reply(generation)
-        self.ledger.given(len(tokens))
+        self.counters.given(len(tokens))
         return generation
 
     def trace_call(self, begin_s: float, num_tokens: int) -> None:

@@ -67,22 +67,22 @@ def use(generated: int, returned: int, open_requests: int) -> EngineUse:
 
 
 def test_tokens_inside_the_engine_are_in_flight() -> None:
-    ledger = EpochCounters(use(100, 100, 0))
-    ledger.open_episodes += 1
-    ledger.sampled(4)
-    report = ledger.report(use(107, 104, 1), sent=NOTHING, queued_bytes=0)
+    counters = EpochCounters(use(100, 100, 0))
+    counters.open_episodes += 1
+    counters.sampled(4)
+    report = counters.report(use(107, 104, 1), sent=NOTHING, queued_bytes=0)
     assert (report.generated_tokens, report.in_flight_tokens, report.ended_tokens) == (7, 7, 0)
-    ledger.sampled(3)
-    ledger.ended(7)
-    report = ledger.report(use(107, 107, 0), sent=NOTHING, queued_bytes=0)
+    counters.sampled(3)
+    counters.ended(7)
+    report = counters.report(use(107, 107, 0), sent=NOTHING, queued_bytes=0)
     assert (report.generated_tokens, report.in_flight_tokens, report.ended_tokens) == (7, 0, 7)
 
 
 def test_a_token_that_went_astray_shows_when_the_engine_is_quiet() -> None:
-    ledger = EpochCounters(use(0, 0, 0))
-    ledger.open_episodes += 1
-    ledger.ended(0)
-    report = ledger.report(use(3, 2, 0), sent=NOTHING, queued_bytes=0)
+    counters = EpochCounters(use(0, 0, 0))
+    counters.open_episodes += 1
+    counters.ended(0)
+    report = counters.report(use(3, 2, 0), sent=NOTHING, queued_bytes=0)
     assert report.generated_tokens - report.in_flight_tokens - report.ended_tokens == 3
 
 
@@ -94,8 +94,8 @@ def test_drafts_count_from_the_start_of_the_epoch() -> None:
 
 
 def test_tokens_of_judges_are_generated_and_belong_to_no_episode() -> None:
-    ledger = EpochCounters(dataclasses.replace(use(100, 100, 0), judged_tokens=10))
+    counters = EpochCounters(dataclasses.replace(use(100, 100, 0), judged_tokens=10))
     now = dataclasses.replace(use(150, 130, 1), judged_tokens=25)
-    report = ledger.report(now, sent=NOTHING, queued_bytes=0)
+    report = counters.report(now, sent=NOTHING, queued_bytes=0)
     assert (report.generated_tokens, report.judged_tokens) == (50, 15)
     assert (report.in_flight_tokens, report.ended_tokens) == (20, 0)
