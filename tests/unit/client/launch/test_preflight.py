@@ -289,23 +289,6 @@ async def test_only_the_controllers_node_needs_the_password_of_the_queue(
 
 
 @pytest.mark.process
-async def test_the_learner_tries_its_own_certificate_before_anything_starts(tmp_path, authority):
-    security = {"tls_certificate": "late.pem", "tls_key": "server.key", "tls_ca": "ca.pem"}
-    path = two_nodes(
-        tmp_path,
-        security={name: str(authority / file) for name, file in security.items()},
-        controller={"address": f"127.0.0.1:{free_port('127.0.0.1')}"},
-        learner={
-            "world_size": 2,
-            "ranks_per_node": 1,
-            "master": f"127.0.0.1:{free_port('127.0.0.1')}",
-        },
-    )
-    with pytest.raises(ConfigError, match="certificate has expired"):
-        await run_learner(path, [], node_rank=0, master=None, dry_run=True)
-
-
-@pytest.mark.process
 @pytest.mark.parametrize(
     ("certificate", "cause"),
     [
