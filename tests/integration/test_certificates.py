@@ -14,7 +14,7 @@ from slipstream.core.settings.config import QueueSection
 from slipstream.core.types import TrajectoryId
 from slipstream.protocol.access.security import redis_url_of
 from slipstream.protocol.queue.redis import RedisSender
-from slipstream.protocol.queue.redis_connection import DEFAULT_USER, ROLES
+from slipstream.protocol.queue.redis_connection import DEFAULT_USER, USERS
 from slipstream.protocol.queue.redis_receiver import RedisReceiver
 from support.rigs.compose_file import DEPLOY
 from support.rigs.waiting import LIMIT_S
@@ -140,10 +140,10 @@ async def test_each_role_may_do_what_its_end_of_the_queue_does(secrets: Path, va
 def test_the_access_list_has_the_rights_that_the_code_knows(secrets: Path) -> None:
     lines = (secrets / "redis.acl").read_text().splitlines()
     assert lines[0] == DEFAULT_USER
-    for line, role in zip(lines[1:], ROLES.values(), strict=True):
-        password = (secrets / f"redis_{role.user}_password").read_text().strip()
+    for line, user in zip(lines[1:], USERS.values(), strict=True):
+        password = (secrets / f"redis_{user.name}_password").read_text().strip()
         digest = hashlib.sha256(password.encode()).hexdigest()
-        assert line == f"user {role.user} on #{digest} {role.rules}"
+        assert line == f"user {user.name} on #{digest} {user.rules}"
 
 
 @pytest.mark.parametrize("role", ["controller", "rollout"])

@@ -36,7 +36,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.machine.gpus import list_gpus
 from slipstream.core.settings.config import Config
 from slipstream.protocol.access.tokens import role_token
-from slipstream.protocol.queue.embedded import USERS, EmbeddedServer
+from slipstream.protocol.queue.embedded import RIGHTS, EmbeddedServer
 from support.fakes.model_folders import write_loadable_files
 
 
@@ -420,7 +420,7 @@ async def test_queue_server_that_is_gone_is_a_problem(tmp_path: Path) -> None:
         assert [finding.verdict for finding in findings] == [Verdict.OK] * 2, findings
         assert [
             f"lets user {user} write" in finding.seen
-            for user, finding in zip(USERS, findings, strict=True)
+            for user, finding in zip(RIGHTS, findings, strict=True)
         ] == [True, True]
     gone = await check_queue(Scene(config))
     assert [finding.verdict for finding in gone] == [Verdict.PROBLEM] * 2
@@ -428,7 +428,7 @@ async def test_queue_server_that_is_gone_is_a_problem(tmp_path: Path) -> None:
 
 @pytest.mark.process
 async def test_a_right_that_is_missing_is_named(tmp_path: Path) -> None:
-    async with EmbeddedServer(tmp_path / "queue", USERS | {"all": "~* &* +@all"}) as server:
+    async with EmbeddedServer(tmp_path / "queue", RIGHTS | {"all": "~* &* +@all"}) as server:
         swapped = config_of(tmp_path, queue=queue_of(server, "rollout", "controller"))
         controller, rollout_server = await check_queue(Scene(swapped))
         assert controller.verdict is rollout_server.verdict is Verdict.PROBLEM

@@ -12,7 +12,7 @@ import pytest
 import redis.asyncio
 from slipstream.core.errors import QueueError
 from slipstream.core.types import TrajectoryId
-from slipstream.protocol.queue.embedded import USERS
+from slipstream.protocol.queue.embedded import RIGHTS
 from slipstream.protocol.queue.redis import EmbeddedServer, RedisReceiver
 from slipstream.protocol.queue.redis_connection import DELIVERY
 from slipstream.protocol.queue.seal import opener, seal, server_key
@@ -30,7 +30,7 @@ ADMINISTRATOR = {"administrator": "~* &* +@all"}
 
 @pytest.fixture
 async def server(tmp_path: Path) -> AsyncIterator[EmbeddedServer]:
-    async with EmbeddedServer(tmp_path / "valkey", USERS | ADMINISTRATOR) as server:
+    async with EmbeddedServer(tmp_path / "valkey", RIGHTS | ADMINISTRATOR) as server:
         yield server
 
 

@@ -14,7 +14,7 @@ import pytest
 import redis.asyncio
 from slipstream.core.errors import ConfigError, QueueError, TrajectoryQueueFull
 from slipstream.core.types import TrajectoryId
-from slipstream.protocol.queue.embedded import USERS
+from slipstream.protocol.queue.embedded import RIGHTS
 from slipstream.protocol.queue.redis import EmbeddedServer, RedisReceiver, RedisSender
 from slipstream.protocol.queue.redis_connection import RedisConnection
 from support.rigs.waiting import LIMIT_S, until
@@ -28,7 +28,7 @@ STREAM, BYTES = "slipstream:run:trajectories", "slipstream:run:bytes"
 @pytest.fixture
 async def server(tmp_path: Path) -> AsyncIterator[EmbeddedServer]:
     """A server with an administrator, on which a controller has opened the run's queue."""
-    async with EmbeddedServer(tmp_path / "valkey", USERS | ADMINISTRATOR) as server:
+    async with EmbeddedServer(tmp_path / "valkey", RIGHTS | ADMINISTRATOR) as server:
         async with RedisReceiver(server.url(), "run"):
             pass
         yield server
@@ -338,20 +338,20 @@ async def test_a_url_of_another_kind_is_refused() -> None:
 async def test_the_embedded_server_needs_a_password_and_keeps_it(tmp_path: Path) -> None:
     folder = tmp_path / "valkey"
     async with EmbeddedServer(folder) as server:
-        urls = [server.url(user) for user in USERS]
+        urls = [server.url(user) for user in RIGHTS]
         async with redis.asyncio.Redis.from_url(server.address, protocol=2) as client:
             with pytest.raises(redis.exceptions.ConnectionError, match="Authentication required"):
                 await client.ping()
         assert (folder / "valkey.sock").stat().st_mode & 0o777 == 0o700
         for file in ("valkey.controller.password", "valkey.rollout.password", "valkey.acl"):
             assert (folder / file).stat().st_mode & 0o777 == 0o600
-        passwords = {server.password_file(user).read_text() for user in USERS}
+        passwords = {server.password_file(user).read_text() for user in RIGHTS}
         assert len(passwords) == 2
         assert all(len(password) == 64 for password in passwords)
         for file in ("valkey.acl", "valkey.conf", "valkey.log"):
             assert not any(password in (folder / file).read_text() for password in passwords)
     async with EmbeddedServer(folder) as server:
-        assert [server.url(user) for user in USERS] == urls
+        assert [server.url(user) for user in RIGHTS] == urls
 
 
 async def test_the_embedded_server_takes_a_short_socket_path_for_a_deep_folder(tmp_path):

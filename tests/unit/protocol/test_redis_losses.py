@@ -14,9 +14,9 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from slipstream.core.errors import ConfigError, QueueError
 from slipstream.core.types import TrajectoryId
 from slipstream.protocol.queue.base import Amount
-from slipstream.protocol.queue.embedded import USERS, EmbeddedServer
+from slipstream.protocol.queue.embedded import RIGHTS, EmbeddedServer
 from slipstream.protocol.queue.redis import RedisReceiver, RedisSender
-from slipstream.protocol.queue.redis_connection import DEFAULT_USER, DELIVERY, ROLES
+from slipstream.protocol.queue.redis_connection import DEFAULT_USER, DELIVERY, USERS
 from slipstream.protocol.queue.redis_receiver import CONSUMER, GROUP
 from slipstream.v1 import trajectory_pb2
 from support.rigs.waiting import LIMIT_S, until
@@ -33,7 +33,7 @@ needs_redis_server = pytest.mark.skipif(
 
 @pytest.fixture
 async def server(tmp_path: Path) -> AsyncIterator[EmbeddedServer]:
-    users = USERS | {"administrator": "~* &* +@all"}
+    users = RIGHTS | {"administrator": "~* &* +@all"}
     async with EmbeddedServer(tmp_path / "valkey", users) as server:
         yield server
 
@@ -327,7 +327,7 @@ async def test_an_entry_out_of_the_bounds_of_grpc_is_removed_with_its_cause(
 async def redis_server(folder: Path) -> AsyncIterator[Callable[[str], str]]:
     """Debian's Redis with the documented rights; its address for a user."""
     socket = folder / "r.sock"
-    users = [f"user {role.user} on >secret {role.rules}" for role in ROLES.values()]
+    users = [f"user {user.name} on >secret {user.rules}" for user in USERS.values()]
     lines = [DEFAULT_USER, *users]
     (folder / "users.acl").write_text("".join(f"{line}\n" for line in lines))
     command = [REDIS_SERVER, "--port", "0", "--unixsocket", str(socket), "--dir", str(folder)]

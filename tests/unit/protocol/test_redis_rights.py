@@ -10,12 +10,12 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.types import TrajectoryId
 from slipstream.protocol.queue.embedded import EmbeddedServer
 from slipstream.protocol.queue.redis import RedisSender
-from slipstream.protocol.queue.redis_connection import ROLES, QueueRole
+from slipstream.protocol.queue.redis_connection import USERS, QueueUser
 from slipstream.protocol.queue.redis_receiver import RedisReceiver
 from support.rigs.waiting import LIMIT_S
 
 PAGE = Path(__file__).parents[3] / "docs" / "security.md"
-NAMES = sorted(ROLES)
+NAMES = sorted(USERS)
 
 
 def arguments_of(rules: str) -> list[str]:
@@ -23,12 +23,12 @@ def arguments_of(rules: str) -> list[str]:
     return re.findall(r"\([^)]*\)|\S+", rules)
 
 
-@pytest.mark.parametrize("role", ROLES.values(), ids=NAMES)
-def test_the_documented_line_gives_the_rights_of_the_role(role: QueueRole) -> None:
-    (line,) = re.findall(rf"^redis-cli (ACL SETUSER {role.user} .*)$", PAGE.read_text(), re.M)
+@pytest.mark.parametrize("user", USERS.values(), ids=NAMES)
+def test_the_documented_line_gives_the_rights_of_the_user(user: QueueUser) -> None:
+    (line,) = re.findall(rf"^redis-cli (ACL SETUSER {user.name} .*)$", PAGE.read_text(), re.M)
     assert shlex.split(line) == [
-        *("ACL", "SETUSER", role.user, "on", ">PASSWORD"),
-        *arguments_of(role.rules),
+        *("ACL", "SETUSER", user.name, "on", ">PASSWORD"),
+        *arguments_of(user.rules),
     ]
 
 
@@ -42,8 +42,8 @@ def test_the_documented_line_gives_the_rights_of_the_role(role: QueueRole) -> No
     ],
 )
 async def test_a_user_who_lacks_a_right_has_one_line_with_its_name(end, right, tmp_path):
-    less = re.sub(rf"\+{re.escape(right)} ", "", ROLES[end].rules)
-    rules = {role.user: role.rules for role in ROLES.values()} | {ROLES[end].user: less}
+    less = re.sub(rf"\+{re.escape(right)} ", "", USERS[end].rules)
+    rules = {user.name: user.rules for user in USERS.values()} | {USERS[end].name: less}
     async with EmbeddedServer(tmp_path / "valkey", rules) as server, asyncio.timeout(LIMIT_S):
         with pytest.raises((ConfigError, BaseExceptionGroup)) as caught:
             async with (
@@ -56,6 +56,6 @@ async def test_a_user_who_lacks_a_right_has_one_line_with_its_name(end, right, t
     while isinstance(cause, BaseExceptionGroup):
         cause = cause.exceptions[0]
     assert isinstance(cause, ConfigError)
-    lacks = f"user {ROLES[end].user} lacks the right to {right.partition('|')[0]}"
+    lacks = f"user {USERS[end].name} lacks the right to {right.partition('|')[0]}"
     assert lacks in str(cause)
     assert str(cause).endswith("docs/security.md has the lines that give all rights")

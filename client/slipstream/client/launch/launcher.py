@@ -67,7 +67,7 @@ from slipstream.core.settings.config import Config
 from slipstream.core.settings.rank_layout import RankLayout
 from slipstream.protocol.access.security import Credentials, without_password
 from slipstream.protocol.queue.embedded import EmbeddedServer
-from slipstream.protocol.queue.redis_connection import ROLES
+from slipstream.protocol.queue.redis_connection import USERS
 
 REPLAY = "slipstream.learner.trainer.replay"
 EXPORT = "slipstream.learner.trainer.export_checkpoint"
@@ -388,9 +388,9 @@ def learner_overrides(master: str | None) -> list[str]:
 def _with_queue(config: Config, server: EmbeddedServer) -> Config:
     table = config.model_dump(mode="json", exclude_none=True)
     table["queue"]["redis_url"] = server.address
-    for end, role in ROLES.items():
-        file = str(server.password_file(role.user))
-        table["queue"][end] = {"user": role.user, "password_file": file}
+    for end, user in USERS.items():
+        file = str(server.password_file(user.name))
+        table["queue"][end] = {"user": user.name, "password_file": file}
     return parse_config(table, source="queue")
 
 

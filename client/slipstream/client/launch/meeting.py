@@ -30,7 +30,7 @@ from slipstream.protocol.access.security import (
     open_channel,
     redis_url_of,
 )
-from slipstream.protocol.queue.redis_connection import ROLES, RedisConnection, check_settings
+from slipstream.protocol.queue.redis_connection import USERS, RedisConnection, check_settings
 from slipstream.protocol.setup import Answer, describe_setup, differences, holds_mark
 from slipstream.v1 import status_pb2, status_pb2_grpc
 
@@ -229,8 +229,8 @@ async def check_queue(scene: Scene) -> list[Finding]:
     if config.queue.kind != "redis" or config.queue.redis_url is None:
         return []
     if not scene.parts:
-        return [await _try_end(config, end) for end in ROLES]
-    ends = [end for end in ROLES if end in scene.parts]
+        return [await _try_end(config, end) for end in USERS]
+    ends = [end for end in USERS if end in scene.parts]
     return [ok(await ask_queue(config, end, patience_s=patience_s)) for end in ends]
 
 
@@ -243,7 +243,7 @@ async def ask_queue(config: Config, end: QueueEnd, *, patience_s: float) -> str:
     connection = RedisConnection(url, "probe", reconnect_timeout_s=patience_s)
     try:
         async with contextlib.aclosing(connection.client):
-            await connection.probe(ROLES[end].probe)
+            await connection.probe(USERS[end].probe)
     except QueueError as error:
         raise ConfigError(f"{error}; check queue.redis_url too") from None
     return f"redis at {connection.name} lets user {connection.user} write"

@@ -1,7 +1,7 @@
 """Runs an embedded Valkey server, for runs on one machine and for tests.
 
 Every write is fsynced before it is answered. The server listens on a unix socket only. Its users
-have a password and the rights of their role. The server ends with the process that started it.
+have a password and rights of their own. The server ends with the process that started it.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from slipstream.core.machine.owned_folder import (
 )
 from slipstream.core.machine.process import below_this, send_signal
 from slipstream.protocol.queue.base import AsyncClosing
-from slipstream.protocol.queue.redis_connection import CONTROLLER, DEFAULT_USER, ROLES
+from slipstream.protocol.queue.redis_connection import CONTROLLER, DEFAULT_USER, USERS
 
 START_TIMEOUT_S = 20.0
 STOP_TIMEOUT_S = 10.0
 # The only users, with their rights as ACL SETUSER takes them.
-USERS = {role.user: role.rules for role in ROLES.values()}
+RIGHTS = {user.name: user.rules for user in USERS.values()}
 
 
 class EmbeddedServer(AsyncClosing):
@@ -38,7 +38,7 @@ class EmbeddedServer(AsyncClosing):
     `wait` returns when the server has died, and `start` starts it again at the same address.
     """
 
-    def __init__(self, folder: Path, users: Mapping[str, str] = USERS) -> None:
+    def __init__(self, folder: Path, users: Mapping[str, str] = RIGHTS) -> None:
         """Takes the `folder`, made if it does not exist, and each user's ACL rules."""
         self._folder = folder.absolute()
         # Holds the socket if `folder` has a path too long for it.
@@ -66,7 +66,7 @@ class EmbeddedServer(AsyncClosing):
         """
         return self._folder / f"valkey.{user}.password"
 
-    def url(self, user: str = CONTROLLER.user) -> str:
+    def url(self, user: str = CONTROLLER.name) -> str:
         """Returns the server's URL with a user and the user's password."""
         entries = {"username": user, "password": self.password_file(user).read_text()}
         return f"{self.address}?{urlencode(entries)}"

@@ -246,31 +246,31 @@ _PROBED = "slipstream:probe:trajectories"
 
 
 @dataclass(frozen=True)
-class QueueRole:
-    """The Redis user of one end of the queue, and its rights.
+class QueueUser:
+    """The Redis user of one end of the queue, and the user's rights.
 
     The rollout server only adds trajectories and counts their bytes; the controller reads them,
     deletes them, and makes the stream.
     """
 
-    # Name of the user that the embedded server and deploy/make_certificates.sh make.
-    user: str
+    # The embedded server and deploy/make_certificates.sh make the user of this name.
+    name: str
     # Arguments of ACL SETUSER, without the password.
     rules: str
-    # A command that writes in this role, and changes nothing where no stream is.
+    # A command that writes with these rights, and changes nothing where no stream is.
     probe: tuple[str, ...]
 
 
-ROLLOUT_SERVER = QueueRole(
-    user="rollout",
+ROLLOUT_SERVER = QueueUser(
+    name="rollout",
     rules=(
         f"resetkeys resetchannels -@all {_CONNECTION} (+xadd {_STREAM}) "
         f"(+watch +incrby +get {_BYTES})"
     ),
     probe=("XADD", _PROBED, "NOMKSTREAM", "*", "id", ""),
 )
-CONTROLLER = QueueRole(
-    user="controller",
+CONTROLLER = QueueUser(
+    name="controller",
     rules=(
         f"resetkeys resetchannels -@all {_CONNECTION} +config|get "
         f"(+xgroup|create +xreadgroup +xrange +xack +xdel +xinfo|stream {_STREAM}) "
@@ -281,4 +281,4 @@ CONTROLLER = QueueRole(
 # No client logs in as this user. But many servers load transactions from their files with its
 # rights, and silently drop the transactions that it may not write.
 DEFAULT_USER = "user default off resetpass ~* &* +@all"
-ROLES: Mapping[QueueEnd, QueueRole] = {"controller": CONTROLLER, "rollout_server": ROLLOUT_SERVER}
+USERS: Mapping[QueueEnd, QueueUser] = {"controller": CONTROLLER, "rollout_server": ROLLOUT_SERVER}
