@@ -237,15 +237,15 @@ async def test_the_end_of_a_task_of_the_controller_fails_the_run_with_its_name(
 async def test_the_error_of_a_publish_fails_the_run_with_the_name_of_its_task(
     tmp_path, monkeypatch
 ):
-    async def _follow(self, *_):
+    async def _lead(self, *_):
         raise KeyError("no such publish")
 
-    monkeypatch.setattr(Deliveries, "_follow", _follow)
+    monkeypatch.setattr(Deliveries, "_lead", _lead)
     config = make_config(tmp_path)
     summary = await play(config, wait_for_trainer=False)
     assert summary["state"] == "failed"
     assert re.fullmatch(
-        "task .*_follow of the controller ended: KeyError: 'no such publish'", summary["cause"]
+        "task .*_lead of the controller ended: KeyError: 'no such publish'", summary["cause"]
     )
 
 

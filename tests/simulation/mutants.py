@@ -98,17 +98,17 @@ MUTANTS: dict[str, tuple[Change, ...]] = {
         ),
         Change(f"{ORDERS}._commit", "list(order.bucket_digests) != publish.digests", "False"),
         Change(
-            f"{CONTROLLER}.publishing.delivery:Deliveries.loaded",
-            "list(report.bucket_digests) != list(digests)",
-            "False",
+            f"{CONTROLLER}.publishing.delivery:Receiver.problem",
+            "list(self.loaded.result().bucket_digests) == list(digests)",
+            "True",
         ),
     ),
     "digests of loaded buckets are not compared": (
         Change(f"{ORDERS}._commit", "list(order.bucket_digests) != publish.digests", "False"),
         Change(
-            f"{CONTROLLER}.publishing.delivery:Deliveries.loaded",
-            "list(report.bucket_digests) != list(digests)",
-            "False",
+            f"{CONTROLLER}.publishing.delivery:Receiver.problem",
+            "list(self.loaded.result().bucket_digests) == list(digests)",
+            "True",
         ),
     ),
     "no check at batching": (

@@ -19,6 +19,7 @@ from support.rigs.publishing_scene import (
     SERVING,
     Scene,
     joined,
+    next_order,
     nothing,
     run_of,
     sent,
@@ -33,7 +34,7 @@ async def publish(scene: Scene, servers: list[ServerSession]) -> None:
     publisher.ask_ahead(scene.run.progress.version)
     preparing = asyncio.ensure_future(publisher.prepare(scene.trainer))
     await asyncio.sleep(0)
-    question = publisher._readiness._questions[servers[0].key].publish_id
+    question = (await next_order(servers[0])).prepare.publish_id
     for server in servers:
         scene.say(question, READY, server)
     order = await preparing

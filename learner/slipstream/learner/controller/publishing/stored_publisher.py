@@ -11,23 +11,17 @@ import time
 from collections import Counter
 
 from slipstream.core.types import PolicyVersion
-from slipstream.learner.controller.publishing.delivery import (
+from slipstream.learner.controller.publishing.delivery import Deliveries, Publish
+from slipstream.learner.controller.publishing.failures import (
     MAX_FAILED_WHILE_NONE_SERVES,
-    Deliveries,
-    Publish,
     retry_wait_s,
 )
-from slipstream.learner.controller.publishing.phases import READY
+from slipstream.learner.controller.publishing.questions import READY
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.fleet import Fleet
-from slipstream.learner.controller.servers.server_states import (
-    JOINING,
-    STALE,
-    ServerEvent,
-    ServerKey,
-)
+from slipstream.learner.controller.servers.server_states import JOINING, STALE, ServerKey
 from slipstream.learner.controller.servers.session import ServerSession
-from slipstream.protocol.codec import version_from_pb, version_to_pb
+from slipstream.protocol.codec import version_from_pb
 from slipstream.v1 import fleet_pb2, trainer_pb2, weights_pb2
 
 # Longest time between two looks for servers for which a publish is due.
@@ -127,60 +121,54 @@ class StoredPublisher:
     async def _publish(self, session: ServerSession, report: trainer_pb2.StoredReport) -> None:
         """Lets a server fetch a version while it serves, and then load it."""
         self._num_publishes += 1
-        publish_id = f"s{self._num_publishes:06d}"
+        prepare = fleet_pb2.PreparePublish(
+            publish_id=f"s{self._num_publishes:06d}", version=report.version, stored=report.stored
+        )
+        questions, settings = self._deliveries.questions, self._settings
+        [question] = questions.ask([session], prepare)
+        # The server has the storage limit too, and its error names the storage.
+        limit_s = settings.storage_deadline_s + settings.join_deadline_s
         try:
-            answer = await self._fetched(session, report, publish_id)
+            await self._run.clock.wait([question.answer], limit_s)
         finally:
             del self._fetches[session.key]
+            questions.forget(question)
         is_gone = self._fleet.find(session.key) is not session or session.is_leaving
         if is_gone or self._run.progress.is_over:
             return
-        if answer.phase != READY:
-            cause = f"version {report.version.step} from storage: {answer.message or 'it failed'}"
-            self._deliveries.fetch_failed(session, cause)
+        problem = f"no answer within {limit_s:g} s"
+        if not question.is_open:
+            answer = question.answer.result()
+            problem = "" if answer.phase == READY else answer.message or "it failed"
+        if problem:
+            cause = f"version {report.version.step} from storage: {problem}"
+            self._deliveries.failures.fetch_failed(session, cause)
         elif session.key not in self._fleet.pinned:
             self._deliveries.totals.fetched(answer)
-            self._load(session, report, publish_id)
-
-    async def _fetched(
-        self, session: ServerSession, report: trainer_pb2.StoredReport, publish_id: str
-    ) -> fleet_pb2.PublishReport:
-        reports = self._deliveries.reports
-        reports.expect(publish_id, session.key, READY)
-        prepare = fleet_pb2.PreparePublish(
-            publish_id=publish_id, version=report.version, stored=report.stored
-        )
-        session.send(fleet_pb2.ControllerMessage(prepare=prepare))
-        # The server has the storage limit too, and its error names the storage.
-        limit_s = self._settings.storage_deadline_s + self._settings.join_deadline_s
-        return await reports.wait(publish_id, session.key, READY, limit_s)
+            self._load(session, report, prepare.publish_id)
 
     def _load(
         self, session: ServerSession, report: trainer_pb2.StoredReport, publish_id: str
     ) -> None:
         """Tells a server to load the fetched version; from then on its requests wait."""
-        version = version_from_pb(report.version)
+        settings, digests = self._settings, report.bucket_digests
         # The rule of all publishes: the first, every n-th, and each to a server that did not serve.
-        is_verified = self._loads[session.key] % self._settings.verify_every == 0
+        is_verified = self._loads[session.key] % settings.verify_every == 0
         self._loads[session.key] += 1
-        verify = is_verified or not session.is_serving
         order = weights_pb2.PublishOrder(
             publish_id=publish_id,
-            version=version_to_pb(version),
+            version=report.version,
             communicator=weights_pb2.Communicator(
                 communicator_id=publish_id, transport="storage", world_size=1
             ),
             new_communicator=True,
-            verify=verify,
-            bucket_deadline_s=self._settings.bucket_deadline_s,
-            join_deadline_s=self._settings.join_deadline_s,
+            verify=is_verified or not session.is_serving,
+            bucket_deadline_s=settings.bucket_deadline_s,
+            join_deadline_s=settings.join_deadline_s,
         )
-        digests = tuple(report.bucket_digests)
-        publish = Publish(publish_id, version, verify, [session], order, digests=digests)
-        publish.is_announced, publish.told_s = True, time.monotonic()
-        session.on(ServerEvent.RECEIVE)
-        session.send(fleet_pb2.ControllerMessage(receive=fleet_pb2.ReceiveWeights(order=order)))
-        self._deliveries.commit(publish, digests, report.probe)
+        publish = Publish(order, [session])
+        self._deliveries.tell(publish, None)
+        self._deliveries.commit(publish, digests, report.probe, num_coming=len(digests))
 
     def _warn_if_too_old(self, session: ServerSession) -> None:
         version, step = session.version, self._run.progress.version.step

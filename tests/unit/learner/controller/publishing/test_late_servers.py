@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from slipstream.core.types import PolicyVersion, ServerId
-from slipstream.learner.controller.publishing.delivery import MAX_FAILED_WHILE_NONE_SERVES
+from slipstream.learner.controller.publishing.failures import MAX_FAILED_WHILE_NONE_SERVES
 from slipstream.learner.controller.publishing.stored_publisher import StoredPublisher
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.server_states import STALE, ServerEvent, ServerKey
@@ -202,7 +202,7 @@ async def test_a_late_server_that_has_not_what_was_sent_is_stale_and_breaks_no_n
         assert late.cause == (
             "the digests of the loaded buckets are not those that were sent"
             if digests
-            else "no answer within 1 s"
+            else "no answer within 2.3 s"
         )
         scene.make_version(3)
         scene.sent()

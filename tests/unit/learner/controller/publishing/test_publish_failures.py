@@ -1,41 +1,41 @@
 """The rule of failed publishes, for all small counts."""
 
 import pytest
-from slipstream.learner.controller.publishing import delivery
+from slipstream.learner.controller.publishing import failures
 
 
 def test_a_server_is_tried_again_later_each_time() -> None:
-    numbers = range(1, delivery.MAX_FAILED_PUBLISHES)
+    numbers = range(1, failures.MAX_FAILED_PUBLISHES)
     for n in numbers:
-        counts = delivery.FailureCounts(n, n, n)
-        assert delivery.consequence(counts, is_any_serving=True) is delivery.Consequence.RETRY
-    longest_s = delivery.MAX_RETRY_S
+        counts = failures.FailureCounts(n, n, n)
+        assert failures.consequence(counts, is_any_serving=True) is failures.Consequence.RETRY
+    longest_s = failures.MAX_RETRY_S
     waits_s = [1.0, 2.0, 4.0, 8.0, 16.0, longest_s, longest_s]
-    assert [delivery.retry_wait_s(n) for n in numbers] == waits_s
+    assert [failures.retry_wait_s(n) for n in numbers] == waits_s
 
 
 def test_the_last_failure_of_a_session_sends_the_server_away() -> None:
-    counts = delivery.FailureCounts(
-        delivery.MAX_FAILED_PUBLISHES, delivery.MAX_FAILED_PUBLISHES, delivery.MAX_FAILED_PUBLISHES
+    counts = failures.FailureCounts(
+        failures.MAX_FAILED_PUBLISHES, failures.MAX_FAILED_PUBLISHES, failures.MAX_FAILED_PUBLISHES
     )
-    assert delivery.consequence(counts, is_any_serving=False) == delivery.Consequence.SEND_AWAY
+    assert failures.consequence(counts, is_any_serving=False) == failures.Consequence.SEND_AWAY
 
 
-@pytest.mark.parametrize("in_session", [1, delivery.MAX_FAILED_PUBLISHES])
+@pytest.mark.parametrize("in_session", [1, failures.MAX_FAILED_PUBLISHES])
 def test_the_run_ends_only_while_no_server_serves(in_session: int) -> None:
-    counts = delivery.FailureCounts(in_session, 1, delivery.MAX_FAILED_WHILE_NONE_SERVES)
-    assert delivery.consequence(counts, is_any_serving=False) == delivery.Consequence.FAIL_RUN
-    assert delivery.consequence(counts, is_any_serving=True) != delivery.Consequence.FAIL_RUN
+    counts = failures.FailureCounts(in_session, 1, failures.MAX_FAILED_WHILE_NONE_SERVES)
+    assert failures.consequence(counts, is_any_serving=False) == failures.Consequence.FAIL_RUN
+    assert failures.consequence(counts, is_any_serving=True) != failures.Consequence.FAIL_RUN
 
 
 def test_the_run_goes_on_below_the_limit_whatever_else_is_counted() -> None:
     for in_session in range(20):
-        counts = delivery.FailureCounts(in_session, 99, delivery.MAX_FAILED_WHILE_NONE_SERVES - 1)
-        assert delivery.consequence(counts, is_any_serving=False) != delivery.Consequence.FAIL_RUN
+        counts = failures.FailureCounts(in_session, 99, failures.MAX_FAILED_WHILE_NONE_SERVES - 1)
+        assert failures.consequence(counts, is_any_serving=False) != failures.Consequence.FAIL_RUN
 
 
 def test_a_server_that_failed_twice_has_a_publish_of_its_own() -> None:
-    assert [delivery.FailureCounts(1, n, 1).needs_own_publish for n in (0, 1, 2, 3)] == [
+    assert [failures.FailureCounts(1, n, 1).needs_own_publish for n in (0, 1, 2, 3)] == [
         False,
         False,
         True,
