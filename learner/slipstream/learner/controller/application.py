@@ -18,6 +18,7 @@ from slipstream.learner.controller.evaluation import Evaluator
 from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.leasing.scheduler import Scheduler
+from slipstream.learner.controller.loop import TrainerOrders
 from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.publishing.stored_publisher import StoredPublisher
 from slipstream.learner.controller.publishing.turns import EngineTurns
@@ -41,7 +42,6 @@ from slipstream.learner.controller.services.environment_service import (
 from slipstream.learner.controller.services.fleet_service import FleetServicer
 from slipstream.learner.controller.services.status_service import ServiceHealth, StatusServicer
 from slipstream.learner.controller.services.trainer_service import (
-    TrainerOrders,
     TrainerServicer,
     await_goodbye,
 )

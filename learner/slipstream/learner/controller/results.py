@@ -10,13 +10,13 @@ from slipstream.learner.controller.evaluation import EvaluationResult
 from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.scheduler import Scheduler
+from slipstream.learner.controller.loop import OrderTimes
 from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.reporting.metrics import RunRecorder
 from slipstream.learner.controller.reporting.result_files import write_result
 from slipstream.learner.controller.reporting.step_times import StepTimes, trace
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.session import ServerSession
-from slipstream.learner.controller.services.trainer_service import OrderTimes
 from slipstream.learner.controller.trajectories.batches import BatchFormer, Trained
 from slipstream.learner.controller.trajectories.intake import Intake
 from slipstream.v1 import fleet_pb2, status_pb2, trainer_pb2

@@ -1,9 +1,8 @@
 """The controller's service for the trainer: gives orders and takes reports.
 
-Consumes: the trainer's reports, complete groups, servers that need weights, the run's progress.
-Produces: batches, orders to publish or to store weights, the order to stop. Waits for: a batch, a
-server that needs weights, engines that come to rest, the disk, or the end. Unblocked by: the run's
-signal, or the limit of the call.
+Consumes: the trainer's reports, orders of the main loop. Produces: orders and batches on the wire,
+versions of the run. Waits for: the next order, engines that come to rest, the disk. Unblocked by:
+the run's signal, or the limit of the call.
 
 A run has one trainer at a time, which holds its place by the stream of `KeepPlace`.
 """
@@ -13,22 +12,16 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
 
 import grpc
 from slipstream.core.errors import ProtocolError, RunFailed
-from slipstream.core.types import PolicyVersion
-from slipstream.learner.controller.leasing.lease_pass import batch_wait
-from slipstream.learner.controller.leasing.leases import LeaseBook
-from slipstream.learner.controller.publishing.publish import Publisher
-from slipstream.learner.controller.publishing.stored_publisher import StoredPublisher
+from slipstream.learner.controller.loop import OrderTimes, TrainerOrders
 from slipstream.learner.controller.publishing.transport_choice import place_from_pb
-from slipstream.learner.controller.publishing.turns import EngineTurns
 from slipstream.learner.controller.records.history import REMEDY
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.session import CallContext
 from slipstream.learner.controller.trajectories.batch import FormedBatch, chunks, header, way_past
-from slipstream.learner.controller.trajectories.batches import BatchFormer, Trained
+from slipstream.learner.controller.trajectories.batches import Trained
 from slipstream.protocol.codec import TRAINER_EPOCH, version_from_pb, version_to_pb
 from slipstream.protocol.rich_errors import Reason, abort
 from slipstream.v1 import status_pb2, trainer_pb2_grpc
@@ -138,79 +131,6 @@ def _describe(hello: pb.TrainerHello, context: CallContext) -> str:
     return hello.process or context.peer()
 
 
-class TrainerOrders:
-    """Picks the trainer's next order; if there is none, reports what the run is waiting for."""
-
-    def __init__(
-        self,
-        run: Run,
-        book: LeaseBook,
-        former: BatchFormer,
-        publisher: Publisher,
-        *,
-        stored: StoredPublisher,
-        turns: EngineTurns,
-        evaluations_done: Callable[[], bool],
-    ) -> None:
-        self._run, self._progress = run, run.progress
-        self._book, self.former = book, former
-        self.publisher, self.stored, self.turns = publisher, stored, turns
-        self._evaluations_done = evaluations_done
-        # Version of the trainer's weights; after a restart it may be older than the run's version.
-        self.trainer_version = run.progress.version
-
-    async def next(
-        self, request: pb.NextRequest, *, must_save: bool
-    ) -> pb.Directive | FormedBatch | None:
-        """Returns the next order, or None if there is none yet.
-
-        `must_save` says that the run is stopping and the trainer must still save its newest
-        version. Raises ProtocolError or RunFailed if the run cannot continue.
-        """
-        progress = self._progress
-        is_behind = self.trainer_version.step < self._book.step
-        if is_behind and (not progress.is_over or must_save):
-            # The trainer restarted from a checkpoint, or an answer was lost.
-            return await self.former.recorded(self.trainer_version.step)
-        if progress.is_over:
-            await self.turns.stop()
-            reason = progress.cause or "the run is over"
-            # The controller of a failed run does not wait for an export, which could be cut off.
-            stop = pb.StopOrder(reason=reason, without_model=progress.has_failed)
-            return pb.Directive(stop=stop)
-        publish = await self.publisher.prepare(request)
-        self.turns.end(() if publish is None else [r.server_id for r in publish.receivers])
-        if publish is not None:
-            return pb.Directive(publish=publish)
-        if (store := self.stored.order(request)) is not None:
-            return pb.Directive(store=store)
-        if not progress.all_steps_done:
-            batch = await self.former.form()
-            if batch is not None:
-                progress.waits_for(f"the trainer to make version {batch.version}")
-                progress.moved()
-                # The servers can answer while the trainer makes the version.
-                version = progress.version
-                self.publisher.ask_ahead(PolicyVersion(version.incarnation, batch.version))
-                return batch
-            progress.waits_for(batch_wait(self._book))
-            return None
-        if self._evaluations_done():
-            progress.complete()
-        else:
-            progress.waits_for("the last evaluation")
-        return None
-
-
-@dataclass(frozen=True)
-class OrderTimes:
-    """The times at which the trainer asked for an order and got it, in Unix seconds."""
-
-    kind: str
-    asked_s: float
-    given_s: float
-
-
 class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     """Serves one trainer; its rank 0 makes the calls for all ranks."""
 
@@ -302,8 +222,15 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         await context.send_initial_metadata(())
         # An earlier call whose connection the trainer lost may still wait at the same time.
         asked_s = self._asked_s = self._asked_s or time.time()
+        # Half of the call's own deadline, because a late answer would end the run.
+        limit_s = min(NEXT_LIMIT_S, (context.time_remaining() or NEXT_LIMIT_S) / 2)
         async with self._lock:
-            order = await self._next_order(request, context)
+            order = await self._orders.wait(
+                request,
+                limit_s,
+                check=lambda: self.place.check(context),
+                must_save=lambda: self._is_stopping,
+            )
         kind = "batch" if isinstance(order, FormedBatch) else order.WhichOneof("directive")
         if kind != "wait":
             self._orders_given.append(OrderTimes(kind, asked_s, time.time()))
@@ -474,28 +401,6 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         """Whether the run is stopping and a trainer, even a restarted one, must save and export."""
         stopping = self._progress.state == status_pb2.RUN_STATE_STOPPING
         return stopping and self._progress.has_trainer and not self.finished.is_set()
-
-    async def _next_order(
-        self, request: pb.NextRequest, context: CallContext
-    ) -> pb.Directive | FormedBatch:
-        # Half of the call's own deadline, because a late answer would end the run.
-        limit_s = min(NEXT_LIMIT_S, (context.time_remaining() or NEXT_LIMIT_S) / 2)
-        until = time.monotonic() + limit_s
-        while True:
-            # Another trainer may have taken over meanwhile: an order to this one would be lost.
-            await self.place.check(context)
-            try:
-                order = await self._orders.next(request, must_save=self._is_stopping)
-            except (ProtocolError, RunFailed) as failure:
-                self._progress.fail(str(failure))
-                continue
-            if order is not None:
-                return order
-            remaining = until - time.monotonic()
-            if remaining <= 0:
-                return pb.Directive(wait=pb.WaitOrder())
-            # A server that is to be retried becomes due without a signal.
-            await self._run.signal.changes(min(remaining, 0.25))
 
 
 def _impossible(hello: pb.TrainerHello) -> str:

@@ -8,13 +8,13 @@ import grpc.aio
 import pytest
 from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.leasing.leases import LeaseBook
+from slipstream.learner.controller.loop import TrainerOrders
 from slipstream.learner.controller.loop_clock import LoopClock
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.services.environment_service import EnvironmentServicer
 from slipstream.learner.controller.services.fleet_service import FleetServicer
 from slipstream.learner.controller.services.trainer_service import (
     RESERVED_S,
-    TrainerOrders,
     TrainerPlace,
     TrainerServicer,
 )

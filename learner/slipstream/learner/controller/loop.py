@@ -1,0 +1,142 @@
+"""The controller's main loop: what the trainer does next, and what the run waits for meanwhile.
+
+The trainer's `Next` runs the loop; all else that happens in a controller makes its conditions true.
+Each task changes the run's state, calls `Signal.notify`, and waits for the signal again:
+
+    task         takes                             makes               waits for            ended by
+    -----------  --------------------------------  ------------------  -------------------  --------
+    Next         complete groups, due servers      batches, orders     a batch, a server    signal
+    scheduler    free places, books of tasks       leases              room, a fresh group  signal
+    intake       trajectories of the queue         complete groups     the queue            delivery
+    flush        ended episodes                    acknowledgements    the journal's disk   fsync
+    receivers    reports on a publish              serving servers     each phase           deadline
+    storage      versions in storage               publishes to read   a newer version      signal
+    evaluator    servers that serve a due version  leases, results     its episodes         signal
+    watch        silence, stalls, late leases      lost servers, end   time                 clock
+    checkpoints  files that the trainer completes  events              time                 clock
+    ledger       counts of tokens on both sides    error events        time                 clock
+
+No wait is endless: a signal's wait has a time limit, a server or trainer that says nothing is lost,
+and a run without progress fails after `controller.stall_timeout_s`. `Next` itself answers within
+its limit, and the trainer calls again. At the end of the run `application.py` cancels the tasks.
+
+Consumes: complete groups, servers that need weights, the run's progress. Produces: batches and
+orders. Waits for: a batch, a server, or the end. Unblocked by: the run's signal, or the limit.
+"""
+
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from slipstream.core.errors import ProtocolError, RunFailed
+from slipstream.core.types import PolicyVersion
+from slipstream.learner.controller.leasing.lease_pass import batch_wait
+from slipstream.learner.controller.leasing.leases import LeaseBook
+from slipstream.learner.controller.publishing.publish import Publisher
+from slipstream.learner.controller.publishing.stored_publisher import StoredPublisher
+from slipstream.learner.controller.publishing.turns import EngineTurns
+from slipstream.learner.controller.run import Run
+from slipstream.learner.controller.trajectories.batch import FormedBatch
+from slipstream.learner.controller.trajectories.batches import BatchFormer
+from slipstream.v1 import trainer_pb2 as pb
+
+
+class TrainerOrders:
+    """Picks the trainer's next order; if there is none, reports what the run is waiting for."""
+
+    def __init__(
+        self,
+        run: Run,
+        book: LeaseBook,
+        former: BatchFormer,
+        publisher: Publisher,
+        *,
+        stored: StoredPublisher,
+        turns: EngineTurns,
+        evaluations_done: Callable[[], bool],
+    ) -> None:
+        self._run, self._progress = run, run.progress
+        self._book, self.former = book, former
+        self.publisher, self.stored, self.turns = publisher, stored, turns
+        self._evaluations_done = evaluations_done
+        # Version of the trainer's weights; after a restart it may be older than the run's version.
+        self.trainer_version = run.progress.version
+
+    async def wait(
+        self,
+        request: pb.NextRequest,
+        limit_s: float,
+        *,
+        check: Callable[[], Awaitable[None]],
+        must_save: Callable[[], bool],
+    ) -> pb.Directive | FormedBatch:
+        """Returns the first order that there is within `limit_s`, else the order to ask again.
+
+        `check` raises once another trainer has the place: an order to this one would be lost.
+        """
+        until_s = time.monotonic() + limit_s
+        while True:
+            await check()
+            try:
+                order = await self.next(request, must_save=must_save())
+            except (ProtocolError, RunFailed) as failure:
+                self._progress.fail(str(failure))
+                continue
+            if order is not None:
+                return order
+            remaining_s = until_s - time.monotonic()
+            if remaining_s <= 0:
+                return pb.Directive(wait=pb.WaitOrder())
+            # A server that is to be retried becomes due without a signal.
+            await self._run.signal.changes(min(remaining_s, 0.25))
+
+    async def next(
+        self, request: pb.NextRequest, *, must_save: bool
+    ) -> pb.Directive | FormedBatch | None:
+        """Returns the next order, or None if there is none yet.
+
+        `must_save` says that the run is stopping and the trainer must still save its newest
+        version. Raises ProtocolError or RunFailed if the run cannot continue.
+        """
+        progress = self._progress
+        is_behind = self.trainer_version.step < self._book.step
+        if is_behind and (not progress.is_over or must_save):
+            # The trainer restarted from a checkpoint, or an answer was lost.
+            return await self.former.recorded(self.trainer_version.step)
+        if progress.is_over:
+            await self.turns.stop()
+            reason = progress.cause or "the run is over"
+            # The controller of a failed run does not wait for an export, which could be cut off.
+            stop = pb.StopOrder(reason=reason, without_model=progress.has_failed)
+            return pb.Directive(stop=stop)
+        publish = await self.publisher.prepare(request)
+        self.turns.end(() if publish is None else [r.server_id for r in publish.receivers])
+        if publish is not None:
+            return pb.Directive(publish=publish)
+        if (store := self.stored.order(request)) is not None:
+            return pb.Directive(store=store)
+        if not progress.all_steps_done:
+            batch = await self.former.form()
+            if batch is not None:
+                progress.waits_for(f"the trainer to make version {batch.version}")
+                progress.moved()
+                # The servers can answer while the trainer makes the version.
+                version = progress.version
+                self.publisher.ask_ahead(PolicyVersion(version.incarnation, batch.version))
+                return batch
+            progress.waits_for(batch_wait(self._book))
+            return None
+        if self._evaluations_done():
+            progress.complete()
+        else:
+            progress.waits_for("the last evaluation")
+        return None
+
+
+@dataclass(frozen=True)
+class OrderTimes:
+    """The times at which the trainer asked for an order and got it, in Unix seconds."""
+
+    kind: str
+    asked_s: float
+    given_s: float
