@@ -12,6 +12,7 @@ from slipstream.core.types import Failure, ServerId
 from slipstream.learner.controller import application, restoration
 from slipstream.learner.controller.application import Controller
 from slipstream.learner.controller.records.journal import Journal, read_records
+from slipstream.learner.controller.records.records import End
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.trajectories.intake import Intake
@@ -225,9 +226,9 @@ async def test_between_batch_and_journal(tmp_path, caplog, monkeypatch, kind, ti
             changed.trajectories.extend(trajectory for _ in third)
         return write(journal, changed)
 
-    def append_faultily(journal, name, **fields) -> None:
-        for _ in third if name == "end" else [1]:
-            append(journal, name, **fields)
+    def append_faultily(journal, record) -> None:
+        for _ in third if isinstance(record, End) else [1]:
+            append(journal, record)
 
     if kind == "batch":
         monkeypatch.setattr(Journal, "write_batch", write_faultily)

@@ -164,7 +164,7 @@ def test_a_record_of_another_shape_is_named(folder: Path) -> None:
     with pytest.raises(ProtocolError) as caught:
         READERS["journal"].read(journal_bytes(records), folder)
     assert str(caught.value) == (
-        "line 4 of the journal is no record 'lease': task must be of type int, got \"'first'\"; "
+        "line 4 of the journal is no record 'lease': task = 'first': Expected `int`, got `str`; "
         "put it back from a copy of the run, or begin anew with another run.name"
     )
     assert json.loads(journal_bytes(records).splitlines()[3][9:])["task"] == "first"

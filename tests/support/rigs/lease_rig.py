@@ -1,5 +1,6 @@
 """A scheduler with everything that it looks at, and servers that only get orders."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.leasing.scheduler import Scheduler
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.records.ledger import AccountedReceiver, TokenLedger
+from slipstream.learner.controller.records.records import Record, Start, fields_of
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.fleet import Fleet, FleetHandlers
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
@@ -62,9 +64,9 @@ def ledger_of(
         def settled(self) -> Amount:
             return ledger._settled
 
-        def append(self, kind: str, **fields: object) -> None:
+        def append(self, record: Record) -> None:
             assert records is not None
-            records.append({"kind": kind, **fields})
+            records.append(json.loads(json.dumps(fields_of(record))))
 
     there: list[Any] = [SimpleNamespace(num_sampled_tokens=tokens) for tokens in held]
     journal: Any = WholeJournal()
@@ -104,7 +106,7 @@ class Rig:
         self.fleet, self.queue = self.books.fleet, self.books.queue
         self.fleet.handlers = FleetHandlers(*[nothing] * 8)
         self.folder, self.journal = folder / "journal", journal
-        self.journal.append("start", format=1, run_id="r")
+        self.journal.append(Start(format=1, run_id="r"))
         self.abandoned: list[Group] = []
         self.scheduler = kind(self.run, self.books, self._abandon)
         self.entry = self.add_environment("e", 1.0)

@@ -20,6 +20,7 @@ from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.restoration import begin
 from slipstream.learner.controller.run import Run
 from support.fakes.small_configs import config_of
+from support.rigs.journal_notes import note
 from support.rigs.waiting import LIMIT_S
 
 
@@ -43,7 +44,7 @@ def test_a_file_with_the_name_of_the_folder_is_told(tmp_path: Path) -> None:
 def test_a_folder_that_another_command_writes_is_refused_until_that_ends(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     with Journal(config.run_dir / "journal") as journal:
-        journal.append("start")
+        journal.append(note("start"))
         journal.sync()
         write_config(config, config.run_dir)
         with pytest.raises(ConfigError, match="is written by a run that goes on"):
@@ -82,7 +83,7 @@ def test_what_another_run_left_since_the_check_is_looked_at_again(tmp_path: Path
     other = config.algorithm.model_copy(update={"group_size": 4})
     write_config(config.model_copy(update={"algorithm": other}), config.run_dir)
     with Journal(config.run_dir / "journal") as journal:
-        journal.append("start")
+        journal.append(note("start"))
         journal.sync()
     message = "algorithm.group_size must stay 4"
     with pytest.raises(ConfigError, match=message), hold_run_folder(config):
@@ -158,7 +159,7 @@ def test_a_run_that_found_no_task_left_to_train_says_how_it_goes_on(tmp_path: Pa
     config = config_of(tmp_path)
     folder = config.run_dir
     with Journal(folder / "journal") as journal:
-        journal.append("start")
+        journal.append(note("start"))
         journal.sync()
     write_config(config, folder)
     summary = {"state": "finished", "steps": 3, "solved": True, "cause": "every task is solved"}

@@ -173,15 +173,15 @@ class Evaluator:
     def restore(self, history: RunHistory) -> None:
         """Restores journaled results; requests the newest due evaluation if it has no result."""
         for record in history.evaluations:
-            mean = record["reward_mean"]
+            mean = record.reward_mean
             self._keep(
                 EvaluationResult(
-                    step=record["version"],
+                    step=record.version,
                     reward_mean=float("nan") if mean is None else mean,
-                    evaluations=record["evaluations"],
-                    num_episodes=record["episodes"],
-                    num_failed=record["failed"],
-                    wall_s=record["wall_s"],
+                    evaluations=record.evaluations,
+                    num_episodes=record.episodes,
+                    num_failed=record.failed,
+                    wall_s=record.wall_s,
                 )
             )
         measured = max((result.step for result in self.results), default=-1)

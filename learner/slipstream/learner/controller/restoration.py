@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
-from pydantic import JsonValue
 from slipstream.core.errors import ConfigError, ProtocolError
 from slipstream.core.machine.description import describe_machine, describe_packages
 from slipstream.core.run_folder import CHECKPOINTS, JOURNAL_LOG, check_journal_not_lost
@@ -15,6 +14,7 @@ from slipstream.learner.algorithms.functions import used_functions
 from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.records.history import FORMAT, REMEDY, RunHistory, read_history
 from slipstream.learner.controller.records.journal import Journal, read_records
+from slipstream.learner.controller.records.records import Start
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.server_epochs import MAX_GAP
 from slipstream.protocol.checkpoints import checkpoint_path, complete_steps
@@ -44,20 +44,20 @@ def begin(journal: Journal, folder: Path, run: Run) -> RunHistory:
         raise ConfigError(f"{folder} holds run {run_id}, and run.id is {run.config.run.id}")
     # All starts of a run share one key, so that trajectories that wait in its queue can be opened.
     key = (str(first.get("key", "")) if first is not None else "") or secrets.token_hex(32)
-    start: dict[str, JsonValue] = {"format": FORMAT, "run_id": run_id, "key": key}
-    earlier = itertools.chain([] if first is None else [first], records)
-    history = read_history(itertools.chain(earlier, [{"kind": "start", **start}]))
-    _check_end(journal, history, folder)
-    journal.settled = history.settled
-    own: dict[str, JsonValue] = {**used_functions(run.config)}
-    journal.append(
-        "start",
-        **start,
+    start = Start(
+        format=FORMAT,
+        run_id=run_id,
+        key=key,
         unix_s=time.time(),
-        functions=own,
+        functions={**used_functions(run.config)},
         machine=describe_machine(),
         packages=describe_packages(),
     )
+    history = read_history([] if first is None else itertools.chain([first], records))
+    history.add(start)
+    _check_end(journal, history, folder)
+    journal.settled = history.settled
+    journal.append(start)
     journal.sync()
     try:
         run.progress.begin(history.run_id, bytes.fromhex(key), history.version)

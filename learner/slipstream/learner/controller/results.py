@@ -12,6 +12,7 @@ from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.scheduler import Scheduler
 from slipstream.learner.controller.loop import OrderTimes
 from slipstream.learner.controller.publishing.publish import Publisher
+from slipstream.learner.controller.records.records import Evaluation
 from slipstream.learner.controller.reporting.metrics import RunRecorder
 from slipstream.learner.controller.reporting.result_files import write_result
 from slipstream.learner.controller.reporting.step_times import StepTimes, trace
@@ -132,13 +133,14 @@ class Results:
         """Writes the result of an evaluation round."""
         journal = self._books.journal
         journal.append(
-            "evaluation",
-            version=result.step,
-            episodes=result.num_episodes,
-            failed=result.num_failed,
-            reward_mean=result.reward_mean if result.num_episodes else None,
-            evaluations={name: dict(values) for name, values in result.evaluations.items()},
-            wall_s=result.wall_s,
+            Evaluation(
+                version=result.step,
+                episodes=result.num_episodes,
+                failed=result.num_failed,
+                reward_mean=result.reward_mean if result.num_episodes else None,
+                evaluations={name: dict(values) for name, values in result.evaluations.items()},
+                wall_s=result.wall_s,
+            )
         )
         # While the trainer writes its last model, no other record would take this one to the disk.
         self._evaluated = journal.durable()

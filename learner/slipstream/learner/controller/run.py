@@ -156,7 +156,7 @@ class RunProgress:
         self._is_stopped = False
         # The newest version that the trainer has made.
         self.version = PolicyVersion(0, 0)
-        # The newest timeline; timelines are counted from 0.
+        # The newest incarnation, counted from 0.
         self.newest_incarnation = 0
         # The last version of the training, and why training ends before the configured step, or "".
         self.last_step, self.solved = num_steps, ""

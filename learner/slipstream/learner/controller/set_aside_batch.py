@@ -51,7 +51,7 @@ def set_batch_aside(run: Path, step: int, groups: Sequence[str] = ()) -> SetAsid
             found = SetAside.of(batch, groups, CAUSE, by="user")
         except ProtocolError as error:
             raise ConfigError(str(error)) from None
-        journal.append("batch_set_aside", **found.record())
+        journal.append(found.record())
     return found
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
+from slipstream.core.types import GroupId
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.servers.server_states import ServerKey
@@ -69,8 +70,8 @@ class Grant:
     group: Group
     # Number of the group in its environment, or -1 if the task was leased before.
     number: int = -1
-    # The abandoned group whose task is leased again. Empty for a new task.
-    replaces: str = ""
+    # The abandoned group whose task is leased again. None for a new task.
+    replaces: GroupId | None = None
 
 
 @dataclass(frozen=True)

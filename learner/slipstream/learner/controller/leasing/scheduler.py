@@ -24,6 +24,7 @@ from slipstream.learner.controller.leasing.lease_pass import (
     rooms,
 )
 from slipstream.learner.controller.loop_clock import Stopwatch
+from slipstream.learner.controller.records.records import EvaluationLease, Lease
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.servers.session import ServerSession
@@ -92,17 +93,18 @@ class Scheduler:
         self._run.traces.leased(group.group_id)
         group.leased_s = time.time()
         self._journal.append(
-            "lease",
-            group=group.group_id,
-            environment=group.environment,
-            task=group.task_index,
-            number=grant.number,
-            seed=group.seed,
-            deadline=group.deadline_step,
-            server=session.name,
-            epoch=session.key.epoch,
-            members=list(group.missing),
-            **({"replaces": grant.replaces} if grant.replaces else {}),
+            Lease(
+                group=group.group_id,
+                environment=group.environment,
+                task=group.task_index,
+                number=grant.number,
+                seed=group.seed,
+                deadline=group.deadline_step,
+                server=session.name,
+                epoch=session.key.epoch,
+                members=list(group.missing),
+                replaces=grant.replaces,
+            )
         )
 
     def _lease_orphans(self, limit: int) -> tuple[list[Grant], int]:
@@ -173,13 +175,14 @@ class Scheduler:
         """
         for group in groups:
             self._journal.append(
-                "evaluation_lease",
-                group=group.group_id,
-                environment=group.environment,
-                task=group.task_index,
-                version=group.deadline_step,
-                server=session.name,
-                epoch=session.key.epoch,
+                EvaluationLease(
+                    group=group.group_id,
+                    environment=group.environment,
+                    task=group.task_index,
+                    version=group.deadline_step,
+                    server=session.name,
+                    epoch=session.key.epoch,
+                )
             )
         durable = self._journal.durable()
         for group in groups:

@@ -11,12 +11,38 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any
 
 from pydantic import JsonValue
 from slipstream.core.errors import ProtocolError
-from slipstream.core.types import GroupId, PolicyVersion, TrajectoryId, TrajectoryName
-from slipstream.learner.controller.records.record_fields import check_fields
+from slipstream.core.types import (
+    GroupId,
+    PolicyVersion,
+    ServerId,
+    TrajectoryId,
+    TrajectoryName,
+)
+from slipstream.learner.controller.records.records import (
+    Batch,
+    BatchSetAside,
+    Checkpoint,
+    Closed,
+    End,
+    Evaluation,
+    EvaluationLease,
+    GaveUp,
+    GroupSetAside,
+    Lease,
+    Queue,
+    Record,
+    Servers,
+    Solved,
+    Start,
+    Step,
+    Submitted,
+    TrajectoryEnd,
+    Unsubmitted,
+    parsed,
+)
 from slipstream.learner.controller.records.seen_ids import GroupSteps, SeenIds
 from slipstream.learner.controller.servers.server_epochs import MAX_GAP, ServerEpochs
 from slipstream.learner.controller.servers.server_states import ServerKey
@@ -95,19 +121,6 @@ class FilteredGroups:
 def is_solved(rewards: Iterable[float], solved_reward: float) -> bool:
     """Whether each episode of a group has the full reward or more."""
     return all(reward >= solved_reward for reward in rewards)
-
-
-class TrajectoryEnd(Enum):
-    """The way in which a trajectory ended."""
-
-    TRAINED = "trained"
-    FILTERED = "filtered"
-    FAILED = "failed"
-    CANCELLED = "cancelled"
-    QUARANTINED = "quarantined"
-    EVALUATED = "evaluated"
-    # The trajectory was in a batch that the trainer could not train.
-    SET_ASIDE = "set_aside"
 
 
 @dataclass(slots=True)
@@ -196,7 +209,7 @@ class RunHistory:
     lags: Counter[int] = field(default_factory=Counter)
     # Number of trained trajectories that more than one version sampled.
     with_several_versions: int = 0
-    evaluations: list[Mapping[str, Any]] = field(default_factory=list)
+    evaluations: list[Evaluation] = field(default_factory=list)
     # The newest version with a whole checkpoint.
     checkpoint: PolicyVersion = START
     batch_tokens: dict[int, int] = field(default_factory=dict)
@@ -231,114 +244,116 @@ class RunHistory:
 
     @property
     def incarnation(self) -> int:
-        """The newest timeline; it changes when a step is repeated and gives other weights."""
+        """The newest incarnation; a step that is repeated and gives other weights begins one."""
         return max((step.version.incarnation for step in self.steps.values()), default=0)
 
-    def add(self, record: Mapping[str, Any]) -> None:
+    def add(self, record: Record) -> None:
         """Applies the next record; raises ProtocolError if it contradicts the records before it."""
-        self.settled = settled_by(self.settled, record["kind"], record)
-        match record["kind"]:
-            case "start":
+        self.settled = settled_by(self.settled, record)
+        match record:
+            case Start():
                 self._start(record)
-            case "queue":
-                # Earlier versions have journaled another fact.
-                self.queue_added = record.get("added", 0)
-            case "lease":
+            case Queue():
+                self.queue_added = record.added or 0
+            case Lease():
                 self._lease(record)
-            case "evaluation_lease":
-                self.servers.join(ServerKey(record["server"], record["epoch"]))
-            case "end":
+            case EvaluationLease():
+                self.servers.join(ServerKey(ServerId(record.server), record.epoch))
+            case End():
                 self._end(record)
-            case "gave_up":
-                if (group := self.open_groups.get(GroupId(record["group"]))) is not None:
-                    group.failed.update(record["members"])
-            case "set_aside" | "closed":
+            case GaveUp():
+                if (group := self.open_groups.get(record.group)) is not None:
+                    group.failed.update(record.members)
+            case GroupSetAside():
+                if (ended := self.open_groups.pop(record.group, None)) is not None:
+                    self.environments[ended.environment].failed += 1
+            case Closed():
                 self._close(record)
-            case "batch":
+            case Batch():
                 self._batch(record)
-            case "batch_set_aside":
+            case BatchSetAside():
                 self._set_batch_aside(record)
-            case "step":
+            case Step():
                 self._step(record)
-            case "servers":
+            case Servers():
                 self._servers(record)
-            case "solved":
-                self.solved, self.solved_step = record["cause"], record["step"]
-            case "checkpoint":
-                self.checkpoint = PolicyVersion(*record["version"])
-            case "submitted":
-                self.submitted[record["environment"]] = record["spec"]
-                self.environments.pop(record["environment"], None)
-            case "unsubmitted":
-                self.submitted.pop(record["environment"], None)
-            case "evaluation":
+            case Solved():
+                self.solved, self.solved_step = record.cause, record.step
+            case Checkpoint():
+                self.checkpoint = record.version
+            case Submitted():
+                self.submitted[record.environment] = record.spec
+                self.environments.pop(record.environment, None)
+            case Unsubmitted():
+                self.submitted.pop(record.environment, None)
+            case Evaluation():
                 self.evaluations.append(record)
 
-    def _start(self, record: Mapping[str, Any]) -> None:
-        if record["format"] != FORMAT:
+    def _start(self, record: Start) -> None:
+        if record.format != FORMAT:
             raise ProtocolError(
-                f"the journal has format {record['format']}, this version reads {FORMAT}"
+                f"the journal has format {record.format}, this version reads {FORMAT}"
             )
         self.servers.all_died()
-        self.run_id = record["run_id"]
+        self.run_id = record.run_id
         self.starts += 1
 
-    def _lease(self, record: Mapping[str, Any]) -> None:
-        group_id = GroupId(record["group"])
-        self.servers.join(ServerKey(record["server"], record["epoch"]))
-        number = int(group_id.removeprefix("g"))
+    def _lease(self, record: Lease) -> None:
+        self.servers.join(ServerKey(ServerId(record.server), record.epoch))
+        number = int(record.group.removeprefix("g"))
         if number < self.next_group:
             # New groups get rising numbers: this lease gives an old group to another server.
-            if (group := self.open_groups.get(group_id)) is not None:
-                group.epochs.add(record["epoch"])
-                group.server = record["server"]
+            if (group := self.open_groups.get(record.group)) is not None:
+                group.epochs.add(record.epoch)
+                group.server = record.server
                 group.num_leases += 1
             return
-        # The task was leased before, as a group that was abandoned.
-        self.open_groups.pop(GroupId(record.get("replaces", "")), None)
-        name = record["environment"]
+        if record.replaces is not None:
+            # The task was leased before, as a group that was abandoned.
+            self.open_groups.pop(record.replaces, None)
         self.next_group = number + 1
-        history = self.environments[name]
-        history.next_number = max(history.next_number, record["number"] + 1)
-        task, seed, deadline = record["task"], record["seed"], record["deadline"]
-        group = OpenGroup(group_id, name, task, seed, deadline, epochs={record["epoch"]})
-        group.server = record["server"]
-        self.open_groups[group_id] = group
+        history = self.environments[record.environment]
+        history.next_number = max(history.next_number, record.number + 1)
+        self.open_groups[record.group] = OpenGroup(
+            record.group,
+            record.environment,
+            record.task,
+            record.seed,
+            record.deadline,
+            epochs={record.epoch},
+            server=record.server,
+        )
 
-    def _end(self, record: Mapping[str, Any]) -> None:
-        trajectory_id = TrajectoryId(record["id"])
+    def _end(self, record: End) -> None:
+        trajectory_id = TrajectoryId(record.id)
         self.ended.add(trajectory_id)
-        if "tokens" not in record:
+        if record.end is None or record.tokens is None:
             return
-        self.ends[TrajectoryEnd(record["end"])] += record["tokens"]
-        key = ServerKey(record["server"], record["epoch"])
-        self.servers.count(key).received += record["tokens"]
+        assert record.server is not None
+        assert record.epoch is not None
+        self.ends[record.end] += record.tokens
+        self.servers.count(
+            ServerKey(ServerId(record.server), record.epoch)
+        ).received += record.tokens
         name = TrajectoryName.parse(trajectory_id)
         group = None if name is None else self.open_groups.get(name.group_id)
-        if (
-            name is not None
-            and group is not None
-            and record["end"] != TrajectoryEnd.QUARANTINED.value
-        ):
+        is_attempt = record.end is not TrajectoryEnd.QUARANTINED
+        if name is not None and group is not None and is_attempt:
             before = group.attempts.get(name.member, -1)
             group.attempts[name.member] = max(before, name.attempt)
 
-    def _close(self, record: Mapping[str, Any]) -> None:
-        group = self.open_groups.pop(GroupId(record["group"]), None)
-        if group is None:
+    def _close(self, record: Closed) -> None:
+        group = self.open_groups.pop(record.group, None)
+        if group is None or record.how != "filtered":
             return
         history = self.environments[group.environment]
-        if record["kind"] == "set_aside":
-            history.failed += 1
-        elif record["how"] == "filtered":
-            history.accepted += 1
-            history.filtered += 1
-            solved, reward = record.get("solved", False), record.get("reward", 0.0)
-            self.filtered.add(group.environment, reward, solved=solved)
-            self.filtered_groups[self.next_step] += 1
+        history.accepted += 1
+        history.filtered += 1
+        self.filtered.add(group.environment, record.reward or 0.0, solved=bool(record.solved))
+        self.filtered_groups[self.next_step] += 1
 
-    def _batch(self, record: Mapping[str, Any]) -> None:
-        step = record["step"]
+    def _batch(self, record: Batch) -> None:
+        step = record.step
         if step != self.next_step:
             raise ProtocolError(
                 f"the journal holds the batch of step {step + 1} after that of {self.next_step}"
@@ -347,91 +362,94 @@ class RunHistory:
         if step >= self.solved_step:
             # Training continued under other settings. The batch before was being written.
             self.solved = ""
-        self.batches[step] = RecordedBatch(step, record["batch_id"], record["crc32"])
+        self.batches[step] = RecordedBatch(step, record.batch_id, record.crc32)
         self.batched.clear()
-        for name in record["groups"]:
-            group_id = GroupId(name)
+        for group_id in record.groups:
             group = self.open_groups.pop(group_id, None)
             if group is None:
-                raise ProtocolError(f"the batch of step {step + 1} holds {name}, which is not open")
+                raise ProtocolError(
+                    f"the batch of step {step + 1} holds {group_id}, which is not open"
+                )
             self.batched[group_id] = group
             self.trained_in.add(group_id, step)
             self.put_back.pop(group_id, None)
             self.environments[group.environment].accepted += 1
-        for name, epoch, tokens in record["tokens"]:
-            self.servers.count(ServerKey(name, epoch)).received += tokens
-        self.batch_tokens[step] = sum(tokens for *_, tokens in record["tokens"])
+        for name, epoch, tokens in record.tokens:
+            self.servers.count(ServerKey(ServerId(name), epoch)).received += tokens
+        self.batch_tokens[step] = sum(tokens for *_, tokens in record.tokens)
 
-    def _set_batch_aside(self, record: Mapping[str, Any]) -> None:
-        step = record["step"]
+    def _set_batch_aside(self, record: BatchSetAside) -> None:
+        step = record.step
         batch = self.batches.get(step)
         is_last = step == self.next_step - 1 and step not in self.steps
-        if batch is None or batch.batch_id != record["batch_id"] or not is_last:
+        if batch is None or batch.batch_id != record.batch_id or not is_last:
             raise ProtocolError(
-                f"the journal sets batch {record['batch_id']} of step {step + 1} aside, "
+                f"the journal sets batch {record.batch_id} of step {step + 1} aside, "
                 "which does not wait for the trainer"
             )
         del self.batches[step], self.batch_tokens[step]
         self.set_aside.append(batch)
-        self.set_aside_in_a_row = 0 if record["by"] == "user" else self.set_aside_in_a_row + 1
-        for group_id, environment, *_ in record["groups"]:
-            self.trained_in.discard(GroupId(group_id))
+        self.set_aside_in_a_row = 0 if record.by == "user" else self.set_aside_in_a_row + 1
+        for group_id, environment, _ in record.groups:
+            self.trained_in.discard(group_id)
             history = self.environments[environment]
             history.accepted, history.failed = history.accepted - 1, history.failed + 1
-        for group_id, environment, *_ in record["put_back"]:
-            self.trained_in.discard(GroupId(group_id))
+        for group_id, environment, *_ in record.put_back:
+            self.trained_in.discard(group_id)
             self.environments[environment].accepted -= 1
-            self.put_back[GroupId(group_id)] = batch
-            group = self.batched[GroupId(group_id)]
-            self.open_groups[group.group_id] = replace(group, deadline_step=step)
-        for trajectory_id in record["ids"]:
+            self.put_back[group_id] = batch
+            group = self.batched[group_id]
+            self.open_groups[group_id] = replace(group, deadline_step=step)
+        for trajectory_id in record.ids:
             self.ended.add(TrajectoryId(trajectory_id))
-        self.ends[TrajectoryEnd.SET_ASIDE] += record["tokens"]
+        self.ends[TrajectoryEnd.SET_ASIDE] += record.tokens
         # These tokens count again with the later batch or end of their trajectories.
-        for name, epoch, tokens in record["put_back_tokens"]:
-            self.servers.count(ServerKey(name, epoch)).received -= tokens
+        for name, epoch, tokens in record.put_back_tokens:
+            self.servers.count(ServerKey(ServerId(name), epoch)).received -= tokens
 
-    def _step(self, record: Mapping[str, Any]) -> None:
-        step = record["step"]
+    def _step(self, record: Step) -> None:
+        step = record.step
         if step not in self.batches:
             raise ProtocolError(f"the journal holds step {step + 1} without its batch")
         if step not in self.steps:
             self.ends[TrajectoryEnd.TRAINED] += self.batch_tokens[step]
-            self.lags.update(dict(record["lags"]))
-            self.with_several_versions += record["several"]
-        self.steps[step] = JournaledStep(PolicyVersion(*record["version"]), record["digest"])
+            self.lags.update(dict(record.lags))
+            self.with_several_versions += record.several
+        self.steps[step] = JournaledStep(record.version, record.digest)
         self.set_aside_in_a_row = 0
 
-    def _servers(self, record: Mapping[str, Any]) -> None:
-        if "settled" in record:
-            self.unread = Amount(*record["settled"]).less(self.settled)
-        judged = {(name, epoch): tokens for name, epoch, tokens in record.get("judged", ())}
-        gaps = {(name, epoch): numbers for name, epoch, numbers in record.get("gaps", ())}
-        for name, epoch, generated in record["generated"]:
-            count = self.servers.join(ServerKey(name, epoch))
+    def _servers(self, record: Servers) -> None:
+        if record.settled is not None:
+            self.unread = Amount(*record.settled).less(self.settled)
+        judged = {(name, epoch): tokens for name, epoch, tokens in record.judged}
+        gaps = {(name, epoch): numbers for name, epoch, numbers in record.gaps}
+        for name, epoch, generated in record.generated:
+            key = ServerKey(ServerId(name), epoch)
+            count = self.servers.join(key)
             gap = gaps.get((name, epoch), ())
             count.take_gaps(gap)
             if max(map(abs, gap), default=0) > MAX_GAP:
-                self.ignored_gaps[ServerKey(name, epoch)] = max(gap, key=abs)
+                self.ignored_gaps[key] = max(gap, key=abs)
             count.reported = max(count.reported, generated)
             count.judged = max(count.judged, judged.get((name, epoch), 0))
-            if record.get("departed"):
-                self.servers.depart(ServerKey(name, epoch))
+            if record.departed:
+                self.servers.depart(key)
 
 
-def settled_by(settled: Amount, kind: str, record: Mapping[str, Any]) -> Amount:
+def settled_by(settled: Amount, record: Record) -> Amount:
     """Returns the amount that has ended or is in a batch, after one more record.
 
     `settled` is this amount before the record, in trajectories and tokens.
     """
-    if kind == "end" and "tokens" in record:
-        return settled.plus(record["tokens"])
-    if kind == "batch":
-        tokens = sum(tokens for *_, tokens in record["tokens"])
-        return settled.less(Amount(-record["trajectories"], -tokens))
-    if kind == "batch_set_aside":
-        tokens = sum(tokens for *_, tokens in record["put_back_tokens"])
-        return settled.less(Amount(record["put_back_trajectories"], tokens))
+    match record:
+        case End(tokens=int(tokens)):
+            return settled.plus(tokens)
+        case Batch():
+            tokens = sum(tokens for *_, tokens in record.tokens)
+            return settled.less(Amount(-record.trajectories, -tokens))
+        case BatchSetAside():
+            tokens = sum(tokens for *_, tokens in record.put_back_tokens)
+            return settled.less(Amount(record.put_back_trajectories, tokens))
     return settled
 
 
@@ -453,8 +471,8 @@ def read_history(records: Iterable[Mapping[str, JsonValue]]) -> RunHistory:
         if number == 1 and record["kind"] != "start":
             raise ProtocolError("the journal was written by an older version: it has no start")
         try:
-            check_fields(record)
-            history.add(record)
+            if (known := parsed(record)) is not None:
+                history.add(known)
         except (ArithmeticError, LookupError, ValueError) as error:
             kind, cause = shown(str(record["kind"])), one_line(str(error), 200)
             raise ProtocolError(

@@ -30,6 +30,7 @@ from io import FileIO
 from pathlib import Path
 from typing import cast
 
+import msgspec
 from google.protobuf.message import DecodeError
 from pydantic import JsonValue
 from pydantic_core import from_json
@@ -42,8 +43,15 @@ from slipstream.core.run_folder import (
     log_number,
     newest_log_number,
 )
-from slipstream.core.types import Trajectory
+from slipstream.core.types import GroupId, Trajectory
 from slipstream.learner.controller.records.history import REMEDY, attempt_of, settled_by
+from slipstream.learner.controller.records.records import (
+    Batch,
+    Record,
+    Servers,
+    ServerTokens,
+    fields_of,
+)
 from slipstream.protocol.bounds import check_bounds
 from slipstream.protocol.checkpoints import sync_folder
 from slipstream.protocol.queue.base import Amount
@@ -61,7 +69,7 @@ class Journal:
     """A context manager that writes the journal of a run; its log continues the earlier logs.
 
     with Journal(folder) as journal:
-        journal.append("lease", group="g000000")  # in memory only
+        journal.append(Solved(step=3, cause="x")) # in memory only
         await journal.durable()                   # on disk
         journal.write_batch(batch)                # file, then record; blocks until both are durable
 
@@ -118,15 +126,15 @@ class Journal:
             self._file.close()
             self._lock_file.close()
 
-    def append(self, kind: str, **fields: JsonValue) -> None:
+    def append(self, record: Record) -> None:
         """Adds one record in memory without waiting; the next sync writes it to disk."""
         with self._lock:
             self._num_lines += 1
-            self.settled = settled_by(self.settled, kind, fields)
-            if kind == "servers":
+            self.settled = settled_by(self.settled, record)
+            if isinstance(record, Servers):
                 # The next controller compares its own count up to here.
-                fields["settled"] = list(self.settled)
-            self._pending.append(encoded(self._num_lines, {"kind": kind, **fields}))
+                record = msgspec.structs.replace(record, settled=tuple(self.settled))
+            self._pending.append(encoded(self._num_lines, fields_of(record)))
             self._num_appended += 1
 
     def sync(self) -> None:
@@ -218,13 +226,14 @@ class Journal:
                 self._failure = self._failure or self._vanished() or _unwritten(path, error)
                 raise self._failure from error
         self.append(
-            "batch",
-            step=step,
-            batch_id=batch.header.batch_id,
-            crc32=crc32,
-            groups=list(dict.fromkeys(t.group_id for t in batch.trajectories)),
-            trajectories=len(batch.trajectories),
-            tokens=tokens_by_server(batch.trajectories),
+            Batch(
+                step=step,
+                batch_id=batch.header.batch_id,
+                crc32=crc32,
+                groups=list(dict.fromkeys(GroupId(t.group_id) for t in batch.trajectories)),
+                trajectories=len(batch.trajectories),
+                tokens=tokens_by_server(batch.trajectories),
+            )
         )
         self.sync()
         return crc32
@@ -247,13 +256,13 @@ class Journal:
 
 def tokens_by_server(
     trajectories: Iterable[Trajectory | trajectory_pb2.Trajectory],
-) -> list[JsonValue]:
-    """Returns [name, epoch, sampled tokens] of each server that sampled the trajectories."""
+) -> list[ServerTokens]:
+    """Returns (name, epoch, sampled tokens) of each server that sampled the trajectories."""
     tokens: Counter[tuple[str, int]] = Counter()
     for trajectory in trajectories:
         key = (trajectory.server_id, trajectory.server_epoch)
         tokens[key] += sum(trajectory.run_lengths[1::2])
-    return [[name, epoch, number] for (name, epoch), number in sorted(tokens.items())]
+    return [(name, epoch, number) for (name, epoch), number in sorted(tokens.items())]
 
 
 def encoded(number: int, record: Mapping[str, JsonValue]) -> bytes:

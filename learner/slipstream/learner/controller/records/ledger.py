@@ -15,10 +15,17 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 import grpc.aio
-from pydantic import JsonValue
 from slipstream.core.types import Trajectory, TrajectoryId
-from slipstream.learner.controller.records.history import RunHistory, TrajectoryEnd
+from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.records.journal import Journal
+from slipstream.learner.controller.records.records import (
+    End,
+    Queue,
+    ServerGaps,
+    Servers,
+    ServerTokens,
+    TrajectoryEnd,
+)
 from slipstream.learner.controller.records.seen_ids import SeenIds
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
@@ -85,24 +92,24 @@ class TokenLedger:
         last record. After a crash a controller cannot ask the engines for these counts.
         """
         counts = self._epochs.connected if lost is None else {lost: self._epochs.count(lost)}
-        generated: list[JsonValue] = []
-        judged: list[JsonValue] = []
-        gaps: list[JsonValue] = []
+        generated: list[ServerTokens] = []
+        judged: list[ServerTokens] = []
+        gaps: list[ServerGaps] = []
         for key, count in counts.items():
             newest = count.reported, count.judged
             if lost is None and newest == count.journaled:
                 continue
             count.journaled = newest
-            generated.append([*key, count.reported])
+            generated.append((*key, count.reported))
             if count.judged:
-                judged.append([*key, count.judged])
+                judged.append((*key, count.judged))
             if any(gap := count.journaled_gaps()):
-                gaps.append([*key, [*gap]])
+                gaps.append((*key, gap))
         if generated:
-            optional: dict[str, JsonValue] = {"departed": lost is not None}
-            optional |= {"judged": judged, "gaps": gaps}
-            told = {name: value for name, value in optional.items() if value}
-            self._journal.append("servers", generated=generated, **told)
+            departed = lost is not None
+            self._journal.append(
+                Servers(generated=generated, departed=departed, judged=judged, gaps=gaps)
+            )
 
     def report(self, key: ServerKey, report: fleet_pb2.ServerReport) -> None:
         """Stores the counters of a server's report."""
@@ -282,7 +289,7 @@ async def open_receiver(
         before = history.queue_added
         if before is not None and (receiver.is_new or receiver.added < before):
             run.events.warn("the queue lost what waited there; it is generated again")
-        journal.append("queue", added=receiver.added)
+        journal.append(Queue(added=receiver.added))
         return receiver
     from slipstream.protocol.queue.grpc import GrpcReceiver
 
@@ -327,13 +334,14 @@ class Endings:
         """Works like `end`, for a trajectory that may not be readable."""
         self._ledger.end(end, tokens)
         self._journal.append(
-            "end",
-            id=trajectory_id,
-            end=end.value,
-            cause=cause,
-            tokens=tokens,
-            server=server.server_id,
-            epoch=server.epoch,
+            End(
+                id=trajectory_id,
+                end=end,
+                cause=cause,
+                tokens=tokens,
+                server=server.server_id,
+                epoch=server.epoch,
+            )
         )
         self.acknowledge(trajectory_id)
 

@@ -83,7 +83,7 @@ class EpochCount:
             "queue to intake": self.missing,
         }
 
-    def journaled_gaps(self) -> tuple[int, ...]:
+    def journaled_gaps(self) -> tuple[int, int, int, int, int]:
         """Returns the differences in `gaps` as numbers for the journal; `take_gaps` reads them."""
         return self.unrecorded, *self.unsent, *self.missing
 

@@ -7,13 +7,13 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from pydantic import JsonValue
 from slipstream.core.errors import ProtocolError
 from slipstream.core.settings.config import Config
 from slipstream.core.staleness import lag
 from slipstream.core.types import GroupId, Trajectory
 from slipstream.learner.controller.leasing.groups import Group, sampled_tokens
 from slipstream.learner.controller.records.journal import tokens_by_server
+from slipstream.learner.controller.records.records import BatchSetAside
 from slipstream.protocol.codec import trajectory_from_pb, trajectory_to_pb
 from slipstream.v1 import trainer_pb2
 
@@ -67,20 +67,20 @@ class SetAside:
         """The trajectories of all groups that wait for another batch."""
         return _trajectories(self.put_back)
 
-    def record(self) -> dict[str, JsonValue]:
-        """Returns the fields of the journal record; `put_back` has its groups' tasks and seeds."""
-        return {
-            "step": self.batch.step,
-            "batch_id": self.batch.batch_id,
-            "by": self.by,
-            "cause": self.cause,
-            "groups": [[g.group_id, g.environment, g.task_index] for g in self.groups],
-            "put_back": [[g.group_id, g.environment, g.task_index, g.seed] for g in self.put_back],
-            "ids": [trajectory.trajectory_id for trajectory in self.trajectories],
-            "tokens": sampled_tokens(self.trajectories),
-            "put_back_trajectories": len(self.waiting),
-            "put_back_tokens": tokens_by_server(self.waiting),
-        }
+    def record(self) -> BatchSetAside:
+        """Returns the journal record; `put_back` has its groups' tasks and seeds."""
+        return BatchSetAside(
+            step=self.batch.step,
+            batch_id=self.batch.batch_id,
+            by=self.by,
+            cause=self.cause,
+            groups=[(g.group_id, g.environment, g.task_index) for g in self.groups],
+            put_back=[(g.group_id, g.environment, g.task_index, g.seed) for g in self.put_back],
+            ids=[trajectory.trajectory_id for trajectory in self.trajectories],
+            tokens=sampled_tokens(self.trajectories),
+            put_back_trajectories=len(self.waiting),
+            put_back_tokens=tokens_by_server(self.waiting),
+        )
 
     def describe(self) -> str:
         """Returns the groups that were set aside and the cause as one line of text."""

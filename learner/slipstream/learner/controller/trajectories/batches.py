@@ -10,18 +10,13 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import JsonValue
 from slipstream.core.errors import ProtocolError, RunFailed
 from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.groups import sampled_tokens
 from slipstream.learner.controller.loop_clock import Stopwatch
-from slipstream.learner.controller.records.history import (
-    JournaledStep,
-    RunHistory,
-    TrajectoryEnd,
-    batch_name,
-)
+from slipstream.learner.controller.records.history import JournaledStep, RunHistory, batch_name
+from slipstream.learner.controller.records.records import Checkpoint, Step, TrajectoryEnd
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.trajectories.batch import FormedBatch, SetAside, from_record
 from slipstream.protocol.codec import version_from_pb
@@ -33,10 +28,10 @@ def version_of(
 ) -> PolicyVersion:
     """Returns the version of the weights with `digest`, made by `step` steps.
 
-    `recorded` is the journal's record of that step. `trainer` is the timeline of the weights before
-    the step, `newest` the newest timeline of the run. If the digest is the recorded one, the
-    recorded version is returned; another digest begins a new timeline. Without a record, or if the
-    record's timeline is older than the trainer's, the version is in the trainer's timeline.
+    `recorded` is the journal's record of that step. `trainer` is the incarnation of the weights
+    before the step, `newest` the newest one of the run. If the digest is the recorded one, the
+    recorded version is returned; another digest begins a new incarnation. Without a record, or if
+    the record's incarnation is older than the trainer's, the version has the trainer's.
     """
     if recorded is None or recorded.version.incarnation < trainer:
         return PolicyVersion(trainer, step)
@@ -248,12 +243,13 @@ class BatchFormer:
             self._newest_incarnation = max(self._newest_incarnation, version.incarnation)
             self._steps[batch.step] = JournaledStep(version, report.weight_digest.hex())
             self._journal.append(
-                "step",
-                step=report.step,
-                version=list(version),
-                digest=report.weight_digest.hex(),
-                lags=[list(pair) for pair in sorted(batch.token_lags.items())],
-                several=batch.num_with_several_versions,
+                Step(
+                    step=report.step,
+                    version=version,
+                    digest=report.weight_digest.hex(),
+                    lags=sorted(batch.token_lags.items()),
+                    several=batch.num_with_several_versions,
+                )
             )
         if earlier is None:
             tokens = sampled_tokens(batch.trajectories)
@@ -292,7 +288,7 @@ class BatchFormer:
                 f"{self._set_aside_in_a_row} in a row were set aside before"
             )
         found = SetAside.of(batch, fault.group_ids, cause, by="trainer")
-        self._journal.append("batch_set_aside", **found.record())
+        self._journal.append(found.record())
         self.training, self._set_aside = None, _batch_of(batch)
         self._attempts[batch.step] += 1
         self.num_set_aside += 1
@@ -322,15 +318,13 @@ class BatchFormer:
 
         Removes no batch if `keep_batches` is set.
         """
-        step = report.version.step
-        version: list[JsonValue] = [report.version.incarnation, step]
-        digest = report.weight_digest.hex()
-        self._journal.append("checkpoint", version=version, digest=digest, path=report.path)
+        version, digest = version_from_pb(report.version), report.weight_digest.hex()
+        self._journal.append(Checkpoint(version=version, digest=digest, path=report.path))
         await self.durable()
-        covered_step, self._covered_step = self._covered_step, step
+        covered_step, self._covered_step = self._covered_step, version.step
         # Batches since the checkpoint before it stay: a trainer may have to go back to that one. A
         # repeated report, or one from an older checkpoint, covers nothing new.
-        if not self._keep_batches and step > covered_step:
+        if not self._keep_batches and version.step > covered_step:
             for covered in range(self._first_kept, covered_step):
                 self._journal.path(covered, self._attempts[covered]).unlink(missing_ok=True)
                 self._crc32.pop(covered, None)

@@ -31,9 +31,10 @@ from slipstream.core.types import (
 from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.groups import Group
-from slipstream.learner.controller.records.history import RunHistory, TrajectoryEnd
+from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.records.ledger import Endings
+from slipstream.learner.controller.records.records import TrajectoryEnd
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.server_states import ServerKey
@@ -140,7 +141,7 @@ class KnownFacts:
     """The facts with which the controller compares a trajectory."""
 
     servers: Container[ServerKey]
-    # The newest timeline, with the step of the run's version.
+    # The newest incarnation, with the step of the run's version.
     newest: PolicyVersion
     # Number of token ids. 0 if it is unknown.
     vocabulary: int

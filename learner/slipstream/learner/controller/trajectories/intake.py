@@ -31,10 +31,16 @@ from slipstream.learner.controller.records.history import (
     FilteredGroups,
     FilterVerdict,
     RunHistory,
-    TrajectoryEnd,
     is_solved,
 )
 from slipstream.learner.controller.records.ledger import Endings
+from slipstream.learner.controller.records.records import (
+    Closed,
+    GaveUp,
+    GroupSetAside,
+    Solved,
+    TrajectoryEnd,
+)
 from slipstream.learner.controller.records.seen_ids import group_number
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.trajectories.inspection import Inspector
@@ -138,7 +144,7 @@ class Intake:
             self._environments.group_withdrawn(group.environment)
             if group.purpose is Purpose.TRAINING and not self._progress.is_over:
                 # At the end of a run groups stay open: the run may be resumed.
-                self._journal.append("closed", group=group.group_id, how="withdrawn", cause=cause)
+                self._journal.append(Closed(group=group.group_id, how="withdrawn", cause=cause))
             self._cancel_members(group, cause)
         self._run.signal.notify()
 
@@ -290,7 +296,7 @@ class Intake:
             self._set_aside(group, members[0], failure)
             return
         self._journal.append(
-            "gave_up", group=group.group_id, members=list(members), cause=failure.message
+            GaveUp(group=group.group_id, members=list(members), cause=failure.message)
         )
         entry = self._environments.entries.get(group.environment)
         if entry is not None and entry.is_news("partial"):
@@ -305,7 +311,9 @@ class Intake:
     def _set_aside(self, group: Group, member: int, failure: Failure) -> None:
         cause = failure.message
         self._book.remove(group.group_id)
-        self._journal.append("set_aside", group=group.group_id, task=group.task_index, cause=cause)
+        self._journal.append(
+            GroupSetAside(group=group.group_id, task=group.task_index, cause=cause)
+        )
         self._cancel_members(group, f"member {member} failed for good")
         if group.purpose is Purpose.EVALUATION:
             return
@@ -419,7 +427,7 @@ class GroupFilter:
         if algorithm.filter == "unequal_rewards":
             cause = "all rewards of its group are equal"
         self._journal.append(
-            "closed", group=group.group_id, how="filtered", cause=cause, solved=solved, reward=mean
+            Closed(group=group.group_id, how="filtered", cause=cause, solved=solved, reward=mean)
         )
         for trajectory in group.in_order():
             self._endings.end(trajectory, TrajectoryEnd.FILTERED, cause)
@@ -445,7 +453,7 @@ class GroupFilter:
             )
             return
         cause = f"the task is solved: the last {count}"
-        self._journal.append("solved", step=step, cause=cause)
+        self._journal.append(Solved(step=step, cause=cause))
         self._progress.solve(step, cause)
         # The withdrawal frees servers for the last evaluation.
         self._withdraw(self._book.training_groups(), cause)

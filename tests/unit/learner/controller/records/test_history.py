@@ -13,12 +13,23 @@ from slipstream.learner.controller.records.history import (
     FilterVerdict,
     JournaledStep,
     RunHistory,
-    TrajectoryEnd,
     batch_name,
     is_solved,
     read_history,
 )
 from slipstream.learner.controller.records.journal import Journal, read_records
+from slipstream.learner.controller.records.records import (
+    BatchSetAside,
+    Closed,
+    End,
+    GaveUp,
+    GroupSetAside,
+    Lease,
+    Start,
+    Step,
+    TrajectoryEnd,
+    parsed,
+)
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.tasks.environments import EnvironmentBook
@@ -49,7 +60,7 @@ class Run:
         self.attempt = 0
 
     def play(self) -> None:
-        self.journal.append("start", format=1, run_id="r-1")
+        self.journal.append(Start(format=1, run_id="r-1"))
         while self.version < STEPS:
             self.random.choice([self.lease, self.finish, self.fail, self.step])()
 
@@ -58,16 +69,17 @@ class Run:
             return
         group = self.book.lease("e", self.numbers, 5, SERVER, self.version)
         self.journal.append(
-            "lease",
-            group=group.group_id,
-            environment="e",
-            task=self.numbers,
-            number=self.numbers,
-            seed=5,
-            deadline=group.deadline_step,
-            members=[0, 1],
-            server="s",
-            epoch=7,
+            Lease(
+                group=group.group_id,
+                environment="e",
+                task=self.numbers,
+                number=self.numbers,
+                seed=5,
+                deadline=group.deadline_step,
+                members=[0, 1],
+                server="s",
+                epoch=7,
+            )
         )
         self.numbers += 1
 
@@ -90,20 +102,21 @@ class Run:
             return
         self.book.remove(group.group_id)
         if how == "set_aside":
-            self.journal.append("set_aside", group=group.group_id, task=0, cause="")
+            self.journal.append(GroupSetAside(group=group.group_id, task=0, cause=""))
         else:
-            self.journal.append("closed", group=group.group_id, how="filtered", cause="")
+            self.journal.append(Closed(group=group.group_id, how="filtered", cause=""))
         self.end(group.group_id, member, attempt, TrajectoryEnd.FILTERED)
 
     def end(self, group_id: str, member: int, attempt: int, end: TrajectoryEnd) -> None:
         self.journal.append(
-            "end",
-            id=f"{group_id}.{member}.{attempt}.7",
-            end=end.value,
-            cause="",
-            tokens=3,
-            server="s",
-            epoch=7,
+            End(
+                id=f"{group_id}.{member}.{attempt}.7",
+                end=end,
+                cause="",
+                tokens=3,
+                server="s",
+                epoch=7,
+            )
         )
 
     def step(self) -> None:
@@ -127,24 +140,25 @@ class Run:
             return
         self.version, self.attempt = self.version + 1, 0
         self.journal.append(
-            "step", step=step, version=[0, step + 1], digest=f"d{step}", lags=[[0, 10]], several=1
+            Step(step=step, version=[0, step + 1], digest=f"d{step}", lags=[[0, 10]], several=1)
         )
 
     def set_aside(self, step: int, name: str, groups: list[Group]) -> None:
         named = self.random.sample(groups, self.random.randint(1, B))
         kept = [group for group in groups if group not in named]
         self.journal.append(
-            "batch_set_aside",
-            step=step,
-            batch_id=name,
-            by="trainer",
-            cause="",
-            groups=[[group.group_id, "e", group.task_index] for group in named],
-            put_back=[[group.group_id, "e", group.task_index, 5] for group in kept],
-            ids=[f"{group.group_id}.{m}.0.7" for group in named for m in range(MEMBERS)],
-            tokens=5 * len(named),
-            put_back_trajectories=len(kept),
-            put_back_tokens=[["s", 7, 5 * len(kept)]],
+            BatchSetAside(
+                step=step,
+                batch_id=name,
+                by="trainer",
+                cause="",
+                groups=[[group.group_id, "e", group.task_index] for group in named],
+                put_back=[[group.group_id, "e", group.task_index, 5] for group in kept],
+                ids=[f"{group.group_id}.{m}.0.7" for group in named for m in range(MEMBERS)],
+                tokens=5 * len(named),
+                put_back_trajectories=len(kept),
+                put_back_tokens=[["s", 7, 5 * len(kept)]],
+            )
         )
         self.attempt += 1
         self.book.put_back(step, kept)
@@ -362,11 +376,11 @@ def test_a_quarantined_delivery_without_a_name_is_read_back():
 def test_what_was_made_up_for_a_group_does_not_count_as_its_attempt() -> None:
     history = RunHistory()
     lease = {"kind": "lease", "group": "g000000", "environment": "e", "number": 0, "task": 0}
-    history.add({**lease, "seed": 1, "deadline": 3, "server": "a", "epoch": 1})
-    history.add({**lease, "seed": 1, "deadline": 3, "server": "b", "epoch": 2})
+    history.add(parsed({**lease, "seed": 1, "deadline": 3, "server": "a", "epoch": 1}))
+    history.add(parsed({**lease, "seed": 1, "deadline": 3, "server": "b", "epoch": 2}))
     end = {"kind": "end", "cause": "", "tokens": 0, "server": "a", "epoch": 1}
-    history.add({**end, "id": "g000000.0.1.1", "end": "failed"})
-    history.add({**end, "id": "g000000.0.999998.1", "end": "quarantined"})
+    history.add(parsed({**end, "id": "g000000.0.1.1", "end": "failed"}))
+    history.add(parsed({**end, "id": "g000000.0.999998.1", "end": "quarantined"}))
     book = LeaseBook(
         attempts_per_lease=7, groups_per_step=1, group_size=2, max_staleness=1, num_steps=9
     )
@@ -379,11 +393,11 @@ def test_what_was_made_up_for_a_group_does_not_count_as_its_attempt() -> None:
 
 def test_members_that_were_given_up_are_not_leased_again() -> None:
     history = RunHistory()
-    history.add(lease_record("g000000"))
-    history.add({"kind": "gave_up", "group": "g000000", "members": [1], "cause": "x"})
-    history.add({"kind": "gave_up", "group": "g000000", "members": [3], "cause": "x"})
+    history.add(parsed(lease_record("g000000")))
+    history.add(GaveUp(group="g000000", members=[1], cause="x"))
+    history.add(GaveUp(group="g000000", members=[3], cause="x"))
     # Its group may have ended meanwhile.
-    history.add({"kind": "gave_up", "group": "g000007", "members": [0], "cause": "x"})
+    history.add(GaveUp(group="g000007", members=[0], cause="x"))
     book = LeaseBook(
         attempts_per_lease=7, groups_per_step=1, group_size=4, max_staleness=1, num_steps=9
     )

@@ -29,6 +29,7 @@ from slipstream.learner.controller.trajectories.inspection import EarlierIds
 from slipstream.protocol.codec import trajectory_to_pb
 from slipstream.v1 import trainer_pb2, trajectory_pb2
 from support.fakes.slow_disk import SlowDisk, several_turns
+from support.rigs.journal_notes import note
 
 TRAINED = {
     "run_id": "r-1",
@@ -51,8 +52,8 @@ TRAINED = {
 
 def test_records_come_back_in_order(tmp_path):
     with Journal(tmp_path) as journal:
-        journal.append("lease", group="g1", members=[0, 1])
-        journal.append("end", id="x", end="failed", cause="line\nbreak and ä")
+        journal.append(note("lease", group="g1", members=[0, 1]))
+        journal.append(note("end", id="x", end="failed", cause="line\nbreak and ä"))
     assert list(read_records(tmp_path)) == [
         {"kind": "lease", "group": "g1", "members": [0, 1]},
         {"kind": "end", "id": "x", "end": "failed", "cause": "line\nbreak and ä"},
@@ -61,8 +62,8 @@ def test_records_come_back_in_order(tmp_path):
 
 def test_a_torn_last_line_is_left_out(tmp_path):
     with Journal(tmp_path) as journal:
-        journal.append("a")
-        journal.append("b")
+        journal.append(note("a"))
+        journal.append(note("b"))
     path = tmp_path / "journal.log"
     path.write_bytes(path.read_bytes()[:-3])
     assert [record["kind"] for record in read_records(tmp_path)] == ["a"]
@@ -70,7 +71,7 @@ def test_a_torn_last_line_is_left_out(tmp_path):
 
 def test_every_flipped_bit_is_noticed(tmp_path):
     with Journal(tmp_path) as journal:
-        journal.append("a", number=1)
+        journal.append(note("a", number=1))
     path = tmp_path / "journal.log"
     data = path.read_bytes()
     for position in range(len(data) - 1):
@@ -88,7 +89,7 @@ def test_every_flipped_bit_is_noticed(tmp_path):
 def three_lines(folder):
     with Journal(folder) as journal:
         for kind in ("a", "b", "c"):
-            journal.append(kind)
+            journal.append(note(kind))
     return folder / "journal.log", (folder / "journal.log").read_bytes().splitlines(keepends=True)
 
 
@@ -109,7 +110,7 @@ def test_a_journal_of_a_version_without_numbers_is_read_and_goes_on_with_them(tm
     path.write_bytes(b"".join(lines))
     assert list(read_records(tmp_path)) == [{"kind": "a"}, {"kind": "b"}]
     with Journal(tmp_path) as journal:
-        journal.append("c")
+        journal.append(note("c"))
     assert list(read_records(tmp_path)) == [{"kind": "a"}, {"kind": "b"}, {"kind": "c"}]
     path.write_bytes(path.read_bytes().removeprefix(lines[0]))
     with pytest.raises(ProtocolError, match="line 2 was written as line 3"):
@@ -122,7 +123,7 @@ def test_a_whole_last_record_without_its_newline_is_kept(tmp_path, end):
     path.write_bytes(path.read_bytes()[:-1] + end)
     assert [record["kind"] for record in read_records(tmp_path)] == ["a", "b", "c"]
     with Journal(tmp_path) as journal:
-        journal.append("d")
+        journal.append(note("d"))
     assert [record["kind"] for record in read_records(tmp_path)] == ["a", "b", "c", "d"]
 
 
@@ -149,7 +150,7 @@ def test_what_stands_in_the_place_of_the_journal_is_named(tmp_path, name):
 def test_a_journal_that_vanishes_while_it_is_written_records_no_more(tmp_path, how):
     batch = trainer_pb2.RecordedBatch(header=trainer_pb2.BatchHeader(step=0, batch_id="b0"))
     journal = Journal(tmp_path)
-    journal.append("a")
+    journal.append(note("a"))
     journal.sync()
     assert not journal.trouble()
     if how == "without batches":
@@ -184,7 +185,7 @@ def batch_of(step, text=""):
 
 def test_a_second_controller_on_the_machine_is_refused_and_fences_nobody(tmp_path):
     with Journal(tmp_path) as journal:
-        journal.append("a")
+        journal.append(note("a"))
         with pytest.raises(ConfigError, match="is written by another controller"):
             Journal(tmp_path)
         journal.sync()
@@ -195,25 +196,25 @@ def test_a_second_controller_on_the_machine_is_refused_and_fences_nobody(tmp_pat
 @pytest.mark.usefixtures("no_locks")
 def test_a_controller_of_another_machine_acknowledges_nothing_after_a_later_one_began(tmp_path):
     old = Journal(tmp_path)
-    old.append("start")
+    old.append(note("start"))
     old.sync()
     # Written and not synced when the other one begins; this one may stand still for long.
-    old.append("unseen")
+    old.append(note("unseen"))
     with Journal(tmp_path) as new:
-        new.append("start")
+        new.append(note("start"))
         new.sync()
         with pytest.raises(RunFailed, match="was started later"):
             old.sync()
         assert old.is_fenced and not new.is_fenced
         assert "was started later" in old.trouble() and not new.trouble()
-        new.append("b")
+        new.append(note("b"))
         new.sync()
         with pytest.raises(RunFailed, match="was started later"):
             old.__exit__()
     kinds = [record["kind"] for record in read_records(tmp_path)]
     assert kinds == ["start", "start", "b"]
     with Journal(tmp_path) as third:
-        third.append("c")
+        third.append(note("c"))
     assert [record["kind"] for record in read_records(tmp_path)] == [*kinds, "c"]
 
 
@@ -240,11 +241,11 @@ def test_the_file_of_a_batch_that_a_fenced_controller_left_is_written_anew(tmp_p
 
 def test_of_two_that_begin_at_once_the_one_with_the_newest_log_goes_on(tmp_path, no_locks):
     with Journal(tmp_path) as first:
-        first.append("a")
+        first.append(note("a"))
     slow, quick = Journal(tmp_path), Journal(tmp_path)
-    quick.append("b")
+    quick.append(note("b"))
     quick.sync()
-    slow.append("c")
+    slow.append(note("c"))
     with pytest.raises(RunFailed, match="was started later"):
         slow.sync()
     assert [record["kind"] for record in read_records(tmp_path)] == ["a", "b"]
@@ -257,7 +258,7 @@ def test_a_full_disk_is_one_line_and_the_journal_goes_on_when_there_is_room(tmp_
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     journal = Journal(tmp_path)
     try:
-        journal.append("a")
+        journal.append(note("a"))
         journal.sync()
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
         with pytest.raises(
@@ -265,14 +266,14 @@ def test_a_full_disk_is_one_line_and_the_journal_goes_on_when_there_is_room(tmp_
         ) as error:
             journal.write_batch(batch)
         assert "\n" not in str(error.value)
-        journal.append("b")
+        journal.append(note("b"))
         with pytest.raises(RunFailed), journal:
             pass
         with Journal(tmp_path) as journal:
             for number in range(3):
-                journal.append("c", text="x" * 1000, number=number)
+                journal.append(note("c", text="x" * 1000, number=number))
             journal.sync()
-            journal.append("d", text="x" * 4000)
+            journal.append(note("d", text="x" * 4000))
             with pytest.raises(RunFailed, match="journal.log cannot be written: .* again when"):
                 journal.sync()
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -282,7 +283,7 @@ def test_a_full_disk_is_one_line_and_the_journal_goes_on_when_there_is_room(tmp_
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, before)
     with Journal(tmp_path) as journal:
-        journal.append("e")
+        journal.append(note("e"))
     assert [record["kind"] for record in read_records(tmp_path)] == ["a", "c", "c", "c", "e"]
 
 
@@ -312,12 +313,12 @@ def test_a_batch_file_is_held_to_the_bounds_of_messages(tmp_path):
 
 def test_a_writer_goes_on_behind_the_last_whole_record(tmp_path):
     with Journal(tmp_path) as journal:
-        journal.append("a")
-        journal.append("b")
+        journal.append(note("a"))
+        journal.append(note("b"))
     path = tmp_path / "journal.log"
     path.write_bytes(path.read_bytes()[:-3])
     with Journal(tmp_path) as journal:
-        journal.append("c")
+        journal.append(note("c"))
     assert [record["kind"] for record in read_records(tmp_path)] == ["a", "c"]
 
 
@@ -331,7 +332,7 @@ def test_a_disk_that_is_full_at_the_start_is_named_in_one_line(tmp_path, monkeyp
             Journal(tmp_path)
     # It has given the lock back.
     with Journal(tmp_path) as journal:
-        journal.append("a")
+        journal.append(note("a"))
     assert [record["kind"] for record in read_records(tmp_path)] == ["a"]
 
 
@@ -339,7 +340,7 @@ def test_a_journal_has_one_writer(tmp_path):
     with Journal(tmp_path), pytest.raises(ConfigError, match="is written by another controller"):
         Journal(tmp_path)
     with Journal(tmp_path) as journal:
-        journal.append("a")
+        journal.append(note("a"))
 
 
 async def test_records_are_appended_while_the_disk_syncs_those_before(tmp_path, monkeypatch):
@@ -347,10 +348,10 @@ async def test_records_are_appended_while_the_disk_syncs_those_before(tmp_path, 
     with Journal(tmp_path) as journal:
         begun = disk.num_syncs
         disk.hold()
-        journal.append("a")
+        journal.append(note("a"))
         first = journal.durable()
         await asyncio.to_thread(disk.wait_begun)
-        journal.append("b")
+        journal.append(note("b"))
         second, third = journal.durable(), journal.durable()
         await several_turns()
         assert not (first.done() or second.done() or third.done())
@@ -366,13 +367,13 @@ async def test_records_are_appended_while_the_disk_syncs_those_before(tmp_path, 
 async def test_what_the_disk_once_did_not_take_is_never_durable(tmp_path, monkeypatch):
     disk = SlowDisk(monkeypatch)
     journal = Journal(tmp_path)
-    journal.append("a")
+    journal.append(note("a"))
     disk.fails = True
     with pytest.raises(RunFailed, match="Input/output error; run the same command again"):
         journal.sync()
     # The system says an error once, and that all is well from then on.
     disk.fails = False
-    journal.append("b")
+    journal.append(note("b"))
     durable = journal.durable()
     with pytest.raises(RunFailed, match="Input/output error"):
         await asyncio.to_thread(journal.sync)
@@ -426,7 +427,7 @@ def test_stray_files_beside_the_batches_are_no_batches(tmp_path):
 def test_a_first_log_that_is_missing_is_named_and_no_new_one_begun(tmp_path):
     for _ in range(3):
         with Journal(tmp_path) as journal:
-            journal.append("a")
+            journal.append(note("a"))
     (tmp_path / "journal.log").unlink()
     with pytest.raises(ConfigError) as caught:
         Journal(tmp_path)

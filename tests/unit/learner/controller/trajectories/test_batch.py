@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import itertools
+import json
 import threading
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from slipstream.learner.controller.records.history import (
 )
 from slipstream.learner.controller.records.journal import Journal, read_records
 from slipstream.learner.controller.records.ledger import Endings
+from slipstream.learner.controller.records.records import fields_of
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.trajectories.batch import (
     FormedBatch,
@@ -115,7 +117,8 @@ def records(*more: dict) -> list[dict]:
 
 
 def aside(*named: str, by: str = "trainer") -> dict:
-    return {"kind": "batch_set_aside", **SetAside.of(BATCH, named, "why", by=by).record()}
+    record = SetAside.of(BATCH, named, "why", by=by).record()
+    return json.loads(json.dumps(fields_of(record)))
 
 
 def test_a_batch_id_tells_how_many_of_its_step_were_set_aside() -> None:

@@ -1,0 +1,12 @@
+"""Records that no run writes, for tests of how a journal keeps what it is given."""
+
+from typing import Any
+
+import msgspec
+from slipstream.learner.controller.records.records import Record
+
+
+def note(kind: str, **fields: Any) -> Record:
+    """A record of this kind, with these fields."""
+    made = msgspec.defstruct(kind, list(fields), bases=(Record,), tag=kind, frozen=True)
+    return made(**fields)
