@@ -26,7 +26,9 @@ from slipstream.core.settings.config import Config
 from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.application import Controller
 from slipstream.learner.controller.leasing.books import Books
+from slipstream.learner.controller.parts import Parts, make_parts
 from slipstream.learner.controller.publishing.publish import Publisher
+from slipstream.learner.controller.reporting.metrics import RunRecorder
 from slipstream.learner.controller.reporting.result_files import read_rows
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.fleet import Fleet
@@ -181,17 +183,17 @@ class SteeredController(Controller):
     """The real controller, whose publishes are timed and whose batches can be held."""
 
     def __init__(self, config: Config) -> None:
-        super().__init__(config, OPEN, publisher=self._timed, former=self._held)
+        super().__init__(config, OPEN, make=self._steered)
         self.ready = asyncio.Event()
 
-    def _timed(self, fleet: Fleet, run: Run, tasks: asyncio.TaskGroup) -> Publisher:
-        self.publisher = TimedPublisher(fleet, run, tasks)
-        return self.publisher
-
-    def _held(self, books: Books, tasks: asyncio.TaskGroup, *, keep_batches: bool) -> BatchFormer:
+    def _steered(
+        self, run: Run, books: Books, recorder: RunRecorder, tasks: asyncio.TaskGroup
+    ) -> Parts:
+        self.publisher = TimedPublisher(books.fleet, run, tasks)
+        keep_batches = run.config.checkpoint.keep_batches
         self.former = HeldFormer(books, tasks, keep_batches=keep_batches)
         self.ready.set()
-        return self.former
+        return make_parts(run, books, recorder, tasks, publisher=self.publisher, former=self.former)
 
     @property
     def publishes(self) -> list[PublishTimes]:
@@ -207,7 +209,7 @@ class SteeredController(Controller):
     @property
     def publish_totals(self) -> dict[str, float]:
         """Figures of all publishes, as in the summary of the run."""
-        return self._publisher.totals.summary()
+        return self.publisher.totals.summary()
 
     @property
     def sessions(self) -> list[ServerSession]:
@@ -221,7 +223,7 @@ class SteeredController(Controller):
 
     def generated_tokens(self) -> int:
         """Returns the tokens that the engines had counted at the newest heartbeats."""
-        return int(self._ledger.snapshot().generated)
+        return int(self._books.ledger.snapshot().generated)
 
     def complete_groups(self) -> int:
         """Returns the number of complete groups, which wait for a batch."""

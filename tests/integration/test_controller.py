@@ -299,8 +299,8 @@ async def test_a_queue_that_holds_one_batch_makes_leases_wait_and_trains_every_s
     async def look(controller, tasks):
         while trainer.version.step < 10:
             if controller._progress.has_trainer:
-                reserved.append(controller._scheduler.reserved_bytes)
-                waits.add(controller._scheduler.lease_wait)
+                reserved.append(controller._parts.scheduler.reserved_bytes)
+                waits.add(controller._parts.scheduler.lease_wait)
             await asyncio.sleep(0)
 
     summary = await play(config, *servers, trainer=trainer, during=look)

@@ -27,6 +27,7 @@ from slipstream.protocol.queue.redis_receiver import CONSUMER, GROUP
 from support.fakes.fake_server import OPEN, FakeServer, environment_failure
 from support.fakes.fake_trainer import START, FakeTrainer
 from support.rigs.controller_runs import make_config, play
+from support.rigs.journal_notes import note
 from support.rigs.waiting import LIMIT_S, until
 
 STEPS, GROUPS, MEMBERS = 12, 4, 4
@@ -353,7 +354,7 @@ async def test_a_controller_is_fenced_by_a_later_one_that_sees_no_lock(tmp_path,
             before = len(list(read_records(config.run_dir / "journal")))
             with pytest.raises(RunFailed, match="was started later"):
                 await running
-            later.append("start")
+            later.append(note("start"))
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -133,7 +133,7 @@ async def planted(config: Config, *servers: FakeServer, third: Third, kills: boo
 
     async def until_told(controller: Controller, tasks: list) -> None:
         await until(lambda: third.fired, LIMIT_S)
-        await until(lambda: controller._ledger.snapshot().gaps, LIMIT_S)
+        await until(lambda: controller._books.ledger.snapshot().gaps, LIMIT_S)
         if kills:
             servers[0].killed = True
             tasks[0].cancel()

@@ -158,7 +158,7 @@ class Store:
         assert process is not None
         if self._world.trainers[process.name].is_leaving or not hasattr(controller, "_stored"):
             return
-        for report in controller._stored._fetches.values():
+        for report in controller._parts.stored._fetches.values():
             if path in self.named(report.stored):
                 self._world.violations.append(f"{path} was removed while a server fetched it")
 

@@ -97,7 +97,7 @@ class Scene:
         self.fleet = Fleet(run)
         self.run, self.tasks = run, tasks
         self.publisher = Publisher(self.fleet, run, tasks)
-        lost = self.publisher.server_lost
+        lost = self.publisher.lost
         self.fleet.handlers = FleetHandlers(nothing, lost, *[nothing] * 6)
         self.session = self.joined("a")
         self.trainer = trainer_pb2.NextRequest(bucket_digests=DIGESTS)

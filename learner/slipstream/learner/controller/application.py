@@ -11,44 +11,28 @@ from typing import Any, TypeVar
 
 import grpc.aio
 from slipstream.core.errors import SlipstreamError
-from slipstream.core.run_folder import CHECKPOINTS, JOURNAL
+from slipstream.core.run_folder import JOURNAL
 from slipstream.core.settings.config import Config
 from slipstream.core.types import MAX_EXCUSED_ATTEMPTS, GroupId
-from slipstream.learner.controller.evaluation import Evaluator
 from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.leases import LeaseBook
-from slipstream.learner.controller.leasing.scheduler import Scheduler
-from slipstream.learner.controller.loop import TrainerOrders
-from slipstream.learner.controller.publishing.publish import Publisher
-from slipstream.learner.controller.publishing.stored_publisher import StoredPublisher
-from slipstream.learner.controller.publishing.turns import EngineTurns
+from slipstream.learner.controller.parts import Parts, make_parts
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.records.ledger import (
     AccountedReceiver,
-    Endings,
     TokenLedger,
     open_receiver,
 )
-from slipstream.learner.controller.reporting.metrics import open_recorder
-from slipstream.learner.controller.restoration import Restored, begin, restore
-from slipstream.learner.controller.results import Results
+from slipstream.learner.controller.reporting.metrics import RunRecorder, open_recorder
+from slipstream.learner.controller.restoration import begin, restore
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.fleet import Fleet, FleetHandlers
 from slipstream.learner.controller.servers.session import ServerSession
-from slipstream.learner.controller.services.environment_service import (
-    EnvironmentServicer,
-    environment_specs,
-)
+from slipstream.learner.controller.services.environment_service import environment_specs
 from slipstream.learner.controller.services.fleet_service import FleetServicer
-from slipstream.learner.controller.services.status_service import ServiceHealth, StatusServicer
-from slipstream.learner.controller.services.trainer_service import (
-    TrainerServicer,
-    await_goodbye,
-)
+from slipstream.learner.controller.services.status_service import ServiceHealth
+from slipstream.learner.controller.services.trainer_service import await_goodbye
 from slipstream.learner.controller.tasks.environments import EnvironmentBook
-from slipstream.learner.controller.trajectories.batches import BatchFormer, Trained
-from slipstream.learner.controller.trajectories.intake import Intake
-from slipstream.learner.controller.watch import CheckpointWatch, RunWatch
 from slipstream.protocol.access.security import Credentials, bind, create_server
 from slipstream.protocol.bounds import one_line
 from slipstream.v1 import (
@@ -142,15 +126,14 @@ class Controller:
         credentials: Credentials,
         *,
         goodbye_limit_s: float = GOODBYE_LIMIT_S,
-        publisher: Callable[[Fleet, Run, asyncio.TaskGroup], Publisher] = Publisher,
-        former: Callable[..., BatchFormer] = BatchFormer,
+        make: Callable[[Run, Books, RunRecorder, asyncio.TaskGroup], Parts] = make_parts,
     ) -> None:
-        """Takes the settings; `publisher` and `former` make the publisher and the batch former.
+        """Takes the settings and the function that makes the parts.
 
         At the end of the run the controller waits for the trainer's goodbye. The run fails if the
         trainer then makes no call for `learner.timeout_s` plus `goodbye_limit_s` seconds.
         """
-        self._make_publisher, self._make_former = publisher, former
+        self._make_parts = make
         self._config = config
         self._silence_s = config.learner.timeout_s + goodbye_limit_s
         self._credentials = credentials
@@ -171,6 +154,9 @@ class Controller:
             max_failed_groups=config.controller.max_failed_groups,
         )
         self._fleet = Fleet(self._run)
+        # Made by `run`.
+        self._books: Books
+        self._parts: Parts
 
     async def run(self) -> int:
         """Serves until the run's results are written; returns 1 if the run failed, else 0."""
@@ -181,10 +167,8 @@ class Controller:
             if self._config.tracking.traces_url is not None:
                 stack.push_async_callback(self._open_traces(self._config.tracking.traces_url))
             self._environments.restore(history)
-            self._checkpoints = CheckpointWatch(folder / CHECKPOINTS, self._run.events)
-            self._checkpoints.begin(history.checkpoint.step)
-            self._recorder = await open_recorder(self._config, self._run.events)
-            stack.callback(self._recorder.close)
+            recorder = await open_recorder(self._config, self._run.events)
+            stack.callback(recorder.close)
             server = create_server(self._credentials, run_id=self._progress.run_id)
             stack.push_async_callback(server.stop, GRACE_S)
             bind(server, self._config.controller.address, self._credentials)
@@ -192,54 +176,53 @@ class Controller:
                 await open_receiver(stack, server, journal, history, self._run)
             )
             async with RunTasks(self._progress.fail) as tasks:
-                self._ledger = TokenLedger(self._fleet.epochs, self._book.held, journal, receiver)
-                books = Books(
-                    self._book, self._environments, self._fleet, journal, self._ledger, receiver
+                ledger = TokenLedger(self._fleet.epochs, self._book.held, journal, receiver)
+                self._books = books = Books(
+                    self._book, self._environments, self._fleet, journal, ledger, receiver
                 )
-                self._assemble(books, server, tasks)
-                restore(books, self._restored, history, self._run)
+                self._parts = parts = self._make_parts(self._run, books, recorder, tasks)
+                parts.checkpoints.begin(history.checkpoint.step)
+                self._connect()
+                health = self._add_services(server)
+                restore(books, parts.all, history, self._run)
                 self._book.awaited.hold(receiver.backlog)
                 await server.start()
                 if self._config.tracking.prometheus is not None:
-                    await stack.enter_async_context(self._metrics(books))
+                    await stack.enter_async_context(self._metrics())
                 self._run.events.add(f"run {self._progress.run_id} listens")
                 for warning in self._config.algorithms.staleness_warnings:
                     self._run.events.warn(warning)
+                lasting = {
+                    "intake": parts.intake.consume(),
+                    "flush": parts.endings.flush(),
+                    "scheduler": parts.scheduler.lease_forever(),
+                    "watch": parts.watch.watch_forever(),
+                    "checkpoints": parts.checkpoints.watch_forever(),
+                }
+                for part in parts.all:
+                    lasting |= part.tasks()
                 background = [
-                    tasks.create_task(tasks.lasting(lasting), name=name)
-                    for name, lasting in {
-                        "intake": self._intake.consume(),
-                        "flush": self._endings.flush(),
-                        "scheduler": self._scheduler.lease_forever(),
-                        "watch": self._watch.watch_forever(),
-                        "checkpoints": self._checkpoints.watch_forever(),
-                        **self._optional_tasks(),
-                        "ledger": self._results.watch_ledger(),
-                    }.items()
+                    tasks.create_task(tasks.lasting(coro), name=name)
+                    for name, coro in lasting.items()
                 ]
-                await self._until_over()
+                await health.tell(serving=True)
+                while not self._progress.is_over:
+                    await self._run.signal.changes(5.0, gather_s=LOOK_S)
+                    recorder.look(self._environments.suspended())
+                await health.tell(serving=False)
                 if not journal.is_fenced:
                     await self._wind_down()
                 for task in background:
                     task.cancel()
             # If it is fenced, a later controller now has the servers, the trainer and the files.
             if not journal.is_fenced:
-                await self._results.write(
-                    self._evaluator.results,
-                    hello=self._trainer.hello,
-                    goodbye=self._trainer.goodbye,
+                trainer = parts.trainer
+                await parts.results.write(
+                    parts.evaluator.results, hello=trainer.hello, goodbye=trainer.goodbye
                 )
-            self._environment_servicer.relay.close()
-            self._trainer.place.close()
+            parts.environments.relay.close()
+            parts.trainer.place.close()
         return 1 if self._progress.has_failed else 0
-
-    def _optional_tasks(self) -> dict[str, Coroutine[Any, Any, None]]:
-        tasks: dict[str, Coroutine[Any, Any, None]] = {}
-        if self._config.weights.storage_url is not None:
-            tasks["storage"] = self._stored.run_forever()
-        if self._config.evaluations:
-            tasks["evaluator"] = self._evaluator.run_forever()
-        return tasks
 
     def _open_traces(self, url: str) -> Callable[[], Coroutine[Any, Any, None]]:
         # OpenTelemetry takes a third of a second to import.
@@ -248,18 +231,18 @@ class Controller:
         self._run.traces.traces = traces = Traces(url, self._progress.run_id, "controller")
         return traces.aclose
 
-    def _metrics(self, books: Books) -> AbstractAsyncContextManager[None]:
+    def _metrics(self) -> AbstractAsyncContextManager[None]:
         # The library takes a third of a second to import.
         from slipstream.learner.controller.reporting.run_collector import RunCollector
         from slipstream.protocol.access.metrics_endpoint import metrics_endpoint
 
         run_collector = RunCollector(
             self._config,
-            books,
-            self._recorder,
-            scheduler=self._scheduler,
-            totals=self._publisher.totals,
-            status=self._status.status,
+            self._books,
+            self._parts.recorder,
+            scheduler=self._parts.scheduler,
+            totals=self._parts.publisher.totals,
+            status=self._parts.status.status,
         )
         return metrics_endpoint(self._config, "controller", [run_collector])
 
@@ -267,103 +250,47 @@ class Controller:
         """Stops the run early and cleanly; a signal handler of the event loop may call it."""
         self._progress.stop(reason)
 
-    def _has_evaluated(self) -> bool:
-        """Whether no evaluation is left and every result is written to disk.
-
-        A controller that resumes this run could not measure a missing result: the trainer has left
-        by then.
-        """
-        return self._evaluator.is_done() and self._results.has_all_evaluations
-
-    def _assemble(self, books: Books, server: grpc.aio.Server, tasks: asyncio.TaskGroup) -> None:
-        run = self._run
-        self._endings = Endings(books.journal, books.ledger, books.queue)
-        self._intake = Intake(run, books, self._endings)
-        self._publisher = self._make_publisher(books.fleet, run, tasks)
-        self._turns = EngineTurns(books.fleet, run)
-        deliveries = self._publisher.deliveries
-        self._stored = StoredPublisher(books.fleet, run, tasks, deliveries=deliveries)
-        self._scheduler = Scheduler(run, books, self._intake.start_afresh)
-        self._watch = RunWatch(run, books, self._intake.take_back)
-        former = self._make_former(books, tasks, keep_batches=self._config.checkpoint.keep_batches)
-        self._results = Results(
-            run,
-            books,
-            self._recorder,
-            intake=self._intake,
-            former=former,
-            publisher=self._publisher,
-            scheduler=self._scheduler,
-        )
-        evaluated = self._results.evaluated
-        self._evaluator = Evaluator(
-            run, books, self._intake, self._publisher, self._scheduler, on_result=evaluated
-        )
-        orders = TrainerOrders(
-            run,
-            books.leases,
-            former,
-            self._publisher,
-            stored=self._stored,
-            turns=self._turns,
-            evaluations_done=self._has_evaluated,
-        )
-        self._trainer = TrainerServicer(
-            run, orders, on_step=self._stepped, on_checkpoint=self._checkpoints.saved
-        )
-        self._environment_servicer = EnvironmentServicer(run, books, self._intake)
-        others = (former, self._recorder, self._evaluator, self._environment_servicer)
-        self._restored: tuple[Restored, ...] = (self._intake, *others)
-        self._connect()
-        self._add_services(books, server)
-
     def _connect(self) -> None:
         """Adds the configured environments, and connects the handlers of servers' messages."""
         for spec in environment_specs(self._config, search_path=os.getcwd()):
             self._environments.add(spec)
+        parts = self._parts
         self._fleet.handlers = FleetHandlers(
             joined=self._server_joined,
             lost=self._server_lost,
             reported=self._server_reported,
-            environment=self._environment_servicer.reported,
-            publish=self._publisher.report,
+            environment=parts.environments.environment_reported,
+            publish=parts.publisher.report,
             lease=self._lease_reported,
             draining=self._server_drains,
-            rested=self._turns.rested,
+            rested=parts.turns.rested,
         )
 
-    def _add_services(self, books: Books, server: grpc.aio.Server) -> None:
-        self._status = status = StatusServicer(
-            self._run, books, self._scheduler, newest_metrics=lambda: self._recorder.newest
-        )
-        fleet = FleetServicer(self._fleet, self._run, self._environment_servicer.relay)
+    def _add_services(self, server: grpc.aio.Server) -> ServiceHealth:
+        parts = self._parts
+        fleet = FleetServicer(self._fleet, self._run, parts.environments.relay)
         fleet_pb2_grpc.add_FleetServiceServicer_to_server(fleet, server)
-        trainer_pb2_grpc.add_TrainerServiceServicer_to_server(self._trainer, server)
-        status_pb2_grpc.add_StatusServiceServicer_to_server(status, server)
-        environment_pb2_grpc.add_EnvironmentServiceServicer_to_server(
-            self._environment_servicer, server
-        )
+        trainer_pb2_grpc.add_TrainerServiceServicer_to_server(parts.trainer, server)
+        status_pb2_grpc.add_StatusServiceServicer_to_server(parts.status, server)
+        environment_pb2_grpc.add_EnvironmentServiceServicer_to_server(parts.environments, server)
         modules = (environment_pb2, fleet_pb2, status_pb2, trainer_pb2, trajectory_pb2)
-        self._health = ServiceHealth(server, modules)
+        return ServiceHealth(server, modules)
 
     def _server_joined(self, session: ServerSession) -> None:
         self._book.awaited.joined(session.name, session.hello.undelivered)
-        self._environment_servicer.server_joined(session)
-        self._turns.joined(session)
+        for part in self._parts.all:
+            part.joined(session)
 
     def _server_lost(self, session: ServerSession) -> None:
-        self._ledger.journal_servers(lost=session.key)
+        ledger = self._books.ledger
+        ledger.journal_servers(lost=session.key)
         # Otherwise the records of many departures would wait in memory until the next step.
-        self._endings.flush_soon()
-        self._evaluator.server_lost(session)
-        self._publisher.server_lost(session)
-        self._turns.server_lost(session)
-        self._stored.server_lost(session)
-        self._environments.server_lost(session.key)
-        self._results.server_lost(session)
+        self._parts.endings.flush_soon()
+        for part in self._parts.all:
+            part.lost(session)
         if not session.drained.is_set():
-            self._ledger.die(session.key)
-        orphans = self._intake.abandon_often_lost(self._book.orphan(session.key))
+            ledger.die(session.key)
+        orphans = self._parts.intake.abandon_often_lost(self._book.orphan(session.key))
         if orphans and not self._progress.is_over:
             missing = sum(len(group.missing) for group in orphans)
             self._run.events.warn(
@@ -371,42 +298,32 @@ class Controller:
             )
 
     def _server_drains(self, session: ServerSession) -> None:
-        self._evaluator.server_lost(session)
-        self._publisher.pinned.discard(session.key)
+        for part in self._parts.all:
+            part.drains(session)
 
     def _server_reported(self, session: ServerSession, report: fleet_pb2.ServerReport) -> None:
-        self._ledger.report(session.key, report)
-        self._results.server_reported(session, report)
+        self._books.ledger.report(session.key, report)
+        for part in self._parts.all:
+            part.reported(session, report)
         num_sent, arrived = report.sent.trajectories, self._fleet.epochs.count(session.key).num_sent
         for group in self._book.short_leases(session.key, num_sent, arrived):
-            self._intake.run_again(group, "neither delivered them nor named them unfinished")
+            self._parts.intake.run_again(group, "neither delivered them nor named them unfinished")
 
     def _lease_reported(self, session: ServerSession, report: fleet_pb2.LeaseReport) -> None:
         group_id, unused = GroupId(report.group_id), report.next_attempt
         self._book.closed(group_id, session.key, report.unfinished, next_attempt=unused)
         self._run.signal.notify()
 
-    def _stepped(self, trained: Trained, report: trainer_pb2.StepReport) -> None:
-        if self._results.stepped(trained, report, self._trainer.take_orders()):
-            self._evaluator.step_done(report.version.step)
-
-    async def _until_over(self) -> None:
-        await self._health.tell(serving=True)
-        while not self._progress.is_over:
-            await self._run.signal.changes(5.0, gather_s=LOOK_S)
-            self._recorder.look(self._environments.suspended())
-        await self._health.tell(serving=False)
-
     async def _wind_down(self) -> None:
         """Waits for the trainer's goodbye, then drains the servers; each wait has a time limit."""
         clock, fleet = self._run.clock, self._fleet
         if self._progress.has_trainer and not self._progress.has_failed:
-            await await_goodbye(self._run, self._trainer, silence_s=self._silence_s)
+            await await_goodbye(self._run, self._parts.trainer, silence_s=self._silence_s)
         self._progress.waits_for("" if self._progress.has_failed else "rollout servers to drain")
         sessions = waiting = list(fleet.sessions.values())
         for session in sessions:
             fleet.order_drain(session, self._progress.cause, finish=False)
-        self._intake.withdraw(list(self._book.groups.values()), "the run is over")
+        self._parts.intake.withdraw(list(self._book.groups.values()), "the run is over")
         until_s = clock.now_s() + DRAIN_LIMIT_S
         while waiting and clock.now_s() < until_s:
             await self._run.signal.wait(0.1)

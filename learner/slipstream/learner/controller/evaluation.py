@@ -20,12 +20,16 @@ from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.leasing.scheduler import Scheduler
+from slipstream.learner.controller.loop import OrderTimes
+from slipstream.learner.controller.part import Part, Tasks
 from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.session import ServerSession
 from slipstream.learner.controller.trajectories.batch_statistics import means_of_metrics
+from slipstream.learner.controller.trajectories.batches import Trained
 from slipstream.learner.controller.trajectories.intake import Intake
+from slipstream.v1 import trainer_pb2
 
 
 @dataclass(frozen=True)
@@ -136,7 +140,7 @@ class EvaluationResult:
     wall_s: float
 
 
-class Evaluator:
+class Evaluator(Part):
     """Runs evaluation rounds: before the first step, after every n-th step and after the last step.
 
     Life of a round: `step_done` requests a version; `run_forever` pins a server that serves this
@@ -197,6 +201,22 @@ class Evaluator:
                 self._turn()
             await self._run.signal.changes(0.5)
 
+    def tasks(self) -> Tasks:
+        """Returns the task that measures, if the run has evaluations."""
+        return {"evaluator": self.run_forever()} if self._sections else {}
+
+    def drains(self, session: ServerSession) -> None:
+        """Ends the running round if `session` is its server."""
+        self.lost(session)
+        self._publisher.pinned.discard(session.key)
+
+    def stepped(
+        self, trained: Trained, report: trainer_pb2.StepReport, orders: Sequence[OrderTimes]
+    ) -> None:
+        """Requests an evaluation of a new version; `restore` did so for one that is made again."""
+        if not trained.again:
+            self.step_done(trained.version.step)
+
     def step_done(self, step: int) -> None:
         """Notes that version `step` exists; requests an evaluation of this version if it is due."""
         if self._sections and self._is_due(step):
@@ -218,7 +238,7 @@ class Evaluator:
         if progress.solved and progress.all_steps_done and progress.version.step > self._asked_step:
             self.step_done(progress.version.step)
 
-    def server_lost(self, session: ServerSession) -> None:
+    def lost(self, session: ServerSession) -> None:
         """Ends the running round and requests it again if `session` is its server."""
         round_ = self._round
         if round_ is None or round_.session is not session:
@@ -233,7 +253,7 @@ class Evaluator:
         if self._round is not None and not self._round.session.is_serving:
             # The server will serve another version next.
             self._publisher.pinned.discard(self._round.session.key)
-            self.server_lost(self._round.session)
+            self.lost(self._round.session)
         if self._round is None:
             self._start()
         if self._round is not None:

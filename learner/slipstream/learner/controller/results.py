@@ -11,7 +11,9 @@ from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.scheduler import Scheduler
 from slipstream.learner.controller.loop import OrderTimes
+from slipstream.learner.controller.part import Part, Tasks
 from slipstream.learner.controller.publishing.publish import Publisher
+from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.records.records import Evaluation
 from slipstream.learner.controller.reporting.metrics import RunRecorder
 from slipstream.learner.controller.reporting.result_files import write_result
@@ -26,7 +28,7 @@ from slipstream.v1 import fleet_pb2, status_pb2, trainer_pb2
 LEDGER_S = 2.0
 
 
-class Results:
+class Results(Part):
     """Gathers the numbers of a run from its parts, for its journal and its result files."""
 
     def __init__(
@@ -47,30 +49,34 @@ class Results:
         # Done when the last evaluation is on disk; never done after a failure of the disk.
         self._evaluated: asyncio.Future[None] | None = None
 
-    def server_reported(self, session: ServerSession, report: fleet_pb2.ServerReport) -> None:
+    def restore(self, history: RunHistory) -> None:
+        """Restores the sums over the whole run from its journal."""
+        self._recorder.restore(history)
+
+    def tasks(self) -> Tasks:
+        """Returns the task that compares the counts of tokens."""
+        return {"ledger": self._watch_ledger()}
+
+    def reported(self, session: ServerSession, report: fleet_pb2.ServerReport) -> None:
         """Notes the work of a server since its previous report."""
         self._recorder.server_report(report)
         self._times.report(session.key, report)
 
-    def server_lost(self, session: ServerSession) -> None:
+    def lost(self, session: ServerSession) -> None:
         """Forgets a lost server."""
         self._times.lost(session.key)
 
     def stepped(
         self, trained: Trained, report: trainer_pb2.StepReport, orders: Sequence[OrderTimes]
-    ) -> bool:
-        """Writes the row of a step and returns True.
-
-        Returns False if the step was repeated and already has its row. `orders` are the times of
-        the orders that the trainer got since the previous step.
-        """
+    ) -> None:
+        """Writes the row of a step, unless the step was repeated and already has its row."""
         books = self._books
         books.ledger.journal_servers()
         batch, now = trained.batch, time.time()
         training = (now - report.wall_s, now)
         if trained.again and self._recorder.has_row(batch.version):
             self._run.events.add(f"version {trained.version}, trained again")
-            return False
+            return
         groups = [(g.group_id, g.environment, g.task_index) for g in batch.groups]
         self._run.traces.stepped(batch.version, groups, begin_s=training[0], end_s=now)
         snapshot = books.ledger.snapshot()
@@ -114,9 +120,8 @@ class Results:
         self._run.events.add(
             f"version {report.version.step}", step=report.version.step, metrics=row
         )
-        return True
 
-    async def watch_ledger(self) -> None:
+    async def _watch_ledger(self) -> None:
         """Adds an error event for each hand-over of trajectories whose two counts begin to differ.
 
         Runs until the task is cancelled.

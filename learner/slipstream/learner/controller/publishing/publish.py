@@ -19,6 +19,7 @@ import time
 from collections.abc import Mapping
 
 from slipstream.core.types import PolicyVersion
+from slipstream.learner.controller.part import Part
 from slipstream.learner.controller.publishing.delivery import Deliveries, Publish
 from slipstream.learner.controller.publishing.transport_choice import choose_for
 from slipstream.learner.controller.run import Run
@@ -32,7 +33,7 @@ from slipstream.v1 import fleet_pb2, trainer_pb2, weights_pb2
 DISCARD = trainer_pb2.PublishReceipt(discard_communicator=True)
 
 
-class Publisher:
+class Publisher(Part):
     """Decides which servers are sent the newest version and follows each publish to its end.
 
     Phases: `prepare` asks the due servers and returns the trainer's order; `start` tells the
@@ -278,7 +279,7 @@ class Publisher:
         """Passes a server's report to the part that waits for it."""
         self.deliveries.report(session, report)
 
-    def server_lost(self, session: ServerSession) -> None:
+    def lost(self, session: ServerSession) -> None:
         """Ends all waits for a server that was lost."""
         self.pinned.discard(session.key)
         self.deliveries.server_lost(session)

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 
 from slipstream.core.types import PolicyVersion
+from slipstream.learner.controller.part import Part, Tasks
 from slipstream.learner.controller.publishing.delivery import Deliveries, Publish
 from slipstream.learner.controller.publishing.failures import (
     MAX_FAILED_WHILE_NONE_SERVES,
@@ -28,7 +29,7 @@ from slipstream.v1 import fleet_pb2, trainer_pb2, weights_pb2
 _LOOK_S = 0.25
 
 
-class StoredPublisher:
+class StoredPublisher(Part):
     """Orders writes of versions to storage, and updates the servers that fetch from there.
 
     trainer:  `order` --> it writes the version while it trains on --> `stored`
@@ -81,6 +82,10 @@ class StoredPublisher:
             needed.add(self._newest.stored.key)
         return trainer_pb2.StoredReceipt(needed=sorted(needed))
 
+    def tasks(self) -> Tasks:
+        """Returns the task that publishes, if the run has storage for weights."""
+        return {} if self._settings.storage_url is None else {"storage": self.run_forever()}
+
     async def run_forever(self) -> None:
         """Begins a publish to each server for which one is due, until the task is cancelled.
 
@@ -94,7 +99,7 @@ class StoredPublisher:
                     self._tasks.create_task(self._publish(session, self._newest))
             await self._run.signal.changes(_LOOK_S)
 
-    def server_lost(self, session: ServerSession) -> None:
+    def lost(self, session: ServerSession) -> None:
         """Forgets a lost server."""
         self._loads.pop(session.key, None)
         self._too_old.pop(session.key, None)

@@ -9,6 +9,7 @@ controller ends the server's stream.
 import asyncio
 from collections.abc import Collection, Sequence
 
+from slipstream.learner.controller.part import Part
 from slipstream.learner.controller.publishing.transport_choice import place_from_pb
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.fleet import Fleet
@@ -18,7 +19,7 @@ from slipstream.protocol.weights.transports import Place
 from slipstream.v1 import fleet_pb2
 
 
-class EngineTurns:
+class EngineTurns(Part):
     """Orders engines on devices of the learner to rest while it trains, and to wake.
 
     With `controller.turns = "auto"` these are the engines on the learner's GPUs; processes name
@@ -101,7 +102,7 @@ class EngineTurns:
         if self._is_learners_turn and session in self._sharing():
             self._rest(session)
 
-    def server_lost(self, session: ServerSession) -> None:
+    def lost(self, session: ServerSession) -> None:
         """Ends the wait for a lost server."""
         self._resting.discard(session.key)
         self._answered(session.key)

@@ -20,6 +20,7 @@ from slipstream.core.settings.sections import EnvironmentSection
 from slipstream.core.template_values import read_values, values_json
 from slipstream.core.types import Purpose
 from slipstream.learner.controller.leasing.books import Books
+from slipstream.learner.controller.part import Part
 from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.records.records import Submitted, Unsubmitted
 from slipstream.learner.controller.run import Run
@@ -40,7 +41,7 @@ MIN_WEIGHT = 1e-6
 REFERENCE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
-class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
+class EnvironmentServicer(Part, environment_pb2_grpc.EnvironmentServiceServicer):
     """Answers clients' calls about environments, and handles servers' reports on them."""
 
     def __init__(self, run: Run, books: Books, intake: Intake) -> None:
@@ -68,13 +69,19 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
             del history.open_groups[group.group_id]
             self._intake.withdraw([group], f"environment {group.environment} is not in the run")
 
-    def server_joined(self, session: ServerSession) -> None:
+    def lost(self, session: ServerSession) -> None:
+        """Forgets what a lost server had loaded."""
+        self._environments.server_lost(session.key)
+
+    def joined(self, session: ServerSession) -> None:
         """Tells a new server to load all environments that servers host."""
         for entry in self._environments.entries.values():
             if entry.client_episodes is None:
                 session.send(_load_order(entry.spec))
 
-    def reported(self, session: ServerSession, report: fleet_pb2.EnvironmentReport) -> None:
+    def environment_reported(
+        self, session: ServerSession, report: fleet_pb2.EnvironmentReport
+    ) -> None:
         """Handles a server's report that it has loaded an environment or cannot run it."""
         cause = report.failure.message if report.HasField("failure") else ""
         entry = self._environments.entries.get(report.environment)

@@ -141,7 +141,7 @@ async def test_another_trainer_and_another_server_epoch_begin_with_matrices() ->
         order = await run.publish(session)
         assert (order.adapters_alone, order.verify) == (False, True)
         assert (await run.publish(session)).adapters_alone
-        run.publisher.server_lost(session)
+        run.publisher.lost(session)
         assert not (await run.publish(session)).adapters_alone
 
 

@@ -34,7 +34,7 @@ class Scene:
 
     def _lost(self, session: ServerSession) -> None:
         self.lost.append(session.name)
-        self.turns.server_lost(session)
+        self.turns.lost(session)
 
     def serving(self, name: str) -> ServerSession:
         session = joined(self.fleet, name)

@@ -1,0 +1,44 @@
+"""What a part of the controller may do at the events of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+    from slipstream.learner.controller.loop import OrderTimes
+    from slipstream.learner.controller.records.history import RunHistory
+    from slipstream.learner.controller.servers.session import ServerSession
+    from slipstream.learner.controller.trajectories.batches import Trained
+    from slipstream.v1 import fleet_pb2, trainer_pb2
+
+# Coroutines that run until they are cancelled, by the names of their tasks.
+Tasks: TypeAlias = Mapping[str, Coroutine[Any, Any, None]]
+
+
+class Part:
+    """A part of the controller; it overrides the methods for what it takes part in."""
+
+    def restore(self, history: RunHistory) -> None:
+        """Takes over the state that `history` has of this part, before any server connects."""
+
+    def tasks(self) -> Tasks:
+        """Returns what the part does besides, from the first server to the end of the run."""
+        return {}
+
+    def joined(self, session: ServerSession) -> None:
+        """Handles a server that has joined."""
+
+    def reported(self, session: ServerSession, report: fleet_pb2.ServerReport) -> None:
+        """Handles the counters of a server."""
+
+    def drains(self, session: ServerSession) -> None:
+        """Handles a server that gets no new work from now on."""
+
+    def lost(self, session: ServerSession) -> None:
+        """Handles a server that is gone, in order or not."""
+
+    def stepped(
+        self, trained: Trained, report: trainer_pb2.StepReport, orders: Sequence[OrderTimes]
+    ) -> None:
+        """Handles a step; `orders` are those that the trainer got since the previous one."""

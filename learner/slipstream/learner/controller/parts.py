@@ -1,0 +1,123 @@
+"""Makes the parts of a controller: each once, and what it needs before it."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from slipstream.core.run_folder import CHECKPOINTS
+from slipstream.learner.controller.evaluation import Evaluator
+from slipstream.learner.controller.leasing.books import Books
+from slipstream.learner.controller.leasing.scheduler import Scheduler
+from slipstream.learner.controller.loop import TrainerOrders
+from slipstream.learner.controller.part import Part
+from slipstream.learner.controller.publishing.publish import Publisher
+from slipstream.learner.controller.publishing.stored_publisher import StoredPublisher
+from slipstream.learner.controller.publishing.turns import EngineTurns
+from slipstream.learner.controller.records.ledger import Endings
+from slipstream.learner.controller.reporting.metrics import RunRecorder
+from slipstream.learner.controller.results import Results
+from slipstream.learner.controller.run import Run
+from slipstream.learner.controller.services.environment_service import EnvironmentServicer
+from slipstream.learner.controller.services.status_service import StatusServicer
+from slipstream.learner.controller.services.trainer_service import TrainerServicer
+from slipstream.learner.controller.trajectories.batches import BatchFormer, Trained
+from slipstream.learner.controller.trajectories.intake import Intake
+from slipstream.learner.controller.watch import CheckpointWatch, RunWatch
+from slipstream.v1 import trainer_pb2
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of one controller."""
+
+    recorder: RunRecorder
+    endings: Endings
+    intake: Intake
+    scheduler: Scheduler
+    watch: RunWatch
+    checkpoints: CheckpointWatch
+    publisher: Publisher
+    stored: StoredPublisher
+    turns: EngineTurns
+    results: Results
+    evaluator: Evaluator
+    trainer: TrainerServicer
+    environments: EnvironmentServicer
+    status: StatusServicer
+    # Those that take part in the events of the run, in the order in which they are told.
+    all: Sequence[Part]
+
+
+def make_parts(
+    run: Run,
+    books: Books,
+    recorder: RunRecorder,
+    tasks: asyncio.TaskGroup,
+    *,
+    publisher: Publisher | None = None,
+    former: BatchFormer | None = None,
+) -> Parts:
+    """Returns the parts of a controller, whose tasks are in `tasks`."""
+    endings = Endings(books.journal, books.ledger, books.queue)
+    intake = Intake(run, books, endings)
+    checkpoints = CheckpointWatch(run.config.run_dir / CHECKPOINTS, run.events)
+    publisher = publisher or Publisher(books.fleet, run, tasks)
+    turns = EngineTurns(books.fleet, run)
+    stored = StoredPublisher(books.fleet, run, tasks, deliveries=publisher.deliveries)
+    scheduler = Scheduler(run, books, intake.start_afresh)
+    keep_batches = run.config.checkpoint.keep_batches
+    former = former or BatchFormer(books, tasks, keep_batches=keep_batches)
+    results = Results(
+        run,
+        books,
+        recorder,
+        intake=intake,
+        former=former,
+        publisher=publisher,
+        scheduler=scheduler,
+    )
+    evaluator = Evaluator(run, books, intake, publisher, scheduler, on_result=results.evaluated)
+    environments = EnvironmentServicer(run, books, intake)
+    every = (intake, former, results, evaluator, environments, publisher, turns, stored)
+
+    def stepped(trained: Trained, report: trainer_pb2.StepReport) -> None:
+        orders = trainer.take_orders()
+        for part in every:
+            part.stepped(trained, report, orders)
+
+    def has_evaluated() -> bool:
+        # A controller that resumes this run could not measure a missing result: the trainer has
+        # left by then.
+        return evaluator.is_done() and results.has_all_evaluations
+
+    trainer = TrainerServicer(
+        run,
+        TrainerOrders(
+            run,
+            books.leases,
+            former,
+            publisher,
+            stored=stored,
+            turns=turns,
+            evaluations_done=has_evaluated,
+        ),
+        on_step=stepped,
+        on_checkpoint=checkpoints.saved,
+    )
+    return Parts(
+        recorder=recorder,
+        endings=endings,
+        intake=intake,
+        scheduler=scheduler,
+        watch=RunWatch(run, books, intake.take_back),
+        checkpoints=checkpoints,
+        publisher=publisher,
+        stored=stored,
+        turns=turns,
+        results=results,
+        evaluator=evaluator,
+        trainer=trainer,
+        environments=environments,
+        status=StatusServicer(run, books, scheduler, newest_metrics=lambda: recorder.newest),
+        all=every,
+    )
