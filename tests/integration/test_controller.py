@@ -16,8 +16,8 @@ from slipstream.core.types import Failure, FailureKind, PolicyVersion
 from slipstream.learner.controller.application import Controller
 from slipstream.learner.controller.leasing.scheduler import Scheduler
 from slipstream.learner.controller.publishing.delivery import Deliveries
+from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.journal import Journal, read_batch, read_records
-from slipstream.learner.controller.records.records import Start
 from slipstream.protocol.rich_errors import Reason, error_info
 from slipstream.v1 import environment_pb2, environment_pb2_grpc, trainer_pb2, trajectory_pb2
 from support.fakes.fake_server import OPEN, FakeServer, environment_failure
@@ -528,7 +528,7 @@ async def test_a_step_that_is_reported_twice_counts_once_and_is_answered_alike(t
 async def test_a_used_run_folder_is_refused(tmp_path):
     config = make_config(tmp_path, run__resume="never")
     with Journal(config.run_dir / "journal") as journal:
-        journal.append(Start(format=1, run_id="r-1"))
+        journal.append(kinds.Start(format=1, run_id="r-1"))
     with pytest.raises(ConfigError, match="holds a run already"):
         await Controller(config, OPEN).run()
 

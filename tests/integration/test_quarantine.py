@@ -7,9 +7,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slipstream.core.types import Trajectory, TrajectoryId
+from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.journal import Journal, read_records
 from slipstream.learner.controller.records.ledger import Endings
-from slipstream.learner.controller.records.records import Start
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.trajectories.inspection import Inspector
 from slipstream.protocol.codec import encode_trajectory
@@ -137,7 +137,7 @@ def test_no_delivery_whatever_it_is_ends_the_controller(tmp_path_factory, data):
     name = data.draw(st.sampled_from([GOOD.trajectory_id, "what.is.this", "g.1.0.f"]))
     delivery = Delivery(TrajectoryId(name), bytes(whole))
     with Journal(folder / "journal") as journal:
-        journal.append(Start(format=1, run_id="r"))
+        journal.append(kinds.Start(format=1, run_id="r"))
         run = Run.of(make_config(folder, run__name="f"), "r")
         books = books_of(run, journal=journal)
         endings = Endings(journal, books.ledger, books.queue)

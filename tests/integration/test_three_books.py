@@ -11,8 +11,8 @@ from slipstream.core.settings.config import Config
 from slipstream.core.types import Failure, ServerId
 from slipstream.learner.controller import application, restoration
 from slipstream.learner.controller.application import Controller
+from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.journal import Journal, read_records
-from slipstream.learner.controller.records.records import End
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.trajectories.intake import Intake
@@ -227,7 +227,7 @@ async def test_between_batch_and_journal(tmp_path, caplog, monkeypatch, kind, ti
         return write(journal, changed)
 
     def append_faultily(journal, record) -> None:
-        for _ in third if isinstance(record, End) else [1]:
+        for _ in third if isinstance(record, kinds.End) else [1]:
             append(journal, record)
 
     if kind == "batch":

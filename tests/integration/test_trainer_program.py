@@ -21,8 +21,8 @@ from slipstream.client.launch.preflight import free_port
 from slipstream.core.configuration.config_file import dump_config, parse_config
 from slipstream.core.settings.config import WeightsSection
 from slipstream.core.types import GroupId
+from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.journal import Journal
-from slipstream.learner.controller.records.records import Lease, Start, Step
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.protocol.codec import trajectory_to_pb, unpack_logprobs, unpack_tokens
 from slipstream.protocol.weights.buckets import layout_from_pb
@@ -335,7 +335,7 @@ def record_run(folder: Path, batches: list[Batch], digests: list[str]) -> None:
     """The journal of a run that trained these batches and made weights of these digests."""
     folder.mkdir()
     with Journal(folder) as journal:
-        journal.append(Start(format=1, run_id="r", key="ab" * 32, unix_s=1.0))
+        journal.append(kinds.Start(format=1, run_id="r", key="ab" * 32, unix_s=1.0))
         for batch, digest in zip(batches, digests, strict=True):
             for number, group in enumerate(dict.fromkeys(batch.group_ids)):
                 lease = {
@@ -345,7 +345,7 @@ def record_run(folder: Path, batches: list[Batch], digests: list[str]) -> None:
                     "seed": 0,
                 }
                 server = {"server": "s", "epoch": 1, "deadline": batch.step}
-                journal.append(Lease(group=group, **lease, **server))
+                journal.append(kinds.Lease(group=group, **lease, **server))
             message = trainer_pb2.RecordedBatch(
                 header=batch_order(batch)[0].batch,
                 trajectories=map(trajectory_to_pb, batch.trajectories),
@@ -353,7 +353,7 @@ def record_run(folder: Path, batches: list[Batch], digests: list[str]) -> None:
             journal.write_batch(message)
             version = [0, batch.step + 1]
             journal.append(
-                Step(step=batch.step, version=version, digest=digest, lags=[], several=0)
+                kinds.Step(step=batch.step, version=version, digest=digest, lags=[], several=0)
             )
 
 

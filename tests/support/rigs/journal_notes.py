@@ -3,7 +3,7 @@
 from typing import Any
 
 import msgspec
-from slipstream.learner.controller.records.records import Record
+from slipstream.learner.controller.records.kinds import Record
 
 
 def note(kind: str, **fields: Any) -> Record:

@@ -11,9 +11,10 @@ from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.leasing.scheduler import Scheduler
+from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.journal import Journal
+from slipstream.learner.controller.records.kinds import Record, fields_of
 from slipstream.learner.controller.records.ledger import AccountedReceiver, TokenLedger
-from slipstream.learner.controller.records.records import Record, Start, fields_of
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.fleet import Fleet, FleetHandlers
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
@@ -106,7 +107,7 @@ class Rig:
         self.fleet, self.queue = self.books.fleet, self.books.queue
         self.fleet.handlers = FleetHandlers(*[nothing] * 8)
         self.folder, self.journal = folder / "journal", journal
-        self.journal.append(Start(format=1, run_id="r"))
+        self.journal.append(kinds.Start(format=1, run_id="r"))
         self.abandoned: list[Group] = []
         self.scheduler = kind(self.run, self.books, self._abandon)
         self.entry = self.add_environment("e", 1.0)

@@ -12,9 +12,9 @@ from slipstream.core.run_folder import CHECKPOINTS, JOURNAL_LOG, check_journal_n
 from slipstream.learner.algorithms.functions import used_functions
 from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.part import Part
+from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.history import FORMAT, REMEDY, RunHistory, read_history
 from slipstream.learner.controller.records.journal import Journal, read_records
-from slipstream.learner.controller.records.records import Start
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.server_epochs import MAX_GAP
 from slipstream.protocol.checkpoints import checkpoint_path, complete_steps
@@ -37,7 +37,7 @@ def begin(journal: Journal, folder: Path, run: Run) -> RunHistory:
         raise ConfigError(f"{folder} holds run {run_id}, and run.id is {run.config.run.id}")
     # All starts of a run share one key, so that trajectories that wait in its queue can be opened.
     key = (str(first.get("key", "")) if first is not None else "") or secrets.token_hex(32)
-    start = Start(
+    start = kinds.Start(
         format=FORMAT,
         run_id=run_id,
         key=key,

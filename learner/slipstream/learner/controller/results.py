@@ -13,8 +13,8 @@ from slipstream.learner.controller.leasing.scheduler import Scheduler
 from slipstream.learner.controller.loop import OrderTimes
 from slipstream.learner.controller.part import Part, Tasks
 from slipstream.learner.controller.publishing.publish import Publisher
+from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.history import RunHistory
-from slipstream.learner.controller.records.records import Evaluation
 from slipstream.learner.controller.reporting.metrics import RunRecorder
 from slipstream.learner.controller.reporting.result_files import write_result
 from slipstream.learner.controller.reporting.step_times import StepTimes, trace
@@ -138,7 +138,7 @@ class Results(Part):
         """Writes the result of an evaluation round."""
         journal = self._books.journal
         journal.append(
-            Evaluation(
+            kinds.Evaluation(
                 version=result.step,
                 episodes=result.num_episodes,
                 failed=result.num_failed,

@@ -21,8 +21,8 @@ from slipstream.learner.algorithms.functions import (
     used_functions,
 )
 from slipstream.learner.algorithms.token_functions import report_names
+from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.journal import Journal
-from slipstream.learner.controller.records.records import Start
 from slipstream.learner.trainer.replay import check_functions
 from support.fakes.packed import algorithm, loss_inputs, terms_of, weights_of
 from support.fakes.small_configs import small_config
@@ -275,7 +275,7 @@ def test_a_replay_refuses_other_sources_and_arguments(module: str, tmp_path: Pat
     name, folder = f"{module}:steep", tmp_path / "journal"
     config = with_sources(small_config(algorithm={"loss": name, "loss_args": {"factor": 2.0}}))
     with Journal(folder) as journal:
-        journal.append(Start(format=1, run_id="run", functions={**used_functions(config)}))
+        journal.append(kinds.Start(format=1, run_id="run", functions={**used_functions(config)}))
     check_functions(config, folder)
     other = small_config(algorithm={"loss": name, "loss_args": {"factor": 3.0}})
     message = f"others than recorded: loss {name} {{'factor': 2.0}}, loss {name} {{'factor': 3.0}}"

@@ -24,7 +24,7 @@ from slipstream.learner.controller.leasing.lease_pass import (
     rooms,
 )
 from slipstream.learner.controller.loop_clock import Stopwatch
-from slipstream.learner.controller.records.records import EvaluationLease, Lease
+from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.servers.session import ServerSession
@@ -93,7 +93,7 @@ class Scheduler:
         self._run.traces.leased(group.group_id)
         group.leased_s = time.time()
         self._journal.append(
-            Lease(
+            kinds.Lease(
                 group=group.group_id,
                 environment=group.environment,
                 task=group.task_index,
@@ -175,7 +175,7 @@ class Scheduler:
         """
         for group in groups:
             self._journal.append(
-                EvaluationLease(
+                kinds.EvaluationLease(
                     group=group.group_id,
                     environment=group.environment,
                     task=group.task_index,

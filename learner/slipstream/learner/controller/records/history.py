@@ -21,28 +21,8 @@ from slipstream.core.types import (
     TrajectoryId,
     TrajectoryName,
 )
-from slipstream.learner.controller.records.records import (
-    Batch,
-    BatchSetAside,
-    Checkpoint,
-    Closed,
-    End,
-    Evaluation,
-    EvaluationLease,
-    GaveUp,
-    GroupSetAside,
-    Lease,
-    Queue,
-    Record,
-    Servers,
-    Solved,
-    Start,
-    Step,
-    Submitted,
-    TrajectoryEnd,
-    Unsubmitted,
-    parsed,
-)
+from slipstream.learner.controller.records import kinds
+from slipstream.learner.controller.records.kinds import Record, TrajectoryEnd, parsed
 from slipstream.learner.controller.records.seen_ids import GroupSteps, SeenIds
 from slipstream.learner.controller.servers.server_epochs import MAX_GAP, ServerEpochs
 from slipstream.learner.controller.servers.server_states import ServerKey
@@ -209,7 +189,7 @@ class RunHistory:
     lags: Counter[int] = field(default_factory=Counter)
     # Number of trained trajectories that more than one version sampled.
     with_several_versions: int = 0
-    evaluations: list[Evaluation] = field(default_factory=list)
+    evaluations: list[kinds.Evaluation] = field(default_factory=list)
     # The newest version with a whole checkpoint.
     checkpoint: PolicyVersion = START
     batch_tokens: dict[int, int] = field(default_factory=dict)
@@ -251,45 +231,45 @@ class RunHistory:
         """Applies the next record; raises ProtocolError if it contradicts the records before it."""
         self.settled = settled_by(self.settled, record)
         match record:
-            case Start():
+            case kinds.Start():
                 self._start(record)
-            case Queue():
+            case kinds.Queue():
                 self.queue_added = record.added or 0
-            case Lease():
+            case kinds.Lease():
                 self._lease(record)
-            case EvaluationLease():
+            case kinds.EvaluationLease():
                 self.servers.join(ServerKey(ServerId(record.server), record.epoch))
-            case End():
+            case kinds.End():
                 self._end(record)
-            case GaveUp():
+            case kinds.GaveUp():
                 if (group := self.open_groups.get(record.group)) is not None:
                     group.failed.update(record.members)
-            case GroupSetAside():
+            case kinds.GroupSetAside():
                 if (ended := self.open_groups.pop(record.group, None)) is not None:
                     self.environments[ended.environment].failed += 1
-            case Closed():
+            case kinds.Closed():
                 self._close(record)
-            case Batch():
+            case kinds.Batch():
                 self._batch(record)
-            case BatchSetAside():
+            case kinds.BatchSetAside():
                 self._set_batch_aside(record)
-            case Step():
+            case kinds.Step():
                 self._step(record)
-            case Servers():
+            case kinds.Servers():
                 self._servers(record)
-            case Solved():
+            case kinds.Solved():
                 self.solved, self.solved_step = record.cause, record.step
-            case Checkpoint():
+            case kinds.Checkpoint():
                 self.checkpoint = record.version
-            case Submitted():
+            case kinds.Submitted():
                 self.submitted[record.environment] = record.spec
                 self.environments.pop(record.environment, None)
-            case Unsubmitted():
+            case kinds.Unsubmitted():
                 self.submitted.pop(record.environment, None)
-            case Evaluation():
+            case kinds.Evaluation():
                 self.evaluations.append(record)
 
-    def _start(self, record: Start) -> None:
+    def _start(self, record: kinds.Start) -> None:
         if record.format != FORMAT:
             raise ProtocolError(
                 f"the journal has format {record.format}, this version reads {FORMAT}"
@@ -298,7 +278,7 @@ class RunHistory:
         self.run_id = record.run_id
         self.starts += 1
 
-    def _lease(self, record: Lease) -> None:
+    def _lease(self, record: kinds.Lease) -> None:
         self.servers.join(ServerKey(ServerId(record.server), record.epoch))
         number = int(record.group.removeprefix("g"))
         if number < self.next_group:
@@ -324,7 +304,7 @@ class RunHistory:
             server=record.server,
         )
 
-    def _end(self, record: End) -> None:
+    def _end(self, record: kinds.End) -> None:
         trajectory_id = TrajectoryId(record.id)
         self.ended.add(trajectory_id)
         if record.end is None or record.tokens is None:
@@ -342,7 +322,7 @@ class RunHistory:
             before = group.attempts.get(name.member, -1)
             group.attempts[name.member] = max(before, name.attempt)
 
-    def _close(self, record: Closed) -> None:
+    def _close(self, record: kinds.Closed) -> None:
         group = self.open_groups.pop(record.group, None)
         if group is None or record.how != "filtered":
             return
@@ -352,7 +332,7 @@ class RunHistory:
         self.filtered.add(group.environment, record.reward or 0.0, solved=bool(record.solved))
         self.filtered_groups[self.next_step] += 1
 
-    def _batch(self, record: Batch) -> None:
+    def _batch(self, record: kinds.Batch) -> None:
         step = record.step
         if step != self.next_step:
             raise ProtocolError(
@@ -378,7 +358,7 @@ class RunHistory:
             self.servers.count(ServerKey(ServerId(name), epoch)).received += tokens
         self.batch_tokens[step] = sum(tokens for *_, tokens in record.tokens)
 
-    def _set_batch_aside(self, record: BatchSetAside) -> None:
+    def _set_batch_aside(self, record: kinds.BatchSetAside) -> None:
         step = record.step
         batch = self.batches.get(step)
         is_last = step == self.next_step - 1 and step not in self.steps
@@ -407,7 +387,7 @@ class RunHistory:
         for name, epoch, tokens in record.put_back_tokens:
             self.servers.count(ServerKey(ServerId(name), epoch)).received -= tokens
 
-    def _step(self, record: Step) -> None:
+    def _step(self, record: kinds.Step) -> None:
         step = record.step
         if step not in self.batches:
             raise ProtocolError(f"the journal holds step {step + 1} without its batch")
@@ -418,7 +398,7 @@ class RunHistory:
         self.steps[step] = JournaledStep(record.version, record.digest)
         self.set_aside_in_a_row = 0
 
-    def _servers(self, record: Servers) -> None:
+    def _servers(self, record: kinds.Servers) -> None:
         if record.settled is not None:
             self.unread = Amount(*record.settled).less(self.settled)
         judged = {(name, epoch): tokens for name, epoch, tokens in record.judged}
@@ -442,12 +422,12 @@ def settled_by(settled: Amount, record: Record) -> Amount:
     `settled` is this amount before the record, in trajectories and tokens.
     """
     match record:
-        case End(tokens=int(tokens)):
+        case kinds.End(tokens=int(tokens)):
             return settled.plus(tokens)
-        case Batch():
+        case kinds.Batch():
             tokens = sum(tokens for *_, tokens in record.tokens)
             return settled.less(Amount(-record.trajectories, -tokens))
-        case BatchSetAside():
+        case kinds.BatchSetAside():
             tokens = sum(tokens for *_, tokens in record.put_back_tokens)
             return settled.less(Amount(record.put_back_trajectories, tokens))
     return settled

@@ -44,14 +44,9 @@ from slipstream.core.run_folder import (
     newest_log_number,
 )
 from slipstream.core.types import GroupId, Trajectory
+from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.history import REMEDY, attempt_of, settled_by
-from slipstream.learner.controller.records.records import (
-    Batch,
-    Record,
-    Servers,
-    ServerTokens,
-    fields_of,
-)
+from slipstream.learner.controller.records.kinds import Record, ServerTokens, fields_of
 from slipstream.protocol.bounds import check_bounds
 from slipstream.protocol.checkpoints import sync_folder
 from slipstream.protocol.queue.base import Amount
@@ -69,7 +64,7 @@ class Journal:
     """A context manager that writes the journal of a run; its log continues the earlier logs.
 
     with Journal(folder) as journal:
-        journal.append(Solved(step=3, cause="x")) # in memory only
+        journal.append(kinds.Solved(step=3, cause="why"))  # in memory only
         await journal.durable()                   # on disk
         journal.write_batch(batch)                # file, then record; blocks until both are durable
 
@@ -131,7 +126,7 @@ class Journal:
         with self._lock:
             self._num_lines += 1
             self.settled = settled_by(self.settled, record)
-            if isinstance(record, Servers):
+            if isinstance(record, kinds.Servers):
                 # The next controller compares its own count up to here.
                 record = msgspec.structs.replace(record, settled=tuple(self.settled))
             self._pending.append(encoded(self._num_lines, fields_of(record)))
@@ -226,7 +221,7 @@ class Journal:
                 self._failure = self._failure or self._vanished() or _unwritten(path, error)
                 raise self._failure from error
         self.append(
-            Batch(
+            kinds.Batch(
                 step=step,
                 batch_id=batch.header.batch_id,
                 crc32=crc32,

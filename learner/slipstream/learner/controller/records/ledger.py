@@ -16,16 +16,10 @@ from typing import Any
 
 import grpc.aio
 from slipstream.core.types import Trajectory, TrajectoryId
+from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.records.journal import Journal
-from slipstream.learner.controller.records.records import (
-    End,
-    Queue,
-    ServerGaps,
-    Servers,
-    ServerTokens,
-    TrajectoryEnd,
-)
+from slipstream.learner.controller.records.kinds import ServerGaps, ServerTokens, TrajectoryEnd
 from slipstream.learner.controller.records.seen_ids import SeenIds
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
@@ -108,7 +102,7 @@ class TokenLedger:
         if generated:
             departed = lost is not None
             self._journal.append(
-                Servers(generated=generated, departed=departed, judged=judged, gaps=gaps)
+                kinds.Servers(generated=generated, departed=departed, judged=judged, gaps=gaps)
             )
 
     def report(self, key: ServerKey, report: fleet_pb2.ServerReport) -> None:
@@ -289,7 +283,7 @@ async def open_receiver(
         before = history.queue_added
         if before is not None and (receiver.is_new or receiver.added < before):
             run.events.warn("the queue lost what waited there; it is generated again")
-        journal.append(Queue(added=receiver.added))
+        journal.append(kinds.Queue(added=receiver.added))
         return receiver
     from slipstream.protocol.queue.grpc import GrpcReceiver
 
@@ -334,7 +328,7 @@ class Endings:
         """Works like `end`, for a trajectory that may not be readable."""
         self._ledger.end(end, tokens)
         self._journal.append(
-            End(
+            kinds.End(
                 id=trajectory_id,
                 end=end,
                 cause=cause,

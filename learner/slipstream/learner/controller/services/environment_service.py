@@ -21,8 +21,8 @@ from slipstream.core.template_values import read_values, values_json
 from slipstream.core.types import Purpose
 from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.part import Part
+from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.history import RunHistory
-from slipstream.learner.controller.records.records import Submitted, Unsubmitted
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.session import CallContext, ServerSession
 from slipstream.learner.controller.tasks.relay import ClientSession, Relay
@@ -120,7 +120,7 @@ class EnvironmentServicer(Part, environment_pb2_grpc.EnvironmentServiceServicer)
             await abort(context, code, problem, Reason.BAD_ARGUMENT, {"environment": spec.name})
         entry = self._environments.add(spec)
         text = json_format.MessageToJson(spec, indent=None)
-        self._journal.append(Submitted(environment=spec.name, spec=text))
+        self._journal.append(kinds.Submitted(environment=spec.name, spec=text))
         self._fleet.broadcast(_load_order(spec, try_reset=True))
         self._run.events.add(f"environment {spec.name} was submitted")
         clock = self._run.clock
@@ -129,7 +129,7 @@ class EnvironmentServicer(Part, environment_pb2_grpc.EnvironmentServiceServicer)
         while not entry.is_ready and self._fleet.sessions and clock.now_s() < until_s:
             if all(session.key in entry.failed_on for session in self._fleet.sessions.values()):
                 self._environments.remove(spec.name)
-                self._journal.append(Unsubmitted(environment=spec.name))
+                self._journal.append(kinds.Unsubmitted(environment=spec.name))
                 order = fleet_pb2.EnvironmentOrder(spec=spec, unload=True)
                 self._fleet.broadcast(fleet_pb2.ControllerMessage(environment=order))
                 entry.state = pb.ENVIRONMENT_STATE_SUSPENDED

@@ -12,8 +12,8 @@ from slipstream.core.settings.config import Config
 from slipstream.core.staleness import lag
 from slipstream.core.types import GroupId, Trajectory
 from slipstream.learner.controller.leasing.groups import Group, sampled_tokens
+from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.journal import tokens_by_server
-from slipstream.learner.controller.records.records import BatchSetAside
 from slipstream.protocol.codec import trajectory_from_pb, trajectory_to_pb
 from slipstream.v1 import trainer_pb2
 
@@ -67,9 +67,9 @@ class SetAside:
         """The trajectories of all groups that wait for another batch."""
         return _trajectories(self.put_back)
 
-    def record(self) -> BatchSetAside:
+    def record(self) -> kinds.BatchSetAside:
         """Returns the journal record; `put_back` has its groups' tasks and seeds."""
-        return BatchSetAside(
+        return kinds.BatchSetAside(
             step=self.batch.step,
             batch_id=self.batch.batch_id,
             by=self.by,

@@ -16,8 +16,9 @@ from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.groups import sampled_tokens
 from slipstream.learner.controller.loop_clock import Stopwatch
 from slipstream.learner.controller.part import Part
+from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.history import JournaledStep, RunHistory, batch_name
-from slipstream.learner.controller.records.records import Checkpoint, Step, TrajectoryEnd
+from slipstream.learner.controller.records.kinds import TrajectoryEnd
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.trajectories.batch import FormedBatch, SetAside, from_record
 from slipstream.protocol.codec import version_from_pb
@@ -244,7 +245,7 @@ class BatchFormer(Part):
             self._newest_incarnation = max(self._newest_incarnation, version.incarnation)
             self._steps[batch.step] = JournaledStep(version, report.weight_digest.hex())
             self._journal.append(
-                Step(
+                kinds.Step(
                     step=report.step,
                     version=version,
                     digest=report.weight_digest.hex(),
@@ -320,7 +321,7 @@ class BatchFormer(Part):
         Removes no batch if `keep_batches` is set.
         """
         version, digest = version_from_pb(report.version), report.weight_digest.hex()
-        self._journal.append(Checkpoint(version=version, digest=digest, path=report.path))
+        self._journal.append(kinds.Checkpoint(version=version, digest=digest, path=report.path))
         await self.durable()
         covered_step, self._covered_step = self._covered_step, version.step
         # Batches since the checkpoint before it stay: a trainer may have to go back to that one. A

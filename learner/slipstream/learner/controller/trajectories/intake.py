@@ -28,20 +28,15 @@ from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.groups import Fate, Group
 from slipstream.learner.controller.part import Part
+from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.history import (
     FilteredGroups,
     FilterVerdict,
     RunHistory,
     is_solved,
 )
+from slipstream.learner.controller.records.kinds import TrajectoryEnd
 from slipstream.learner.controller.records.ledger import Endings
-from slipstream.learner.controller.records.records import (
-    Closed,
-    GaveUp,
-    GroupSetAside,
-    Solved,
-    TrajectoryEnd,
-)
 from slipstream.learner.controller.records.seen_ids import group_number
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.trajectories.inspection import Inspector
@@ -145,7 +140,9 @@ class Intake(Part):
             self._environments.group_withdrawn(group.environment)
             if group.purpose is Purpose.TRAINING and not self._progress.is_over:
                 # At the end of a run groups stay open: the run may be resumed.
-                self._journal.append(Closed(group=group.group_id, how="withdrawn", cause=cause))
+                self._journal.append(
+                    kinds.Closed(group=group.group_id, how="withdrawn", cause=cause)
+                )
             self._cancel_members(group, cause)
         self._run.signal.notify()
 
@@ -297,7 +294,7 @@ class Intake(Part):
             self._set_aside(group, members[0], failure)
             return
         self._journal.append(
-            GaveUp(group=group.group_id, members=list(members), cause=failure.message)
+            kinds.GaveUp(group=group.group_id, members=list(members), cause=failure.message)
         )
         entry = self._environments.entries.get(group.environment)
         if entry is not None and entry.is_news("partial"):
@@ -313,7 +310,7 @@ class Intake(Part):
         cause = failure.message
         self._book.remove(group.group_id)
         self._journal.append(
-            GroupSetAside(group=group.group_id, task=group.task_index, cause=cause)
+            kinds.GroupSetAside(group=group.group_id, task=group.task_index, cause=cause)
         )
         self._cancel_members(group, f"member {member} failed for good")
         if group.purpose is Purpose.EVALUATION:
@@ -428,7 +425,9 @@ class GroupFilter:
         if algorithm.filter == "unequal_rewards":
             cause = "all rewards of its group are equal"
         self._journal.append(
-            Closed(group=group.group_id, how="filtered", cause=cause, solved=solved, reward=mean)
+            kinds.Closed(
+                group=group.group_id, how="filtered", cause=cause, solved=solved, reward=mean
+            )
         )
         for trajectory in group.in_order():
             self._endings.end(trajectory, TrajectoryEnd.FILTERED, cause)
@@ -454,7 +453,7 @@ class GroupFilter:
             )
             return
         cause = f"the task is solved: the last {count}"
-        self._journal.append(Solved(step=step, cause=cause))
+        self._journal.append(kinds.Solved(step=step, cause=cause))
         self._progress.solve(step, cause)
         # The withdrawal frees servers for the last evaluation.
         self._withdraw(self._book.training_groups(), cause)

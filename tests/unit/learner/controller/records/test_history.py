@@ -8,6 +8,7 @@ from slipstream.core.staleness import deadline, holds
 from slipstream.core.types import GroupId, PolicyVersion, ServerId, TrajectoryId
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.leasing.leases import LeaseBook
+from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.history import (
     FilteredGroups,
     FilterVerdict,
@@ -18,18 +19,7 @@ from slipstream.learner.controller.records.history import (
     read_history,
 )
 from slipstream.learner.controller.records.journal import Journal, read_records
-from slipstream.learner.controller.records.records import (
-    BatchSetAside,
-    Closed,
-    End,
-    GaveUp,
-    GroupSetAside,
-    Lease,
-    Start,
-    Step,
-    TrajectoryEnd,
-    parsed,
-)
+from slipstream.learner.controller.records.kinds import TrajectoryEnd, parsed
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.tasks.environments import EnvironmentBook
@@ -60,7 +50,7 @@ class Run:
         self.attempt = 0
 
     def play(self) -> None:
-        self.journal.append(Start(format=1, run_id="r-1"))
+        self.journal.append(kinds.Start(format=1, run_id="r-1"))
         while self.version < STEPS:
             self.random.choice([self.lease, self.finish, self.fail, self.step])()
 
@@ -69,7 +59,7 @@ class Run:
             return
         group = self.book.lease("e", self.numbers, 5, SERVER, self.version)
         self.journal.append(
-            Lease(
+            kinds.Lease(
                 group=group.group_id,
                 environment="e",
                 task=self.numbers,
@@ -102,14 +92,14 @@ class Run:
             return
         self.book.remove(group.group_id)
         if how == "set_aside":
-            self.journal.append(GroupSetAside(group=group.group_id, task=0, cause=""))
+            self.journal.append(kinds.GroupSetAside(group=group.group_id, task=0, cause=""))
         else:
-            self.journal.append(Closed(group=group.group_id, how="filtered", cause=""))
+            self.journal.append(kinds.Closed(group=group.group_id, how="filtered", cause=""))
         self.end(group.group_id, member, attempt, TrajectoryEnd.FILTERED)
 
     def end(self, group_id: str, member: int, attempt: int, end: TrajectoryEnd) -> None:
         self.journal.append(
-            End(
+            kinds.End(
                 id=f"{group_id}.{member}.{attempt}.7",
                 end=end,
                 cause="",
@@ -140,14 +130,16 @@ class Run:
             return
         self.version, self.attempt = self.version + 1, 0
         self.journal.append(
-            Step(step=step, version=[0, step + 1], digest=f"d{step}", lags=[[0, 10]], several=1)
+            kinds.Step(
+                step=step, version=[0, step + 1], digest=f"d{step}", lags=[[0, 10]], several=1
+            )
         )
 
     def set_aside(self, step: int, name: str, groups: list[Group]) -> None:
         named = self.random.sample(groups, self.random.randint(1, B))
         kept = [group for group in groups if group not in named]
         self.journal.append(
-            BatchSetAside(
+            kinds.BatchSetAside(
                 step=step,
                 batch_id=name,
                 by="trainer",
@@ -394,10 +386,10 @@ def test_what_was_made_up_for_a_group_does_not_count_as_its_attempt() -> None:
 def test_members_that_were_given_up_are_not_leased_again() -> None:
     history = RunHistory()
     history.add(parsed(lease_record("g000000")))
-    history.add(GaveUp(group="g000000", members=[1], cause="x"))
-    history.add(GaveUp(group="g000000", members=[3], cause="x"))
+    history.add(kinds.GaveUp(group="g000000", members=[1], cause="x"))
+    history.add(kinds.GaveUp(group="g000000", members=[3], cause="x"))
     # Its group may have ended meanwhile.
-    history.add(GaveUp(group="g000007", members=[0], cause="x"))
+    history.add(kinds.GaveUp(group="g000007", members=[0], cause="x"))
     book = LeaseBook(
         attempts_per_lease=7, groups_per_step=1, group_size=4, max_staleness=1, num_steps=9
     )

@@ -6,8 +6,8 @@ from typing import Any
 
 from slipstream.core.types import ServerId, TrajectoryId
 from slipstream.learner.controller.records.journal import Journal
+from slipstream.learner.controller.records.kinds import TrajectoryEnd
 from slipstream.learner.controller.records.ledger import Endings
-from slipstream.learner.controller.records.records import TrajectoryEnd
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.protocol.queue.base import Amount

@@ -4,8 +4,8 @@ import pytest
 from slipstream.core.errors import ProtocolError
 from slipstream.core.types import ServerId, TrajectoryId
 from slipstream.learner.controller.records.history import read_history
+from slipstream.learner.controller.records.kinds import TrajectoryEnd
 from slipstream.learner.controller.records.ledger import TokenLedger
-from slipstream.learner.controller.records.records import TrajectoryEnd
 from slipstream.learner.controller.restoration import restore
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.server_states import ServerKey

@@ -21,8 +21,8 @@ from slipstream.learner.controller.records.history import (
     read_history,
 )
 from slipstream.learner.controller.records.journal import Journal, read_records
+from slipstream.learner.controller.records.kinds import fields_of
 from slipstream.learner.controller.records.ledger import Endings
-from slipstream.learner.controller.records.records import fields_of
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.trajectories.batch import (
     FormedBatch,

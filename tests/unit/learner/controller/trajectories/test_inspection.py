@@ -4,9 +4,9 @@ from pathlib import Path
 import pytest
 from slipstream.core.types import PolicyVersion, VersionSpan
 from slipstream.learner.controller.leasing.books import Books
+from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.records.ledger import Endings
-from slipstream.learner.controller.records.records import Start
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.trajectories.inspection import Inspector
@@ -42,7 +42,7 @@ def test_a_trajectory_is_judged_by_the_promise_of_the_run_not_by_the_bound_of_ne
         GOOD, group_id=group.group_id, version_spans=(VersionSpan(2, PolicyVersion(0, oldest)),)
     )
     with Journal(tmp_path / "journal") as journal:
-        journal.append(Start(format=1, run_id="r"))
+        journal.append(kinds.Start(format=1, run_id="r"))
         inspector = inspector_of(run, dataclasses.replace(books, journal=journal))
         taken = inspector.take(Delivery(trajectory.trajectory_id, encode_trajectory(trajectory)))
         assert (taken is None) == bool(quarantined)
