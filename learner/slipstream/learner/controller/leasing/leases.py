@@ -16,123 +16,6 @@ from slipstream.learner.controller.records.seen_ids import group_number
 from slipstream.learner.controller.servers.server_states import ServerKey
 
 
-@dataclass(eq=False)
-class ClosingLease:
-    """The `members` that `holder` still runs although their group no longer waits for them.
-
-    They still count against the episode slots of the server and the bytes of the queue.
-    """
-
-    environment: str
-    holder: ServerKey
-    members: set[int] = field(default_factory=set)
-
-
-class ClosingLeases:
-    """All closing leases, by group.
-
-    A closing lease is removed when `end_member` was called for its last member, when the server has
-    closed it (`close`), or when its server is lost (`server_lost`).
-    """
-
-    def __init__(self) -> None:
-        self.leases: dict[GroupId, ClosingLease] = {}
-
-    def keep(self, group: Group, members: set[int]) -> None:
-        """Keeps the slots of `members` occupied until the group's holder has ended these members.
-
-        Does nothing if no server holds the group.
-        """
-        if group.holder is not None:
-            lease = ClosingLease(group.environment, group.holder)
-            self.leases.setdefault(group.group_id, lease).members |= members
-
-    def end_member(self, group_id: GroupId, member: int, epoch: int) -> None:
-        """Notes that the server of `epoch` no longer runs a member."""
-        lease = self.leases.get(group_id)
-        if lease is not None and lease.holder.epoch == epoch:
-            lease.members.discard(member)
-            if not lease.members:
-                del self.leases[group_id]
-
-    def close(self, group_id: GroupId, holder: ServerKey) -> None:
-        """Notes that `holder` no longer runs any member of the group."""
-        lease = self.leases.get(group_id)
-        if lease is not None and lease.holder == holder:
-            del self.leases[group_id]
-
-    def server_lost(self, holder: ServerKey) -> None:
-        """Drops the leases of a lost server."""
-        self.leases = {g: lease for g, lease in self.leases.items() if lease.holder != holder}
-
-
-class Awaited:
-    """Episodes that an earlier controller leased and that may still arrive, finished or not.
-
-    A server is awaited until it has joined again. Its undelivered trajectories, and all
-    trajectories in the queue at the start, are awaited until they arrive. Until then no other
-    server gets their groups, which would then be sampled twice.
-    """
-
-    def __init__(self) -> None:
-        self._servers: set[str] = set()
-        self._held: set[str] = set()
-        # Number of trajectories in `_held` by group.
-        self._groups: Counter[str] = Counter()
-        self._arrived: set[str] = set()
-        # Times of the first `look`, and of the first `look` after a trajectory was held or arrived.
-        self._began_s: float | None = None
-        self._since_s: float | None = None
-
-    def expect(self, servers: Iterable[str]) -> None:
-        """Adds the names of servers that may join again."""
-        self._servers.update(servers)
-
-    def has(self, group: Group) -> bool:
-        """Whether trajectories of the group's members may still arrive."""
-        return group.awaits in self._servers or group.group_id in self._groups
-
-    def joined(self, server: str, undelivered: Iterable[str]) -> None:
-        """Notes that a server has joined again, and the ids of the trajectories that it holds."""
-        if server in self._servers:
-            self._servers.discard(server)
-            self.hold(undelivered)
-
-    def hold(self, trajectory_ids: Iterable[str]) -> None:
-        """Adds the ids of finished trajectories that have not been delivered yet."""
-        self._since_s = None
-        held = set(trajectory_ids) - self._arrived - self._held
-        self._held |= held
-        self._groups.update(name.partition(".")[0] for name in held)
-
-    def arrived(self, trajectory_id: str) -> None:
-        """Notes that a trajectory was delivered."""
-        if trajectory_id in self._held:
-            self._held.discard(trajectory_id)
-            self._since_s = None
-            group_id = trajectory_id.partition(".")[0]
-            self._groups[group_id] -= 1
-            if not self._groups[group_id]:
-                del self._groups[group_id]
-        elif self._servers:
-            self._arrived.add(trajectory_id)
-
-    def look(self, now_s: float, limit_s: float) -> None:
-        """Stops awaiting servers after `limit_s`, and trajectories once they stop arriving.
-
-        The first call starts the limit for servers. Trajectories are awaited until none has arrived
-        for `limit_s` seconds, so the wait for a long queue is longer than the wait for servers.
-        """
-        self._began_s = now_s if self._began_s is None else self._began_s
-        self._since_s = now_s if self._since_s is None else self._since_s
-        if now_s > self._began_s + limit_s:
-            self._servers.clear()
-            self._arrived.clear()
-        if now_s > self._since_s + limit_s:
-            self._held.clear()
-            self._groups.clear()
-
-
 class LeaseBook:
     """All groups that are leased and not trained yet, in the order of their leases.
 
@@ -513,3 +396,120 @@ class LeaseBook:
             # Drops deadlines that no group has.
             self._deadlines = +self._deadlines
         return group
+
+
+@dataclass(eq=False)
+class ClosingLease:
+    """The `members` that `holder` still runs although their group no longer waits for them.
+
+    They still count against the episode slots of the server and the bytes of the queue.
+    """
+
+    environment: str
+    holder: ServerKey
+    members: set[int] = field(default_factory=set)
+
+
+class ClosingLeases:
+    """All closing leases, by group.
+
+    A closing lease is removed when `end_member` was called for its last member, when the server has
+    closed it (`close`), or when its server is lost (`server_lost`).
+    """
+
+    def __init__(self) -> None:
+        self.leases: dict[GroupId, ClosingLease] = {}
+
+    def keep(self, group: Group, members: set[int]) -> None:
+        """Keeps the slots of `members` occupied until the group's holder has ended these members.
+
+        Does nothing if no server holds the group.
+        """
+        if group.holder is not None:
+            lease = ClosingLease(group.environment, group.holder)
+            self.leases.setdefault(group.group_id, lease).members |= members
+
+    def end_member(self, group_id: GroupId, member: int, epoch: int) -> None:
+        """Notes that the server of `epoch` no longer runs a member."""
+        lease = self.leases.get(group_id)
+        if lease is not None and lease.holder.epoch == epoch:
+            lease.members.discard(member)
+            if not lease.members:
+                del self.leases[group_id]
+
+    def close(self, group_id: GroupId, holder: ServerKey) -> None:
+        """Notes that `holder` no longer runs any member of the group."""
+        lease = self.leases.get(group_id)
+        if lease is not None and lease.holder == holder:
+            del self.leases[group_id]
+
+    def server_lost(self, holder: ServerKey) -> None:
+        """Drops the leases of a lost server."""
+        self.leases = {g: lease for g, lease in self.leases.items() if lease.holder != holder}
+
+
+class Awaited:
+    """Episodes that an earlier controller leased and that may still arrive, finished or not.
+
+    A server is awaited until it has joined again. Its undelivered trajectories, and all
+    trajectories in the queue at the start, are awaited until they arrive. Until then no other
+    server gets their groups, which would then be sampled twice.
+    """
+
+    def __init__(self) -> None:
+        self._servers: set[str] = set()
+        self._held: set[str] = set()
+        # Number of trajectories in `_held` by group.
+        self._groups: Counter[str] = Counter()
+        self._arrived: set[str] = set()
+        # Times of the first `look`, and of the first `look` after a trajectory was held or arrived.
+        self._began_s: float | None = None
+        self._since_s: float | None = None
+
+    def expect(self, servers: Iterable[str]) -> None:
+        """Adds the names of servers that may join again."""
+        self._servers.update(servers)
+
+    def has(self, group: Group) -> bool:
+        """Whether trajectories of the group's members may still arrive."""
+        return group.awaits in self._servers or group.group_id in self._groups
+
+    def joined(self, server: str, undelivered: Iterable[str]) -> None:
+        """Notes that a server has joined again, and the ids of the trajectories that it holds."""
+        if server in self._servers:
+            self._servers.discard(server)
+            self.hold(undelivered)
+
+    def hold(self, trajectory_ids: Iterable[str]) -> None:
+        """Adds the ids of finished trajectories that have not been delivered yet."""
+        self._since_s = None
+        held = set(trajectory_ids) - self._arrived - self._held
+        self._held |= held
+        self._groups.update(name.partition(".")[0] for name in held)
+
+    def arrived(self, trajectory_id: str) -> None:
+        """Notes that a trajectory was delivered."""
+        if trajectory_id in self._held:
+            self._held.discard(trajectory_id)
+            self._since_s = None
+            group_id = trajectory_id.partition(".")[0]
+            self._groups[group_id] -= 1
+            if not self._groups[group_id]:
+                del self._groups[group_id]
+        elif self._servers:
+            self._arrived.add(trajectory_id)
+
+    def look(self, now_s: float, limit_s: float) -> None:
+        """Stops awaiting servers after `limit_s`, and trajectories once they stop arriving.
+
+        The first call starts the limit for servers. Trajectories are awaited until none has arrived
+        for `limit_s` seconds, so the wait for a long queue is longer than the wait for servers.
+        """
+        self._began_s = now_s if self._began_s is None else self._began_s
+        self._since_s = now_s if self._since_s is None else self._since_s
+        if now_s > self._began_s + limit_s:
+            self._servers.clear()
+            self._arrived.clear()
+        if now_s > self._since_s + limit_s:
+            self._held.clear()
+            self._groups.clear()
