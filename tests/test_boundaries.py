@@ -27,8 +27,9 @@ LAYERS = {
 }
 # The controller's modules and folders from the ground up: each imports only what stands before it.
 STAIRS = (
-    *("events", "loop_clock", "run"),
-    *("servers", "records", "tasks", "leasing", "trajectories", "publishing", "evaluation"),
+    *("events", "loop_clock", "run_traces", "run"),
+    *("servers", "records", "tasks", "leasing", "trajectories"),
+    *("part", "publishing", "loop", "evaluation"),
     *(
         "set_aside_batch",
         "watch",
@@ -37,7 +38,7 @@ STAIRS = (
         "restoration",
         "results",
     ),
-    *("application", "__main__"),
+    *("parts", "application", "__main__"),
 )
 # Packages whose modules and folders form no circle either.
 FLIGHTS = (

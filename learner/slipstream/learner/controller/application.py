@@ -184,7 +184,7 @@ class Controller:
                 parts.checkpoints.begin(history.checkpoint.step)
                 self._connect()
                 health = self._add_services(server)
-                restore(books, parts.all, history, self._run)
+                restore(books, [parts.intake, parts.former, *parts.all], history, self._run)
                 self._book.awaited.hold(receiver.backlog)
                 await server.start()
                 if self._config.tracking.prometheus is not None:

@@ -20,8 +20,7 @@ from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.leasing.scheduler import Scheduler
-from slipstream.learner.controller.loop import OrderTimes
-from slipstream.learner.controller.part import Part, Tasks
+from slipstream.learner.controller.part import OrderTimes, Part, Tasks
 from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.run import Run

@@ -26,7 +26,6 @@ orders. Waits for: a batch, a server, or the end. Unblocked by: the run's signal
 
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 
 from slipstream.core.errors import ProtocolError, RunFailed
 from slipstream.core.types import PolicyVersion
@@ -131,12 +130,3 @@ class TrainerOrders:
         else:
             progress.waits_for("the last evaluation")
         return None
-
-
-@dataclass(frozen=True)
-class OrderTimes:
-    """The times at which the trainer asked for an order and got it, in Unix seconds."""
-
-    kind: str
-    asked_s: float
-    given_s: float

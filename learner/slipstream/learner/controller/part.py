@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Coroutine, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
-if TYPE_CHECKING:
-    from slipstream.learner.controller.loop import OrderTimes
-    from slipstream.learner.controller.records.history import RunHistory
-    from slipstream.learner.controller.servers.session import ServerSession
-    from slipstream.learner.controller.trajectories.batches import Trained
-    from slipstream.v1 import fleet_pb2, trainer_pb2
+from slipstream.learner.controller.records.history import RunHistory
+from slipstream.learner.controller.servers.session import ServerSession
+from slipstream.learner.controller.trajectories.batches import Trained
+from slipstream.v1 import fleet_pb2, trainer_pb2
 
 # Coroutines that run until they are cancelled, by the names of their tasks.
 Tasks: TypeAlias = Mapping[str, Coroutine[Any, Any, None]]
@@ -42,3 +41,12 @@ class Part:
         self, trained: Trained, report: trainer_pb2.StepReport, orders: Sequence[OrderTimes]
     ) -> None:
         """Handles a step; `orders` are those that the trainer got since the previous one."""
+
+
+@dataclass(frozen=True)
+class OrderTimes:
+    """The times at which the trainer asked for an order and got it, in Unix seconds."""
+
+    kind: str
+    asked_s: float
+    given_s: float

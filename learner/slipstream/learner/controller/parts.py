@@ -39,6 +39,7 @@ class Parts:
     publisher: Publisher
     stored: StoredPublisher
     turns: EngineTurns
+    former: BatchFormer
     results: Results
     evaluator: Evaluator
     trainer: TrainerServicer
@@ -78,7 +79,7 @@ def make_parts(
     )
     evaluator = Evaluator(run, books, intake, publisher, scheduler, on_result=results.evaluated)
     environments = EnvironmentServicer(run, books, intake)
-    every = (intake, former, results, evaluator, environments, publisher, turns, stored)
+    every = (results, evaluator, environments, publisher, turns, stored)
 
     def stepped(trained: Trained, report: trainer_pb2.StepReport) -> None:
         orders = trainer.take_orders()
@@ -114,6 +115,7 @@ def make_parts(
         publisher=publisher,
         stored=stored,
         turns=turns,
+        former=former,
         results=results,
         evaluator=evaluator,
         trainer=trainer,

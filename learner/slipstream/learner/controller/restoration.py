@@ -5,19 +5,26 @@ import secrets
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Protocol
 
 from slipstream.core.errors import ConfigError, ProtocolError
 from slipstream.core.machine.description import describe_machine, describe_packages
 from slipstream.core.run_folder import CHECKPOINTS, JOURNAL_LOG, check_journal_not_lost
 from slipstream.learner.algorithms.functions import used_functions
 from slipstream.learner.controller.leasing.books import Books
-from slipstream.learner.controller.part import Part
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.history import FORMAT, REMEDY, RunHistory, read_history
 from slipstream.learner.controller.records.journal import Journal, read_records
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.server_epochs import MAX_GAP
 from slipstream.protocol.checkpoints import checkpoint_path, complete_steps
+
+
+class Restored(Protocol):
+    """A part of the controller whose state is restored from the journal."""
+
+    def restore(self, history: RunHistory) -> None:
+        """Takes over the state that `history` has of this part."""
 
 
 def begin(journal: Journal, folder: Path, run: Run) -> RunHistory:
@@ -79,7 +86,7 @@ def _check_end(journal: Journal, history: RunHistory, folder: Path) -> None:
         raise ConfigError(f"{newer}, but {log} {ends}: lines at its end are lost; {REMEDY}")
 
 
-def restore(books: Books, parts: Iterable[Part], history: RunHistory, run: Run) -> None:
+def restore(books: Books, parts: Iterable[Restored], history: RunHistory, run: Run) -> None:
     """Restores each part to its state at the end of the journal, before any server connects.
 
     Does nothing at the first start of a run.
@@ -88,9 +95,8 @@ def restore(books: Books, parts: Iterable[Part], history: RunHistory, run: Run) 
         return
     if history.solved and run.config.algorithms.filters:
         run.progress.solve(history.next_step, history.solved)
-    books.leases.restore(history)
-    books.ledger.restore(history)
-    for part in parts:
+    every: list[Restored] = [books.leases, books.ledger, *parts]
+    for part in every:
         part.restore(history)
     for key, number in history.ignored_gaps.items():
         run.events.warn(

@@ -10,7 +10,7 @@ from slipstream.core.settings.config import Config
 from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.events import EventLog, Severity, Signal
 from slipstream.learner.controller.loop_clock import LoopClock, Stopwatch
-from slipstream.learner.controller.reporting.run_traces import RunTraces
+from slipstream.learner.controller.run_traces import RunTraces
 from slipstream.protocol.weights.transports import Place
 from slipstream.v1 import status_pb2
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from slipstream.core.time_parts import LEASE_WAITS, SERVER_SHARES
 from slipstream.learner.controller.leasing.groups import Group
-from slipstream.learner.controller.loop import OrderTimes
+from slipstream.learner.controller.part import OrderTimes
 from slipstream.v1 import fleet_pb2
 
 # Parts of training in their order.

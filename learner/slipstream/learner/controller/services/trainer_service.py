@@ -15,7 +15,8 @@ from contextlib import aclosing
 
 import grpc
 from slipstream.core.errors import ProtocolError, RunFailed
-from slipstream.learner.controller.loop import OrderTimes, TrainerOrders
+from slipstream.learner.controller.loop import TrainerOrders
+from slipstream.learner.controller.part import OrderTimes
 from slipstream.learner.controller.publishing.transport_choice import place_from_pb
 from slipstream.learner.controller.records.history import REMEDY
 from slipstream.learner.controller.run import Run

@@ -15,7 +15,6 @@ from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.groups import sampled_tokens
 from slipstream.learner.controller.loop_clock import Stopwatch
-from slipstream.learner.controller.part import Part
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.history import JournaledStep, RunHistory, batch_name
 from slipstream.learner.controller.records.kinds import TrajectoryEnd
@@ -53,7 +52,7 @@ class Trained:
     again: bool
 
 
-class BatchFormer(Part):
+class BatchFormer:
     """Takes batches from the lease book, makes them durable, and reads them again from the journal.
 
     Life of a batch: `form` (or `recorded`, for a step that is trained again) gives it to the

@@ -27,7 +27,6 @@ from slipstream.learner.algorithms.groups import is_trained
 from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.groups import Fate, Group
-from slipstream.learner.controller.part import Part
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.history import (
     FilteredGroups,
@@ -53,7 +52,7 @@ OUTAGES = (FailureKind.INFRASTRUCTURE, FailureKind.ENGINE)
 logger = logging.getLogger(__name__)
 
 
-class Intake(Part):
+class Intake:
     """The only consumer of the trajectory queue.
 
     Life of a delivery: `consume` gets it, `accept` inspects it and adds it to the lease book. A

@@ -9,7 +9,7 @@ import math
 import pytest
 from slipstream.core.types import GroupId, Purpose
 from slipstream.learner.controller.leasing.groups import Group
-from slipstream.learner.controller.loop import OrderTimes
+from slipstream.learner.controller.part import OrderTimes
 from slipstream.learner.controller.reporting.step_times import StepTimes, trace
 from slipstream.v1 import fleet_pb2
 from support.fakes.fake_trajectories import GOOD
