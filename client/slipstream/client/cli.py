@@ -124,7 +124,7 @@ def _parser() -> argparse.ArgumentParser:
         "--version", action=_Print, const=_version, nargs=0, help="print it and exit"
     )
     parser.add_argument(
-        *("--print-completion",),
+        "--print-completion",
         action=_Print,
         const=_completion,
         choices=("bash", "zsh", "tcsh"),
@@ -287,7 +287,7 @@ def _add_settings(parser: argparse.ArgumentParser, *, is_optional: bool = False)
 def _add_start(parser: argparse.ArgumentParser, *, is_optional: bool = False) -> None:
     _add_settings(parser, is_optional=is_optional)
     parser.add_argument(
-        *("--dry-run",),
+        "--dry-run",
         action="store_true",
         help="check everything, print it, start nothing; exit code 1: not possible on this machine",
     )
@@ -314,7 +314,7 @@ def _add_node(parser: argparse.ArgumentParser) -> None:
 
 def _add_connection(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        *("run",),
+        "run",
         nargs="?",
         metavar="RUN",
         help="its folder, or its name in runs/; default: the only run that goes on there",

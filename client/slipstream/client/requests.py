@@ -162,11 +162,8 @@ def status_lines(run: RunStatus) -> list[str]:
         for server in run.servers
     ]
     times = time_lines(run.metrics)
-    return [
-        *lines,
-        *(["", *times] if times else []),
-        *("", *aligned(rows), "", *environment_lines(run.environments)),
-    ]
+    lines += ["", *times] if times else []
+    return [*lines, "", *aligned(rows), "", *environment_lines(run.environments)]
 
 
 def time_lines(metrics: Mapping[str, float]) -> list[str]:

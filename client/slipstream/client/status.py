@@ -149,7 +149,8 @@ def environment_from_pb(message: environment_pb2.EnvironmentStatus) -> Environme
     newest = message.newest_round if message.HasField("newest_round") else None
     return _from_pb(
         EnvironmentStatus,
-        *(message, message.spec),
+        message,
+        message.spec,
         newest_round=newest and _from_pb(EvaluationRound, newest),
     )
 

@@ -120,8 +120,12 @@ def test_this_machine_can_run_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(machine, "MIN_MEMORY_GIB", 0)
     config = config_of(tmp_path, run={"dir": str(tmp_path / "not" / "yet")})
     checks = (
-        *(machine.check_python, machine.check_processors, machine.check_memory),
-        *(machine.check_shared_memory, machine.check_open_files, check_disk),
+        machine.check_python,
+        machine.check_processors,
+        machine.check_memory,
+        machine.check_shared_memory,
+        machine.check_open_files,
+        check_disk,
     )
     findings = [check(Scene(config)) for check in checks]
     assert all(finding.verdict is not Verdict.PROBLEM for finding in findings), findings

@@ -17,8 +17,17 @@ from slipstream.v1 import status_pb2
 
 # The names in a run's folder that people look for.
 FILES = (
-    *(PAGE, SUMMARY, METRICS, SAMPLES, "tensorboard/", "wandb/", "mlflow.db", "profile/"),
-    *(f"{CHECKPOINTS}/", "quarantine/", f"{LOGS}/"),
+    PAGE,
+    SUMMARY,
+    METRICS,
+    SAMPLES,
+    "tensorboard/",
+    "wandb/",
+    "mlflow.db",
+    "profile/",
+    f"{CHECKPOINTS}/",
+    "quarantine/",
+    f"{LOGS}/",
 )
 # The beginning of the controller's event of a failure.
 FAILED = "the run failed: "
