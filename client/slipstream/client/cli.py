@@ -181,19 +181,19 @@ def _add_services(commands: argparse._SubParsersAction[_Parser]) -> None:
 
 def _add_folder_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
     replay = commands.add_parser("replay", help="train a run again from its journal and compare")
-    replay.add_argument("folder", type=Path, metavar="RUN", help="a run folder")
+    _add_folder(replay)
     replay.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
     replay.add_argument("--step", type=int, help="the last step to train; default: all")
     _set_program(replay, f"{_LAUNCHER}:run_replay")
 
     verify = commands.add_parser("verify", help="check a run by its files alone, also a copy")
-    verify.add_argument("folder", type=Path, metavar="RUN", help="a run folder")
+    _add_folder(verify)
     _set_program(verify, "slipstream.client.verify:run_verify")
 
     aside = commands.add_parser(
         "set-aside", help="take the batch at which a run fails out of it, before it goes on"
     )
-    aside.add_argument("folder", type=Path, metavar="RUN", help="a run folder")
+    _add_folder(aside)
     aside.add_argument("step", type=int, metavar="STEP", help="as the cause of the failure has it")
     aside.add_argument(
         "--group",
@@ -206,7 +206,7 @@ def _add_folder_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
     _set_program(aside, f"{_LAUNCHER}:run_set_aside")
 
     export = commands.add_parser("export", help="a checkpoint as a Hugging Face folder")
-    export.add_argument("folder", type=Path, metavar="RUN", help="a run folder")
+    _add_folder(export)
     export.add_argument("--step", type=int, help="the version; default: the newest checkpoint")
     export.add_argument("--out", type=Path, help="default: RUN/checkpoints/hf-STEP")
     _set_program(export, f"{_LAUNCHER}:run_export")
@@ -234,7 +234,7 @@ def _add_folder_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
     _set_program(check, f"{_LAUNCHER}:run_check")
 
     page = commands.add_parser("page", help="curves and replies of runs in one file of HTML")
-    page.add_argument("folders", type=Path, nargs="+", metavar="RUN", help="a run folder")
+    _add_folder(page, name="folders", nargs="+")
     page.add_argument(
         "--out", type=Path, metavar="FILE", help="default: page.html in RUN, of several runs here"
     )
@@ -291,6 +291,18 @@ def _add_start(parser: argparse.ArgumentParser, *, is_optional: bool = False) ->
         action="store_true",
         help="check everything, print it, start nothing; exit code 1: not possible on this machine",
     )
+
+
+def _add_folder(
+    parser: argparse.ArgumentParser, *, name: str = "folder", nargs: str | None = None
+) -> None:
+    said = "a run's folder, or its name in runs/"
+    parser.add_argument(name, type=_folder, nargs=nargs, metavar="RUN", help=said)
+
+
+def _folder(run: str) -> Path:
+    named = Path("runs", run)
+    return named if named.is_dir() and not Path(run).exists() else Path(run)
 
 
 def _add_node(parser: argparse.ArgumentParser) -> None:

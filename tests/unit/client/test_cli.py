@@ -45,6 +45,22 @@ def test_every_command_has_an_example() -> None:
     assert commands.keys() == EXAMPLES.keys()
 
 
+def test_a_run_is_named_by_its_folder_or_below_runs(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("runs/letters", "runs/both", "both", "copy"):
+        Path(folder).mkdir(parents=True)
+    for said, meant in (
+        ("letters", "runs/letters"),
+        ("runs/letters", "runs/letters"),
+        ("both", "both"),
+        ("copy", "copy"),
+        ("nothing", "nothing"),
+    ):
+        for command in ("replay", "verify", "export"):
+            assert parse([command, said]).folder == Path(meant)
+        assert parse(["page", said, "copy"]).folders == [Path(meant), Path("copy")]
+
+
 @pytest.mark.process
 def test_a_shell_completes_what_it_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
