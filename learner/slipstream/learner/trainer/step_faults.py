@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 from slipstream.core.errors import RunFailed, UntrainableBatch
+from slipstream.core.settings.algorithm_section import AlgorithmSection
 from slipstream.core.settings.config import Config
-from slipstream.learner.trainer.algorithms.loss import TokenLoss
+from slipstream.learner.trainer.algorithms.loss import StepStatistics, TokenLoss
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.batches.checks import MAX_TOLD, untrainable
 from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
@@ -60,6 +61,19 @@ def loss_fault(
         groups = f", group {', '.join([*found][:MAX_TOLD])}" if found else ""
         return RunFailed(f"step {batch.step + 1}{groups}: {fault}; the weights were not changed")
     return untrainable(batch, faulty, cause)
+
+
+def check_bits(algorithm: AlgorithmSection, step: int, found: StepStatistics) -> None:
+    """Raises RunFailed if `agreement` is "bits" and log-probs of learner and engine differ."""
+    # In later passes the ratios are those to the first.
+    number = found.unequal_tokens
+    if algorithm.agreement == "bits" and number:
+        raise RunFailed(
+            f"step {step + 1}: algorithm.agreement = 'bits', but {number} tokens that the same "
+            "weights sampled have other log-probabilities in the learner than in the engine, "
+            f"by up to {found.largest_gap:.1e}: their devices, versions of torch or of vLLM "
+            "differ; the weights were not changed"
+        )
 
 
 def check_weights(policy: Policy, roles: Roles, fault: UntrainableBatch) -> None:

@@ -1,6 +1,22 @@
 """The trainer's loop, which gets orders from the controller and follows them on all ranks.
 
 Only rank 0 calls the controller. It broadcasts the orders, so that all ranks take the same branch.
+
+    rank 0: Next --- order ---> broadcast ---> every rank
+      ^                                         | PublishOrder  send the buckets of the weights
+      |                                         | any order     publish a checkpoint that is written
+      |                                         | StoreOrder    copy the weights, to be written
+      |                                         | Batch         train, export, report, save if due
+      +------- next order --------------------- | WaitOrder     nothing
+                                                | StopOrder     last checkpoint, final model, end
+
+    who waits             for what                            who ends the wait
+    rank 0                the next order                      the controller, or SIGTERM
+    other ranks           rank 0's broadcast                  rank 0, or `learner.timeout_s`
+    senders               members of a new communicator       the servers, or a deadline
+    senders               a bucket's receivers                the servers, or `bucket_deadline_s`
+    rank 0                loaded weights (FinishPublish)      the controller
+    nobody                files of a checkpoint or version    their threads; the loop asks each turn
 """
 
 import contextlib
@@ -10,18 +26,14 @@ import math
 import os
 import signal
 import socket
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from types import FrameType
 
-import psutil
-import torch
 from slipstream.core.errors import RunFailed, UntrainableBatch
 from slipstream.core.machine.gpus import fill_gpus, gpu_names
-from slipstream.core.models.model_sizes import read_model_table
 from slipstream.core.run_folder import CHECKPOINTS, FINAL_ADAPTERS, FINAL_MODEL, LOCKS
-from slipstream.core.settings.config import Config, ProfileSection
+from slipstream.core.settings.config import Config
 from slipstream.core.types import PolicyVersion
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.checkpoints.checkpoint import Checkpointer, Saved
@@ -34,12 +46,12 @@ from slipstream.learner.trainer.controller_client import (
     read_order,
     unpack_directives,
 )
-from slipstream.learner.trainer.flops import model_sizes, peak_tflops, training_flops
 from slipstream.learner.trainer.model.model import Policy
 from slipstream.learner.trainer.model.offload import Part
-from slipstream.learner.trainer.ranks.parallel import Ranks
+from slipstream.learner.trainer.profile_window import ProfileWindow
 from slipstream.learner.trainer.roles.roles import open_roles
-from slipstream.learner.trainer.step import TrainedStep, TrainingStep
+from slipstream.learner.trainer.step import TrainingStep
+from slipstream.learner.trainer.step_cost import StepCost
 from slipstream.learner.trainer.weights.export import save_adapters, save_hf_folder
 from slipstream.learner.trainer.weights.publish import BucketSenders, WeightPublisher, build_probe
 from slipstream.learner.trainer.weights.published import open_published
@@ -49,113 +61,13 @@ from slipstream.protocol.codec import version_from_pb, version_to_pb
 from slipstream.protocol.weights.handover import host_id
 from slipstream.protocol.weights.nccl_group import agreed_settings
 from slipstream.v1 import trainer_pb2, trajectory_pb2, weights_pb2
-from torch.profiler import ProfilerActivity, profile
-
-# A report has the advantages of at most so many trajectories, to bound the message.
-_MOST_TOLD = 65536
 
 logger = logging.getLogger(__name__)
 
-
-class StepCost:
-    """Metrics of a step's cost: FLOPs, FLOPs per second, and the largest memory use of any rank."""
-
-    def __init__(self, config: Config, ranks: Ranks) -> None:
-        self._ranks = ranks
-        self._sizes = model_sizes(read_model_table(config.model.path))
-        self._epochs = config.algorithm.epochs
-        self._peak_tflops: float | None = None
-        if ranks.device.type == "cuda":
-            name = torch.cuda.get_device_name()
-            self._peak_tflops = peak_tflops(name)
-            if self._peak_tflops is None:
-                logger.warning("no mfu: the peak of %s is not known", name)
-
-    def metrics(self, batch: Batch, result: TrainedStep) -> dict[str, float]:
-        """Returns the metrics of the step that trained `batch`; collective.
-
-        `mfu` is left out if the peak FLOPs of the device are not known.
-        """
-        sizes = batch.lengths
-        flops = self._epochs * training_flops(self._sizes, sizes, saved=result.saved)
-        computed = self._epochs * (sum(sizes) - result.saved.tokens)
-        tflops = flops / result.wall_s / self._ranks.world_size / 1e12
-        found = {
-            "tokens_per_micro_batch": computed / result.metrics["num_micro_batches"],
-            "model_flops": flops,
-            "tflops_per_rank": tflops,
-            **self._memory(),
-        }
-        if self._peak_tflops is not None:
-            found["mfu"] = tflops / self._peak_tflops
-        return found
-
-    def _memory(self) -> dict[str, float]:
-        """Returns the largest memory use of any rank; collective."""
-        used = {"trainer_rss_bytes": psutil.Process().memory_info().rss}
-        if self._ranks.device.type == "cuda":
-            used["gpu_allocated_bytes"] = torch.cuda.max_memory_allocated()
-            used["gpu_reserved_bytes"] = torch.cuda.max_memory_reserved()
-            torch.cuda.reset_peak_memory_stats()
-        values = torch.tensor(list(used.values()), dtype=torch.float64)
-        return dict(zip(used, self._ranks.max(values).tolist(), strict=True))
-
-
-class ProfileWindow:
-    """Runs torch's profiler over the steps and ranks that `section` selects."""
-
-    def __init__(self, section: ProfileSection, folder: Path, *, rank: int) -> None:
-        """Creates a profiler that is not running yet; traces go into `folder`."""
-        self._section, self._folder, self._rank = section, folder, rank
-        self._profiler: profile | None = None
-        self._steps: list[int] = []
-
-    @contextmanager
-    def step(self, step: int) -> Iterator[None]:
-        """Profiles the block as step `step` (from 1); writes the trace after the last step."""
-        first = self._section.start_step
-        if first is None or self._rank not in self._section.ranks:
-            yield
-            return
-        last = first + self._section.num_steps - 1
-        if first <= step <= last:
-            self._start()
-            self._steps.append(step)
-        yield
-        if step >= last:
-            self.close()
-
-    def close(self) -> None:
-        """Stops the profiler and writes its trace; does nothing if it is not running."""
-        profiler, self._profiler = self._profiler, None
-        if profiler is None:
-            return
-        profiler.stop()
-        self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._folder / f"rank-{self._rank}-steps-{self._steps[0]}-{self._steps[-1]}.json"
-        profiler.export_chrome_trace(str(path))
-        logger.info("the profile of steps %d to %d is %s", self._steps[0], self._steps[-1], path)
-
-    def _start(self) -> None:
-        if self._profiler is not None:
-            return
-        activities = [ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            activities.append(ProfilerActivity.CUDA)
-        self._profiler = profile(
-            activities=activities,
-            with_stack=self._section.details,
-            profile_memory=self._section.details,
-        )
-        self._profiler.start()
-
-
+# A report has the advantages of at most so many trajectories, to bound the message.
+_MOST_TOLD = 65536
 # Largest number of groups in a report; if more are faulty, the whole batch is set aside.
 MAX_NAMED_GROUPS = 4096
-
-
-class StartAgain(Exception):  # noqa: N818
-    """Raised if a step fails after it changed weights: the trainer restarts from a checkpoint."""
 
 
 class Trainer:
@@ -168,7 +80,7 @@ class Trainer:
         roles = open_roles(config, policy)
         self._step = TrainingStep(policy, config, roles)
         self._memories = [policy.memory, *roles.memories()]
-        self.stages = self._stages = self._step.stages
+        self.stages = self._step.stages
         self._cost = StepCost(config, policy.ranks)
         self._profile = ProfileWindow(
             config.debug.profile, config.run_dir / "profile", rank=policy.ranks.rank
@@ -203,16 +115,16 @@ class Trainer:
         _handle_termination(self._client, is_main=self._ranks.is_main)
         self._register()
         while True:
-            with self._stages.measure("waiting"):
+            with self.stages.measure("waiting"):
                 order = self._next_order()
             if isinstance(order, weights_pb2.PublishOrder):
                 # First of all, because servers may already wait for the first bucket.
-                with self._stages.measure("publish"):
+                with self.stages.measure("publish"):
                     self._publish(order)
-            with self._stages.measure("checkpoint"):
+            with self.stages.measure("checkpoint"):
                 self._tell(self._checkpointer.poll())
             if isinstance(order, trainer_pb2.StoreOrder):
-                with self._stages.measure("publish"):
+                with self.stages.measure("publish"):
                     self._store(order)
             elif isinstance(order, Batch):
                 with self._profile.step(order.step + 1):
@@ -227,10 +139,10 @@ class Trainer:
         has_experts = self._policy.chunks[0].config.num_moe_experts is not None
         layout = self._ranks.describe(has_experts=has_experts)
         version = self._version
-        nccl = agreed_settings(os.environ)
-        place = weights_pb2.Place(host_id=host_id(), gpus=self._gpus, nccl=nccl)
+        place = weights_pb2.Place(
+            host_id=host_id(), gpus=self._gpus, nccl=agreed_settings(os.environ)
+        )
         told = self._ranks.gather_bytes(place.SerializeToString())
-        places = [weights_pb2.Place.FromString(data) for data in told]
         if self._ranks.is_main:
             logger.info("%s", layout)
             welcome = self._client.register(
@@ -241,7 +153,7 @@ class Trainer:
                     weight_digest=self._digests.identity,
                     num_parameters=self._published.weights.num_parameters,
                     num_senders=len(self._published.weights.senders),
-                    places=places,
+                    places=[weights_pb2.Place.FromString(data) for data in told],
                     process=f"host {socket.gethostname()}, process {os.getpid()}",
                 )
             )
@@ -297,7 +209,7 @@ class Trainer:
             cost = self._cost.metrics(batch, result)
             self._digests = self._export()
         self._ranks.activity.note()
-        times = self._stages.take()
+        times = self.stages.take()
         if self._ranks.is_main:
             version = self._client.report_step(
                 trainer_pb2.StepReport(
@@ -315,7 +227,7 @@ class Trainer:
             )
         self._adopt(version)
         if self._checkpointer.is_due(self._version.step):
-            with self._stages.measure("checkpoint"):
+            with self.stages.measure("checkpoint"):
                 self._save()
 
     def _set_aside(self, batch: Batch, fault: UntrainableBatch) -> None:
@@ -405,8 +317,12 @@ class Trainer:
             )
 
     def _export(self) -> WeightDigests:
-        with self._stages.measure("export"):
+        with self.stages.measure("export"):
             return self._published.digests()
+
+
+class StartAgain(Exception):  # noqa: N818
+    """Raised if a step fails after it changed weights: the trainer restarts from a checkpoint."""
 
 
 def turn_of_step(config: Config, gpus: Sequence[str]) -> AbstractContextManager[None]:

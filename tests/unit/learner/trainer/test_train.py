@@ -28,7 +28,7 @@ class Loop(Trainer):
         self._orders = list(orders)
         self._ranks = SimpleNamespace(is_main=True)
         self._client = SimpleNamespace()
-        self._stages = SimpleNamespace(measure=lambda _: contextlib.nullcontext())
+        self.stages = SimpleNamespace(measure=lambda _: contextlib.nullcontext())
         self._checkpointer = SimpleNamespace(poll=lambda: self.seen.append("poll"))
 
     def _register(self) -> None:

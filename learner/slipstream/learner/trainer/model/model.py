@@ -139,7 +139,7 @@ class TrainedModel(ParallelModel):
         """The factor of the loss in the backward pass, 1 without a loss scaler."""
         return 1.0 if self.scaler is None else float(self.scaler.scale)
 
-    def optimizer_step(self, learning_rate: float, again: Callable[[], None]) -> float:
+    def optimizer_step(self, learning_rate: float, again: Callable[[], object]) -> float:
         """Clips and applies the gradients; returns their norm before clipping. Collective.
 
         `again` recomputes the same gradients. It is called, at a lower loss scale, as long as

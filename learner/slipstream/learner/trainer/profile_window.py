@@ -1,0 +1,61 @@
+"""The window of steps and ranks in which torch's profiler runs."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from slipstream.core.settings.config import ProfileSection
+from torch.profiler import ProfilerActivity, profile
+
+logger = logging.getLogger(__name__)
+
+
+class ProfileWindow:
+    """Runs torch's profiler over the steps and ranks that `section` selects."""
+
+    def __init__(self, section: ProfileSection, folder: Path, *, rank: int) -> None:
+        """Creates a profiler that is not running yet; traces go into `folder`."""
+        self._section, self._folder, self._rank = section, folder, rank
+        self._profiler: profile | None = None
+        self._steps: list[int] = []
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """Profiles the block as step `step` (from 1); writes the trace after the last step."""
+        first = self._section.start_step
+        if first is None or self._rank not in self._section.ranks:
+            yield
+            return
+        last = first + self._section.num_steps - 1
+        if first <= step <= last:
+            self._start()
+            self._steps.append(step)
+        yield
+        if step >= last:
+            self.close()
+
+    def close(self) -> None:
+        """Stops the profiler and writes its trace; does nothing if it is not running."""
+        profiler, self._profiler = self._profiler, None
+        if profiler is None:
+            return
+        profiler.stop()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / f"rank-{self._rank}-steps-{self._steps[0]}-{self._steps[-1]}.json"
+        profiler.export_chrome_trace(str(path))
+        logger.info("the profile of steps %d to %d is %s", self._steps[0], self._steps[-1], path)
+
+    def _start(self) -> None:
+        if self._profiler is not None:
+            return
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+        self._profiler = profile(
+            activities=activities,
+            with_stack=self._section.details,
+            profile_memory=self._section.details,
+        )
+        self._profiler.start()
