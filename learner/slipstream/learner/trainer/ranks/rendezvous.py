@@ -96,10 +96,6 @@ class RankFlags:
         except RuntimeError:
             return True
 
-    def clear(self, flag: str) -> None:
-        """Removes a flag; call it on one rank, once no rank reads the flag any more."""
-        self._store.delete_key(f"flag/{flag}")
-
 
 def _connected(
     host: str, port: int, descriptor: int | None, timeout: timedelta, grace_s: float

@@ -1,16 +1,16 @@
 """One publish on all ranks: rank 0 calls the controller, every sending rank sends its buckets.
 
-All ranks learn of a problem on any rank before they continue: then all abort, and rank 0 reports
-the problem once. A rank that cannot send still takes part in filling buckets, as others wait for
-it.
+A problem of any rank is a WeightSyncError on all ranks before they continue: then all abort, and
+rank 0 reports the problem once. A rank that cannot send still takes part in filling buckets, as
+others wait for it.
 """
 
-import contextlib
-import json
+from __future__ import annotations
+
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TypeVar
 
 import numpy as np
@@ -28,7 +28,7 @@ from slipstream.learner.trainer.weights.gloo_sender import GlooSender
 from slipstream.learner.trainer.weights.ipc_sender import IpcSender
 from slipstream.learner.trainer.weights.nccl_sender import open_nccl_sender
 from slipstream.learner.trainer.weights.published import Published
-from slipstream.learner.trainer.weights.weight_stream import Release, WeightDigests
+from slipstream.learner.trainer.weights.weight_stream import Release
 from slipstream.protocol.codec import pack_logprobs, pack_tokens
 from slipstream.protocol.weights.buckets import Bucket
 from slipstream.protocol.weights.nccl_group import Wire
@@ -41,51 +41,13 @@ Result = TypeVar("Result")
 
 # Seconds between two checks that all members are still there.
 _ASK_PERIOD_S = 0.5
-
-
-class BucketSenders:
-    """The senders of one rank, one for each transport, created at first use."""
-
-    def __init__(
-        self, weights: WeightsSection, device: torch.device, *, largest_bucket: int, host: str
-    ) -> None:
-        """Takes the size of the largest bucket, in bytes, and the host of rank 0."""
-        self._weights, self._device = weights, device
-        self._largest_bucket, self._host = largest_bucket, host
-        self._made: dict[str, BucketSender] = {}
-
-    def for_transport(self, transport: str) -> BucketSender:
-        """Returns the sender of a transport.
-
-        Raises ConfigError if the transport is unknown, or is nccl without a GPU.
-        """
-        if transport not in self._made:
-            self._made[transport] = self._make(transport)
-        return self._made[transport]
-
-    def abort(self) -> None:
-        """Aborts every communicator."""
-        for sender in self._made.values():
-            sender.abort()
-
-    def _make(self, transport: str) -> BucketSender:
-        if transport == "gloo":
-            return GlooSender(self._weights, host=self._host)
-        if transport == "ipc":
-            return IpcSender(
-                self._weights, self._device, num_bytes=self._largest_bucket, host=self._host
-            )
-        if transport != "nccl":
-            raise ConfigError(
-                f"the transport of weights must be gloo, nccl or ipc, got {transport!r}"
-            )
-        if self._device.type != "cuda":
-            raise ConfigError("weights.transport is nccl, but the trainer has no GPU")
-        return open_nccl_sender(self._weights, self._device)
+# Most sequences of a probe, and most tokens of each.
+NUM_SEQUENCES = 8
+MAX_TOKENS = 256
 
 
 class WeightPublisher:
-    """Carries out publish orders; `run` and `abort` are collective."""
+    """Carries out publish orders; every method is collective."""
 
     def __init__(
         self,
@@ -109,233 +71,199 @@ class WeightPublisher:
 
         The report includes rank 0's `probe`; other ranks' probes are ignored.
         """
-        result = trainer_pb2.PublishResult(publish_id=order.publish_id)
+        published, alone = self._published, order.adapters_alone
         # Parameters move to the device before any member waits for a bucket and its deadline runs.
-        with self._published.weights.resident():
+        with published.weights.resident():
             if order.new_communicator:
                 # The previous communicator may use another transport.
                 self._senders.abort()
             self._sender = sender = self._senders.for_transport(order.communicator.transport)
             sender.bucket_deadline_s = order.bucket_deadline_s
-            announced, problem = self._agree(order, sender)
-            if announced is not None:
-                problem = self._send(order, announced, result, sender)
-            elif not problem:
-                # The controller has abandoned the publish.
-                return
-            if not problem and probe is not None:
-                result.probe.CopyFrom(probe)
-            self._report(order, result, problem)
+            try:
+                communicator = order.communicator if order.begun else self._announce(order, sender)
+                if communicator is None:
+                    return
+                started_s = time.monotonic()
+                if order.new_communicator:
+                    self._connect(order, communicator, sender)
+                sends = _Sends(sender)
+                digests = published.run(sends, adapters_alone=alone)
+                wire = Wire() if published.weights.sender is None else sends.finish()
+                self._agree(sends.problem)
+                result = trainer_pb2.PublishResult(
+                    publish_id=order.publish_id,
+                    bucket_digests=digests.buckets,
+                    probe=probe,
+                    export_s=digests.export_s,
+                    send_s=time.monotonic() - started_s,
+                    bytes_sent=published.num_bytes(adapters_alone=alone),
+                    wire_s=wire.seconds,
+                    wire_bytes=wire.num_bytes,
+                )
+            except WeightSyncError as error:
+                result = trainer_pb2.PublishResult(publish_id=order.publish_id, error=str(error))
+            discard = None
+            if self._ranks.is_main:
+                if result.error:
+                    version = order.version.step
+                    logger.warning(
+                        "publish %s of version %s: %s", order.publish_id, version, result.error
+                    )
+                receipt = self._client.finish_publish(result)
+                discard = b"discard" if receipt.discard_communicator or result.error else b""
+            if self._ranks.broadcast_bytes(discard):
+                self.abort()
 
     def abort(self) -> None:
         """Aborts every communicator."""
         self._senders.abort()
 
-    def _send(
-        self,
-        order: weights_pb2.PublishOrder,
-        announced: weights_pb2.Communicator,
-        result: trainer_pb2.PublishResult,
-        sender: BucketSender,
-    ) -> str:
-        """Sends all buckets, and fills `result`; returns the first problem of any rank, or ""."""
-        published, started_s = self._published, time.monotonic()
-        digests = None
-        problem = self._connect(order, announced, sender) if order.new_communicator else ""
-        if not problem:
-            problem, digests = self._deliver(order, result, sender)
-        result.send_s = time.monotonic() - started_s
-        if problem or digests is None:
-            return problem
-        result.bucket_digests.extend(digests.buckets)
-        result.export_s = digests.export_s
-        result.bytes_sent = published.num_bytes(adapters_alone=order.adapters_alone)
-        return ""
-
-    def _agree(
-        self, order: weights_pb2.PublishOrder, sender: BucketSender
-    ) -> tuple[weights_pb2.Communicator | None, str]:
-        """Returns, on every rank, the communicator to send through and "", or None and a problem.
-
-        None and "" mean that the controller has abandoned the publish.
-        """
-        if order.begun:
-            return order.communicator, ""
-        data = None
-        if self._ranks.is_main:
-            communicator, problem = self._announce(order, sender)
-            found = communicator.SerializeToString().hex() if communicator is not None else None
-            data = json.dumps([found, problem]).encode()
-        found, problem = json.loads(self._ranks.broadcast_bytes(data))
-        if found is None:
-            return None, problem
-        return weights_pb2.Communicator.FromString(bytes.fromhex(found)), ""
-
     def _announce(
         self, order: weights_pb2.PublishOrder, sender: BucketSender
-    ) -> tuple[weights_pb2.Communicator | None, str]:
-        """Announces the publish to the controller, on rank 0; returns a pair like `_agree`.
+    ) -> weights_pb2.Communicator | None:
+        """Announces the publish to the controller, on rank 0; returns the communicator to use.
 
-        The controller answers with the servers that take part; a missing one is a problem.
+        The controller answers with the servers that take part; a missing one is a problem. Returns
+        None if the controller has abandoned the publish.
         """
-        wanted = order.communicator.communicator_id
-        communicator = order.communicator
-        num_senders = len(self._published.weights.senders)
-        if order.new_communicator:
-            workers = sum(receiver.num_workers for receiver in order.receivers)
+        communicator, announced, problem = order.communicator, b"", ""
+        if self._ranks.is_main:
+            wanted, num_senders = communicator.communicator_id, len(self._published.weights.senders)
             try:
-                communicator = sender.announce(
-                    wanted, num_senders=num_senders, world_size=num_senders + workers
+                if order.new_communicator:
+                    workers = sum(receiver.num_workers for receiver in order.receivers)
+                    communicator = sender.announce(
+                        wanted, num_senders=num_senders, world_size=num_senders + workers
+                    )
+                elif sender.communicator_id != wanted:
+                    raise WeightSyncError(f"communicator {wanted} is gone: a new one is needed")
+                start = trainer_pb2.PublishStart(
+                    publish_id=order.publish_id,
+                    layout=self._published.layout(adapters_alone=order.adapters_alone),
+                    communicator=communicator,
                 )
+                limit_s = order.join_deadline_s
+                found = self._client.start_publish(start, join_deadline_s=limit_s).receivers
+                lost = {r.server_id for r in order.receivers} - {r.server_id for r in found}
+                if found and lost:
+                    # A communicator with a missing member can neither be joined nor used.
+                    raise WeightSyncError(f"{', '.join(sorted(lost))} did not take part")
+                announced = communicator.SerializeToString() if found else b""
             except WeightSyncError as error:
-                return None, str(error)
-        elif sender.communicator_id != wanted:
-            return None, f"communicator {wanted} is gone: a new one is needed"
-        answer = self._client.start_publish(
-            trainer_pb2.PublishStart(
-                publish_id=order.publish_id,
-                layout=self._published.layout(adapters_alone=order.adapters_alone),
-                communicator=communicator,
-            ),
-            join_deadline_s=order.join_deadline_s,
-        )
-        if not answer.receivers:
-            return None, ""
-        lost = {r.server_id for r in order.receivers} - {r.server_id for r in answer.receivers}
-        if lost:
-            # A communicator with a missing member can neither be joined nor used.
-            return None, f"{', '.join(sorted(lost))} did not take part"
-        return communicator, ""
+                problem = str(error)
+        self._agree(problem)
+        data = self._ranks.broadcast_bytes(announced if self._ranks.is_main else None)
+        return weights_pb2.Communicator.FromString(data) if data else None
 
     def _connect(
         self,
         order: weights_pb2.PublishOrder,
         announced: weights_pb2.Communicator,
         sender: BucketSender,
-    ) -> str:
-        """Joins the new communicator; returns the first problem of any rank, or ""."""
-        place, problem = self._published.weights.sender, ""
-        if place is not None:
-            try:
-                with self._listening(order) as abandoned:
-                    sender.connect(announced, place, abandoned)
-            except WeightSyncError as error:
-                # A sender that stopped because another sender failed has nothing to add. The
-                # first one that fails informs the other senders, which still wait.
-                if not self._ranks.flags.is_set(_abandoned(order)):
-                    problem = str(error)
-                    self._ranks.flags.set(_abandoned(order))
-        problem = self._first_problem(problem)
-        if problem and self._ranks.is_main:
-            self._ranks.flags.clear(_abandoned(order))
-        return problem
+    ) -> None:
+        """Joins the new communicator, if this rank sends.
 
-    @contextlib.contextmanager
-    def _listening(self, order: weights_pb2.PublishOrder) -> Iterator[threading.Event]:
-        """Yields an event that is set if a member is lost; no sender then waits for its deadline.
-
-        Rank 0 asks the controller. Senders inform each other, because NCCL does not.
+        No sender waits for its deadline once a member is lost: rank 0 asks the controller, and the
+        senders inform each other by a flag, because NCCL does not.
         """
+        # The name has the publish id, not the communicator id, which is secret.
+        flags, flag = self._ranks.flags, f"abandoned/{order.publish_id}"
         abandoned, is_over = threading.Event(), threading.Event()
 
-        def is_abandoned() -> bool:
-            if self._ranks.flags.is_set(_abandoned(order)):
-                return True
-            return self._ranks.is_main and not self._client.has_all_receivers(
-                order.publish_id, len(order.receivers)
-            )
-
         def listen() -> None:
+            ask, number = self._client.has_all_receivers, len(order.receivers)
             while not is_over.wait(_ASK_PERIOD_S):
-                if is_abandoned():
+                if flags.is_set(flag) or (
+                    self._ranks.is_main and not ask(order.publish_id, number)
+                ):
                     abandoned.set()
                     return
 
-        threading.Thread(target=listen, name="publish-question", daemon=True).start()
-        try:
-            yield abandoned
-        finally:
-            is_over.set()
+        place, problem = self._published.weights.sender, ""
+        if place is not None:
+            threading.Thread(target=listen, name="publish-question", daemon=True).start()
+            try:
+                sender.connect(announced, place, abandoned)
+            except WeightSyncError as error:
+                # A sender that stopped because another sender failed has nothing to add.
+                if not flags.is_set(flag):
+                    problem = str(error)
+                    flags.set(flag)
+            finally:
+                is_over.set()
+        self._agree(problem)
 
-    def _deliver(
-        self,
-        order: weights_pb2.PublishOrder,
-        result: trainer_pb2.PublishResult,
-        sender: BucketSender,
-    ) -> tuple[str, WeightDigests | None]:
-        """Sends all buckets; returns the first problem of any rank, or "", and the digests."""
-        sends = _Sends(sender if self._published.weights.sender is not None else None)
-        digests = self._published.run(sends, adapters_alone=order.adapters_alone)
-        wire = sends.finish()
-        result.wire_s, result.wire_bytes = wire.seconds, wire.num_bytes
-        return self._first_problem(sends.problem), digests
-
-    def _first_problem(self, problem: str) -> str:
-        """Returns the first problem of any rank, or "" if there is none; collective."""
-        found = self._ranks.gather_bytes(problem.encode())
-        return next((data.decode() for data in found if data), "")
-
-    def _report(
-        self, order: weights_pb2.PublishOrder, result: trainer_pb2.PublishResult, problem: str
-    ) -> None:
-        """Reports the result to the controller on rank 0; all ranks abort a broken communicator."""
-        data = None
-        if self._ranks.is_main:
-            if problem:
-                logger.warning(
-                    "publish %s of version %s: %s", order.publish_id, order.version.step, problem
-                )
-                result.error = problem
-            receipt = self._client.finish_publish(result)
-            data = b"discard" if receipt.discard_communicator or problem else b""
-        if self._ranks.broadcast_bytes(data):
-            self._senders.abort()
+    def _agree(self, problem: str) -> None:
+        """Raises the first problem of any rank that is not "" as WeightSyncError on all ranks."""
+        if found := next(filter(None, self._ranks.gather_bytes(problem.encode())), b""):
+            raise WeightSyncError(found.decode())
 
 
 class _Sends:
     """The sends of one publish; after the first problem no more buckets are sent."""
 
-    def __init__(self, sender: BucketSender | None) -> None:
+    def __init__(self, sender: BucketSender) -> None:
         self._sender = sender
         self.problem = ""
 
     def __call__(self, place: int, bucket: Bucket, data: Tensor) -> Release:
         """Implements `Send`: sends bucket number `place`."""
-        sender, where = self._sender, f"bucket {place}: "
-        release = None
-        if sender is not None:
-            release = self._tried(lambda: sender.send(bucket, data), where)
+        where = f"bucket {place}: "
+        release = self._tried(lambda: self._sender.send(bucket, data), where)
         return (lambda: None) if release is None else lambda: self._tried(release, where)
 
     def finish(self) -> Wire:
-        """Waits until every bucket is sent; the result is empty without a sender or on failure."""
-        return (self._sender and self._tried(self._sender.finish)) or Wire()
+        """Waits until every bucket is sent; the result is empty on failure."""
+        return self._tried(self._sender.finish) or Wire()
 
     def _tried(self, act: Callable[[], Result], where: str = "") -> Result | None:
-        """Returns the result of `act`, or None if this or an earlier call failed.
+        """Returns the result of `act`, or None if this or an earlier call failed."""
+        if not self.problem:
+            try:
+                return act()
+            except WeightSyncError as error:
+                self.problem = f"{where}{error}"
+        return None
 
-        The first WeightSyncError is noted as `problem`, with the prefix `where`; later calls skip
-        `act`.
+
+class BucketSenders:
+    """The senders of one rank, one for each transport, created at first use."""
+
+    def __init__(
+        self, weights: WeightsSection, device: torch.device, *, largest_bucket: int, host: str
+    ) -> None:
+        """Takes the size of the largest bucket, in bytes, and the host of rank 0."""
+        self._weights, self._device = weights, device
+        self._largest_bucket, self._host = largest_bucket, host
+        self._made: dict[str, BucketSender] = {}
+
+    def for_transport(self, transport: str) -> BucketSender:
+        """Returns the sender of a transport.
+
+        Raises ConfigError if the transport is unknown, or is nccl without a GPU.
         """
-        if self.problem:
-            return None
-        try:
-            return act()
-        except WeightSyncError as error:
-            self.problem = f"{where}{error}"
-            return None
+        weights, device, host = self._weights, self._device, self._host
+        if transport not in self._made:
+            match transport:
+                case "gloo":
+                    made: BucketSender = GlooSender(weights, host=host)
+                case "ipc":
+                    made = IpcSender(weights, device, num_bytes=self._largest_bucket, host=host)
+                case "nccl" if device.type == "cuda":
+                    made = open_nccl_sender(weights, device)
+                case "nccl":
+                    raise ConfigError("weights.transport is nccl, but the trainer has no GPU")
+                case _:
+                    raise ConfigError(
+                        f"the transport of weights must be gloo, nccl or ipc, got {transport!r}"
+                    )
+            self._made[transport] = made
+        return self._made[transport]
 
-
-def _abandoned(order: weights_pb2.PublishOrder) -> str:
-    """Returns the name of the rank flag that marks the publish of `order` as abandoned.
-
-    The name has the publish id, not the communicator id, which is secret.
-    """
-    return f"abandoned/{order.publish_id}"
-
-
-NUM_SEQUENCES = 8
-MAX_TOKENS = 256
+    def abort(self) -> None:
+        """Aborts every communicator."""
+        for sender in self._made.values():
+            sender.abort()
 
 
 def probe_sequences(batch: Batch | None, *, vocab_size: int, max_tokens: int) -> list[TokenArray]:

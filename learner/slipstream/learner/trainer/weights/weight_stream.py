@@ -5,8 +5,10 @@ all work is enqueued on a separate stream: bucket k + 1 is filled while bucket k
 """
 
 import contextlib
-import json
+import io
+import itertools
 import logging
+import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -104,6 +106,9 @@ class PassClock:
 logger = logging.getLogger(__name__)
 
 NUM_LANES = 2
+# What a rank tells the others of a pass: its seconds, then the digests of its tensors.
+_SECONDS = struct.Struct("<d")
+_DIGEST_BYTES = 16
 
 # Function that makes the current stream wait until the lane may be filled again.
 Release = Callable[[], None]
@@ -251,24 +256,19 @@ class WeightStream:
         torch.cuda.current_stream().wait_stream(self._stream)
 
     def _share(self, found: list[list[bytes]], export_s: float) -> WeightDigests:
-        own = {
-            span.tensor.name: digest.hex()
-            for bucket, digests, is_own in zip(self.buckets, found, self._own, strict=True)
-            if is_own
-            for span, digest in zip(bucket.spans, digests, strict=True)
-        }
-        data = json.dumps([own, export_s]).encode()
+        """Returns the digests of all ranks' buckets; each rank sends those of its own, in order."""
+        own = b"".join(itertools.chain(*itertools.compress(found, self._own)))
+        parts = self._policy.ranks.gather_bytes(_SECONDS.pack(export_s) + own)
+        rest = [io.BytesIO(part[_SECONDS.size :]) for part in parts]
         by_name: dict[str, bytes] = {}
-        slowest_s = 0.0
-        for part in self._policy.ranks.gather_bytes(data):
-            digests, seconds = json.loads(part)
-            by_name |= {name: bytes.fromhex(digest) for name, digest in digests.items()}
-            slowest_s = max(slowest_s, seconds)
-        of_buckets = tuple(
-            bucket_digest(by_name[span.tensor.name] for span in bucket.spans)
-            for bucket in self.buckets
-        )
-        return WeightDigests(by_name, of_buckets, slowest_s)
+        of_buckets = []
+        for bucket in self.buckets:
+            digests = rest[self.senders[bucket.root]]
+            of_bucket = [digests.read(_DIGEST_BYTES) for _ in bucket.spans]
+            by_name |= zip((span.tensor.name for span in bucket.spans), of_bucket, strict=True)
+            of_buckets.append(bucket_digest(of_bucket))
+        slowest_s = max(_SECONDS.unpack_from(part)[0] for part in parts)
+        return WeightDigests(by_name, tuple(of_buckets), slowest_s)
 
 
 def open_stream(
