@@ -24,10 +24,10 @@ def main() -> int:
         if importlib.util.find_spec("torch") is None:
             load_functions(config, ("reward", "filter"))
             return 0
-        from slipstream.learner.algorithms.token_functions import report_names
+        from slipstream.learner.algorithms.token_functions import step_columns
 
         load_functions(config)
-        report_names(config.algorithms.distinct, has_reference=config.needs_reference)
+        step_columns(config.algorithms.distinct, has_reference=config.needs_reference)
     except SlipstreamError as error:
         print(f"slipstream: {error}", file=sys.stderr)
         return USAGE_ERROR

@@ -1,12 +1,38 @@
 """Calls losses and weights; checks their results, and that their inputs stay unchanged."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
 
 import torch
 from slipstream.core.settings.algorithm_section import AlgorithmSection
 from slipstream.learner.algorithms.functions import Function, function_of
 from slipstream.learner.algorithms.inputs import LossInputs, SequenceSums, TokenTerms, TokenWeights
 from torch import Tensor
+
+
+class Reduce(Enum):
+    """How the values of a column's tokens become one number of a step."""
+
+    MEAN = "mean"
+    LARGEST = "largest"
+    # The number of tokens whose value is not finite: a fault of a user's function, no metric.
+    FAULTS = "faults"
+
+
+@dataclass(frozen=True)
+class Column:
+    """Numbers of tokens that a step reduces to one: a report of a function, or its faults."""
+
+    name: str
+    reduce: Reduce
+
+    @classmethod
+    def of_report(cls, name: str) -> Column:
+        """Returns the column of a report, whose name says how it is reduced."""
+        return cls(name, Reduce.LARGEST if name.endswith("_max") else Reduce.MEAN)
 
 
 def token_terms(function: Function, tokens: LossInputs, where: str) -> TokenTerms:
@@ -32,20 +58,23 @@ def token_weights(function: Function, tokens: LossInputs, where: str) -> TokenWe
     return weights
 
 
-def report_names(algorithms: Iterable[AlgorithmSection], *, has_reference: bool) -> list[str]:
-    """Returns the sorted column names of all reports and of users' own functions.
+def step_columns(algorithms: Iterable[AlgorithmSection], *, has_reference: bool) -> list[Column]:
+    """Returns the columns of all reports and of the faults of users' own functions, sorted.
 
-    A column is a report, or counts a user's function's non-finite values. Each function is called
-    with three tokens to learn its reports. Raises RunFailed if a function is faulty.
+    Each function is called with three tokens to learn its reports. Raises RunFailed if a function
+    is faulty.
     """
-    found: set[str] = set()
+    found: set[Column] = set()
     tokens, where = _three_tokens(has_reference=has_reference), "three tokens"
     for algorithm in algorithms:
         weight, loss = function_of(algorithm, "weight"), function_of(algorithm, "loss")
-        found |= token_weights(weight, tokens, where).reports.keys()
-        found |= token_terms(loss, tokens, where).reports.keys()
-        found |= {str(function) for function in (weight, loss) if function.is_own}
-    return sorted(found)
+        reports = {
+            **token_weights(weight, tokens, where).reports,
+            **token_terms(loss, tokens, where).reports,
+        }
+        found |= {Column.of_report(name) for name in reports}
+        found |= {Column(str(own), Reduce.FAULTS) for own in (weight, loss) if own.is_own}
+    return sorted(found, key=lambda column: column.name)
 
 
 def _three_tokens(*, has_reference: bool) -> LossInputs:

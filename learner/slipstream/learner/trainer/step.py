@@ -13,7 +13,7 @@ from slipstream.core.errors import UntrainableBatch
 from slipstream.core.settings.algorithm_section import DecayKind
 from slipstream.core.settings.config import Config
 from slipstream.learner.algorithms.functions import load_functions
-from slipstream.learner.algorithms.token_functions import report_names
+from slipstream.learner.algorithms.token_functions import step_columns
 from slipstream.learner.trainer.adapters.lora import dropping
 from slipstream.learner.trainer.algorithms.loss import StepStatistics, TokenLoss, policy_loss
 from slipstream.learner.trainer.algorithms.sequences import (
@@ -50,7 +50,7 @@ class TrainingStep:
         self.policy, self._roles, self._config = policy, roles, config
         self._algorithms = config.algorithms.distinct
         load_functions(config)
-        self._reports = report_names(self._algorithms, has_reference=config.needs_reference)
+        self._columns = step_columns(self._algorithms, has_reference=config.needs_reference)
         self.stages = StageTimes()
         # Number of weight updates of the newest `run`, and of its forward and backward passes over
         # a mini-batch: after an overflow in float16 a pass is made again.
@@ -70,7 +70,7 @@ class TrainingStep:
         if policy.sharing is not None:
             policy.sharing.saved = SavedWork()
         rate = learning_rate(self._config, batch.step)
-        totals = _Totals(StepStatistics(self._config.algorithm.epochs, self._reports))
+        totals = _Totals(StepStatistics(self._config.algorithm.epochs, self._columns))
         metrics: dict[str, float] = {}
         try:
             check_batch(batch, policy, self._config)
@@ -97,7 +97,7 @@ class TrainingStep:
         """Trains the active adapter, or all of the policy, and then the critic if there is one."""
         policy, config, ranks = self.policy, self._config, self.policy.ranks
         algorithm, temperature = config.algorithm, config.sampling.temperature
-        totals = _Totals(StepStatistics(algorithm.epochs, self._reports))
+        totals = _Totals(StepStatistics(algorithm.epochs, self._columns))
         mini_batches = batch.mini_batches(
             algorithm.mini_batches, or_fewer=policy.adapters.are_several
         )
@@ -171,7 +171,7 @@ class TrainingStep:
                 old[place] if old else None,
                 micro_batch,
                 self._algorithms,
-                self._reports,
+                self._columns,
                 step=seeds[0],
                 group=self.policy.ranks.cp_group,
             )

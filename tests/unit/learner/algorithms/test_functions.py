@@ -20,7 +20,7 @@ from slipstream.learner.algorithms.functions import (
     token_advantages,
     used_functions,
 )
-from slipstream.learner.algorithms.token_functions import report_names
+from slipstream.learner.algorithms.token_functions import Reduce, step_columns
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.trainer.replay import check_functions
@@ -138,8 +138,11 @@ def test_ones_own_loss_is_called_with_its_arguments_and_reports_by_name(module: 
     found = terms_of(algorithm(**own), loss_inputs(policy, policy.detach()))
     assert found.losses.tolist() == [6.0, 3.0]
     assert found.reports["steep_fraction"].tolist() == [True, True]
-    names = report_names([algorithm(**own)], has_reference=False)
-    assert {"steep_fraction", "steep_max", f"loss {module}:steep"} < set(names)
+    columns = step_columns([algorithm(**own)], has_reference=False)
+    found = {column.name: column.reduce for column in columns}
+    assert found["steep_fraction"] is Reduce.MEAN
+    assert found["steep_max"] is Reduce.LARGEST
+    assert found[f"loss {module}:steep"] is Reduce.FAULTS
 
 
 @pytest.mark.parametrize(

@@ -22,23 +22,18 @@ from slipstream.core.settings.algorithm_section import (
 from slipstream.learner.algorithms.functions import Function, function_of
 from slipstream.learner.algorithms.inputs import LossInputs, SequenceSums, TokenTerms, TokenWeights
 from slipstream.learner.algorithms.kl import kl_estimate, top_k_divergence
-from slipstream.learner.algorithms.token_functions import token_terms, token_weights
+from slipstream.learner.algorithms.token_functions import (
+    Column,
+    Reduce,
+    token_terms,
+    token_weights,
+)
 from slipstream.learner.trainer.batches.micro_batch import MicroBatch
 from slipstream.learner.trainer.ranks.parallel import Ranks
 from torch import Tensor
 
 # One bin for each lag 0 to 6, and one for all larger lags.
 NUM_LAGS = 8
-# Ends the name of a report whose metric is the largest value.
-LARGEST = "_max"
-
-
-def is_function(name: str) -> bool:
-    """Whether the column `name` counts the non-finite values of a user's own function.
-
-    The name of such a column contains a space; names of reports do not.
-    """
-    return " " in name
 
 
 class LossSum(IntEnum):
@@ -59,27 +54,22 @@ class LossSum(IntEnum):
     UNEQUAL = 8
 
 
-@dataclass(frozen=True)
-class Column:
-    """Values of the tokens in `mask`: a report of a function, or flags of its non-finite values."""
-
-    name: str
-    values: Tensor
-    mask: Tensor
+# The values of the tokens in a mask: (column, values, mask).
+Values = tuple[Column, Tensor, Tensor]
 
 
-def columns_of(
+def values_of(
     function: Function, found: TokenTerms | TokenWeights, mask: Tensor, trained: Tensor
-) -> list[Column]:
-    """Returns the reports of a function over the tokens in `mask`, one column for each report.
+) -> list[Values]:
+    """Returns the reports of a function over the tokens in `mask`.
 
-    A user's own function gets one more column, which marks `trained` tokens with non-finite values.
+    For a user's own function, the `trained` tokens with values that are not finite follow.
     """
-    columns = [Column(name, report, mask) for name, report in found.reports.items()]
+    values = [(Column.of_report(name), report, mask) for name, report in found.reports.items()]
     if function.is_own:
-        values = found.losses if isinstance(found, TokenTerms) else found.weights
-        columns.append(Column(str(function), ~values.isfinite(), trained))
-    return columns
+        own = found.losses if isinstance(found, TokenTerms) else found.weights
+        values.append((Column(str(function), Reduce.FAULTS), ~own.isfinite(), trained))
+    return values
 
 
 @dataclass(frozen=True)
@@ -91,10 +81,10 @@ class TokenStatistics:
     # float64 [2, NUM_LAGS]: for each lag the sum of absolute gaps of the log-probabilities, and
     # the number of tokens.
     gaps: Tensor
-    # float64 [2, reports]: sum and number of tokens of each report.
+    # float64 [2, columns]: sum and number of tokens of each column.
     reports: Tensor
-    # float32 [1 + reports]: the largest gap of the log-probabilities among tokens of lag 0, and the
-    # largest value of each report.
+    # float32 [1 + columns]: the largest gap of the log-probabilities among tokens of lag 0, and the
+    # largest value of each column.
     maxima: Tensor
 
 
@@ -103,10 +93,10 @@ def token_statistics(
     losses: Tensor,
     weights: Tensor,
     tokens: LossInputs,
+    found: Sequence[Values],
     columns: Sequence[Column],
-    names: Sequence[str],
 ) -> TokenStatistics:
-    """Returns the statistics of a micro batch; `names` are the names of all columns of a step.
+    """Returns the statistics of a micro batch; `columns` are all columns of a step.
 
     `losses` and `weights` are [tokens]: each token's loss and importance weight.
     """
@@ -127,27 +117,24 @@ def token_statistics(
         if reference is None
         else kl_estimate(policy, reference, "k3"),
     }
-    found = [
-        torch.where(mask if name < LossSum.SAMPLED else is_sampled, sums_of[name], 0)
-        for name in LossSum
-    ]
-    sums = torch.stack([values.sum(dtype=torch.float64) for values in found])
+    masks = {name: mask if name < LossSum.SAMPLED else is_sampled for name in LossSum}
+    masked = [torch.where(masks[name], sums_of[name], 0) for name in LossSum]
+    sums = torch.stack([values.sum(dtype=torch.float64) for values in masked])
     gap = torch.where(is_sampled, (tokens.proximal_logprobs - behavior).abs(), 0.0)
     gaps = torch.zeros(2, NUM_LAGS, dtype=torch.float64, device=mask.device)
     lags = tokens.lags.clamp(0, NUM_LAGS - 1).long()
     gaps.index_add_(1, lags, torch.stack([gap.double(), is_sampled.double()]))
-    reports = torch.zeros(2, len(names), dtype=torch.float64, device=mask.device)
-    maxima = torch.full((1 + len(names),), -math.inf, device=mask.device)
+    reports = torch.zeros(2, len(columns), dtype=torch.float64, device=mask.device)
+    maxima = torch.full((1 + len(columns),), -math.inf, device=mask.device)
     maxima[0] = torch.where(tokens.lags == 0, gap, 0.0).max()
-    for column in columns:
-        place = list(names).index(column.name)
-        if column.name.endswith(LARGEST):
-            largest = torch.where(column.mask, column.values, -math.inf).max()
+    for column, values, own in found:
+        place = columns.index(column)
+        if column.reduce is Reduce.LARGEST:
+            largest = torch.where(own, values, -math.inf).max()
             maxima[1 + place] = torch.maximum(maxima[1 + place], largest)
         else:
-            values = torch.where(column.mask, column.values, 0)
-            reports[0, place] += values.sum(dtype=torch.float64)
-            reports[1, place] += column.mask.sum()
+            reports[0, place] += torch.where(own, values, 0).sum(dtype=torch.float64)
+            reports[1, place] += own.sum()
     return TokenStatistics(sums, gaps, reports, maxima)
 
 
@@ -158,16 +145,16 @@ class StepStatistics:
     every mini-batch `epochs` times.
     """
 
-    def __init__(self, epochs: int = 1, reports: Sequence[str] = ()) -> None:
-        """Takes the number of passes over the batch, and the names of all columns of the step.
+    def __init__(self, epochs: int = 1, columns: Sequence[Column] = ()) -> None:
+        """Takes the number of passes over the batch, and all columns of the step.
 
         Both must be the same on all ranks.
         """
-        self._epochs, self._names = epochs, reports
+        self._epochs, self._columns = epochs, columns
         self._sums = torch.zeros(len(LossSum), dtype=torch.float64)
         self._gaps = torch.zeros(2, NUM_LAGS, dtype=torch.float64)
-        self._reports = torch.zeros(2, len(reports), dtype=torch.float64)
-        self._maxima = torch.full((1 + len(reports),), -math.inf)
+        self._reports = torch.zeros(2, len(columns), dtype=torch.float64)
+        self._maxima = torch.full((1 + len(columns),), -math.inf)
 
     def add(self, found: Sequence[TokenStatistics], ranks: Ranks) -> float:
         """Adds a mini-batch and returns the sum of its losses over all ranks; collective.
@@ -201,11 +188,11 @@ class StepStatistics:
     def fault(self) -> str:
         """The first fault of a function, such as a value that is not finite, or "" if none."""
         sums, largest = self._reports[0].tolist(), self._maxima[1:].tolist()
-        for name, number, most in zip(self._names, sums, largest, strict=True):
-            if is_function(name) and number:
-                return f"{name} gave {number:.0f} tokens a value that is not finite"
+        for column, number, most in zip(self._columns, sums, largest, strict=True):
+            if column.reduce is Reduce.FAULTS and number:
+                return f"{column.name} gave {number:.0f} tokens a value that is not finite"
             if not (math.isfinite(number) and most < math.inf):
-                return f"the report {name} is not finite"
+                return f"the report {column.name} is not finite"
         return ""
 
     @property
@@ -246,12 +233,12 @@ class StepStatistics:
     def _report_metrics(self) -> dict[str, float]:
         sums, tokens = self._reports.tolist()
         found = {}
-        for place, name in enumerate(self._names):
-            if name.endswith(LARGEST):
+        for place, column in enumerate(self._columns):
+            if column.reduce is Reduce.LARGEST:
                 largest = float(self._maxima[1 + place])
-                found[name] = largest if math.isfinite(largest) else 0.0
-            elif not is_function(name):
-                found[name] = sums[place] / max(1.0, tokens[place])
+                found[column.name] = largest if math.isfinite(largest) else 0.0
+            elif column.reduce is Reduce.MEAN:
+                found[column.name] = sums[place] / max(1.0, tokens[place])
         return found
 
     def _gap_metrics(self) -> dict[str, float]:
@@ -294,7 +281,7 @@ def policy_loss(
     old_logprobs: Tensor | None,
     micro_batch: MicroBatch,
     algorithms: Sequence[AlgorithmSection],
-    reports: Sequence[str],
+    columns: Sequence[Column],
     *,
     step: int = 0,
     group: dist.ProcessGroup | None,
@@ -310,8 +297,8 @@ def policy_loss(
     log-probabilities of the targets by the proximal policy (the policy before the first
     mini-batch), or None if no mini-batch has changed the policy yet. `entropy` carries a gradient
     if its coefficient is not 0. `algorithms[n]` is the algorithm of a token whose `algorithm_ids`
-    is n; `reports` are the names of the step's columns. Collective over `group`, the context
-    parallel ranks, unless it is None. Raises RunFailed for a faulty function.
+    is n; `columns` are those of the step. Collective over `group`, the context parallel ranks,
+    unless it is None. Raises RunFailed for a faulty function.
     """
     mask, ids = micro_batch.loss_mask, micro_batch.algorithm_ids
     top: Tensor | None = None
@@ -337,17 +324,18 @@ def policy_loss(
     used = algorithms if ids is not None else algorithms[:1]
     where = f"step {step + 1}"
     losses = weights = torch.zeros_like(proximal)
-    columns: list[Column] = []
+    values: list[Values] = []
+    names = {column.name for column in columns}
     for place, algorithm in enumerate(used):
         chosen = mask if ids is None else mask & (ids == place)
         own = dataclasses.replace(tokens, mask=chosen)
         loss, weight = function_of(algorithm, "loss"), function_of(algorithm, "weight")
         factors, terms = token_weights(weight, own, where), token_terms(loss, own, where)
         for function, one, mine in ((loss, terms, chosen), (weight, factors, chosen & ~is_given)):
-            if unknown := one.reports.keys() - set(reports):
+            if unknown := one.reports.keys() - names:
                 what = f"it reports {min(unknown)}, but did not of three tokens"
                 raise function.fault(what, where)
-            columns += columns_of(function, one, mine, chosen)
+            values += values_of(function, one, mine, chosen)
         found = factors.weights * terms.losses
         kl = algorithm.kl
         if kl.coefficient and kl.placement == "loss":
@@ -358,7 +346,7 @@ def policy_loss(
         losses = torch.where(chosen, found, losses) if place else found
         weights = torch.where(chosen, factors.weights, weights) if place else factors.weights
     losses = torch.where(mask, micro_batch.loss_weights * losses, 0.0)
-    statistics = token_statistics(losses, weights, tokens, columns, reports)
+    statistics = token_statistics(losses, weights, tokens, values, columns)
     return TokenLoss(losses.sum(), mask.sum(), statistics, losses.detach())
 
 

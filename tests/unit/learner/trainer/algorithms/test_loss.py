@@ -7,7 +7,7 @@ import pytest
 import torch
 from slipstream.core.settings.algorithm_section import AlgorithmSection
 from slipstream.learner.algorithms.functions import TAKEN
-from slipstream.learner.algorithms.token_functions import report_names
+from slipstream.learner.algorithms.token_functions import step_columns
 from slipstream.learner.trainer.algorithms.loss import (
     NUM_LAGS,
     LossSum,
@@ -20,21 +20,22 @@ from support.fakes.packed import algorithm, micro_batch
 from torch import Tensor
 
 USUAL = algorithm()
-NAMES = report_names([USUAL], has_reference=False)
+COLUMNS = step_columns([USUAL], has_reference=False)
 BEHAVIOR = {"loss_args": {"ratio": "behavior"}, "weight": "none"}
 
 
 def loss_of(policy, batch, settings=USUAL, *, old=None, entropy=None):
     entropies = torch.ones(len(policy)) if entropy is None else entropy
-    reports = report_names([settings], has_reference=False)
-    return policy_loss(policy, entropies, old, batch, [settings], reports, group=None)
+    columns = step_columns([settings], has_reference=False)
+    return policy_loss(policy, entropies, old, batch, [settings], columns, group=None)
 
 
 def reported(found: TokenLoss, settings: AlgorithmSection) -> dict[str, float]:
     """Sums of the reports over the tokens, and of the largest ones their values."""
-    names = report_names([settings], has_reference=False)
+    columns = step_columns([settings], has_reference=False)
     sums, largest = found.statistics.reports[0].tolist(), found.statistics.maxima[1:].tolist()
-    return {n: m if n.endswith("_max") else s for n, s, m in zip(names, sums, largest, strict=True)}
+    found = zip(columns, sums, largest, strict=True)
+    return {c.name: m if c.name.endswith("_max") else s for c, s, m in found}
 
 
 def gradient(found: TokenLoss, policy: Tensor) -> list[float]:
@@ -309,8 +310,8 @@ def test_each_token_is_trained_by_the_algorithm_of_its_environment() -> None:
 
     everything = part(torch.ones(9, dtype=torch.bool))
     algorithms = [USUAL, *OTHERS]
-    names = report_names(algorithms, has_reference=True)
-    whole = policy_loss(policy, entropy, old, everything, algorithms, names, group=None)
+    columns = step_columns(algorithms, has_reference=True)
+    whole = policy_loss(policy, entropy, old, everything, algorithms, columns, group=None)
     gradients = gradient(whole, policy)
     parts = []
     for place, settings in enumerate(algorithms):
@@ -318,7 +319,7 @@ def test_each_token_is_trained_by_the_algorithm_of_its_environment() -> None:
         mine = policy.detach()[chosen].requires_grad_()
         alone = dataclasses.replace(part(chosen), algorithm_ids=None)
         found = policy_loss(
-            mine, entropy[chosen], old[chosen], alone, [settings], names, group=None
+            mine, entropy[chosen], old[chosen], alone, [settings], columns, group=None
         )
         assert torch.equal(whole.token_losses[chosen], found.token_losses)
         assert gradients[3 * place : 3 * place + 3] == gradient(found, mine)
@@ -382,7 +383,7 @@ def found(behavior: list[float], lags: list[int]):
 
 
 def test_step_adds_up_its_mini_batches() -> None:
-    step = StepStatistics(reports=NAMES)
+    step = StepStatistics(columns=COLUMNS)
     # Ratios 1 and 4 (cut to 2), then 1: weights 1, 2, 1.
     assert step.add([found([0.0, -math.log(4)], [0, 1])], OneRank()) == pytest.approx(-3)
     assert step.add([found([0.0], [0])], OneRank()) == pytest.approx(-1)
@@ -402,14 +403,14 @@ def test_step_adds_up_its_mini_batches() -> None:
 def test_tokens_of_lag_0_with_other_bits_are_counted_once() -> None:
     # The smallest number of float32 above 0.
     least = 1e-45
-    step = StepStatistics(2, reports=NAMES)
+    step = StepStatistics(2, columns=COLUMNS)
     for _ in range(2):
         step.add([found([0.0, -least, -0.5, math.nan], [0, 0, 1, 0])], OneRank())
     assert step.unequal_tokens == step.metrics()["logprob_unequal_tokens"] == 1
 
 
 def test_metrics_of_sampled_tokens_leave_out_given_ones() -> None:
-    alone, beside = StepStatistics(reports=NAMES), StepStatistics(reports=NAMES)
+    alone, beside = StepStatistics(columns=COLUMNS), StepStatistics(columns=COLUMNS)
     alone.add([found([0.1, -math.log(4)], [0, 1])], OneRank())
     beside.add([found([math.nan, 0.1, -math.log(4), math.nan], [0, 0, 1, 1])], OneRank())
     ours, theirs = beside.metrics(), alone.metrics()
@@ -420,19 +421,19 @@ def test_metrics_of_sampled_tokens_leave_out_given_ones() -> None:
 
 
 def test_tokens_of_several_passes_are_counted_once() -> None:
-    once, twice = StepStatistics(reports=NAMES), StepStatistics(2, NAMES)
+    once, twice = StepStatistics(columns=COLUMNS), StepStatistics(2, COLUMNS)
     for step in (once, twice, twice):
         step.add([found([0.0, -math.log(4)], [0, 1])], OneRank())
     assert twice.metrics() == once.metrics()
 
 
 def test_step_without_a_trained_token_has_finite_metrics() -> None:
-    step = StepStatistics(reports=NAMES)
+    step = StepStatistics(columns=COLUMNS)
     nothing = micro_batch([0.0], mask=[False])
     loss = loss_of(torch.zeros(1), nothing)
     assert step.add([loss.statistics], OneRank()) == 0
     assert all(math.isfinite(value) for value in step.metrics().values())
-    assert {*step.metrics()} - {*NAMES} < TAKEN
+    assert {*step.metrics()} - {column.name for column in COLUMNS} < TAKEN
 
 
 def test_values_of_ones_own_functions_that_are_not_finite_are_counted_and_named(
@@ -449,7 +450,7 @@ def test_values_of_ones_own_functions_that_are_not_finite_are_counted_and_named(
     batch = micro_batch([-1.0, math.nan, -1.0], [1.0, 0.0, 0.0], [True, True, False])
     for kind in ("loss", "weight"):
         settings = algorithm(**{kind: f"own_nan_{kind}:{kind}"})
-        step = StepStatistics(reports=report_names([settings], has_reference=False))
+        step = StepStatistics(columns=step_columns([settings], has_reference=False))
         step.add([loss_of(policy, batch, settings).statistics], OneRank())
         named = f"{kind} own_nan_{kind}:{kind}"
         assert step.fault == f"{named} gave 1 tokens a value that is not finite"

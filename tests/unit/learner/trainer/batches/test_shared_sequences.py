@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from slipstream.learner.algorithms.token_functions import report_names
+from slipstream.learner.algorithms.token_functions import step_columns
 from slipstream.learner.trainer.algorithms.loss import policy_loss
 from support.fakes.packed import algorithm, micro_batch
 from torch import Tensor
@@ -37,9 +37,9 @@ def loss_of(name: str, places: Tensor, group: dist.ProcessGroup | None) -> dict[
         sequence_ids=ids[places].tolist(),
     )
     settings = [algorithm(**SETTINGS[name])]
-    names = report_names(settings, has_reference=False)
+    columns = step_columns(settings, has_reference=False)
     zeros = torch.zeros(len(places))
-    found = policy_loss(mine, zeros, old[places], batch, settings, names, group=group)
+    found = policy_loss(mine, zeros, old[places], batch, settings, columns, group=group)
     found.loss.backward()
     assert mine.grad is not None
     gradient = torch.zeros(NUMBER)
