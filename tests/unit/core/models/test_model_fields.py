@@ -381,7 +381,7 @@ LACKS = refusals("""
 family = "GptOss", ranks = 2
     etp must be 1 for a GptOss.*: Megatron does not split exp
 family = "GptOss", fields.quantization_config.quant_method = "mxfp4"
-    cannot be trained: write them anew with python -m slipstream.learner.trainer.dequant
+    cannot be trained: write them anew in bfloat16 as docs/guides/models.md shows
 family = "DeepseekV2", learner.transformer.moe_router_fusion = true
     moe_router_fusion must be false for a Deepseek
 family = "Qwen3Next", learner = {world_size = 2, parallel.cp = 2}

@@ -45,9 +45,7 @@ FAMILIES = (
         rope=Rope(
             kinds=("yarn",), needed=("beta_fast", "beta_slow"), options={"yarn": ("truncate",)}
         ),
-        conversion=(
-            "write them anew with python -m slipstream.learner.trainer.dequantize SOURCE TARGET"
-        ),
+        conversion="write them anew in bfloat16 as docs/guides/models.md shows",
         has_sinks=True,
         has_windows=True,
         experts=Experts(is_fused=True, is_normalized=True),

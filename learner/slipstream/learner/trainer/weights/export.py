@@ -210,7 +210,6 @@ class HfFolderWriter:
         self._waiting: dict[str, Tensor] = {}
         self._waiting_bytes = 0
         self._shards: list[list[str]] = []
-        self._forgotten = {"torch_dtype"}
         self._total_bytes = 0
 
     def begin(self, source: Path) -> None:
@@ -219,10 +218,6 @@ class HfFolderWriter:
             shutil.rmtree(self._folder)
         with self._removed_on_failure():
             shutil.copytree(source, self._folder, ignore=shutil.ignore_patterns(*_WEIGHT_FILES))
-
-    def forget(self, field: str) -> None:
-        """Leaves `field` out of the config.json that `finish` writes."""
-        self._forgotten.add(field)
 
     def has_room(self, tensor: Tensor) -> bool:
         """Whether the next file has room for this tensor; an empty file has room for any."""
@@ -274,7 +269,7 @@ class HfFolderWriter:
             path.write_text(json.dumps(index, indent=2))
         settings = self._folder / "config.json"
         values = json.loads(settings.read_text())
-        values = {name: value for name, value in values.items() if name not in self._forgotten}
+        values.pop("torch_dtype", None)
         values["dtype"] = dtype
         settings.write_text(json.dumps(values, indent=2))
         if target.exists():

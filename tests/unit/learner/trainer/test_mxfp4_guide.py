@@ -1,0 +1,75 @@
+"""The guide to models makes a folder of gpt-oss with MXFP4 experts one in bfloat16."""
+
+import json
+import re
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from slipstream.learner.trainer.tiny_model import make_tokenizer
+from transformers import GptOssConfig, GptOssForCausalLM
+
+PAGE = Path(__file__).parents[4] / "docs" / "guides" / "models.md"
+# The numbers that four bits stand for, by the OCP's MX specification.
+NUMBERS = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+
+
+def numbers_of(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """The matrices [experts, columns, rows] in which a token is multiplied by them."""
+    values = torch.tensor([*NUMBERS, *(-number for number in NUMBERS)])
+    # A byte has its first number in the low bits; 32 numbers share a power of two.
+    halves = torch.stack([blocks & 15, blocks >> 4], dim=-1).long()
+    powers = torch.exp2(scales.float() - 127)
+    return (values[halves].flatten(-2) * powers[..., None]).flatten(-2).mT
+
+
+def make_source(folder: Path) -> dict[str, torch.Tensor]:
+    """A tiny gpt-oss as it is published; returns the tensors that its files stand for."""
+    config = GptOssConfig(
+        num_hidden_layers=1,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=32,
+        head_dim=16,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        layer_types=["full_attention"],
+        dtype="bfloat16",
+    )
+    torch.manual_seed(0)
+    GptOssForCausalLM(config).bfloat16().save_pretrained(folder)
+    make_tokenizer(folder)
+    stored, meant = {}, {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            stored[name] = meant[name] = tensor
+            continue
+        experts, columns, rows = tensor.shape
+        shape = (experts, rows, columns // 32, 16)
+        blocks = torch.randint(0, 256, shape, dtype=torch.uint8)
+        scales = torch.randint(120, 130, shape[:-1], dtype=torch.uint8)
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        meant[name] = numbers_of(blocks, scales)
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    settings = json.loads((folder / "config.json").read_text())
+    settings["quantization_config"] = {"quant_method": "mxfp4"}
+    (folder / "config.json").write_text(json.dumps(settings))
+    return meant
+
+
+def test_the_lines_of_the_guide_write_the_numbers_that_the_bits_stand_for(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    meant = make_source(source)
+    (text,) = re.findall(r"```python\n(.*?Mxfp4Config.*?)```", PAGE.read_text(), re.DOTALL)
+    text = text.replace('"gpt-oss-20b"', repr(str(source)))
+    exec(text.replace('"gpt-oss-20b-bf16"', repr(str(target))), {})  # noqa: S102
+    found = load_file(target / "model.safetensors")
+    assert found.keys() == meant.keys()
+    for name, tensor in meant.items():
+        assert torch.equal(found[name].float(), tensor.float()), name
+    settings = json.loads((target / "config.json").read_text())
+    assert "quantization_config" not in settings
+    assert settings["dtype"] == "bfloat16"
+    assert (target / "tokenizer.json").is_file()
