@@ -77,17 +77,20 @@ def rendezvous(
 
 
 class RankFlags:
-    """Flags that any rank can set for all others, from any thread, outside collectives."""
+    """Flags that any rank can set for all others, from any thread, outside collectives.
+
+    A flag may hold data for one rank, which takes it.
+    """
 
     def __init__(self, store: Store) -> None:
         """Takes the store that `rendezvous` returns."""
         self._store = store
 
-    def set(self, flag: str) -> None:
+    def set(self, flag: str, data: bytes = b"") -> None:
         """Sets a flag; from now on every rank sees it."""
         with contextlib.suppress(RuntimeError):
             # Without rank 0, which holds the flags, `is_set` is true on the remaining ranks.
-            self._store.set(f"flag/{flag}", "set")
+            self._store.set(f"flag/{flag}", data)  # type: ignore[arg-type]  # it takes bytes too
 
     def is_set(self, flag: str) -> bool:
         """Whether the flag is set; also true if rank 0, which stores the flags, has ended."""
@@ -95,6 +98,14 @@ class RankFlags:
             return bool(self._store.check([f"flag/{flag}"]))
         except RuntimeError:
             return True
+
+    def take(self, flag: str) -> bytes | None:
+        """Removes a flag and returns its data; returns None if the flag is not set."""
+        if not self.is_set(flag):
+            return None
+        data: bytes = self._store.get(f"flag/{flag}")
+        self._store.delete_key(f"flag/{flag}")
+        return data
 
 
 def _connected(

@@ -32,8 +32,6 @@ logger = logging.getLogger(__name__)
 
 # Seconds between two checks whether another rank has written its objects.
 _LOOK_S = 0.2
-# Largest list of one rank's objects: each takes about 100 bytes.
-_MOST_BYTES = 64 << 20
 # Seconds that the end of the run waits for the storage.
 _CLOSE_LIMIT_S = 30.0
 # Most characters of an error that is reported.
@@ -159,6 +157,7 @@ class VersionWriter:
     def _write(self, report: trainer_pb2.StoredReport, whole: bool, until: Until) -> None:
         """Writes this rank's objects; rank 0 also writes the manifest and reports the version."""
         assert self._objects is not None
+        part = _part(report.folder, self._published.weights.sender)
         started_s = time.monotonic()
         try:
             link = self._objects.write(
@@ -166,7 +165,7 @@ class VersionWriter:
             )
             link.version.CopyFrom(report.version)
             if not self._ranks.is_main:
-                self._write_part(_part(report.folder, self._published.weights.sender), link, until)
+                self._ranks.flags.set(part, link.SerializeToString())
                 return
             self._join(link, report.folder, until)
             if link.HasField("delta"):
@@ -192,7 +191,7 @@ class VersionWriter:
                 return
             if not self._ranks.is_main:
                 logger.warning("version %d: %s", report.version.step, cause)
-                self._ranks.flags.set(_failed(report.folder, self._published.weights.sender))
+                self._ranks.flags.set(part)
                 return
             report.error = cause
             # The objects of the failed version would keep a full disk full.
@@ -211,35 +210,17 @@ class VersionWriter:
         if link.HasField("delta"):
             link.delta.changed[:] = changed
 
-    def _write_part(self, key: str, link: weights_pb2.StoredLink, until: Until) -> None:
-        """Writes this rank's `link` to storage for rank 0, and sets rank flags that announce it.
-
-        One flag contains the digest of the link, because storage may return other bytes than were
-        written.
-        """
-        data = link.SerializeToString()
-        self._storage.write(key, memoryview(data), until)
-        self._ranks.flags.set(_stored(key, data))
-        self._ranks.flags.set(_stored(key))
-
     def _part_of(self, folder: str, sender: int, until: Until) -> weights_pb2.StoredLink:
         """Waits for another sender's link and returns it.
 
-        Raises WeightSyncError if that sender failed, if the storage fails, or when `until` ends.
+        Raises WeightSyncError if that sender failed, or when `until` ends.
         """
-        key, rank = _part(folder, sender), self._published.weights.senders[sender]
-        what = f"rank {rank} could not write version {folder}"
-        # A file can be seen in a folder before it is complete.
-        while not self._ranks.flags.is_set(_stored(key)):
-            if self._ranks.flags.is_set(_failed(folder, sender)):
-                raise WeightSyncError(f"{what}: its log says why")
+        what = f"rank {self._published.weights.senders[sender]} could not write version {folder}"
+        while (data := self._ranks.flags.take(_part(folder, sender))) is None:
             until.check(what)
             time.sleep(_LOOK_S)
-        data = self._storage.read(key, until, most=_MOST_BYTES)
-        if not self._ranks.flags.is_set(_stored(key, data)):
-            raise WeightSyncError(
-                f"storage {self._storage.url} has other bytes in {key} than rank {rank} wrote"
-            )
+        if not data:
+            raise WeightSyncError(f"{what}: its log says why")
         return weights_pb2.StoredLink.FromString(data)
 
     def _report(self, report: trainer_pb2.StoredReport, until: Until) -> None:
@@ -285,16 +266,8 @@ class VersionWriter:
 
 
 def _part(folder: str, sender: int | None) -> str:
-    return f"{folder}/part-{sender}"
-
-
-def _stored(key: str, data: bytes | None = None) -> str:
-    """Returns the name of the rank flag that `key` is written, if given with the bytes `data`."""
-    return f"stored/{key}" if data is None else f"stored/{key}/{object_digest(data).hex()}"
-
-
-def _failed(folder: str, sender: int | None) -> str:
-    return f"not stored/{folder}/{sender}"
+    """Returns the name of the flag with a sender's link for rank 0; without data it failed."""
+    return f"stored/{folder}/{sender}"
 
 
 def _num_bytes(link: weights_pb2.StoredLink) -> int:

@@ -163,6 +163,17 @@ def test_a_word_is_heard_by_the_others() -> None:
     assert not theirs.is_set("go")
 
 
+def test_a_word_with_data_is_taken_once() -> None:
+    store = dist.HashStore()
+    ours, theirs = RankFlags(store), RankFlags(store)
+    assert theirs.take("list") is None
+    ours.set("list", b"what was written")
+    assert theirs.take("list") == b"what was written"
+    assert theirs.take("list") is None
+    ours.set("list")
+    assert theirs.take("list") == b""
+
+
 def test_without_rank_0_every_word_counts_as_said(port: int) -> None:
     leader = dist.TCPStore(HOST, port, is_master=True, wait_for_workers=False, timeout=SHORT)
     words = RankFlags(dist.TCPStore(HOST, port, is_master=False, timeout=SHORT))
