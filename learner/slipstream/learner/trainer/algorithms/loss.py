@@ -35,107 +35,108 @@ from torch import Tensor
 # One bin for each lag 0 to 6, and one for all larger lags.
 NUM_LAGS = 8
 
-
-class LossSum(IntEnum):
-    """Indices of `TokenStatistics.sums`, which has sums over the trained tokens.
-
-    From `SAMPLED` on, the sums leave out tokens of the context, which no policy sampled.
-    """
-
-    LOSS = 0
-    TOKENS = 1
-    ENTROPY = 2
-    REFERENCE_KL = 3
-    SAMPLED = 4
-    WEIGHT = 5
-    WEIGHT_SQUARED = 6
-    KL = 7
-    # Tokens of lag 0 whose log-probability has other bits than the engine's.
-    UNEQUAL = 8
-
-
 # The values of the tokens in a mask: (column, values, mask).
 Values = tuple[Column, Tensor, Tensor]
 
 
-def values_of(
-    function: Function, found: TokenTerms | TokenWeights, mask: Tensor, trained: Tensor
-) -> list[Values]:
-    """Returns the reports of a function over the tokens in `mask`.
+def policy_loss(
+    policy_logprobs: Tensor,
+    entropy: Tensor,
+    old_logprobs: Tensor | None,
+    micro_batch: MicroBatch,
+    algorithms: Sequence[AlgorithmSection],
+    columns: Sequence[Column],
+    *,
+    step: int = 0,
+    group: dist.ProcessGroup | None,
+) -> TokenLoss:
+    """Returns the sum over `loss_mask` of each token's loss times its `loss_weights`.
 
-    For a user's own function, the `trained` tokens with values that are not finite follow.
+    The loss of a token is weight * (objective + kl.coefficient * divergence) - entropy_coefficient
+    * entropy. The weight corrects for the policy that sampled the token and is 0 for masked tokens.
+    The weight also applies to the divergence, because a divergence is a mean over tokens that the
+    trained policy samples.
+
+    `policy_logprobs` are the log-probabilities of `micro_batch.all_targets`. `old_logprobs` are the
+    log-probabilities of the targets by the proximal policy (the policy before the first
+    mini-batch), or None if no mini-batch has changed the policy yet. `entropy` carries a gradient
+    if its coefficient is not 0. `algorithms[n]` is the algorithm of a token whose `algorithm_ids`
+    is n; `columns` are those of the step. Collective over `group`, the context parallel ranks,
+    unless it is None. Raises RunFailed for a faulty function.
     """
-    values = [(Column.of_report(name), report, mask) for name, report in found.reports.items()]
-    if function.is_own:
-        own = found.losses if isinstance(found, TokenTerms) else found.weights
-        values.append((Column(str(function), Reduce.FAULTS), ~own.isfinite(), trained))
-    return values
+    mask, ids = micro_batch.loss_mask, micro_batch.algorithm_ids
+    top: Tensor | None = None
+    if policy_logprobs.dim() > 1:
+        policy_logprobs, top = policy_logprobs[:, 0], policy_logprobs[:, 1:]
+    proximal = policy_logprobs.detach() if old_logprobs is None else old_logprobs
+    behavior = micro_batch.behavior_logprobs
+    is_given = behavior.isnan()
+    tokens = LossInputs(
+        logprobs=policy_logprobs,
+        proximal_logprobs=proximal,
+        # A token that no policy sampled needs no correction: its ratio is 1.
+        behavior_logprobs=torch.where(is_given, proximal, behavior),
+        advantages=micro_batch.advantages,
+        mask=mask,
+        is_given=is_given,
+        lags=micro_batch.lags,
+        versions=step - micro_batch.lags,
+        reference_logprobs=micro_batch.reference_logprobs,
+        entropy=entropy.detach(),
+        sequences=SequenceSums(micro_batch.sequence_ids, mask, len(micro_batch.indices) + 1, group),
+    )
+    used = algorithms if ids is not None else algorithms[:1]
+    where = f"step {step + 1}"
+    losses = weights = torch.zeros_like(proximal)
+    values: list[Values] = []
+    names = {column.name for column in columns}
+    for place, algorithm in enumerate(used):
+        chosen = mask if ids is None else mask & (ids == place)
+        own = dataclasses.replace(tokens, mask=chosen)
+        loss, weight = function_of(algorithm, "loss"), function_of(algorithm, "weight")
+        factors, terms = token_weights(weight, own, where), token_terms(loss, own, where)
+        for function, one, mine in ((loss, terms, chosen), (weight, factors, chosen & ~is_given)):
+            if unknown := one.reports.keys() - names:
+                what = f"it reports {min(unknown)}, but did not of three tokens"
+                raise function.fault(what, where)
+            values += values_of(function, one, mine, chosen)
+        found = factors.weights * terms.losses
+        kl = algorithm.kl
+        if kl.coefficient and kl.placement == "loss":
+            divergence = _divergence(policy_logprobs, top, micro_batch, kl.estimator)
+            found = found + kl.coefficient * factors.weights * divergence
+        if algorithm.entropy_coefficient:
+            found = found - algorithm.entropy_coefficient * entropy
+        losses = torch.where(chosen, found, losses) if place else found
+        weights = torch.where(chosen, factors.weights, weights) if place else factors.weights
+    losses = torch.where(mask, micro_batch.loss_weights * losses, 0.0)
+    statistics = token_statistics(losses, weights, tokens, values, columns)
+    return TokenLoss(losses.sum(), mask.sum(), statistics, losses.detach())
+
+
+def _divergence(
+    policy: Tensor, top: Tensor | None, micro_batch: MicroBatch, estimator: KlEstimator
+) -> Tensor:
+    if estimator in TOP_K_ESTIMATORS:
+        likely = micro_batch.top_logprobs
+        assert top is not None, "the divergence needs the reference's most likely tokens"
+        assert likely is not None
+        return top_k_divergence(top, likely, estimator)
+    reference = micro_batch.reference_logprobs
+    assert reference is not None, "the divergence needs the reference model's log-probabilities"
+    return kl_estimate(policy, reference, estimator)
 
 
 @dataclass(frozen=True)
-class TokenStatistics:
-    """Statistics of one micro batch on one rank; all sums are 0 if it has no trained token."""
+class TokenLoss:
+    """The loss of one micro batch, and its statistics."""
 
-    # float64, indexed by `LossSum`.
-    sums: Tensor
-    # float64 [2, NUM_LAGS]: for each lag the sum of absolute gaps of the log-probabilities, and
-    # the number of tokens.
-    gaps: Tensor
-    # float64 [2, columns]: sum and number of tokens of each column.
-    reports: Tensor
-    # float32 [1 + columns]: the largest gap of the log-probabilities among tokens of lag 0, and the
-    # largest value of each column.
-    maxima: Tensor
-
-
-@torch.no_grad()
-def token_statistics(
-    losses: Tensor,
-    weights: Tensor,
-    tokens: LossInputs,
-    found: Sequence[Values],
-    columns: Sequence[Column],
-) -> TokenStatistics:
-    """Returns the statistics of a micro batch; `columns` are all columns of a step.
-
-    `losses` and `weights` are [tokens]: each token's loss and importance weight.
-    """
-    mask, behavior, policy = tokens.mask, tokens.behavior_logprobs, tokens.logprobs
-    is_sampled = mask & ~tokens.is_given
-    reference = tokens.reference_logprobs
-    sums_of = {
-        LossSum.LOSS: losses,
-        LossSum.TOKENS: mask,
-        LossSum.ENTROPY: tokens.entropy,
-        LossSum.SAMPLED: is_sampled,
-        LossSum.WEIGHT: weights,
-        LossSum.WEIGHT_SQUARED: weights.double().square(),
-        # KL(behavior || policy): the behavior policy sampled the tokens.
-        LossSum.KL: kl_estimate(behavior, policy, "k3"),
-        LossSum.UNEQUAL: (tokens.lags == 0) & (tokens.proximal_logprobs != behavior),
-        LossSum.REFERENCE_KL: torch.zeros_like(policy)
-        if reference is None
-        else kl_estimate(policy, reference, "k3"),
-    }
-    masks = {name: mask if name < LossSum.SAMPLED else is_sampled for name in LossSum}
-    masked = [torch.where(masks[name], sums_of[name], 0) for name in LossSum]
-    sums = torch.stack([values.sum(dtype=torch.float64) for values in masked])
-    gap = torch.where(is_sampled, (tokens.proximal_logprobs - behavior).abs(), 0.0)
-    gaps = torch.zeros(2, NUM_LAGS, dtype=torch.float64, device=mask.device)
-    lags = tokens.lags.clamp(0, NUM_LAGS - 1).long()
-    gaps.index_add_(1, lags, torch.stack([gap.double(), is_sampled.double()]))
-    reports = torch.zeros(2, len(columns), dtype=torch.float64, device=mask.device)
-    maxima = torch.full((1 + len(columns),), -math.inf, device=mask.device)
-    maxima[0] = torch.where(tokens.lags == 0, gap, 0.0).max()
-    for column, values, own in found:
-        place = columns.index(column)
-        if column.reduce is Reduce.LARGEST:
-            largest = torch.where(own, values, -math.inf).max()
-            maxima[1 + place] = torch.maximum(maxima[1 + place], largest)
-        else:
-            reports[0, place] += torch.where(own, values, 0).sum(dtype=torch.float64)
-            reports[1, place] += own.sum()
-    return TokenStatistics(sums, gaps, reports, maxima)
+    # Sum over the trained tokens; the caller divides by the trained tokens of the mini-batch.
+    loss: Tensor
+    num_tokens: Tensor
+    statistics: TokenStatistics
+    # The terms of the sum, detached [tokens].
+    token_losses: Tensor
 
 
 class StepStatistics:
@@ -263,101 +264,99 @@ class StepStatistics:
         return self._total(name) / max(1.0, self._total(tokens))
 
 
-@dataclass(frozen=True)
-class TokenLoss:
-    """The loss of one micro batch, and its statistics."""
+class LossSum(IntEnum):
+    """Indices of `TokenStatistics.sums`, which has sums over the trained tokens.
 
-    # Sum over the trained tokens; the caller divides by the trained tokens of the mini-batch.
-    loss: Tensor
-    num_tokens: Tensor
-    statistics: TokenStatistics
-    # The terms of the sum, detached [tokens].
-    token_losses: Tensor
-
-
-def policy_loss(
-    policy_logprobs: Tensor,
-    entropy: Tensor,
-    old_logprobs: Tensor | None,
-    micro_batch: MicroBatch,
-    algorithms: Sequence[AlgorithmSection],
-    columns: Sequence[Column],
-    *,
-    step: int = 0,
-    group: dist.ProcessGroup | None,
-) -> TokenLoss:
-    """Returns the sum over `loss_mask` of each token's loss times its `loss_weights`.
-
-    The loss of a token is weight * (objective + kl.coefficient * divergence) - entropy_coefficient
-    * entropy. The weight corrects for the policy that sampled the token and is 0 for masked tokens.
-    The weight also applies to the divergence, because a divergence is a mean over tokens that the
-    trained policy samples.
-
-    `policy_logprobs` are the log-probabilities of `micro_batch.all_targets`. `old_logprobs` are the
-    log-probabilities of the targets by the proximal policy (the policy before the first
-    mini-batch), or None if no mini-batch has changed the policy yet. `entropy` carries a gradient
-    if its coefficient is not 0. `algorithms[n]` is the algorithm of a token whose `algorithm_ids`
-    is n; `columns` are those of the step. Collective over `group`, the context parallel ranks,
-    unless it is None. Raises RunFailed for a faulty function.
+    From `SAMPLED` on, the sums leave out tokens of the context, which no policy sampled.
     """
-    mask, ids = micro_batch.loss_mask, micro_batch.algorithm_ids
-    top: Tensor | None = None
-    if policy_logprobs.dim() > 1:
-        policy_logprobs, top = policy_logprobs[:, 0], policy_logprobs[:, 1:]
-    proximal = policy_logprobs.detach() if old_logprobs is None else old_logprobs
-    behavior = micro_batch.behavior_logprobs
-    is_given = behavior.isnan()
-    tokens = LossInputs(
-        logprobs=policy_logprobs,
-        proximal_logprobs=proximal,
-        # A token that no policy sampled needs no correction: its ratio is 1.
-        behavior_logprobs=torch.where(is_given, proximal, behavior),
-        advantages=micro_batch.advantages,
-        mask=mask,
-        is_given=is_given,
-        lags=micro_batch.lags,
-        versions=step - micro_batch.lags,
-        reference_logprobs=micro_batch.reference_logprobs,
-        entropy=entropy.detach(),
-        sequences=SequenceSums(micro_batch.sequence_ids, mask, len(micro_batch.indices) + 1, group),
-    )
-    used = algorithms if ids is not None else algorithms[:1]
-    where = f"step {step + 1}"
-    losses = weights = torch.zeros_like(proximal)
-    values: list[Values] = []
-    names = {column.name for column in columns}
-    for place, algorithm in enumerate(used):
-        chosen = mask if ids is None else mask & (ids == place)
-        own = dataclasses.replace(tokens, mask=chosen)
-        loss, weight = function_of(algorithm, "loss"), function_of(algorithm, "weight")
-        factors, terms = token_weights(weight, own, where), token_terms(loss, own, where)
-        for function, one, mine in ((loss, terms, chosen), (weight, factors, chosen & ~is_given)):
-            if unknown := one.reports.keys() - names:
-                what = f"it reports {min(unknown)}, but did not of three tokens"
-                raise function.fault(what, where)
-            values += values_of(function, one, mine, chosen)
-        found = factors.weights * terms.losses
-        kl = algorithm.kl
-        if kl.coefficient and kl.placement == "loss":
-            divergence = _divergence(policy_logprobs, top, micro_batch, kl.estimator)
-            found = found + kl.coefficient * factors.weights * divergence
-        if algorithm.entropy_coefficient:
-            found = found - algorithm.entropy_coefficient * entropy
-        losses = torch.where(chosen, found, losses) if place else found
-        weights = torch.where(chosen, factors.weights, weights) if place else factors.weights
-    losses = torch.where(mask, micro_batch.loss_weights * losses, 0.0)
-    statistics = token_statistics(losses, weights, tokens, values, columns)
-    return TokenLoss(losses.sum(), mask.sum(), statistics, losses.detach())
+
+    LOSS = 0
+    TOKENS = 1
+    ENTROPY = 2
+    REFERENCE_KL = 3
+    SAMPLED = 4
+    WEIGHT = 5
+    WEIGHT_SQUARED = 6
+    KL = 7
+    # Tokens of lag 0 whose log-probability has other bits than the engine's.
+    UNEQUAL = 8
 
 
-def _divergence(
-    policy: Tensor, top: Tensor | None, micro_batch: MicroBatch, estimator: KlEstimator
-) -> Tensor:
-    if estimator in TOP_K_ESTIMATORS:
-        likely = micro_batch.top_logprobs
-        assert top is not None, "the divergence needs the reference's most likely tokens"
-        assert likely is not None
-        return top_k_divergence(top, likely, estimator)
-    reference = micro_batch.reference_logprobs
-    assert reference is not None, "the divergence needs the reference model's log-probabilities"
-    return kl_estimate(policy, reference, estimator)
+def values_of(
+    function: Function, found: TokenTerms | TokenWeights, mask: Tensor, trained: Tensor
+) -> list[Values]:
+    """Returns the reports of a function over the tokens in `mask`.
+
+    For a user's own function, the `trained` tokens with values that are not finite follow.
+    """
+    values = [(Column.of_report(name), report, mask) for name, report in found.reports.items()]
+    if function.is_own:
+        own = found.losses if isinstance(found, TokenTerms) else found.weights
+        values.append((Column(str(function), Reduce.FAULTS), ~own.isfinite(), trained))
+    return values
+
+
+@dataclass(frozen=True)
+class TokenStatistics:
+    """Statistics of one micro batch on one rank; all sums are 0 if it has no trained token."""
+
+    # float64, indexed by `LossSum`.
+    sums: Tensor
+    # float64 [2, NUM_LAGS]: for each lag the sum of absolute gaps of the log-probabilities, and
+    # the number of tokens.
+    gaps: Tensor
+    # float64 [2, columns]: sum and number of tokens of each column.
+    reports: Tensor
+    # float32 [1 + columns]: the largest gap of the log-probabilities among tokens of lag 0, and the
+    # largest value of each column.
+    maxima: Tensor
+
+
+@torch.no_grad()
+def token_statistics(
+    losses: Tensor,
+    weights: Tensor,
+    tokens: LossInputs,
+    found: Sequence[Values],
+    columns: Sequence[Column],
+) -> TokenStatistics:
+    """Returns the statistics of a micro batch; `columns` are all columns of a step.
+
+    `losses` and `weights` are [tokens]: each token's loss and importance weight.
+    """
+    mask, behavior, policy = tokens.mask, tokens.behavior_logprobs, tokens.logprobs
+    is_sampled = mask & ~tokens.is_given
+    reference = tokens.reference_logprobs
+    sums_of = {
+        LossSum.LOSS: losses,
+        LossSum.TOKENS: mask,
+        LossSum.ENTROPY: tokens.entropy,
+        LossSum.SAMPLED: is_sampled,
+        LossSum.WEIGHT: weights,
+        LossSum.WEIGHT_SQUARED: weights.double().square(),
+        # KL(behavior || policy): the behavior policy sampled the tokens.
+        LossSum.KL: kl_estimate(behavior, policy, "k3"),
+        LossSum.UNEQUAL: (tokens.lags == 0) & (tokens.proximal_logprobs != behavior),
+        LossSum.REFERENCE_KL: torch.zeros_like(policy)
+        if reference is None
+        else kl_estimate(policy, reference, "k3"),
+    }
+    masks = {name: mask if name < LossSum.SAMPLED else is_sampled for name in LossSum}
+    masked = [torch.where(masks[name], sums_of[name], 0) for name in LossSum]
+    sums = torch.stack([values.sum(dtype=torch.float64) for values in masked])
+    gap = torch.where(is_sampled, (tokens.proximal_logprobs - behavior).abs(), 0.0)
+    gaps = torch.zeros(2, NUM_LAGS, dtype=torch.float64, device=mask.device)
+    lags = tokens.lags.clamp(0, NUM_LAGS - 1).long()
+    gaps.index_add_(1, lags, torch.stack([gap.double(), is_sampled.double()]))
+    reports = torch.zeros(2, len(columns), dtype=torch.float64, device=mask.device)
+    maxima = torch.full((1 + len(columns),), -math.inf, device=mask.device)
+    maxima[0] = torch.where(tokens.lags == 0, gap, 0.0).max()
+    for column, values, own in found:
+        place = columns.index(column)
+        if column.reduce is Reduce.LARGEST:
+            largest = torch.where(own, values, -math.inf).max()
+            maxima[1 + place] = torch.maximum(maxima[1 + place], largest)
+        else:
+            reports[0, place] += torch.where(own, values, 0).sum(dtype=torch.float64)
+            reports[1, place] += own.sum()
+    return TokenStatistics(sums, gaps, reports, maxima)

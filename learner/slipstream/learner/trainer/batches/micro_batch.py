@@ -22,50 +22,6 @@ from slipstream.learner.trainer.batches.token_fields import TokenFields
 from torch import Tensor
 
 
-@dataclass(frozen=True)
-class Paths:
-    """The keys for tree attention: a segment attends to all tokens on its path from the root.
-
-    In a micro batch with `Paths`, `cu_seqlens` bounds segments instead of sequences. A segment's
-    own tokens are the last of its keys.
-    """
-
-    # int64 [keys]: the index in the micro batch of each key, segment by segment.
-    key_places: Tensor
-    # int32: the start of each segment's keys, and the end of the last.
-    cu_seqlens: Tensor
-    max_seqlen: int
-    # The copies of token t among the keys are `copies[copy_bounds[t] : copy_bounds[t + 1]]`.
-    copies: Tensor
-    copy_bounds: Tensor
-
-    @classmethod
-    def of(cls, places: Sequence[npt.NDArray[np.int64]], num_tokens: int) -> Paths:
-        """Returns the keys of a micro batch of `num_tokens` tokens.
-
-        `places` has an array for each segment: the indices of its keys.
-        """
-        lengths = [len(keys) for keys in places]
-        joined = np.concatenate(places)
-        counts = np.bincount(joined, minlength=num_tokens)
-        return cls(
-            key_places=torch.from_numpy(joined),
-            cu_seqlens=torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32)),
-            max_seqlen=max(lengths),
-            copies=torch.from_numpy(joined.argsort(kind="stable")),
-            copy_bounds=torch.from_numpy(np.cumsum([0, *counts])),
-        )
-
-    def to(self, device: torch.device) -> Paths:
-        """Returns a copy on `device`, without waiting for the device."""
-        tensors: dict[str, Any] = {
-            name: to_device(value, device)
-            for name, value in vars(self).items()
-            if isinstance(value, Tensor)
-        }
-        return dataclasses.replace(self, **tensors)
-
-
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch(TokenFields[Tensor]):
     """Packed sequences; tensors are [tokens] unless a comment says otherwise."""
@@ -120,6 +76,50 @@ class MicroBatch(TokenFields[Tensor]):
             paths=self.paths and self.paths.to(device),
             images=self.images and self.images.to(device),
         )
+
+
+@dataclass(frozen=True)
+class Paths:
+    """The keys for tree attention: a segment attends to all tokens on its path from the root.
+
+    In a micro batch with `Paths`, `cu_seqlens` bounds segments instead of sequences. A segment's
+    own tokens are the last of its keys.
+    """
+
+    # int64 [keys]: the index in the micro batch of each key, segment by segment.
+    key_places: Tensor
+    # int32: the start of each segment's keys, and the end of the last.
+    cu_seqlens: Tensor
+    max_seqlen: int
+    # The copies of token t among the keys are `copies[copy_bounds[t] : copy_bounds[t + 1]]`.
+    copies: Tensor
+    copy_bounds: Tensor
+
+    @classmethod
+    def of(cls, places: Sequence[npt.NDArray[np.int64]], num_tokens: int) -> Paths:
+        """Returns the keys of a micro batch of `num_tokens` tokens.
+
+        `places` has an array for each segment: the indices of its keys.
+        """
+        lengths = [len(keys) for keys in places]
+        joined = np.concatenate(places)
+        counts = np.bincount(joined, minlength=num_tokens)
+        return cls(
+            key_places=torch.from_numpy(joined),
+            cu_seqlens=torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32)),
+            max_seqlen=max(lengths),
+            copies=torch.from_numpy(joined.argsort(kind="stable")),
+            copy_bounds=torch.from_numpy(np.cumsum([0, *counts])),
+        )
+
+    def to(self, device: torch.device) -> Paths:
+        """Returns a copy on `device`, without waiting for the device."""
+        tensors: dict[str, Any] = {
+            name: to_device(value, device)
+            for name, value in vars(self).items()
+            if isinstance(value, Tensor)
+        }
+        return dataclasses.replace(self, **tensors)
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

@@ -59,29 +59,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Saved:
-    """A published checkpoint."""
-
-    manifest: Manifest
-    path: Path
-    # Seconds from the copy of the tensors to the publication.
-    wall_s: float
-
-
-@dataclass(eq=False)
-class _Write:
-    """A save that this rank has begun."""
-
-    version: PolicyVersion
-    weight_digest: str
-    partial: Path
-    pending: PendingSave
-    # The files that this rank's thread has written.
-    entries: Future[list[FileEntry]]
-    started_s: float = field(default_factory=time.monotonic)
-
-
 class Checkpointer:
     """Saves and loads `models`; methods that read or write checkpoints are collective.
 
@@ -307,6 +284,29 @@ class Checkpointer:
             etp=sizes.etp or sizes.tp,
             distributed_optimizer=learner.use_distributed_optimizer,
         )
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A published checkpoint."""
+
+    manifest: Manifest
+    path: Path
+    # Seconds from the copy of the tensors to the publication.
+    wall_s: float
+
+
+@dataclass(eq=False)
+class _Write:
+    """A save that this rank has begun."""
+
+    version: PolicyVersion
+    weight_digest: str
+    partial: Path
+    pending: PendingSave
+    # The files that this rank's thread has written.
+    entries: Future[list[FileEntry]]
+    started_s: float = field(default_factory=time.monotonic)
 
 
 def _groups(optimizer: Megatron | None) -> list[dict[str, object]]:

@@ -4,6 +4,8 @@ The reference is either a frozen model, or the policy without its adapters, whic
 additional memory.
 """
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -32,6 +34,86 @@ from slipstream.learner.trainer.ranks.parallel import Ranks
 from slipstream.learner.trainer.roles.critic import Critic
 from slipstream.learner.trainer.weights.export import hf_tensors
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The models that the algorithm needs besides the policy.
+
+    The methods `estimates` and `follow` are collective.
+    """
+
+    reference: Reference | PolicyWithoutAdapters | None = None
+    refresh_every_steps: int = 0
+    critic: Critic | None = None
+    # Whether a server answers for the reference: trajectories then carry its log-probabilities.
+    is_served: bool = False
+
+    def estimates(self, batch: Batch) -> list[ModelEstimates]:
+        """Returns the estimates for each trajectory; the same on every rank.
+
+        If `is_served`, the batch must have passed `check_references`.
+        """
+        nothing = [None] * len(batch.trajectories)
+        known: Sequence[ReferenceLogprobs | None] = nothing
+        if self.is_served:
+            known = [trajectory.reference for trajectory in batch.trajectories]
+        elif self.reference is not None:
+            known = self.reference.logprobs(batch)
+        values = self.critic.values(batch) if self.critic is not None else nothing
+        return [ModelEstimates(a, values=b) for a, b in zip(known, values, strict=True)]
+
+    def memories(self) -> list[HostMemory]:
+        """Returns the `HostMemory` of the critic, and of a reference that is a separate model."""
+        roles = (self.reference, self.critic)
+        return [
+            role.model.memory
+            for role in roles
+            if role is not None and not isinstance(role, PolicyWithoutAdapters)
+        ]
+
+    def stored_models(self) -> list[StoredModel]:
+        """Returns the models that checkpoints must store: the critic and a refreshed reference."""
+        found = []
+        if isinstance(self.reference, Reference) and self.refresh_every_steps:
+            model = self.reference.model
+            found.append(StoredModel("reference", model.chunks, None, model.ranks.in_force))
+        if self.critic is not None:
+            trained = self.critic.model
+            found.append(
+                StoredModel("critic", trained.chunks, trained.optimizer, trained.ranks.in_force)
+            )
+        return found
+
+    def follow(self, policy: Policy, version_step: int) -> None:
+        """Copies the policy into the reference if a refresh is due at version `version_step`."""
+        every = self.refresh_every_steps
+        if isinstance(self.reference, Reference) and every and version_step % every == 0:
+            self.reference.refresh(policy)
+
+
+NO_ROLES = Roles()
+
+
+def open_roles(config: Config, policy: Policy) -> Roles:
+    """Loads the models that `config` asks for, on the policy's ranks; collective.
+
+    Raises ConfigError for a model or a setting that cannot work.
+    """
+    of_reference, of_critic = reference_config(config), critic_config(config)
+    reference: Reference | PolicyWithoutAdapters | None = None
+    critic = None
+    if reference_is_policy(config):
+        reference = PolicyWithoutAdapters(policy, config)
+    elif of_reference is not None:
+        with named(config, "reference"):
+            reference = Reference(of_reference, policy.ranks)
+    if of_critic is not None:
+        with named(config, "critic"):
+            critic = Critic(of_critic, policy.ranks)
+    every = config.reference.refresh_every_steps if config.reference is not None else 0
+    is_served = config.reference is not None and config.reference.server is not None
+    return Roles(reference, every, critic, is_served)
 
 
 class Reference:
@@ -168,83 +250,3 @@ def without_adapters(chunks: Sequence[Megatron]) -> Iterator[None]:
             module.enable_adapter_layers()
         for adapter in of_experts:
             adapter.is_enabled = True
-
-
-@dataclass(frozen=True)
-class Roles:
-    """The models that the algorithm needs besides the policy.
-
-    The methods `estimates` and `follow` are collective.
-    """
-
-    reference: Reference | PolicyWithoutAdapters | None = None
-    refresh_every_steps: int = 0
-    critic: Critic | None = None
-    # Whether a server answers for the reference: trajectories then carry its log-probabilities.
-    is_served: bool = False
-
-    def estimates(self, batch: Batch) -> list[ModelEstimates]:
-        """Returns the estimates for each trajectory; the same on every rank.
-
-        If `is_served`, the batch must have passed `check_references`.
-        """
-        nothing = [None] * len(batch.trajectories)
-        known: Sequence[ReferenceLogprobs | None] = nothing
-        if self.is_served:
-            known = [trajectory.reference for trajectory in batch.trajectories]
-        elif self.reference is not None:
-            known = self.reference.logprobs(batch)
-        values = self.critic.values(batch) if self.critic is not None else nothing
-        return [ModelEstimates(a, values=b) for a, b in zip(known, values, strict=True)]
-
-    def memories(self) -> list[HostMemory]:
-        """Returns the `HostMemory` of the critic, and of a reference that is a separate model."""
-        roles = (self.reference, self.critic)
-        return [
-            role.model.memory
-            for role in roles
-            if role is not None and not isinstance(role, PolicyWithoutAdapters)
-        ]
-
-    def stored_models(self) -> list[StoredModel]:
-        """Returns the models that checkpoints must store: the critic and a refreshed reference."""
-        found = []
-        if isinstance(self.reference, Reference) and self.refresh_every_steps:
-            model = self.reference.model
-            found.append(StoredModel("reference", model.chunks, None, model.ranks.in_force))
-        if self.critic is not None:
-            trained = self.critic.model
-            found.append(
-                StoredModel("critic", trained.chunks, trained.optimizer, trained.ranks.in_force)
-            )
-        return found
-
-    def follow(self, policy: Policy, version_step: int) -> None:
-        """Copies the policy into the reference if a refresh is due at version `version_step`."""
-        every = self.refresh_every_steps
-        if isinstance(self.reference, Reference) and every and version_step % every == 0:
-            self.reference.refresh(policy)
-
-
-NO_ROLES = Roles()
-
-
-def open_roles(config: Config, policy: Policy) -> Roles:
-    """Loads the models that `config` asks for, on the policy's ranks; collective.
-
-    Raises ConfigError for a model or a setting that cannot work.
-    """
-    of_reference, of_critic = reference_config(config), critic_config(config)
-    reference: Reference | PolicyWithoutAdapters | None = None
-    critic = None
-    if reference_is_policy(config):
-        reference = PolicyWithoutAdapters(policy, config)
-    elif of_reference is not None:
-        with named(config, "reference"):
-            reference = Reference(of_reference, policy.ranks)
-    if of_critic is not None:
-        with named(config, "critic"):
-            critic = Critic(of_critic, policy.ranks)
-    every = config.reference.refresh_every_steps if config.reference is not None else 0
-    is_served = config.reference is not None and config.reference.server is not None
-    return Roles(reference, every, critic, is_served)

@@ -1,5 +1,7 @@
 """Sends buckets from GPU to GPU over NCCL."""
 
+from __future__ import annotations
+
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -13,25 +15,6 @@ from slipstream.protocol.weights.cupy_nccl import CupyNccl, make_unique_id
 from slipstream.protocol.weights.nccl_group import NcclGroup, Wire
 from slipstream.v1 import weights_pb2
 from torch import Tensor
-
-
-class CudaStream:
-    """The CUDA stream on which broadcasts are enqueued."""
-
-    def __init__(self, device: torch.device) -> None:
-        # Broadcasts go before kernels that fill later buckets: while a broadcast waits for
-        # processors of the GPU, the link is idle.
-        self._stream: torch.cuda.Stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
-        self.handle = self._stream.cuda_stream
-
-    def follow(self) -> None:
-        """Makes later work on this stream wait for the work enqueued on the current stream."""
-        self._stream.wait_stream(torch.cuda.current_stream())
-
-    def release(self) -> Release:
-        """Returns a function that makes the current stream wait for this stream's work so far."""
-        sent = self._stream.record_event()
-        return lambda: torch.cuda.current_stream().wait_event(sent)
 
 
 class NcclSender(BucketSender):
@@ -104,6 +87,25 @@ class NcclSender(BucketSender):
         if self._group is not None:
             self._group.abort()
         self._group = self._id = None
+
+
+class CudaStream:
+    """The CUDA stream on which broadcasts are enqueued."""
+
+    def __init__(self, device: torch.device) -> None:
+        # Broadcasts go before kernels that fill later buckets: while a broadcast waits for
+        # processors of the GPU, the link is idle.
+        self._stream: torch.cuda.Stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        self.handle = self._stream.cuda_stream
+
+    def follow(self) -> None:
+        """Makes later work on this stream wait for the work enqueued on the current stream."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+
+    def release(self) -> Release:
+        """Returns a function that makes the current stream wait for this stream's work so far."""
+        sent = self._stream.record_event()
+        return lambda: torch.cuda.current_stream().wait_event(sent)
 
 
 def open_nccl_sender(weights: WeightsSection, device: torch.device) -> NcclSender:

@@ -4,6 +4,8 @@ Consumes: parameters. Produces: buckets on their senders, and the digest of ever
 all work is enqueued on a separate stream: bucket k + 1 is filled while bucket k is sent.
 """
 
+from __future__ import annotations
+
 import contextlib
 import io
 import itertools
@@ -40,69 +42,6 @@ from slipstream.protocol.weights.digests import (
 )
 from torch import Tensor
 
-
-def bridge_digests(policy: Policy, dtype: str, kind: Kind = Kind.MERGED) -> dict[str, bytes]:
-    """Returns the digest of every tensor of Bridge's export, by name; collective."""
-    found = {}
-    for name, tensor in exported(policy, getattr(torch, dtype), kind):
-        kind_of_element = str(tensor.dtype).removeprefix("torch.")
-        spec = TensorSpec(name, kind_of_element, tuple(tensor.shape))
-        bucket = Bucket((Span(spec, 0),), spec.num_bytes)
-        digests = open_digests((bucket,), tensor.device)
-        handle = torch.cuda.current_stream().cuda_stream if tensor.is_cuda else 0
-        # A view into a parameter may begin anywhere.
-        aligned = tensor if tensor.data_ptr() % ALIGNMENT_BYTES == 0 else tensor.clone()
-        digests.add(0, aligned.data_ptr(), handle)
-        found[name] = digests.read(handle)[0][0]
-    return found
-
-
-def open_digests(buckets: tuple[Bucket, ...], device: torch.device) -> BucketDigests:
-    """Returns an object that computes the digests of `buckets`, whose data are on `device`."""
-    if device.type != "cuda":
-        return HostDigests(buckets)
-    from slipstream.protocol.weights.cuda_digests import CudaDigests
-
-    with torch.cuda.device(device):
-        return CudaDigests(buckets)
-
-
-def difference(ours: dict[str, bytes], exported: dict[str, bytes]) -> str:
-    """Returns a description of the first difference, or "" if all digests are the same."""
-    if missing := sorted(set(exported) ^ set(ours)):
-        return f"{missing[0]} is in only one of the plan and Bridge's export"
-    wrong = sorted(name for name, digest in exported.items() if ours[name] != digest)
-    return f"the plan's {wrong[0]} differs from Bridge's export" if wrong else ""
-
-
-class PassClock:
-    """Measures the time of parts of a pass; on a GPU it is the time on the device."""
-
-    def __init__(self, stream: torch.cuda.Stream | None) -> None:
-        self._stream, self._total_s = stream, 0.0
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-
-    @contextlib.contextmanager
-    def measure(self) -> Iterator[None]:
-        """Measures the time of the work inside the context."""
-        if self._stream is None:
-            started = time.monotonic()
-            yield
-            self._total_s += time.monotonic() - started
-            return
-        begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        begin.record()
-        yield
-        end.record()
-        self._events.append((begin, end))
-
-    def total_s(self) -> float:
-        """Returns the measured seconds; the stream must have completed the measured work."""
-        milliseconds = sum(float(begin.elapsed_time(end)) for begin, end in self._events)
-        return self._total_s + milliseconds / 1e3
-
-
 logger = logging.getLogger(__name__)
 
 NUM_LANES = 2
@@ -115,21 +54,6 @@ Release = Callable[[], None]
 # Function that every sender calls for every bucket: (number, bucket, memory for it) -> Release.
 # On the bucket's own sender the memory is filled once the current stream reaches this call.
 Send = Callable[[int, Bucket, Tensor], Release]
-
-
-@dataclass(frozen=True)
-class WeightDigests:
-    """The digests from one pass over the weights; the same on every rank."""
-
-    by_name: dict[str, bytes]
-    buckets: tuple[bytes, ...]
-    # Seconds spent filling buckets, on the rank that took longest.
-    export_s: float
-
-    @property
-    def identity(self) -> bytes:
-        """The digest of all tensors; it does not depend on the rank layout or bucket size."""
-        return weight_digest(self.by_name)
 
 
 class WeightStream:
@@ -271,6 +195,21 @@ class WeightStream:
         return WeightDigests(by_name, tuple(of_buckets), slowest_s)
 
 
+@dataclass(frozen=True)
+class WeightDigests:
+    """The digests from one pass over the weights; the same on every rank."""
+
+    by_name: dict[str, bytes]
+    buckets: tuple[bytes, ...]
+    # Seconds spent filling buckets, on the rank that took longest.
+    export_s: float
+
+    @property
+    def identity(self) -> bytes:
+        """The digest of all tensors; it does not depend on the rank layout or bucket size."""
+        return weight_digest(self.by_name)
+
+
 def open_stream(
     policy: Policy,
     config: Config,
@@ -308,6 +247,68 @@ def open_stream(
         if policy.ranks.is_main:
             logger.warning("weights are exported by Megatron-Bridge, tensor by tensor: %s", problem)
         return opened(BridgeFilling(policy, dtype, kind, senders=senders or (0,)))
+
+
+def bridge_digests(policy: Policy, dtype: str, kind: Kind = Kind.MERGED) -> dict[str, bytes]:
+    """Returns the digest of every tensor of Bridge's export, by name; collective."""
+    found = {}
+    for name, tensor in exported(policy, getattr(torch, dtype), kind):
+        kind_of_element = str(tensor.dtype).removeprefix("torch.")
+        spec = TensorSpec(name, kind_of_element, tuple(tensor.shape))
+        bucket = Bucket((Span(spec, 0),), spec.num_bytes)
+        digests = open_digests((bucket,), tensor.device)
+        handle = torch.cuda.current_stream().cuda_stream if tensor.is_cuda else 0
+        # A view into a parameter may begin anywhere.
+        aligned = tensor if tensor.data_ptr() % ALIGNMENT_BYTES == 0 else tensor.clone()
+        digests.add(0, aligned.data_ptr(), handle)
+        found[name] = digests.read(handle)[0][0]
+    return found
+
+
+def open_digests(buckets: tuple[Bucket, ...], device: torch.device) -> BucketDigests:
+    """Returns an object that computes the digests of `buckets`, whose data are on `device`."""
+    if device.type != "cuda":
+        return HostDigests(buckets)
+    from slipstream.protocol.weights.cuda_digests import CudaDigests
+
+    with torch.cuda.device(device):
+        return CudaDigests(buckets)
+
+
+def difference(ours: dict[str, bytes], exported: dict[str, bytes]) -> str:
+    """Returns a description of the first difference, or "" if all digests are the same."""
+    if missing := sorted(set(exported) ^ set(ours)):
+        return f"{missing[0]} is in only one of the plan and Bridge's export"
+    wrong = sorted(name for name, digest in exported.items() if ours[name] != digest)
+    return f"the plan's {wrong[0]} differs from Bridge's export" if wrong else ""
+
+
+class PassClock:
+    """Measures the time of parts of a pass; on a GPU it is the time on the device."""
+
+    def __init__(self, stream: torch.cuda.Stream | None) -> None:
+        self._stream, self._total_s = stream, 0.0
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextlib.contextmanager
+    def measure(self) -> Iterator[None]:
+        """Measures the time of the work inside the context."""
+        if self._stream is None:
+            started = time.monotonic()
+            yield
+            self._total_s += time.monotonic() - started
+            return
+        begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        begin.record()
+        yield
+        end.record()
+        self._events.append((begin, end))
+
+    def total_s(self) -> float:
+        """Returns the measured seconds; the stream must have completed the measured work."""
+        milliseconds = sum(float(begin.elapsed_time(end)) for begin, end in self._events)
+        return self._total_s + milliseconds / 1e3
 
 
 def bucket_bytes(weights: WeightsSection, tensors: Sequence[TensorSpec]) -> int:
