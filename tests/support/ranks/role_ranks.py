@@ -244,7 +244,7 @@ def save(folder: Path, layout: str) -> None:
     for batch in batches(config)[:2]:
         run.step.run(batch)
     with contextlib.ExitStack() as stack:
-        for memory in (run.policy.memory, *run.roles.memories()):
+        for memory in (run.policy.memory, *(m.memory for m in run.roles.models().values())):
             stack.enter_context(memory.resident(Part.PARAMETERS, Part.OPTIMIZER))
         run.checkpointer.save(PolicyVersion(0, 2), b"digest")
     found = run.last_step() | {"expected_bytes": sum(saved_sizes(run.models))}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 from pathlib import Path
@@ -148,16 +147,6 @@ def load_frozen(config: Config, ranks: Ranks) -> ParallelModel:
     return model
 
 
-def _with_weights(chunks: list[Megatron], *, config: Config, ranks: Ranks) -> list[Megatron]:
-    path = config.checkpoint.load
-    assert path is not None
-    check_saved(path, ranks)
-    check_no_adapters(path)
-    check_no_lost_tower(config, path)
-    load_starting_weights([StoredModel(POLICY, chunks, None)], path, ranks)
-    return chunks
-
-
 def _load(
     config: Config, ranks: Ranks, ddp_config: Megatron | None, *, change: Change, load_weights: bool
 ) -> ParallelModel:
@@ -170,10 +159,19 @@ def _load(
     if load_weights:
         _note_reads(bridge.hf_pretrained.state.source, ranks.activity)
     provider = provider_of(bridge, hf_config, config, load_weights=load_weights)
-    if config.checkpoint.load is not None:
+    path = config.checkpoint.load
+
+    def load(chunks: list[Megatron]) -> list[Megatron]:
+        assert path is not None
+        check_saved(path, ranks)
+        check_no_adapters(path)
+        check_no_lost_tower(config, path)
+        load_starting_weights([StoredModel(POLICY, chunks, None)], path, ranks)
+        return chunks
+
+    if path is not None:
         # The weights are loaded before the change, whose parameters they lack, and before the
         # optimizer, which copies them.
-        load = functools.partial(_with_weights, config=config, ranks=ranks)
         provider.register_pre_wrap_hook(load)
     provider.register_pre_wrap_hook(change)
     chunks = provider.provide_distributed_model(

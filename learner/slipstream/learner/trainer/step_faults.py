@@ -13,7 +13,7 @@ from slipstream.learner.trainer.algorithms.loss import StepStatistics, TokenLoss
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.batches.checks import MAX_TOLD, untrainable
 from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
-from slipstream.learner.trainer.model.model import ParallelModel, Policy
+from slipstream.learner.trainer.model.model import Policy
 from slipstream.learner.trainer.model.schedule import forward_logprobs
 from slipstream.learner.trainer.model.shares import Forward, masked_outputs
 from slipstream.learner.trainer.roles.roles import Roles
@@ -78,11 +78,7 @@ def check_bits(algorithm: AlgorithmSection, step: int, found: StepStatistics) ->
 
 def check_weights(policy: Policy, roles: Roles, fault: UntrainableBatch) -> None:
     """Raises RunFailed from `fault` if the weights of a model are not finite; collective."""
-    models: dict[str, ParallelModel] = {"policy": policy}
-    if roles.critic is not None:
-        models["critic"] = roles.critic.model
-    if roles.reference is not None:
-        models["reference"] = roles.reference.model
+    models = {"policy": policy, **roles.models()}
     found = {name: float(model.count_not_finite()) for name, model in models.items()}
     for name in policy.adapters.names[1:]:
         with policy.adapters.active(name):

@@ -79,7 +79,7 @@ class Trainer:
         self._client = client
         roles = open_roles(config, policy)
         self._step = TrainingStep(policy, config, roles)
-        self._memories = [policy.memory, *roles.memories()]
+        self._memories = [policy.memory, *(model.memory for model in roles.models().values())]
         self.stages = self._step.stages
         self._cost = StepCost(config, policy.ranks)
         self._profile = ProfileWindow(

@@ -152,9 +152,9 @@ class StepStatistics:
         Both must be the same on all ranks.
         """
         self._epochs, self._columns = epochs, columns
-        self._sums = torch.zeros(len(LossSum), dtype=torch.float64)
-        self._gaps = torch.zeros(2, NUM_LAGS, dtype=torch.float64)
-        self._reports = torch.zeros(2, len(columns), dtype=torch.float64)
+        # The `sums`, `gaps` and `reports` of `TokenStatistics` in one row.
+        self._sizes = [len(LossSum), 2 * NUM_LAGS, 2 * len(columns)]
+        self._sums = torch.zeros(sum(self._sizes), dtype=torch.float64)
         self._maxima = torch.full((1 + len(columns),), -math.inf)
 
     def add(self, found: Sequence[TokenStatistics], ranks: Ranks) -> float:
@@ -162,10 +162,7 @@ class StepStatistics:
 
         `found` has the statistics of this rank's micro batches.
         """
-        shapes = (self._sums.shape, self._gaps.shape, self._reports.shape)
-        sizes = [shape.numel() for shape in shapes]
-        mine = torch.zeros(sum(sizes), dtype=torch.float64)
-        maxima = torch.full_like(self._maxima, -math.inf)
+        mine, maxima = torch.zeros_like(self._sums), torch.full_like(self._maxima, -math.inf)
         if ranks.counts:
             # All are copied at once, because each copy waits for the device.
             rows = torch.stack(
@@ -177,18 +174,15 @@ class StepStatistics:
             for row in rows.cpu():
                 mine += row[: len(mine)]
                 maxima = torch.maximum(maxima, row[len(mine) :].float())
-        parts = torch.split(ranks.sum(mine), sizes)
-        sums, gaps, reports = (one.reshape(shape) for one, shape in zip(parts, shapes, strict=True))
-        self._sums += sums
-        self._gaps += gaps
-        self._reports += reports
+        total = ranks.sum(mine)
+        self._sums += total
         self._maxima = torch.maximum(self._maxima, ranks.max(maxima))
-        return float(sums[LossSum.LOSS])
+        return float(total[LossSum.LOSS])
 
     @property
     def fault(self) -> str:
         """The first fault of a function, such as a value that is not finite, or "" if none."""
-        sums, largest = self._reports[0].tolist(), self._maxima[1:].tolist()
+        (sums, _), largest = self._table(2), self._maxima[1:].tolist()
         for column, number, most in zip(self._columns, sums, largest, strict=True):
             if column.reduce is Reduce.FAULTS and number:
                 return f"{column.name} gave {number:.0f} tokens a value that is not finite"
@@ -209,8 +203,6 @@ class StepStatistics:
     def join(self, others: StepStatistics) -> None:
         """Adds the sums of other mini-batches of the same step."""
         self._sums += others._sums
-        self._gaps += others._gaps
-        self._reports += others._reports
         self._maxima = torch.maximum(self._maxima, others._maxima)
 
     def metrics(self) -> dict[str, float]:
@@ -232,7 +224,7 @@ class StepStatistics:
         )
 
     def _report_metrics(self) -> dict[str, float]:
-        sums, tokens = self._reports.tolist()
+        sums, tokens = self._table(2)
         found = {}
         for place, column in enumerate(self._columns):
             if column.reduce is Reduce.LARGEST:
@@ -243,7 +235,7 @@ class StepStatistics:
         return found
 
     def _gap_metrics(self) -> dict[str, float]:
-        gaps, tokens = self._gaps.tolist()
+        gaps, tokens = self._table(1)
         by_lag = {
             f"logprob_gap_lag_{lag}": gaps[lag] / tokens[lag]
             for lag in range(1, NUM_LAGS)
@@ -255,6 +247,11 @@ class StepStatistics:
             "logprob_gap_tokens": tokens[0] / self._epochs,
             "logprob_unequal_tokens": self._total(LossSum.UNEQUAL) / self._epochs,
         } | by_lag
+
+    def _table(self, place: int) -> list[list[float]]:
+        part = torch.split(self._sums, self._sizes)[place]
+        rows: list[list[float]] = part.view(2, -1).tolist()
+        return rows
 
     def _total(self, name: LossSum) -> float:
         return float(self._sums[name])

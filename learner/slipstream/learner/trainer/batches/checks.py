@@ -15,11 +15,7 @@ from slipstream.learner.trainer.batches.planner import round_up
 from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
 from slipstream.learner.trainer.model.model import ParallelModel
 from slipstream.learner.trainer.ranks.parallel import Ranks
-from slipstream.protocol.bounds import largest
-from slipstream.v1 import trajectory_pb2
 
-# The protocol's bound: larger rewards are refused before a batch, but older journals may hold some.
-LARGEST_REWARD = largest(trajectory_pb2.Trajectory, "reward")
 # The most trajectories or groups that an error names.
 MAX_TOLD = 3
 
@@ -166,19 +162,13 @@ def check_references(batch: Batch, *, top_k: int, vocab_size: int) -> None:
 
 
 def check_advantages(batch: Batch, sequences: Sequence[TrainingSequence]) -> None:
-    """Raises UntrainableBatch if an advantage is not finite, as with rewards that are too large.
-
-    One reward may spoil all advantages of a group: if the magnitudes of some rewards are above
-    `LARGEST_REWARD`, the error names only the trajectories with these rewards.
-    """
+    """Raises UntrainableBatch if an advantage is not finite, as with rewards that are too large."""
     faulty = [
         index
         for index, sequence in enumerate(sequences)
         if not np.isfinite(sequence.advantages).all()
     ]
     if faulty:
-        rewards = np.array([batch.trajectories[owner].reward for owner in batch.owners])
-        large = [index for index in faulty if abs(rewards[index]) > LARGEST_REWARD]
-        ordered = np.sort(rewards[faulty])
-        cause = f"advantages are not finite, of rewards from {ordered[0]:g} to {ordered[-1]:g}"
-        raise untrainable(batch, large or faulty, cause)
+        rewards = [batch.trajectories[batch.owners[index]].reward for index in faulty]
+        cause = f"advantages are not finite, of rewards from {min(rewards):g} to {max(rewards):g}"
+        raise untrainable(batch, faulty, cause)

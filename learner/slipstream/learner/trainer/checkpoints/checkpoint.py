@@ -103,7 +103,7 @@ class Checkpointer:
         from slipstream.learner.trainer.checkpoints.distributed_files import saved_sizes
 
         # An interrupted save may fill the disk, and the check writes a file: clean up first.
-        chosen = self._disk.together(self._newest_step)
+        chosen = self._disk.on_main(self._newest_step)
         if self._settings.every_steps:
             check_shared(self._folder, self._ranks)
         step = self._ranks.broadcast_bytes(chosen)
@@ -162,12 +162,11 @@ class Checkpointer:
         partial = partial.with_name(partial.name + PARTIAL_SUFFIX)
 
         def make_folder() -> None:
-            if self._ranks.is_main:
-                if partial.exists():
-                    shutil.rmtree(partial)
-                (partial / STATE_FOLDER).mkdir(parents=True)
+            if partial.exists():
+                shutil.rmtree(partial)
+            (partial / STATE_FOLDER).mkdir(parents=True)
 
-        self._disk.together(make_folder)
+        self._disk.on_main(make_folder)
         self._disk.together(self._host.begin)
         pending = begin_save(self._models, partial / STATE_FOLDER, host=self._host, disk=self._disk)
         random = _random_state()
@@ -204,18 +203,13 @@ class Checkpointer:
             return None
         own = self._disk.wait(write.entries)
         write.pending.finish()
-        own += self._disk.together(lambda: self._describe_index(write.partial))
+        own += self._disk.on_main(lambda: self._describe_index(write.partial)) or []
         encoded = json.dumps([entry.model_dump() for entry in own]).encode()
         entries = self._ranks.gather_bytes(encoded)
-        return self._disk.together(lambda: self._publish(write, entries))
+        return self._disk.on_main(lambda: self._publish(write, entries))
 
-    def _newest_step(self) -> bytes | None:
-        """Removes interrupted saves; returns the newest checkpoint's version as text (b"" if none).
-
-        Only rank 0 does so; the other ranks do nothing and return None.
-        """
-        if not self._ranks.is_main:
-            return None
+    def _newest_step(self) -> bytes:
+        """Removes interrupted saves; returns the newest checkpoint's version, or b"" if none."""
         for name in remove_partial(self._folder):
             logger.warning("removed %s: its save was interrupted", self._folder / name)
         for path in passed_over(self._folder):
@@ -235,9 +229,7 @@ class Checkpointer:
         return manifest
 
     def _describe_index(self, partial: Path) -> list[FileEntry]:
-        """Returns the entries of rank 0's files other than its own part, or [] on other ranks."""
-        if not self._ranks.is_main:
-            return []
+        """Returns the entries of rank 0's files other than its own part."""
         state = partial / STATE_FOLDER
         paths = [path for path in state.iterdir() if path.suffix != ".distcp"]
         return self._described(partial, paths)
@@ -246,9 +238,7 @@ class Checkpointer:
         names = [str(path.relative_to(partial)) for path in paths]
         return [describe_file(partial, name, self._disk.moved) for name in names]
 
-    def _publish(self, write: _Write, entries: list[bytes]) -> Saved | None:
-        if not self._ranks.is_main:
-            return None
+    def _publish(self, write: _Write, entries: list[bytes]) -> Saved:
         files = [FileEntry(**entry) for part in entries for entry in json.loads(part)]
         config_digest = hashlib.blake2b(dump_config(self._config).encode(), digest_size=16)
         manifest = Manifest(

@@ -54,7 +54,7 @@ _SAFETENSORS_TYPES = {
 class DiskWork:
     """Runs work of all ranks on the disk of `folder`.
 
-    `start` begins work on one rank; `wait`, `is_done` and `together` are collective.
+    `start` begins work on one rank; all other methods but `moved` are collective.
     """
 
     def __init__(self, folder: Path, ranks: Ranks) -> None:
@@ -87,6 +87,10 @@ class DiskWork:
     def together(self, act: Callable[[], Result]) -> Result:
         """Runs `act` in a thread of each rank; returns this rank's result or fails like `wait`."""
         return self.wait(self.start(act))
+
+    def on_main(self, act: Callable[[], Result]) -> Result | None:
+        """Runs `act` in a thread of rank 0 alone; returns None on others or fails like `wait`."""
+        return self.together(act if self.ranks.is_main else lambda: None)
 
     def wait(self, future: Future[Result]) -> Result:
         """Waits until all ranks are done, and returns the result of this rank's work.
@@ -150,15 +154,14 @@ def check_shared(folder: Path, ranks: Ranks, *, limit_s: float = SEEN_LIMIT_S) -
     disk = DiskWork(folder, ranks)
 
     def make() -> None:
-        if ranks.is_main:
-            folder.mkdir(parents=True, exist_ok=True)
-            path.touch()
+        folder.mkdir(parents=True, exist_ok=True)
+        path.touch()
 
-    disk.together(make)
+    disk.on_main(make)
     seen = disk.together(lambda: _is_seen(path, disk, limit_s))
     blind = b"" if seen else f"rank {ranks.rank} on {socket.gethostname()}".encode()
     who = [name.decode() for name in ranks.gather_bytes(blind) if name]
-    disk.together(lambda: path.unlink(missing_ok=True) if ranks.is_main else None)
+    disk.on_main(lambda: path.unlink(missing_ok=True))
     if who:
         raise CheckpointError(
             f"checkpoints need a run.dir that all nodes of the learner share: {', '.join(who)} "

@@ -117,7 +117,9 @@ def begin_save(
         if model.optimizer is not None:
             # Megatron saves the number of updates of rank 0's optimizer, which may train nothing.
             with model.in_force():
-                own = torch.tensor([float(_num_updates(model.optimizer))])
+                groups = model.optimizer.param_groups
+                updates = max((group.get("step") or 0 for group in groups), default=0)
+            own = torch.tensor([float(updates)])
             state[model.name][_UPDATES] = int(disk.ranks.max(own))
     try:
         request = dist_checkpointing.save(
@@ -151,16 +153,9 @@ def load_models(models: Sequence[StoredModel], folder: Path, disk: DiskWork) -> 
             if model.optimizer is not None:
                 model.optimizer.load_state_dict(part["optimizer"])
                 # Without the number of updates, a part of the optimizer that rank 0 lacks would
-                # apply Adam's bias correction as in the first update. Older checkpoints have the
-                # number only in the parts that rank 0 has.
-                updates = part.get(_UPDATES) or _num_updates(model.optimizer)
-                for group in model.optimizer.param_groups if updates else ():
-                    group["step"] = updates
-
-
-def _num_updates(optimizer: Megatron) -> int:
-    """Returns the largest number of updates of any part of the optimizer on this rank."""
-    return max((group.get("step") or 0 for group in optimizer.param_groups), default=0)
+                # apply Adam's bias correction as in the first update.
+                for group in model.optimizer.param_groups if part[_UPDATES] else ():
+                    group["step"] = part[_UPDATES]
 
 
 def _load(state: dict[str, Any], folder: Path, disk: DiskWork) -> dict[str, Any]:

@@ -44,6 +44,8 @@ class Critic:
         self._settings = settings
         self._clip = settings.critic.value_clip
         self._learning_rate = settings.critic.learning_rate
+        # Forward and backward passes over a mini-batch of the newest `train`.
+        self._num_passes = 0
         self._ranks = ranks.placed(settings.learner.parallel)
         with self._ranks.in_force():
             change = functools.partial(_with_value_heads, seed=settings.run.seed)
@@ -69,23 +71,18 @@ class Critic:
         """
         total = torch.zeros(len(ValueSum), dtype=torch.float64)
         norms = []
-        overflows = 0
+        self._num_passes = 0
         parts = self.model.memory.resident(Part.PARAMETERS, Part.GRADIENTS)
         with self._ranks.in_force(), parts:
             for members in mini_batches:
-                sums = self._accumulate(sequences, members)
+                gradients = functools.partial(self._accumulate, sequences, members)
+                sums = gradients()
                 loss = float(sums[ValueSum.LOSS])
                 if not math.isfinite(loss):
                     raise UntrainableBatch(
                         f"the critic's loss is {loss}; its weights were not changed"
                     )
-
-                def again(members: Sequence[int] = members) -> None:
-                    nonlocal overflows
-                    overflows += 1
-                    self._accumulate(sequences, members)
-
-                norms.append(self.model.optimizer_step(self._learning_rate, again))
+                norms.append(self.model.optimizer_step(self._learning_rate, gradients))
                 total += sums
             # Otherwise the next forward pass gathers them, and a checkpoint before it would hold
             # old parameters.
@@ -108,7 +105,7 @@ class Critic:
             ),
         }
         if self.model.scaler is not None:
-            found["critic_gradient_overflows"] = float(overflows)
+            found["critic_gradient_overflows"] = float(self._num_passes - len(norms))
         return found
 
     def _forward(self, share: Sequence[MicroBatch]) -> list[Tensor]:
@@ -133,6 +130,7 @@ class Critic:
         share = rank_micro_batches(
             self.model, sequences, members, max_tokens=self._settings.learner.micro_batch_tokens
         )
+        self._num_passes += 1
         self.model.zero_grad()
         found = run_schedule(self.model, share, finish, forward_only=False)
         sums = torch.zeros(len(ValueSum), dtype=torch.float64)

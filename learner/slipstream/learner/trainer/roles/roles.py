@@ -25,8 +25,8 @@ from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.algorithms.sequences import ModelEstimates
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.checkpoints.stored_model import StoredModel
-from slipstream.learner.trainer.model.model import ParallelModel, Policy
-from slipstream.learner.trainer.model.offload import HostMemory, Part
+from slipstream.learner.trainer.model.model import ParallelModel, Policy, TrainedModel
+from slipstream.learner.trainer.model.offload import Part
 from slipstream.learner.trainer.model.schedule import forward_logprobs
 from slipstream.learner.trainer.model.shares import batch_outputs
 from slipstream.learner.trainer.opening import load_frozen
@@ -63,26 +63,22 @@ class Roles:
         values = self.critic.values(batch) if self.critic is not None else nothing
         return [ModelEstimates(a, values=b) for a, b in zip(known, values, strict=True)]
 
-    def memories(self) -> list[HostMemory]:
-        """Returns the `HostMemory` of the critic, and of a reference that is a separate model."""
-        roles = (self.reference, self.critic)
-        return [
-            role.model.memory
-            for role in roles
-            if role is not None and not isinstance(role, PolicyWithoutAdapters)
-        ]
+    def models(self) -> dict[str, ParallelModel]:
+        """Returns the critic, and a reference that is a model apart from the policy, by name."""
+        found: dict[str, ParallelModel] = {}
+        if isinstance(self.reference, Reference):
+            found["reference"] = self.reference.model
+        if self.critic is not None:
+            found["critic"] = self.critic.model
+        return found
 
     def stored_models(self) -> list[StoredModel]:
         """Returns the models that checkpoints must store: the critic and a refreshed reference."""
         found = []
-        if isinstance(self.reference, Reference) and self.refresh_every_steps:
-            model = self.reference.model
-            found.append(StoredModel("reference", model.chunks, None, model.ranks.in_force))
-        if self.critic is not None:
-            trained = self.critic.model
-            found.append(
-                StoredModel("critic", trained.chunks, trained.optimizer, trained.ranks.in_force)
-            )
+        for name, model in self.models().items():
+            optimizer = model.optimizer if isinstance(model, TrainedModel) else None
+            if optimizer is not None or self.refresh_every_steps:
+                found.append(StoredModel(name, model.chunks, optimizer, model.ranks.in_force))
         return found
 
     def follow(self, policy: Policy, version_step: int) -> None:

@@ -111,22 +111,23 @@ def save_hf_folder(policy: Policy, source: Path, target: Path) -> None:
     ranks = policy.ranks
     disk = DiskWork(target.parent, ranks)
     partial = target.with_name(target.name + PARTIAL_SUFFIX)
-    writer = HfFolderWriter(partial, disk.moved) if ranks.is_main else None
-    disk.together(lambda: writer.begin(source) if writer is not None else None)
+    # Only rank 0 adds tensors.
+    writer = HfFolderWriter(partial, disk.moved)
+    disk.on_main(lambda: writer.begin(source))
     # On a CPU an exported tensor can be the model's own memory, which offloading takes away.
     keeps = Tensor.clone if policy.memory.offloads(Part.PARAMETERS) else Tensor.detach
     with policy.memory.resident(Part.PARAMETERS):
         for name, tensor in hf_tensors(policy, policy.dtype):
             ranks.activity.note()
-            is_full = b"full" if writer is not None and not writer.has_room(tensor) else b""
+            is_full = b"" if writer.has_room(tensor) else b"full"
             if ranks.broadcast_bytes(is_full if ranks.is_main else None):
-                disk.together(lambda: writer.flush() if writer is not None else None)
-            if writer is not None:
+                disk.on_main(writer.flush)
+            if ranks.is_main:
                 writer.add(name, keeps(tensor))
     # Each rank waits here while the main rank copies.
-    disk.together(lambda: writer.copy_untrained(source) if writer is not None else None)
+    disk.on_main(lambda: writer.copy_untrained(source))
     dtype = str(policy.dtype).removeprefix("torch.")
-    disk.together(lambda: writer.finish(dtype, target) if writer is not None else None)
+    disk.on_main(lambda: writer.finish(dtype, target))
 
 
 def save_adapters(policy: Policy, config: Config, target: Path) -> None:
@@ -146,9 +147,7 @@ def save_adapters(policy: Policy, config: Config, target: Path) -> None:
     disk = DiskWork(target.parent, policy.ranks)
 
     def write() -> None:
-        if not policy.ranks.is_main:
-            return
-        partial = target.with_name(target.name + ".partial")
+        partial = target.with_name(target.name + PARTIAL_SUFFIX)
         if partial.exists():
             shutil.rmtree(partial)
         for adapter, tensors in found.items():
@@ -157,7 +156,7 @@ def save_adapters(policy: Policy, config: Config, target: Path) -> None:
             shutil.rmtree(target)
         partial.rename(target)
 
-    disk.together(write)
+    disk.on_main(write)
 
 
 def _targets(config: Config, tensors: Collection[str]) -> list[str] | str:
