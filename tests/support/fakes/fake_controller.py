@@ -22,6 +22,7 @@ from slipstream.core.types import (
     VersionSpan,
 )
 from slipstream.learner.trainer.batches.batch import Batch
+from slipstream.protocol.access.security import SERVER_OPTIONS
 from slipstream.protocol.access.tokens import TOKEN_KEY
 from slipstream.protocol.codec import TRAINER_EPOCH, merge_spans, trajectory_to_pb, version_to_pb
 from slipstream.protocol.rich_errors import DETAILS_KEY, DOMAIN, Reason
@@ -78,7 +79,10 @@ class FakeController(trainer_pb2_grpc.TrainerServiceServicer):
         self.still_there = lambda: self._taking_part
         self.guard = None if token is None else TokenGuard(token)
         guards = [self.guard] if self.guard else []
-        self._server = grpc.server(futures.ThreadPoolExecutor(5), interceptors=guards)
+        # Without the controller's own options a trainer that waits long sends too many pings.
+        self._server = grpc.server(
+            futures.ThreadPoolExecutor(5), interceptors=guards, options=SERVER_OPTIONS
+        )
         trainer_pb2_grpc.add_TrainerServiceServicer_to_server(self, self._server)
         self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
         # All that registered, and the epoch of the newest one; 0: it was started again since.
