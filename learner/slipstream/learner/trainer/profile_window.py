@@ -17,23 +17,20 @@ class ProfileWindow:
 
     def __init__(self, section: ProfileSection, folder: Path, *, rank: int) -> None:
         """Creates a profiler that is not running yet; traces go into `folder`."""
-        self._section, self._folder, self._rank = section, folder, rank
+        self._folder, self._rank, self._details = folder, rank, section.details
+        first = section.start_step if rank in section.ranks else None
+        self._window = range(0) if first is None else range(first, first + section.num_steps)
         self._profiler: profile | None = None
         self._steps: list[int] = []
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
         """Profiles the block as step `step` (from 1); writes the trace after the last step."""
-        first = self._section.start_step
-        if first is None or self._rank not in self._section.ranks:
-            yield
-            return
-        last = first + self._section.num_steps - 1
-        if first <= step <= last:
+        if step in self._window:
             self._start()
             self._steps.append(step)
         yield
-        if step >= last:
+        if step + 1 >= self._window.stop:
             self.close()
 
     def close(self) -> None:
@@ -54,8 +51,6 @@ class ProfileWindow:
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
         self._profiler = profile(
-            activities=activities,
-            with_stack=self._section.details,
-            profile_memory=self._section.details,
+            activities=activities, with_stack=self._details, profile_memory=self._details
         )
         self._profiler.start()

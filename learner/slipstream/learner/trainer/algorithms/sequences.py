@@ -154,7 +154,8 @@ def _advantages(
     """
     shaped = shaped_rewards(batch.trajectories, config)
     episodes: list[ScoredEpisode] = []
-    owners: list[tuple[int, Side]] = []
+    # For each of the `episodes` its trajectory, and its tokens among those that it has sampled.
+    owners: list[tuple[int, npt.NDArray[np.int64]]] = []
     for index, (trajectory, sides) in enumerate(zip(batch.trajectories, shaped, strict=True)):
         if not sides:
             continue
@@ -163,22 +164,39 @@ def _advantages(
         lags = token_lags([trajectory], batch.step)
         said = known[index].values
         values = None if said is None else said.astype(np.float64)
-        for side in _sides_of(trajectory):
-            owners.append((index, side))
-            episodes.append(side.episode(trajectory, by_side[side.name], costs, values, lags))
-    found: dict[int, list[tuple[Side, TokenAdvantages]]] = {}
+        for side, parts in _sides_of(trajectory).items():
+            places, group_id = np.concatenate(parts), trajectory.group_id
+            ends = itertools.pairwise([0, *itertools.accumulate(map(len, parts))])
+            owners.append((index, places))
+            episodes.append(
+                ScoredEpisode(
+                    # A group's id has no space.
+                    f"{group_id} {side}" if side else group_id,
+                    by_side[side],
+                    costs[places],
+                    None if values is None else values[places],
+                    tuple(itertools.starmap(slice, ends)),
+                    trajectory.metrics,
+                    lags[places],
+                )
+            )
     where = f"step {batch.step + 1}"
     estimated = _by_function(episodes, [own[index] for index, _ in owners], where)
-    for (index, side), one in zip(owners, estimated, strict=True):
-        found.setdefault(index, []).append((side, one))
     reported = [side.reports for sides in shaped for side in sides]
     reported += [one.reports for one in estimated]
     for name, value in (item for each in reported for item in each.items()):
         reports.setdefault(name, []).append(float(value))
-    return {
-        index: _joined(sides, batch.trajectories[index].num_sampled_tokens)
-        for index, sides in found.items()
-    }
+    # The sides of each episode are joined.
+    found: dict[int, TokenAdvantages] = {}
+    for (index, places), one in zip(owners, estimated, strict=True):
+        if index not in found:
+            zeros = np.zeros(batch.trajectories[index].num_sampled_tokens)
+            found[index] = TokenAdvantages(zeros, None if one.returns is None else zeros.copy())
+        whole = found[index]
+        whole.advantages[places] = one.advantages
+        if whole.returns is not None and one.returns is not None:
+            whole.returns[places] = one.returns
+    return found
 
 
 def _by_function(
@@ -238,61 +256,15 @@ def _estimates(
     )
 
 
-@dataclass(frozen=True)
-class Side:
-    """The branches of an episode that share a reward; estimators take them as one episode.
+def _sides_of(trajectory: Trajectory) -> dict[str, list[npt.NDArray[np.int64]]]:
+    """Returns the sampled tokens of each branch of each side, in the order of first branches.
 
-    A side is compared with the same side of its group's episodes. An episode has one side, unless
+    A side is the branches of an episode that share a reward; estimators take them as one episode,
+    which is compared with the same side of its group's episodes. An episode has one side, unless
     its agent gave a named branch a reward of its own.
     """
-
-    name: str
-    # Indices of the side's tokens among the episode's sampled tokens.
-    places: npt.NDArray[np.int64]
-    # The tokens of each branch among `places`.
-    branches: tuple[slice, ...]
-
-    def episode(
-        self,
-        trajectory: Trajectory,
-        reward: float,
-        costs: FloatArray,
-        values: FloatArray | None,
-        lags: npt.NDArray[np.int32],
-    ) -> ScoredEpisode:
-        """Returns the side as an episode, with its part of the arrays of the whole episode."""
-        group_id = trajectory.group_id
-        return ScoredEpisode(
-            # A group's id has no space.
-            f"{group_id} {self.name}" if self.name else group_id,
-            reward,
-            costs[self.places],
-            None if values is None else values[self.places],
-            self.branches,
-            trajectory.metrics,
-            lags[self.places],
-        )
-
-
-def _sides_of(trajectory: Trajectory) -> list[Side]:
-    """Returns the sides of an episode, in the order of their first branches."""
     places: dict[str, list[npt.NDArray[np.int64]]] = {}
     for part in trajectory.sequences():
         own = np.arange(part.sampled.start, part.sampled.stop)
         places.setdefault(side_of(part.branch), []).append(own)
-    found = []
-    for name, parts in places.items():
-        ends = itertools.pairwise([0, *itertools.accumulate(map(len, parts))])
-        found.append(Side(name, np.concatenate(parts), tuple(itertools.starmap(slice, ends))))
-    return found
-
-
-def _joined(sides: Sequence[tuple[Side, TokenAdvantages]], num_tokens: int) -> TokenAdvantages:
-    """Returns the advantages of all sampled tokens of an episode, joined from its sides."""
-    advantages = np.zeros(num_tokens)
-    returns = None if sides[0][1].returns is None else np.zeros(num_tokens)
-    for side, found in sides:
-        advantages[side.places] = found.advantages
-        if returns is not None and found.returns is not None:
-            returns[side.places] = found.returns
-    return TokenAdvantages(advantages, returns)
+    return places
