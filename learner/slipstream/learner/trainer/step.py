@@ -23,7 +23,7 @@ from slipstream.learner.trainer.algorithms.sequences import (
     weighted,
 )
 from slipstream.learner.trainer.batches.batch import Batch
-from slipstream.learner.trainer.batches.checks import check_advantages, check_batch
+from slipstream.learner.trainer.batches.checks import check_advantages
 from slipstream.learner.trainer.batches.micro_batch import MicroBatch
 from slipstream.learner.trainer.batches.prefix_tree import SavedWork
 from slipstream.learner.trainer.layers.router_replay import routing_metrics
@@ -33,7 +33,12 @@ from slipstream.learner.trainer.model.schedule import forward_backward, forward_
 from slipstream.learner.trainer.model.shares import rank_micro_batches
 from slipstream.learner.trainer.roles.roles import NO_ROLES, Roles
 from slipstream.learner.trainer.stage_times import StageTimes
-from slipstream.learner.trainer.step_faults import check_bits, check_weights, loss_fault
+from slipstream.learner.trainer.step_faults import (
+    check_batch,
+    check_bits,
+    check_weights,
+    loss_fault,
+)
 from torch import Tensor
 
 # Metrics that each adapter has too, where there are several.

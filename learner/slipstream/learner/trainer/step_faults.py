@@ -1,4 +1,4 @@
-"""Finds the cause of a training step whose loss or gradient is not finite."""
+"""Refuses a batch that cannot be trained; finds the cause of a loss that is not finite."""
 
 import functools
 import itertools
@@ -11,12 +11,37 @@ from slipstream.core.settings.algorithm_section import AlgorithmSection
 from slipstream.core.settings.config import Config
 from slipstream.learner.trainer.algorithms.loss import StepStatistics, TokenLoss
 from slipstream.learner.trainer.batches.batch import Batch
-from slipstream.learner.trainer.batches.checks import MAX_TOLD, untrainable
+from slipstream.learner.trainer.batches.checks import (
+    MAX_TOLD,
+    check_data,
+    check_experts,
+    check_pixels,
+    check_references,
+    check_staleness,
+    untrainable,
+)
 from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
-from slipstream.learner.trainer.model.model import Policy
+from slipstream.learner.trainer.model.model import ParallelModel, Policy
 from slipstream.learner.trainer.model.schedule import forward_logprobs
 from slipstream.learner.trainer.model.shares import Forward, masked_outputs
 from slipstream.learner.trainer.roles.roles import Roles
+
+
+def check_batch(batch: Batch, model: ParallelModel, config: Config) -> None:
+    """Raises the error of the first check of the data that fails, on every rank; collective."""
+    check_staleness(batch, config.algorithm.max_staleness)
+    check_data(
+        batch,
+        max_tokens=config.learner.micro_batch_tokens * model.ranks.cp_size,
+        multiple=model.sequence_multiple,
+        vocab_size=model.vocab_size,
+    )
+    check_pixels(batch.trajectories, model.ranks)
+    if config.algorithm.router_replay != "off":
+        check_experts(batch.trajectories, model.chunks[0].config)
+    reference = config.reference
+    if reference is not None and reference.server is not None:
+        check_references(batch, top_k=reference.top_k, vocab_size=model.vocab_size)
 
 
 def loss_fault(

@@ -154,7 +154,7 @@ def _advantages(
     """
     shaped = shaped_rewards(batch.trajectories, config)
     episodes: list[ScoredEpisode] = []
-    # For each of the `episodes` its trajectory, and its tokens among those that it has sampled.
+    # The trajectory of each of the `episodes`, and the places of its tokens among those sampled.
     owners: list[tuple[int, npt.NDArray[np.int64]]] = []
     for index, (trajectory, sides) in enumerate(zip(batch.trajectories, shaped, strict=True)):
         if not sides:

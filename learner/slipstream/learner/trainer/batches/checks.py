@@ -6,35 +6,16 @@ from collections.abc import Sequence
 import numpy as np
 from slipstream.core.errors import StalenessError, UntrainableBatch
 from slipstream.core.models.vision.pixels import decoded
-from slipstream.core.settings.config import Config
 from slipstream.core.staleness import lag
 from slipstream.core.types import Trajectory
 from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.batches.planner import round_up
 from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
-from slipstream.learner.trainer.model.model import ParallelModel
 from slipstream.learner.trainer.ranks.parallel import Ranks
 
 # The most trajectories or groups that an error names.
 MAX_TOLD = 3
-
-
-def check_batch(batch: Batch, model: ParallelModel, config: Config) -> None:
-    """Raises the error of the first check below that fails, on every rank; collective."""
-    check_staleness(batch, config.algorithm.max_staleness)
-    check_data(
-        batch,
-        max_tokens=config.learner.micro_batch_tokens * model.ranks.cp_size,
-        multiple=model.sequence_multiple,
-        vocab_size=model.vocab_size,
-    )
-    check_pixels(batch.trajectories, model.ranks)
-    if config.algorithm.router_replay != "off":
-        check_experts(batch.trajectories, model.chunks[0].config)
-    reference = config.reference
-    if reference is not None and reference.server is not None:
-        check_references(batch, top_k=reference.top_k, vocab_size=model.vocab_size)
 
 
 def untrainable(batch: Batch, indices: Sequence[int], cause: str) -> UntrainableBatch:
