@@ -115,6 +115,8 @@ async def finished(rig: AgentRig, model: Model, replies: list[str], agent: Comma
     return episode
 
 
+# The programs look at what the model says themselves, which `finished` asks of their exit status.
+ONE = ["echo", "1"]
 LITELLM = """
 import litellm
 messages = [{"role": "user", "content": "{task}"}]
@@ -132,7 +134,7 @@ assert answer.choices[0].message.content == "first", answer
 
 @needs("litellm")
 async def test_litellm(rig: AgentRig, model: Model) -> None:
-    program = Command([str(PYTHON.absolute()), "-c", LITELLM], ["hello"])
+    program = Command([str(PYTHON.absolute()), "-c", LITELLM], ["hello"], score_command=ONE)
     episode = await finished(rig, model, ["first", "second"], program)
     assert [call.path for call in episode.calls] == [
         "/v1/chat/completions",
@@ -165,7 +167,7 @@ ask(agents.OpenAIChatCompletionsModel("any", openai_client=client))
 
 @needs("agents")
 async def test_openai_agents(rig: AgentRig, model: Model) -> None:
-    program = Command([str(PYTHON.absolute()), "-c", OPENAI_AGENTS], ["2 + 3"])
+    program = Command([str(PYTHON.absolute()), "-c", OPENAI_AGENTS], ["2 + 3"], score_command=ONE)
     replies = [tool("add", a=2, b=3), "It is 5.", "I am."]
     episode = await finished(rig, model, replies, program)
     paths = [call.path for call in episode.calls]
@@ -198,6 +200,7 @@ async def test_mini_swe_agent(rig: AgentRig, model: Model) -> None:
         [str(PYTHON.absolute()), "-c", MINI_SWE_AGENT],
         ["fix it"],
         variables={"MSWEA_SILENT_STARTUP": "1"},
+        score_command=ONE,
     )
     await finished(rig, model, replies, program)
     assert rig.runs() == [2]

@@ -273,6 +273,9 @@ class NumberRenderer:
     def has_place_for_results(self, inputs: Any) -> bool:
         return True
 
+    def told_apart(self, before: Any, reply: Any, text: str, parsed: Any) -> Any:
+        return parsed
+
     def cannot_fit(self, messages: Any, num_tokens: int) -> bool:
         return False
 

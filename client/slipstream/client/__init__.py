@@ -15,6 +15,7 @@ from slipstream.client.environment import (
     ResetResult,
     StepResult,
     ToolCall,
+    answer_of,
 )
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ __all__ = [
     "ResetResult",
     "StepResult",
     "ToolCall",
+    "answer_of",
 ]
 
 

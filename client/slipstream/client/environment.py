@@ -12,6 +12,8 @@ from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, Protocol, TypeAlias, TypeVar, runtime_checkable
 
+from slipstream.core.models.thoughts import split_thoughts
+
 Task = TypeVar("Task")
 TaskItem = TypeVar("TaskItem", covariant=True)
 
@@ -57,7 +59,8 @@ class ToolCall:
 class Reply(str):
     """The whole text of a reply, with the parts that the run's parsers found in it.
 
-    `content` is the text without reasoning and tool calls. Without a parser it is the whole text.
+    `content` is the text without reasoning and tool calls: what a person calls the answer. Without
+    a parser it is what stands behind the marks of thoughts that families of models write.
     """
 
     content: str
@@ -72,11 +75,21 @@ class Reply(str):
         reasoning: str = "",
         tool_calls: Sequence[ToolCall] = (),
     ) -> Reply:
-        """Makes a reply of `text`, which is also the `content` if `content` is None."""
+        """Makes a reply of `text`, whose thoughts are told apart here if `content` is None."""
         reply = super().__new__(cls, text)
-        reply.content = text if content is None else content
+        if content is None:
+            reasoning, content = split_thoughts(text)
+        reply.content = content
         reply.reasoning, reply.tool_calls = reasoning, tuple(tool_calls)
         return reply
+
+
+def answer_of(reply: str) -> str:
+    """Returns what a person calls the answer: the content of a reply, without thoughts.
+
+    It is "" where thoughts never end. All built-in judges read this text.
+    """
+    return (reply if isinstance(reply, Reply) else Reply(reply)).content
 
 
 @dataclass(frozen=True)

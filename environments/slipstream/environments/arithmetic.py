@@ -7,7 +7,8 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
-from slipstream.client.environment import Environment, Message, StepResult
+from slipstream.client.environment import Environment, Message, StepResult, answer_of
+from slipstream.environments.answers import last_number, number_of, numbers, plain
 from slipstream.environments.arguments import check_at_least, check_choice, check_holds
 
 OPERATIONS = ("+", "-", "*")
@@ -15,9 +16,7 @@ MAX_DIGITS = 9
 # One task in this many is held out.
 HELDOUT_ONE_IN = 10
 
-# A sign belongs to a number unless it follows another one: "12-3" ends in 3.
-NUMBER = re.compile(r"(?<![\w.])-?\d{1,3}(?:,\d{3})+(?:\.\d+)?|(?<![\w.])-?\d+(?:\.\d+)?|\d+")
-LAST_LINE = re.compile(r"answer:\s*(\S+)", re.IGNORECASE)
+LAST_LINE = re.compile(r"answer:\s*(.+)", re.IGNORECASE)
 
 INSTRUCTIONS = {
     "number": "What is {task}? Reply with the number only.",
@@ -114,7 +113,7 @@ class Arithmetic(Environment[Addition]):
 
     def step(self, reply: str) -> StepResult:
         """Returns the reward for the reply's answer."""
-        answer = find_answer(reply, self._format)
+        answer = find_answer(answer_of(reply), self._format)
         is_right = answer == self._task.answer
         reward = 1.0 if is_right else self._format_credit if answer is not None else 0.0
         return StepResult(reward, metrics={"right": is_right, "well_formed": answer is not None})
@@ -145,16 +144,9 @@ class Arithmetic(Environment[Addition]):
 
 def find_answer(reply: str, format: Literal["number", "line"]) -> float | None:
     """Returns the number that a reply gives as its answer, or None if it gives none."""
-    text = reply
-    if format == "line":
-        last = reply.strip().rsplit("\n", 1)[-1].strip()
-        match = LAST_LINE.fullmatch(last)
-        if match is None:
-            return None
-        text = match[1]
-    numbers = NUMBER.findall(text)
-    # No task has an answer of more than 40 characters, and converting one would take long.
-    if not numbers or len(numbers[-1]) > 40:
-        return None
-    number = numbers[-1].replace(",", "")
-    return float(number) if "." in number else int(number)
+    if format == "number":
+        return last_number(reply)
+    found = LAST_LINE.fullmatch(plain(reply).strip().rpartition("\n")[2].strip())
+    # The answer of a calculation is the number behind its last sign of equality.
+    said = numbers(found[1].rpartition("=")[2]) if found else []
+    return number_of(said[0]) if len(said) == 1 else None

@@ -49,8 +49,8 @@ class Command(AgentEnvironment[Row]):
     imports nothing from that folder; in the sandbox it cannot write there.
 
     The reward is the last line that `score_command` prints, or the content of `score_file`: a
-    number, or a JSON object with `reward` and metrics. Without both, the reward is 1 for exit
-    status 0, otherwise 0. A program that reaches a limit is ended, and scored like any other.
+    number, or a JSON object with `reward` and metrics; one of both must be given, since exit status
+    0 is no score. A program that reaches a limit is ended, and scored like any other.
     """
 
     def __init__(
@@ -77,8 +77,10 @@ class Command(AgentEnvironment[Row]):
         `sandbox`, the program and `score_command` run in sandlock, and may also read the paths
         `readable`. Raises ConfigError for arguments that cannot work.
         """
-        if score_command is not None and score_file is not None:
-            raise ConfigError("give score_command or score_file, not both")
+        if (score_command is None) == (score_file is None):
+            raise ConfigError("give score_command or score_file, one of them: it has the reward")
+        if score_file in (files or {}):
+            raise ConfigError(f"score_file {score_file} is among files: it would be its own score")
         if isinstance(command, str) or isinstance(score_command, str):
             raise ConfigError("a command is a list: the program, then each of its arguments")
         for name, value in (("limit_s", limit_s), ("score_limit_s", score_limit_s)):
@@ -88,7 +90,7 @@ class Command(AgentEnvironment[Row]):
                 _check_program(program)
         self._command = tuple(command)
         self._score_command = tuple(score_command or ())
-        self._score_file = score_file
+        self._score_file = score_file or ""
         self._files = {_inside(name): text for name, text in (files or {}).items()}
         self._variables = dict(variables or {})
         self._tasks = _read_tasks(tasks)
@@ -197,18 +199,16 @@ class Command(AgentEnvironment[Row]):
             if judged.cause:
                 raise ValueError(f"score_command failed: {judged.cause}: {judged.last_line}")
             return _score_of(judged.last_line, "the last line of score_command")
-        if self._score_file is not None:
-            path = folder / self._score_file
-            try:
-                if not path.resolve().is_relative_to(folder.resolve()):
-                    raise OSError("it leads out of the folder")
-                text = read_left(path, MAX_SCORE_BYTES).decode()
-            except (OSError, UnicodeDecodeError) as error:
-                how = ended.cause or "exit status 0"
-                what = f"no score in {self._score_file} ({error}) after {how}"
-                raise ValueError(f"{what}: {ended.last_line}") from error
-            return _score_of(text, self._score_file)
-        return {"reward": float(ended.status == 0 and not ended.limit)}
+        path = folder / self._score_file
+        try:
+            if not path.resolve().is_relative_to(folder.resolve()):
+                raise OSError("it leads out of the folder")
+            text = read_left(path, MAX_SCORE_BYTES).decode()
+        except (OSError, UnicodeDecodeError) as error:
+            how = ended.cause or "exit status 0"
+            what = f"no score in {self._score_file} ({error}) after {how}"
+            raise ValueError(f"{what}: {ended.last_line}") from error
+        return _score_of(text, self._score_file)
 
     def _check_fields(self) -> None:
         templates = (*self._command, *self._files.values(), *self._variables.values())
@@ -291,7 +291,8 @@ def _score_of(text: str, where: str) -> dict[str, float]:
         said = json.loads(text)
     except (ValueError, RecursionError):
         said = None
-    found = {"reward": said} if isinstance(said, int | float) else said
+    is_number = isinstance(said, int | float) and not isinstance(said, bool)
+    found = {"reward": said} if is_number else said
     if isinstance(found, dict) and "reward" in found:
         return found
     raise ValueError(

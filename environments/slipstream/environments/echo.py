@@ -7,7 +7,7 @@ import random
 import string
 from typing import Literal, TypeAlias
 
-from slipstream.client.environment import Environment, Message, StepResult
+from slipstream.client.environment import Environment, Message, StepResult, answer_of
 from slipstream.environments.arguments import check_at_least, check_choice
 
 Pair: TypeAlias = tuple[str, str]
@@ -57,7 +57,7 @@ class Echo(Environment[Pair]):
 
     def step(self, reply: str) -> StepResult:
         """Returns the reward for the first words of a reply."""
-        words = reply.split()[: self._reply_length]
+        words = answer_of(reply).split()[: self._reply_length]
         right = sum(word in self._letters for word in words) / self._reply_length
         named = sum(letter in words for letter in self._letters) / len(self._letters)
         return StepResult(reward=(right + named) / 2, metrics={"right": right, "named": named})
@@ -72,7 +72,7 @@ class Others(Echo):
 
     def step(self, reply: str) -> StepResult:
         """Returns the reward for the first words of a reply."""
-        words = reply.split()[: self._reply_length]
+        words = answer_of(reply).split()[: self._reply_length]
         others = self._symbols - set(self._letters)
         return StepResult(reward=sum(word in others for word in words) / self._reply_length)
 

@@ -8,15 +8,15 @@ import json
 import os
 import re
 import sys
-import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from slipstream.client.environment import Environment, Message, StepResult
+from slipstream.client.environment import Environment, Message, StepResult, answer_of
 from slipstream.core.errors import ConfigError
+from slipstream.environments.answers import code_of, names_in
 from slipstream.environments.arguments import (
     check_above_0,
     check_at_least,
@@ -27,12 +27,9 @@ from slipstream.environments.question_files import Row, named_rows, text_in
 from slipstream.environments.sandbox import Finished, Limits, Sandbox, StartedProgram
 
 _CHECK = re.compile(r"^def check\(", re.MULTILINE)
-_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 PROGRAM = Path(__file__).with_name("functions_program.py")
 PROGRAM_TEXT = PROGRAM.read_text(encoding="utf-8")
-# A block of code: from ``` with at most one word to the next ```, or to the end of the reply.
-BLOCK = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 # Seconds in which Python starts in a sandbox, on a busy machine.
 START_LIMIT_S = 60.0
 # Fields of an answer to a call.
@@ -43,8 +40,9 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Exam:
-    """One task: the question, the code before the tests, the tests, and the functions' names."""
+    """One task: its row, the question, the code before the tests, the tests, the functions."""
 
+    where: str
     question: str
     setup: str
     tests: tuple[str, ...]
@@ -72,7 +70,7 @@ def _read_exam(
         )
     texts = [f"{text}\n\ncheck({name})\n" if _CHECK.search(text) else text for text in texts]
     names = (name,) if name else _names_under_test(before, texts, where)
-    return Exam(asked, before, tuple(texts), names)
+    return Exam(where, asked, before, tuple(texts), names)
 
 
 def _names_under_test(setup: str, tests: Sequence[str], where: str) -> tuple[str, ...]:
@@ -84,18 +82,11 @@ def _names_under_test(setup: str, tests: Sequence[str], where: str) -> tuple[str
     defined = set(dir(builtins))
     for text in (setup, *tests):
         try:
-            nodes = list(ast.walk(ast.parse(text)))
+            ast.parse(text)
         except (SyntaxError, ValueError) as error:
             raise ConfigError(f"{where}: a test is no Python: {error}") from error
-        for node in nodes:
-            if isinstance(node, _DEFINITIONS):
-                defined.add(node.name)
-            elif isinstance(node, ast.arg):
-                defined.add(node.arg)
-            elif isinstance(node, ast.alias):
-                defined.add((node.asname or node.name).partition(".")[0])
-            elif isinstance(node, ast.Name):
-                (used if isinstance(node.ctx, ast.Load) else defined).add(node.id)
+        here, there = names_in(text)
+        defined, used = defined | here, used | there
     names = tuple(sorted(used - defined))
     if not names:
         raise ConfigError(f"{where}: the tests use no name that they do not define themselves")
@@ -103,7 +94,7 @@ def _names_under_test(setup: str, tests: Sequence[str], where: str) -> tuple[str
 
 
 class Functions(Environment[Exam]):
-    """Asks for functions and runs tests against the last block of code of the reply.
+    """Asks for functions and runs tests against the blocks of the reply that define them.
 
     The tests run in one sandbox and the code in another: tested code can neither read the tests or
     the expected values, nor report the verdict itself. Functions take and return values of Python's
@@ -161,10 +152,18 @@ class Functions(Environment[Exam]):
         return [Message("user", self._instruction.replace("{question}", task.question))]
 
     async def step(self, reply: str) -> StepResult:
-        """Runs the tests against the reply's code, and returns the reward."""
-        code = code_of(reply)
+        """Runs the tests against the reply's code, and returns the reward.
+
+        Raises ValueError for a test that calls none of the functions: it would judge nothing.
+        """
+        code = code_of(answer_of(reply), self._exam.functions)
         async with self._running:
-            outcomes = Counter(await self._examine(code))
+            found = await self._examine(code)
+        if "idle" in found:
+            idle = self._exam.tests[found.index("idle")].strip()
+            names = ", ".join(self._exam.functions)
+            raise ValueError(f"a test of {self._exam.where} calls none of {names}: {idle[:80]!r}")
+        outcomes = Counter(found)
         share = outcomes["passed"] / len(self._exam.tests)
         metrics = {
             "passed": share,
@@ -274,12 +273,6 @@ async def _said(program: StartedProgram, limit_s: float) -> dict[str, object]:
     if not isinstance(said, dict):
         raise ValueError(f"an answer is an object, got {type(said).__name__}")
     return said
-
-
-def code_of(reply: str) -> str:
-    """Returns the last block of code of a reply, or the whole reply if it has no block."""
-    blocks = BLOCK.findall(reply)
-    return textwrap.dedent(blocks[-1]) if blocks else reply
 
 
 def _command(role: str) -> list[str]:

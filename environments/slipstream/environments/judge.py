@@ -10,7 +10,6 @@ import copy
 import dataclasses
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypedDict, TypeVar, Unpack
@@ -22,11 +21,12 @@ from slipstream.client.environment import (
     Endpoint,
     Environment,
     Message,
-    Reply,
     StepResult,
+    answer_of,
 )
 from slipstream.core.errors import ConfigError
 from slipstream.core.openai_client import faults_as, in_one_line, key_in, openai_client
+from slipstream.environments.answers import numbers
 from slipstream.environments.arguments import (
     FIELD,
     check_above_0,
@@ -38,7 +38,6 @@ from slipstream.environments.arguments import (
 from slipstream.environments.question_files import Row, named_rows, text_in
 
 Answer = TypeVar("Answer", bound="Form")
-NUMBER = re.compile(r"(?<![\d.])[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 # Address of clients whose calls each name another address.
 NOWHERE = "http://127.0.0.1:0/v1"
 # The forms of a judge's reply, in words.
@@ -136,7 +135,7 @@ class Judge:
         self._is_anywhere = bool(base_url)
         self._name = self._server.name
         self._model, self._prompt, self._answer = model, prompt, answer
-        self._lowest, self._highest = lowest, highest
+        self.lowest, self._highest = lowest, highest
         self._max_tokens = max_tokens
 
     async def score(self, fields: Mapping[str, object], endpoint: Endpoint | None = None) -> float:
@@ -159,20 +158,20 @@ class Judge:
             raise JudgeError(
                 f"{self._name} was cut off at {self._max_tokens} tokens: raise max_tokens"
             )
-        return self._read(choice.message.content or "")
+        return self._read(answer_of(choice.message.content or ""))
 
     def share(self, score: float) -> float:
         """Returns a score scaled so that `lowest` is 0 and `highest` is 1."""
-        return (score - self._lowest) / (self._highest - self._lowest)
+        return (score - self.lowest) / (self._highest - self.lowest)
 
     def _read(self, text: str) -> float:
         score = _only_number(text) if self._answer == "number" else _field_score(text)
         if score is None:
             wanted = ANSWERS[self._answer]
             raise JudgeError(f"{self._name} must reply with {wanted}, got {in_one_line(text)!r}")
-        if not self._lowest <= score <= self._highest:
+        if not self.lowest <= score <= self._highest:
             raise JudgeError(
-                f"{self._name} must score from {self._lowest:g} to {self._highest:g}, got {score:g}"
+                f"{self._name} must score from {self.lowest:g} to {self._highest:g}, got {score:g}"
             )
         return score
 
@@ -233,7 +232,7 @@ class JudgeServer:
 
 def _only_number(text: str) -> float | None:
     lines = [line for line in text.splitlines() if line.strip()]
-    found = NUMBER.findall(lines[-1]) if lines else []
+    found = numbers(lines[-1]) if lines else []
     return float(found[0]) if len(found) == 1 else None
 
 
@@ -303,8 +302,14 @@ class Judged(_Questions):
         return await self.judged(reply)
 
     async def judged(self, reply: str, endpoint: Endpoint | None = None) -> StepResult:
-        """Returns the judge's score of `reply` as the reward; `endpoint` is as in `Judge.score`."""
-        score = await self._judge.score({**self._row, "reply": reply}, endpoint)
+        """Returns the judge's score of `reply` as the reward; `endpoint` is as in `Judge.score`.
+
+        An empty reply has the lowest score, without a question to the judge.
+        """
+        said = answer_of(reply).strip()
+        score = self._judge.lowest
+        if said:
+            score = await self._judge.score({**self._row, "reply": said}, endpoint)
         return StepResult(self._judge.share(score), metrics={"score": score})
 
 
@@ -342,7 +347,7 @@ class Rewarded(_Questions):
 
     async def step(self, reply: str) -> StepResult:
         """Returns the model's score of the reply, without its reasoning, as the reward."""
-        said = reply.content if isinstance(reply, Reply) else reply
+        said = answer_of(reply)
         asked = {"role": "user", "content": self._asked}
         return StepResult(await self._model.score([asked, {"role": "assistant", "content": said}]))
 

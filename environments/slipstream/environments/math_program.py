@@ -7,13 +7,31 @@ For example, {"answer": "1/2", "reply": "It is 0.5."} gets
 import json
 import logging
 import os
+import re
 import resource
 import sys
 
 from slipstream.core.machine.process import die_with_parent
+from slipstream.environments.answers import bare, final_of, is_named, last_number, plain
 
 # Memory limit of this process, enough for sympy: 9^9^9 must end this process and no other.
 MAX_MEMORY_BYTES = 4 << 30
+# Memory that a reply may leave behind; with more, the next reply gets another process.
+MAX_LEFT_KIB = 1 << 20
+_SCIENTIFIC = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([-+]?\d{1,3})(?!\w)")
+_MIXED = re.compile(r"(?<![\d/.])(\d+) +(\d+)/(\d+)(?![\d/])")
+_WORD = re.compile(r"(?<![\\\w])[A-Za-z]{2}|.\$.")
+_SEVERAL = re.compile(r"or|,")
+_EITHER = re.compile(r"\d\S* or \S*\d")
+_UNIT = re.compile(r"\d\s*(?:\\\w+\{)?\s*([A-Za-z]+)[}$.\s]*$")
+# The units of each quantity, in numbers of the first one.
+_QUANTITIES: tuple[dict[str, float], ...] = (
+    {"m": 1, "meter": 1, "metre": 1, "cm": 0.01, "mm": 0.001, "km": 1000, "kilometer": 1000},
+    {"g": 1, "gram": 1, "kg": 1000, "kilogram": 1000, "mg": 0.001},
+    {"s": 1, "second": 1, "min": 60, "minute": 60, "h": 3600, "hour": 3600, "day": 86400},
+    {"l": 1, "liter": 1, "litre": 1, "ml": 0.001},
+)
+_CHOICE = re.compile(r"\(?([A-Z])[).:](?=\s|$)")
 
 
 def main() -> None:
@@ -25,9 +43,17 @@ def main() -> None:
     # Output of the packages goes to stderr, so that it does not come between the answers.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
+    # The largest size of a process counts from before it became this program.
+    at_start = _most_memory_kib()
     for line in sys.stdin:
         request = json.loads(line)
         answers.write(json.dumps(compare(request["answer"], request["reply"])) + "\n")
+        if _most_memory_kib() > at_start + MAX_LEFT_KIB:
+            return
+
+
+def _most_memory_kib() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def compare(answer: str, reply: str) -> dict[str, bool]:
@@ -40,13 +66,56 @@ def compare(answer: str, reply: str) -> dict[str, bool]:
 
     # The caller limits the time; math-verify's own limit would need threads.
     no_limit = {"parsing_timeout": None}
+    answer, reply = plain(answer), plain(reply)
+    said = final_of(reply)
+    if said and _text(said, answer) == _text(answer, answer):
+        return {"known": True, "readable": True, "right": True}
+    if _EITHER.search(said) and not _SEVERAL.search(answer):
+        return {"known": True, "readable": False, "right": False}
+    amounts = _amount(answer), _amount(said)
+    if None not in amounts:
+        return {"known": True, "readable": True, "right": amounts[0] == amounts[1]}
+    answer, said = _SCIENTIFIC.sub(_power, answer), _SCIENTIFIC.sub(_power, said)
+    answer, said = _MIXED.sub(r"(\1+\2/\3)", answer), _MIXED.sub(r"(\1+\2/\3)", said)
     # The right answer is parsed as one formula: in the plain text "x^2 + 1" only the 1 is found.
     is_marked = "$" in answer or "\\boxed" in answer
-    gold = [] if is_marked else parse(f"${answer}$", **no_limit)
+    gold = [] if is_marked or not answer else parse(f"${answer}$", **no_limit)
     gold = gold or parse(answer, **no_limit)
-    found = parse(reply, **no_limit)
-    right = bool(gold and found) and verify(gold, found, timeout_seconds=None)
-    return {"known": bool(gold), "readable": bool(found), "right": bool(right)}
+    said = said.replace(" and ", ", ")
+    readings = [parse(f"${said.strip('$')}$", **no_limit)] if said else []
+    is_readable = any(map(bool, readings))
+    if not said or _WORD.search(said):
+        # A formula of words is no formula.
+        readings.append(parse(said if said and is_named(reply) else reply, **no_limit))
+        is_readable = bool(readings[-1])
+    right = bool(gold) and any(
+        bool(found) and verify(gold, found, timeout_seconds=None) for found in readings
+    )
+    return {"known": bool(gold), "readable": is_readable, "right": right}
+
+
+def _text(text: str, answer: str) -> str:
+    """Returns what is compared as text: of a chosen answer such as "B) 42" the letter alone."""
+    text = bare(text)
+    if len(bare(answer)) == 1 and (chosen := _CHOICE.match(text)):
+        return chosen[1]
+    return text
+
+
+def _amount(text: str) -> tuple[int, float] | None:
+    """Returns the quantity and the amount of a number with a unit, or None."""
+    if (found := _UNIT.search(text)) is None or (value := last_number(text)) is None:
+        return None
+    unit = found[1].lower()
+    for number, factors in enumerate(_QUANTITIES):
+        factor = factors.get(unit) or factors.get(unit.removesuffix("s"))
+        if factor is not None:
+            return number, round(value * factor, 9)
+    return None
+
+
+def _power(found: re.Match[str]) -> str:
+    return rf"{found[1]} \cdot 10^{{{int(found[2])}}}"
 
 
 if __name__ == "__main__":

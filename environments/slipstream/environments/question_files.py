@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeAlias
 from slipstream.client.environment import Message
 from slipstream.core.errors import ConfigError
 from slipstream.core.hub import DATA_PREFIX, HubFiles
+from slipstream.environments.answers import bare
 
 # What may be the name of a data set on the hub.
 _NAME = re.compile(r"[\w.-]+/[\w-]+")
@@ -167,13 +168,15 @@ def read_questions(
     answer: str | None,
     *,
     duplicates: Literal["refuse", "drop"],
+    answer_after: str | None = None,
 ) -> list[Question]:
     """Returns the questions of a file or of a hub data set in their order, each once.
 
     `question` and `answer` name columns; "a.b" is the field b of the objects in column a. A
     question is a text, or a list of messages with role and content. If `answer` is None, answers
-    are "". `duplicates` says whether a repeated question is an error or is dropped. If the file
-    cannot be used, raises ConfigError, which names the row, or the columns that exist.
+    are "". `duplicates` says whether a repeated question is an error or is dropped. Only what
+    follows the last `answer_after` in an answer is kept. If the file cannot be used, raises
+    ConfigError, which names the row, or the columns that exist.
     """
     found: dict[tuple[Message, ...], tuple[int, Question]] = {}
     for number, (where, row) in enumerate(named_rows(path), start=1):
@@ -181,6 +184,10 @@ def read_questions(
         right = ""
         if answer is not None:
             right = _text(_cell(row, answer, path), f"{where}: column {answer!r}")
+            right = right.rpartition(answer_after)[2].strip() if answer_after else right
+            if not bare(right):
+                what = f"nothing behind {answer_after!r}" if answer_after else "no answer but marks"
+                raise ConfigError(f"{where}: column {answer!r} has {what}")
         if messages not in found:
             found[messages] = (number, Question(messages, right, row))
         elif duplicates == "refuse":

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import copy
 import importlib.util
 import inspect
 import json
+import os
 import random
 import signal
 import sys
@@ -14,11 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, SupportsFloat
 
-from slipstream.client.environment import Environment, Message, StepResult
+from slipstream.client.environment import Environment, Message, StepResult, answer_of
 from slipstream.client.environment_loader import environment_failed
 from slipstream.core.errors import ConfigError
 from slipstream.core.hub import DATA_PREFIX
 from slipstream.core.machine.process import send_signal
+from slipstream.environments.answers import bare, contains
 from slipstream.environments.arguments import Split, check_at_least, check_choice, check_holds
 from slipstream.environments.frameworks.packages import import_function
 from slipstream.environments.question_files import Files, HubData, Question, read_questions
@@ -102,7 +106,9 @@ class Questions(Environment[Question]):
         source = _source(path, hub_config, hub_split, hub_revision)
         takes_answer = self._function is None or self._function.takes_answer
         column = answer if takes_answer else None
-        questions = read_questions(source, question, column, duplicates=duplicates)
+        questions = read_questions(
+            source, question, column, duplicates=duplicates, answer_after=answer_after
+        )
         if split != "all":
             taken = Split(split, heldout_one_in)
             questions = [each for each in questions if taken.has(each.identity)]
@@ -129,18 +135,20 @@ class Questions(Environment[Question]):
 
     async def step(self, reply: str) -> StepResult:
         """Judges the reply by the argument `judge`, and returns the reward."""
-        answer, given = self._tail(self.question.answer), self._tail(reply)
+        given, answer = self._tail(answer_of(reply)), self.question.answer
         if self._function is not None:
-            return await self._function.judge(self.question, answer, given)
+            return await self._function.judge(
+                self.question, reply if self._answer_after is None else given
+            )
         metrics: dict[str, float] = {}
         if self._judge == "math_verify":
             verdict = await self._math.compare(answer, given)
             right = verdict.right
             metrics = {"readable": verdict.readable, "judge_timeout": verdict.timed_out}
         elif self._judge == "exact":
-            right = _plain(answer) == _plain(given)
+            right = bare(answer) == bare(given)
         else:
-            right = _plain(answer).casefold() in _plain(given).casefold()
+            right = contains(given, answer)
         return StepResult(float(right), metrics={"right": right, **metrics})
 
     def _tail(self, text: str) -> str:
@@ -165,9 +173,11 @@ class JudgeFunction:
         """Whether the function takes the answer."""
         return "answer" in self._taken
 
-    async def judge(self, question: Question, answer: str, reply: str) -> StepResult:
+    async def judge(self, question: Question, reply: str) -> StepResult:
         """Returns the function's reward and metrics. Raises EnvironmentFailed without a reward."""
-        known = {"reply": reply, "question": question.text, "answer": answer, "row": question.row}
+        # A function that changes its arguments changes them for this reply alone.
+        answer, row = copy.deepcopy((question.answer, question.row))
+        known = {"reply": reply, "question": question.text, "answer": answer, "row": row}
         found: object = self._call(**{name: known[name] for name in self._taken})
         if inspect.isawaitable(found):
             found = await found
@@ -215,64 +225,43 @@ def _source(
     return Files.of([path] if isinstance(path, str) else path)
 
 
-def _plain(text: str) -> str:
-    return " ".join(text.split())
-
-
 class MathJudge:
-    """Compares answers with math-verify in another process, which the first comparison starts."""
+    """Compares answers with math-verify in other processes, which comparisons start.
+
+    A comparison that takes long, or leaves a process in a bad state, changes no other verdict.
+    """
 
     def __init__(self, *, timeout_s: float) -> None:
         """`timeout_s` limits one comparison."""
         self._timeout_s = timeout_s
-        self._process: asyncio.subprocess.Process | None = None
-        self._lock = asyncio.Lock()
+        self._idle: list[asyncio.subprocess.Process] = []
+        self._running = asyncio.Semaphore(max(2, min(8, os.cpu_count() or 1)))
 
     async def compare(self, answer: str, reply: str) -> MathVerdict:
         """Compares `reply` with `answer`. Raises ValueError when `answer` is no mathematics."""
-        async with self._lock:
-            process = await self._started()
-            request = {"answer": answer, "reply": reply[-MAX_CHARACTERS:]}
-            try:
-                async with asyncio.timeout(self._timeout_s):
-                    said = await _ask(process, request)
-            except TimeoutError:
-                await self._kill()
-                return MathVerdict(right=False, readable=False, timed_out=True)
-            except asyncio.CancelledError:
-                # The late answer would be taken for the next comparison's answer.
-                await asyncio.shield(self._kill())
-                raise
-            if said is None:
-                # The process has ended: most likely it ran out of memory.
-                await self._kill()
-                return MathVerdict(right=False, readable=False)
+        start = max(0, len(reply) - MAX_CHARACTERS)
+        if (box := reply.rfind("\\boxed", 0, start)) >= 0 and "\\boxed" not in reply[start:]:
+            # A box is the answer, however much is written behind it.
+            start = box
+        request = {"answer": answer, "reply": reply[start : start + MAX_CHARACTERS]}
+        async with self._running:
+            said, is_new = None, False
+            while said is None and not is_new:
+                # An idle process may have ended, by what an earlier reply left in it.
+                is_new = not self._idle
+                process = await _started() if is_new else self._idle.pop()
+                try:
+                    said = await _ask(process, request, self._timeout_s)
+                except TimeoutError:
+                    return MathVerdict(right=False, readable=False, timed_out=True)
+                if said is not None:
+                    self._idle.append(process)
+        if said is None:
+            # Most likely this reply takes too much memory.
+            return MathVerdict(right=False, readable=False)
         if not said["known"]:
             raise ValueError(f"the right answer {answer!r} cannot be read as mathematics")
         return MathVerdict(right=said["right"], readable=said["readable"])
-
-    async def _started(self) -> asyncio.subprocess.Process:
-        if self._process is None or self._process.returncode is not None:
-            self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", PROGRAM),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                limit=LINE_BYTES,
-            )
-            try:
-                async with asyncio.timeout(START_LIMIT_S):
-                    # This first comparison pays for what the packages compile lazily.
-                    await _ask(self._process, {"answer": "1", "reply": "1"})
-            except (TimeoutError, asyncio.CancelledError):
-                await asyncio.shield(self._kill())
-                raise
-        return self._process
-
-    async def _kill(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            send_signal(process, signal.SIGKILL)
-            await process.wait()
 
 
 @dataclass(frozen=True)
@@ -288,19 +277,36 @@ class MathVerdict:
     timed_out: bool = False
 
 
+async def _started() -> asyncio.subprocess.Process:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", PROGRAM),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        limit=LINE_BYTES,
+    )
+    # This first comparison pays for what the packages compile lazily.
+    if await _ask(process, {"answer": "1", "reply": "1"}, START_LIMIT_S) is None:
+        raise RuntimeError(f"{PROGRAM} ended when it was started: exit status {process.returncode}")
+    return process
+
+
 async def _ask(
-    process: asyncio.subprocess.Process, request: dict[str, str]
+    process: asyncio.subprocess.Process, request: dict[str, str], limit_s: float
 ) -> dict[str, bool] | None:
-    """Returns the process's answer, or None if the process has ended."""
+    """Returns the process's answer, or None if it has ended; without an answer it is ended."""
     assert process.stdin is not None
     assert process.stdout is not None
+    line = b""
     try:
-        process.stdin.write(json.dumps(request).encode() + b"\n")
-        await process.stdin.drain()
-    except ConnectionError:
-        return None
-    line = await process.stdout.readline()
-    if not line:
-        return None
-    said: dict[str, bool] = json.loads(line)
+        async with asyncio.timeout(limit_s):
+            process.stdin.write(json.dumps(request).encode() + b"\n")
+            with contextlib.suppress(ConnectionError):
+                await process.stdin.drain()
+            line = await process.stdout.readline()
+    finally:
+        if not line:
+            # A late answer would be taken for the next comparison's answer.
+            send_signal(process, signal.SIGKILL)
+            await asyncio.shield(process.wait())
+    said: dict[str, bool] | None = json.loads(line) if line else None
     return said

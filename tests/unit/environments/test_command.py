@@ -29,6 +29,10 @@ open("reply.txt", "w").write(reply)
 """
 
 
+# This score is for tests of the program itself.
+SCORED = {"score_command": ["echo", "0.5"]}
+
+
 def python(code: str, *arguments: str) -> list[str]:
     return [sys.executable, "-c", code, *arguments]
 
@@ -43,13 +47,13 @@ async def played(command: Command, handler=None) -> pb.WorkerMessage:
 
 
 @pytest.mark.process
-async def test_a_program_finds_the_model_and_its_exit_status_is_the_reward() -> None:
+async def test_a_program_finds_the_model_and_its_exit_status_is_a_metric_and_no_reward() -> None:
     right = python(CALL + "sys.exit(reply != 'HELLO')", "{word}")
     wrong = python(CALL + "sys.exit(reply == 'HELLO')", "{word}")
-    for command, reward in ((right, 1.0), (wrong, 0.0)):
-        result = (await played(Command(command, [{"word": "hello"}]))).agent_result
-        assert result.reward == reward
-        assert dict(result.metrics) == {"ended_by_limit": 0.0, "exit_0": reward}
+    for command, exit_0 in ((right, 1.0), (wrong, 0.0)):
+        result = (await played(Command(command, [{"word": "hello"}], **SCORED))).agent_result
+        assert result.reward == 0.5
+        assert dict(result.metrics) == {"ended_by_limit": 0.0, "exit_0": exit_0}
 
 
 @pytest.mark.process
@@ -96,7 +100,8 @@ async def test_a_program_sees_no_variable_of_its_worker_and_a_home_of_its_own(mo
         "open(home + '/settings', 'w').write(sys.argv[1]); print(os.getcwd()); "
         "sys.exit('SECRET' in os.environ or os.listdir('.') != [])"
     )
-    assert (await played(Command(python(code, "{task}"), ["a"]))).agent_result.reward == 1.0
+    result = (await played(Command(python(code, "{task}"), ["a"], **SCORED))).agent_result
+    assert result.metrics["exit_0"] == 1.0
     assert not list(Path.home().glob("settings"))
 
 
@@ -113,8 +118,8 @@ async def test_a_program_sees_no_variable_of_its_worker_and_a_home_of_its_own(mo
     ],
 )  # fmt: skip
 async def test_a_program_that_reaches_a_limit_is_ended_and_scored(code: str, limits: dict) -> None:
-    result = (await played(Command(python(code, "{task}"), ["a"], **limits))).agent_result
-    assert result.reward == 0.0
+    result = (await played(Command(python(code, "{task}"), ["a"], **limits, **SCORED))).agent_result
+    assert result.reward == 0.5
     assert result.metrics["ended_by_limit"] == 1.0
 
 
@@ -133,8 +138,8 @@ async def test_what_a_program_forks_ends_with_the_episode(tmp_path: Path) -> Non
         "open(sys.argv[2], 'a').write(f'{os.getpid()}\\n')\n"
         "if sys.argv[1] == 'stay': time.sleep(600)\n"
     )
-    command = Command(python(code, "{task}", str(pids)), ["go", "stay"])
-    assert (await played(command)).agent_result.reward == 1.0
+    command = Command(python(code, "{task}", str(pids)), ["go", "stay"], **SCORED)
+    assert (await played(command)).agent_result.metrics["exit_0"] == 1.0
     assert await gone(pids)
     pids.unlink()
     host = EpisodeHost(command)
@@ -165,6 +170,7 @@ async def gone(pids: Path) -> bool:
         ({"score_command": python("print('high')")}, "must be a number, or a JSON object"),
         ({"score_command": python("print('{\"n\": 1}')")}, "must be a number, or a JSON object"),
         ({"score_command": python("print('NaN')")}, "the reward must be a finite number"),
+        ({"score_command": python("print('true')")}, "must be a number, or a JSON object"),
     ],
 )
 async def test_a_score_that_is_none_fails_the_episode(given: dict, cause: str) -> None:
@@ -175,7 +181,7 @@ async def test_a_score_that_is_none_fails_the_episode(given: dict, cause: str) -
 def test_tasks_come_from_a_file_too(tmp_path: Path) -> None:
     path = tmp_path / "tasks.jsonl"
     path.write_text("".join(json.dumps({"n": n}) + "\n" for n in range(3)))
-    assert Command(["true", "{n}"], str(path)).tasks() == [{"n": 0}, {"n": 1}, {"n": 2}]
+    assert Command(["true", "{n}"], str(path), **SCORED).tasks() == [{"n": 0}, {"n": 1}, {"n": 2}]
 
 
 @pytest.mark.parametrize(
@@ -195,20 +201,27 @@ def test_tasks_come_from_a_file_too(tmp_path: Path) -> None:
         (
             (["true", "{task}"], ["a"]),
             {"score_file": "a", "score_command": ["true"]},
-            "give score_command or score_file, not both",
+            "give score_command or score_file, one of them: it has the reward",
+        ),
+        # Exit status 0 is no score.
+        ((["true", "{task}"], ["a"]), {"score_command": None}, "give score_command or score_file"),
+        (
+            (["true", "{task}"], ["a"]),
+            {"score_command": None, "score_file": "a", "files": {"a": "1"}},
+            "score_file a is among files: it would be its own score",
         ),
     ],
 )
 def test_what_cannot_work_is_refused(arguments: tuple, given: dict, cause: str) -> None:
     with pytest.raises(ConfigError, match=cause.replace("(", r"\(")):
-        Command(*arguments, **given)
+        Command(*arguments, **{**SCORED, **given})
 
 
 @pytest.mark.process
 async def test_variables_of_the_program_do_not_reach_what_watches_it() -> None:
     given = {"PYTHONHOME": "/nowhere", "PYTHONPATH": "{task}"}
-    command = Command(["sh", "-c", 'test "$PYTHONPATH" = a'], ["a"], variables=given)
-    assert (await played(command)).agent_result.reward == 1.0
+    command = Command(["sh", "-c", 'test "$PYTHONPATH" = a'], ["a"], variables=given, **SCORED)
+    assert (await played(command)).agent_result.metrics["exit_0"] == 1.0
 
 
 @pytest.mark.process
@@ -217,8 +230,9 @@ async def test_a_file_in_the_folder_is_not_imported_by_what_watches_the_program(
         python("import sys; sys.exit(0)", "{task}"),
         ["a"],
         files={"argparse.py": "raise SystemExit(9)", "slipstream/__init__.py": "raise KeyError"},
+        **SCORED,
     )
-    assert (await played(command)).agent_result.reward == 1.0
+    assert (await played(command)).agent_result.metrics["exit_0"] == 1.0
 
 
 # An agent that tries to get out while it works; its score is what it could not do.
@@ -319,14 +333,14 @@ if sys.argv[2] == "use":
 async def test_memory_in_the_sandbox_is_what_is_used_not_what_is_reserved(scores, capfd):
     for what, is_ended in (("reserve", False), ("use", True)):
         program = python(CALL + RESERVES, "{word}", what)
-        options = dict(IN_SANDBOX)
+        options = IN_SANDBOX | SCORED
         if scores:
             taking = python(f"import sys{RESERVES}print(1)", "", what)
             program, options["score_command"] = python(CALL, "{word}"), taking
         answer = await played(Command(program, [{"word": "hello"}], **options))
         told = capfd.readouterr().err if not scores else answer.failure.message
         assert ("out of memory: it took" in told and "memory_gib = 0.50" in told) == is_ended
-        assert answer.agent_result.reward == (not is_ended)
+        assert answer.agent_result.metrics["exit_0"] == (not is_ended)
 
 
 @pytest.mark.process
@@ -334,8 +348,8 @@ async def test_memory_in_the_sandbox_is_what_is_used_not_what_is_reserved(scores
 async def test_a_program_that_a_signal_ends_is_told_with_what_the_sandbox_refuses(sandbox, capfd):
     program = python(CALL + "os.abort()", "{word}")
     options = IN_SANDBOX if sandbox else {}
-    answer = await played(Command(program, [{"word": "hello"}], **options))
-    assert answer.agent_result.reward == 0.0
+    answer = await played(Command(program, [{"word": "hello"}], **options, **SCORED))
+    assert answer.agent_result.metrics["exit_0"] == 0.0
     told = capfd.readouterr().err
     assert ": it was ended by SIGABRT" in told
     assert ("(the sandbox refuses /proc/self and every other path" in told) == sandbox
@@ -406,7 +420,8 @@ async def test_a_link_in_the_way_of_a_score_is_not_followed_out(tmp_path: Path) 
 
 def test_a_sandbox_needs_limits_and_sandlock(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="sandbox = true needs memory_gib and max_processes"):
-        Command(["true", "{task}"], ["x"], sandbox=True)
+        Command(["true", "{task}"], ["x"], sandbox=True, **SCORED)
     monkeypatch.setattr("slipstream.environments.command.why_not", lambda name: f"no {name}")
     with pytest.raises(ConfigError, match="the one port of the endpoint: no sandlock"):
-        Command(["true", "{task}"], ["x"], sandbox=True, memory_gib=1.0, max_processes=9)
+        limits = {"memory_gib": 1.0, "max_processes": 9}
+        Command(["true", "{task}"], ["x"], sandbox=True, **limits, **SCORED)

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from slipstream.client import StepResult
 from slipstream.core.errors import ConfigError
-from slipstream.environments.functions import Functions, code_of
+from slipstream.environments.answers import code_of
+from slipstream.environments.functions import Functions
 from support.rigs.waiting import LIMIT_S
 
 pytestmark = [
@@ -104,6 +105,9 @@ async def test_values_of_all_kinds_travel_both_ways(tmp_path: Path) -> None:
         "(1, (2,))",
         "{1, 2}",
         "{1: (2, 3), (4,): [5]}",
+        "{frozenset({1}): 2}",
+        "range(3)",
+        "range(9, 0, -2)",
     )
     tests = [f"assert same({value}) == {value}" for value in values]
     tests += [f"assert type(same({value})) == type({value})" for value in values]
@@ -219,6 +223,58 @@ async def test_the_code_is_the_last_block_of_the_reply() -> None:
     assert code_of("  ```python\n  a = 1\n  ```") == "a = 1\n"
     assert code_of("`x` and ```inline``` alone") == "`x` and ```inline``` alone"
     assert code_of("") == ""
+
+
+PYTEST = "def test_add():\n    assert add(1, 2) == 3\n"
+UNITTEST = (
+    "import unittest\nclass TestAdd(unittest.TestCase):\n    def setUp(self): self.right = 3\n"
+    "    def test_add(self): self.assertEqual(add(1, 2), self.right)\n"
+)
+
+
+@pytest.mark.parametrize("test", [PYTEST, UNITTEST])
+async def test_tests_of_pytest_and_unittest_are_run(test: str, tmp_path: Path) -> None:
+    tasks = functions(tmp_path, {"question": "?", "tests": [test]})
+    assert (await judged(tasks, block("def add(a, b):\n    return a + b"))).reward == 1
+    assert (await judged(tasks, block("def add(a, b):\n    return 0"))).reward == 0
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "def check_add():\n    assert add(1, 2) == 3",
+        "def test_add(given):\n    assert add(1, given) == 3",
+        "async def test_add():\n    assert add(1, 2) == 3",
+        "class TestAdd:\n    def test_add(self):\n        assert add(1, 2) == 3",
+        "if __name__ == '__main__':\n    assert add(1, 2) == 3",
+        "for n in []:\n    assert add(n, n) == 2 * n",
+        "import no_such_package\ndef test_add():\n    assert add(1, 2) == 3",
+        "add",
+    ],
+)
+async def test_a_test_that_calls_nothing_is_a_fault_of_the_data(test: str, tmp_path: Path) -> None:
+    tasks = functions(tmp_path, {"question": "?", "tests": ["assert add(1, 2) == 3", test]})
+    with pytest.raises(ValueError, match="a test of .*row 1 calls none of add: "):
+        await judged(tasks, block("def add(a, b):\n    return a + b"))
+
+
+async def test_code_that_ends_passes_no_test_that_catches_everything(tmp_path: Path) -> None:
+    test = "try:\n    add(1, None)\nexcept:\n    pass"
+    tasks = functions(tmp_path, {"question": "?", "tests": [test]})
+    ended = await judged(tasks, block("def add(a, b):\n    import os\n    os._exit(0)"))
+    assert (ended.reward, ended.metrics["errors"]) == (0, 1)
+    assert (await judged(tasks, block("def add(a, b):\n    return a + b"))).reward == 1
+
+
+async def test_the_code_that_defines_the_function_is_judged_without_thoughts(tmp_path: Path):
+    tasks = functions(tmp_path, {"question": "?", "tests": ["assert add(1, 2) == 3"]})
+    right = "def add(a, b):\n    return a + b"
+    for reply, reward in (
+        (f"{block(right)}\nCall it:\n{block('print(add(1, 2))')}", 1),
+        (f"<think>{block(right)}", 0),
+        (f"<think>{block('def add(a, b): return 0')}</think>{block(right)}", 1),
+    ):
+        assert (await judged(tasks, reply)).reward == reward
 
 
 async def test_a_test_that_cannot_run_fails_the_episode(tmp_path: Path) -> None:

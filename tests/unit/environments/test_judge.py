@@ -318,6 +318,28 @@ async def test_a_judged_environment_gives_the_judges_score_from_0_to_1(tmp_path,
     assert endpoint.keys == ["Bearer a key"]
 
 
+async def test_a_judge_sees_the_answer_alone_and_nothing_is_asked_of_an_empty_one(
+    tmp_path, endpoint
+):
+    endpoint.answers = ["4"]
+    judged = Judged(questions(tmp_path), endpoint.url, "judge", "{reply}. From 2 to 6?",
+                    lowest=2, highest=6)  # fmt: skip
+    judged.reset(judged.tasks()[0])
+    assert (await judged.step("<think>blue?</think>\n\nred")).reward == 0.5
+    assert endpoint.asked[0]["messages"][0]["content"] == "red. From 2 to 6?"
+    for reply in ("", " \n", "<think>red", "<think>red</think>"):
+        found = await judged.step(reply)
+        assert (found.reward, found.metrics) == (0.0, {"score": 2})
+    assert len(endpoint.asked) == 1
+
+
+async def test_thoughts_of_a_judge_are_no_score(endpoint: Endpoint) -> None:
+    thinks = '<think>{"score": 9}? No.</think>{"score": 3}'
+    assert await score(endpoint, thinks, answer="json") == 3
+    with pytest.raises(JudgeError, match="must reply with one number"):
+        await score(endpoint, "<think>So 7")
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -2,6 +2,7 @@ import asyncio
 import json
 from pathlib import Path
 
+import psutil
 import pytest
 from make_question_files import main as make_question_files
 from slipstream.client.environment import Message, Reply, StepResult
@@ -275,6 +276,11 @@ def whatever(**given):
     return sorted(given) == ["answer", "question", "reply", "row"]
 
 
+def changes(row, reply):
+    row["seen"].append(reply)
+    return len(row["seen"])
+
+
 def wordy(reply):
     return {"none": None, "text": "good", "list": [], "nan": float("nan")}[reply]
 
@@ -303,6 +309,23 @@ async def test_a_function_judges_by_the_arguments_that_it_takes(tmp_path: Path, 
     for reply in ("none", "text", "list"):
         with pytest.raises(EnvironmentFailed, match="must return a number, or metrics with 'rew"):
             await verdict("wordy", reply)
+
+
+async def test_a_function_that_changes_its_row_changes_it_for_one_reply(tmp_path: Path):
+    path = json_lines(tmp_path, [{"question": "?", "seen": []}])
+    environment = Questions(path, judge=f"{__name__}:changes")
+    environment.reset(environment.tasks()[0])
+    assert [(await environment.step(Reply("a"))).reward for _ in range(2)] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("judge", ["exact", "contains", "math_verify"])
+def test_an_answer_of_which_nothing_is_left_is_refused(tmp_path: Path, judge: str) -> None:
+    rows = [{"question": "q2", "answer": "so #### 7"}, {"question": "q1", "answer": "cut ####"}]
+    path = json_lines(tmp_path, rows)
+    said = f"{path}, row 2: column 'answer' has nothing behind '####'"
+    assert refusal(path, judge=judge, answer_after="####") == said
+    path = json_lines(tmp_path, [{"question": "q", "answer": "**\u200b**"}])
+    assert refusal(path, judge=judge).endswith("row 1: column 'answer' has no answer but marks")
 
 
 class Lengths(Questions):
@@ -348,6 +371,7 @@ async def test_only_what_follows_the_mark_of_the_answer_counts(tmp_path: Path):
         result = await environment.step(reply)
         assert result.reward == float(right)
         assert result.metrics == {"right": right, "readable": True, "judge_timeout": False}
+    await ended(environment._math)
 
 
 @pytest.mark.process
@@ -367,6 +391,43 @@ async def test_answers_are_compared_as_mathematics_and_a_hard_one_holds_up_no_ot
     assert await judge.compare("7", "$9^{9^{9^{9}}}$") == given_up
     judge._timeout_s = 60.0
     assert await judge.compare("7", "7") == right
+    await ended(judge)
+
+
+async def ended(judge: MathJudge) -> None:
+    """Ends the idle processes while the loop of the test runs."""
+    for process in judge._idle:
+        process.kill()
+        await process.wait()
+
+
+@pytest.mark.process
+async def test_what_a_reply_does_to_the_judge_changes_no_other_verdict():
+    pytest.importorskip("math_verify")
+    judge = MathJudge(timeout_s=60.0)
+    assert (await judge.compare("7", "7")).right
+    # This is what a reply does that leaves too little memory.
+    for process in psutil.Process().children():
+        process.kill()
+        process.wait()
+    assert (await judge.compare("7", "7")).right
+    # A hard reply holds up no other one: both are compared at the same time.
+    hard = asyncio.create_task(judge.compare("7", "$9^{9^{9^{9}}}$"))
+    await until(lambda: len(psutil.Process().children()) == 1 and not judge._idle)
+    assert (await judge.compare("7", "7")).right
+    assert not hard.done()
+    hard.cancel()
+    await asyncio.wait([hard])
+    assert len(judge._idle) == 1
+    await ended(judge)
+
+
+@pytest.mark.process
+async def test_a_box_is_the_answer_however_much_follows_it():
+    pytest.importorskip("math_verify")
+    judge = MathJudge(timeout_s=60.0)
+    assert (await judge.compare("7", r"\boxed{7}" + " I check: 1 + 1 = 2." * 1000)).right
+    await ended(judge)
 
 
 @pytest.mark.process
@@ -374,10 +435,11 @@ async def test_a_comparison_that_is_given_up_while_its_program_starts_answers_no
     pytest.importorskip("math_verify")
     judge = MathJudge(timeout_s=20.0)
     first = asyncio.create_task(judge.compare("1", "1"))
-    await until(lambda: judge._process is not None)
+    await until(lambda: bool(psutil.Process().children()))
     first.cancel()
     await asyncio.wait([first])
     assert await judge.compare("3", "4") == MathVerdict(right=False, readable=True)
+    await ended(judge)
 
 
 def test_a_data_set_becomes_two_files_that_share_no_question(tmp_path: Path, capsys):

@@ -429,7 +429,7 @@ class RolloutServerSection(Section):
     recompute_context: bool = True
     # vLLM's parser of tool calls, such as hermes. Tools need it.
     tool_parser: str | None = None
-    # vLLM's parser of reasoning, such as qwen3. Without it reasoning is part of the reply.
+    # vLLM's parser of reasoning, such as qwen3. Without it, judges go by marks such as </think>.
     reasoning_parser: str | None = None
     # File of a chat template in place of the tokenizer's.
     chat_template: Path | None = None

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any, Literal, TypeAlias
 
-from slipstream.client.environment import Environment, Message, StepResult
+from slipstream.client.environment import Environment, Message, StepResult, answer_of
 from slipstream.core.errors import ConfigError
+from slipstream.environments.answers import numbers
 from slipstream.environments.arguments import Split, check_at_least, check_choice, check_holds
-from slipstream.environments.arithmetic import NUMBER
 from slipstream.environments.frameworks.packages import import_package, unknown_name
 
 # Number of questions in one data set of the package; the next data set has another seed.
@@ -113,7 +113,7 @@ class ReasoningGym(Environment[Entry]):
 
         If the package's scorer fails, the reward is 0.
         """
-        answer = self._cut(reply)
+        answer = self._cut(answer_of(reply))
         try:
             score = float(self._scorer.score_answer(answer, self._entry))
             is_scored = True
@@ -260,12 +260,7 @@ def _cut_of(answer: str, library: ModuleType) -> Callable[[str], str | None]:
         "tags": library.utils.extract_answer,
         "whole": str.strip,
         "last_line": lambda reply: reply.strip().rpartition("\n")[2].strip(),
-        "number": _last_number,
+        "number": lambda reply: next(reversed(numbers(reply)), None),
     }
     check_choice("answer", answer, cuts)
     return cuts[answer]
-
-
-def _last_number(reply: str) -> str | None:
-    numbers = NUMBER.findall(reply)
-    return numbers[-1].replace(",", "") if numbers else None

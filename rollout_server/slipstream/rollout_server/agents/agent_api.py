@@ -64,6 +64,10 @@ class AgentApi(Protocol):
     def takes_tools(self) -> bool:
         """Whether the run has a parser for tool calls in replies."""
 
+    @property
+    def reads_thoughts(self) -> bool:
+        """Whether the run has a parser for thoughts in replies."""
+
     async def reader(self, inputs: TemplateInputs) -> Reader | None:
         """Returns the reader of replies to prompts with `inputs`, or None if none is needed.
 

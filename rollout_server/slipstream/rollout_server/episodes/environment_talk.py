@@ -74,7 +74,8 @@ class EnvironmentTalk:
             truncated = generation.finish_reason is FinishReason.LENGTH
             reply = recording.last_text = renderer.decode(recording.last_reply)
             parsed = self._read(history.inputs)
-            step = self._session.step(reply, truncated=truncated, parsed=parsed)
+            judged = self._judged(reply, parsed)
+            step = self._session.step(reply, truncated=truncated, parsed=judged)
             verdict = await self._play.ask(step)
             self._judge(verdict)
             if verdict.done:
@@ -126,6 +127,16 @@ class EnvironmentTalk:
             return None
         tokens, reply = self._recording.conversation, self._recording.last_reply
         return self._reader.read(tokens[: len(tokens) - len(reply)], reply, inputs)
+
+    def _judged(self, reply: str, parsed: ParsedReply | None) -> ParsedReply | None:
+        """Returns what the environment judges: `parsed`, with the thoughts told apart.
+
+        A parser of thoughts has the last word.
+        """
+        if self._agents.reads_thoughts:
+            return parsed
+        tokens, said = self._recording.conversation, self._recording.last_reply
+        return self._renderer.told_apart(tokens[: len(tokens) - len(said)], said, reply, parsed)
 
     def _judge(self, verdict: Judgement) -> None:
         recording = self._recording

@@ -14,6 +14,11 @@ from typing import Any
 import numpy as np
 from pydantic import JsonValue
 from slipstream.core.errors import ConfigError
+from slipstream.core.models.thoughts import (
+    begins_thoughts,
+    marks_thoughts,
+    split_thoughts,
+)
 from slipstream.core.models.vision.placed import ImageTokens, PlacedImage
 from slipstream.rollout_server.chat import (
     NO_INPUTS,
@@ -21,6 +26,7 @@ from slipstream.rollout_server.chat import (
     REPLY,
     RESULT,
     ChatMessage,
+    ParsedReply,
     TemplateInputs,
 )
 from slipstream.rollout_server.template_limits import limited_memory, limited_time
@@ -33,6 +39,8 @@ _CACHED_CHARACTERS = 1000
 _LONG_TOKEN = 128
 # Characters of a prompt that an error shows.
 _SHOWN = 40
+# Tokens at the end of a prompt in which a template may begin thoughts.
+_LAST_TOKENS = 16
 
 # A tool with which a template is tried.
 _PARAMETERS = {"type": "object", "properties": {"a": {"type": "number"}}}
@@ -72,6 +80,8 @@ class Renderer:
                 f"model.path: the tokenizer in {folder} has no chat template: name a file with one "
                 "in rollout_server.chat_template"
             )
+        # Whether `decode` leaves out marks of thoughts.
+        self._hides_thoughts = any(map(marks_thoughts, self._tokenizer.all_special_tokens))
         self._longest_token = max(_LONG_TOKEN, *map(len, self._tokenizer.get_vocab()))
         # The members of a group have the same prompt.
         self._prompt = lru_cache(_CACHED_PROMPTS)(self._render)
@@ -202,6 +212,25 @@ class Renderer:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Returns the text of a reply, without special tokens."""
         return self._decode(token_ids, skip_special_tokens=True)
+
+    def told_apart(
+        self, before: Sequence[int], reply: Sequence[int], text: str, parsed: ParsedReply | None
+    ) -> ParsedReply | None:
+        """Returns `parsed` with the thoughts told apart, or None if no parser read and no mark is.
+
+        `reply` follows the tokens `before`, in which the template may have begun thoughts; `text`
+        is that of `decode`.
+        """
+        said = text if parsed is None else parsed.content
+        if parsed is None and self._hides_thoughts:
+            said = self.decode_all(reply)
+        is_open = begins_thoughts(self.decode_all(before[-_LAST_TOKENS:]))
+        thoughts, answer = split_thoughts(said, is_open=is_open)
+        if answer == said:
+            return parsed
+        for token in self._tokenizer.all_special_tokens:
+            thoughts, answer = thoughts.replace(token, ""), answer.replace(token, "")
+        return (parsed or ParsedReply(""))._replace(content=answer, reasoning=thoughts)
 
     def decode_prompt(self, token_ids: Sequence[int]) -> str:
         """Returns text like `decode_all`; results are cached, since episodes share prompts."""

@@ -5,7 +5,13 @@ import pytest
 from slipstream.core.errors import ConfigError
 from slipstream.learner.trainer.tiny_model import make_tokenizer
 from slipstream.rollout_server import template_limits
-from slipstream.rollout_server.chat import REPLY, ChatMessage, ParsedToolCall, TemplateInputs
+from slipstream.rollout_server.chat import (
+    REPLY,
+    ChatMessage,
+    ParsedReply,
+    ParsedToolCall,
+    TemplateInputs,
+)
 from slipstream.rollout_server.episodes.renderer import Renderer, RenderingFailed
 from support.fakes.chat_models import make_chat_tokenizer
 
@@ -285,3 +291,54 @@ def test_values_of_an_environment_come_before_those_of_the_run(tmp_path: Path) -
 @pytest.mark.parametrize("template", [NESTED, DEMANDING])
 def test_a_template_without_a_place_for_results_is_known(tmp_path: Path, template: str) -> None:
     assert not with_template(tmp_path, template).has_place_for_results(ADD)
+
+
+def parts(tmp_path: Path, template: str, words: list[str], reply: str) -> ParsedReply | None:
+    """What is told apart of a reply, whose marks `words` are special tokens."""
+    from transformers import AutoTokenizer
+
+    make_chat_tokenizer(tmp_path, template, words=words)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer.add_special_tokens({"additional_special_tokens": words})
+    tokenizer.save_pretrained(tmp_path)
+    renderer = Renderer(tmp_path)
+    said = tokenizer(reply, add_special_tokens=False)["input_ids"]
+    return renderer.told_apart(renderer.prompt([user("q")]), said, renderer.decode(said), None)
+
+
+PLAIN = "{{ messages[0]['content'] }}<|im_start|>assistant\n"
+HARMONY = ["<|channel|>", "<|message|>", "<|end|>", "<|start|>"]
+
+
+@pytest.mark.parametrize(
+    ("template", "words", "reply", "parsed"),
+    [
+        (PLAIN, [], "just 7", None),
+        (PLAIN, [], "<think>8?</think>7", ParsedReply("7", "8?")),
+        # The template begins the thoughts: only it tells a cut reply from an answer.
+        (PLAIN + "<think>\n", [], "8?</think>\n\n7<|im_end|>", ParsedReply("\n\n7", "8?")),
+        (PLAIN + "<think>\n", [], "It is 7", ParsedReply("", "It is 7")),
+        (PLAIN + "<think>\n\n</think>\n\n", [], "It is 7", None),
+        # Marks that are special tokens, which no text of a reply has.
+        (PLAIN, ["[THINK]", "[/THINK]"], "[THINK]8?[/THINK]7", ParsedReply("7", "8?")),
+        (PLAIN, ["[THINK]", "[/THINK]"], "[THINK]7", ParsedReply("", "7")),
+        (
+            "{{ messages[0]['content'] }}<|start|>assistant",
+            HARMONY,
+            "<|channel|>analysis<|message|>8?<|end|><|start|>assistant<|channel|>final<|message|>7",
+            ParsedReply("7", "analysis8?assistant"),
+        ),
+    ],
+)
+def test_thoughts_are_told_apart_by_the_template_and_the_familys_marks(
+    template, words, reply, parsed, tmp_path
+):
+    assert parts(tmp_path, template, words, reply) == parsed
+
+
+def test_what_a_parser_of_calls_has_left_is_told_apart_too(tmp_path: Path) -> None:
+    make_chat_tokenizer(tmp_path)
+    renderer = Renderer(tmp_path)
+    calls = (ParsedToolCall("c", "add", "{}"),)
+    read = ParsedReply("<think>8?</think>7", tool_calls=calls)
+    assert renderer.told_apart([], [], "", read) == ParsedReply("7", "8?", calls)

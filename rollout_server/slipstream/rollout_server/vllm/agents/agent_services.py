@@ -31,9 +31,14 @@ class AgentServices:
         """Whether the run has a parser for tool calls in replies."""
         return self._settings.tool_parser is not None
 
+    @property
+    def reads_thoughts(self) -> bool:
+        """Whether the run has a parser for thoughts in replies."""
+        return self._settings.reasoning_parser is not None
+
     async def reader(self, inputs: TemplateInputs) -> ReplyReader | None:
         """Returns the parser of replies; the first call opens it, in a thread."""
-        if not inputs.tools and self._settings.reasoning_parser is None:
+        if not inputs.tools and not self.reads_thoughts:
             return None
         if self._reading is None:
             self._reading = asyncio.ensure_future(asyncio.to_thread(self._open_reader))

@@ -1,0 +1,66 @@
+"""Replies as people and models write them, each with the value that a person gives it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from slipstream.client import Reply, answer_of
+from slipstream.environments.answers import code_of
+from slipstream.environments.arithmetic import Addition, Arithmetic
+from slipstream.environments.math_program import compare
+from slipstream.environments.questions import Questions
+from support.rigs.waiting import LIMIT_S
+
+TABLE = Path(__file__).parents[2] / "data" / "replies.jsonl"
+REPLIES = [json.loads(line) for line in TABLE.read_text(encoding="utf-8").splitlines()]
+
+
+def adds(reply: str) -> float:
+    """Whether the code of a reply has a function that adds."""
+    code = f"{code_of(answer_of(reply), ['add'])}\nassert add(1, 2) == 3"
+    ended = subprocess.run([sys.executable, "-ISc", code], capture_output=True, timeout=LIMIT_S)
+    return float(ended.returncode == 0)
+
+
+async def value_of(judge: str, answer: str, reply: str, folder: Path) -> float:
+    """The reward of the built-in environment with this judge."""
+    if judge == "math_verify":
+        return float(compare(answer, answer_of(reply))["right"])
+    if judge == "code":
+        return adds(reply)
+    if judge in ("number", "line"):
+        sums = Arithmetic(format=judge, format_credit=0.0)
+        sums.reset(Addition(int(answer) - 1, "+", 1))
+        return sums.step(reply).reward
+    path = folder / "data.jsonl"
+    path.write_text(json.dumps({"question": "?", "answer": answer}))
+    asked = Questions(str(path), judge=judge)
+    asked.reset(asked.tasks()[0])
+    return (await asked.step(reply)).reward
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("judge", sorted({row["judge"] for row in REPLIES}))
+async def test_a_reply_earns_what_a_person_gives_it(judge: str, tmp_path: Path) -> None:
+    if judge == "math_verify":
+        pytest.importorskip("math_verify")
+    rows = [row for row in REPLIES if row["judge"] == judge]
+    earned = [await value_of(**{n: row[n] for n in ("judge", "answer", "reply")}, folder=tmp_path)
+              for row in rows]  # fmt: skip
+    wrong = [(row, got) for row, got in zip(rows, earned, strict=True) if got != row["value"]]
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+def test_the_table_has_replies_of_every_kind() -> None:
+    assert len(REPLIES) >= 200
+    assert len({json.dumps(row) for row in REPLIES}) == len(REPLIES)
+    assert {row["value"] for row in REPLIES} == {0, 1}
+
+
+def test_a_parser_has_the_last_word_on_what_is_content() -> None:
+    assert answer_of(Reply("7 </think> 8", content="7")) == "7"
+    assert answer_of("<think>a</think>b<think>c") == "b"
+    assert Reply("<think>a</think>b").reasoning == "a"
+    assert Reply("just b").content == "just b"
