@@ -75,6 +75,27 @@ def product_of_a_sequence(tokens: LossInputs) -> Tensor:
     return _plain(tokens) * tokens.sequences.sums(tokens.logprobs - tokens.behavior_logprobs).exp()
 
 
+def leaves_out_what_is_far(tokens: LossInputs) -> Tensor:
+    """It drops a micro batch with a token whose ratio has moved too far."""
+    gaps = (tokens.logprobs - tokens.behavior_logprobs).abs()[tokens.mask]
+    return _plain(tokens) * float(not len(gaps) or float(gaps.detach().max()) < 6)
+
+
+def stops_early(tokens: LossInputs) -> Tensor:
+    """It drops a micro batch that has diverged too far."""
+    gaps = (tokens.logprobs - tokens.behavior_logprobs)[tokens.mask].detach()
+    return _plain(tokens) * float(not len(gaps) or float(gaps.square().mean()) < 1.5)
+
+
+def by_the_largest_advantage(tokens: LossInputs) -> Tensor:
+    largest = torch.where(tokens.mask, tokens.advantages.abs(), 0).max()
+    return _plain(tokens) / largest.clamp(min=5)
+
+
+def forgets_late_tokens(tokens: LossInputs) -> Tensor:
+    return _plain(tokens) * (torch.arange(len(tokens.mask)) < 4096)
+
+
 def log_of_the_entropy(tokens: LossInputs) -> Tensor:
     return _plain(tokens) * tokens.entropy.log()
 
@@ -276,6 +297,10 @@ def reward_of_metrics(group: Sequence[RewardedEpisode]) -> list[float]:
 
 def first_decides(group: Sequence[RewardedEpisode]) -> bool:
     return group[0].reward > 0
+
+
+def mean_of_rewards(group: Sequence[RewardedEpisode]) -> bool:
+    return sum(episode.reward for episode in group) / len(group) > 0
 
 
 def neither(group: Sequence[RewardedEpisode]) -> None:

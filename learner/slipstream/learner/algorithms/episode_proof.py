@@ -1,12 +1,11 @@
-"""Property tests of advantage functions, reward functions and filters on a few episodes."""
+"""Proofs of advantage functions, reward functions and filters on a few episodes."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from slipstream.core.errors import RunFailed
@@ -19,49 +18,36 @@ from slipstream.learner.algorithms.functions import (
     rewarded,
     token_advantages,
 )
-from slipstream.learner.algorithms.proof import faults, reseed
-from slipstream.learner.algorithms.proof_scenes import Disproved
+from slipstream.learner.algorithms.proof import Disproved, check_state, faults
 
-# Rewards of the episodes of each group, from 0 to 1.
+
+class Rewards(tuple[tuple[float, ...], ...]):
+    """The rewards of the episodes of each group of a scene."""
+
+    def __str__(self) -> str:
+        groups = (" ".join(f"{one:g}" for one in group) for group in self)
+        return f"rewards {' and '.join(groups)}"
+
+
+# Rewards from 0 to 1.
 PLAIN = (
-    ((0.5,),),
-    ((0.0, 1.0),),
-    ((0.0, 1.0, 1.0), (1.0, 0.0)),
-    ((0.3, 0.7, 0.1, 0.9), (0.25,), (0.6, 0.4, 0.8)),
+    Rewards([(0.5,)]),
+    Rewards([(0.0, 1.0)]),
+    Rewards([(0.0, 1.0, 1.0), (1.0, 0.0)]),
+    Rewards([(0.3, 0.7, 0.1, 0.9), (0.25,), (0.6, 0.4, 0.8)]),
 )
 # Rewards of episodes that also have token costs. A function may refuse these with a ValueError.
-WIDE = (((0.3, -0.2),), ((1.0, 0.0, 2.5, -1.5), (-0.25,), (0.6, 0.4, 0.9)))
+WIDE = (
+    Rewards([(0.3, -0.2)]),
+    Rewards([(1.0, 0.0, 2.5, -1.5), (-0.25,), (0.6, 0.4, 0.9)]),
+)
 # Rewards at which an estimator may divide by 0.
-EQUAL = (((0.0,),), ((1.0, 1.0),), ((0.1, 0.1, 0.1), (0.7, 0.7, 0.7)), ((1e-9, 0.0),))
+EQUAL = (
+    *(Rewards([(0.0,)]), Rewards([(1.0, 1.0)]), Rewards([(1e-9, 0.0)])),
+    Rewards([(0.1, 0.1, 0.1), (0.7, 0.7, 0.7)]),
+)
 # Rewards at the protocol's bounds. A function may refuse these with a ValueError.
-LARGE = (((1e6, -1e6), (1e6, 1e6)),)
-Groups: TypeAlias = tuple[tuple[float, ...], ...]
-
-
-@dataclass(frozen=True)
-class ProvedEpisodes:
-    """The function under test: the advantage, reward or filter (by `kind`) of `algorithm`.
-
-    `has_values` tells whether the test episodes have the estimates of a critic.
-    """
-
-    algorithm: AlgorithmSection
-    kind: FunctionKind
-    has_values: bool = False
-
-
-def episode_faults(proved: ProvedEpisodes) -> list[str]:
-    """Returns one line for each required property that the function under test lacks."""
-    properties: dict[str, Callable[[ProvedEpisodes], None]] = {
-        "result": _check_result,
-        "state": _check_state,
-        "inputs": _check_inputs,
-        "order of episodes": _check_order,
-        "finite": _check_finite,
-    }
-    if proved.kind == "advantage":
-        properties["names of groups"] = _check_names
-    return faults(function_of(proved.algorithm, proved.kind), proved, properties)
+LARGE = (Rewards([(1e6, -1e6), (1e6, 1e6)]),)
 
 
 class AnyMetrics(Mapping[str, float]):
@@ -80,143 +66,141 @@ class AnyMetrics(Mapping[str, float]):
         return 0
 
 
-def _episodes(proved: ProvedEpisodes, groups: Groups) -> list[Any]:
-    chance = np.random.default_rng(len(groups))
-    found: list[Any] = []
-    for group, rewards in enumerate(groups):
-        for member, reward in enumerate(rewards):
-            size, metrics = 1 + (member + group) % 4, AnyMetrics(len(found))
-            if proved.kind != "advantage":
-                lengths = (size, 16) if member % 2 else (3 * size,)
-                found.append(
-                    RewardedEpisode(
-                        *(reward, metrics, bool(member % 2), lengths, 16, "environment", group)
-                    )
-                )
-                continue
-            values = chance.normal(0, 0.5, size) if proved.has_values else None
-            branches = (slice(0, 1), slice(1, size)) if size > 2 else (slice(0, size),)
-            costs, lags = np.zeros(size), chance.integers(0, 3, size, dtype=np.int32)
-            if groups in WIDE:
-                costs = chance.uniform(0, 0.1, size)
-            found.append(ScoredEpisode(f"g{group}", reward, costs, values, branches, metrics, lags))
-    return found
+@dataclass(frozen=True)
+class EpisodeProof:
+    """The proof of the advantage, reward or filter (by `kind`) of `algorithm`.
 
-
-def _numbers(proved: ProvedEpisodes, episodes: Sequence[Any], groups: Groups) -> list[FloatArray]:
-    """Returns the function's results on `episodes`, one array per episode.
-
-    For a filter it returns one array: 1 if the filter keeps the group, else 0.
+    `has_values` tells whether the test episodes have the estimates of a critic.
     """
-    where = _shown(groups)
-    if proved.kind == "filter":
-        return [np.array(float(filtered(proved.algorithm, episodes, where=where)))]
-    if proved.kind == "reward":
-        shaped = rewarded(proved.algorithm, episodes, where=where)
-        return [np.array([e.reward, *e.reports.values()]) for e in shaped]
-    numbers = []
-    for each in token_advantages(proved.algorithm, episodes, where=where):
-        returns = np.zeros(0) if each.returns is None else each.returns
-        numbers.append(np.concatenate([each.advantages, returns, [*each.reports.values()]]))
-    return numbers
+
+    algorithm: AlgorithmSection
+    kind: FunctionKind
+    has_values: bool = False
+
+    def faults(self) -> list[str]:
+        """Returns one line for each required property that the function lacks."""
+        properties: dict[str, Callable[[], None]] = {
+            "result": self._check_result,
+            "state": self._check_state,
+            "inputs": self._check_inputs,
+            "order of episodes": self._check_order,
+            "finite": self._check_finite,
+        }
+        if self.kind == "advantage":
+            properties["names of groups"] = self._check_names
+        return faults(function_of(self.algorithm, self.kind), properties)
+
+    def _scenes(
+        self, plain: Sequence[Rewards] = PLAIN, wide: Sequence[Rewards] = WIDE
+    ) -> Iterator[Rewards]:
+        """Yields the scenes that the function accepts.
+
+        A reward function or filter gets each group as a separate scene. The function may refuse
+        scenes of `wide` with a ValueError. Raises RunFailed if it refuses a scene of `plain`.
+        """
+        for groups in (*plain, *wide):
+            alone = self.kind != "advantage"
+            for scene in [Rewards([group]) for group in groups] if alone else [groups]:
+                try:
+                    self._numbers(scene)
+                except RunFailed as fault:
+                    if groups in plain or not isinstance(fault.__cause__, ValueError):
+                        raise
+                else:
+                    yield scene
+
+    def _episodes(self, scene: Rewards) -> list[Any]:
+        chance = np.random.default_rng(len(scene))
+        found: list[Any] = []
+        for group, rewards in enumerate(scene):
+            for member, reward in enumerate(rewards):
+                size, metrics = 1 + (member + group) % 4, AnyMetrics(len(found))
+                if self.kind != "advantage":
+                    lengths = (size, 16) if member % 2 else (3 * size,)
+                    of = (bool(member % 2), lengths, 16, "environment", group)
+                    found.append(RewardedEpisode(reward, metrics, *of))
+                    continue
+                values = chance.normal(0, 0.5, size) if self.has_values else None
+                branches = (slice(0, 1), slice(1, size)) if size > 2 else (slice(0, size),)
+                lags = chance.integers(0, 3, size, dtype=np.int32)
+                costs = chance.uniform(0, 0.1, size) if scene in WIDE else np.zeros(size)
+                given = (costs, values, branches, metrics, lags)
+                found.append(ScoredEpisode(f"g{group}", reward, *given))
+        return found
+
+    def _numbers(self, scene: Rewards, episodes: Sequence[Any] | None = None) -> list[FloatArray]:
+        """Returns the function's results on `episodes`, by default the scene's; an array for each.
+
+        For a filter it returns one array: 1 if the filter keeps the group, else 0.
+        """
+        where, given = str(scene), self._episodes(scene) if episodes is None else episodes
+        if self.kind == "filter":
+            return [np.array(float(filtered(self.algorithm, given, where=where)))]
+        if self.kind == "reward":
+            shaped = rewarded(self.algorithm, given, where=where)
+            return [np.array([e.reward, *e.reports.values()]) for e in shaped]
+        numbers = []
+        for each in token_advantages(self.algorithm, given, where=where):
+            returns = np.zeros(0) if each.returns is None else each.returns
+            numbers.append(np.concatenate([each.advantages, returns, [*each.reports.values()]]))
+        return numbers
+
+    def _check_result(self) -> None:
+        for scene in self._scenes():
+            self._numbers(scene)
+
+    def _check_state(self) -> None:
+        check_state([*self._scenes()], self._numbers, functools.partial(_difference, exactly=True))
+
+    def _check_inputs(self) -> None:
+        for scene in self._scenes():
+            episodes = self._episodes(scene)
+            self._numbers(scene, episodes)
+            for one, other in zip(episodes, self._episodes(scene), strict=True):
+                for name, value in vars(other).items():
+                    if name != "metrics" and not np.array_equal(getattr(one, name), value):
+                        raise Disproved(f"{name} of an episode is changed: {scene}")
+
+    def _check_order(self) -> None:
+        for scene in self._scenes():
+            episodes, before = self._episodes(scene), self._numbers(scene)
+            size = len(episodes)
+            for order in (range(size - 1, -1, -1), [*range(1, size), 0]):
+                after = self._numbers(scene, [episodes[place] for place in order])
+                expected = before if self.kind == "filter" else [before[place] for place in order]
+                if found := _difference(expected, after, f"for the episodes {[*order]}, "):
+                    raise Disproved(f"{found}: {scene}")
+
+    def _check_names(self) -> None:
+        for scene in self._scenes():
+            others = [
+                replace(one, group_id=f"{9 - int(one.group_id[1:])}-other")
+                for one in self._episodes(scene)
+            ]
+            after = self._numbers(scene, others)
+            if found := _difference(self._numbers(scene), after, "for other group_ids, "):
+                raise Disproved(f"{found}: {scene}")
+
+    def _check_finite(self) -> None:
+        for scene in self._scenes(EQUAL, LARGE):
+            found = self._numbers(scene)
+            if not all(np.isfinite(one).all() for one in found):
+                raise Disproved(f"{_listed(found)}: {scene}")
 
 
-def _check_result(proved: ProvedEpisodes) -> None:
-    for groups in _scenes(proved):
-        _numbers(proved, _episodes(proved, groups), groups)
-
-
-def _check_inputs(proved: ProvedEpisodes) -> None:
-    for groups in _scenes(proved):
-        episodes, untouched = _episodes(proved, groups), _episodes(proved, groups)
-        _numbers(proved, episodes, groups)
-        for one, other in zip(episodes, untouched, strict=True):
-            for name, value in vars(other).items():
-                if name != "metrics" and not np.array_equal(getattr(one, name), value):
-                    raise Disproved(f"{name} of an episode is changed: {_shown(groups)}")
-
-
-def _check_state(proved: ProvedEpisodes) -> None:
-    other = PLAIN[1]
-    for groups in _scenes(proved):
-        results = []
-        for seed in range(3):
-            reseed(seed)
-            results.append(_numbers(proved, _episodes(proved, groups), groups))
-            _numbers(proved, _episodes(proved, other), other)
-        for again in results[1:]:
-            same = functools.partial(np.array_equal, equal_nan=True)
-            if not all(map(same, results[0], again)):
-                raise Disproved(
-                    f"{_listed(results[0])}, and {_listed(again)} in a later call with the same "
-                    f"inputs and other random seeds: {_shown(groups)}"
-                )
-
-
-def _check_order(proved: ProvedEpisodes) -> None:
-    for groups in _scenes(proved):
-        episodes = _episodes(proved, groups)
-        before = _numbers(proved, episodes, groups)
-        size = len(episodes)
-        for order in (range(size - 1, -1, -1), [*range(1, size), 0]):
-            after = _numbers(proved, [episodes[place] for place in order], groups)
-            expected = before if proved.kind == "filter" else [before[place] for place in order]
-            if not _close(expected, after):
-                raise Disproved(
-                    f"{_listed(after)} for the episodes {[*order]}, not {_listed(expected)}: "
-                    f"{_shown(groups)}"
-                )
-
-
-def _check_names(proved: ProvedEpisodes) -> None:
-    for groups in _scenes(proved):
-        episodes = _episodes(proved, groups)
-        others = [
-            dataclasses.replace(e, group_id=f"{9 - int(e.group_id[1:])}-other") for e in episodes
-        ]
-        before, after = _numbers(proved, episodes, groups), _numbers(proved, others, groups)
-        if not _close(before, after):
-            raise Disproved(
-                f"{_listed(after)} for other group_ids, not {_listed(before)}: {_shown(groups)}"
-            )
-
-
-def _check_finite(proved: ProvedEpisodes) -> None:
-    for groups in _scenes(proved, EQUAL, LARGE):
-        found = _numbers(proved, _episodes(proved, groups), groups)
-        if not all(np.isfinite(one).all() for one in found):
-            raise Disproved(f"{_listed(found)}: {_shown(groups)}")
-
-
-def _scenes(
-    proved: ProvedEpisodes, plain: Sequence[Groups] = PLAIN, wide: Sequence[Groups] = WIDE
-) -> Iterator[Groups]:
-    """Yields the scenes that the function accepts; a scene has the rewards of a few test groups.
-
-    A reward function or filter gets each group as a separate scene. The function may refuse scenes
-    of `wide` with a ValueError. Raises RunFailed if it refuses a scene of `plain`.
-    """
-    for groups in (*plain, *wide):
-        for scene in [groups] if proved.kind == "advantage" else [(group,) for group in groups]:
-            try:
-                _numbers(proved, _episodes(proved, scene), scene)
-            except RunFailed as fault:
-                if groups in plain or not isinstance(fault.__cause__, ValueError):
-                    raise
-            else:
-                yield scene
-
-
-def _close(one: Sequence[FloatArray], other: Sequence[FloatArray]) -> bool:
-    return all(
-        a.shape == b.shape and np.allclose(a, b, rtol=1e-6, atol=1e-9, equal_nan=True)
+def _difference(
+    one: Sequence[FloatArray], other: Sequence[FloatArray], told: str = "", *, exactly: bool = False
+) -> str:
+    """Returns "" if two results are equal up to rounding, or `exactly`; else first numbers."""
+    close = functools.partial(np.allclose, rtol=1e-6, atol=1e-9)
+    is_same = np.array_equal if exactly else close
+    if all(
+        a.shape == b.shape and is_same(a, b, equal_nan=True)
         for a, b in zip(one, other, strict=True)
-    )
+    ):
+        return ""
+    return f"{_listed(other)} {told}not {_listed(one)}"
 
 
 def _listed(numbers: Sequence[FloatArray]) -> str:
     return " ".join(f"{float(one.flat[0]):.9g}" for one in numbers[:4])
-
-
-def _shown(groups: Groups) -> str:
-    return "rewards " + " and ".join(" ".join(f"{one:g}" for one in group) for group in groups)

@@ -58,10 +58,13 @@ def is_trained(
 ) -> bool:
     """Whether `algorithm.filter` keeps the group of `trajectories`, which must not be empty.
 
-    Raises RunFailed if the reward function or the filter is faulty.
+    A filter is never called without an episode: it keeps no group in which none counts, unless it
+    keeps all. Raises RunFailed if the reward function or the filter is faulty.
     """
     sides = shaped_rewards(trajectories, config)
     group = [side for episode in sides for side in episode]
+    if not group:
+        return algorithm.filter == "none"
     return filtered(algorithm, group, where=f"group {trajectories[0].group_id}")
 
 

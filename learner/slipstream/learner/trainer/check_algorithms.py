@@ -8,7 +8,6 @@ in a cache records a success, which is valid while sources, settings and version
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import hashlib
 import importlib.metadata
 import json
@@ -145,19 +144,16 @@ def prove(config: Config, facts: list[str]) -> list[str]:
 def _prove_alone(
     config: Config, algorithm: AlgorithmSection, function: Function
 ) -> tuple[list[str], str]:
-    from slipstream.learner.algorithms.episode_proof import ProvedEpisodes, episode_faults
-    from slipstream.learner.algorithms.proof import Proved, cost_ns, held_constant, token_faults
+    from slipstream.learner.algorithms.episode_proof import EpisodeProof
+    from slipstream.learner.algorithms.token_proof import TokenProof
 
     kind, fact = function.kind, f"{function}: proved"
     if kind not in ("loss", "weight"):
-        return episode_faults(ProvedEpisodes(algorithm, kind, config.critic is not None)), fact
-    proved = Proved(function, config.needs_reference)
-    faults = token_faults(proved)
-    if function.is_own and not faults:
-        usual = dataclasses.replace(proved, function=function_of(AlgorithmSection(), kind))
-        cost = f"{cost_ns(proved):.0f} ns a token where {usual.function.name} takes"
-        fact += f", {cost} {cost_ns(usual):.0f}"
-        held = held_constant(proved) if kind == "loss" else []
+        return EpisodeProof(algorithm, kind, config.critic is not None).faults(), fact
+    proof = TokenProof(function, config.needs_reference)
+    faults = proof.faults()
+    if kind == "loss" and function.is_own and not faults:
+        held = proof.held_constant()
         fact += f", out of its gradient: {', '.join(held)}" if held else ""
     return faults, fact
 

@@ -7,8 +7,9 @@ from slipstream.core.settings.sections import EnvironmentSection
 from slipstream.core.types import Branch, Status, Trajectory
 from slipstream.learner.algorithms.episodes import RewardedEpisode
 from slipstream.learner.algorithms.filters import unequal_rewards
-from slipstream.learner.algorithms.groups import is_counted, shaped_rewards
+from slipstream.learner.algorithms.groups import is_counted, is_trained, shaped_rewards
 from slipstream.learner.algorithms.rewards import overlong
+from support.fakes import wrong_algorithms
 from support.fakes.fake_trajectories import make_trajectory
 from support.fakes.small_configs import small_config
 
@@ -93,6 +94,16 @@ def test_filtered_episodes_give_no_variance() -> None:
     assert has_variance(group, config())
     assert not has_variance(group, config(leave_out_truncated=True))
     assert not has_variance(group[2:], config(leave_out_truncated=True))
+
+
+@pytest.mark.parametrize("name", ["mean_of_rewards", "first_decides"])
+def test_a_filter_is_never_called_with_a_group_in_which_no_episode_counts(name: str) -> None:
+    own = config(filter=f"{wrong_algorithms.__name__}:{name}", leave_out_truncated=True)
+    cut = [trajectory(1.0, truncated=True)] * 2
+    assert not is_trained(cut, own.algorithm, own)
+    assert is_trained([*cut, trajectory(1.0)], own.algorithm, own)
+    every = config(leave_out_truncated=True)
+    assert is_trained(cut, every.algorithm, every)
 
 
 def played(first: float, second: float, *, reward: float = 0.0) -> Trajectory:

@@ -8,9 +8,9 @@ import torch
 from pydantic import JsonValue
 from slipstream.core.settings.algorithm_functions import FUNCTIONS, FunctionKind
 from slipstream.core.settings.algorithm_section import AlgorithmSection
-from slipstream.learner.algorithms.episode_proof import ProvedEpisodes, episode_faults
+from slipstream.learner.algorithms.episode_proof import EpisodeProof
 from slipstream.learner.algorithms.functions import function_of
-from slipstream.learner.algorithms.proof import Proved, cost_ns, held_constant, token_faults
+from slipstream.learner.algorithms.token_proof import TokenProof
 from support.fakes import wrong_algorithms
 from support.fakes.packed import algorithm
 
@@ -21,6 +21,13 @@ WRONG_LOSSES = {
     "grows_with_the_place": ("layout", "order of episodes: loss of token 0 is"),
     "reports_places": ("layout", "order of episodes: report place of token 0 is"),
     "reads_the_token_before": ("layout", "padding: loss of token 0 is 0, not"),
+    "leaves_out_what_is_far": (
+        "layout",
+        "(5000) .xxx (x is a trained token), log ratios of deviation 3",
+    ),
+    "stops_early": ("layout", ".xxxx (x is a trained token), log ratios of deviation 3"),
+    "by_the_largest_advantage": ("layout", "log ratios of deviation 1; also with"),
+    "forgets_late_tokens": ("layout", "sequences ...........(5000) .xxx (x is a trained token)"),
     "sums_on_some_ranks": ("layout", "cp 2: one rank asks for sums over sequences, another does"),
     "reads_masked_tokens": ("masked tokens", "with other values at masked tokens"),
     "infinite_at_masked_tokens": ("masked tokens", "has the gradient nan: sequences"),
@@ -41,7 +48,7 @@ WRONG_LOSSES = {
     "draws_at_random": ("state", "in a later call with the same inputs"),
     "changes_inputs": ("result", "it changed its input advantages in place"),
     "changes_data": ("result", "it changed its input advantages in place"),
-    "changes_a_few": ("finite", "it changed its input behavior_logprobs in place"),
+    "changes_a_few": ("result", "it changed its input behavior_logprobs in place"),
     "exits": ("result", "SystemExit: 3 (wrong_algorithms.py:"),
     "too_short": ("result", "the result is [2], not [3]"),
     "one_number": ("result", "the result is [], not [1]"),
@@ -81,8 +88,8 @@ def chosen(kind: FunctionKind, name: str, **arguments: JsonValue) -> AlgorithmSe
 
 def faults(settings: AlgorithmSection, kind: FunctionKind, *, has_roles: bool = False) -> list[str]:
     if kind in ("loss", "weight"):
-        return token_faults(Proved(function_of(settings, kind), has_roles))
-    return episode_faults(ProvedEpisodes(settings, kind, settings.advantage == "gae"))
+        return TokenProof(function_of(settings, kind), has_roles).faults()
+    return EpisodeProof(settings, kind, settings.advantage == "gae").faults()
 
 
 @pytest.mark.parametrize(("name", "expected"), WRONG_LOSSES.items())
@@ -163,9 +170,9 @@ def test_other_right_functions_are_proved(kind: FunctionKind, name: str) -> None
 def test_lines_that_take_something_out_of_the_gradient_are_named() -> None:
     gmpo = function_of(chosen("loss", "deploy.algorithms.gmpo:loss"), "loss")
     ppo = function_of(chosen("loss", "ppo"), "loss")
-    (line,) = held_constant(Proved(gmpo))
+    (line,) = TokenProof(gmpo).held_constant()
     assert line.startswith("gmpo.py:")
-    assert held_constant(Proved(ppo)) == []
+    assert TokenProof(ppo).held_constant() == []
 
 
 def test_proofs_leave_random_generators_as_they_were() -> None:
@@ -175,9 +182,3 @@ def test_proofs_leave_random_generators_as_they_were() -> None:
     assert before[0] == after[0]
     assert torch.equal(before[1], after[1])
     assert before[2] == after[2]
-
-
-def test_cost_is_a_number_for_each_token() -> None:
-    threads = torch.get_num_threads()
-    assert cost_ns(Proved(function_of(algorithm(), "loss"))) > 0
-    assert torch.get_num_threads() == threads
