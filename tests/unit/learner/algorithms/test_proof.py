@@ -1,6 +1,7 @@
 """A wrong function is refused with its property, and no right one is."""
 
 import random
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -75,6 +76,15 @@ BUILT_IN = [
     for name in names
     for arguments in ARGUMENTS.get(name, [{}])
 ]
+
+
+@pytest.fixture(autouse=True)
+def _on_one_thread() -> Iterator[None]:
+    """As in the program that proves: tensors are small."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def chosen(kind: FunctionKind, name: str, **arguments: JsonValue) -> AlgorithmSection:
