@@ -81,7 +81,7 @@ OWNERS = {
             f"slipstream.learner.algorithms.{name}"
             for name in (
                 *("inputs", "kl", "losses", "token_functions", "weights"),
-                *("proof", "proof_scenes"),
+                *("proof", "proof_scenes", "token_proof"),
             )
         ),
     ),
