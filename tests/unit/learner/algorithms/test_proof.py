@@ -80,7 +80,7 @@ BUILT_IN = [
 
 @pytest.fixture(autouse=True)
 def _on_one_thread() -> Iterator[None]:
-    """As in the program that proves: tensors are small."""
+    """The program that proves does so too, since tensors are small."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
