@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -119,6 +119,10 @@ class Group:
     def note_attempt(self, member: int, attempt: int) -> None:
         """Notes that an attempt of a member ended."""
         self.attempts[member] = max(self.attempts.get(member, -1), attempt)
+
+    def fail_all_but(self, finished: Collection[int]) -> None:
+        """Notes that all members but these had their last attempt."""
+        self.failed = set(range(self.size)).difference(finished)
 
     def allow(self, epoch: int, first: int, count: int) -> None:
         """Allows the server of `epoch` to make the attempts `first` to `first + count - 1`."""

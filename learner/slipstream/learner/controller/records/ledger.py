@@ -68,7 +68,7 @@ class TokenLedger:
         # The amount that the journal had at the writer's last count and lacks now.
         self._unread = Amount()
         # True while a batch is written: the journal's count may include this batch or not.
-        self.is_writing = False
+        self._is_writing = False
         self._told: set[str] = set()
 
     def restore(self, history: RunHistory) -> None:
@@ -131,9 +131,14 @@ class TokenLedger:
         """Counts `tokens` tokens of a batch as trained or as set aside."""
         self._ends[end] += tokens
 
-    def settle(self, trajectories: Sequence[Trajectory]) -> None:
+    def batch_begins(self, trajectories: Sequence[Trajectory]) -> None:
         """Counts the trajectories of a new batch as settled, just before the batch is journaled."""
         self._settled = self._settled.less(_amount(trajectories, sign=-1))
+        self._is_writing = True
+
+    def batch_written(self) -> None:
+        """Notes that the journal has the newest batch."""
+        self._is_writing = False
 
     def take_back(self, trajectories: Sequence[Trajectory]) -> None:
         """Counts trajectories of a set-aside batch that wait for another batch as not settled."""
@@ -164,7 +169,7 @@ class TokenLedger:
                 travelling += count.ended - count.received
                 travelling -= count.unsent.tokens + count.missing.tokens
         held, journaled = _amount(self._held()), self._journal.settled
-        if self.is_writing:
+        if self._is_writing:
             journaled = self._settled
         gaps = [
             (f"{name} of {key.server_id}, epoch {key.epoch:x}", gap)

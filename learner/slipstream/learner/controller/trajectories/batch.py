@@ -184,7 +184,7 @@ def from_record(message: trainer_pb2.RecordedBatch) -> FormedBatch:
         group.finished[trajectory.member] = trajectory
     for group in groups.values():
         group.size = max(group.finished) + 1
-        group.failed = set(range(group.size)) - group.finished.keys()
+        group.fail_all_but(group.finished)
     return FormedBatch(message.header.step, message.header.batch_id, tuple(groups.values()))
 
 

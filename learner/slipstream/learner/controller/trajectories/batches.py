@@ -117,7 +117,7 @@ class BatchFormer:
                 if group is None:
                     continue
                 # The group was complete when it was put into its batch.
-                group.failed = set(range(group.size)) - recorded.finished.keys()
+                group.fail_all_but(recorded.finished)
                 for member, trajectory in recorded.finished.items():
                     key = ServerKey(trajectory.server_id, trajectory.server_epoch)
                     tokens = trajectory.num_sampled_tokens
@@ -181,8 +181,7 @@ class BatchFormer:
             if groups is None:
                 return None
             batch = FormedBatch(step, batch_name(step, self._attempts[step]), tuple(groups))
-            self._ledger.settle(batch.trajectories)
-            self._ledger.is_writing = True
+            self._ledger.batch_begins(batch.trajectories)
             self._forming = self._tasks.create_task(self._write(batch))
         written = await asyncio.shield(self._forming)
         self._forming = None
@@ -202,7 +201,7 @@ class BatchFormer:
         except RunFailed as failure:
             # Returned, not raised: the caller raises it in the trainer's call, which fails the run.
             return failure
-        self._ledger.is_writing = False
+        self._ledger.batch_written()
         await self._receiver.acknowledge(t.trajectory_id for t in batch.trajectories)
         return batch
 

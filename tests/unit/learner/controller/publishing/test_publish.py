@@ -228,6 +228,18 @@ async def test_a_trainer_that_is_told_to_leave_its_communicator_is_given_a_new_o
     assert second.communicator.communicator_id != first.communicator.communicator_id
 
 
+async def test_a_result_of_another_publish_leaves_the_one_at_hand_alone(run: Run) -> None:
+    async with publishing(run) as scene:
+        await scene.serve()
+        order = await scene.ordered()
+        assert (await scene.finish("one that is over")).discard_communicator
+        assert run.progress.pending_publish is not None
+        scene.say(order.publish_id, LOADED, bucket_digests=DIGESTS)
+        scene.say(order.publish_id, SERVING)
+        await scene.until_serving()
+        assert list((await scene.finish(order.publish_id)).serving) == ["a"]
+
+
 async def test_servers_are_told_once_to_receive_when_the_trainer_repeats_its_call(run: Run) -> None:
     async with publishing(run) as scene:
         start = scene.start_of(await scene.ordered())
@@ -418,6 +430,9 @@ async def test_the_trainer_hears_who_is_still_there_while_all_meet(run: Run) -> 
         assert told[-1] == "receive"
         assert scene.sent() == []
         scene.say(order.publish_id, FAILED, message="could not join")
+        # Its failure acts at once: it is not known only when the trainer has sent.
+        assert scene.session.state == fleet_pb2.SERVER_STATE_STALE
+        assert scene.sent() == ["abort"]
         assert scene.publisher.start(question) == []
         other = trainer_pb2.PublishStart(publish_id="another", is_question=True)
         assert scene.publisher.start(other) == []

@@ -1,5 +1,6 @@
 """The state of a run, rebuilt from its journal."""
 
+import json
 import random
 
 import pytest
@@ -19,13 +20,14 @@ from slipstream.learner.controller.records.history import (
     read_history,
 )
 from slipstream.learner.controller.records.journal import Journal, read_records
-from slipstream.learner.controller.records.kinds import TrajectoryEnd, parsed
+from slipstream.learner.controller.records.kinds import TrajectoryEnd, fields_of, parsed
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.tasks.environments import EnvironmentBook
 from slipstream.learner.controller.trajectories.batches import version_of
 from slipstream.v1 import environment_pb2, trainer_pb2
 from support.fakes.journal_records import batch_record, lease_record
+from support.rigs.fuzz_files import RECORDS
 from support.rigs.lease_rig import ledger_of
 
 B, MEMBERS, STEPS, ETA = 2, 2, 6, 2
@@ -323,6 +325,28 @@ def test_the_newest_record_of_a_step_counts_and_its_timeline_is_the_runs():
 def test_records_that_cannot_be_of_one_run_are_refused(records, cause):
     with pytest.raises(ProtocolError, match=cause):
         read_history(records)
+
+
+def test_records_are_written_as_they_are_read() -> None:
+    evaluation = {"evaluations": {"held": {"reward_mean": 0.5}}, "wall_s": 1.5}
+    for record in RECORDS:
+        whole = record | (evaluation if record["kind"] == "evaluation" else {})
+        assert json.loads(json.dumps(fields_of(parsed(whole)))) == whole
+    assert {record["kind"] for record in RECORDS} >= {"lease", "end", "servers", "batch_set_aside"}
+
+
+def test_a_record_of_a_kind_that_is_not_known_says_nothing() -> None:
+    assert read_history([start(), {"kind": "weather", "rain": True}]).run_id == "r-1"
+
+
+@pytest.mark.parametrize("left_out", ["end", "tokens", "server", "epoch"])
+def test_an_end_has_all_facts_of_its_trajectory_or_none(left_out: str) -> None:
+    end = {"kind": "end", "id": "x", "end": "failed", "tokens": 1, "server": "s", "epoch": 7}
+    with pytest.raises(ProtocolError, match=f"no record 'end': {left_out} is missing"):
+        read_history([start(), {name: end[name] for name in end if name != left_out}])
+    history = read_history([start(), {"kind": "end", "id": "x"}])
+    assert "x" in history.ended
+    assert not history.ends
 
 
 def test_the_same_digest_is_the_same_version():
