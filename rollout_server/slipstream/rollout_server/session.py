@@ -4,6 +4,8 @@ Consumes: the controller's orders. Produces: heartbeats and reports on one strea
 orders, until the stream ends or the server is asked to stop.
 """
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import logging
@@ -40,36 +42,6 @@ _FLUSH_PERIOD_S = 0.02
 CANCEL_S, FLUSH_S, GOODBYE_S = 5.0, 5.0, 2.0
 
 JoinCall = grpc.aio.StreamStreamCall[fleet_pb2.ServerMessage, fleet_pb2.ControllerMessage]
-
-
-class End(Enum):
-    """The way in which a server's epoch (one stream to the controller) ended."""
-
-    DRAINED = "drained"
-    LOST = "lost"
-
-
-class OutgoingMessages(asyncio.Queue[fleet_pb2.ServerMessage | None]):
-    """A queue of messages to the controller; None ends the stream after the messages before it."""
-
-    def __init__(self) -> None:
-        super().__init__(_MAX_OUTGOING)
-
-    async def messages(self) -> AsyncIterator[fleet_pb2.ServerMessage]:
-        """Yields the messages in order, until None."""
-        while (message := await self.get()) is not None:
-            yield message
-
-
-@dataclass(frozen=True)
-class SessionServices:
-    """The parts of a server that a session uses but does not close."""
-
-    config: Config
-    sender: TrajectorySender
-    # What the server fetched from storage; None if it takes weights from the trainer.
-    stored: StoredWeights | None
-    of_episodes: EpisodeServices
 
 
 class Session:
@@ -214,6 +186,36 @@ class Session:
 
     def _tell_publish(self, report: fleet_pb2.PublishReport) -> None:
         self._outbox.put_nowait(fleet_pb2.ServerMessage(publish=report))
+
+
+class End(Enum):
+    """The way in which a server's epoch (one stream to the controller) ended."""
+
+    DRAINED = "drained"
+    LOST = "lost"
+
+
+class OutgoingMessages(asyncio.Queue[fleet_pb2.ServerMessage | None]):
+    """A queue of messages to the controller; None ends the stream after the messages before it."""
+
+    def __init__(self) -> None:
+        super().__init__(_MAX_OUTGOING)
+
+    async def messages(self) -> AsyncIterator[fleet_pb2.ServerMessage]:
+        """Yields the messages in order, until None."""
+        while (message := await self.get()) is not None:
+            yield message
+
+
+@dataclass(frozen=True)
+class SessionServices:
+    """The parts of a server that a session uses but does not close."""
+
+    config: Config
+    sender: TrajectorySender
+    # What the server fetched from storage; None if it takes weights from the trainer.
+    stored: StoredWeights | None
+    of_episodes: EpisodeServices
 
 
 def hello(

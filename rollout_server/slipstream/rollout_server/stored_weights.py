@@ -35,20 +35,6 @@ log = logging.getLogger(__name__)
 _DIGEST_BYTES = 32
 
 
-@dataclass(frozen=True)
-class Fetched:
-    """A weight version fetched from storage to the file at `path`, and the cost of the fetch.
-
-    The fetch read `num_links` whole versions and deltas: `num_bytes` in all, in `seconds`.
-    """
-
-    layout: weights_pb2.WeightLayout
-    path: Path
-    num_links: int
-    num_bytes: int
-    seconds: float
-
-
 class StoredWeights:
     """Keeps a file with the newest fetched version; `fetch` may be called on any thread.
 
@@ -144,6 +130,20 @@ class StoredWeights:
             raise WeightSyncError(f"version {link.version.step} lacks {len(missing)} buckets")
         self._held = content_name(link.bucket_digests)
         return num_bytes
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """A weight version fetched from storage to the file at `path`, and the cost of the fetch.
+
+    The fetch read `num_links` whole versions and deltas: `num_bytes` in all, in `seconds`.
+    """
+
+    layout: weights_pb2.WeightLayout
+    path: Path
+    num_links: int
+    num_bytes: int
+    seconds: float
 
 
 class _Buckets:

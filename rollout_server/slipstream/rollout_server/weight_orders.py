@@ -5,6 +5,8 @@ for each order except abort, verdict and wake. Waits for: the next order, the en
 the controller, the engine's deadlines, the limit of a verdict.
 """
 
+from __future__ import annotations
+
 import asyncio
 import logging
 import time
@@ -29,44 +31,6 @@ VERDICT_LIMIT_S = 60.0
 PROBE_LIMIT_S = 120.0
 # Aborted publish ids that are remembered: the controller runs one publish at a time.
 _MAX_ABORTED = 16
-
-
-class Phase(Enum):
-    """The phases of a publish; the new weights sample only in PROBING and SERVING."""
-
-    # The engine prepares, waits for buckets and loads them.
-    RECEIVING = "receiving"
-    # The engine has loaded all buckets; it samples nothing before the commit.
-    LOADED = "loaded"
-    # The engine samples; trajectories wait for the verdict on the probe.
-    PROBING = "probing"
-    SERVING = "serving"
-    # The weights may not be used; the engine is paused.
-    FAILED = "failed"
-
-
-# The phases that may follow each phase. FAILED may follow any phase, and ends the publish.
-_NEXT = {
-    Phase.RECEIVING: (Phase.LOADED,),
-    Phase.LOADED: (Phase.PROBING, Phase.SERVING),
-    Phase.PROBING: (Phase.SERVING,),
-}
-
-
-@dataclass
-class _Publish:
-    """The state of a publish on this server."""
-
-    publish_id: str
-    phase: Phase = Phase.RECEIVING
-    # The digests of the buckets that the engine loaded.
-    digests: list[bytes] = field(default_factory=list)
-    stages: fleet_pb2.PublishStages = field(default_factory=fleet_pb2.PublishStages)
-
-    def move(self, phase: Phase) -> None:
-        if phase is not Phase.FAILED and phase not in _NEXT.get(self.phase, ()):
-            raise ValueError(f"a publish that is {self.phase.value} cannot be {phase.value}")
-        self.phase = phase
 
 
 class WeightOrders:
@@ -342,3 +306,41 @@ class WeightOrders:
         self._publish.move(Phase.FAILED)
         failed = fleet_pb2.PUBLISH_PHASE_FAILED
         self._report(fleet_pb2.PublishReport(publish_id=publish_id, phase=failed, message=message))
+
+
+class Phase(Enum):
+    """The phases of a publish; the new weights sample only in PROBING and SERVING."""
+
+    # The engine prepares, waits for buckets and loads them.
+    RECEIVING = "receiving"
+    # The engine has loaded all buckets; it samples nothing before the commit.
+    LOADED = "loaded"
+    # The engine samples; trajectories wait for the verdict on the probe.
+    PROBING = "probing"
+    SERVING = "serving"
+    # The weights may not be used; the engine is paused.
+    FAILED = "failed"
+
+
+# The phases that may follow each phase. FAILED may follow any phase, and ends the publish.
+_NEXT = {
+    Phase.RECEIVING: (Phase.LOADED,),
+    Phase.LOADED: (Phase.PROBING, Phase.SERVING),
+    Phase.PROBING: (Phase.SERVING,),
+}
+
+
+@dataclass
+class _Publish:
+    """The state of a publish on this server."""
+
+    publish_id: str
+    phase: Phase = Phase.RECEIVING
+    # The digests of the buckets that the engine loaded.
+    digests: list[bytes] = field(default_factory=list)
+    stages: fleet_pb2.PublishStages = field(default_factory=fleet_pb2.PublishStages)
+
+    def move(self, phase: Phase) -> None:
+        if phase is not Phase.FAILED and phase not in _NEXT.get(self.phase, ()):
+            raise ValueError(f"a publish that is {self.phase.value} cannot be {phase.value}")
+        self.phase = phase

@@ -45,36 +45,6 @@ MAX_HEAD_BYTES = 8 << 10
 log = logging.getLogger(__name__)
 
 
-class LabelledRegistry:
-    """The metrics of collectors, with common labels added to each sample."""
-
-    def __init__(self, collectors: Sequence[Collector], labels: Mapping[str, str]) -> None:
-        """Adds `labels` to the metrics of `collectors` and of the process (CPU, memory, files)."""
-        self._registry, self._labels = CollectorRegistry(), dict(labels)
-        ProcessCollector(registry=self._registry)
-        for collector in collectors:
-            self._registry.register(collector)
-
-    def collect(self) -> Iterator[Metric]:
-        """Yields the current metrics of all collectors, with the common labels."""
-        for metric in self._registry.collect():
-            metric.samples = [
-                sample._replace(labels=self._labels | sample.labels) for sample in metric.samples
-            ]
-            yield metric
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """Metrics collected at one moment, in the form that prometheus_client's encoders take."""
-
-    metrics: list[Metric]
-
-    def collect(self) -> list[Metric]:
-        """Returns the metrics."""
-        return self.metrics
-
-
 class MetricsEndpoint:
     """Answers GET and HEAD of /metrics, and nothing else; each connection has one request."""
 
@@ -211,6 +181,36 @@ class MetricsEndpoint:
         # Encoding for hundreds of servers would block the loop for tens of milliseconds.
         found = Snapshot(list(self._registry.collect()))
         return 200, kind, await asyncio.to_thread(encode, found)
+
+
+class LabelledRegistry:
+    """The metrics of collectors, with common labels added to each sample."""
+
+    def __init__(self, collectors: Sequence[Collector], labels: Mapping[str, str]) -> None:
+        """Adds `labels` to the metrics of `collectors` and of the process (CPU, memory, files)."""
+        self._registry, self._labels = CollectorRegistry(), dict(labels)
+        ProcessCollector(registry=self._registry)
+        for collector in collectors:
+            self._registry.register(collector)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields the current metrics of all collectors, with the common labels."""
+        for metric in self._registry.collect():
+            metric.samples = [
+                sample._replace(labels=self._labels | sample.labels) for sample in metric.samples
+            ]
+            yield metric
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Metrics collected at one moment, in the form that prometheus_client's encoders take."""
+
+    metrics: list[Metric]
+
+    def collect(self) -> list[Metric]:
+        """Returns the metrics."""
+        return self.metrics
 
 
 def _server_context(security: SecuritySection) -> ssl.SSLContext:

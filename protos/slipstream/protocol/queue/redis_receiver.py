@@ -45,33 +45,6 @@ STREAM_IS_GONE = ("NOGROUP", "UNBLOCKED")
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """An entry of the stream, and its delivery."""
-
-    entry_id: bytes
-    # None if another client deleted the entry.
-    request: trajectory_pb2.DeliverRequest | None
-    # The reason why the entry is no delivery; empty for one that is.
-    fault: str = ""
-
-    @classmethod
-    def of(cls, entry_id: bytes, fields: dict[bytes, bytes] | None) -> _Entry:
-        """Returns the entry whose fields Redis shows; a field without a delivery is a `fault`."""
-        if not fields:
-            return cls(entry_id, None)
-        try:
-            request = decode(trajectory_pb2.DeliverRequest, fields.get(DELIVERY, b""))
-        except ProtocolError as error:
-            return cls(entry_id, trajectory_pb2.DeliverRequest(), str(error))
-        return cls(entry_id, request)
-
-    @property
-    def size(self) -> int:
-        """Number of bytes that a sender has counted for the entry."""
-        return 0 if self.request is None else len(self.request.trajectory)
-
-
 class RedisReceiver:
     """The controller's side of the queue.
 
@@ -333,6 +306,33 @@ class RedisReceiver:
             await pipeline.execute()
         for entry_id in entries:
             del self._to_forget[entry_id]
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """An entry of the stream, and its delivery."""
+
+    entry_id: bytes
+    # None if another client deleted the entry.
+    request: trajectory_pb2.DeliverRequest | None
+    # The reason why the entry is no delivery; empty for one that is.
+    fault: str = ""
+
+    @classmethod
+    def of(cls, entry_id: bytes, fields: dict[bytes, bytes] | None) -> _Entry:
+        """Returns the entry whose fields Redis shows; a field without a delivery is a `fault`."""
+        if not fields:
+            return cls(entry_id, None)
+        try:
+            request = decode(trajectory_pb2.DeliverRequest, fields.get(DELIVERY, b""))
+        except ProtocolError as error:
+            return cls(entry_id, trajectory_pb2.DeliverRequest(), str(error))
+        return cls(entry_id, request)
+
+    @property
+    def size(self) -> int:
+        """Number of bytes that a sender has counted for the entry."""
+        return 0 if self.request is None else len(self.request.trajectory)
 
 
 def _counts(inspected: Sequence[Any], connection: RedisConnection) -> tuple[int, int, Any]:

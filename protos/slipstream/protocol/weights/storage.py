@@ -30,36 +30,6 @@ _MAX_MESSAGE = 500
 _FOLDERS = frozenset({"file", "local", "sftp", "ssh", "smb"})
 
 
-@dataclass(frozen=True)
-class Until:
-    """The limit of one use of storage: a deadline, and an event that abandons the use earlier.
-
-    `deadline_s` is a time of `time.monotonic`, `limit_s` seconds after the start of the use.
-    """
-
-    deadline_s: float
-    limit_s: float
-    abandoned: threading.Event
-
-    @classmethod
-    def after(cls, limit_s: float, abandoned: threading.Event | None = None) -> Until:
-        """Returns the limit that ends `limit_s` seconds from now, or when `abandoned` is set."""
-        return cls(time.monotonic() + limit_s, limit_s, abandoned or threading.Event())
-
-    def check(self, what: str) -> None:
-        """Raises WeightSyncError after the deadline or when abandoned; `what` names the work."""
-        if self.abandoned.is_set():
-            raise WeightSyncError(f"{what}: abandoned")
-        if time.monotonic() >= self.deadline_s:
-            raise WeightSyncError(f"{what}: not done within {self.limit_s:g} s ({LIMIT})")
-
-
-def check_storage(url: str | None) -> None:
-    """Raises ConfigError when fsspec cannot open `url`; sends no request to the storage."""
-    if url is not None:
-        Storage(url)
-
-
 class Storage:
     """Reads and writes whole objects by key below one URL; any thread may call any method.
 
@@ -141,3 +111,33 @@ class Storage:
         except Exception as error:  # noqa: BLE001 - each store has its own errors
             cause = one_line(str(error) or type(error).__name__, _MAX_MESSAGE)
             raise WeightSyncError(f"{what}: {cause}") from error
+
+
+@dataclass(frozen=True)
+class Until:
+    """The limit of one use of storage: a deadline, and an event that abandons the use earlier.
+
+    `deadline_s` is a time of `time.monotonic`, `limit_s` seconds after the start of the use.
+    """
+
+    deadline_s: float
+    limit_s: float
+    abandoned: threading.Event
+
+    @classmethod
+    def after(cls, limit_s: float, abandoned: threading.Event | None = None) -> Until:
+        """Returns the limit that ends `limit_s` seconds from now, or when `abandoned` is set."""
+        return cls(time.monotonic() + limit_s, limit_s, abandoned or threading.Event())
+
+    def check(self, what: str) -> None:
+        """Raises WeightSyncError after the deadline or when abandoned; `what` names the work."""
+        if self.abandoned.is_set():
+            raise WeightSyncError(f"{what}: abandoned")
+        if time.monotonic() >= self.deadline_s:
+            raise WeightSyncError(f"{what}: not done within {self.limit_s:g} s ({LIMIT})")
+
+
+def check_storage(url: str | None) -> None:
+    """Raises ConfigError when fsspec cannot open `url`; sends no request to the storage."""
+    if url is not None:
+        Storage(url)

@@ -8,6 +8,8 @@ Replies are read from the HTTP answers that the client got, in the form in which
 them back: a chat message, content blocks of Anthropic's messages, or output items of responses.
 """
 
+from __future__ import annotations
+
 import asyncio
 import json
 import logging
@@ -58,10 +60,6 @@ CHAT_PATH = "/v1/chat/completions"
 MESSAGES_PATH = "/v1/messages"
 RESPONSES_PATH = "/v1/responses"
 _PREVIOUS = "previous_response_id"
-
-
-class LimitReached(Exception):
-    """Raised for a call that exceeds a limit of its episode, has a bad image, or has been ended."""
 
 
 class Recorder:
@@ -354,6 +352,10 @@ class Recorder:
         except Exception:
             log.exception("vLLM cannot read its own reply to call %s", opened.request_id)
             return None
+
+
+class LimitReached(Exception):
+    """Raised for a call that exceeds a limit of its episode, has a bad image, or has been ended."""
 
 
 async def _read(parts: _Parts) -> AsyncGenerator[TextPart, None]:

@@ -5,6 +5,8 @@ Waits for: the agent, and the answers to its calls. Unblocked by: the agent's re
 environment's limit, or the task's cancellation.
 """
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import dataclasses
@@ -26,53 +28,6 @@ log = logging.getLogger(__name__)
 
 # Requests under this prefix go to the initial model, which is frozen.
 JUDGE_PATH = "/judge/"
-
-
-async def serve_agent(play: Play, session: StreamSession, opening: Opening) -> Status:
-    """Answers the agent's calls until it returns, then records its conversations.
-
-    Returns how the episode ended. Raises EnvironmentFailed if the agent fails.
-    """
-    lease, recording, requests = play.lease, play.recording, play.model.engine.requests
-    api, values = await play.ask(play.model.agents.api()), read_values(lease.template_values)
-    most = min(opening.max_reply_tokens or math.inf, lease.sampling.max_reply_tokens)
-    turns = lease.sampling.max_turns or MAX_TURNS
-    recorder = Recorder(
-        requests,
-        play.task.key,
-        dataclasses.replace(lease.sampling, max_reply_tokens=int(most), max_turns=turns),
-        as_messages=api.as_messages,
-        sampled=play.counters.sampled,
-        template_values=values,
-    )
-    recorder.on_reply = play.trace_call
-    judge = None
-    if requests.keeps_start:
-        judge = Recorder(
-            requests,
-            f"judge/{play.task.key}",
-            judge_sampling(lease.sampling),
-            as_messages=api.as_messages,
-            sampled=recording.judged,
-            template_values=values,
-            is_judge=True,
-        )
-    talk = AgentTalk(session, api, recorder, judge=judge, timeout_s=lease.timeout_s)
-    shares: dict[str, float] = {}
-    rewards: dict[str, float] = {}
-    try:
-        end = await play.ask(talk.run())
-        recording.reward, shares, rewards = end.reward, end.shares, end.rewards
-        recording.metrics.update(end.metrics)
-    finally:
-        recording.generation_s = recorder.clock.busy_s
-        recording.environment_s = max(0.0, recording.environment_s - recording.generation_s)
-        recording.take_branches(recorder.conversations, shares, rewards)
-        for each in talk.recorders:
-            recording.counts.update({IGNORED + name: n for name, n in each.ignored.items()})
-    if not recording.num_sampled:
-        raise misused("the agent returned a result without any reply of the model")
-    return Status.TRUNCATED if recorder.is_truncated else Status.COMPLETED
 
 
 class AgentTalk:
@@ -191,3 +146,50 @@ class AgentTalk:
                         raise
                     log.warning("call %d of an agent is not read: %s", message.call, error)
                     return
+
+
+async def serve_agent(play: Play, session: StreamSession, opening: Opening) -> Status:
+    """Answers the agent's calls until it returns, then records its conversations.
+
+    Returns how the episode ended. Raises EnvironmentFailed if the agent fails.
+    """
+    lease, recording, requests = play.lease, play.recording, play.model.engine.requests
+    api, values = await play.ask(play.model.agents.api()), read_values(lease.template_values)
+    most = min(opening.max_reply_tokens or math.inf, lease.sampling.max_reply_tokens)
+    turns = lease.sampling.max_turns or MAX_TURNS
+    recorder = Recorder(
+        requests,
+        play.task.key,
+        dataclasses.replace(lease.sampling, max_reply_tokens=int(most), max_turns=turns),
+        as_messages=api.as_messages,
+        sampled=play.counters.sampled,
+        template_values=values,
+    )
+    recorder.on_reply = play.trace_call
+    judge = None
+    if requests.keeps_start:
+        judge = Recorder(
+            requests,
+            f"judge/{play.task.key}",
+            judge_sampling(lease.sampling),
+            as_messages=api.as_messages,
+            sampled=recording.judged,
+            template_values=values,
+            is_judge=True,
+        )
+    talk = AgentTalk(session, api, recorder, judge=judge, timeout_s=lease.timeout_s)
+    shares: dict[str, float] = {}
+    rewards: dict[str, float] = {}
+    try:
+        end = await play.ask(talk.run())
+        recording.reward, shares, rewards = end.reward, end.shares, end.rewards
+        recording.metrics.update(end.metrics)
+    finally:
+        recording.generation_s = recorder.clock.busy_s
+        recording.environment_s = max(0.0, recording.environment_s - recording.generation_s)
+        recording.take_branches(recorder.conversations, shares, rewards)
+        for each in talk.recorders:
+            recording.counts.update({IGNORED + name: n for name, n in each.ignored.items()})
+    if not recording.num_sampled:
+        raise misused("the agent returned a result without any reply of the model")
+    return Status.TRUNCATED if recorder.is_truncated else Status.COMPLETED

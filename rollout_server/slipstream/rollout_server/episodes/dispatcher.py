@@ -5,6 +5,8 @@ free slot, the episode, a verdict on the weights, room in the queue. Unblocked b
 `WeightOrders`, an acknowledgement from the controller.
 """
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import dataclasses
@@ -31,17 +33,6 @@ _QUEUE_WARNING_S = 10.0
 # can come back before all attempts have failed. Longer than the default heartbeat_timeout_s, after
 # which the controller removes a silent server.
 RETRY_S = 10.0
-
-
-@dataclass(eq=False)
-class _Group:
-    lease: Lease
-    # Members without a final trajectory; a cancelled trajectory is not final.
-    unfinished: set[int]
-    # The first attempt that no member has begun.
-    next_attempt: int
-    cancelled: asyncio.Event = field(default_factory=asyncio.Event)
-    episodes: set[Episode] = field(default_factory=set)
 
 
 class Dispatcher:
@@ -225,3 +216,14 @@ class Dispatcher:
                 del self._counters.delivering[name]
                 self._services.traces.delivery(trajectory, begin_s=begun_s)
                 return trajectory.status
+
+
+@dataclass(eq=False)
+class _Group:
+    lease: Lease
+    # Members without a final trajectory; a cancelled trajectory is not final.
+    unfinished: set[int]
+    # The first attempt that no member has begun.
+    next_attempt: int
+    cancelled: asyncio.Event = field(default_factory=asyncio.Event)
+    episodes: set[Episode] = field(default_factory=set)

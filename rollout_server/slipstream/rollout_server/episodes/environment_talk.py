@@ -27,10 +27,6 @@ from slipstream.rollout_server.episodes.play import Play
 from slipstream.rollout_server.episodes.renderer import Renderer, RenderingFailed
 
 
-class PromptTooLong(Exception):
-    """Raised if the first messages exceed their limit or leave no room for a reply."""
-
-
 class EnvironmentTalk:
     """Alternates between one environment and the model; `run` may be called once."""
 
@@ -169,6 +165,10 @@ class EnvironmentTalk:
                 f"a prompt of {num_tokens} tokens leaves no room for a reply within "
                 f"sampling.max_episode_tokens = {sampling.max_episode_tokens}"
             )
+
+
+class PromptTooLong(Exception):
+    """Raised if the first messages exceed their limit or leave no room for a reply."""
 
 
 class History:

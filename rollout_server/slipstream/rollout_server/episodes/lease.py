@@ -28,17 +28,6 @@ _PURPOSES = frozenset(purpose.value for purpose in Purpose)
 
 
 @dataclass(frozen=True)
-class Identity:
-    """The origin of deliveries: one epoch of one server of one run."""
-
-    run_id: str
-    server_id: ServerId
-    server_epoch: int
-    # The key that seals the deliveries.
-    delivery_key: bytes
-
-
-@dataclass(frozen=True)
 class Lease:
     """Permission to run members of a group, in attempts `first_attempt` .. `max_attempts` - 1."""
 
@@ -84,6 +73,17 @@ class Lease:
             timeout_s=message.timeout_s,
             template_values=message.chat_template_kwargs_json,
         )
+
+
+@dataclass(frozen=True)
+class Identity:
+    """The origin of deliveries: one epoch of one server of one run."""
+
+    run_id: str
+    server_id: ServerId
+    server_epoch: int
+    # The key that seals the deliveries.
+    delivery_key: bytes
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,8 @@ Consumes: calls to the environment, the engine. Produces: recorded replies. Wait
 the other. Unblocked by: its answer, or `cancel`.
 """
 
+from __future__ import annotations
+
 import asyncio
 import time
 from collections.abc import Awaitable, Sequence
@@ -28,30 +30,6 @@ from slipstream.rollout_server.episodes.server_traces import NO_TRACES, ServerTr
 from slipstream.rollout_server.reference_server import ReferenceServer
 
 Answer = TypeVar("Answer")
-
-
-@dataclass(frozen=True)
-class Model:
-    """The model of a server: its engine, its chat template, and its API for agents."""
-
-    engine: Engine
-    renderer: Renderer
-    agents: AgentApi
-
-
-@dataclass(frozen=True)
-class EpisodeServices:
-    """The parts of a server that its episodes share."""
-
-    model: Model
-    environments: Environments
-    # The server of the reference model; None if the run has none.
-    reference: ReferenceServer | None = None
-    traces: ServerTraces = NO_TRACES
-
-
-class Cancelled(Exception):  # noqa: N818 - no error
-    """Raised by the waits of a `Play` that was cancelled."""
 
 
 class Play:
@@ -148,3 +126,27 @@ class Play:
             self._waiting.cancel()
         if self._generating:
             await self._requests.cancel(self.task.key)
+
+
+@dataclass(frozen=True)
+class Model:
+    """The model of a server: its engine, its chat template, and its API for agents."""
+
+    engine: Engine
+    renderer: Renderer
+    agents: AgentApi
+
+
+@dataclass(frozen=True)
+class EpisodeServices:
+    """The parts of a server that its episodes share."""
+
+    model: Model
+    environments: Environments
+    # The server of the reference model; None if the run has none.
+    reference: ReferenceServer | None = None
+    traces: ServerTraces = NO_TRACES
+
+
+class Cancelled(Exception):  # noqa: N818 - no error
+    """Raised by the waits of a `Play` that was cancelled."""

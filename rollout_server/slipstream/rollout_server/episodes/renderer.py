@@ -4,6 +4,8 @@ A conversation is tokenised once: sampled tokens stay as they were sampled, and 
 appended to them.
 """
 
+from __future__ import annotations
+
 import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -46,10 +48,6 @@ _LAST_TOKENS = 16
 _PARAMETERS = {"type": "object", "properties": {"a": {"type": "number"}}}
 _ADD = {"name": "add", "description": "Adds two numbers.", "parameters": _PARAMETERS}
 TOOLS = json.dumps([{"type": "function", "function": _ADD}])
-
-
-class RenderingFailed(Exception):
-    """Raised, with the reason, if a conversation cannot be rendered or an image is refused."""
 
 
 class Renderer:
@@ -290,6 +288,10 @@ class Renderer:
     def _tokenise(self, text: str) -> tuple[int, ...]:
         # The template has written the special tokens already.
         return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+class RenderingFailed(Exception):
+    """Raised, with the reason, if a conversation cannot be rendered or an image is refused."""
 
 
 def _read(template: Path) -> str:

@@ -5,6 +5,8 @@ Unblocked by: the answers, or the sum of the update's own deadlines, after which
 hung.
 """
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import logging
@@ -33,37 +35,6 @@ CallAll = Callable[[str, tuple[Any, ...]], Awaitable[list[Any]]]
 Pause = Callable[[float], Awaitable[float]]
 # Gives an idle engine its new version (`EnginePause.resume_idle`). Raises EngineDied.
 ResumeIdle = Callable[[PolicyVersion, float], Awaitable[None]]
-
-
-@dataclass(frozen=True)
-class LoadResult:
-    """The way in which a worker loaded an update, and the seconds of each stage.
-
-    `receive_s` is the time for which the worker waited for buckets, and `load_s` the rest. `wire_s`
-    is the time from the start of the first broadcast to the end of the last, or 0 if it cannot be
-    measured. `by_plan` says that a copy plan loaded the update, `has_plan` that a plan will load
-    the next update of this layout.
-    """
-
-    digests: list[str]
-    by_plan: bool
-    has_plan: bool
-    receive_s: float
-    load_s: float
-    wire_s: float
-    # When the device came to the copies, on the monotonic clock; 0 after vLLM's loader.
-    began_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class _Announced:
-    publish_id: str
-    version: PolicyVersion
-    limit_s: float
-    # The communicator and the bucket deadline: while these stay the same, workers keep what they
-    # prepared. None if they keep nothing: staged buckets arrive elsewhere.
-    terms: tuple[str, float] | None
-    staged: bool
 
 
 class WeightUpdate:
@@ -240,6 +211,37 @@ class WeightUpdate:
         if errors:
             raise WeightSyncError(errors[0])
         return [answer["value"] for answer in answers]
+
+
+@dataclass(frozen=True)
+class LoadResult:
+    """The way in which a worker loaded an update, and the seconds of each stage.
+
+    `receive_s` is the time for which the worker waited for buckets, and `load_s` the rest. `wire_s`
+    is the time from the start of the first broadcast to the end of the last, or 0 if it cannot be
+    measured. `by_plan` says that a copy plan loaded the update, `has_plan` that a plan will load
+    the next update of this layout.
+    """
+
+    digests: list[str]
+    by_plan: bool
+    has_plan: bool
+    receive_s: float
+    load_s: float
+    wire_s: float
+    # When the device came to the copies, on the monotonic clock; 0 after vLLM's loader.
+    began_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Announced:
+    publish_id: str
+    version: PolicyVersion
+    limit_s: float
+    # The communicator and the bucket deadline: while these stay the same, workers keep what they
+    # prepared. None if they keep nothing: staged buckets arrive elsewhere.
+    terms: tuple[str, float] | None
+    staged: bool
 
 
 @contextlib.asynccontextmanager

@@ -6,6 +6,8 @@ Waits for: each bucket. Unblocked by: the bucket, or its deadline.
 Some layers of vLLM transform their weights after loading, so that copies alone do not suffice.
 """
 
+from __future__ import annotations
+
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -53,6 +55,84 @@ _EXPERTS = re.compile(r"(.*\.mlp\.experts\.)(\w+)")
 _SINKS = ".self_attn.sinks"
 
 Named = tuple[str, torch.Tensor]
+
+
+class LoaderUpdate:
+    """Reloads a model through vLLM's loader: `receive` fills the layers, `finish` completes them.
+
+    After an error vLLM's reload must still be finalised, and the model needs a whole new update.
+    """
+
+    def __init__(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
+        """Prepares every layer for its new weights."""
+        self._started_s = time.perf_counter()
+        self._model, self._model_config = model, model_config
+        self.parameters = dict(model.named_parameters())
+        reload.initialize_layerwise_reload(model)
+        # Parameters that layers compute from others after loading, such as scales, are never sent.
+        awaited = self.parameters.keys() & dict(model.named_parameters()).keys()
+        self._missing = set(map(loaded_name, awaited))
+        # Compares the loader's work with the plan; None without a plan.
+        self.check: Fp8Check | None = None
+        self._digests: list[bytes] = []
+        self._receive_s = self._wire_s = 0.0
+
+    def receive(
+        self,
+        receiver: BucketReceiver,
+        incoming: Incoming,
+        plan: Fp8Plan | None,
+        *,
+        num_weights: int,
+        keep_adapters: Callable[[int, torch.Tensor], None],
+    ) -> None:
+        """Receives all buckets, each within its deadline, and passes their tensors to the model.
+
+        The first `num_weights` buckets hold weights; `keep_adapters` takes the other buckets.
+        Raises WeightSyncError if a bucket misses its deadline or parameters are left out.
+        """
+        self.check = None if plan is None else Fp8Check(plan, self.parameters)
+        waiting_s = time.perf_counter()
+        for place, buffer in enumerate(receiver.receive(incoming)):
+            self._receive_s += time.perf_counter() - waiting_s
+            if place >= num_weights:
+                keep_adapters(place, buffer)
+            else:
+                # The layerwise reload keeps references into the buffer until a layer is complete.
+                loaded = load_tensors(self._model, cut(buffer, incoming.buckets[place]))
+                # Some models do not say what they loaded.
+                named = None if loaded is None else set(map(loaded_name, loaded))
+                self._missing -= self._missing if named is None else named
+                if self.check is not None:
+                    self.check.add(place, buffer)
+            waiting_s = time.perf_counter()
+        self._digests = receiver.digests()
+        self._wire_s = receiver.take_wire().seconds
+        if self._missing:
+            names = ", ".join(sorted(self._missing)[:3])
+            raise WeightSyncError(f"{len(self._missing)} parameters were left out: {names}")
+
+    def finish(self, *, on_cpu: bool) -> None:
+        """Has vLLM finalise the reloaded layers; on a CPU also packs the experts' matrices."""
+        reload.finalize_layerwise_reload(self._model, self._model_config)
+        if on_cpu:
+            # vLLM packs the experts' matrices when it makes their kernel, and at no later load. It
+            # would compute with plain matrices as if they were packed (0.32.0).
+            for module in self._model.modules():
+                if isinstance(module, RoutedExperts):
+                    kernel = module.quant_method.moe_kernel
+                    kernel.fused_experts.process_weights_after_loading(module)
+
+    def result(self, *, has_plan: bool) -> LoadResult:
+        """Returns the digests and times so far, with the given `has_plan`."""
+        return LoadResult(
+            digests=[digest.hex() for digest in self._digests],
+            by_plan=False,
+            has_plan=has_plan,
+            receive_s=self._receive_s,
+            load_s=time.perf_counter() - self._started_s - self._receive_s,
+            wire_s=self._wire_s,
+        )
 
 
 def check_layers(model: torch.nn.Module) -> None:
@@ -193,81 +273,3 @@ def proved_replay(
 def log_loader(reason: str) -> None:
     """Logs that vLLM's loader handles every update, and the `reason`."""
     log.warning("weights go through vLLM's loader at every update: %s", reason)
-
-
-class LoaderUpdate:
-    """Reloads a model through vLLM's loader: `receive` fills the layers, `finish` completes them.
-
-    After an error vLLM's reload must still be finalised, and the model needs a whole new update.
-    """
-
-    def __init__(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
-        """Prepares every layer for its new weights."""
-        self._started_s = time.perf_counter()
-        self._model, self._model_config = model, model_config
-        self.parameters = dict(model.named_parameters())
-        reload.initialize_layerwise_reload(model)
-        # Parameters that layers compute from others after loading, such as scales, are never sent.
-        awaited = self.parameters.keys() & dict(model.named_parameters()).keys()
-        self._missing = set(map(loaded_name, awaited))
-        # Compares the loader's work with the plan; None without a plan.
-        self.check: Fp8Check | None = None
-        self._digests: list[bytes] = []
-        self._receive_s = self._wire_s = 0.0
-
-    def receive(
-        self,
-        receiver: BucketReceiver,
-        incoming: Incoming,
-        plan: Fp8Plan | None,
-        *,
-        num_weights: int,
-        keep_adapters: Callable[[int, torch.Tensor], None],
-    ) -> None:
-        """Receives all buckets, each within its deadline, and passes their tensors to the model.
-
-        The first `num_weights` buckets hold weights; `keep_adapters` takes the other buckets.
-        Raises WeightSyncError if a bucket misses its deadline or parameters are left out.
-        """
-        self.check = None if plan is None else Fp8Check(plan, self.parameters)
-        waiting_s = time.perf_counter()
-        for place, buffer in enumerate(receiver.receive(incoming)):
-            self._receive_s += time.perf_counter() - waiting_s
-            if place >= num_weights:
-                keep_adapters(place, buffer)
-            else:
-                # The layerwise reload keeps references into the buffer until a layer is complete.
-                loaded = load_tensors(self._model, cut(buffer, incoming.buckets[place]))
-                # Some models do not say what they loaded.
-                named = None if loaded is None else set(map(loaded_name, loaded))
-                self._missing -= self._missing if named is None else named
-                if self.check is not None:
-                    self.check.add(place, buffer)
-            waiting_s = time.perf_counter()
-        self._digests = receiver.digests()
-        self._wire_s = receiver.take_wire().seconds
-        if self._missing:
-            names = ", ".join(sorted(self._missing)[:3])
-            raise WeightSyncError(f"{len(self._missing)} parameters were left out: {names}")
-
-    def finish(self, *, on_cpu: bool) -> None:
-        """Has vLLM finalise the reloaded layers; on a CPU also packs the experts' matrices."""
-        reload.finalize_layerwise_reload(self._model, self._model_config)
-        if on_cpu:
-            # vLLM packs the experts' matrices when it makes their kernel, and at no later load. It
-            # would compute with plain matrices as if they were packed (0.32.0).
-            for module in self._model.modules():
-                if isinstance(module, RoutedExperts):
-                    kernel = module.quant_method.moe_kernel
-                    kernel.fused_experts.process_weights_after_loading(module)
-
-    def result(self, *, has_plan: bool) -> LoadResult:
-        """Returns the digests and times so far, with the given `has_plan`."""
-        return LoadResult(
-            digests=[digest.hex() for digest in self._digests],
-            by_plan=False,
-            has_plan=has_plan,
-            receive_s=self._receive_s,
-            load_s=time.perf_counter() - self._started_s - self._receive_s,
-            wire_s=self._wire_s,
-        )
