@@ -240,7 +240,8 @@ def parsed(record: Mapping[str, JsonValue]) -> Record | None:
     if kind is None:
         return None
     for name, value in record.items():
-        _check_numbers(name, value)
+        if type(value) is not str:
+            _check_numbers(name, value)
     try:
         return msgspec.convert(record, kind)
     except msgspec.ValidationError as error:
@@ -260,8 +261,8 @@ def fields_of(record: Record) -> dict[str, JsonValue]:
 
 
 def _check_numbers(name: str, value: JsonValue) -> None:
-    if type(value) is int and abs(value) > _MOST:
+    if type(value) is int and not -_MOST <= value <= _MOST:
         raise ValueError(f"{name} must fit 64 bits, got a number of {value.bit_length()} bits")
-    if isinstance(value, list | dict):
+    if isinstance(value, (list, dict)):
         for one in value.values() if isinstance(value, dict) else value:
             _check_numbers(name, one)
