@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slipstream.core.errors import ConfigError
-from slipstream.environments.question_files import Question, read_questions
+from slipstream.environments.question_files import Columns, Question, read_questions
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,9 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--format", choices=("parquet", "jsonl"), default="parquet")
     arguments = parser.parse_args(argv)
     try:
-        questions = read_questions(
-            arguments.source, arguments.question, arguments.answer, duplicates="drop"
-        )
+        columns = Columns(arguments.question, arguments.answer, duplicates="drop")
+        questions = read_questions(arguments.source, columns)
         rows = [row_of(question, arguments.answer_after) for question in questions]
         train, test = split(rows, arguments.test_fraction, arguments.seed)
         for name, part in (("train", train), ("test", test)):

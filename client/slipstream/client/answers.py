@@ -6,20 +6,19 @@ An error names the value that cannot be sent. environment.proto states the bound
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import SupportsFloat, TypeVar
 
 from slipstream.client.environment import (
     BRANCH_NAME,
     AgentOutcome,
-    Message,
     Reply,
     ResetResult,
     StepResult,
     ToolCall,
 )
 from slipstream.client.environment_loader import environment_failed
+from slipstream.client.messages import read_message
 from slipstream.core.errors import ProtocolError
 from slipstream.core.machine.owned_folder import read_left
 from slipstream.core.models.vision.pixels import data_of_url
@@ -36,7 +35,6 @@ _FORMS = (
     '{"type": "text", "text": ...}, {"type": "image_url", "image_url": {"url": "data:..."}}, '
     '{"type": "image", "path": ...} or {"type": "image", "data": ...}'
 )
-MESSAGE_KEYS = {"role", "content", "tool_call_id"}
 Made = TypeVar("Made", pb.Observation, pb.Verdict, pb.AgentResult)
 
 
@@ -180,30 +178,24 @@ def _messages(messages: object, source: str) -> list[pb.ChatMessage]:
     return [_message(message, source) for message in messages]
 
 
-def _message(message: object, source: str) -> pb.ChatMessage:
-    if isinstance(message, Message):
-        message = asdict(message)
-    keys = set(message) if isinstance(message, Mapping) else set()
-    if not isinstance(message, Mapping) or keys | {"tool_call_id"} != MESSAGE_KEYS:
-        raise environment_failed(
-            f"a message of {source} has role and content, and tool_call_id where it answers a call "
-            f"of a tool, got {_show(message)}"
-        )
-    role, content, call_id = message["role"], message["content"], message.get("tool_call_id", "")
-    if not isinstance(role, str) or not role:
-        raise environment_failed(
-            f"the role of a message of {source} must be a string, got {_show(message)}"
-        )
+def _message(given: object, source: str) -> pb.ChatMessage:
     try:
-        parts = [] if isinstance(content, str) else content_parts(content)
+        message = read_message(given)
+        is_text = isinstance(message.content, str)
+        return pb.ChatMessage(
+            role=message.role,
+            content=message.content if isinstance(message.content, str) else "",
+            tool_call_id=message.tool_call_id,
+            parts=[] if is_text else content_parts(message.content),
+            name=message.name,
+            tool_calls=[
+                pb.ToolCall(id=call.id, name=call.name, arguments=call.text)
+                for call in message.tool_calls
+            ],
+            reasoning=message.reasoning,
+        )
     except ValueError as error:
         raise environment_failed(f"a message of {source}: {error}") from None
-    if not isinstance(call_id, str) or (call_id and role != "tool"):
-        raise environment_failed(
-            f"tool_call_id must be a string, in a message of role tool, got {_show(message)}"
-        )
-    text = content if isinstance(content, str) else ""
-    return pb.ChatMessage(role=role, content=text, tool_call_id=call_id, parts=parts)
 
 
 def _tools(tools: object) -> str:

@@ -6,6 +6,7 @@ An agent is an environment that calls the model itself.
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections import OrderedDict
 from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
@@ -23,16 +24,35 @@ BRANCH_NAME = re.compile(r"[A-Za-z0-9._:+-]{1,64}")
 
 
 @dataclass(frozen=True)
+class ToolCall:
+    """A call of a tool in a reply; `arguments` is a dict, or raw text that is no JSON object."""
+
+    id: str
+    name: str
+    arguments: Mapping[str, Any] | str
+
+    @property
+    def text(self) -> str:
+        """The arguments as text."""
+        given = self.arguments
+        return given if isinstance(given, str) else json.dumps(dict(given))
+
+
+@dataclass(frozen=True)
 class Message:
     """One chat message; a dict `{"role": ..., "content": ...}` works as well.
 
     The result of a tool has the role "tool" and, as `tool_call_id`, the id of the call that it
     answers. `content` is a text, or a list of parts with images: see docs/guides/environments.md.
+    Earlier replies, of the role "assistant", may have `tool_calls` and `reasoning`.
     """
 
     role: str
     content: str | Sequence[Mapping[str, Any]]
     tool_call_id: str = ""
+    name: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    reasoning: str = ""
 
     @property
     def text(self) -> str:
@@ -41,19 +61,25 @@ class Message:
             return self.content
         return "".join(part["text"] for part in self.content if part.get("type") == "text")
 
+    def fields(self) -> dict[str, Any]:
+        """Returns the message as OpenAI's API takes it, without fields that are empty."""
+        calls = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.text},
+            }
+            for call in self.tool_calls
+        ]
+        own = {"tool_call_id": self.tool_call_id, "name": self.name, "tool_calls": calls}
+        own |= {"reasoning_content": self.reasoning}
+        given = {name: value for name, value in own.items() if value}
+        return {"role": self.role, "content": self.content, **given}
+
 
 Messages: TypeAlias = Sequence[Message | Mapping[str, Any]]
 # OpenAI's function schemas: {"type": "function", "function": {"name": ..., "parameters": ...}}.
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
-
-
-@dataclass(frozen=True)
-class ToolCall:
-    """A call of a tool in a reply; `arguments` is a dict, or raw text that is no JSON object."""
-
-    id: str
-    name: str
-    arguments: Mapping[str, Any] | str
 
 
 class Reply(str):

@@ -6,10 +6,9 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
 from slipstream.client.environment import AgentEnvironment, AgentOutcome, Endpoint
@@ -17,12 +16,10 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.machine.owned_folder import OwnedFolder, read_left
 from slipstream.core.machine.process import open_variables
 from slipstream.environments.arguments import FIELD, check_above_0, filled
-from slipstream.environments.question_files import read_rows
+from slipstream.environments.question_files import Row, named_rows
 from slipstream.environments.sandbox.kept_program import ProgramEnd, ProgramLimits, run_program
 from slipstream.environments.sandbox.plan import Limits, Plan
 from slipstream.environments.sandbox.sandbox import launched, why_not
-
-Row: TypeAlias = Mapping[str, Any]
 
 MAX_SCORE_BYTES = 64 << 10
 GIB = 1 << 30
@@ -274,9 +271,10 @@ def _inside(name: str) -> str:
 
 
 def _read_tasks(tasks: str | Sequence[str | Row]) -> list[Row]:
-    rows: Iterable[Any] = read_rows(Path(tasks)) if isinstance(tasks, str) else tasks
+    if isinstance(tasks, str):
+        return [row for _, row in named_rows(Path(tasks))]
     found: list[Row] = []
-    for number, row in enumerate(rows, start=1):
+    for number, row in enumerate(tasks, start=1):
         task = {"task": row} if isinstance(row, str) else row
         if not isinstance(task, Mapping):
             raise ConfigError(f"task {number} must be a text or an object, got {row!r}")

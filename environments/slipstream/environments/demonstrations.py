@@ -1,16 +1,32 @@
 """Conversations from a file, whose replies the model learns to give."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from slipstream.client.environment import Environment, Message, ResetResult, StepResult
+from slipstream.client.messages import TRAINED, holds_null, trains
 from slipstream.core.errors import ConfigError
+from slipstream.core.template_values import tools_json
 from slipstream.environments.arguments import check_at_least
-from slipstream.environments.question_files import Cell, Row, message_of, named_rows, text_of
+from slipstream.environments.question_files import (
+    Cell,
+    Row,
+    cell_in,
+    check_system,
+    message_in,
+    messages_in,
+    named_rows,
+    text_in,
+    unpacked,
+)
 
 REPLY_ROLE = "assistant"
+
+
+# Columns of chat formats that change what a reply answers, and have no place here.
+UNREAD = ("images", "videos", "audios", "functions", "chat_template_kwargs", *TRAINED)
 
 
 class Reply(NamedTuple):
@@ -20,7 +36,11 @@ class Reply(NamedTuple):
     reply: str
 
 
-Conversation = tuple[Reply, ...]
+class Conversation(NamedTuple):
+    """The turns of one row, and the tools that its column `tools` offers."""
+
+    turns: tuple[Reply, ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
 
 
 class Demonstrations(Environment[Conversation]):
@@ -53,10 +73,12 @@ class Demonstrations(Environment[Conversation]):
             )
         check_at_least("limit", limit, 1)
         first = [Message("system", system)] if system else []
-        self._conversations = [
-            _turns([*first, *_messages(row, prompt or messages, reply, where)], where)
-            for where, row in named_rows(Path(path))
-        ]
+        self._conversations = []
+        for where, row in named_rows(Path(path)):
+            told = _told(row, prompt or messages, reply, where)
+            check_system(system, [message for message, _ in told], where)
+            turns = _turns([*((message, False) for message in first), *told], where)
+            self._conversations.append(Conversation(turns, _tools(row, where)))
         if shuffle_seed is not None:
             random.Random(shuffle_seed).shuffle(self._conversations)
         self._conversations = self._conversations[:limit]
@@ -67,8 +89,8 @@ class Demonstrations(Environment[Conversation]):
 
     def reset(self, task: Conversation) -> ResetResult:
         """Returns the messages before the first reply, and that reply."""
-        self._left = list(task[1:])
-        return ResetResult(task[0].messages, reply=task[0].reply)
+        first, *self._left = task.turns
+        return ResetResult(first.messages, task.tools, reply=first.reply)
 
     def step(self, reply: str) -> StepResult:
         """Returns the next turn, or reward 1 after the last turn.
@@ -81,39 +103,64 @@ class Demonstrations(Environment[Conversation]):
         return StepResult(done=False, messages=turn.messages, reply=turn.reply)
 
 
-def _messages(row: Row, column: str, reply: str | None, where: str) -> list[Message]:
-    found, named = _cell(row, column, where), f"{where}: column {column!r}"
+def _told(row: Row, column: str, reply: str | None, where: str) -> list[tuple[Message, bool]]:
+    """Returns the messages of a row, each with whether it is a reply to train."""
+    found, named = cell_in(row, column, where), f"{where}: column {column!r}"
+    for name in UNREAD:
+        if row.get(name) not in (None, "", [], {}, 1):
+            raise ConfigError(f"{where}: column {name!r} is not read, got {str(row[name])[:60]}")
     if reply is not None:
-        right = text_of(_cell(row, reply, where), f"{where}: column {reply!r}")
-        return [Message("user", text_of(found, named)), Message(REPLY_ROLE, right)]
+        right = Message(REPLY_ROLE, text_in(row, reply, where))
+        return [*((message, False) for message in messages_in(found, named)), (right, True)]
+    if isinstance(found, str) and found.lstrip().startswith("["):
+        found = unpacked(found, named)
     if not isinstance(found, list):
         raise ConfigError(f"{named} must hold a list of messages")
     return [_message(one, named) for one in found]
 
 
-def _message(message: Cell, where: str) -> Message:
-    if isinstance(message, dict) and message.get("tool_calls"):
-        raise ConfigError(f"{where} holds tool_calls: write them into content as the model would")
-    return message_of(message, where)
+def _message(given: Cell, where: str) -> tuple[Message, bool]:
+    if not isinstance(given, Mapping):
+        return message_in(given, where), False
+    try:
+        is_trained = trains(given)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    said = {name: value for name, value in given.items() if name not in TRAINED}
+    message = message_in(said, where)
+    if message.role != REPLY_ROLE:
+        if any(map(given.get, TRAINED)):
+            raise ConfigError(f"{where}: only replies are trained, got a message of {message.role}")
+        return message, False
+    if is_trained and (message.tool_calls or message.reasoning):
+        what = "tool_calls" if message.tool_calls else "reasoning"
+        raise ConfigError(f"{where} holds {what}: write them into content as the model would")
+    return message, is_trained
 
 
-def _cell(row: Row, column: str, where: str) -> Cell:
-    if not row.get(column):
-        raise ConfigError(
-            f"{where} has nothing in the column {column!r}; its columns are {', '.join(row)}"
-        )
-    return row[column]
+def _tools(row: Row, where: str) -> tuple[Mapping[str, Any], ...]:
+    given = row.get("tools")
+    if given in (None, "", [], {}):
+        return ()
+    tools = unpacked(given, f"{where}: column 'tools'") if isinstance(given, str) else given
+    try:
+        tools_json(tools)
+        if not isinstance(given, str) and holds_null(tools):
+            raise ValueError("tools hold null, as parquet fills them: write JSON text")
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    return tuple(tools)
 
 
-def _turns(messages: Sequence[Message], where: str) -> Conversation:
-    """Returns the turns up to the last reply; messages after it are dropped.
+def _turns(told: Sequence[tuple[Message, bool]], where: str) -> tuple[Reply, ...]:
+    """Returns the turns up to the last trained reply; what follows it is read by nobody.
 
     Raises ConfigError for an empty reply, a reply without a message before it, or no reply at all.
     """
     turns: list[Reply] = []
     read: list[Message] = []
-    for message in messages:
-        if message.role != REPLY_ROLE:
+    for message, is_trained in told:
+        if not is_trained:
             read.append(message)
             continue
         if not read:

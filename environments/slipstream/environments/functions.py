@@ -23,7 +23,7 @@ from slipstream.environments.arguments import (
     check_choice,
     check_holds,
 )
-from slipstream.environments.question_files import Row, named_rows, text_in
+from slipstream.environments.question_files import Row, cell_in, named_rows, text_in, unpacked
 from slipstream.environments.sandbox import Finished, Limits, Sandbox, StartedProgram
 
 _CHECK = re.compile(r"^def check\(", re.MULTILINE)
@@ -54,14 +54,15 @@ def _read_exam(
 ) -> Exam:
     """Returns the task in a row; the other arguments are names of columns, as in `Functions`."""
     asked = text_in(row, question, where)
-    before = "" if setup is None else text_in(row, setup, where, may_be_empty=True)
+    before = "" if setup is None or row.get(setup) in (None, "") else text_in(row, setup, where)
     name = None if function is None else text_in(row, function, where)
-    given = row.get(tests)
-    texts = [given] if isinstance(given, str) else given
-    if not (isinstance(texts, list) and texts and all(isinstance(text, str) for text in texts)):
+    texts = cell_in(row, tests, where)
+    if isinstance(texts, str):
+        # A list of tests may be stored as JSON text.
+        texts = unpacked(texts, where) if texts.lstrip().startswith("[") else [texts]
+    if not (isinstance(texts, list) and all(isinstance(text, str) for text in texts)):
         raise ConfigError(
-            f"{where}: column {tests!r} must hold a test or a list of tests, each a text of "
-            f"Python; the columns are {', '.join(map(repr, row))}"
+            f"{where}: column {tests!r} must hold a test or a list of tests, each a text of Python"
         )
     if name is None and any(map(_CHECK.search, texts)):
         raise ConfigError(

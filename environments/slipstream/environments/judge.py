@@ -7,7 +7,6 @@ after its last retry began.
 
 import asyncio
 import copy
-import dataclasses
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -35,7 +34,7 @@ from slipstream.environments.arguments import (
     check_holds,
     filled,
 )
-from slipstream.environments.question_files import Row, named_rows, text_in
+from slipstream.environments.question_files import Columns, Question, asked, read_questions
 
 Answer = TypeVar("Answer", bound="Form")
 # Address of clients whose calls each name another address.
@@ -247,27 +246,24 @@ def _field_score(text: str) -> float | None:
     return float(score) if is_number else None
 
 
-class _Questions(Environment[Row]):
+class _Questions(Environment[Question]):
     """Asks the questions of a .jsonl or .parquet file."""
 
     def __init__(self, path: str, question: str, instruction: str) -> None:
         """Takes the questions in the column `question`, each inserted into `instruction`."""
         check_holds("instruction", instruction, "{question}")
-        self._instruction, self._question = instruction, question
-        self._rows = []
-        for where, row in named_rows(Path(path)):
-            text_in(row, question, where, may_be_empty=True)
-            self._rows.append(row)
+        self._instruction = instruction
+        columns = Columns(question, instruction=instruction, duplicates="keep")
+        self._questions = read_questions(Path(path), columns)
 
-    def tasks(self) -> list[Row]:
-        """Returns the rows of the file."""
-        return self._rows
+    def tasks(self) -> list[Question]:
+        """Returns the questions of the file."""
+        return self._questions
 
-    def reset(self, task: Row) -> list[Message]:
-        """Returns the prompt with the row's question."""
-        self._row = task
-        self._asked = self._instruction.replace("{question}", task[self._question])
-        return [Message("user", self._asked)]
+    def reset(self, task: Question) -> tuple[Message, ...]:
+        """Returns the prompt with the question."""
+        self._row, self._asked = task.row, asked(task, self._instruction)
+        return self._asked
 
 
 class Judged(_Questions):
@@ -347,12 +343,11 @@ class Rewarded(_Questions):
 
     async def step(self, reply: str) -> StepResult:
         """Returns the model's score of the reply, without its reasoning, as the reward."""
-        said = answer_of(reply)
-        asked = {"role": "user", "content": self._asked}
-        return StepResult(await self._model.score([asked, {"role": "assistant", "content": said}]))
+        talk = [*self._asked, Message("assistant", answer_of(reply))]
+        return StepResult(await self._model.score([message.fields() for message in talk]))
 
 
-class JudgedByStart(AgentEnvironment[Row]):
+class JudgedByStart(AgentEnvironment[Question]):
     """Asks and scores like `Judged`; the judge is the model as it was at the start of the run.
 
     It needs `lora.publish = "adapters"`, with which the run's servers keep this model's weights.
@@ -371,16 +366,16 @@ class JudgedByStart(AgentEnvironment[Row]):
 
         self._client = AsyncOpenAI(base_url=NOWHERE, api_key="none")
 
-    def tasks(self) -> list[Row]:
-        """Returns the rows of the file."""
+    def tasks(self) -> list[Question]:
+        """Returns the questions of the file."""
         return self._judged.tasks()
 
-    async def run(self, task: Row, endpoint: Endpoint) -> AgentOutcome:
+    async def run(self, task: Question, endpoint: Endpoint) -> AgentOutcome:
         """Asks the model the question, and returns the judge's score of its reply as the reward."""
         asking = copy.copy(self._judged)
-        asked: list[Any] = [dataclasses.asdict(message) for message in asking.reset(task)]
+        messages: list[Any] = [message.fields() for message in asking.reset(task)]
         client = self._client.with_options(base_url=endpoint.base_url, api_key=endpoint.api_key)
-        answer = await client.chat.completions.create(model="any", messages=asked)
+        answer = await client.chat.completions.create(model="any", messages=messages)
         result = await asking.judged(answer.choices[0].message.content or "", endpoint)
         return AgentOutcome(result.reward, metrics=result.metrics)
 
@@ -428,7 +423,7 @@ class RewardModel:
         self._name = self._server.name
         self._model, self._label, self._as_probability = model, label, as_probability
 
-    async def score(self, messages: Sequence[Mapping[str, str]]) -> float:
+    async def score(self, messages: Sequence[Mapping[str, Any]]) -> float:
         """Returns the model's score of a conversation. Raises JudgeError if there is none."""
         body = {
             "model": self._model,

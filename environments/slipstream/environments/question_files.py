@@ -6,16 +6,19 @@ usual names are read. All files are Parquet or JSON lines.
 
 from __future__ import annotations
 
+import ast
 import glob
 import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from slipstream.client.answers import content_parts
 from slipstream.client.environment import Message
+from slipstream.client.messages import read_message
 from slipstream.core.errors import ConfigError
 from slipstream.core.hub import DATA_PREFIX, HubFiles
 from slipstream.environments.answers import bare
@@ -23,6 +26,8 @@ from slipstream.environments.answers import bare
 # What may be the name of a data set on the hub.
 _NAME = re.compile(r"[\w.-]+/[\w-]+")
 SUFFIXES = (".parquet", ".jsonl")
+# The start of a list of messages that was written as text.
+_MESSAGES = re.compile(r"""\s*\[\s*\{\s*['"](?:role|content)['"]\s*:""")
 # Most files or columns that a message names.
 MAX_SHOWN = 20
 
@@ -150,6 +155,8 @@ class Question:
     # The right answer, or "" if no column has it.
     answer: str
     row: Row = field(default_factory=dict, compare=False, repr=False)
+    # The answer as the file has it: a number stays a number.
+    value: Cell = field(default=None, compare=False, repr=False)
 
     @property
     def text(self) -> str:
@@ -162,40 +169,74 @@ class Question:
         return "\0".join(f"{message.role}\0{message.content}" for message in self.messages)
 
 
-def read_questions(
-    path: Path | HubData | Files,
-    question: str,
-    answer: str | None,
-    *,
-    duplicates: Literal["refuse", "drop"],
-    answer_after: str | None = None,
-) -> list[Question]:
-    """Returns the questions of a file or of a hub data set in their order, each once.
+@dataclass(frozen=True)
+class Columns:
+    """How rows become questions, with the arguments of `Questions`; "a.b" is field b in column a.
 
-    `question` and `answer` name columns; "a.b" is the field b of the objects in column a. A
-    question is a text, or a list of messages with role and content. If `answer` is None, answers
-    are "". `duplicates` says whether a repeated question is an error or is dropped. Only what
-    follows the last `answer_after` in an answer is kept. If the file cannot be used, raises
-    ConfigError, which names the row, or the columns that exist.
+    `answer` is None if no answer is read. `takes_any` says that an answer may be any value.
     """
-    found: dict[tuple[Message, ...], tuple[int, Question]] = {}
+
+    question: str = "question"
+    answer: str | None = None
+    answer_after: str | None = None
+    takes_any: bool = False
+    system: str | None = None
+    instruction: str = "{question}"
+    duplicates: Literal["refuse", "drop", "keep"] = "refuse"
+
+    def question_in(self, row: Row, where: str) -> Question:
+        """Returns the question in a row. Raises ConfigError, which names row and column."""
+        named = f"{where}: column {self.question!r}"
+        asked = cell_in(row, self.question, where)
+        messages = messages_in(asked.strip() if isinstance(asked, str) else asked, named)
+        check_system(self.system, messages, named)
+        if messages[-1].role == "assistant":
+            raise ConfigError(f"{named} ends with a reply: the model is to give it")
+        if len(messages) > 1 and self.instruction != "{question}":
+            raise ConfigError(f"{named} holds messages, into which no instruction is put")
+        if self.answer is None:
+            return Question(messages, "", row)
+        value = cell_in(row, self.answer, where)
+        named = f"{where}: column {self.answer!r}"
+        if self.takes_any and isinstance(value, list | Mapping):
+            return Question(messages, json.dumps(value, default=str), row, value)
+        if isinstance(value, bool) and not self.takes_any:
+            raise ConfigError(f"{named} must hold a text or a number, got {value}: write its text")
+        text = text_of(value, named).strip()
+        if self.answer_after and self.answer_after in text:
+            text = value = text.rpartition(self.answer_after)[2].strip()
+        if not bare(text):
+            what = f"nothing behind {self.answer_after!r}" if self.answer_after else "only marks"
+            raise ConfigError(f"{named} has {what}")
+        return Question(messages, text, row, value)
+
+
+def asked(question: Question, instruction: str) -> tuple[Message, ...]:
+    """Returns the messages of a question; the text of a single one is put into `instruction`."""
+    only = question.messages[0]
+    if len(question.messages) > 1 or not isinstance(only.content, str):
+        return question.messages
+    return (replace(only, content=instruction.replace("{question}", only.content)),)
+
+
+def read_questions(path: Path | HubData | Files, columns: Columns) -> list[Question]:
+    """Returns the questions of a file or of a hub data set in their order.
+
+    If the file cannot be used, raises ConfigError, which names the row and the column.
+    """
+    found: dict[str, int] = {}
+    questions: list[Question] = []
     for number, (where, row) in enumerate(named_rows(path), start=1):
-        messages = _messages(_cell(row, question, path), f"{where}: column {question!r}")
-        right = ""
-        if answer is not None:
-            right = _text(_cell(row, answer, path), f"{where}: column {answer!r}")
-            right = right.rpartition(answer_after)[2].strip() if answer_after else right
-            if not bare(right):
-                what = f"nothing behind {answer_after!r}" if answer_after else "no answer but marks"
-                raise ConfigError(f"{where}: column {answer!r} has {what}")
-        if messages not in found:
-            found[messages] = (number, Question(messages, right, row))
-        elif duplicates == "refuse":
+        question = columns.question_in(row, where)
+        first = found.setdefault(repr(question.messages), number)
+        if first == number or columns.duplicates == "keep":
+            questions.append(question)
+        elif columns.duplicates == "refuse":
             raise ConfigError(
-                f"{path}: rows {found[messages][0]} and {number} ask the same question; "
+                f"{path}: rows {first} and {number} ask the same question; "
                 f"duplicates='drop' keeps the first"
             )
-    return [one for _, one in found.values()]
+    return questions
 
 
 def named_rows(path: Path | HubData | Files) -> Iterator[tuple[str, Row]]:
@@ -255,69 +296,95 @@ def _parquet(path: Path) -> Sequence[Row]:
     except ModuleNotFoundError as error:
         raise ConfigError(f"{path} needs the package pyarrow: pip install pyarrow") from error
     try:
-        rows: list[Row] = pyarrow.parquet.read_table(path).to_pylist()
+        table = pyarrow.parquet.read_table(path)
+        for place, column in enumerate(table.schema):
+            if pyarrow.types.is_float32(column.type) or pyarrow.types.is_float16(column.type):
+                # A number of 32 bits stands for its shortest decimal form: 0.1 is written 0.1.
+                plain = table[column.name].cast(pyarrow.string()).cast(pyarrow.float64())
+                table = table.set_column(place, column.name, plain)
+        rows: list[Row] = table.to_pylist()
     except pyarrow.ArrowException as error:
         raise ConfigError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
     return rows
 
 
-def _cell(row: Row, column: str, path: Path | HubData | Files) -> Cell:
-    if column in row:
-        return row[column]
+def cell_in(row: Row, column: str, where: str) -> Cell:
+    """Returns what stands in a column, or in a field of the objects in a column.
+
+    Raises ConfigError, which names the columns, if there is none or it is empty. `where` names the
+    row; NaN is how a column of floats writes what is missing.
+    """
     place: Cell = row
-    for part in column.split("."):
+    for part in (column,) if column in row else column.split("."):
         if not isinstance(place, Mapping) or part not in place:
             names = [repr(name) for name in list(row)[:MAX_SHOWN]]
             raise ConfigError(
-                f"{path} has no column {column!r}; its columns are {', '.join(names)}"
+                f"{where} has no column {column!r}; its columns are {', '.join(names)}"
             )
         place = place[part]
+    is_blank = isinstance(place, str) and not place.strip()
+    if place is None or is_blank or place in ([], {}) or place != place:
+        raise ConfigError(f"{where}: column {column!r} is empty")
     return place
 
 
-def _messages(cell: Cell, where: str) -> tuple[Message, ...]:
-    if not isinstance(cell, list):
-        return (Message("user", _text(cell, where)),)
-    if not cell:
-        raise ConfigError(f"{where} is empty")
-    return tuple(message_of(message, where) for message in cell)
-
-
-def message_of(cell: Cell, where: str) -> Message:
-    """Returns the message in one object of a column; `where` names the object in errors.
-
-    Raises ConfigError if its role or content is no text.
-    """
-    if not isinstance(cell, Mapping) or not {"role", "content"} <= set(cell):
-        raise ConfigError(f"{where} must hold messages with role and content")
-    for name in ("role", "content"):
-        if not isinstance(cell[name], str):
-            raise ConfigError(
-                f"{where}: the {name} of a message must be a text, got {str(cell[name])[:60]}"
-            )
-    return Message(cell["role"], cell["content"])
-
-
-def text_in(row: Row, column: str, where: str, *, may_be_empty: bool = False) -> str:
-    """Returns the text in a column. Raises ConfigError, which names the columns, without a text."""
-    text = row.get(column)
-    if not isinstance(text, str) or not (text.strip() or may_be_empty):
-        raise ConfigError(
-            f"{where}: column {column!r} must hold a text, got {text!r}; the columns are "
-            f"{', '.join(map(repr, row))}"
-        )
-    return text
+def text_in(row: Row, column: str, where: str) -> str:
+    """Returns the text in a column. Raises ConfigError without a text or a number."""
+    return text_of(cell_in(row, column, where), f"{where}: column {column!r}")
 
 
 def text_of(cell: Cell, where: str) -> str:
-    """Returns a text, or a number as text. Raises ConfigError for a list, an object or bytes."""
+    """Returns a text, or a number as people write it.
+
+    A whole number of a column of floats has no point. Raises ConfigError for a list, an object or
+    bytes.
+    """
     if isinstance(cell, list | Mapping | bytes):
         raise ConfigError(f"{where} must hold a text, got {str(cell)[:60]}")
+    if isinstance(cell, float) and cell.is_integer():
+        cell = int(cell)
     return str(cell)
 
 
-def _text(cell: Cell, where: str) -> str:
-    text = "" if cell is None else text_of(cell, where).strip()
-    if not text:
-        raise ConfigError(f"{where} is empty")
-    return text
+def messages_in(cell: Cell, where: str) -> tuple[Message, ...]:
+    """Returns the messages in a cell: a list of them, a list as text, or the user's text.
+
+    Raises ConfigError, which names the first field that cannot be read.
+    """
+    cell = unpacked(cell, where) if isinstance(cell, str) and _MESSAGES.match(cell) else cell
+    if not isinstance(cell, list):
+        return (Message("user", text_of(cell, where)),)
+    return tuple(message_in(message, where) for message in cell)
+
+
+def message_in(cell: Cell, where: str) -> Message:
+    """Returns the message in one object of a column. Raises ConfigError, which names the field."""
+    try:
+        message = read_message(cell)
+        for part in () if isinstance(message.content, str) else message.content:
+            # The file of an image is read when it is shown.
+            if not isinstance(part, Mapping) or "path" not in part:
+                content_parts([part])
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    return message
+
+
+def unpacked(text: str, where: str) -> list[Cell]:
+    """Returns the list that a text is, in JSON or as Python writes it. Raises ConfigError."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        try:
+            found = ast.literal_eval(text)
+        except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
+            raise ConfigError(f"{where} looks like a list, but cannot be read: {error}") from error
+    if not isinstance(found, list):
+        raise ConfigError(f"{where} looks like a list, and is a {type(found).__name__}")
+    return found
+
+
+def check_system(system: str | None, messages: Sequence[Message], where: str) -> None:
+    """Raises ConfigError if messages that begin with a system message get a second one."""
+    if system and messages[0].role in ("system", "developer"):
+        raise ConfigError(f"{where} begins with a {messages[0].role} message: leave out system")

@@ -14,6 +14,7 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Literal, SupportsFloat
 
@@ -22,10 +23,17 @@ from slipstream.client.environment_loader import environment_failed
 from slipstream.core.errors import ConfigError
 from slipstream.core.hub import DATA_PREFIX
 from slipstream.core.machine.process import send_signal
-from slipstream.environments.answers import bare, contains
+from slipstream.environments.answers import bare, contains, number_of
 from slipstream.environments.arguments import Split, check_at_least, check_choice, check_holds
 from slipstream.environments.frameworks.packages import import_function
-from slipstream.environments.question_files import Files, HubData, Question, read_questions
+from slipstream.environments.question_files import (
+    Columns,
+    Files,
+    HubData,
+    Question,
+    asked,
+    read_questions,
+)
 
 PROGRAM = "slipstream.environments.math_program"
 # Seconds for importing sympy on a busy machine.
@@ -83,9 +91,10 @@ class Questions(Environment[Question]):
         column `answer` is not read for a function that does not take the answer.
 
         `instruction` is the prompt of a question that is a text, with this text in place of
-        `{question}`. If the text `answer_after` occurs in an answer or a reply, only the text after
-        its last occurrence counts. `limit` keeps only the first questions of the split, after
-        shuffling. Raises ConfigError for wrong arguments.
+        `{question}`; `system` is refused before messages that have one. If the text `answer_after`
+        occurs in an answer or a reply, only the text after its last occurrence counts. `limit`
+        keeps only the first questions of the split, after shuffling. Raises ConfigError for wrong
+        arguments.
         """
         self._function = JudgeFunction(judge) if ":" in judge else None
         if self._function is None:
@@ -105,10 +114,16 @@ class Questions(Environment[Question]):
         self._math = MathJudge(timeout_s=judge_timeout_s)
         source = _source(path, hub_config, hub_split, hub_revision)
         takes_answer = self._function is None or self._function.takes_answer
-        column = answer if takes_answer else None
-        questions = read_questions(
-            source, question, column, duplicates=duplicates, answer_after=answer_after
+        columns = Columns(
+            question,
+            answer if takes_answer else None,
+            answer_after,
+            takes_any=self._function is not None,
+            system=system,
+            instruction=instruction,
+            duplicates=duplicates,
         )
+        questions = read_questions(source, columns)
         if split != "all":
             taken = Split(split, heldout_one_in)
             questions = [each for each in questions if taken.has(each.identity)]
@@ -127,11 +142,8 @@ class Questions(Environment[Question]):
     def reset(self, task: Question) -> list[Message]:
         """Returns the prompt with the question."""
         self.question, self.expected_answer = task, task.answer
-        *before, last = task.messages
-        if not before:
-            last = Message(last.role, self._instruction.replace("{question}", last.text))
         system = [] if self._system is None else [Message("system", self._system)]
-        return [*system, *before, last]
+        return [*system, *asked(task, self._instruction)]
 
     async def step(self, reply: str) -> StepResult:
         """Judges the reply by the argument `judge`, and returns the reward."""
@@ -147,6 +159,8 @@ class Questions(Environment[Question]):
             metrics = {"readable": verdict.readable, "judge_timeout": verdict.timed_out}
         elif self._judge == "exact":
             right = bare(answer) == bare(given)
+            if isinstance(self.question.value, int | float | Decimal):
+                right = right or number_of(bare(given)) == self.question.value
         else:
             right = contains(given, answer)
         return StepResult(float(right), metrics={"right": right, **metrics})
@@ -176,7 +190,7 @@ class JudgeFunction:
     async def judge(self, question: Question, reply: str) -> StepResult:
         """Returns the function's reward and metrics. Raises EnvironmentFailed without a reward."""
         # A function that changes its arguments changes them for this reply alone.
-        answer, row = copy.deepcopy((question.answer, question.row))
+        answer, row = copy.deepcopy((question.value, question.row))
         known = {"reply": reply, "question": question.text, "answer": answer, "row": row}
         found: object = self._call(**{name: known[name] for name in self._taken})
         if inspect.isawaitable(found):

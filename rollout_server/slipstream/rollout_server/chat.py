@@ -21,9 +21,8 @@ class ParsedToolCall(NamedTuple):
 class ChatMessage(NamedTuple):
     """One message of a conversation.
 
-    `tool_call_id` names the call that a tool result answers. Only the model's replies have
-    `tool_calls` and `reasoning`. A message with images has texts and encoded images in `parts`, and
-    no `content`.
+    `tool_call_id` names the call that a tool result answers. Only replies have `tool_calls` and
+    `reasoning`. A message with images has texts and encoded images in `parts`, and no `content`.
     """
 
     role: str
@@ -32,12 +31,23 @@ class ChatMessage(NamedTuple):
     tool_calls: tuple[ParsedToolCall, ...] = ()
     reasoning: str = ""
     parts: tuple[str | bytes, ...] = ()
+    name: str = ""
 
     @classmethod
     def from_pb(cls, message: environment_pb2.ChatMessage) -> ChatMessage:
         """Returns the chat message that an environment sent as `message`."""
         parts = (part.image if part.HasField("image") else part.text for part in message.parts)
-        return cls(message.role, message.content, message.tool_call_id, parts=tuple(parts))
+        return cls(
+            message.role,
+            message.content,
+            message.tool_call_id,
+            tuple(
+                ParsedToolCall(call.id, call.name, call.arguments) for call in message.tool_calls
+            ),
+            message.reasoning,
+            tuple(parts),
+            message.name,
+        )
 
     @property
     def images(self) -> tuple[bytes, ...]:
@@ -47,7 +57,9 @@ class ChatMessage(NamedTuple):
     @property
     def num_characters(self) -> int:
         """The number of characters in the message's text."""
-        return len(self.content) + sum(len(part) for part in self.parts if isinstance(part, str))
+        parts = [part for part in self.parts if isinstance(part, str)]
+        parts += [text for call in self.tool_calls for text in (call.name, call.arguments)]
+        return len(self.content) + len(self.reasoning) + sum(map(len, parts))
 
     def for_template(self) -> dict[str, Any]:
         """Returns the message in OpenAI's form, without optional fields that are empty.
@@ -60,6 +72,8 @@ class ChatMessage(NamedTuple):
                 {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"}
                 for part in self.parts
             ]
+        if self.name:
+            message["name"] = self.name
         if self.tool_call_id:
             message["tool_call_id"] = self.tool_call_id
         if self.reasoning:

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from slipstream.client.environment import Message, StepResult
+from slipstream.client.environment import Message, StepResult, ToolCall
 from slipstream.core.errors import ConfigError
 from slipstream.environments.demonstrations import Demonstrations
 
@@ -58,11 +58,19 @@ def test_a_seed_shuffles_the_rows_before_the_limit(tmp_path: Path) -> None:
         (talk("user", "q"), "row 2 has no message with role = 'assistant'"),
         (talk("assistant", "r"), "row 2: a reply must follow a message"),
         (talk("user", "q", "assistant", ""), "row 2: a reply is empty"),
-        ({"text": "q"}, "row 2 has nothing in the column 'messages'; its columns are text"),
+        ({"text": "q"}, "row 2 has no column 'messages'; its columns are 'text'"),
         ({"messages": "q"}, "row 2: column 'messages' must hold a list of messages"),
-        ({"messages": ["q"]}, "row 2: column 'messages' must hold messages with role and content"),
+        ({"messages": ["q"]}, "row 2: column 'messages': a message has role and content, got 'q'"),
         (
-            {"messages": [{"role": "user", "content": "", "tool_calls": [1]}]},
+            {
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "content": "",
+                        "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}],
+                    }
+                ]
+            },
             "row 2: column 'messages' holds tool_calls: write them into content",
         ),
         (
@@ -72,11 +80,11 @@ def test_a_seed_shuffles_the_rows_before_the_limit(tmp_path: Path) -> None:
                     {"role": "assistant", "content": None, "tool_calls": []},
                 ]
             },
-            "row 2: column 'messages': the content of a message must be a text, got None",
+            "row 2: column 'messages': content must be a text or a list of parts, got None",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}]}]},
-            r"row 2: column 'messages': the content of a message must be a text, got \[{'type'",
+            "row 2 has no message with role = 'assistant'",
         ),
         (
             {"messages": [{"role": None, "content": "q"}]},
@@ -93,7 +101,10 @@ def test_a_row_that_gives_no_reply_is_named(tmp_path: Path, row: object, said: s
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({"q": [{"text": "a"}], "a": "b"}, r"row 1: column 'q' must hold a text, got \[{'text'"),
+        (
+            {"q": [{"text": "a"}], "a": "b"},
+            "row 1: column 'q': a message has role and content, got {",
+        ),
         ({"q": "a", "a": {"text": "b"}}, "row 1: column 'a' must hold a text, got {'text'"),
     ],
 )
@@ -111,3 +122,108 @@ def test_arguments_that_do_not_fit_are_named(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("")
     with pytest.raises(ConfigError, match="has no rows"):
         Demonstrations(str(tmp_path / "empty.jsonl"))
+
+
+def message(role: str, content: object, **fields: object) -> dict[str, object]:
+    return {"role": role, "content": content, **fields}
+
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": null}'}}
+
+
+@pytest.mark.parametrize("name", ["weight", "train", "training", "trainable"])
+def test_a_reply_that_is_not_to_be_trained_is_context(tmp_path: Path, name: str) -> None:
+    row = {
+        "messages": [
+            message("user", "a"),
+            message("assistant", "WRONG", **{name: 0}),
+            message("user", "no, again", **{name: 0}),
+            message("assistant", "right", **{name: 1}),
+            message("user", "b", **{name: None}),
+            message("assistant", "WRONG too", **{name: False}),
+            message("user", "c"),
+            message("assistant", "right too"),
+        ]
+    }
+    environment = Demonstrations(file_of(tmp_path, row))
+    first, second = environment.tasks()[0].turns
+    assert [each.text for each in first.messages] == ["a", "WRONG", "no, again"]
+    assert [each.text for each in second.messages] == ["b", "WRONG too", "c"]
+    assert (first.reply, second.reply) == ("right", "right too")
+
+
+def test_calls_of_an_untrained_reply_and_the_offered_tools_are_given_on(tmp_path: Path) -> None:
+    tool = {
+        "type": "function",
+        "function": {"name": "f", "parameters": {"type": "object", "default": None}},
+    }
+    row = {
+        "messages": [
+            message("user", "q"),
+            message("assistant", None, tool_calls=[CALL], reasoning_content="hm", weight=0),
+            message("tool", "3", tool_call_id="c1", name="f"),
+            message("assistant", "It is 3."),
+        ],
+        "tools": json.dumps([tool]),
+        "source": "somewhere",
+    }
+    environment = Demonstrations(file_of(tmp_path, row))
+    opening = environment.reset(environment.tasks()[0])
+    call = ToolCall("c1", "f", '{"a": null}')
+    assert opening.messages[1:] == (
+        Message("assistant", "", tool_calls=(call,), reasoning="hm"),
+        Message("tool", "3", "c1", "f"),
+    )
+    assert (list(opening.tools), opening.reply) == ([tool], "It is 3.")
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ([message("assistant", "r", weight=0.5)], "weight must be 0 or 1, got 0.5"),
+        ([message("user", "q", train=True)], "only replies are trained, got a message of user"),
+        ([message("user", "q", picture="x")], "a message has no field 'picture'; it has role"),
+        ([message("user", "q", tool_call=[1])], "a message has no field 'tool_call'; did you mean"),
+        ([message("user", "q", tool_calls=[CALL])], "tool_calls stands in a message of role assi"),
+        ([message("assistant", "r", thinking="hm")], "holds reasoning: write them into content"),
+        ([message("assistant", "r", tool_calls=["f"], weight=0)], "a call of a tool has a func"),
+        (
+            [message("assistant", "", weight=0, tool_calls=[
+                {"function": {"name": "f", "arguments": {"a": None}}}])],
+            "arguments of f hold null, as parquet fills them: write JSON text",
+        ),
+        ([message("user", [{"type": "video", "video": "x"}])], "a part must be "),
+        ([{"from": "human", "value": "q"}], "a message has role and content, got {'from'"),
+    ],
+)  # fmt: skip
+def test_a_field_that_cannot_be_used_is_named_with_file_and_row(tmp_path, row, said) -> None:
+    path = file_of(tmp_path, {"messages": row})
+    with pytest.raises(ConfigError) as refused:
+        Demonstrations(path)
+    assert f"{path}, row 1: column 'messages'" in str(refused.value)
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        ({"images": ["a.png"]}, "row 1: column 'images' is not read, got ['a.png']"),
+        ({"chat_template_kwargs": {"a": 1}}, "column 'chat_template_kwargs' is not read"),
+        ({"weight": 0}, "column 'weight' is not read, got 0"),
+        ({"tools": [{"name": "f"}]}, 'tools[0] must be an object with type "function"'),
+        ({"tools": "[{"}, "column 'tools' looks like a list, but cannot be read"),
+    ],
+)
+def test_columns_that_would_change_a_reply_are_read_or_refused(tmp_path, extra, said) -> None:
+    row = talk("user", "q", "assistant", "r")
+    assert Demonstrations(file_of(tmp_path, row | dict.fromkeys(extra))).tasks()
+    with pytest.raises(ConfigError) as refused:
+        Demonstrations(file_of(tmp_path, row | extra))
+    assert said in str(refused.value)
+
+
+def test_two_system_messages_are_refused(tmp_path: Path) -> None:
+    row = talk("system", "In French.", "user", "q", "assistant", "r")
+    with pytest.raises(ConfigError, match="row 1 begins with a system message: leave out system"):
+        Demonstrations(file_of(tmp_path, row), system="Be kind.")

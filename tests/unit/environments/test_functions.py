@@ -225,6 +225,12 @@ async def test_the_code_is_the_last_block_of_the_reply() -> None:
     assert code_of("") == ""
 
 
+def test_a_list_of_tests_may_be_stored_as_text(tmp_path: Path) -> None:
+    tests = ["assert f(1) == 1", "assert f(2) == 2"]
+    (exam,) = functions(tmp_path, {"question": "?", "tests": json.dumps(tests)}).tasks()
+    assert exam.tests == tuple(tests)
+
+
 PYTEST = "def test_add():\n    assert add(1, 2) == 3\n"
 UNITTEST = (
     "import unittest\nclass TestAdd(unittest.TestCase):\n    def setUp(self): self.right = 3\n"
@@ -287,9 +293,9 @@ async def test_a_test_that_cannot_run_fails_the_episode(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "options", "said"),
     [
-        ({"tests": ["assert f()"]}, {}, "row 1: column 'question' must hold a text, got None; the"),
-        ({"question": "?"}, {}, "row 1: column 'tests' must hold a test or a list of tests"),
-        ({"question": "?", "tests": []}, {}, "must hold a test or a list of tests"),
+        ({"tests": ["assert f()"]}, {}, "row 1 has no column 'question'; its columns are 'tests'"),
+        ({"question": "?"}, {}, "row 1 has no column 'tests'; its columns are 'question'"),
+        ({"question": "?", "tests": []}, {}, "row 1: column 'tests' is empty"),
         ({"question": "?", "tests": [1]}, {}, "must hold a test or a list of tests"),
         ({"question": "?", "tests": ["assert f("]}, {}, "row 1: a test is no Python"),
         ({"question": "?", "tests": ["assert 1 == 1"]}, {}, "the tests use no name"),

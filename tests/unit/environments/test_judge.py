@@ -347,7 +347,7 @@ async def test_thoughts_of_a_judge_are_no_score(endpoint: Endpoint) -> None:
         ({"instruction": "x"}, "instruction must contain {question}, got 'x'"),
         (
             {"question": "q"},
-            "row 1: column 'q' must hold a text, got None; the columns are 'question'",
+            "row 1 has no column 'q'; its columns are 'question'",
         ),
         ({"api_key_file": "/missing"}, "api_key_file /missing cannot be read"),
         ({"api_key_file": "/dev/null"}, "api_key_file /dev/null cannot be read: "),
@@ -454,7 +454,7 @@ async def test_a_rewarded_environment_scores_question_and_reply(endpoint, tmp_pa
         ({"label": -1}, "label must be at least 0, got -1"),
         (
             {"question": "q"},
-            "row 1: column 'q' must hold a text, got None; the columns are 'question'",
+            "row 1 has no column 'q'; its columns are 'question'",
         ),
     ],
 )

@@ -5,7 +5,7 @@ from pathlib import Path
 import psutil
 import pytest
 from make_question_files import main as make_question_files
-from slipstream.client.environment import Message, Reply, StepResult
+from slipstream.client.environment import Message, Reply, StepResult, ToolCall
 from slipstream.client.environment_loader import load_environment
 from slipstream.core.errors import ConfigError, EnvironmentFailed
 from slipstream.environments.arguments import Split
@@ -64,6 +64,94 @@ def test_columns_may_lie_in_objects_and_questions_may_be_messages(tmp_path: Path
     ]
 
 
+TALK = [
+    {"role": "user", "content": "Weather in Oslo?"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "c1", "function": {"name": "look", "arguments": {"city": "Oslo"}}}],
+    },
+    {"role": "tool", "tool_call_id": "c1", "content": "-3 C"},
+    {"role": "user", "content": "And in F?"},
+]
+
+
+@pytest.mark.parametrize("write", [json_lines, parquet])
+@pytest.mark.parametrize("form", [list, json.dumps, str])
+def test_messages_keep_all_that_they_hold_also_as_text(tmp_path: Path, write, form):
+    path = write(tmp_path, [{"prompt": form(TALK), "answer": "26.6"}])
+    environment = Questions(path, question="prompt", judge="exact")
+    (task,) = environment.tasks()
+    call = ToolCall("c1", "look", {"city": "Oslo"})
+    assert environment.reset(task) == [
+        Message("user", "Weather in Oslo?"),
+        Message("assistant", "", tool_calls=(call,)),
+        Message("tool", "-3 C", "c1"),
+        Message("user", "And in F?"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "settings", "said"),
+    [
+        ([{"role": "system", "content": "s"}, *TALK], {"system": "Be kind."},
+         "begins with a system message: leave out system"),
+        (TALK, {"instruction": "{question}!"}, "holds messages, into which no instruction is put"),
+        ([*TALK, {"role": "assistant", "content": "26.6"}], {}, "ends with a reply: the model is"),
+        ([{"role": "user", "content": "q", "weight": 0}], {}, "the field 'weight' says what is"),
+        ('[{"role": "user", "content": "q"', {}, "looks like a list, but cannot be read"),
+    ],
+)  # fmt: skip
+def test_messages_that_cannot_be_asked_are_refused(tmp_path: Path, prompt, settings, said):
+    path = json_lines(tmp_path, [{"question": prompt, "answer": "2"}])
+    text = refusal(path, **settings)
+    assert text.startswith(f"{path}, row 1: column 'question'")
+    assert said in text
+
+
+@pytest.mark.parametrize("write", [json_lines, parquet])
+async def test_a_number_is_a_number_whatever_a_file_makes_of_it(tmp_path: Path, write):
+    rows = [{"question": f"q{n}", "answer": n} for n in (72.0, 0.1, 1e21)]
+    environment = Questions(write(tmp_path, rows), judge="exact")
+    assert [task.answer for task in environment.tasks()][:2] == ["72", "0.1"]
+    for task, replies in zip(
+        environment.tasks(), (("72", "72.0", "$72"), ("0.1", ".1")), strict=False
+    ):
+        environment.reset(task)
+        assert [(await environment.step(reply)).reward for reply in replies] == [1.0] * len(replies)
+        assert (await environment.step("7")).reward == 0.0
+
+
+def test_what_is_missing_in_a_column_of_numbers_is_empty(tmp_path: Path):
+    path = json_lines(tmp_path, [{"question": "q", "answer": float("nan")}])
+    assert refusal(path) == f"{path}, row 1: column 'answer' is empty"
+    path = json_lines(tmp_path, [{"question": "q", "answer": True}])
+    assert refusal(path).endswith("must hold a text or a number, got True: write its text")
+
+
+def test_numbers_of_32_bits_are_their_shortest_decimals(tmp_path: Path):
+    pyarrow = pytest.importorskip("pyarrow")
+    files = pytest.importorskip("pyarrow.parquet")
+    answers = pyarrow.array([0.1, 72.0], pyarrow.float32())
+    table = pyarrow.table({"question": ["a", "b"], "answer": answers})
+    files.write_table(table, tmp_path / "data.parquet")
+    tasks = Questions(str(tmp_path / "data.parquet"), judge="exact").tasks()
+    assert [(task.answer, task.row["answer"]) for task in tasks] == [("0.1", 0.1), ("72", 72.0)]
+
+
+def typed(reply, answer, row):
+    return {"reward": 1.0, type(answer).__name__: 1.0, type(row["answer"]).__name__: 1.0}
+
+
+@pytest.mark.parametrize("write", [json_lines, parquet])
+@pytest.mark.parametrize("answer", [2, 2.5, True, ["a"], "2"])
+async def test_a_function_gets_answers_of_their_own_type(tmp_path: Path, write, answer):
+    path = write(tmp_path, [{"question": "q", "answer": answer}])
+    environment = Questions(path, judge=f"{__name__}:typed")
+    environment.reset(environment.tasks()[0])
+    assert (await environment.step(Reply("x"))).metrics == {type(answer).__name__: 1.0}
+
+
 def test_a_system_prompt_and_an_instruction_stand_around_the_question(tmp_path: Path):
     environment = Questions(
         json_lines(tmp_path, SUMS),
@@ -112,10 +200,10 @@ def test_what_is_wrong_with_a_file_is_one_line(tmp_path: Path, monkeypatch):
     assert refusal(str(tmp_path)).startswith(f"{tmp_path} is a folder, not a file; the working")
     json_lines(tmp_path, [{"prompt": "a", "solution": "b"}])
     assert refusal("data.jsonl") == (
-        "data.jsonl has no column 'question'; its columns are 'prompt', 'solution'"
+        "data.jsonl, row 1 has no column 'question'; its columns are 'prompt', 'solution'"
     )
     assert refusal("data.jsonl", question="prompt", answer="solution.final") == (
-        "data.jsonl has no column 'solution.final'; its columns are 'prompt', 'solution'"
+        "data.jsonl, row 1 has no column 'solution.final'; its columns are 'prompt', 'solution'"
     )
     json_lines(tmp_path, [])
     assert refusal("data.jsonl") == "data.jsonl has no rows"
@@ -133,11 +221,11 @@ def test_what_is_wrong_with_a_file_is_one_line(tmp_path: Path, monkeypatch):
     assert refusal("data.jsonl") == "data.jsonl, row 2: column 'question' is empty"
     json_lines(tmp_path, [{"question": [{"role": "user"}], "answer": "b"}])
     assert refusal("data.jsonl") == (
-        "data.jsonl, row 1: column 'question' must hold messages with role and content"
+        "data.jsonl, row 1: column 'question': a message has role and content, got {'role': 'user'}"
     )
     json_lines(tmp_path, [{"question": [{"role": "user", "content": None}], "answer": "b"}])
     assert refusal("data.jsonl") == (
-        "data.jsonl, row 1: column 'question': the content of a message must be a text, got None"
+        "data.jsonl, row 1: column 'question': content must be a text or a list of parts, got None"
     )
     json_lines(tmp_path, [SUMS[0], {"question": "q", "answer": {"text": ["b"]}}])
     assert refusal("data.jsonl") == (
@@ -211,7 +299,8 @@ def test_the_line_reaches_whoever_loads_the_environment(tmp_path: Path):
     with pytest.raises(EnvironmentFailed) as caught:
         load_environment(REFERENCE, json.dumps({"path": path, "judge": "exact"}), "")
     assert (
-        str(caught.value) == f"{path} has no column 'question'; its columns are 'prompt', 'answer'"
+        str(caught.value)
+        == f"{path}, row 1 has no column 'question'; its columns are 'prompt', 'answer'"
     )
 
 
@@ -268,7 +357,7 @@ def longest(reply, *, power=1):
 
 async def all_four(question, reply, answer, row):
     await asyncio.sleep(0)
-    right = reply == answer
+    right = reply == str(answer)
     return {"reward": right - 0.5, "right": right, "level": row["level"], "asked": len(question)}
 
 
@@ -299,6 +388,7 @@ async def test_a_function_judges_by_the_arguments_that_it_takes(tmp_path: Path, 
     assert (await verdict("longest", "four")).reward == 4.0
     assert (await verdict("whatever", "x")).reward == 1.0
     # The question is the file's: an instruction is no part of it.
+    # Neither is the answer changed: a number stays one.
     found = await verdict("all_four", "2")
     assert (found.reward, found.metrics) == (0.5, {"right": True, "level": 3, "asked": 6})
     assert (await verdict("all_four", "so 2", answer_after="so ")).metrics["right"]
@@ -325,7 +415,7 @@ def test_an_answer_of_which_nothing_is_left_is_refused(tmp_path: Path, judge: st
     said = f"{path}, row 2: column 'answer' has nothing behind '####'"
     assert refusal(path, judge=judge, answer_after="####") == said
     path = json_lines(tmp_path, [{"question": "q", "answer": "**\u200b**"}])
-    assert refusal(path, judge=judge).endswith("row 1: column 'answer' has no answer but marks")
+    assert refusal(path, judge=judge).endswith("row 1: column 'answer' has only marks")
 
 
 class Lengths(Questions):

@@ -188,7 +188,7 @@ class History:
         self._messages = list(messages)
         self._replies: list[ChatMessage] = []
         self._num_read = 0
-        self._call_ids: set[str] = set()
+        self._call_ids = {call.id for message in messages for call in message.tool_calls}
         # The images of the newest context, with their offsets in that context.
         self.images: list[PlacedImage] = []
 
@@ -197,7 +197,7 @@ class History:
 
         Raises EnvironmentFailed for the result of an unknown tool call.
         """
-        self._call_ids |= {call.id for call in reply.tool_calls}
+        self._call_ids |= {call.id for each in (reply, *messages) for call in each.tool_calls}
         for message in messages:
             if message.tool_call_id and message.tool_call_id not in self._call_ids:
                 raise misused(

@@ -1,4 +1,8 @@
+import json
+
 import pytest
+from slipstream.client.answers import observation
+from slipstream.client.messages import read_message
 from slipstream.core.errors import EnvironmentFailed
 from slipstream.learner.trainer.tiny_model import make_tokenizer
 from slipstream.rollout_server.chat import (
@@ -65,3 +69,32 @@ def test_a_result_may_answer_any_call_of_the_episode_and_no_other(renderer) -> N
     history.add(ChatMessage("assistant", "b"), [ChatMessage("tool", "c", "one")])
     with pytest.raises(EnvironmentFailed, match="must be the id of a call of the model, got 'on'"):
         history.add(ChatMessage("assistant", "b"), [ChatMessage("tool", "c", "on")])
+
+
+def test_all_fields_of_an_environments_messages_reach_the_template() -> None:
+    arguments = {"city": "Oslo", "days": None}
+    call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": arguments}}
+    as_text = {**call, "function": {"name": "look", "arguments": json.dumps(arguments)}}
+    shown = [
+        {"role": "user", "content": "Weather?", "name": "Ann"},
+        {"role": "assistant", "content": None, "tool_calls": [as_text], "thinking": "hm"},
+        {"role": "tool", "content": "-3 C", "tool_call_id": "c1", "name": "look"},
+    ]
+    sent = observation(shown, None).messages
+    found = [ChatMessage.from_pb(message).for_template() for message in sent]
+    reply = {"role": "assistant", "content": "", "tool_calls": [call], "reasoning_content": "hm"}
+    assert found == [shown[0], reply, shown[2]]
+    # A Message says the same, and is what an API takes.
+    messages = [read_message(each) for each in shown]
+    assert list(observation(messages, None).messages) == list(sent)
+    assert messages[1].fields() == {**reply, "tool_calls": [as_text]}
+    assert read_message(messages[2]) == messages[2]
+
+
+def test_a_result_may_answer_a_call_that_the_environment_has_shown(renderer) -> None:
+    call = ParsedToolCall("c1", "look", "{}")
+    shown = [ChatMessage("user", " a "), ChatMessage("assistant", " b ", tool_calls=(call,))]
+    history = History(renderer, shown, NO_INPUTS)
+    history.add(ChatMessage("assistant", " c "), [ChatMessage("tool", " d ", "c1")])
+    with pytest.raises(EnvironmentFailed, match="tool_call_id must be the id of a call"):
+        history.add(ChatMessage("assistant", " c "), [ChatMessage("tool", " d ", "c2")])
