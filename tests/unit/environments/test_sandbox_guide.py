@@ -64,5 +64,5 @@ def test_the_judged_environments_of_the_page_can_be_loaded(tmp_path, monkeypatch
     assert message.content == "Why is the sea salty?"
     (entry,) = at_start["environments"]
     agent = load_environment(entry["reference"], json.dumps(entry["args"]), "")
-    assert agent.tasks() == [{"topic": "the sea"}]
+    assert [task.row for task in agent.tasks()] == [{"topic": "the sea"}]
     assert at_start["lora"]["publish"] == "adapters"
