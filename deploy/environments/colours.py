@@ -5,7 +5,7 @@ import struct
 import zlib
 from typing import TypeAlias
 
-from slipstream.client.environment import Environment, Message, StepResult
+from slipstream.client.environment import Environment, Message, StepResult, answer_of
 
 # A colour, and the left and upper edge of the square.
 Square: TypeAlias = tuple[str, int, int]
@@ -47,7 +47,7 @@ class Colours(Environment[Square]):
 
     def step(self, reply: str) -> StepResult:
         """Judges the first word of a reply."""
-        return StepResult(reward=float(reply.split()[:1] == [self._colour]))
+        return StepResult(reward=float(answer_of(reply).split()[:1] == [self._colour]))
 
 
 def square_png(colour: tuple[int, int, int], left: int, top: int) -> bytes:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import gymnasium
-from slipstream.client.environment import Environment, Message, StepResult
+from slipstream.client.environment import Environment, Message, StepResult, answer_of
 
 # A terminal's colour codes around text, and any other code.
 COLOURED = re.compile(r"(?:\x1b\[(?!0?m)[0-9;]+m)+([^\x1b]*)(?:\x1b\[0?m)+")
@@ -55,7 +55,7 @@ class Game(Environment[int]):
     def step(self, reply: str) -> StepResult:
         """Takes the reply's action."""
         names = "|".join(map(re.escape, self._actions))
-        found = re.findall(rf"(?<!\w)(?:{names})(?!\w)", reply)
+        found = re.findall(rf"(?<!\w)(?:{names})(?!\w)", answer_of(reply))
         if not found:
             self._num_illegal += 1
             again = [Message("user", f"Reply with one of: {', '.join(self._actions)}.")]

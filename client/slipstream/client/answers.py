@@ -18,7 +18,7 @@ from slipstream.client.environment import (
     ToolCall,
 )
 from slipstream.client.environment_loader import environment_failed
-from slipstream.client.messages import read_message
+from slipstream.client.messages import read_message, show
 from slipstream.core.errors import ProtocolError
 from slipstream.core.machine.owned_folder import read_left
 from slipstream.core.models.vision.pixels import data_of_url
@@ -43,12 +43,12 @@ def _reply_limit(limit: object) -> int:
         return 0
     if isinstance(limit, int) and limit >= 1:
         return limit
-    raise environment_failed(f"max_reply_tokens must be None or at least 1, got {_show(limit)}")
+    raise environment_failed(f"max_reply_tokens must be None or at least 1, got {show(limit)}")
 
 
 def _expected(answer: object) -> str:
     if not isinstance(answer, str):
-        raise environment_failed(f"expected_answer must be a text, got {_show(answer)}")
+        raise environment_failed(f"expected_answer must be a text, got {show(answer)}")
     return answer.encode(errors="replace")[:MAX_ANSWER_BYTES].decode(errors="ignore")
 
 
@@ -91,9 +91,9 @@ def _arguments(text: str) -> Mapping[str, object] | str:
 def verdict(result: object) -> pb.Verdict:
     """Converts the result of `step`; raises EnvironmentFailed if it is invalid or out of bounds."""
     if not isinstance(result, StepResult):
-        raise environment_failed(f"step() must return a StepResult, got {_show(result)}")
+        raise environment_failed(f"step() must return a StepResult, got {show(result)}")
     if result.done not in (True, False):
-        raise environment_failed(f"done must be True or False, got {_show(result.done)}")
+        raise environment_failed(f"done must be True or False, got {show(result.done)}")
     if not result.done and not result.messages:
         raise environment_failed("step() must give messages when the episode is not done")
     if result.done and result.messages:
@@ -126,7 +126,7 @@ def agent_result(result: object) -> pb.AgentResult:
     if not isinstance(result, AgentOutcome):
         if not isinstance(result, SupportsFloat):
             what = "run() must return a number or an AgentOutcome"
-            raise environment_failed(f"{what}, got {_show(result)}")
+            raise environment_failed(f"{what}, got {show(result)}")
         result = AgentOutcome(_finite(result, "the reward"))
     made = pb.AgentResult(
         reward=_finite(result.reward, "the reward"),
@@ -147,17 +147,17 @@ def _bounded(made: Made) -> Made:
 
 def _metrics(metrics: object) -> dict[str, float]:
     if not isinstance(metrics, Mapping):
-        raise environment_failed(f"metrics must map names to numbers, got {_show(metrics)}")
+        raise environment_failed(f"metrics must map names to numbers, got {show(metrics)}")
     return {str(name): _finite(value, f"the metric {name!r}") for name, value in metrics.items()}
 
 
 def _by_branch(numbers: object, several: str, one: str) -> dict[str, float]:
     if not isinstance(numbers, Mapping):
-        raise environment_failed(f"{several} must map branches to numbers, got {_show(numbers)}")
+        raise environment_failed(f"{several} must map branches to numbers, got {show(numbers)}")
     for name in numbers:
         if not isinstance(name, str) or BRANCH_NAME.fullmatch(name) is None:
             what = f"{several} are of branches, with names of 1 to 64 letters, digits and ._:+-"
-            raise environment_failed(f"{what}, got {_show(name)}")
+            raise environment_failed(f"{what}, got {show(name)}")
     return {name: _finite(value, f"the {one} of {name!r}") for name, value in numbers.items()}
 
 
@@ -169,12 +169,12 @@ def _finite(value: object, what: str) -> float:
             number = math.nan
         if math.isfinite(number):
             return number
-    raise environment_failed(f"{what} must be a finite number, got {_show(value)}")
+    raise environment_failed(f"{what} must be a finite number, got {show(value)}")
 
 
 def _messages(messages: object, source: str) -> list[pb.ChatMessage]:
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
-        raise environment_failed(f"{source} must give a list of messages, got {_show(messages)}")
+        raise environment_failed(f"{source} must give a list of messages, got {show(messages)}")
     return [_message(message, source) for message in messages]
 
 
@@ -211,7 +211,7 @@ def _given(reply: object, source: str) -> str:
     if isinstance(reply, str) and reply:
         return reply
     raise environment_failed(
-        f"the reply of {source} must be None or a text that is not empty, got {_show(reply)}"
+        f"the reply of {source} must be None or a text that is not empty, got {show(reply)}"
     )
 
 
@@ -221,7 +221,7 @@ def content_parts(content: object) -> list[pb.ContentPart]:
     An image file is read here, so that the message holds its bytes.
     """
     if not isinstance(content, Sequence) or isinstance(content, bytes) or not content:
-        raise ValueError(f"content must be a text or a list of parts, got {_show(content)}")
+        raise ValueError(f"content must be a text or a list of parts, got {show(content)}")
     if len(content) > MAX_PARTS:
         raise ValueError(f"content must have at most {MAX_PARTS} parts, got {len(content)}")
     return [_part(part) for part in content]
@@ -229,7 +229,7 @@ def content_parts(content: object) -> list[pb.ContentPart]:
 
 def _part(part: object) -> pb.ContentPart:
     if not isinstance(part, Mapping):
-        raise ValueError(f"a part must be {_FORMS}, got {_show(part)}")
+        raise ValueError(f"a part must be {_FORMS}, got {show(part)}")
     kind, url = part.get("type"), part.get("image_url")
     if kind == "text" and isinstance(part.get("text"), str):
         return pb.ContentPart(text=part["text"])
@@ -243,9 +243,4 @@ def _part(part: object) -> pb.ContentPart:
             return pb.ContentPart(image=data)
         except OSError as error:
             raise ValueError(f"an image cannot be read: {error}") from error
-    raise ValueError(f"a part must be {_FORMS}, got {_show(part)}")
-
-
-def _show(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    raise ValueError(f"a part must be {_FORMS}, got {show(part)}")

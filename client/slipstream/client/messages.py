@@ -31,7 +31,7 @@ def read_message(given: object) -> Message:
     if isinstance(given, Message):
         given = {field.name: getattr(given, field.name) for field in fields(Message)}
     if not isinstance(given, Mapping) or not {"role", "content"} <= given.keys():
-        raise ValueError(f"a message has role and content, got {_show(given)}")
+        raise ValueError(f"a message has role and content, got {show(given)}")
     found: dict[str, Any] = {"role": given["role"], "content": given["content"]}
     for name, value in given.items():
         if name in found or value in _ABSENT:
@@ -49,7 +49,7 @@ def read_message(given: object) -> Message:
         found["tool_calls"] = tuple(_call(call) for call in _listed(calls, "tool_calls"))
         found["content"] = found["content"] or ""
     if not isinstance(content := found["content"], str | Sequence) or isinstance(content, bytes):
-        raise ValueError(f"content must be a text or a list of parts, got {_show(content)}")
+        raise ValueError(f"content must be a text or a list of parts, got {show(content)}")
     return Message(**found)
 
 
@@ -61,7 +61,7 @@ def trains(message: Mapping[str, Any]) -> bool:
     said = {name: message[name] for name in TRAINED if message.get(name) is not None}
     for name, value in said.items():
         if value not in (0, 1):
-            raise ValueError(f"{name} must be 0 or 1, got {_show(value)}")
+            raise ValueError(f"{name} must be 0 or 1, got {show(value)}")
     return all(said.values())
 
 
@@ -70,9 +70,9 @@ def _check(found: Mapping[str, Any]) -> None:
     role = found["role"]
     for name in ("role", "name", "tool_call_id", "reasoning"):
         if name in found and not isinstance(found[name], str):
-            raise ValueError(f"the {name} of a message must be a text, got {_show(found[name])}")
+            raise ValueError(f"the {name} of a message must be a text, got {show(found[name])}")
     if not role:
-        raise ValueError(f"the role of a message must be a text, got {_show(role)}")
+        raise ValueError(f"the role of a message must be a text, got {show(role)}")
     for name, its in _ROLES.items():
         if name in found and role != its:
             raise ValueError(f"{name} stands in a message of role {its}, got role {role!r}")
@@ -83,7 +83,7 @@ def _call(given: object) -> ToolCall:
         return given
     function = given.get("function", given) if isinstance(given, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(name := function.get("name"), str):
-        raise ValueError(f"a call of a tool has a function with a name, got {_show(given)}")
+        raise ValueError(f"a call of a tool has a function with a name, got {show(given)}")
     assert isinstance(given, Mapping)
     arguments = function.get("arguments") or {}
     if isinstance(arguments, Mapping) and holds_null(arguments):
@@ -110,10 +110,11 @@ def _listed(value: object, name: str) -> Sequence[object]:
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{name} must be a list, or one as JSON text: {error}") from None
     if not isinstance(value, list | tuple):
-        raise ValueError(f"{name} must be a list, got {_show(value)}")
+        raise ValueError(f"{name} must be a list, got {show(value)}")
     return value
 
 
-def _show(value: object) -> str:
+def show(value: object) -> str:
+    """Returns the start of a value's text, for an error."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

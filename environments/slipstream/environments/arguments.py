@@ -46,6 +46,9 @@ def filled(text: str, fields: Mapping[str, object]) -> str:
         if found[1] not in fields:
             return found[0]
         field = fields[found[1]]
+        if isinstance(field, float) and field.is_integer():
+            # Files write whole numbers so in a column of floats.
+            field = int(field)
         return field if isinstance(field, str) else json.dumps(field)
 
     return FIELD.sub(value, text)

@@ -297,15 +297,27 @@ def _parquet(path: Path) -> Sequence[Row]:
         raise ConfigError(f"{path} needs the package pyarrow: pip install pyarrow") from error
     try:
         table = pyarrow.parquet.read_table(path)
-        for place, column in enumerate(table.schema):
-            if pyarrow.types.is_float32(column.type) or pyarrow.types.is_float16(column.type):
-                # A number of 32 bits stands for its shortest decimal form: 0.1 is written 0.1.
-                plain = table[column.name].cast(pyarrow.string()).cast(pyarrow.float64())
-                table = table.set_column(place, column.name, plain)
-        rows: list[Row] = table.to_pylist()
+        columns = {
+            column.name: [_shortest(cell, column.type) for cell in table[column.name].to_pylist()]
+            for column in table.schema
+        }
     except pyarrow.ArrowException as error:
         raise ConfigError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
-    return rows
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def _shortest(cell: Cell, kind: Any) -> Cell:  # noqa: ANN401 - a type of pyarrow
+    """Returns a cell in which numbers of 32 bits are their shortest decimals: 0.1 is 0.1."""
+    import numpy
+    from pyarrow import types
+
+    if cell is not None and types.is_struct(kind):
+        return {field.name: _shortest(cell[field.name], field.type) for field in kind}
+    if cell is not None and (types.is_list(kind) or types.is_large_list(kind)):
+        return [_shortest(each, kind.value_type) for each in cell]
+    if cell is not None and types.is_float32(kind):
+        return float(str(numpy.float32(cell)))
+    return cell
 
 
 def cell_in(row: Row, column: str, where: str) -> Cell:

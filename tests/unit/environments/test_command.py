@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from slipstream.client.episode_host import EpisodeHost
 from slipstream.core.errors import ConfigError
+from slipstream.environments.arguments import filled
 from slipstream.environments.command import Command
 from slipstream.v1 import environment_pb2 as pb
 from support.fakes.scripted_server import Episode, answers, never
@@ -176,6 +177,11 @@ async def gone(pids: Path) -> bool:
 async def test_a_score_that_is_none_fails_the_episode(given: dict, cause: str) -> None:
     answer = await played(Command(python("print('bye')", "{task}"), ["a"], **given))
     assert cause in answer.failure.message
+
+
+def test_a_whole_number_of_a_column_of_floats_is_filled_in_as_people_write_it() -> None:
+    fields = {"a": 72.0, "b": 0.5, "c": [1], "d": "x"}
+    assert filled("{a} {b} {c} {d} {e}", fields) == "72 0.5 [1] x {e}"
 
 
 def test_tasks_come_from_a_file_too(tmp_path: Path) -> None:

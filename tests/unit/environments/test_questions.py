@@ -132,11 +132,16 @@ def test_what_is_missing_in_a_column_of_numbers_is_empty(tmp_path: Path):
 def test_numbers_of_32_bits_are_their_shortest_decimals(tmp_path: Path):
     pyarrow = pytest.importorskip("pyarrow")
     files = pytest.importorskip("pyarrow.parquet")
-    answers = pyarrow.array([0.1, 72.0], pyarrow.float32())
-    table = pyarrow.table({"question": ["a", "b"], "answer": answers})
+    numbers = pyarrow.array([0.1, 72.0], pyarrow.float32())
+    truths = pyarrow.StructArray.from_arrays([numbers], ["value"])
+    lists = pyarrow.array([[0.1], None], pyarrow.list_(pyarrow.float32()))
+    columns = {"question": ["a", "b"], "answer": numbers, "truth": truths, "seen": lists}
+    table = pyarrow.table(columns)
     files.write_table(table, tmp_path / "data.parquet")
     tasks = Questions(str(tmp_path / "data.parquet"), judge="exact").tasks()
     assert [(task.answer, task.row["answer"]) for task in tasks] == [("0.1", 0.1), ("72", 72.0)]
+    assert tasks[0].row["truth"] == {"value": 0.1}
+    assert [task.row["seen"] for task in tasks] == [[0.1], None]
 
 
 def typed(reply, answer, row):

@@ -111,11 +111,11 @@ class ReasoningGym(Environment[Entry]):
     def step(self, reply: str) -> StepResult:
         """Returns the package's score of the reply's answer as the reward.
 
-        If the package's scorer fails, the reward is 0.
+        If there is no answer or the package's scorer fails, the reward is 0.
         """
         answer = self._cut(answer_of(reply))
         try:
-            score = float(self._scorer.score_answer(answer, self._entry))
+            score = float(self._scorer.score_answer(answer, self._entry)) if answer else 0.0
             is_scored = True
         except Exception as error:  # noqa: BLE001
             # Scorers parse a model's text; an answer at which they raise an error is not right.

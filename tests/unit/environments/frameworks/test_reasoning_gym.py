@@ -58,6 +58,9 @@ def test_questions_and_scores_are_the_packages_own() -> None:
         ("last_line", "Let me see:\n 8 \n", "8"),
         ("number", "7 + 1 is 1,008.", "1008"),
         ("number", "eight", None),
+        ("number", "<think>So 7", None),
+        ("whole", "<think>7?</think> 8 ", "8"),
+        ("last_line", "<think>7</think>", None),
     ],
 )
 def test_what_is_judged_follows_the_named_rule(answer, reply, cut, monkeypatch):
@@ -67,8 +70,9 @@ def test_what_is_judged_follows_the_named_rule(answer, reply, cut, monkeypatch):
         environment._scorer, "score_answer", lambda answer, entry: asked.append(answer) or 0.5
     )
     environment.reset(TaskSource(environment)[0])
-    assert environment.step(reply).reward == 0.5
-    assert asked == [cut]
+    # Nothing is asked of the package without an answer.
+    assert environment.step(reply).reward == (0.5 if cut else 0.0)
+    assert asked == ([cut] if cut else [])
 
 
 def test_several_datasets_come_by_their_weights_with_their_own_scorers() -> None:
