@@ -20,7 +20,7 @@ def test_a_missing_column_is_one_line_before_anything_starts(tmp_path: Path):
     done = run_command("run", config, cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr == (
-        "slipstream: environment sums: train.jsonl has no column 'question'; "
+        "slipstream: environment sums: train.jsonl, row 1 has no column 'question'; "
         "its columns are 'prompt', 'answer'\n"
     )
     # All there may be is the word of a busy machine that an environment takes long to load.
