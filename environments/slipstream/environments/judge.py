@@ -18,7 +18,6 @@ from slipstream.client.environment import (
     AgentEnvironment,
     AgentOutcome,
     Endpoint,
-    Environment,
     Message,
     StepResult,
     answer_of,
@@ -34,7 +33,7 @@ from slipstream.environments.arguments import (
     check_holds,
     filled,
 )
-from slipstream.environments.question_files import Columns, Question, asked, read_questions
+from slipstream.environments.question_files import Asked, Columns, Question, read_questions
 
 Answer = TypeVar("Answer", bound="Form")
 # Address of clients whose calls each name another address.
@@ -246,24 +245,14 @@ def _field_score(text: str) -> float | None:
     return float(score) if is_number else None
 
 
-class _Questions(Environment[Question]):
+class _Questions(Asked):
     """Asks the questions of a .jsonl or .parquet file."""
 
     def __init__(self, path: str, question: str, instruction: str) -> None:
         """Takes the questions in the column `question`, each inserted into `instruction`."""
         check_holds("instruction", instruction, "{question}")
-        self._instruction = instruction
         columns = Columns(question, instruction=instruction, duplicates="keep")
-        self._questions = read_questions(Path(path), columns)
-
-    def tasks(self) -> list[Question]:
-        """Returns the questions of the file."""
-        return self._questions
-
-    def reset(self, task: Question) -> tuple[Message, ...]:
-        """Returns the prompt with the question."""
-        self._row, self._asked = task.row, asked(task, self._instruction)
-        return self._asked
+        super().__init__(read_questions(Path(path), columns), columns)
 
 
 class Judged(_Questions):
@@ -305,7 +294,7 @@ class Judged(_Questions):
         said = answer_of(reply).strip()
         score = self._judge.lowest
         if said:
-            score = await self._judge.score({**self._row, "reply": said}, endpoint)
+            score = await self._judge.score({**self.question.row, "reply": said}, endpoint)
         return StepResult(self._judge.share(score), metrics={"score": score})
 
 

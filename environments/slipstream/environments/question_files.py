@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from slipstream.client.answers import content_parts
-from slipstream.client.environment import Message
+from slipstream.client.environment import Environment, Message
 from slipstream.client.messages import read_message
 from slipstream.core.errors import ConfigError
 from slipstream.core.hub import DATA_PREFIX, HubFiles
@@ -211,14 +211,6 @@ class Columns:
         return Question(messages, text, row, value)
 
 
-def asked(question: Question, instruction: str) -> tuple[Message, ...]:
-    """Returns the messages of a question; the text of a single one is put into `instruction`."""
-    only = question.messages[0]
-    if len(question.messages) > 1 or not isinstance(only.content, str):
-        return question.messages
-    return (replace(only, content=instruction.replace("{question}", only.content)),)
-
-
 def read_questions(path: Path | HubData | Files, columns: Columns) -> list[Question]:
     """Returns the questions of a file or of a hub data set in their order.
 
@@ -237,6 +229,31 @@ def read_questions(path: Path | HubData | Files, columns: Columns) -> list[Quest
                 f"duplicates='drop' keeps the first"
             )
     return questions
+
+
+class Asked(Environment[Question]):
+    """Asks questions, one reply each; a class below judges the replies."""
+
+    def __init__(self, questions: list[Question], columns: Columns) -> None:
+        """Takes the questions, with the system prompt and the instruction of `columns`."""
+        self._questions, self._columns = questions, columns
+        # The question of the episode, and its messages.
+        self.question, self._asked = questions[0], questions[0].messages
+
+    def tasks(self) -> list[Question]:
+        """Returns the questions."""
+        return self._questions
+
+    def reset(self, task: Question) -> list[Message]:
+        """Returns the prompt with the question."""
+        self.question, self.expected_answer = task, task.answer
+        *before, last = task.messages
+        if not before and isinstance(last.content, str):
+            instructed = self._columns.instruction.replace("{question}", last.content)
+            last = replace(last, content=instructed)
+        system = self._columns.system
+        self._asked = (*before, last)
+        return [*([] if system is None else [Message("system", system)]), *self._asked]
 
 
 def named_rows(path: Path | HubData | Files) -> Iterator[tuple[str, Row]]:

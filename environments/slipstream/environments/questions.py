@@ -18,7 +18,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Literal, SupportsFloat
 
-from slipstream.client.environment import Environment, Message, StepResult, answer_of
+from slipstream.client.environment import StepResult, answer_of
 from slipstream.client.environment_loader import environment_failed
 from slipstream.core.errors import ConfigError
 from slipstream.core.hub import DATA_PREFIX
@@ -27,11 +27,11 @@ from slipstream.environments.answers import bare, contains, number_of
 from slipstream.environments.arguments import Split, check_at_least, check_choice, check_holds
 from slipstream.environments.frameworks.packages import import_function
 from slipstream.environments.question_files import (
+    Asked,
     Columns,
     Files,
     HubData,
     Question,
-    asked,
     read_questions,
 )
 
@@ -47,7 +47,7 @@ JUDGES = ("math_verify", "exact", "contains")
 ARGUMENTS = ("reply", "question", "answer", "row")
 
 
-class Questions(Environment[Question]):
+class Questions(Asked):
     """Asks the questions of a parquet or JSON-lines file, or of a data set on the hub.
 
     Each question gets one reply. A subclass with a `step` of its own can read the question, its
@@ -109,8 +109,7 @@ class Questions(Environment[Question]):
                 "judge 'math_verify' needs the package math-verify: "
                 "pip install 'math-verify[antlr4_9_3]==0.9.0'"
             )
-        self._judge, self._system = judge, system
-        self._instruction, self._answer_after = instruction, answer_after
+        self._judge, self._answer_after = judge, answer_after
         self._math = MathJudge(timeout_s=judge_timeout_s)
         source = _source(path, hub_config, hub_split, hub_revision)
         takes_answer = self._function is None or self._function.takes_answer
@@ -129,21 +128,9 @@ class Questions(Environment[Question]):
             questions = [each for each in questions if taken.has(each.identity)]
         if shuffle_seed is not None:
             random.Random(shuffle_seed).shuffle(questions)
-        self._questions = questions[:limit]
-        if not self._questions:
+        if not questions:
             raise ConfigError(f"{path} has no questions in split {split!r}")
-        # The question of the episode.
-        self.question = self._questions[0]
-
-    def tasks(self) -> list[Question]:
-        """Returns the questions of the split."""
-        return self._questions
-
-    def reset(self, task: Question) -> list[Message]:
-        """Returns the prompt with the question."""
-        self.question, self.expected_answer = task, task.answer
-        system = [] if self._system is None else [Message("system", self._system)]
-        return [*system, *asked(task, self._instruction)]
+        super().__init__(questions[:limit], columns)
 
     async def step(self, reply: str) -> StepResult:
         """Judges the reply by the argument `judge`, and returns the reward."""
