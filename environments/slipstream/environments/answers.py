@@ -56,7 +56,9 @@ _SAID = re.compile(
 )
 
 # A block of code: from ``` or ~~~ to the next one, or to the end of the reply.
-_BLOCK = re.compile(r"^[ \t]*(`{3,}|~{3,})[^\n`]*\n(.*?)(?:^[ \t]*\1|\Z)", re.DOTALL | re.MULTILINE)
+_BLOCK = re.compile(
+    r"^[ \t]*(`{3,}+|~{3,}+)[^\n`]*\n(.*?)(?:^[ \t]*\1|\Z)", re.DOTALL | re.MULTILINE
+)
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
@@ -115,14 +117,14 @@ def contains(text: str, answer: str) -> bool:
 
 def final_of(text: str) -> str:
     """Returns what a reply says last: its boxes, what follows "answer is", or its only line."""
-    boxes = [(found.start(), *_inside(text, found.end())) for found in _BOX.finditer(text)]
+    boxes = list(_BOX.finditer(text))
     if boxes:
-        *before, (_, said, _) = boxes
-        start = boxes[-1][0]
-        for begin, inside, end in reversed(before):
+        said, start = _inside(text, boxes[-1].end())[0], boxes[-1].start()
+        for box in reversed(boxes[:-1]):
+            inside, end = _inside(text, box.end())
             if (joined := _JOINED.fullmatch(text, end, start)) is None:
                 break
-            said, start = f"{inside}{' or ' if joined[1] == 'or' else ', '}{said}", begin
+            said, start = f"{inside}{' or ' if joined[1] == 'or' else ', '}{said}", box.start()
         return said
     named = _SAID.findall(text)
     lines = [line for line in text.splitlines() if line.strip()]

@@ -6,8 +6,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import given, strategies
 from slipstream.client import Reply, answer_of
-from slipstream.environments.answers import code_of
+from slipstream.environments.answers import (
+    bare,
+    code_of,
+    contains,
+    final_of,
+    last_number,
+    numbers,
+)
 from slipstream.environments.arithmetic import Addition, Arithmetic
 from slipstream.environments.math_program import compare
 from slipstream.environments.questions import Questions
@@ -64,3 +72,25 @@ def test_a_parser_has_the_last_word_on_what_is_content() -> None:
     assert answer_of("<think>a</think>b<think>c") == "b"
     assert Reply("<think>a</think>b").reasoning == "a"
     assert Reply("just b").content == "just b"
+
+
+MARKS = [
+    *("<think>", "</think>", "[THINK]", "<|channel|>", "final", "<|message|>", "analysis"),
+    *("assistantfinal", "\\boxed{", "}", "{", "\\text{", "$", "\\$", "€", "**", "_", "'", '"'),
+    *("```\n", "~~~", "def add", "(", ")", ":", "answer is ", "and", " or ", "\n", " ", "a"),
+    *("7", "1,234", "-", "−", "+", ".", "½"),
+]
+
+
+PIECES = strategies.sampled_from(MARKS) | strategies.text(max_size=3)
+
+
+@given(strategies.lists(PIECES).map("".join))
+def test_any_text_has_an_answer_that_can_be_read(text: str) -> None:
+    answer = answer_of(text)
+    assert answer in text
+    assert isinstance(final_of(answer), str)
+    assert isinstance(code_of(answer, ["add"]), str)
+    assert last_number(answer) is None or numbers(answer)
+    assert not contains(answer, "")
+    assert "  " not in bare(answer)
