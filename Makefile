@@ -47,7 +47,7 @@ $(STAMP): pyproject.toml requirements/common.txt requirements/cpu.txt requiremen
 		$(call pip,$(if $(TORCH_INDEX),--index-url $(TORCH_INDEX),--extra-index-url $(PYTORCH_INDEX)) $(TORCH),$(NO_TORCH))
 	@$(BIN)/python deploy/check_machine.py $(VENV)
 	@echo "then vLLM, Megatron and the rest"
-	@$(call pip,--no-deps --requirement requirements/cpu.txt)
+	@$(call pip,--no-deps --ignore-requires-python --requirement requirements/cpu.txt)
 	@export GIT_ALLOW_PROTOCOL=none; $(call pip,--no-deps --requirement requirements/dev.txt)
 	@$(call pip,--no-deps --no-build-isolation --editable .)
 	@touch $@

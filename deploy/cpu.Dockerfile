@@ -12,7 +12,7 @@ RUN python -m venv /opt/slipstream
 ENV PATH=/opt/slipstream/bin:$PATH
 COPY requirements/common.txt requirements/cpu.txt /build/requirements/
 RUN pip install --index-url ${TORCH_INDEX} $(grep '^torch==' /build/requirements/cpu.txt)
-RUN pip install --no-deps --requirement /build/requirements/cpu.txt
+RUN pip install --no-deps --ignore-requires-python --requirement /build/requirements/cpu.txt
 COPY pyproject.toml README.md LICENSE /build/
 COPY protos /build/protos
 COPY core /build/core

@@ -19,7 +19,7 @@ RUN python -m venv /opt/slipstream
 ENV PATH=/opt/slipstream/bin:$PATH
 RUN python /build/deploy/make_lock.py ${STACK} > /build/pins.txt \
     && pip install --no-deps --find-links /build/deploy --requirement /build/pins.txt \
-    && python -c "import transformer_engine.pytorch, megatron.bridge, vllm.v1.engine.core"
+    && python -c "import transformer_engine.pytorch, megatron.core, vllm.v1.engine.core"
 COPY pyproject.toml README.md LICENSE /build/
 COPY protos /build/protos
 COPY core /build/core

@@ -64,6 +64,8 @@ def lock_of(
     if pins["torch"].endswith("+cpu"):
         lines += _cpu_builds(pins.pop("torch"), page)
     command = ["uv", "pip", "compile", "--quiet", "--no-deps", "--generate-hashes", "--universal"]
+    # Megatron's metadata names no older Python; the digests are those of all wheels.
+    command += ["--python-version", f"3.{max(PYTHONS)}"]
     listed = "".join(f"{name}=={version}\n" for name, version in sorted(pins.items()))
     done = subprocess.run(
         [*command, "--no-annotate", "--no-header", "-"],

@@ -115,14 +115,16 @@ def other_loads(folder: Path) -> dict[str, dict]:
             "dtype": "bfloat16",
             "checkpoint": {"load": str(steps / "state")},
         },
-        "one-other-rate": {
-            "run": "one",
+    }
+    for run, learner in (("one", {}), ("distopt", DISTOPT)):
+        betas = {"optimizer": {"adam_eps": 1e-3, "adam_beta1": 0.5, "adam_beta2": 0.9}}
+        jobs[f"{run}-other-rate"] = {
+            "run": run,
             "resume": True,
             "until": 3,
             "algorithm": {"learning_rate": 1e-4},
-            "learner": {"optimizer": {"adam_eps": 1e-3, "adam_beta1": 0.5, "adam_beta2": 0.9}},
-        },
-    }
+            "learner": learner | betas,
+        }
     # The run that was saved with the other kind of optimizer is not loaded.
     for name, run, learner in (("one-refused", "one", SPLIT), ("dp2-refused", "distopt", DP2)):
         jobs[name] = {"run": run, "learner": learner, "resume": True, "until": 0}
@@ -225,8 +227,9 @@ def test_random_numbers_go_on_where_the_checkpoint_was(results: dict[str, dict])
     assert torch.equal(results["one-again"]["random"], results["one"]["random"])
 
 
-def test_settings_of_the_optimizer_are_those_of_now(results: dict[str, dict]) -> None:
-    before, after = results["one-again"], results["one-other-rate"]
+@pytest.mark.parametrize("run", ["one", "distopt"])
+def test_settings_of_the_optimizer_are_those_of_now(run: str, results: dict[str, dict]) -> None:
+    before, after = results[f"{run}-again"], results[f"{run}-other-rate"]
     assert after["digest"] == before["digest"]
     assert after["metrics"][0]["grad_norm"] == before["metrics"][0]["grad_norm"]
     # The cosine from 1 to 0 over the last three of four steps is at 3/4 in the third step.

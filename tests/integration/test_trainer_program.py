@@ -194,6 +194,9 @@ def test_trainer_trains_publishes_and_stops_as_ordered(tmp_path: Path, model: Pa
     log = (tmp_path / "rank-0.log").read_text()
     assert statuses == [0], log[-3000:]
     assert controller.failures == []
+    # Megatron neither says what it does without, nor decides how logs look.
+    assert "/megatron/" not in log
+    assert " rank 0 INFO slipstream.learner.trainer.train: registered for run " in log
 
     stored = load_file(model / "model.safetensors")
     final = load_file(tmp_path / "program" / "checkpoints" / "final" / "model.safetensors")

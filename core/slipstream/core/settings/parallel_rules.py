@@ -26,25 +26,15 @@ FROM_MODEL = frozenset(
         "attention_output_gate",
         "beta_fast",
         "beta_slow",
-        "dsa_indexer_head_dim",
-        "dsa_indexer_loss_coeff",
-        "dsa_indexer_n_heads",
-        "dsa_indexer_topk",
-        "dsa_indexer_use_sparse_loss",
         "experimental_attention_variant",
         "gated_linear_unit",
         "glu_linear_offset",
         "heterogeneous_block_specs",
+        "hf_model_revision",
         "is_hybrid_model",
         "kv_lora_rank",
         "layernorm_epsilon",
         "layernorm_zero_centered_gamma",
-        "linear_attention_freq",
-        "linear_conv_kernel_dim",
-        "linear_key_head_dim",
-        "linear_num_key_heads",
-        "linear_num_value_heads",
-        "linear_value_head_dim",
         "mamba_head_dim",
         "mamba_num_groups",
         "mamba_num_heads",
@@ -52,6 +42,7 @@ FROM_MODEL = frozenset(
         "moe_apply_probs_on_input",
         "moe_latent_size",
         "moe_layer_freq",
+        "moe_mlp_glu_interleave_size",
         "moe_router_group_topk",
         "moe_router_num_groups",
         "moe_router_pre_softmax",
@@ -59,10 +50,13 @@ FROM_MODEL = frozenset(
         "moe_router_topk_limited_devices",
         "moe_router_topk_scaling_factor",
         "moe_shared_expert_gate",
+        "moe_shared_expert_glu_interleave_size",
         "moe_shared_expert_intermediate_size",
         "mrope_section",
         "mscale",
         "mscale_all_dim",
+        "mtp_hybrid_override_pattern",
+        "mtp_use_repeated_layer",
         "multi_latent_attention",
         "no_rope_freq",
         "normalization",
@@ -74,9 +68,6 @@ FROM_MODEL = frozenset(
         "qk_l2_norm",
         "qk_layernorm",
         "qk_pos_emb_head_dim",
-        "rope_scaling",
-        "rope_scaling_factor",
-        "rope_type",
         "rotary_interleaved",
         "rotary_percent",
         "rotary_scaling_factor",
@@ -85,11 +76,11 @@ FROM_MODEL = frozenset(
         "softmax_scale",
         "softmax_type",
         "use_arbitrary_attention_mask",
+        "use_mup",
         "v_head_dim",
-        "window_attn_skip_freq",
-        "window_size",
     }
 )
+_FROM_MODEL = ("dsa_", "linear_", "mup_", "rope_", "window_", "yarn_")
 # Settings that change training only: noise, forced routing, experts that drop tokens.
 OFF = frozenset(
     {
@@ -98,10 +89,13 @@ OFF = frozenset(
         "hidden_dropout",
         "moe_enable_routing_replay",
         "moe_expert_capacity_factor",
+        "moe_expert_rank_capacity_factor",
         "moe_input_jitter_eps",
         "moe_pad_expert_input_to_capacity",
         "moe_router_enable_expert_bias",
+        "moe_router_force_biased",
         "moe_router_force_load_balancing",
+        "moe_router_quantile_balancing_ema",
         "moe_token_drop_policy",
         "moe_token_dropping",
         "mtp_enabled",
@@ -111,18 +105,49 @@ OFF = frozenset(
         "restore_modelopt_state",
     }
 )
+# Settings that are newer than what was tried with packed sequences.
+UNTRIED = frozenset(
+    {
+        "dense_grouped_gemm",
+        "expert_tensor_parallel_num_weight_shards",
+        "flash_attention_version",
+        "fp8_output_proj",
+        "fused_residual_rmsnorm",
+        "mamba_training_ssm_states_dtype",
+        "mla_down_proj_fusion",
+        "moe_ncclep_static_shape",
+        "moe_ncclep_zero_copy",
+        "moe_paged_stash",
+        "moe_single_grouped_bias",
+        "moe_single_grouped_weight",
+        "mtp_detach_heads",
+        "tensor_parallel_num_weight_shards",
+        "use_grouped_gemm_for_dense_mlp",
+        "use_grouped_gemm_for_shared_expert",
+    }
+)
 _BALANCING = "moe_router_load_balancing_type"
+
+
+def comes_from_model(name: str) -> bool:
+    """Returns whether config.json decides a setting of Megatron's model."""
+    return name in FROM_MODEL or name.startswith(_FROM_MODEL)
 
 
 def policy_problems(transformer: Mapping[str, JsonValue]) -> Iterator[str]:
     """Yields one line for each setting with which trained and sampling policy would differ."""
     for name, value in transformer.items():
-        if name in FROM_MODEL:
+        if comes_from_model(name):
             yield f"{SECTION}.{name} cannot be set, got {value!r}: config.json decides it"
         elif name in OFF and value:
             yield (
                 f"{SECTION}.{name} must be left out, got {value!r}: rollout servers do not "
                 "compute so, and the policy that is trained must be the one that samples"
+            )
+        elif name in UNTRIED and value:
+            yield (
+                f"{SECTION}.{name} must be left out, got {value!r}: nobody has shown that packed "
+                "sequences are trained rightly with it"
             )
     balancing = transformer.get(_BALANCING)
     kinds = balancing if isinstance(balancing, list) else [balancing]
@@ -131,17 +156,23 @@ def policy_problems(transformer: Mapping[str, JsonValue]) -> Iterator[str]:
             f"{SECTION}.{_BALANCING} must not be global_aux_loss: it needs micro batches of equal "
             "length on all replicas, name aux_loss"
         )
-    if "sinkhorn" in kinds:
-        yield (
-            f"{SECTION}.{_BALANCING} must not be sinkhorn: it chooses other experts than rollout "
-            "servers do, and the policy that is trained must be the one that samples"
-        )
+    for kind in ("sinkhorn", "quantile_balancing"):
+        if kind in kinds:
+            yield (
+                f"{SECTION}.{_BALANCING} must not be {kind}: it chooses other experts than rollout "
+                "servers do, and the policy that is trained must be the one that samples"
+            )
 
 
 # Megatron's features that need more than settings: other groups, wrappers or training loops.
 _NOT_OURS = {
     "ddp": ("use_megatron_fsdp", "use_custom_fsdp", "nccl_ub"),
-    "optimizer": ("overlap_param_gather_with_optimizer_step",),
+    "optimizer": (
+        "grad_norm_skip_threshold",
+        "optimizer_cuda_graph",
+        "overlap_param_gather_with_optimizer_step",
+        "use_layer_wise_distributed_optimizer",
+    ),
     "transformer": ("overlap_moe_expert_parallel_comm", "delay_wgrad_compute", "mtp_num_layers"),
 }
 

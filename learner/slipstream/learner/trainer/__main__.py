@@ -80,8 +80,9 @@ def _run_rank(config: Config, launch: Launch) -> int:
         level=logging.INFO,
         stream=sys.stderr,
         format=f"%(asctime)s rank {launch.rank} %(levelname)s %(name)s: %(message)s",
+        # An import of Megatron's has set up the logs already.
+        force=True,
     )
-    logging.getLogger("megatron").setLevel(logging.WARNING)
     # Micro batches differ in size: without this a tenth of a full GPU was lost between their
     # tensors.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")

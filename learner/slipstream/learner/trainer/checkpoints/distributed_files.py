@@ -27,10 +27,7 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensorFactory,
 )
 from megatron.core.dist_checkpointing.strategies import torch as torch_dist
-from megatron.core.dist_checkpointing.strategies.base import (
-    StrategyAction,
-    register_default_strategy,
-)
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from slipstream.core.errors import CheckpointError
@@ -40,7 +37,6 @@ from slipstream.learner.trainer.checkpoints.host_copies import HostCopies
 from slipstream.learner.trainer.checkpoints.restricted_pickle import read_index
 from slipstream.learner.trainer.checkpoints.stored_model import POLICY, StoredModel
 from slipstream.learner.trainer.checkpoints.threaded_save import (
-    KeptCommonState,
     PendingSave,
     ThreadedSaveStrategy,
     first_cause,
@@ -109,8 +105,6 @@ def begin_save(
     `host.begin` before this, and not again before `finish`. `disk` counts the bytes that `write`
     writes. If one rank cannot plan, all raise CheckpointError.
     """
-    common = KeptCommonState()
-    register_default_strategy(StrategyAction.SAVE_COMMON, "torch", 1, common)
     strategy = ThreadedSaveStrategy(host=host, moved=disk.moved)
     state = sharded_states(models, host)
     for model in models:
@@ -132,7 +126,7 @@ def begin_save(
     except CheckpointException as error:
         cause = first_cause(error)
         raise CheckpointError(f"the checkpoint could not be written: {cause}") from error
-    return PendingSave(request, strategy.writer, common, disk)
+    return PendingSave(request, strategy, disk)
 
 
 def load_models(models: Sequence[StoredModel], folder: Path, disk: DiskWork) -> None:
@@ -159,6 +153,9 @@ def load_models(models: Sequence[StoredModel], folder: Path, disk: DiskWork) -> 
 
 
 def _load(state: dict[str, Any], folder: Path, disk: DiskWork) -> dict[str, Any]:
+    if not (folder / COMMON_STATE_FNAME).is_file():
+        # Megatron would look elsewhere for it, by an index that can run code.
+        raise CheckpointingException(f"{COMMON_STATE_FNAME} is missing")
     loaded: dict[str, Any] = dist_checkpointing.load(
         state, str(folder), sharded_strategy=_SafeLoadStrategy(disk)
     )
@@ -241,7 +238,9 @@ class _SafeLoadStrategy(torch_dist.TorchDistLoadShardedStrategy):  # type: ignor
         super().__init__()
         self._disk = disk
 
-    def load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> dict[str, Any]:
+    def load(
+        self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path, *_: object
+    ) -> dict[str, Any]:
         tensors = [v for v in nested_values(sharded_state_dict) if isinstance(v, ShardedTensor)]
         exact = [tensor for tensor in tensors if not tensor.allow_shape_mismatch]
         padded = {tensor.key: tensor for tensor in tensors if tensor.allow_shape_mismatch}

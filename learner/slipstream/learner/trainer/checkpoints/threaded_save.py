@@ -17,10 +17,7 @@ import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.strategies import torch as torch_dist
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
-from megatron.core.dist_checkpointing.strategies.common import (
-    COMMON_STATE_FNAME,
-    TorchCommonSaveStrategy,
-)
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.state_dict_saver import (
     save_state_dict_async_finalize,
@@ -153,10 +150,10 @@ class PendingSave:
     """A planned save: a thread of each rank calls `write`, then all ranks call `finish`."""
 
     def __init__(
-        self, request: AsyncRequest, writer: HostWriter, common: KeptCommonState, disk: DiskWork
+        self, request: AsyncRequest, strategy: ThreadedSaveStrategy, disk: DiskWork
     ) -> None:
-        self._request, self._writer = request, writer
-        self._common, self._disk = common, disk
+        self._request, self._writer = request, strategy.writer
+        self._common, self._disk = strategy.common, disk
 
     def write(self) -> list[FileEntry]:
         """Writes this rank's file; returns its entry, or [] if there is no file or writing fails.
@@ -164,7 +161,8 @@ class PendingSave:
         After a failure `finish` raises on all ranks. Raises OSError if rank 0 cannot write the
         state that is not tensors.
         """
-        self._common.write()
+        for path, encoded in self._common.items():
+            path.write_bytes(encoded)
         self._writer.write()
         return [self._writer.written] if self._writer.written is not None else []
 
@@ -183,37 +181,26 @@ class PendingSave:
         self._disk.together(self._writer.write_index)
 
 
-class KeptCommonState(TorchCommonSaveStrategy):  # type: ignore[misc]
-    """Keeps rank 0's state other than tensors in memory until a thread calls `write`."""
-
-    def __init__(self) -> None:
-        super().__init__("torch", 1)
-        self._kept: tuple[Path, bytes] | None = None
-
-    def save_common(self, common_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
-        """Keeps the state in memory on rank 0; Megatron calls this."""
-        if torch.distributed.get_rank() == 0:
-            encoded = io.BytesIO()
-            torch.save(common_state_dict, encoded)
-            self._kept = Path(checkpoint_dir) / COMMON_STATE_FNAME, encoded.getvalue()
-
-    def write(self) -> None:
-        """Writes the kept state; raises OSError if the disk fails."""
-        if self._kept is not None:
-            path, encoded = self._kept
-            path.write_bytes(encoded)
-
-
 class ThreadedSaveStrategy(torch_dist.TorchDistSaveShardedStrategy):  # type: ignore[misc]
     """Saves like Megatron's strategy, but its writer neither forks nor starts a process."""
 
     def __init__(self, *, host: HostCopies, moved: Callable[[int], None]) -> None:
         super().__init__("torch_dist", 1)
         self._host, self._moved = host, moved
+        # On rank 0 the state other than tensors, as the bytes of its file.
+        self.common: dict[Path, bytes] = {}
         self.writer: HostWriter
 
-    def async_save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> AsyncRequest:
+    def async_save(
+        self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path, *_: object
+    ) -> AsyncRequest:
         """Plans the save with all ranks and passes the data to `writer`; Megatron calls this."""
+        # Megatron would read it with a pickle that can run code: a file of its own is read safely.
+        common = sharded_state_dict.pop("common_state").data
+        if torch.distributed.get_rank() == 0:
+            encoded = io.BytesIO()
+            torch.save(common, encoded)
+            self.common[Path(checkpoint_dir) / COMMON_STATE_FNAME] = encoded.getvalue()
         state, *_ = torch_dist._replace_state_dict_keys_with_sharded_keys(
             sharded_state_dict, self.keep_only_main_replica
         )

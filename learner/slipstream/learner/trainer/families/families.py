@@ -1,4 +1,4 @@
-"""Recipes for text models that Megatron-Core can train and Bridge 0.3.1 lacks or gets wrong.
+"""Recipes for text models that Megatron-Core can train and Bridge lacks, or gets wrong on CPUs.
 
 A recipe turns config.json into Megatron's settings, and maps Megatron's parameters to tensors of
 the files. Importing this module after Bridge registers the recipes: see `compat.install`.

@@ -42,7 +42,6 @@ class NemotronHBridge(FamilyBridge):
             for pair in MegatronModelBridge.CONFIG_MAPPING
             if "moe" not in pair[1] and pair[1] != "mtp_num_layers"
         ),
-        ("layer_norm_epsilon", "layernorm_epsilon"),
         ("mamba_num_heads", "mamba_num_heads"),
         ("mamba_head_dim", "mamba_head_dim"),
         ("n_groups", "mamba_num_groups"),
@@ -52,6 +51,7 @@ class NemotronHBridge(FamilyBridge):
 
     def _adjust(self, provider: Megatron, settings: Megatron) -> None:
         provider.position_embedding_type = "none"
+        provider.layernorm_epsilon = settings.layer_norm_epsilon
         provider.activation_func = squared_relu
         provider.gated_linear_unit = False
         # Checkpoints would otherwise join each parameter over all layers, but some layers lack it.

@@ -267,10 +267,12 @@ class _NestedBridge(FamilyBridge):
         decoder = hf_pretrained.config.get_text_config()
         return super().provider_bridge(SimpleNamespace(config=decoder))
 
-    def build_conversion_tasks(self, hf_pretrained: Megatron, chunks: list[Megatron]) -> Megatron:
+    def build_conversion_tasks(
+        self, hf_pretrained: Megatron, *others: object, **named: object
+    ) -> Megatron:
         """Returns Bridge's tasks for loading and export, with names as the files have them."""
         self._held = hf_pretrained.state.source.get_all_keys()
-        return super().build_conversion_tasks(hf_pretrained, chunks)
+        return super().build_conversion_tasks(hf_pretrained, *others, **named)
 
     def mapping_registry(self) -> Megatron:
         """Returns the map from Megatron's parameters to tensors of the files."""

@@ -11,3 +11,8 @@ def own_device(config: Megatron) -> torch.device | int:
     cannot read host memory.
     """
     return torch.device("cpu") if config.use_cpu_initialization else torch.cuda.current_device()
+
+
+def mlp_parts(layer: Megatron) -> Megatron:
+    """Returns the classes of the parts of an MLP or a mixture in the spec of a `layer`."""
+    return layer.mlp.keywords["submodules"]

@@ -10,7 +10,7 @@ import torch
 from megatron.bridge.models.conversion.param_mapping import AutoMapping
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from slipstream.learner.trainer import Megatron
-from slipstream.learner.trainer.layers import engine_kernels
+from slipstream.learner.trainer.layers import engine_kernels, mlp_parts
 from slipstream.learner.trainer.layers.attention import CoreAttention
 from slipstream.learner.trainer.layers.norms import RMSNorm
 from torch import Tensor
@@ -92,7 +92,7 @@ def equal_parts(layer: Megatron, *, is_first: bool) -> None:
 
     `is_first` tells whether the layer reads the embeddings, which are no residual sum.
     """
-    attention, mlp = layer.self_attention.submodules, layer.mlp.submodules
+    attention, mlp = layer.self_attention.submodules, mlp_parts(layer)
     layer.input_layernorm = PlainInputNorm if is_first else SumNorm
     layer.pre_mlp_layernorm = SumNorm
     attention.core_attention = EqualAttention

@@ -167,7 +167,7 @@ class GroupedExperts(MegatronModule):  # type: ignore[misc]
     """The gated MLPs of this rank's experts, computed one after another."""
 
     def __init__(
-        self, num_local_experts: int, config: Megatron, pg_collection: Megatron = None
+        self, num_local_experts: int, config: Megatron, pg_collection: Megatron = None, **_: object
     ) -> None:
         super().__init__(config)
         assert config.gated_linear_unit

@@ -12,6 +12,7 @@ from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
 )
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from slipstream.learner.trainer import Megatron
@@ -113,3 +114,15 @@ class WholeNorm(MegatronModule):  # type: ignore[misc]
         """
         state = self.state_dict(prefix="", keep_vars=True)
         return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets)
+
+
+class WholeNormAttention(SelfAttention):  # type: ignore[misc]
+    """Attention whose queries and keys have norms that `mappings.place_norms` asks for.
+
+    Megatron builds norms only while `qk_layernorm` is on, which stays off in training.
+    """
+
+    def __init__(self, config: Megatron, *args: Megatron, **named: Megatron) -> None:
+        config.qk_layernorm = True
+        super().__init__(config, *args, **named)
+        config.qk_layernorm = False

@@ -1,6 +1,6 @@
 """Layers that read the tokens of a sequence in turn: gated delta nets and Mamba-2.
 
-Megatron-Core 0.16.1 rejects packed sequences in delta nets, and needs extra kernels for Mamba-2.
+Megatron-Core 0.19.2 needs extra kernels for both, which have no form for CPUs.
 Here such a layer gets the tokens of a micro batch with one sequence in each row. Sequences of
 similar length are computed together, so that less than half of the entries are padding. All other
 parts of the model stay packed. Sources: arXiv:2412.06464 for delta nets, arXiv:2405.21060 for
@@ -9,12 +9,13 @@ Mamba-2.
 The classes inherit from Megatron's, so import this module only after `compat.install`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
-from megatron.core.ssm import gated_delta_net
-from megatron.core.ssm.gated_delta_net import _split_tensor_factory
+from megatron.core.ssm.gated_delta_net import common as delta_nets
+from megatron.core.ssm.gated_delta_net import gdn
+from megatron.core.ssm.utils import _split_tensor_factory
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
@@ -199,10 +200,8 @@ def _by_head(parts: Sequence[Tensor], sizes: Sequence[int]) -> Iterator[Tensor]:
 
 
 # Megatron's class demands the library flash-linear-attention; only its own forward pass needs it.
-gated_delta_net.HAVE_FLA = True
-_CHUNK_RULE: Callable[..., tuple[Tensor, Tensor | None]] = (
-    gated_delta_net.chunk_gated_delta_rule or torch_chunk_gated_delta_rule
-)
+delta_nets.HAVE_FLA = True
+gdn.chunk_gated_delta_rule = gdn.chunk_gated_delta_rule or torch_chunk_gated_delta_rule
 
 
 class PlainNorm(RMSNorm):
@@ -224,7 +223,7 @@ class PlainNorm(RMSNorm):
         return F.rms_norm(x, self.normalized_shape, weight, self.eps)
 
 
-class PackedDeltaNet(gated_delta_net.GatedDeltaNet):  # type: ignore[misc]
+class PackedDeltaNet(gdn.GatedDeltaNet):  # type: ignore[misc]
     """A gated delta net over packed tokens [tokens, 1, hidden]."""
 
     # Bridge reads these marks to learn that `A_log` and `dt_bias` are split like the heads.
@@ -246,7 +245,7 @@ class PackedDeltaNet(gated_delta_net.GatedDeltaNet):  # type: ignore[misc]
         name = f"{prefix}in_proj.adapter.linear_out.weight"
         if name in found:
             sizes = [self.qk_dim] * 2 + [self.v_dim] * 2 + [self.num_value_heads] * 2
-            found[name] = gated_delta_net._split_tensor_factory(
+            found[name] = _split_tensor_factory(
                 found[name],
                 [size // self.tp_size for size in sizes],
                 ["query", "key", "value", "z", "beta", "alpha"],
@@ -290,7 +289,7 @@ class PackedDeltaNet(gated_delta_net.GatedDeltaNet):  # type: ignore[misc]
             query, key = (x.repeat_interleave(copies, dim=2) for x in (query, key))
         # bfloat16 would round the decay of every step.
         decay = -self.A_log.float().exp() * F.softplus(alpha.float() + self.dt_bias.float())
-        read, _ = _CHUNK_RULE(
+        read: Tensor = gdn.chunk_gated_delta_rule(
             query, key, value, g=decay, beta=beta.sigmoid(), use_qk_l2norm_in_kernel=True
-        )
+        )[0]
         return read

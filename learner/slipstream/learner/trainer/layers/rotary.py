@@ -17,13 +17,10 @@ FULL, LOCAL = "full_attention", "sliding_attention"
 def rotary_settings(provider: Megatron, hf_config: Megatron) -> dict[str, object]:
     """Returns the settings of the rotary embedding by Megatron's names.
 
-    Bridge reads the base from a field that transformers 5 does not fill, and silently uses 10000.
-    Bridge's YaRN settings are removed from `provider`, because `set_frequencies` does all scaling.
+    None of them scales, since `set_frequencies` does.
     """
     if provider.position_embedding_type == "none":
         return {}
-    for name in [name for name in vars(provider) if name.startswith("yarn_")]:
-        delattr(provider, name)
     rope: dict[str, Any] = hf_config.rope_parameters
     rope = rope.get(FULL, rope)
     values: dict[str, object] = {
@@ -31,6 +28,8 @@ def rotary_settings(provider: Megatron, hf_config: Megatron) -> dict[str, object
         "rotary_base": float(rope["rope_theta"]),
         "rotary_percent": float(rope.get("partial_rotary_factor", 1.0)),
         "rope_scaling": False,
+        "seq_len_interpolation_factor": None,
+        "yarn_rotary_scaling_factor": None,
     }
     _, factor = _scaled(hf_config, FULL)
     if provider.multi_latent_attention:

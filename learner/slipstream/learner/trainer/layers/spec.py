@@ -23,13 +23,14 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from slipstream.learner.trainer import Megatron
-from slipstream.learner.trainer.layers import equal_layers
+from slipstream.learner.trainer.layers import equal_layers, mlp_parts
 from slipstream.learner.trainer.layers.attention import CoreAttention
 from slipstream.learner.trainer.layers.experts import GroupedExperts
 from slipstream.learner.trainer.layers.norms import (
     NormedResidual,
     RMSNorm,
     WholeNorm,
+    WholeNormAttention,
 )
 from slipstream.learner.trainer.layers.recurrent import PackedDeltaNet, PackedMamba, PlainNorm
 from slipstream.learner.trainer.ranks import compat
@@ -56,7 +57,7 @@ def layer_spec(config: Megatron, vp_stage: int | None = None) -> Megatron:
             _replace_parts(layer.submodules, config)
         elif getattr(config, "has_adapted_experts", False):
             # TransformerEngine's experts are one module, to which Bridge gives one adapter.
-            layer.submodules.mlp.submodules.experts = ModuleSpec(module=GroupedExperts)
+            mlp_parts(layer.submodules).experts = GroupedExperts
         _place_norms(layer.submodules, config, norm)
     if is_equal:
         equal_layers.install()
@@ -124,9 +125,9 @@ def _parts_of(form: str, norm: Megatron) -> Mapping[str, Megatron]:
 
 def _replace_parts(parts: Megatron, config: Megatron) -> None:
     """Replaces the parts of a layer that Megatron cannot compute without TransformerEngine."""
-    if hasattr(parts.mlp.submodules, "experts"):
+    if hasattr(mlp_parts(parts), "experts"):
         # Bridge cannot export Megatron's own experts, which are a list of modules.
-        parts.mlp.submodules.experts = ModuleSpec(module=GroupedExperts)
+        mlp_parts(parts).experts = GroupedExperts
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     attention = parts.self_attention.submodules
     attention.core_attention = CoreAttention
@@ -144,8 +145,9 @@ def _place_norms(parts: Megatron, config: Megatron, norm: Megatron) -> None:
     attention = parts.self_attention.submodules
     if getattr(config, "has_whole_norms", False):
         queries, keys = config.num_attention_heads, config.num_query_groups
-        attention.q_layernorm = ModuleSpec(module=WholeNorm, params={"heads": queries})
-        attention.k_layernorm = ModuleSpec(module=WholeNorm, params={"heads": keys})
+        parts.self_attention = replace(parts.self_attention, module=WholeNormAttention)
+        attention.q_layernorm = functools.partial(WholeNorm, heads=queries)
+        attention.k_layernorm = functools.partial(WholeNorm, heads=keys)
     place = getattr(config, "norm_place", "before")
     if place == "before":
         return
@@ -158,7 +160,7 @@ def _place_norms(parts: Megatron, config: Megatron, norm: Megatron) -> None:
             # Megatron's layers have these norms inside the matrices.
             from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
 
-            attention.linear_qkv = parts.mlp.submodules.linear_fc1 = TEColumnParallelLinear
+            attention.linear_qkv = mlp_parts(parts).linear_fc1 = TEColumnParallelLinear
 
 
 @functools.cache

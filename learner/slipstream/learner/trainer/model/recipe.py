@@ -140,9 +140,6 @@ def provider_of(
     with refusals_of("learner.transformer"):
         provider.finalize()
     if provider.num_moe_experts and has_router_losses(provider):
-        if provider.moe_z_loss_coeff:
-            # Megatron divides it by these ranks, although each takes the mean of its own tokens.
-            provider.moe_z_loss_coeff *= parallel.tp * parallel.cp
         provider.register_pre_wrap_hook(count_tokens_once)
     return provider
 
@@ -297,18 +294,14 @@ def optimizer_config_of(config: Config) -> Megatron:
 
 
 def _check_kind(kind: str, passed: Mapping[str, object]) -> None:
-    """Raises ConfigError for an optimizer other than Adam and SGD, and for settings of Muon.
-
-    Muon of Megatron-Core 0.16.1 needs a version of `emerging_optimizers` that no package index has.
-    """
+    """Raises ConfigError for an optimizer other than Adam and SGD, and for settings of others."""
     if kind not in ("adam", "sgd"):
         raise ConfigError(
-            f"learner.optimizer.optimizer must be adam or sgd, got {kind!r}: Muon of Megatron-Core "
-            "0.16.1 needs the package emerging_optimizers as it was before 0.3.0, which no package "
-            "index has"
+            f"learner.optimizer.optimizer must be adam or sgd, got {kind!r}: others need the "
+            "package emerging_optimizers, which was not tried"
         )
     for name in passed:
-        if name.startswith("muon_"):
+        if name.startswith(("muon_", "adaptive_muon_", "soap_", "lion_")):
             raise ConfigError(f"learner.optimizer.{name} has no effect: the optimizer is {kind}")
 
 
@@ -374,6 +367,12 @@ OWNED = {
     # With asynchronous sends an output would be freed before it is sent.
     "deallocate_pipeline_outputs": None,
     "no_sync_func": None,
+    "moe_grad_scale_func": None,
+    "mtp_grad_scale_func": None,
+    "experimental_attention_variant_loss_scale_func": None,
+    "gtp_weight_remat_size": None,
+    "expert_gtp_weight_remat_size": None,
+    "mlp_chunks_for_training": None,
 }
 
 

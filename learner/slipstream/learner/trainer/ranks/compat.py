@@ -1,4 +1,4 @@
-"""Patches for faults of megatron-core 0.16.1 and megatron-bridge 0.3.1, on every device.
+"""Patches for faults of megatron-core 0.19.2 and megatron-bridge 0.6.2, on every device.
 
 The patches fit only these versions, so the trainer rejects all others.
 """
@@ -10,9 +10,11 @@ import importlib.util
 import pkgutil
 import sys
 import types
+import typing
 from pathlib import Path
 
 import torch
+import typing_extensions
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.description import installed
 from slipstream.core.machine.process import without_collections
@@ -21,7 +23,7 @@ from slipstream.learner.trainer.ranks.cpu import hide_transformer_engine
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
-TESTED_VERSIONS = {"megatron-core": "0.16.1", "megatron-bridge": "0.3.1"}
+TESTED_VERSIONS = {"megatron-core": "0.19.2", "megatron-bridge": "0.6.2"}
 _MODEL_FAMILIES = (
     "llama.llama_bridge",
     "qwen.qwen2_bridge",
@@ -29,7 +31,6 @@ _MODEL_FAMILIES = (
     "qwen.qwen3_moe_bridge",
     "gpt_oss.gpt_oss_bridge",
 )
-_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 _TE_STUBS = ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.ops")
 
 
@@ -58,19 +59,17 @@ def install() -> Megatron:
     Raises ConfigError like `check_versions`.
     """
     check_versions()
+    # Python 3.11 lacks this name, the only one of Python 3.12 that Megatron needs.
+    vars(typing).setdefault("override", typing_extensions.override)
     # megatron.core decides at import whether TransformerEngine is installed: import it before the
     # stub exists.
     importlib.import_module("megatron.core.extensions.transformer_engine")
     importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
     if has_transformer_engine():
-        auto_bridge: Megatron = importlib.import_module("megatron.bridge").AutoBridge
+        _cure_clipping()
     else:
-        # Megatron reads a name that is bound only if TransformerEngine is installed.
-        moe_utils: Megatron = importlib.import_module("megatron.core.transformer.moe.moe_utils")
-        moe_utils.te_general_gemm = None
         _install_adam()
-        auto_bridge = _import_bridge()
-        _cure_names()
+    auto_bridge = _import_bridge()
     # These imports register recipes that Bridge lacks.
     families: types.ModuleType = importlib.import_module("slipstream.learner.trainer.families")
     for module in sorted(each.name for each in pkgutil.iter_modules(families.__path__)):
@@ -78,8 +77,11 @@ def install() -> Megatron:
     # With a mask, cuDNN makes NaN of low scores in sequences of some lengths (9.19, Hopper).
     torch.backends.cuda.enable_cudnn_sdp(False)
     _cure_retries()
-    _cure_padded_vocabulary()
-    _cure_tied_embeddings()
+    _cure_latent_norms()
+    # A checkpoint may be loaded with another learning rate, which is no mark of a group.
+    for name in ("optimizer", "distrib_optimizer"):
+        part: Megatron = importlib.import_module(f"megatron.core.optimizer.{name}")
+        part.param_group_identifier_keys = ("wd_mult", *part.param_group_identifier_keys[-3:])
     return auto_bridge
 
 
@@ -93,12 +95,14 @@ def _install_adam() -> None:
     distributed.HAVE_APEX_OR_TE = distributed.USING_APEX_OPTIMIZER = True
 
 
-def _cure_names() -> None:
-    # Without TransformerEngine, Megatron-Core defines the names of its layers as None. Adapters and
-    # latent attention take the names as a sign that it is installed.
-    for name in ("bridge.peft.utils", "core.transformer.multi_latent_attention"):
-        module: Megatron = importlib.import_module(f"megatron.{name}")
-        module.HAVE_TE = False
+def _cure_clipping() -> None:
+    # Megatron imports four names together. TransformerEngine 2.11 lacks the fourth, and without the
+    # others a loop of Megatron's would wait for the GPU at each parameter.
+    clipping: Megatron = importlib.import_module("megatron.core.optimizer.clip_grads")
+    engine: Megatron = importlib.import_module("transformer_engine.pytorch.optimizers")
+    clipping.multi_tensor_applier = engine.multi_tensor_applier
+    clipping.l2_norm_impl = engine.multi_tensor_l2norm
+    clipping.multi_tensor_scale_impl = engine.multi_tensor_scale
 
 
 def _cure_retries() -> None:
@@ -119,34 +123,11 @@ def _read_config(path: str, *, trust_remote_code: bool, **named: object) -> Mega
         raise ValueError(f"{path}/config.json cannot be used: {error}") from error
 
 
-def _cure_padded_vocabulary() -> None:
-    # The model's vocabulary is padded if the ranks do not divide it; the tensor that Bridge loads
-    # is not padded.
-    mapping: Megatron = importlib.import_module("megatron.bridge.models.conversion.param_mapping")
-    load = mapping.ColumnParallelMapping.hf_to_megatron
-
-    @functools.wraps(load)
-    def padded(self: Megatron, hf_weights: torch.Tensor | None, module: Megatron) -> Megatron:
-        if self.megatron_param.endswith(_VOCABULARY) and hf_weights is not None:
-            missing = module.weight.shape[0] * self.tp_size - hf_weights.shape[0]
-            hf_weights = torch.nn.functional.pad(hf_weights, (0, 0, 0, missing))
-        return load(self, hf_weights, module)
-
-    mapping.ColumnParallelMapping.hf_to_megatron = padded
-
-
-def _cure_tied_embeddings() -> None:
-    # Bridge looks for embedding and projection in a rank's first chunk only; with virtual stages
-    # the projection is in the last one.
-    bridge: Megatron = importlib.import_module("megatron.bridge.models.conversion.model_bridge")
-    share = bridge.MegatronModelBridge._broadcast_shared_embeddings
-
-    @functools.wraps(share)
-    def shared(self: Megatron, chunks: list[Megatron]) -> None:
-        ends = [chunk for chunk in chunks if chunk.pre_process or chunk.post_process]
-        share(self, ends or chunks)
-
-    bridge.MegatronModelBridge._broadcast_shared_embeddings = shared
+def _cure_latent_norms() -> None:
+    # Megatron would put a norm on queries that are not of low rank, as in DeepSeek V2-Lite, which
+    # have none, and asks for layers of TransformerEngine. The parts of the spec are right.
+    latent: Megatron = importlib.import_module("megatron.core.transformer.multi_latent_attention")
+    latent.MLASelfAttention._resolve_qk_norm_config = lambda _, parts: vars(parts)
 
 
 class GroupStepAdamW(torch.optim.Optimizer):
@@ -166,6 +147,7 @@ class GroupStepAdamW(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         bias_correction: bool = True,
         adam_w_mode: bool = True,
+        **_: object,
     ) -> None:
         assert bias_correction
         assert adam_w_mode, "only decoupled weight decay is implemented"
@@ -217,16 +199,23 @@ class _Stub(types.ModuleType):
 
 
 def _import_bridge() -> Megatron:
-    """Imports Bridge without TransformerEngine, mamba and triton, and returns AutoBridge.
+    """Imports Bridge's recipes of `_MODEL_FAMILIES` alone, and returns AutoBridge.
 
-    The models of `_MODEL_FAMILIES` need none of these packages.
+    The others need packages such as mamba. Without TransformerEngine stubs stand in for it.
     """
     megatron: Megatron = importlib.import_module("megatron")
     folders = (Path(path) / "bridge" for path in megatron.__path__)
     root = next(folder for folder in folders if folder.is_dir())
     for name, folder in (("megatron.bridge", root), ("megatron.bridge.models", root / "models")):
         _register(name, types.ModuleType(name), [str(folder)])
-    for name in _TE_STUBS:
+    # With the version known, the stubs are no sign of an installed TransformerEngine.
+    utils: Megatron = importlib.import_module("megatron.core.utils")
+    utils.get_te_version()
+    adapters: Megatron = importlib.import_module("megatron.bridge.peft.utils")
+    # Without TransformerEngine the classes of layers that Megatron names after it are no types.
+    adapters.HAVE_TE = has_transformer_engine()
+    stubs = () if adapters.HAVE_TE else _TE_STUBS
+    for name in stubs:
         _register(name, _Stub(name), [])
     try:
         auto_bridge = importlib.import_module("megatron.bridge.models.conversion.auto_bridge")
@@ -234,7 +223,7 @@ def _import_bridge() -> Megatron:
             importlib.import_module(f"megatron.bridge.models.{family}")
     finally:
         # Code that looks for TransformerEngine later must not find the stubs.
-        for name in _TE_STUBS:
+        for name in stubs:
             sys.modules.pop(name, None)
         hide_transformer_engine()
     return auto_bridge.AutoBridge

@@ -10,7 +10,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import logging
 import sys
+import types
+import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -52,6 +55,10 @@ class _Done:
 def install() -> None:
     """Makes all replacements; call it before the first import of megatron.core."""
     global _installed
+    # Megatron says at each start what it does without, one module by a handler of its own.
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    logging.getLogger("megatron.bridge.utils.import_utils").disabled = True
+    warnings.filterwarnings("ignore", module="megatron")
     if torch.cuda.is_available() or _installed:
         return
     _installed = True
@@ -62,8 +69,8 @@ def install() -> None:
     _replace(torch, {name: _on_cpu(getattr(torch, name)) for name in _FACTORIES})
     _replace_cuda()
     _replace_tensor_methods()
-    _replace_scatter()
     _replace_uneven_collectives()
+    hide_triton_kernels()
     _replace_megatron()
     # Deterministic sums over duplicate indices make the same batches give the same bits.
     torch.use_deterministic_algorithms(True)
@@ -179,22 +186,6 @@ def _replace_tensor_methods() -> None:
     _replace(torch.nn.Module, {"cuda": identity})
 
 
-def _replace_scatter() -> None:
-    real_scatter = dist.scatter
-
-    def scatter(
-        tensor: torch.Tensor,
-        scatter_list: list[torch.Tensor] | None = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        # gloo ignores strides here and would scatter wrong data for views along dim 1.
-        parts = [part.contiguous() for part in scatter_list] if scatter_list else scatter_list
-        return real_scatter(tensor, parts, *args, **kwargs)
-
-    _replace(dist, {"scatter": scatter})
-
-
 def _replace_uneven_collectives() -> None:
     """Makes `all_gather` and `reduce_scatter` accept parts of different sizes, which gloo rejects.
 
@@ -232,6 +223,15 @@ def _replace_uneven_collectives() -> None:
         return None
 
     _replace(dist, {"all_gather": all_gather, "reduce_scatter": reduce_scatter})
+
+
+def hide_triton_kernels() -> None:
+    """Makes megatron.core importable without triton, whose kernels are for GPUs alone."""
+    if importlib.util.find_spec("triton") is None:
+        names = ("GLOBAL_BLOCK_SIZE", "paged_stash_copy_kernel", "paged_stash_pop_kernel")
+        module = types.ModuleType("megatron.core.transformer.moe.ops.paged_stash")
+        vars(module).update(dict.fromkeys(names))
+        sys.modules[module.__name__] = module
 
 
 def _replace_megatron() -> None:

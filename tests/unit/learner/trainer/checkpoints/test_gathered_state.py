@@ -1,5 +1,6 @@
-"""What one rank gathers of the distributed optimizer, where a buffer has several buckets."""
+"""What one rank gathers of the distributed optimizer, and which files it does not read."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -7,6 +8,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config  # noqa: E402
+from slipstream.core.errors import CheckpointError  # noqa: E402
 from slipstream.learner.trainer.checkpoints import distributed_files  # noqa: E402
 from slipstream.learner.trainer.checkpoints.host_copies import HostCopies  # noqa: E402
 
@@ -47,3 +50,14 @@ def test_a_parameter_lies_where_it_is_in_the_buffer() -> None:
         for offset, bucket in zip(offsets, ranges, strict=True):
             for name, (begin, end) in bucket.items():
                 assert torch.equal(whole[key][offset + begin : offset + end], states[name][key])
+
+
+def test_a_folder_without_its_common_state_is_refused_before_its_index_is_read(
+    tmp_path: Path,
+) -> None:
+    canary = tmp_path / "canary"
+    save_config(CheckpointingConfig("torch_dist", 1), str(tmp_path))
+    (tmp_path / ".metadata").write_bytes(f"cos\nsystem\n(Vtouch {canary}\ntR.".encode())
+    with pytest.raises(CheckpointError, match=r"does not hold this model: common\.pt is missing"):
+        distributed_files.load_models([], tmp_path, disk=None)
+    assert not canary.exists()

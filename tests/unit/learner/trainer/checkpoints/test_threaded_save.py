@@ -28,7 +28,9 @@ def test_a_save_that_torch_finds_failed_is_a_failed_checkpoint(failures, cause: 
         # torch's own error is no Exception.
         raise CheckpointException("write", failures)
 
-    save = PendingSave(SimpleNamespace(finalize_fns=[gather, None]), None, None, None)
+    save = PendingSave(
+        SimpleNamespace(finalize_fns=[gather, None]), SimpleNamespace(writer=None, common={}), None
+    )
     with pytest.raises(CheckpointError) as caught:
         save.finish()
     assert str(caught.value) == f"the checkpoint could not be written: {cause}"

@@ -34,7 +34,7 @@ def test_new_parameters_lie_where_weights_are_loaded(part, on_cpu, monkeypatch) 
         hidden_size=8,
         num_attention_heads=2,
         use_cpu_initialization=on_cpu,
-        cuda_graph_scope=[],
+        cuda_graph_modules=[],
     )
     found = {parameter.device.type for parameter in MADE[part](config)}
     assert found == {"cpu" if on_cpu else "meta"}
