@@ -44,7 +44,6 @@ from slipstream.protocol.weights.storage import check_storage
 from slipstream.rollout_server import process
 from slipstream.rollout_server.engine_interface import EngineDied
 from slipstream.rollout_server.episodes.worker_process import WorkerLimits
-from slipstream.rollout_server.preload import import_engine
 
 if TYPE_CHECKING:
     from slipstream.rollout_server.vllm.engine import VllmEngine
@@ -109,7 +108,7 @@ async def _serve(config: Config, options: argparse.Namespace) -> None:
     from slipstream.rollout_server.service import RolloutServer
 
     check_storage(config.weights.storage_url)
-    import_engine(config)
+    process.import_engine(config)
     from slipstream.rollout_server.vllm.agents.agent_services import AgentServices
     from slipstream.rollout_server.vllm.engine import VllmEngine
 

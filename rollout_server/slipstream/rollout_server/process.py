@@ -16,7 +16,12 @@ from slipstream.core.machine.descendants import kernel_oom_kills
 from slipstream.core.machine.description import installed
 from slipstream.core.machine.gpus import ALL_BITS
 from slipstream.core.machine.owned_folder import MAX_SOCKET_PATH_BYTES, OwnedFolder
-from slipstream.core.machine.process import die_with_parent, flush_output, open_variables
+from slipstream.core.machine.process import (
+    die_with_parent,
+    flush_output,
+    open_variables,
+    without_collections,
+)
 from slipstream.core.settings.config import Config
 
 # Parts of the messages with which vLLM and `Engine.watch` report that the engine process is gone.
@@ -42,6 +47,24 @@ _NO_FORK_HANDLERS = {"GRPC_ENABLE_FORK_SUPPORT": "false"}
 
 # A slash and the UUID with which vLLM names a socket.
 _SOCKET_NAME_BYTES = 37
+
+
+def import_engine(config: Config) -> None:
+    """Imports vLLM and the modules of the server.
+
+    Ends this process with code NOT_STARTED if that exceeds `rollout_server.start_timeout_s`. Raises
+    ConfigError if a package that vLLM imports is broken.
+    """
+    on_cpu = is_cpu_build()
+    os.environ.update(engine_environment(config, on_cpu=on_cpu))
+    with limited_start(config.rollout_server.start_timeout_s), without_collections():
+        check_companions()
+        for name in ("vllm.engine", "episodes.renderer", "service"):
+            importlib.import_module(f"slipstream.rollout_server.{name}")
+        importlib.import_module("transformers")
+        if on_cpu:
+            # The engine would import this module at its start.
+            importlib.import_module("vllm.v1.worker.cpu_worker")
 
 
 def engine_environment(config: Config, *, on_cpu: bool) -> dict[str, str]:

@@ -48,7 +48,6 @@ _PARTS = {
     "slipstream.learner.controller": "controller",
     "slipstream.learner.trainer": "rank",
     "slipstream.core.machine.keeper": "keeper",
-    "slipstream.core.machine.fork_server": "fork-server",
     "slipstream.client.worker": "worker",
     "slipstream.rollout_server": "server",
     "VLLM": "engine",

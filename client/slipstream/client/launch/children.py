@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 
 from slipstream.client.terminal import say
 from slipstream.core.errors import FINAL_ERROR, NOT_STARTED, USAGE_ERROR, ConfigError
@@ -56,27 +56,12 @@ _LESS_MEMORY = (
 )
 
 
-class Process(Protocol):
-    """A process that this command has started; asyncio's `Process` has these members too."""
-
-    @property
-    def pid(self) -> int:
-        """The process id."""
-
-    @property
-    def returncode(self) -> int | None:
-        """The exit code, or minus the number of a signal; None while the process runs."""
-
-    async def wait(self) -> int:
-        """Waits for the end of the process, and returns its exit code."""
-
-
 @dataclass(eq=False)
 class Child:
     """A program that this command has started, and its log."""
 
     name: str
-    process: Process
+    process: asyncio.subprocess.Process
     log_path: Path
     # Where this process's part of the log begins: an earlier process may have written there too.
     log_start: int = 0

@@ -21,7 +21,6 @@ from slipstream.client.launch.children import (
     with_full_disk,
 )
 from slipstream.client.launch.display import Display, loading_line
-from slipstream.client.launch.forks import ForkServer
 from slipstream.client.launch.placement import Placement, describe_sharing
 from slipstream.client.launch.share import CONTROLLER, SERVER
 from slipstream.client.launch.trainer_ranks import Milestones, TrainerRanks
@@ -188,7 +187,6 @@ class RunProcesses:
         if stated is not None:
             self._config_arguments += identity_overrides(config)
         self._children: list[Child] = []
-        self._forks: list[ForkServer] = []
         self._controller: asyncio.Task[Child] | None = None
         self._trainers: TrainerRanks | None = None
         self._servers: dict[str, asyncio.Task[None]] = {}
@@ -224,7 +222,6 @@ class RunProcesses:
         if self._trainers is not None:
             await self._trainers.stop(grace_s)
         await asyncio.gather(*(child.stop(grace_s) for child in self._children))
-        await asyncio.gather(*(forks.close() for forks in self._forks))
         # Killed processes leave their sockets, and those of their engines.
         await asyncio.to_thread(remove_abandoned)
 
@@ -392,15 +389,13 @@ class RunProcesses:
         arguments = [*self._config_arguments, f"rollout_server.max_episodes={episodes}"]
         arguments += ["--controller", self._config.controller.address]
         arguments += ["--server-id", name]
-        forks = ForkServer(SERVER.module, arguments)
-        self._forks.append(forks)
         # If both use the whole GPU in turns, the learner must have loaded and freed it.
         is_early = (None, status_pb2.RUN_STATE_STARTING)
         while self._config.controller.turns == "sleep" and await self._calls.state() in is_early:
             await asyncio.sleep(LOOK_S)
         while True:
             log = log_path(self._config.run_dir, name)
-            child = await forks.start(name, log_path=log, environ=environ)
+            child = await start_child(name, SERVER.module, arguments, log_path=log, environ=environ)
             self._children.append(child)
             await child.process.wait()
             # Processes that the server has started must not outlive it.

@@ -13,8 +13,13 @@ import signal
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from slipstream.client.launch.children import FIRST_PAUSE_S, Child, RestartPolicy, first_failed
-from slipstream.client.launch.forks import ForkServer
+from slipstream.client.launch.children import (
+    FIRST_PAUSE_S,
+    Child,
+    RestartPolicy,
+    first_failed,
+    start_child,
+)
 from slipstream.client.launch.placement import Placement
 from slipstream.client.launch.preflight import free_port
 from slipstream.client.launch.share import TRAINER
@@ -64,8 +69,7 @@ class TrainerRanks:
         `milestones` asks the controller, and returns None if no controller answers.
         """
         self._config, self._placement = config, placement
-        self._forks = ForkServer(TRAINER.module, arguments)
-        self._ranks = ranks
+        self._arguments, self._ranks = arguments, ranks
         self._warn, self._milestones = warn, milestones
         self.children: list[Child] = []
 
@@ -82,7 +86,10 @@ class TrainerRanks:
             environ = torchrun | gpus
             name = f"{TRAINER.name}-{environ['RANK']}"
             log = log_path(self._config.run_dir, name)
-            self.children.append(await self._forks.start(name, log_path=log, environ=environ))
+            child = await start_child(
+                name, TRAINER.module, self._arguments, log_path=log, environ=environ
+            )
+            self.children.append(child)
 
     async def keep(self, *, first_pause_s: float = FIRST_PAUSE_S) -> Child | None:
         """Starts the ranks, and restarts all when one dies; returns None when all ended normally.
@@ -114,9 +121,8 @@ class TrainerRanks:
             await asyncio.sleep(pause_s)
 
     async def stop(self, grace_s: float) -> None:
-        """Ends all ranks and their fork server; kills those that still run after `grace_s`."""
+        """Ends all ranks; kills those that still run after `grace_s`."""
         await asyncio.gather(*(child.stop(grace_s) for child in self.children))
-        await self._forks.close()
 
 
 def rank_environments(config: Config, ranks: range) -> list[dict[str, str]]:
