@@ -88,7 +88,8 @@ async def test_the_same_command_goes_on_after_a_kill(folder: Path) -> None:
         kill(psutil.Process(run.process.pid))
         await until_gone(everything)
     before = digests(folder / "run")
-    assert STEPS // 2 <= len(before) < STEPS
+    # The record of the step that was told last may not be on disk yet.
+    assert STEPS // 2 - 1 <= len(before) < STEPS
     again = await asyncio.to_thread(
         run_command, "run", "config.toml", cwd=folder, limit_s=RUN_LIMIT_S
     )
