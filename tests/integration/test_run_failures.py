@@ -21,7 +21,7 @@ END_LIMIT_S = 120.0
 # Processes whose end was waited for, or whose parent has died, are gone so long after.
 # A run that goes on to its end, with a new engine on the way.
 RUN_LIMIT_S = 150.0
-# Forked commands name themselves like this.
+# Commands that tests fork name themselves like this.
 RESUME = f"resume it with: {sys.executable} -m slipstream.client.cli run config.toml"
 
 
@@ -107,7 +107,7 @@ async def test_a_run_whose_rank_dies_again_and_again_ends_with_the_cause(tmp_pat
                 for found in run.find(f"{run_processes.TRAINER} "):
                     # A process may end while it is looked at.
                     with contextlib.suppress(psutil.Error):
-                        if found.name() == "trainer-rank-1":
+                        if found.environ().get("RANK") == "1":
                             found.kill()
                 await asyncio.sleep(0.05)
         assert await run.wait(END_LIMIT_S) == 1
