@@ -397,7 +397,7 @@ def test_the_gpu_image_has_transformer_engine_built_in() -> None:
     assert "--find-links /build/deploy " in build
     assert '"$(pin transformer-engine-torch)"' in (DEPLOY / "build_te_wheel.sh").read_text()
     # The build fails where it cannot be imported.
-    assert 'python -c "import transformer_engine.pytorch, megatron.bridge, ' in build
+    assert 'python -c "import transformer_engine.pytorch, megatron.core, ' in build
 
 
 def redis_settings(service: dict[str, Any]) -> dict[str, str]:
