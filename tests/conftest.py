@@ -18,6 +18,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # Objects made and not freed between two looks of the collector; Python's own number is 700.
 COLLECT_EVERY = 70_000
 STARTS_A_PROCESS = frozenset({"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn"})
+# The environment's variables when all tests have been collected.
+_variables: dict[str, str] = {}
 # The test that runs now and may start no process; `make test-fast` runs only such tests.
 _quick: list[str] = []
 
@@ -115,19 +117,29 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 @pytest.fixture(scope="module", autouse=True)
 def process_as_before() -> Iterator[None]:
     """vLLM leaves variables that torch reads in other tests; asyncio's loops take handlers away."""
-    variables, folder = variables_of_this_process(), os.getcwd()
+    restore_variables()
+    folder = os.getcwd()
     handlers = [signal.getsignal(number) for number in SIGNALS]
     torch = sys.modules.get("torch")
     threads = torch.get_num_threads() if torch is not None else 0
     yield
-    for name in variables_of_this_process().keys() - variables.keys():
-        del os.environ[name]
-    os.environ.update(variables)
+    restore_variables()
     if torch is not None:
         torch.set_num_threads(threads)
     for number, handler in zip(SIGNALS, handlers, strict=True):
         signal.signal(number, handler)
     assert os.getcwd() == folder
+
+
+def pytest_collection_finish() -> None:
+    _variables.update(variables_of_this_process())
+
+
+def restore_variables() -> None:
+    """Variables are those from before the first test, whenever and by whom one was set."""
+    for name in variables_of_this_process().keys() - _variables.keys():
+        del os.environ[name]
+    os.environ.update(_variables)
 
 
 def variables_of_this_process() -> dict[str, str]:

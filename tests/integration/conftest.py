@@ -1,10 +1,13 @@
-"""Fixtures for tests that start real processes."""
+"""Fixtures for tests that start real processes; Megatron is importable without triton."""
 
 from pathlib import Path
 
 import pytest
+from slipstream.learner.trainer.ranks.cpu import hide_triton_kernels
 from support.ranks.rank_pool import rank_pool
 from support.rigs.run_processes import nothing_survives, tiny_model
+
+hide_triton_kernels()
 
 __all__ = ["nothing_survives", "one_thread", "rank_pool", "tiny_model"]
 
