@@ -57,8 +57,9 @@ def make_parts(
     *,
     publisher: Publisher | None = None,
     former: BatchFormer | None = None,
+    others: Sequence[Part] = (),
 ) -> Parts:
-    """Returns the parts of a controller, whose tasks are in `tasks`."""
+    """Returns the parts of a controller, whose tasks are in `tasks`; `others` are told last."""
     endings = Endings(books.journal, books.ledger, books.queue)
     intake = Intake(run, books, endings)
     checkpoints = CheckpointWatch(run.config.run_dir / CHECKPOINTS, run.events)
@@ -79,7 +80,7 @@ def make_parts(
     )
     evaluator = Evaluator(run, books, intake, publisher, scheduler, on_result=results.evaluated)
     environments = EnvironmentServicer(run, books, intake)
-    every = (results, evaluator, environments, publisher, turns, stored)
+    every = (results, evaluator, environments, publisher, turns, stored, *others)
 
     def stepped(trained: Trained, report: trainer_pb2.StepReport) -> None:
         orders = trainer.take_orders()

@@ -1,0 +1,56 @@
+"""What a part of the controller that somebody adds is told of."""
+
+import asyncio
+import functools
+
+from slipstream.learner.controller.part import Part
+from slipstream.learner.controller.parts import make_parts
+from support.rigs.controller_runs import make_config, play
+
+
+class Witness(Part):
+    """Notes the events of the run."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    async def _wait(self) -> None:
+        self.told.append("begins")
+        await asyncio.Event().wait()
+
+    def tasks(self):
+        return {"witness": self._wait()}
+
+    def joined(self, session) -> None:
+        self.told.append(f"{session.name} joined")
+
+    def reported(self, session, report) -> None:
+        self.told.append(f"{session.name} reported")
+
+    def stepped(self, trained, report, orders) -> None:
+        assert [order.kind for order in orders][-1:] == ["batch"]
+        self.told.append(f"step {trained.version.step}")
+
+    def drains(self, session) -> None:
+        self.told.append(f"{session.name} drains")
+
+    def lost(self, session) -> None:
+        self.told.append(f"{session.name} is gone")
+
+
+async def test_a_part_is_told_of_servers_and_steps_and_has_tasks_of_its_own(tmp_path) -> None:
+    witness = Witness()
+    await play(
+        make_config(tmp_path, run__steps=2),
+        make=functools.partial(make_parts, others=[witness]),
+    )
+    events = [told for told in witness.told if told != "fake reported"]
+    assert events == [
+        "begins",
+        "fake joined",
+        "step 1",
+        "step 2",
+        "fake drains",
+        "fake is gone",
+    ]
+    assert "fake reported" in witness.told
