@@ -72,6 +72,7 @@ def test_a_gpu_needs_no_compiler_for_cpus() -> None:
 
 def test_variables_that_prevent_a_setting_stop_a_run_before_it_starts(tmp_path, monkeypatch):
     monkeypatch.setattr(fit, "uses_gpus", lambda: True)
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
     scene = Scene(config_of(tmp_path))
     assert check_engine(scene).startswith("vLLM runs the model with torch.compile and CUDA graphs")
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
