@@ -235,8 +235,26 @@ def hide_triton_kernels() -> None:
 
 
 def _replace_megatron() -> None:
+    from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.tensor_parallel import random as megatron_random
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    one_by_one = rope_utils._apply_rotary_pos_emb_thd
+
+    def rotate(
+        values: Any, bounds: Any, angles: Any, *rest: Any, cp_group: Any, **given: Any
+    ) -> Any:
+        """Rotates all packed sequences at once; Megatron does so one after the other."""
+        if rest or angles.size(0) == int(bounds[-1]):
+            return one_by_one(values, bounds, angles, *rest, cp_group=cp_group, **given)
+        size, rank = cp_group.size(), cp_group.rank()
+        parts = torch.split(values, (bounds.diff() // size).tolist())
+        find = rope_utils._get_thd_freqs_on_this_cp_rank
+        packed = torch.cat([find(rank, size, part, angles) for part in parts])
+        rotated = rope_utils._apply_rotary_pos_emb_bshd(values.unsqueeze(1), packed, **given)
+        return rotated.squeeze(1)
+
+    _replace(rope_utils, {"_apply_rotary_pos_emb_thd": rotate})
 
     def stay(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
