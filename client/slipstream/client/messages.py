@@ -18,6 +18,8 @@ FIELDS |= dict.fromkeys(("reasoning_content", "thinking"), "reasoning")
 TRAINED = ("weight", "train", "training", "trainable")
 # The roles in which a field has a meaning; any other field has it in every role.
 _ROLES = {"tool_calls": "assistant", "reasoning": "assistant", "tool_call_id": "tool"}
+# The fields of a call of a tool and of its function; `index` says no more than its place.
+_CALL = ("id", "type", "function", "name", "arguments", "index")
 # What files write for a field that a message does not have.
 _ABSENT: tuple[object, ...] = (None, "", [], ())
 
@@ -42,7 +44,8 @@ def read_message(given: object) -> Message:
             near = near_names(str(name), FIELDS)
             known = did_you_mean(near) if near else f"it has {', '.join(FIELDS)}"
             raise ValueError(f"a message has no field {name!r}; {known}")
-        found[FIELDS[name]] = value
+        if found.setdefault(FIELDS[name], value) != value:
+            raise ValueError(f"a message has {FIELDS[name]} by two names with different values")
     _check(found)
     calls = found.get("tool_calls")
     if calls is not None:
@@ -85,6 +88,11 @@ def _call(given: object) -> ToolCall:
     if not isinstance(function, Mapping) or not isinstance(name := function.get("name"), str):
         raise ValueError(f"a call of a tool has a function with a name, got {show(given)}")
     assert isinstance(given, Mapping)
+    for key, value in {**given, **function}.items():
+        if key not in _CALL and value not in _ABSENT:
+            raise ValueError(f"a call of a tool has no field {key!r}; it has {', '.join(_CALL)}")
+    if given.get("type") not in (*_ABSENT, "function"):
+        raise ValueError(f"the type of a call must be 'function', got {show(given['type'])}")
     arguments = function.get("arguments") or {}
     if isinstance(arguments, Mapping) and holds_null(arguments):
         raise ValueError(f"arguments of {name} hold null, as parquet fills them: write JSON text")

@@ -183,6 +183,18 @@ def test_calls_of_an_untrained_reply_and_the_offered_tools_are_given_on(tmp_path
         ([message("assistant", "r", weight=0.5)], "weight must be 0 or 1, got 0.5"),
         ([message("user", "q", train=True)], "only replies are trained, got a message of user"),
         ([message("user", "q", picture="x")], "a message has no field 'picture'; it has role"),
+        (
+            [message("assistant", "r", reasoning="a", thinking="b")],
+            "a message has reasoning by two names with different values",
+        ),
+        (
+            [message("assistant", "", tool_calls=[{"name": "f", "input": {"x": 1}}])],
+            "a call of a tool has no field 'input'; it has id, type, function, name",
+        ),
+        (
+            [message("assistant", "", tool_calls=[{"name": "f", "type": "custom"}])],
+            "the type of a call must be 'function', got 'custom'",
+        ),
         ([message("user", "q", tool_call=[1])], "a message has no field 'tool_call'; did you mean"),
         ([message("user", "q", tool_calls=[CALL])], "tool_calls stands in a message of role assi"),
         ([message("assistant", "r", thinking="hm")], "holds reasoning: write them into content"),

@@ -55,13 +55,14 @@ class _Done:
 def install() -> None:
     """Makes all replacements; call it before the first import of megatron.core."""
     global _installed
-    # Megatron says at each start what it does without, one module by a handler of its own.
-    logging.getLogger("megatron").setLevel(logging.ERROR)
-    logging.getLogger("megatron.bridge.utils.import_utils").disabled = True
-    warnings.filterwarnings("ignore", module="megatron")
     if torch.cuda.is_available() or _installed:
         return
     _installed = True
+    # Megatron says at each start what it does without on a CPU, one module by a handler of its own.
+    # On a GPU the same lines tell that a slower way is taken: they stay in the log.
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    logging.getLogger("megatron.bridge.utils.import_utils").disabled = True
+    warnings.filterwarnings("ignore", module="megatron")
     hide_transformer_engine()
     # The context of a device knows these functions themselves, as they are at its first use.
     with _CPU:
