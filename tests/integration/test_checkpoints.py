@@ -29,6 +29,7 @@ DP2 = {"world_size": 2}
 VPP2 = {"world_size": 2, "parallel": {"pp": 2, "vpp": 2}}
 EP2 = {"world_size": 2, "parallel": {"ep": 2}}
 SPLIT = {"ddp": {"use_distributed_optimizer": True}}
+MUON = {"optimizer": {"adam_eps": 1e-3, "optimizer": "muon"}}
 DISTOPT = {"world_size": 2, **SPLIT}
 # The layout in which each run is saved, after two of three steps.
 SAVED = {
@@ -55,6 +56,9 @@ SAVED = {
     # A vision tower, and delta nets whose ranks do not share the tokens.
     "tp2-qwen35": {"learner": SAME_TOKENS, "model": "qwen35"},
 }
+# Momenta of matrices beside Adam's moments, and float32 masters of both.
+SAVED["tp2-muon"] = {"learner": TP2 | MUON}
+SAVED["dp2-muon-bf16"] = {"learner": DP2 | MUON, "dtype": "bfloat16"}
 # Stopped in the middle of the schedule, with several passes and mini-batches.
 SAVED["cosine-epochs"] = {
     "learner": {},
@@ -71,6 +75,10 @@ LOADED = {
     "tp2-from-one": ("one", TP2),
     "distopt-again": ("distopt", DISTOPT),
     "dp2-from-one": ("one", DP2),
+    "tp2-muon-again": ("tp2-muon", TP2 | MUON),
+    "pp2-from-tp2-muon": ("tp2-muon", PP2 | MUON),
+    "dp2-muon-bf16-again": ("dp2-muon-bf16", DP2 | MUON),
+    "one-from-dp2-muon-bf16": ("dp2-muon-bf16", MUON),
     "tp2-from-pp2-tied": ("pp2-tied", TP2),
     "tp2-from-distopt": ("distopt", {**TP2, **SPLIT}),
     "tp2-from-ep2-moe": ("ep2-moe", TP2),
@@ -127,6 +135,8 @@ def other_loads(folder: Path) -> dict[str, dict]:
         }
     # The run that was saved with the other kind of optimizer is not loaded.
     for name, run, learner in (("one-refused", "one", SPLIT), ("dp2-refused", "distopt", DP2)):
+        jobs[name] = {"run": run, "learner": learner, "resume": True, "until": 0}
+    for name, run, learner in (("muon-refused", "one", MUON), ("adam-refused", "tp2-muon", TP2)):
         jobs[name] = {"run": run, "learner": learner, "resume": True, "until": 0}
     return jobs
 
@@ -261,6 +271,16 @@ def test_the_other_kind_of_optimizer_is_refused_with_the_setting_to_change(job, 
         f"learner.ddp.use_distributed_optimizer must be {wanted} to go on from "
     )
     assert f"step-000002, which was written so, got {got} (" in results[job]["error"]
+
+
+@pytest.mark.parametrize(("job", "saved"), [("muon-refused", "adam"), ("adam-refused", "muon")])
+def test_an_optimizer_of_another_name_is_refused_with_the_one_that_saved(job, saved, results):
+    got = job.removesuffix("-refused")
+    assert results[job]["loaded"] == 0
+    assert results[job]["error"].startswith(
+        f"learner.optimizer.optimizer must be {saved} to go on from "
+    )
+    assert results[job]["error"].endswith(f"step-000002, which was written so, got {got}")
 
 
 def test_digests_are_taken_by_the_thread_that_writes(folder: Path, results: dict[str, dict]):

@@ -70,6 +70,8 @@ class Manifest(_Record):
     layout: Layout
     # Names of the models, each with its optimizer if it has one.
     models: tuple[str, ...]
+    # Kind of each model's optimizer, by the model's name; manifests of older versions lack it.
+    optimizers: dict[str, str] = {}
     # Versions of the packages that wrote the files.
     packages: dict[str, str]
     saved_unix_s: float

@@ -40,10 +40,14 @@ class Layout:
         return next(
             name
             for name, layout in LAYOUTS.items()
-            if layout.world_size == 1
-            and (layout.model, layout.algorithm, layout.sampling, layout.router_losses)
-            == (self.model, self.algorithm, self.sampling, self.router_losses)
+            if layout.world_size == 1 and layout._trained == self._trained
         )
+
+    @property
+    def _trained(self) -> tuple[object, ...]:
+        """What differs between references."""
+        optimizer = self.learner.get("optimizer")
+        return self.model, self.algorithm, self.sampling, self.router_losses, optimizer
 
     @property
     def router_losses(self) -> dict[str, float]:
@@ -104,6 +108,20 @@ FORWARD = {"kl": {"coefficient": 0.5, "estimator": "forward_top_k"}}
 REVERSE = {"mini_batches": 2, "kl": {"coefficient": 0.5, "estimator": "reverse_top_k"}}
 TREES = {"max_total_tokens": 120}
 
+MUON = {"optimizer": {"adam_eps": 1e-3, "optimizer": "muon"}}
+OTHER_MUON = {
+    "optimizer": MUON["optimizer"]
+    | {
+        "muon_momentum": 0.8,
+        "muon_nesterov": True,
+        "muon_split_qkv": False,
+        "muon_scale_mode": "unit_rms_norm",
+        "muon_coefficient_type": "simple",
+        "muon_num_ns_steps": 6,
+        "muon_extra_scale_factor": 0.5,
+        "muon_tp_mode": "distributed",
+    }
+}
 OFFLOAD = {"offload": {"parameters": True, "gradients": True, "optimizer": True}}
 
 # Every shared prefix is computed once, however short.
@@ -115,6 +133,8 @@ WORDS = {
     "offload": {"learner": OFFLOAD},
     "distopt": {"learner": DISTRIBUTED_OPTIMIZER},
     "overlap": {"learner": OVERLAP},
+    "muon": {"learner": MUON},
+    "other-muon": {"learner": OTHER_MUON},
     "moe-recompute": {"learner": MOE_RECOMPUTE},
     "recompute": {"learner": FULL_RECOMPUTE},
     "selective": {"learner": SELECTIVE_RECOMPUTE},
@@ -139,7 +159,7 @@ SIZE = re.compile(r"(?:^|-)(dp|tp|pp|vpp|cp|ep|etp)(\d+)")
 NAMES = """
     one one-mini-batches one-few one-gspo one-cispo one-tied one-offload-odd one-moe one-replay-moe
     one-trees dp2-overlap tp2-sp pp2-tied cp2 ep2-distopt-moe dp4-few one-balanced-moe
-    tp2-sp-balanced-moe cp2-balanced-moe one-z-loss-moe cp2-z-loss-moe
+    tp2-sp-balanced-moe cp2-balanced-moe one-z-loss-moe cp2-z-loss-moe one-muon tp2-sp-muon
 """
 # One kind of model, algorithm or layout each.
 LONG = """
@@ -154,6 +174,7 @@ LONG = """
     ep2-trees-shared-moe cp2-trees-gspo cp2-trees-replay-moe tp2-sp-moe
     tp2-sp-ep2-etp1-mixtral pp2-vpp2-moe-recompute-replay-moe tp2-sp-recompute-replay-moe
     cp2-mistral tp2-sp-olmo2 tp2-gemma3-tower
+    one-other-muon tp2-other-muon dp2-muon cp2-muon one-muon-moe tp2-sp-muon-moe
     dp2-pp2-overlap dp2-cp2-trees cp4 pp2-vpp2-ep2-moe
     tp2-sp-pp2-vpp2-cp2-ep2-moe
 """
@@ -184,6 +205,7 @@ SLOW = """
     pp2-cp2-ep2-moe
     pp2-balanced-moe tp2-sp-cp2-balanced-moe tp2-sp-ep2-etp1-balanced-moe ep2-z-loss-moe
     dp2-tp2-sp-z-loss-moe tp2-sp-cp2-etp1-ep4-z-loss-moe
+    tp2-muon pp2-muon ep2-muon-moe one-muon-qwen3-next tp2-sp-muon-qwen3-next
     tp2-sp-pp2-cp2 tp2-sp-pp2-cp2-ep2-moe tp2-sp-pp2-vpp2-cp2-etp1-ep4-moe
     tp2-sp-pp2-vpp2-cp2-ep2-replay-moe dp2-tp2-sp-cp2-distopt
     dp2-tp2-sp-pp2-vpp2-cp2-ep2-overlap-moe dp2-tp2-sp-pp2-vpp2-cp2-qwen3

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from support.ranks.parity_layouts import probe
 from support.references import plain_algorithm
+from support.references.plain_muon import PlainMuon
 
 
 class ForcedExperts:
@@ -87,6 +88,11 @@ class PlainPolicy:
         named = dict(self.model.named_parameters())
         # Biases of all experts together are a matrix.
         matrices = {n for n, p in named.items() if p.dim() > 1 and not n.endswith("_bias")}
+        self.muon = None
+        if config.learner.optimizer.get("optimizer") == "muon":
+            self.muon = PlainMuon(self.model, config.learner.optimizer)
+            orthogonal = {p for parts in self.muon.matrices for p, _ in parts}
+            named = {name: p for name, p in named.items() if p not in orthogonal}
         decayed = [named[name] for name in named if name in matrices]
         others = [named[name] for name in named if name not in matrices]
         self.optimizer = torch.optim.AdamW(
@@ -145,12 +151,14 @@ class PlainPolicy:
             ]
             count = sum(len(tokens.policy) for tokens in members)
             loss = self._aggregate([self._losses(tokens) for tokens in members])
-            self.optimizer.zero_grad()
+            self.model.zero_grad()
             (loss + self._router_losses() / count).backward()
             norms.append(torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0).item())
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
             self.optimizer.step()
+            if self.muon is not None:
+                self.muon.step(rate, weight_decay=0.01)
             totals, counts = totals + loss.item() * count, counts + count
         found = {"loss": totals / counts, "grad_norm": sum(norms) / len(norms)}
         if self.forced.forced:

@@ -244,8 +244,16 @@ def _optimizer_problems(learner: LearnerSection) -> Iterator[str]:
             f"learner.ddp.num_distributed_optimizer_instances must be 1, "
             f"got {ddp['num_distributed_optimizer_instances']}"
         )
+    is_muon = optimizer.get("optimizer") == "muon"
+    if is_muon and learner.use_distributed_optimizer:
+        yield (
+            "learner.ddp.use_distributed_optimizer must be false with learner.optimizer.optimizer "
+            "muon, which needs whole matrices"
+        )
     for name in ("use_precision_aware_optimizer", "optimizer_cpu_offload"):
-        if optimizer.get(name) and not learner.use_distributed_optimizer:
+        if optimizer.get(name) and is_muon:
+            yield f"learner.optimizer.{name} needs learner.optimizer.optimizer adam, got 'muon'"
+        elif optimizer.get(name) and not learner.use_distributed_optimizer:
             yield f"learner.optimizer.{name} needs learner.ddp.use_distributed_optimizer = true"
     share = optimizer.get("optimizer_offload_fraction", 0.0)
     if not isinstance(share, int | float) or not 0 <= share <= 1:

@@ -365,7 +365,8 @@ class LearnerSection(Section):
     # several of them and Adam.
     ddp: dict[str, JsonValue] = {}
     # Passed by name to Megatron's OptimizerConfig. `adam_beta1`, `adam_beta2` and `adam_eps` are by
-    # default 0.9, 0.95 and 1e-8.
+    # default 0.9, 0.95 and 1e-8. `optimizer` is "adam", "sgd" or
+    # ["muon"](guides/parallelism.md#muon).
     optimizer: dict[str, JsonValue] = {}
     # Passed by name to the model provider. `sequence_parallel`, which splits the tokens of norms
     # and dropout over the tensor parallel ranks, is by default true with several of them.

@@ -116,7 +116,7 @@ class Checkpointer:
         """Checks every file of version `step`'s checkpoint, loads it, and returns its manifest.
 
         Raises CheckpointError if a file is damaged or the checkpoint has other models, ConfigError
-        if it was written by the other kind of optimizer, the distributed or the plain one.
+        if it was written by another optimizer, or by the other kind, distributed or plain.
         """
         from slipstream.learner.trainer.checkpoints.distributed_files import load_models
 
@@ -130,6 +130,14 @@ class Checkpointer:
                 f"{path}, which was written so, got {str(not kind).lower()} (by default it is true "
                 "with several data parallel ranks)"
             )
+        for name, ours in self._optimizers().items():
+            theirs = manifest.optimizers.get(name, ours)
+            if theirs != ours:
+                section = name if name == "critic" else "learner"
+                raise ConfigError(
+                    f"{section}.optimizer.optimizer must be {theirs} to go on from {path}, which "
+                    f"was written so, got {ours}"
+                )
         # A checkpoint must not overwrite the settings of parameter groups.
         settings = [
             [
@@ -248,6 +256,7 @@ class Checkpointer:
             config_digest=config_digest.hexdigest(),
             layout=self._layout(),
             models=tuple(model.name for model in self._models),
+            optimizers=self._optimizers(),
             packages=installed(("torch", "megatron-core")),
             saved_unix_s=time.time(),
             files=tuple(sorted(files, key=lambda file: file.path)),
@@ -260,6 +269,10 @@ class Checkpointer:
         wall_s = time.monotonic() - write.started_s
         logger.info("checkpoint %s: %d bytes, %.2f s", path, manifest.num_bytes, wall_s)
         return Saved(manifest, path, wall_s)
+
+    def _optimizers(self) -> dict[str, str]:
+        found = {model.name: model.optimizer for model in self._models if model.optimizer}
+        return {name: optimizer.config.optimizer for name, optimizer in found.items()}
 
     def _layout(self) -> Layout:
         learner = self._config.learner

@@ -109,7 +109,10 @@ class GroupedLinear(MegatronModule):  # type: ignore[misc]
         for place in range(num_experts):
             # Every weight is loaded later; NaN reveals a weight that was not.
             weight = torch.full(shape, torch.nan, dtype=config.params_dtype, device=device)
-            self.register_parameter(f"weight{place}", torch.nn.Parameter(weight))
+            parameter = torch.nn.Parameter(weight)
+            # Muon puts the matrix together along it.
+            parameter.partition_dim = partition_dim  # type: ignore[attr-defined]
+            self.register_parameter(f"weight{place}", parameter)
             if has_bias:
                 bias = torch.full(shape[:1], torch.nan, dtype=config.params_dtype, device=device)
                 self.register_parameter(f"bias{place}", torch.nn.Parameter(bias))

@@ -35,6 +35,15 @@ _FUSIONS = (
 # float32, so that the right scale may be below 1. An overflowing pass is repeated with the same
 # batch: with Megatron's default hysteresis it would keep the scale and overflow again.
 _LOSS_SCALES = {"initial_loss_scale": 2.0**16, "min_loss_scale": 2.0**-16, "hysteresis": 1}
+# Muon's update is as large as Adam's, so that both have one learning rate: arXiv:2502.16982, 2.2.
+_MUON = {"muon_tp_mode": "duplicated", "muon_extra_scale_factor": 0.2}
+# Megatron takes any value, and fails at the first step.
+_MUON_VALUES = {
+    "muon_tp_mode": ("duplicated", "distributed", "blockwise"),
+    "muon_scale_mode": ("spectral", "shape_scaling", "unit_rms_norm"),
+    "muon_fp32_matmul_prec": ("highest", "high", "medium"),
+    "muon_scalar_optimizer": ("adam",),
+}
 # Ways of exchanging keys and values between context parallel ranks; None stands for p2p.
 _KINDS_FOR_PACKED = (None, "p2p", "a2a")
 # Without TransformerEngine these settings fail late, or change nothing.
@@ -285,8 +294,13 @@ def optimizer_config_of(config: Config) -> Megatron:
         # updates the weights.
         "use_precision_aware_optimizer": bool(learner.optimizer.get("optimizer_cpu_offload")),
     }
+    if learner.optimizer.get("optimizer") == "muon":
+        values |= _MUON
+        values["muon_fp32_matmul_prec"] = "medium" if torch.cuda.is_available() else "highest"
     values |= passed_through(OptimizerConfig, learner.optimizer, section="learner.optimizer")
     _check_kind(str(values["optimizer"]), learner.optimizer)
+    if values["optimizer"] == "muon":
+        _check_muon(config, values)
     if values.get("optimizer_cpu_offload"):
         _check_host_optimizer(config)
     with refusals_of("learner.optimizer"):
@@ -294,15 +308,46 @@ def optimizer_config_of(config: Config) -> Megatron:
 
 
 def _check_kind(kind: str, passed: Mapping[str, object]) -> None:
-    """Raises ConfigError for an optimizer other than Adam and SGD, and for settings of others."""
-    if kind not in ("adam", "sgd"):
+    """Raises ConfigError for an optimizer that was not tried, and for settings of another one."""
+    if kind not in ("adam", "sgd", "muon"):
         raise ConfigError(
-            f"learner.optimizer.optimizer must be adam or sgd, got {kind!r}: others need the "
-            "package emerging_optimizers, which was not tried"
+            f"learner.optimizer.optimizer must be adam, sgd or muon, got {kind!r}: nobody has "
+            "tried others of the package emerging-optimizers"
         )
+    others = ("adaptive_muon_", "soap_", "lion_", *(() if kind == "muon" else ("muon_",)))
     for name in passed:
-        if name.startswith(("muon_", "adaptive_muon_", "soap_", "lion_")):
+        if name.startswith(others):
             raise ConfigError(f"learner.optimizer.{name} has no effect: the optimizer is {kind}")
+
+
+def _check_muon(config: Config, values: Mapping[str, object]) -> None:
+    """Raises ConfigError where Muon cannot work, or was not tried."""
+    compat.check_versions(compat.MUON_VERSIONS)
+    from megatron.core.optimizer.emerging_optimizers import get_supported_coefficient_types
+
+    types = tuple(name for name in get_supported_coefficient_types() if name != "custom")
+    for name, known in (_MUON_VALUES | {"muon_coefficient_type": types}).items():
+        if values.get(name, known[0]) not in known:
+            raise ConfigError(
+                f"learner.optimizer.{name} must be {' or '.join(known)}, got {values[name]!r}"
+            )
+    passed: Megatron = values
+    if (steps := passed.get("muon_num_ns_steps", 1)) < 1:
+        raise ConfigError(f"learner.optimizer.muon_num_ns_steps must be 1 or more, got {steps}")
+    if not 0 <= (share := passed.get("muon_momentum", 0)) < 1:
+        raise ConfigError(f"learner.optimizer.muon_momentum must be 0 to below 1, got {share}")
+    for name, is_set, cause in (
+        ("model.dtype float16", config.model.dtype == "float16", "it does not scale the loss"),
+        ("lora.rank", config.lora.rank, "nobody has tried it on the factors of adapters"),
+        ("sampling.max_images", config.sampling.max_images, "a tower's embeddings are no matrices"),
+        (
+            "learner.transformer.fp8_param",
+            config.learner.transformer.get("fp8_param"),
+            "nobody has tried it on 8-bit parameters",
+        ),
+    ):
+        if is_set:
+            raise ConfigError(f"learner.optimizer.optimizer muon does not go with {name}: {cause}")
 
 
 def _check_host_optimizer(config: Config) -> None:

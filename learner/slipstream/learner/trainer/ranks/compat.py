@@ -10,11 +10,10 @@ import importlib.util
 import pkgutil
 import sys
 import types
-import typing
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-import typing_extensions
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.description import installed
 from slipstream.core.machine.process import without_collections
@@ -24,6 +23,7 @@ from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
 TESTED_VERSIONS = {"megatron-core": "0.19.2", "megatron-bridge": "0.6.2"}
+MUON_VERSIONS = {"emerging-optimizers": "0.3.0"}
 _MODEL_FAMILIES = (
     "llama.llama_bridge",
     "qwen.qwen2_bridge",
@@ -40,10 +40,10 @@ def has_transformer_engine() -> bool:
     return is_installed and torch.cuda.is_available()
 
 
-def check_versions() -> None:
-    """Raises ConfigError for a Megatron package that is missing or not of the tested version."""
-    here = installed(TESTED_VERSIONS)
-    for name, tested in TESTED_VERSIONS.items():
+def check_versions(versions: Mapping[str, str] = TESTED_VERSIONS) -> None:
+    """Raises ConfigError for a package that is missing or not of the tested version."""
+    here = installed(versions)
+    for name, tested in versions.items():
         found = here.get(name)
         if found is None:
             raise ConfigError(f"{name} {tested} is required, but it is not installed")
@@ -59,8 +59,6 @@ def install() -> Megatron:
     Raises ConfigError like `check_versions`.
     """
     check_versions()
-    # Python 3.11 lacks this name, the only one of Python 3.12 that Megatron needs.
-    vars(typing).setdefault("override", typing_extensions.override)
     # megatron.core decides at import whether TransformerEngine is installed: import it before the
     # stub exists.
     importlib.import_module("megatron.core.extensions.transformer_engine")

@@ -13,6 +13,7 @@ import importlib.util
 import logging
 import sys
 import types
+import typing
 import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -20,9 +21,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import typing_extensions
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import Store
 
+# Python 3.11 lacks this name, the only one of Python 3.12 that Megatron and its optimizers need.
+vars(typing).setdefault("override", typing_extensions.override)
 _CPU = torch.device("cpu")
 _FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like", "zeros_like")
 _installed = False
@@ -227,8 +231,9 @@ def _replace_uneven_collectives() -> None:
 
 
 def hide_triton_kernels() -> None:
-    """Makes megatron.core importable without triton, whose kernels are for GPUs alone."""
+    """Makes megatron.core and Muon importable without triton, whose kernels are for GPUs alone."""
     if importlib.util.find_spec("triton") is None:
+        sys.modules["emerging_optimizers.triton_kernels"] = types.ModuleType("triton_kernels")
         names = ("GLOBAL_BLOCK_SIZE", "paged_stash_copy_kernel", "paged_stash_pop_kernel")
         module = types.ModuleType("megatron.core.transformer.moe.ops.paged_stash")
         vars(module).update(dict.fromkeys(names))

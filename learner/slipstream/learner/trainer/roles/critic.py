@@ -194,6 +194,8 @@ class ValueHead(torch.nn.Module):
         start = torch.randn(1, config.hidden_size, generator=generator) * scale
         self.weight = torch.nn.Parameter(start.to(device, config.params_dtype))
         self.bias = torch.nn.Parameter(torch.zeros(1, device=device, dtype=config.params_dtype))
+        # An output layer has Adam where matrices have Muon.
+        self.weight.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
         self._is_split = config.sequence_parallel
         for parameter in self.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]

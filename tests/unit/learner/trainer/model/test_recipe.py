@@ -1,9 +1,15 @@
 """What Megatron's objects are made of on machines with GPUs."""
 
+from types import SimpleNamespace
+
 import pytest
+import torch
+from megatron.core.optimizer.layer_wise_optimizer import is_managed_by_layer_wise_optimizer
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import Config, LearnerSection
 from slipstream.learner.trainer.model import recipe
+from slipstream.learner.trainer.ranks import compat
+from slipstream.learner.trainer.roles.critic import ValueHead
 from support.fakes.small_configs import small_config
 
 
@@ -66,16 +72,60 @@ def test_optimizer_on_the_host_is_refused_where_it_cannot_work(monkeypatch):
     ("table", "cause"),
     [
         (
-            {"optimizer": "muon"},
-            "learner.optimizer.optimizer must be adam or sgd, got 'muon': others need the package "
-            "emerging_optimizers",
+            {"optimizer": "soap"},
+            "learner.optimizer.optimizer must be adam, sgd or muon, got 'soap': nobody has tried",
         ),
         ({"muon_momentum": 0.9}, "learner.optimizer.muon_momentum has no effect: the optimizer is"),
         ({"lion_beta1": 0.9}, "learner.optimizer.lion_beta1 has no effect: the optimizer is adam"),
     ],
 )
-def test_other_optimizers_are_refused_with_their_package(table: dict, cause: str) -> None:
+def test_other_optimizers_and_their_settings_are_refused(table: dict, cause: str) -> None:
     recipe._check_kind("sgd", {"optimizer": "sgd", "sgd_momentum": 0.8})
     with pytest.raises(ConfigError) as caught:
         recipe._check_kind(table.get("optimizer", "adam"), table)
     assert str(caught.value).startswith(cause)
+
+
+MUON: dict = {"learner": {"optimizer": {"optimizer": "muon"}}}
+
+
+def muon(**settings: object) -> dict:
+    return {"learner": {"optimizer": {"optimizer": "muon", **settings}}}
+
+
+@pytest.mark.parametrize(
+    ("tables", "cause"),
+    [
+        (muon(muon_tp_mode="alone"), "muon_tp_mode must be duplicated or distributed or blockwise"),
+        (muon(muon_scale_mode="width"), "learner.optimizer.muon_scale_mode must be spectral or"),
+        (muon(muon_fp32_matmul_prec="low"), "learner.optimizer.muon_fp32_matmul_prec must be"),
+        (muon(muon_scalar_optimizer="lion"), "muon_scalar_optimizer must be adam, got 'lion'"),
+        (muon(muon_coefficient_type="custom"), "learner.optimizer.muon_coefficient_type must be"),
+        (muon(muon_num_ns_steps=0), "learner.optimizer.muon_num_ns_steps must be 1 or more, got 0"),
+        (muon(muon_momentum=1.0), "learner.optimizer.muon_momentum must be 0 to below 1, got 1.0"),
+        (MUON | {"model": {"path": "m", "dtype": "float16"}}, "does not go with model.dtype float"),
+        (MUON | {"lora": {"rank": 2}}, "optimizer muon does not go with lora.rank: nobody"),
+        (
+            {"learner": MUON["learner"] | {"transformer": {"fp8": "hybrid", "fp8_param": True}}},
+            "does not go with learner.transformer.fp8_param: nobody",
+        ),
+    ],
+)
+def test_what_muon_cannot_do_is_refused_before_ranks_start(tables: dict, cause: str) -> None:
+    assert recipe.optimizer_config_of(small_config(**MUON)).muon_tp_mode == "duplicated"
+    with pytest.raises(ConfigError) as caught:
+        recipe.optimizer_config_of(small_config(**tables))
+    assert cause in str(caught.value)
+
+
+def test_muon_without_its_package_is_refused_by_the_version(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(compat.MUON_VERSIONS, "emerging-optimizers", "9.9")
+    with pytest.raises(ConfigError, match=r"emerging-optimizers must be 9\.9, the version"):
+        recipe.optimizer_config_of(small_config(**MUON))
+
+
+def test_a_critics_output_layer_has_adam_as_every_output_layer() -> None:
+    settings = SimpleNamespace(hidden_size=4, params_dtype=torch.float32, sequence_parallel=False)
+    head = ValueHead(settings, seed=0, device=torch.device("cpu"))
+    assert is_managed_by_layer_wise_optimizer(torch.nn.Linear(4, 1).weight)
+    assert not is_managed_by_layer_wise_optimizer(head.weight)
