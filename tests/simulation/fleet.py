@@ -264,14 +264,11 @@ class NumberRenderer:
     def prompt(self, messages: Any, inputs: Any = None) -> list[int]:
         return [1, 2, 3]
 
-    def continuation(self, history: Any, messages: Any, last: Any, inputs: Any = None) -> list[int]:
+    def continuation(self, history: Any, messages: Any, last: Any, **options: Any) -> list[int]:
         return [4, 5]
 
     def with_images(self, tokens: list[int], messages: Any) -> tuple[list[int], list[Any]]:
         return tokens, []
-
-    def has_place_for_results(self, inputs: Any) -> bool:
-        return True
 
     def told_apart(self, before: Any, reply: Any, text: str, parsed: Any) -> Any:
         return parsed

@@ -88,15 +88,18 @@ def _arguments(text: str) -> Mapping[str, object] | str:
     return found if isinstance(found, dict) else text
 
 
-def verdict(result: object) -> pb.Verdict:
-    """Converts the result of `step`; raises EnvironmentFailed if it is invalid or out of bounds."""
+def verdict(result: object, *, gives: bool) -> pb.Verdict:
+    """Converts the result of `step`; raises EnvironmentFailed if it is invalid or out of bounds.
+
+    `gives` says that the environment gives the replies.
+    """
     if not isinstance(result, StepResult):
         raise environment_failed(f"step() must return a StepResult, got {show(result)}")
     if result.done not in (True, False):
         raise environment_failed(f"done must be True or False, got {show(result.done)}")
     if not result.done and not result.messages:
         raise environment_failed("step() must give messages when the episode is not done")
-    if result.done and result.messages:
+    if result.done and result.messages and not gives:
         raise environment_failed("step() gives messages that nobody will read: done is True")
     if result.done and result.tools is not None:
         raise environment_failed("step() names tools that nobody will call: done is True")

@@ -140,6 +140,7 @@ class StepResult:
 
     `reward` is a finite number; the rewards of all steps of an episode add up. `messages` are what
     the model reads next: required when the episode continues (`done=False`), refused otherwise.
+    After the last given reply they say what follows it, which a chat template may want to know.
     `metrics` are averaged over episodes and reported. `tools`, if given, replace the episode's
     tools from the next reply on. `reply`, if given, takes the place of the model's next reply, as
     in ResetResult.

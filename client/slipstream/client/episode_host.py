@@ -46,6 +46,8 @@ class _Episode:
     tracker: CallTracker | None
     # Whether `reset` has answered.
     has_begun: bool = False
+    # Whether the environment gives the replies.
+    gives: bool = False
     # The calls and the run, if the environment is an agent.
     agent: AgentEpisode | None = None
     # The task that answers the current reset, step or agent call.
@@ -176,7 +178,9 @@ class EpisodeHost:
                 return agent_observation(environment.max_reply_tokens)
             opening = await _result(environment.reset(tasks[command.task_index]))
             expected = environment.expected_answer
-            return observation(opening, environment.max_reply_tokens, expected)
+            observed = observation(opening, environment.max_reply_tokens, expected)
+            episode.gives = bool(observed.given_reply)
+            return observed
 
         # An episode that fails here is closed like any other: `reset` may have taken resources.
         observed = await _run(episode, reset)
@@ -205,7 +209,8 @@ class EpisodeHost:
         environment.truncated = command.truncated
 
         async def step() -> pb.Verdict:
-            return verdict(await _result(environment.step(reply_of(command))))
+            result = await _result(environment.step(reply_of(command)))
+            return verdict(result, gives=episode.gives)
 
         return await _run(episode, step)
 

@@ -83,6 +83,7 @@ def _check(found: Mapping[str, Any]) -> None:
 
 def _call(given: object) -> ToolCall:
     if isinstance(given, ToolCall):
+        _check_id(given.id)
         return given
     function = given.get("function", given) if isinstance(given, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(name := function.get("name"), str):
@@ -98,7 +99,14 @@ def _call(given: object) -> ToolCall:
         raise ValueError(f"arguments of {name} hold null, as parquet fills them: write JSON text")
     if not isinstance(arguments, Mapping | str):
         raise ValueError(f"arguments of {name} must be an object or JSON text, got {arguments!r}")
-    return ToolCall(given.get("id") or "", name, arguments)
+    call_id = "" if given.get("id") is None else given["id"]
+    _check_id(call_id)
+    return ToolCall(call_id, name, arguments)
+
+
+def _check_id(call_id: object) -> None:
+    if not isinstance(call_id, str):
+        raise ValueError(f"the id of a call must be a text, got {show(call_id)}")
 
 
 def holds_null(value: object) -> bool:

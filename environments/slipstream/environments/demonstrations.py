@@ -37,10 +37,14 @@ class Reply(NamedTuple):
 
 
 class Conversation(NamedTuple):
-    """The turns of one row, and the tools that its column `tools` offers."""
+    """The turns of one row, the tools that its column `tools` offers, and the message behind them.
+
+    A chat template may end a reply otherwise before `following`, such as a tool's result.
+    """
 
     turns: tuple[Reply, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
+    following: tuple[Message, ...] = ()
 
 
 class Demonstrations(Environment[Conversation]):
@@ -77,8 +81,8 @@ class Demonstrations(Environment[Conversation]):
         for where, row in named_rows(Path(path)):
             told = _told(row, prompt or messages, reply, where)
             check_system(system, [message for message, _ in told], where)
-            turns = _turns([*((message, False) for message in first), *told], where)
-            self._conversations.append(Conversation(turns, _tools(row, where)))
+            turns, following = _turns([*((message, False) for message in first), *told], where)
+            self._conversations.append(Conversation(turns, _tools(row, where), following))
         if shuffle_seed is not None:
             random.Random(shuffle_seed).shuffle(self._conversations)
         self._conversations = self._conversations[:limit]
@@ -90,15 +94,16 @@ class Demonstrations(Environment[Conversation]):
     def reset(self, task: Conversation) -> ResetResult:
         """Returns the messages before the first reply, and that reply."""
         first, *self._left = task.turns
+        self._following = task.following
         return ResetResult(first.messages, task.tools, reply=first.reply)
 
     def step(self, reply: str) -> StepResult:
-        """Returns the next turn, or reward 1 after the last turn.
+        """Returns the next turn, or reward 1 and what follows after the last turn.
 
         `reply` is the demonstrated reply of the previous turn, and is not read.
         """
         if not self._left:
-            return StepResult(reward=1.0)
+            return StepResult(reward=1.0, messages=self._following)
         turn = self._left.pop(0)
         return StepResult(done=False, messages=turn.messages, reply=turn.reply)
 
@@ -152,8 +157,10 @@ def _tools(row: Row, where: str) -> tuple[Mapping[str, Any], ...]:
     return tuple(tools)
 
 
-def _turns(told: Sequence[tuple[Message, bool]], where: str) -> tuple[Reply, ...]:
-    """Returns the turns up to the last trained reply; what follows it is read by nobody.
+def _turns(
+    told: Sequence[tuple[Message, bool]], where: str
+) -> tuple[tuple[Reply, ...], tuple[Message, ...]]:
+    """Returns the turns up to the last trained reply, and the message that follows it.
 
     Raises ConfigError for an empty reply, a reply without a message before it, or no reply at all.
     """
@@ -171,4 +178,4 @@ def _turns(told: Sequence[tuple[Message, bool]], where: str) -> tuple[Reply, ...
         read = []
     if not turns:
         raise ConfigError(f"{where} has no message with role = {REPLY_ROLE!r}")
-    return tuple(turns)
+    return tuple(turns), tuple(read[:1])

@@ -26,9 +26,17 @@ CHAT_TEMPLATE = """\
 
 
 def make_chat_tokenizer(
-    folder: Path, template: str = CHAT_TEMPLATE, *, words: Sequence[str] = ()
+    folder: Path,
+    template: str = CHAT_TEMPLATE,
+    *,
+    words: Sequence[str] = (),
+    end: str = END,
+    start: str | None = None,
 ) -> int:
-    """Saves the tokenizer; returns the size of its vocabulary. Each of `words` is one token."""
+    """Saves the tokenizer; returns the size of its vocabulary. Each of `words` is one token.
+
+    `end` and `start` are its tokens EOS and BOS.
+    """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -43,7 +51,8 @@ def make_chat_tokenizer(
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token="<pad>",
-        eos_token=END,
+        eos_token=end,
+        bos_token=start,
         chat_template=template,
         clean_up_tokenization_spaces=False,
     ).save_pretrained(folder)

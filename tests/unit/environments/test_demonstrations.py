@@ -33,7 +33,8 @@ def test_every_reply_of_a_conversation_is_given_in_turn(tmp_path: Path) -> None:
     assert following == StepResult(
         done=False, messages=(Message("tool", "t"), Message("user", "u")), reply="s"
     )
-    assert environment.step("s") == StepResult(reward=1.0)
+    # What follows says how a template ends the last reply.
+    assert environment.step("s") == StepResult(reward=1.0, messages=(Message("user", "x"),))
 
 
 def test_two_columns_are_a_prompt_and_its_reply(tmp_path: Path) -> None:

@@ -7,8 +7,10 @@ cancellation.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
+from functools import partial
 
 from slipstream.core.models.vision.placed import PlacedImage, check_pixels
 from slipstream.core.settings.sections import MAX_TURNS
@@ -61,18 +63,18 @@ class EnvironmentTalk:
             await self._check_images(history.images)
             recording.add_context(context, history.images)
             most = min(room, reply_limit)
-            if given:
-                tokens = history.reply(given)
-                end = FinishReason.LENGTH if len(tokens) > most else FinishReason.STOP
-                generation = self._play.give(tokens[:most], end)
-            else:
-                generation = await self._play.generate(most)
-            truncated = generation.finish_reason is FinishReason.LENGTH
-            reply = recording.last_text = renderer.decode(recording.last_reply)
-            parsed = self._read(history.inputs)
-            judged = self._judged(reply, parsed)
+            before = list(recording.conversation)
+            said, truncated = await self._reply(history, given, most)
+            reply = recording.last_text = renderer.decode(said)
+            parsed = self._read(before, said, history.inputs)
+            judged = self._judged(before, said, reply, parsed)
             step = self._session.step(reply, truncated=truncated, parsed=judged)
             verdict = await self._play.ask(step)
+            if given:
+                # What ends the reply depends on what follows it.
+                said = history.reply(given, verdict.messages)[:most]
+                end = FinishReason.LENGTH if truncated else FinishReason.STOP
+                self._play.give(said, end)
             self._judge(verdict)
             if verdict.done:
                 return Status.TRUNCATED if truncated else Status.COMPLETED
@@ -83,12 +85,14 @@ class EnvironmentTalk:
             given = verdict.given_reply
             if bool(given) != recording.is_given:
                 raise misused("an environment gives all replies of an episode, or none")
-            said = parsed.message if parsed else ChatMessage("assistant", reply)
-            history.add(said, verdict.messages)
+            answer = parsed.message if parsed else ChatMessage("assistant", reply)
+            history.add(answer, verdict.messages)
             tools = history.inputs.tools if verdict.tools is None else verdict.tools
-            if tools == history.inputs.tools and history.can_continue:
-                context = history.continuation(recording.token_ids[-1])
-                continue
+            if tools == history.inputs.tools:
+                appended = history.continuation(recording.token_ids[-1])
+                if appended is not None:
+                    context = appended
+                    continue
             # The template would write the beginning otherwise: the model reads all of it again.
             history.inputs = history.inputs._replace(tools=tools)
             await self._offer(history.inputs)
@@ -117,22 +121,30 @@ class EnvironmentTalk:
         if self._reader is not None and inputs.tools:
             self._reader.check(inputs)
 
-    def _read(self, inputs: TemplateInputs) -> ParsedReply | None:
-        """Returns the last reply as parsed by the run's parsers, or None if no parser is needed."""
-        if self._reader is None:
-            return None
-        tokens, reply = self._recording.conversation, self._recording.last_reply
-        return self._reader.read(tokens[: len(tokens) - len(reply)], reply, inputs)
+    async def _reply(self, history: History, given: str, most: int) -> tuple[list[int], bool]:
+        """Returns a given reply, or one that is sampled and recorded, and whether it was cut."""
+        if given:
+            tokens = history.reply(given)
+            return tokens[:most], len(tokens) > most
+        generation = await self._play.generate(most)
+        return self._recording.last_reply, generation.finish_reason is FinishReason.LENGTH
 
-    def _judged(self, reply: str, parsed: ParsedReply | None) -> ParsedReply | None:
+    def _read(
+        self, before: list[int], said: list[int], inputs: TemplateInputs
+    ) -> ParsedReply | None:
+        """Returns the reply `said` as parsed by the run's parsers, or None if none is needed."""
+        return None if self._reader is None else self._reader.read(before, said, inputs)
+
+    def _judged(
+        self, before: list[int], said: list[int], reply: str, parsed: ParsedReply | None
+    ) -> ParsedReply | None:
         """Returns what the environment judges: `parsed`, with the thoughts told apart.
 
         A parser of thoughts has the last word.
         """
         if self._agents.reads_thoughts:
             return parsed
-        tokens, said = self._recording.conversation, self._recording.last_reply
-        return self._renderer.told_apart(tokens[: len(tokens) - len(said)], said, reply, parsed)
+        return self._renderer.told_apart(before, said, reply, parsed)
 
     def _judge(self, verdict: Judgement) -> None:
         recording = self._recording
@@ -177,7 +189,7 @@ class History:
     history = History(renderer, opening.messages, inputs)
     tokens = history.prompt()                   # before the first reply
     history.add(reply, verdict.messages)        # after each reply
-    tokens = history.continuation(last_token)   # between this reply and the next one
+    tokens = history.continuation(last_token)   # between this reply and the next; None: read all
     """
 
     def __init__(
@@ -214,28 +226,28 @@ class History:
         messages = self._whole(self._messages)
         return self._with_images(self._renderer.prompt(messages, self.inputs), messages)
 
-    @property
-    def can_continue(self) -> bool:
-        """Whether the messages after the last reply can be appended to its tokens."""
-        new = self._messages[self._num_read :]
-        has_results = bool(self.inputs.tools) and any(each.role == "tool" for each in new)
-        return not has_results or self._renderer.has_place_for_results(self.inputs)
+    def reply(self, text: str, following: Sequence[ChatMessage] = ()) -> list[int]:
+        """Returns the tokens of a reply with this text, with its end before `following`."""
+        messages = self._messages
+        return self._renderer.reply(text, messages, self.inputs, following=following)
 
-    def reply(self, text: str) -> list[int]:
-        """Returns the tokens of a reply with this text, including the token that ends the reply."""
-        return self._renderer.reply(text, self._messages, self.inputs)
+    def continuation(self, last_token: int) -> list[int] | None:
+        """Returns the tokens between the last reply and the next.
 
-    def continuation(self, last_token: int) -> list[int]:
-        """Returns the tokens between the last reply and the next; call only if `can_continue`.
-
-        `last_token` is the last token of that reply.
+        `last_token` is the last token of that reply. Returns None if the template writes what
+        follows calls of tools otherwise than behind the sampled tokens.
         """
         said, new = self._messages[: self._num_read], self._messages[self._num_read :]
-        if self.inputs.tools and not self._renderer.has_place_for_results(self.inputs):
-            # Earlier results follow their calls.
-            said = [*self._whole(said[:-1]), REPLY]
-        tokens = self._renderer.continuation(said, new, last_token, self.inputs)
-        return self._with_images(tokens, new)
+        append = partial(self._renderer.continuation, inputs=self.inputs)
+        if not any(reply.tool_calls for reply in self._replies):
+            return self._with_images(append(said, new, last_token), new)
+        whole = self._whole(self._messages)
+        # Some templates demand calls before their results, others fail with calls written badly.
+        for history in ([*whole[: self._num_read - 1], REPLY], said):
+            with contextlib.suppress(RenderingFailed):
+                tokens = append(history, new, last_token, whole=whole)
+                return self._with_images(tokens, new)
+        return None
 
     def _with_images(self, tokens: list[int], messages: Sequence[ChatMessage]) -> list[int]:
         tokens, self.images = self._renderer.with_images(tokens, messages)

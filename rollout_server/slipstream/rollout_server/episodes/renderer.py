@@ -6,8 +6,9 @@ appended to them.
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
@@ -26,7 +27,6 @@ from slipstream.rollout_server.chat import (
     NO_INPUTS,
     PLACEHOLDER,
     REPLY,
-    RESULT,
     ChatMessage,
     ParsedReply,
     TemplateInputs,
@@ -48,6 +48,10 @@ _LAST_TOKENS = 16
 _PARAMETERS = {"type": "object", "properties": {"a": {"type": "number"}}}
 _ADD = {"name": "add", "description": "Adds two numbers.", "parameters": _PARAMETERS}
 TOOLS = json.dumps([{"type": "function", "function": _ADD}])
+# Stands for a user's message.
+_ASKED = ChatMessage("user", "a")
+# Stands, with a number, for a text of a message.
+_MARK = "slipstreammessage"
 
 
 class Renderer:
@@ -78,6 +82,7 @@ class Renderer:
                 f"model.path: the tokenizer in {folder} has no chat template: name a file with one "
                 "in rollout_server.chat_template"
             )
+        self._added = {token: text for text, token in self._tokenizer.get_added_vocab().items()}
         # Whether `decode` leaves out marks of thoughts.
         self._hides_thoughts = any(map(marks_thoughts, self._tokenizer.all_special_tokens))
         self._longest_token = max(_LONG_TOKEN, *map(len, self._tokenizer.get_vocab()))
@@ -85,13 +90,10 @@ class Renderer:
         self._prompt = lru_cache(_CACHED_PROMPTS)(self._render)
         self._tokens = lru_cache(_CACHED_PROMPTS)(self._tokenise)
         self._prompt_text = lru_cache(_CACHED_PROMPTS)(self.decode_all)
-        # Whether the result of a tool can follow a reply whose calls are part of its text. Some
-        # templates write results where they write calls, others refuse results without calls.
-        self.has_place_for_results = lru_cache(_CACHED_PROMPTS)(self._has_place_for_results)
-        self._ends = lru_cache(_CACHED_PROMPTS)(self._end_of_reply)
+        self._left_out = lru_cache(_CACHED_PROMPTS)(self._find_left_out)
         try:
             with limited_memory():
-                self._text((ChatMessage("user", "a"),), NO_INPUTS)
+                self._text((_ASKED,), NO_INPUTS)
         except RenderingFailed as error:
             where = f"model.path: the chat template in {folder}"
             if template is not None:
@@ -103,7 +105,7 @@ class Renderer:
     ) -> list[int]:
         """Returns the tokens of `messages`, which precede the first reply.
 
-        Raises RenderingFailed if the template raises an error.
+        Raises RenderingFailed if the template raises an error or leaves out a message.
         """
         return list(self._prompt(tuple(messages), inputs))
 
@@ -113,30 +115,64 @@ class Renderer:
         messages: Sequence[ChatMessage],
         last_token: int | None,
         inputs: TemplateInputs = NO_INPUTS,
+        *,
+        whole: Sequence[ChatMessage] = (),
     ) -> list[int]:
         """Returns the tokens between a sampled reply and the next one.
 
         `history` ends with the sampled reply (`REPLY`); `messages` follow it. `last_token` is the
-        last token of that reply: if it is the token with which the template ends a reply, the
-        result lacks this token. Raises RenderingFailed if the template fails.
+        last token of that reply: if it ends a reply, the result lacks the template's end. Raises
+        RenderingFailed if the template fails or leaves out a message, or if `whole`, the same
+        conversation with the real replies, does not end as the one with `REPLY` does.
         """
         tail = self._tail((*history, *messages), inputs)
+        self._check_written((_ASKED, REPLY, *messages), inputs)
+        if whole and not self._ends_with(tail, whole, inputs):
+            raise RenderingFailed("the chat template writes messages otherwise behind calls")
         tokenise = self._tokens if len(tail) <= _CACHED_CHARACTERS else self._tokenise
-        tokens = list(tokenise(tail))
-        return tokens[1:] if tokens[:1] == [last_token] else tokens
+        if self._has_ended(history, tail, self._added.get(last_token, ""), inputs):
+            return list(tokenise(tail.lstrip()))[1:]
+        return list(tokenise(tail))
+
+    def _ends_with(self, tail: str, whole: Sequence[ChatMessage], inputs: TemplateInputs) -> bool:
+        try:
+            return self._text(tuple(whole), inputs).endswith(tail)
+        except RenderingFailed:
+            # The model wrote calls that the template cannot write.
+            return True
+
+    def _has_ended(
+        self, history: Sequence[ChatMessage], tail: str, last: str, inputs: TemplateInputs
+    ) -> bool:
+        """Whether `tail` begins with the end of a reply that has ended with the token `last`.
+
+        A template may end the last reply otherwise than earlier ones, as gpt-oss' does.
+        """
+        first = self._leading(tail)
+        if not (first and last) or first == last:
+            return bool(first and last)
+        closing, going_on = (self._tail(tuple(history), inputs, is_closed=c) for c in (True, False))
+        return self._leading(closing) == last and self._leading(going_on) == first
 
     def reply(
-        self, text: str, messages: Sequence[ChatMessage], inputs: TemplateInputs = NO_INPUTS
+        self,
+        text: str,
+        messages: Sequence[ChatMessage],
+        inputs: TemplateInputs = NO_INPUTS,
+        *,
+        following: Sequence[ChatMessage] = (),
     ) -> list[int]:
         """Returns the tokens that a model would sample to reply `text` after `messages`.
 
         They are the tokens between the template's generation prompt and the end of the reply, with
-        the token that ends a reply: the template's, or else the tokenizer's EOS. Raises
-        RenderingFailed if the template does not write the reply after its generation prompt.
+        the token that ends a reply. That is the special token that the template writes behind a
+        last reply; else before `following`, or a user's message if nothing follows; else one in
+        the reply before a tool's result, or the tokenizer's EOS. Raises RenderingFailed if the
+        template does not write the reply after its generation prompt.
         """
         prompt = self._text(tuple(messages), inputs)
         whole = self._text((*messages, ChatMessage("assistant", text)), inputs, is_closed=True)
-        closing, end = self._ends(inputs)
+        closing = self._tail((*messages, REPLY), inputs, is_closed=True)
         if not (whole.startswith(prompt) and whole.endswith(closing)):
             raise RenderingFailed(
                 "the chat template writes this reply otherwise than behind its generation prompt, "
@@ -144,24 +180,26 @@ class Renderer:
                 "template in rollout_server.chat_template that continues it"
             )
         said = whole[len(prompt) : len(whole) - len(closing)]
-        last = self._tokenizer.eos_token_id
-        return [*self._tokenise(said + end), *([] if end or last is None else [last])]
+        tail = closing
+        if not self._leading(tail):
+            follow = following or (_ASKED,)
+            tail = self._tail((*messages, REPLY, *follow), inputs, is_closed=True)
+        if end := self._leading(tail):
+            return list(self._tokenise(said + tail[: tail.index(end)] + end))
+        tokens, last = list(self._tokenise(said)), self._tokenizer.eos_token_id
+        if following and following[0].role == "tool":
+            if tokens[-1] in self._added:
+                return tokens
+            raise RenderingFailed(
+                "the chat template writes no special token between a reply and the result of a "
+                f"tool: end the reply {said[:_SHOWN]!r} with one"
+            )
+        return tokens if last is None else [*tokens, last]
 
-    def _end_of_reply(self, inputs: TemplateInputs) -> tuple[str, str]:
-        """Returns the text that the template writes after a last reply, and the end of a reply.
-
-        The end of a reply is a special token, with the white space before it. It is taken from the
-        start of that text, or else from the start of the text between a reply and the next user
-        message; it is "" if neither begins with a special token.
-        """
-        asked = ChatMessage("user", "a")
-        closing = self._tail((asked, REPLY), inputs, is_closed=True)
-        for tail in (closing, self._tail((asked, REPLY, asked), inputs, is_closed=True)):
-            text = tail.lstrip()
-            for token in self._tokenizer.get_added_vocab():
-                if text.startswith(token):
-                    return closing, tail[: len(tail) - len(text)] + token
-        return closing, ""
+    def _leading(self, text: str) -> str:
+        """Returns the special token with which `text` begins behind white space, or ""."""
+        found = filter(text.lstrip().startswith, self._added.values())
+        return max(found, key=len, default="")
 
     def with_images(
         self, tokens: list[int], messages: Sequence[ChatMessage]
@@ -189,15 +227,8 @@ class Renderer:
 
         Raises RenderingFailed if the template fails with tools.
         """
-        asked = (ChatMessage("user", "a"),)
+        asked = (_ASKED,)
         return self._text(asked, TemplateInputs(TOOLS)) != self._text(asked, NO_INPUTS)
-
-    def _has_place_for_results(self, inputs: TemplateInputs) -> bool:
-        try:
-            tail = self._tail((ChatMessage("user", "a"), REPLY, RESULT), inputs)
-        except RenderingFailed:
-            return False
-        return RESULT.content in tail
 
     def cannot_fit(self, messages: Sequence[ChatMessage], num_tokens: int) -> bool:
         """Returns whether `messages` have more characters than `num_tokens` tokens can stand for.
@@ -283,7 +314,42 @@ class Renderer:
             raise RenderingFailed(f"{type(error).__name__}: {said}") from error
 
     def _render(self, messages: tuple[ChatMessage, ...], inputs: TemplateInputs) -> tuple[int, ...]:
-        return self._tokenise(self._text(messages, inputs))
+        text = self._text(messages, inputs)
+        self._check_written(messages, inputs)
+        return self._tokenise(text)
+
+    def _check_written(self, messages: tuple[ChatMessage, ...], inputs: TemplateInputs) -> None:
+        """Raises RenderingFailed if the template leaves out a message or a call of a tool."""
+        number = self._left_out(tuple(_marked(messages)), inputs)
+        if number is not None:
+            left_out = messages[number]
+            calls = ", ".join(call.name for call in left_out.tool_calls)
+            what = f"the calls of {calls} in a message" if calls else "a message"
+            raise RenderingFailed(
+                f"the chat template leaves out {what} of role {left_out.role!r}, "
+                f"{left_out.content[:_SHOWN]!r}: write it into one that the template shows, or "
+                "name another template in rollout_server.chat_template"
+            )
+
+    def _find_left_out(self, marked: tuple[ChatMessage, ...], inputs: TemplateInputs) -> int | None:
+        """Returns the number of the first message that the template leaves out, or None.
+
+        The text of a message is its mark; templates take a text beside calls for thoughts.
+        """
+        with contextlib.suppress(RenderingFailed):
+            text = self._text(marked, inputs)
+            for number, message in enumerate(marked):
+                if message.tool_calls:
+                    silent = message._replace(tool_calls=())
+                    others = (*marked[:number], silent, *marked[number + 1 :])
+                    is_written = self._text(others, inputs) != text
+                else:
+                    texts = [message.content, *message.parts]
+                    is_written = not any(texts) or f"{_MARK}{number:04}" in text
+                if not is_written:
+                    return number
+        # The template wants other texts or calls: the messages themselves are rendered too.
+        return None
 
     def _tokenise(self, text: str) -> tuple[int, ...]:
         # The template has written the special tokens already.
@@ -299,3 +365,25 @@ def _read(template: Path) -> str:
         return template.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"rollout_server.chat_template: {template}: {error}") from error
+
+
+def _marked(messages: Sequence[ChatMessage]) -> Iterator[ChatMessage]:
+    """Yields `messages` with a mark, which has the message's number, in place of each text."""
+    ids: dict[str, str] = {}
+    for number, message in enumerate(messages):
+        mark = f"{_MARK}{number:04}"
+        calls = [
+            call._replace(id=_short(call.id, ids), arguments="{}") for call in message.tool_calls
+        ]
+        yield message._replace(
+            content=mark if message.content else "",
+            parts=tuple(mark if isinstance(part, str) else b"" for part in message.parts),
+            tool_calls=tuple(calls),
+            tool_call_id=_short(message.tool_call_id, ids),
+            reasoning="",
+        )
+
+
+def _short(call_id: str, ids: dict[str, str]) -> str:
+    """Returns an id of nine characters, which every template takes, or "" for none."""
+    return ids.setdefault(call_id, f"slp{len(ids):06}") if call_id else ""

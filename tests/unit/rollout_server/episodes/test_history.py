@@ -2,6 +2,7 @@ import json
 
 import pytest
 from slipstream.client.answers import observation
+from slipstream.client.environment import ToolCall
 from slipstream.client.messages import read_message
 from slipstream.core.errors import EnvironmentFailed
 from slipstream.learner.trainer.tiny_model import make_tokenizer
@@ -55,11 +56,31 @@ def test_earlier_results_stand_behind_their_calls_where_a_template_demands_it(tm
     history = History(renderer, [ChatMessage("user", "a")], TemplateInputs(tools))
     call = ParsedToolCall("one", "add", "{}")
     history.add(ParsedReply("b", tool_calls=(call,)).message, [ChatMessage("tool", "c", "one")])
-    assert not history.can_continue
+    assert history.continuation(EOS) is None
     assert renderer.decode_all(history.prompt()) == "a b c"
     history.add(ChatMessage("assistant", "d"), [ChatMessage("user", "e")])
-    assert history.can_continue
     assert renderer.decode_all(history.continuation(EOS)) == "e"
+
+
+# Results stand with the names of their calls, and calls written badly are refused.
+NAMED = (
+    "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.arguments.items() }}"
+    "{% endfor %}{% set n = messages[loop.index0 - 1].tool_calls if m.role == 'tool' %}"
+    "{{ n[0].function.name if n }} {{ m.content }} {% endfor %}"
+)
+
+
+def test_results_that_a_template_writes_by_their_calls_are_read_anew(tmp_path) -> None:
+    make_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(NAMED)
+    renderer = Renderer(tmp_path)
+    for arguments, text in (("{}", None), ("{", "c")):
+        history = History(renderer, [ChatMessage("user", "a")], NO_INPUTS)
+        call = ParsedToolCall("one", "d", arguments)
+        history.add(ParsedReply("b", tool_calls=(call,)).message, [ChatMessage("tool", "c", "one")])
+        found = history.continuation(EOS)
+        # Behind a call that the template cannot write, the result stands as behind a plain reply.
+        assert (found if found is None else renderer.decode_all(found)) == text
 
 
 def test_a_result_may_answer_any_call_of_the_episode_and_no_other(renderer) -> None:
@@ -98,3 +119,9 @@ def test_a_result_may_answer_a_call_that_the_environment_has_shown(renderer) -> 
     history.add(ChatMessage("assistant", " c "), [ChatMessage("tool", " d ", "c1")])
     with pytest.raises(EnvironmentFailed, match="tool_call_id must be the id of a call"):
         history.add(ChatMessage("assistant", " c "), [ChatMessage("tool", " d ", "c2")])
+
+
+@pytest.mark.parametrize("call", [ToolCall(0, "look", {}), {"id": 7, "function": {"name": "look"}}])  # type: ignore[arg-type]
+def test_the_id_of_a_call_is_a_text_where_it_is_read(call: object) -> None:
+    with pytest.raises(ValueError, match="the id of a call must be a text, got [07]"):
+        read_message({"role": "assistant", "content": "", "tool_calls": [call]})

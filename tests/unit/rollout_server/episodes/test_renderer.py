@@ -243,16 +243,6 @@ TOOLS = (
     "{% if m.tool_call_id %} {{ m.tool_call_id }}{% endif %} </s> {% endfor %}"
     "{% if add_generation_prompt %}<reply>{% if thinks %} 1{% endif %}{% endif %}"
 )
-# Like Gemma 4: results stand inside the message with the calls.
-NESTED = (
-    "{% for m in messages if m.role != 'tool' %}{{ m.content }} </s> {% endfor %}"
-    "{% if add_generation_prompt %}<reply>{% endif %}"
-)
-# Like gpt-oss: results without calls are refused.
-DEMANDING = (
-    "{% for m in messages %}{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}"
-    "{{ raise_exception('no call') }}{% endif %}{{ m.content }} {% endfor %}"
-)
 ADD = TemplateInputs(tools='[{"type": "function", "function": {"name": "d"}}]')
 
 
@@ -262,7 +252,6 @@ def test_tools_are_rendered_once_and_results_behind_the_sampled_tokens(tmp_path:
     # <s> d <s> a </s> <reply>
     assert renderer.prompt(history, ADD) == [1, 7, 1, 4, 2, 3]
     assert renderer.prompt(history) == [1, 4, 2, 3]
-    assert renderer.has_place_for_results(ADD)
     result = ChatMessage("tool", "b", "c")
     later = renderer.continuation([*history, REPLY], [result], EOS, ADD)
     # <s> b c </s> <reply>: the tools are not said again.
@@ -288,9 +277,85 @@ def test_values_of_an_environment_come_before_those_of_the_run(tmp_path: Path) -
     assert renderer.continuation([user("a"), REPLY], [user("b")], EOS, off) == [1, 5, 2, 3]
 
 
-@pytest.mark.parametrize("template", [NESTED, DEMANDING])
-def test_a_template_without_a_place_for_results_is_known(tmp_path: Path, template: str) -> None:
-    assert not with_template(tmp_path, template).has_place_for_results(ADD)
+# Like Qwen's of two generations: the first drops a second system message, all drop other roles.
+FIRST_SYSTEM = (
+    "{% for m in messages %}{% if m.role in ('user', 'assistant', 'tool') or "
+    "m.role == 'system' and loop.first %}<s> {{ m.content }} </s> {% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("said", "left_out"),
+    [
+        ([ChatMessage("system", "a"), ChatMessage("system", "b"), user("c")], "'system', 'b'"),
+        # The text stands elsewhere too.
+        ([user("a b"), REPLY, ChatMessage("system", "b"), user("c")], "'system', 'b'"),
+        ([user("a"), ChatMessage("developer", "b"), user("c")], "'developer', 'b'"),
+        (
+            [user("a"), ChatMessage("assistant", "", tool_calls=(ParsedToolCall("1", "f", "{}"),))],
+            "the calls of f in a message of role 'assistant'",
+        ),
+    ],
+)
+def test_a_message_that_the_template_leaves_out_is_refused(said, left_out, tmp_path) -> None:
+    renderer = with_template(tmp_path, FIRST_SYSTEM)
+    assert renderer.prompt([ChatMessage("system", "a"), user("b")])
+    with pytest.raises(RenderingFailed, match=f"leaves out .*{left_out}"):
+        renderer.prompt(said)
+
+
+def test_a_later_message_that_the_template_leaves_out_is_refused(tmp_path: Path) -> None:
+    renderer = with_template(tmp_path, FIRST_SYSTEM)
+    said = [user("a"), REPLY]
+    assert renderer.continuation(said, [user("a")], EOS)
+    with pytest.raises(RenderingFailed, match="leaves out a message of role 'system', 'a'"):
+        renderer.continuation(said, [user("b"), ChatMessage("system", "a")], EOS)
+
+
+# A reply is ended by what follows it, as GLM's are.
+NEXT_ENDS = (
+    "{% for m in messages %}{{ {'user': '<|user|>', 'tool': '<|observation|>', 'assistant': "
+    "'<|assistant|>'}[m.role] }}\n{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+
+
+def test_a_given_reply_ends_as_what_follows_it_ends_it(tmp_path: Path) -> None:
+    words = [f"<|{name}|>" for name in ("user", "observation", "assistant")]
+    make_chat_tokenizer(tmp_path, NEXT_ENDS, words=words)
+    renderer = Renderer(tmp_path)
+    result = ChatMessage("tool", "7")
+    for following, end in (([], "user"), ([user("c")], "user"), ([result], "observation")):
+        said = renderer.reply("b", [user("a")], following=following)
+        assert renderer.decode_all(said) == f"b<|{end}|>"
+    # The end is not said twice.
+    between = renderer.continuation([user("a"), REPLY], [result], said[-1])
+    assert renderer.decode_all(between) == "\n7<|assistant|>\n"
+
+
+@pytest.mark.parametrize("name", list(GIVEN))
+def test_one_end_stands_between_a_given_reply_and_what_follows_it(name, tmp_path) -> None:
+    reply, prompt, trained = GIVEN[name]
+    renderer = given_renderer(tmp_path, reply, prompt)
+    said = renderer.reply("b", [user("a")], following=[user("c")])
+    between = renderer.decode_all(renderer.continuation([user("a"), REPLY], [user("c")], said[-1]))
+    assert renderer.decode_all(said) == trained
+    whole = renderer.decode_all(
+        renderer.prompt([user("a"), ChatMessage("assistant", "b"), user("c")])
+    )
+    assert whole.endswith(between)
+    head = whole.removesuffix(between)
+    assert head.endswith(("b", "b<|im_end|>", "b<|end|>", "b<|im_start|>"))
+
+
+def test_a_reply_before_a_result_needs_an_end_where_the_template_writes_none(tmp_path) -> None:
+    inline = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    make_chat_tokenizer(tmp_path, inline, words=["<|call_end|>"])
+    renderer, result = Renderer(tmp_path), [ChatMessage("tool", "7")]
+    said = renderer.reply("b<|call_end|>", [user("a")], following=result)
+    assert renderer.decode_all(said) == "b<|call_end|>"
+    with pytest.raises(RenderingFailed, match="no special token between a reply and the result"):
+        renderer.reply("b", [user("a")], following=result)
 
 
 def parts(tmp_path: Path, template: str, words: list[str], reply: str) -> ParsedReply | None:

@@ -1,0 +1,287 @@
+"""Chat templates as their publishers write them: what is read and trained is what they write.
+
+Each template of tests/data/templates is tried with conversations. Every text must be the one that
+the template itself writes for the whole conversation, or the conversation is refused in one line.
+"""
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from slipstream.rollout_server.chat import (
+    NO_INPUTS,
+    ChatMessage,
+    ParsedReply,
+    ParsedToolCall,
+    TemplateInputs,
+)
+from slipstream.rollout_server.episodes.environment_talk import History
+from slipstream.rollout_server.episodes.renderer import TOOLS, Renderer, RenderingFailed
+from support.fakes.chat_models import MARKS, SPECIAL_TOKENS, make_chat_tokenizer
+
+FOLDER = Path(__file__).parents[3] / "data" / "templates"
+# How families write special tokens; a tool's or thought's mark in angles alone is plain text.
+TOKEN = re.compile(
+    r"<\|[^|<>\s]+\|?>|<[^|<>\s]+\|>|<｜[^｜]+｜>|</s>|\[/?[A-Z_]+\]|<seed:[be]os>"
+    r"|<(?:beginning|end)_of_\w+>|\]~!?b\[?\]?|\[e~\["
+)
+EQUAL, REFUSED, APPENDED, ANEW = "equal", "refused", "appended", "anew"
+
+
+class Family(NamedTuple):
+    """EOS of a family, and what becomes of its conversations.
+
+    These are two turns, replies with thoughts, a call of a tool written as text with its result,
+    and a parsed call with its result.
+    """
+
+    end: str
+    turns: str = EQUAL
+    thoughts: str = EQUAL
+    text_call: str = EQUAL
+    call: str = APPENDED
+    # Two system messages at the start, one later, and the role `developer`.
+    two_systems: str = EQUAL
+    late_system: str = EQUAL
+    developer: str = EQUAL
+
+
+FAMILIES = {
+    "apertus": Family(
+        "<|assistant_end|>",
+        text_call=REFUSED,
+        two_systems=REFUSED,
+        late_system=REFUSED,
+        developer=REFUSED,
+    ),
+    "apriel-1.6": Family(
+        "<|end|>", turns=REFUSED, thoughts=REFUSED, text_call=REFUSED, developer=REFUSED
+    ),
+    "bielik-3": Family("<|im_end|>", two_systems=REFUSED, late_system=REFUSED, developer=REFUSED),
+    "chatml": Family("<|im_end|>"),
+    "deepseek-r1-distill": Family(
+        "<｜end▁of▁sentence｜>",
+        turns=REFUSED,
+        thoughts=REFUSED,
+        text_call=REFUSED,
+        two_systems=REFUSED,
+        developer=REFUSED,
+    ),
+    "deepseek-v3.1": Family("<｜end▁of▁sentence｜>", developer=REFUSED),
+    "deepseek-v3.2": Family(
+        "<｜end▁of▁sentence｜>",
+        turns=REFUSED,
+        thoughts=REFUSED,
+        text_call=REFUSED,
+        call=ANEW,
+        developer=REFUSED,
+    ),
+    "devstral-small": Family("</s>", developer=REFUSED),
+    "gemma-4": Family("<turn|>", turns=REFUSED, thoughts=REFUSED, text_call=REFUSED, call=ANEW),
+    "gigachat-3": Family("<|message_sep|>"),
+    "glm-4.5": Family("<|endoftext|>", developer=REFUSED),
+    "glm-4.6": Family("<|endoftext|>", developer=REFUSED),
+    "glm-4.7-flash": Family("<|endoftext|>", turns=REFUSED, text_call=REFUSED, developer=REFUSED),
+    "gpt-oss": Family(
+        "<|return|>", text_call=REFUSED, call=ANEW, two_systems=REFUSED, late_system=REFUSED
+    ),
+    "granite-3.3": Family("<|end_of_text|>"),
+    "granite-4.0": Family("<|end_of_text|>", developer=REFUSED),
+    "ling-3": Family("<|role_end|>", developer=REFUSED),
+    "mimo-vl": Family("<|im_end|>", developer=REFUSED),
+    "minimax-m1": Family(
+        "<end_of_sentence>", two_systems=REFUSED, late_system=REFUSED, developer=REFUSED
+    ),
+    "minimax-m2": Family(
+        "[e~[",
+        turns=REFUSED,
+        text_call=REFUSED,
+        call=ANEW,
+        two_systems=REFUSED,
+        late_system=REFUSED,
+        developer=REFUSED,
+    ),
+    "ministral-3": Family(
+        "</s>", text_call=REFUSED, two_systems=REFUSED, late_system=REFUSED, developer=REFUSED
+    ),
+    "mistral-nemo": Family(
+        "</s>", text_call=REFUSED, two_systems=REFUSED, late_system=REFUSED, developer=REFUSED
+    ),
+    "mistral-small-3.2": Family(
+        "</s>", text_call=REFUSED, two_systems=REFUSED, late_system=REFUSED, developer=REFUSED
+    ),
+    "phi-3.5": Family("<|end|>", text_call=REFUSED, call=REFUSED, developer=REFUSED),
+    "phi-4": Family(
+        "<|im_end|>",
+        text_call=REFUSED,
+        call=REFUSED,
+        two_systems=REFUSED,
+        late_system=REFUSED,
+        developer=REFUSED,
+    ),
+    "qwen2.5": Family("<|im_end|>", developer=REFUSED),
+    "qwen3-2507": Family("<|im_end|>", developer=REFUSED),
+    "qwen3-coder": Family("<|im_end|>"),
+    "qwen3-vl": Family("<|im_end|>", two_systems=REFUSED, late_system=REFUSED, developer=REFUSED),
+    "qwen3.5": Family("<|im_end|>", two_systems=REFUSED, late_system=REFUSED, developer=REFUSED),
+    "qwen3": Family("<|im_end|>", developer=REFUSED),
+    "qwq": Family(
+        "<|im_end|>", turns=REFUSED, thoughts=REFUSED, text_call=REFUSED, developer=REFUSED
+    ),
+    "seed-oss": Family("<seed:eos>"),
+    "smollm3": Family("<|im_end|>", two_systems=REFUSED, late_system=REFUSED, developer=REFUSED),
+    "smolvlm": Family(
+        "<end_of_utterance>",
+        turns=REFUSED,
+        thoughts=REFUSED,
+        text_call=REFUSED,
+        call=REFUSED,
+        two_systems=REFUSED,
+        late_system=REFUSED,
+        developer=REFUSED,
+    ),
+    "step-3.5": Family("<|im_end|>", developer=REFUSED),
+}
+
+
+class Template:
+    """One template: through the product, and as transformers writes it."""
+
+    def __init__(self, name: str, end: str, folder: Path) -> None:
+        from transformers import AutoTokenizer
+
+        text = (FOLDER / f"{name}.jinja").read_text()
+        words = {*TOKEN.findall(text), end, "<s>"} - {*SPECIAL_TOKENS, *MARKS}
+        make_chat_tokenizer(folder, text, words=sorted(words), end=end, start="<s>")
+        self.renderer = Renderer(folder)
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+
+    def text(
+        self, messages: Sequence[ChatMessage], inputs: TemplateInputs, *, is_closed: bool = False
+    ) -> str:
+        """Returns what transformers writes."""
+        return str(
+            self._tokenizer.apply_chat_template(
+                [message.for_template() for message in messages],
+                add_generation_prompt=not is_closed,
+                tokenize=False,
+                tools=json.loads(inputs.tools) if inputs.tools else None,
+            )
+        )
+
+    @staticmethod
+    def body(text: str) -> str:
+        """Returns `text` without the one special token at its end, with white space before it."""
+        return re.sub(rf"\s*(?:{TOKEN.pattern})\Z", "", text)
+
+    def talk(self, turns: Sequence[tuple[ChatMessage, str]], last: Sequence[ChatMessage]) -> str:
+        """Follows given replies to the messages of `turns`; `last` follows the last reply."""
+        history = History(self.renderer, [turns[0][0]], NO_INPUTS)
+        said = [turns[0][0]]
+        decode = self.renderer.decode_all
+        assert decode(history.prompt()) == self.text(said, NO_INPUTS)
+        for number, (_, reply) in enumerate(turns):
+            prompt = self.text(said, NO_INPUTS)
+            following = [turns[number + 1][0]] if number + 1 < len(turns) else list(last)
+            tokens = history.reply(reply, following)
+            trained = decode(tokens)
+            said.append(ChatMessage("assistant", reply))
+            # What is trained is what the template writes for a last reply, with its end there.
+            body = self.body(trained)
+            closed = self.text(said, NO_INPUTS, is_closed=True)
+            assert closed.startswith(prompt + body), (trained, closed)
+            end = trained.removeprefix(body)
+            if not closed.startswith(prompt + trained):
+                # It has no end there: what follows the reply ends it, or a user's message.
+                next_to = [*said, *(following or [ChatMessage("user", "u")])]
+                written = self.text(next_to, NO_INPUTS, is_closed=True)
+                assert f"{body[-5:]}{end}" in written, (end, written)
+            if number + 1 == len(turns):
+                break
+            history.add(ChatMessage("assistant", reply), following)
+            between = history.continuation(tokens[-1])
+            assert between is not None
+            said += following
+            # What follows is the end of what the template writes, with one end before it.
+            whole = self.text(said, NO_INPUTS)
+            assert whole.endswith(decode(between)), (between, whole)
+            assert self.body(whole.removesuffix(decode(between))).endswith(reply[-5:]), whole
+        return EQUAL
+
+    def call(self) -> str:
+        """Returns how the result of a parsed call follows the sampled tokens."""
+        inputs = TemplateInputs(TOOLS)
+        call = ParsedToolCall("slpstrm00", "add", '{"a": 5}')
+        said = [ChatMessage("user", "q one"), ParsedReply("", tool_calls=(call,)).message]
+        said.append(ChatMessage("tool", "7 degrees", "slpstrm00"))
+        history = History(self.renderer, said[:1], inputs)
+        history.add(said[1], said[2:])
+        appended = history.continuation(0)
+        text = self.renderer.decode_all(history.prompt() if appended is None else appended)
+        whole = self.text(said, inputs)
+        assert "7 degrees" in text
+        assert whole == text if appended is None else whole.endswith(text)
+        return ANEW if appended is None else APPENDED
+
+    def prompt(self, *said: tuple[str, str]) -> str:
+        """Renders a prompt in which no text may be missing."""
+        messages = [ChatMessage(role, text) for role, text in said]
+        text = self.renderer.decode_all(self.renderer.prompt(messages))
+        assert text == self.text(messages, NO_INPUTS)
+        assert all(each in text for _, each in said)
+        return EQUAL
+
+
+def outcome(tried: Callable[[], str]) -> str:
+    try:
+        return tried()
+    except RenderingFailed as error:
+        assert "\n" not in str(error)
+        return REFUSED
+
+
+def user(text: str) -> ChatMessage:
+    return ChatMessage("user", text)
+
+
+def family_of(template: Template, end: str) -> Family:
+    """Returns what becomes of the conversations."""
+    call, result = "add a is 5", ChatMessage("tool", "7 degrees")
+    thought = "<think>\nhm\n</think>\n\n"
+    return Family(
+        end,
+        outcome(lambda: template.talk([(user("q one"), "r one"), (user("q two"), "r two")], [])),
+        outcome(
+            lambda: template.talk(
+                [(user("q one"), f"{thought}r one"), (user("q two"), f"{thought}r two")], []
+            )
+        ),
+        outcome(
+            lambda: template.talk(
+                [(user("q one"), call), (result, "r two!"), (user("q"), call)], [result]
+            )
+        ),
+        outcome(template.call),
+        outcome(lambda: template.prompt(("system", "s1"), ("system", "s2"), ("user", "q"))),
+        outcome(
+            lambda: template.prompt(
+                ("user", "q"), ("assistant", "r"), ("system", "s2"), ("user", "q2")
+            )
+        ),
+        outcome(lambda: template.prompt(("developer", "s1"), ("user", "q"))),
+    )
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_a_published_template_writes_what_is_read_and_trained_or_refuses(name, tmp_path):
+    expected = FAMILIES[name]
+    template = Template(name, expected.end, tmp_path)
+    assert family_of(template, expected.end) == expected
+
+
+def test_every_template_is_tried() -> None:
+    assert {path.stem for path in FOLDER.glob("*.jinja")} == FAMILIES.keys()
+    assert len(FAMILIES) >= 30
