@@ -12,6 +12,7 @@ from slipstream.core.types import Failure, FailureKind, Purpose, Status
 from slipstream.protocol import traces as traces_module
 from slipstream.protocol.traces import Traces
 from slipstream.rollout_server.episodes.lease import EpisodeTask
+from slipstream.rollout_server.episodes.play import Spans
 from slipstream.rollout_server.episodes.server_traces import ServerTraces
 from slipstream.v1 import fleet_pb2
 from support.fakes.fake_server import FakeServer
@@ -27,7 +28,7 @@ from support.rigs.waiting import LIMIT_S
 class TracedServer(FakeServer):
     """A fake server that sends the spans that a real one would."""
 
-    def __init__(self, address: str, traces: ServerTraces) -> None:
+    def __init__(self, address: str, traces: Spans) -> None:
         super().__init__(address)
         self.spoil = self.traced
         self._traces = traces
@@ -62,7 +63,7 @@ async def test_a_trace_of_each_group_joins_what_controller_and_server_say(tmp_pa
     with TraceCollector() as collector:
         config = make_config(tmp_path, run__steps=4, tracking__traces_url=collector.url)
         address = config.controller.address
-        server = TracedServer(address, ServerTraces())
+        server = TracedServer(address, Spans())
 
         async def during(controller, tasks) -> None:
             """The server gets the run's id, as its welcome says it."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from slipstream.learner.controller.publishing.stored_publisher import StoredPublisher
 from slipstream.learner.trainer.weights import version_writer
 from slipstream.protocol.weights import storage
 from slipstream.protocol.weights.buckets import TensorSpec, layout_to_pb, plan_buckets
@@ -156,10 +157,11 @@ class Store:
         """A version stays while a server fetches it, unless the trainer was told to leave."""
         process, controller = PROCESS.get(), self._world.controller
         assert process is not None
-        if self._world.trainers[process.name].is_leaving or not hasattr(controller, "_stored"):
+        if self._world.trainers[process.name].is_leaving or not hasattr(controller, "_parts"):
             return
-        for report in controller._parts.stored._fetches.values():
-            if path in self.named(report.stored):
+        for part in controller._parts.all:
+            fetches = part._fetches.values() if isinstance(part, StoredPublisher) else ()
+            if any(path in self.named(report.stored) for report in fetches):
                 self._world.violations.append(f"{path} was removed while a server fetched it")
 
     def named(self, stored: weights_pb2.StoredWeights) -> set[str]:

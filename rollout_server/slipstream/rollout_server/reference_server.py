@@ -12,17 +12,18 @@ import asyncio
 import sys
 import tomllib
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 from slipstream.core.configuration.config_file import parse_config, vocabulary_size
 from slipstream.core.errors import USAGE_ERROR, ConfigError
 from slipstream.core.openai_client import faults_as, key_in, openai_client
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.role_sections import ReferenceServerSection
 from slipstream.core.types import ReferenceLogprobs, check_reference
+from slipstream.rollout_server.episodes.play import ServiceFailed
+from slipstream.rollout_server.episodes.recording import ScoredSequence
 
 # Calls after the first one.
 _MAX_RETRIES = 5
@@ -35,15 +36,8 @@ _BLOCK = 4096
 _SHOWN = 40
 
 
-class ReferenceFailed(Exception):
+class ReferenceFailed(ServiceFailed):
     """Raised if the server gave no log-probabilities; the episode that asked for them fails."""
-
-
-class ScoredSequence(NamedTuple):
-    """The tokens of one sequence, and a flag for each: true if it was sampled."""
-
-    token_ids: Sequence[int]
-    is_sampled: npt.NDArray[np.bool_]
 
 
 class _Logprob(msgspec.Struct):

@@ -42,25 +42,21 @@ from dataclasses import dataclass
 
 import grpc
 import grpc.aio
-from slipstream.core.configuration.config_file import vocabulary_size
 from slipstream.core.errors import ConfigError, RunFailed
-from slipstream.core.run_folder import FETCHED
 from slipstream.core.settings.config import Config
 from slipstream.core.types import ServerId, TrajectoryId
-from slipstream.protocol.access.security import (
-    Credentials,
-    call_metadata,
-    open_channel,
-    redis_url_of,
-)
-from slipstream.protocol.queue.base import TrajectorySender
+from slipstream.protocol.access.security import Credentials, call_metadata, open_channel
 from slipstream.protocol.rich_errors import Reason, has_reason
 from slipstream.rollout_server.episodes.environments import ClientEnvironments, Environments
 from slipstream.rollout_server.episodes.lease import Identity
 from slipstream.rollout_server.episodes.play import EpisodeServices, Model
-from slipstream.rollout_server.episodes.server_traces import NO_TRACES, ServerTraces
 from slipstream.rollout_server.episodes.worker_gateway import WorkerGateway
-from slipstream.rollout_server.reference_server import ReferenceServer
+from slipstream.rollout_server.parts import (
+    open_fetches,
+    open_reference,
+    open_sender,
+    open_traces,
+)
 from slipstream.rollout_server.session import (
     End,
     JoinCall,
@@ -69,7 +65,6 @@ from slipstream.rollout_server.session import (
     SessionServices,
     hello,
 )
-from slipstream.rollout_server.stored_weights import StoredWeights
 from slipstream.v1 import fleet_pb2, fleet_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -116,10 +111,7 @@ class RolloutServer:
         self._credentials = Credentials.load(config.security)
         self._metadata = call_metadata(self._credentials, config.run.id)
         self._outbox = OutgoingMessages()
-        self._stored: StoredWeights | None = None
-        if config.rollout_server.weights_from == "storage":
-            folder = config.run_dir / FETCHED / server_id
-            self._stored = StoredWeights(config.weights, folder)
+        self._open_fetches = open_fetches(config, server_id)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serves until `stop` is set or the controller orders it to leave, then drains.
@@ -134,8 +126,9 @@ class RolloutServer:
             joined = await self._join(channel, stop)
             if joined is None:
                 return
-            sender = await self._open_sender(stack, channel, joined.welcome.run_id)
-            traces = self._open_traces(stack, joined.welcome.run_id)
+            config, run_id = self._config, joined.welcome.run_id
+            sender = await open_sender(stack, config, channel, self._credentials, run_id)
+            traces = open_traces(stack, config, self._server_id, run_id)
             await stack.enter_async_context(self._gateway)
             async with asyncio.TaskGroup() as group:
                 clients = ClientEnvironments(channel, self._metadata)
@@ -147,9 +140,9 @@ class RolloutServer:
                         fleet_pb2.ServerMessage(environment=report)
                     ),
                 )
-                reference = self._open_reference(stack)
+                reference = open_reference(stack, config)
                 of_episodes = EpisodeServices(self._model, environments, reference, traces)
-                services = SessionServices(self._config, sender, self._stored, of_episodes)
+                services = SessionServices(config, sender, self._open_fetches, of_episodes)
                 watches = [
                     group.create_task(self._model.engine.watch()),
                     group.create_task(self._gateway.logs.watch()),
@@ -242,51 +235,3 @@ class RolloutServer:
             call.cancel()
             await asyncio.sleep(_RETRY_S)
         return None
-
-    async def _open_sender(
-        self, stack: AsyncExitStack, channel: grpc.aio.Channel, run_id: str
-    ) -> TrajectorySender:
-        queue = self._config.queue
-        if queue.kind == "redis":
-            from slipstream.protocol.queue.redis import RedisSender
-
-            url = redis_url_of(queue, "rollout_server")
-            return await stack.enter_async_context(RedisSender(url, run_id, queue.max_bytes))
-        from slipstream.protocol.queue.grpc import GrpcSender
-
-        return await stack.enter_async_context(
-            GrpcSender(channel, self._credentials, queue.max_bytes, run_id=run_id)
-        )
-
-    def _open_traces(self, stack: AsyncExitStack, run_id: str) -> ServerTraces:
-        """Returns the sender of spans, which `stack` closes.
-
-        Returns `NO_TRACES` if `tracking.traces_url` is unset.
-        """
-        url = self._config.tracking.traces_url
-        if url is None:
-            return NO_TRACES
-        # OpenTelemetry takes a third of a second to import.
-        from slipstream.protocol.traces import Traces
-
-        traces = Traces(url, run_id, "rollout_server", self._server_id)
-        stack.push_async_callback(traces.aclose)
-        return ServerTraces(traces, self._server_id)
-
-    def _open_reference(self, stack: AsyncExitStack) -> ReferenceServer | None:
-        """Returns the connection to the reference model's server, which `stack` closes.
-
-        Returns None if the settings name no such server. Raises ConfigError if the file of its API
-        key cannot be read.
-        """
-        section = self._config.reference
-        if section is None or section.server is None:
-            return None
-        opened = ReferenceServer(
-            section.server,
-            top_k=section.top_k,
-            vocab_size=vocabulary_size(self._config),
-            max_tokens=self._config.sampling.max_episode_tokens,
-        )
-        stack.push_async_callback(opened.aclose)
-        return opened

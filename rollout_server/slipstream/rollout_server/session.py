@@ -28,8 +28,8 @@ from slipstream.rollout_server.episodes.dispatcher import Dispatcher
 from slipstream.rollout_server.episodes.epoch_counters import EpochCounters
 from slipstream.rollout_server.episodes.lease import Identity, Lease
 from slipstream.rollout_server.episodes.play import EpisodeServices
+from slipstream.rollout_server.fetches import OpenFetches
 from slipstream.rollout_server.process import is_cpu_build
-from slipstream.rollout_server.stored_weights import FetchOrders, StoredWeights
 from slipstream.rollout_server.weight_orders import WeightOrders
 from slipstream.v1 import fleet_pb2, weights_pb2
 
@@ -80,7 +80,7 @@ class Session:
             self._publish_report,
             rested=lambda answer: outbox.put_nowait(fleet_pb2.ServerMessage(rested=answer)),
         )
-        self._fetches = FetchOrders(services.stored, self._tell_publish, group)
+        self._fetches = services.open_fetches(self._tell_publish, group)
         self._group = group
         self._drain_ordered = asyncio.Event()
         # Set by a drain order that leaves running episodes no time.
@@ -213,8 +213,7 @@ class SessionServices:
 
     config: Config
     sender: TrajectorySender
-    # What the server fetched from storage; None if it takes weights from the trainer.
-    stored: StoredWeights | None
+    open_fetches: OpenFetches
     of_episodes: EpisodeServices
 
 

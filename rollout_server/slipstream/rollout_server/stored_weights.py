@@ -15,7 +15,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -29,6 +29,7 @@ from slipstream.protocol.weights.buckets import Bucket, layout_from_pb
 from slipstream.protocol.weights.deltas import content_name, on_the_wire, put_payload
 from slipstream.protocol.weights.digests import bucket_digest, bucket_tensor_digests
 from slipstream.protocol.weights.storage import Storage, Until
+from slipstream.rollout_server.fetches import FAILED, Fetches, Report
 from slipstream.v1 import fleet_pb2, weights_pb2
 
 log = logging.getLogger(__name__)
@@ -203,10 +204,7 @@ def _lacking(links: Sequence[weights_pb2.StoredLink], held: bytes) -> list[weigh
     return list(links)
 
 
-FAILED = fleet_pb2.PUBLISH_PHASE_FAILED
-
-
-class FetchOrders:
+class FetchOrders(Fetches):
     """Fetches one version at a time, and completes the order to load it.
 
     fetches = FetchOrders(stored, report, group)
@@ -215,14 +213,9 @@ class FetchOrders:
     fetches.close()
     """
 
-    def __init__(
-        self,
-        stored: StoredWeights | None,
-        report: Callable[[fleet_pb2.PublishReport], None],
-        group: asyncio.TaskGroup,
-    ) -> None:
-        """`stored` is None for a server that takes its weights from the trainer."""
-        self._stored, self._report, self._group = stored, report, group
+    def __init__(self, stored: StoredWeights, report: Report, group: asyncio.TaskGroup) -> None:
+        super().__init__(report, group)
+        self._stored = stored
         self._abandoned = threading.Event()
         # The publish whose version is in the file.
         self._ready: tuple[str, Fetched] | None = None
@@ -241,7 +234,7 @@ class FetchOrders:
         """
         kind = message.WhichOneof("message")
         if kind == "probe_verdict" and not message.probe_verdict.passed:
-            self._forget()
+            self._stored.forget()
         if kind != "receive" or self._ready is None:
             return message
         order, (publish_id, fetched) = message.receive.order, self._ready
@@ -253,21 +246,15 @@ class FetchOrders:
     def note(self, report: fleet_pb2.PublishReport) -> None:
         """Drops the fetched version if loading failed."""
         if report.phase == FAILED:
-            self._forget()
+            self._stored.forget()
 
     def close(self) -> None:
         """Abandons an unfinished fetch."""
         self._abandoned.set()
 
-    def _forget(self) -> None:
-        if self._stored is not None:
-            self._stored.forget()
-
     async def _fetch(self, order: fleet_pb2.PreparePublish, abandoned: threading.Event) -> None:
         report = fleet_pb2.PublishReport(publish_id=order.publish_id)
         try:
-            if self._stored is None:
-                raise WeightSyncError('rollout_server.weights_from is not "storage" here')
             fetched = await asyncio.to_thread(self._stored.fetch, order.stored, abandoned)
         except WeightSyncError as error:
             report.phase, report.message = FAILED, str(error)

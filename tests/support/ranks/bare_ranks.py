@@ -41,17 +41,19 @@ def run_rank(folder: Path, job: str) -> None:
     """What every rank of a job does."""
     from slipstream.core.configuration.roles import reference_config
     from slipstream.core.settings.role_sections import ReferenceSection
-    from slipstream.learner.trainer.roles.roles import PolicyWithoutAdapters, Reference, open_roles
+    from slipstream.learner.trainer.parts import step_parts
+    from slipstream.learner.trainer.roles.roles import PolicyWithoutAdapters, Reference, Roles
     from slipstream.learner.trainer.step import TrainingStep
 
     config = config_of(job, folder)
     policy = opened(config)
-    roles = open_roles(config, policy)
-    step = TrainingStep(policy, config, roles)
+    parts = step_parts(config, policy)
+    own = next((part.reference for part in parts if isinstance(part, Roles)), None)
+    step = TrainingStep(policy, config, parts)
     first, second = batches(config)[:2]
     metrics = [step.run(first).metrics]
     found = {}
-    if roles.reference is not None:
+    if own is not None:
         # A table of its own makes the reference another model.
         other = config.model_copy(update={"reference": ReferenceSection(path=config.model.path)})
         settings = reference_config(other)
@@ -64,5 +66,5 @@ def run_rank(folder: Path, job: str) -> None:
         name: torch.from_numpy(np.concatenate([one.logprobs for one in each]))
         for name, each in found.items()
     }
-    kind = type(roles.reference).__name__
+    kind = type(own).__name__
     kept(policy, {"metrics": metrics, "kind": kind, **joined}, folder / f"{job}.pt")

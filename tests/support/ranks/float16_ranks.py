@@ -72,11 +72,11 @@ def changed(job: str, folder: Path, **changes: dict) -> Config:
 
 
 def opened_step(config: Config) -> tuple[Policy, TrainingStep]:
-    from slipstream.learner.trainer.roles.roles import open_roles
+    from slipstream.learner.trainer.parts import step_parts
     from slipstream.learner.trainer.step import TrainingStep
 
     policy = opened(config)
-    return policy, TrainingStep(policy, config, open_roles(config, policy))
+    return policy, TrainingStep(policy, config, step_parts(config, policy))
 
 
 def stuck(folder: Path) -> dict:

@@ -65,7 +65,7 @@ def run_rank(folder: Path, job: str) -> None:
     if job == "fp8" and not torch.cuda.is_available():
         torch.save(see_fp8(config_of(job, folder)), folder / f"memory-{job}.pt")
         return
-    from slipstream.learner.trainer.model.offload import Part
+    from slipstream.learner.trainer.model.memory import Part
     from slipstream.learner.trainer.step import TrainingStep
     from slipstream.learner.trainer.weights.weight_stream import open_stream
 
@@ -116,7 +116,7 @@ def see_fp8(config: Config) -> dict:
 
 def num_bytes(policy: Policy) -> dict[str, int]:
     """What each part occupies now, in bytes of storage; where there is a GPU, of that alone."""
-    from slipstream.learner.trainer.model.offload import Part
+    from slipstream.learner.trainer.model.memory import Part
 
     found = {}
     for part in Part:

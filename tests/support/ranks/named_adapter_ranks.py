@@ -118,7 +118,7 @@ def run_rank(folder: Path, job: str) -> None:
     from slipstream.learner.trainer.checkpoints.disk_work import DiskWork
     from slipstream.learner.trainer.checkpoints.distributed_files import load_models
     from slipstream.learner.trainer.checkpoints.stored_model import stored_policy
-    from slipstream.learner.trainer.model.offload import Part
+    from slipstream.learner.trainer.model.memory import Part
     from slipstream.learner.trainer.step import TrainingStep
 
     config = config_of(job, folder)

@@ -37,14 +37,14 @@ def run_rank(folder: Path, job: str) -> None:
 
 
 def train(folder: Path, job: str) -> None:
-    from slipstream.learner.trainer.roles.roles import open_roles
+    from slipstream.learner.trainer.parts import step_parts
     from slipstream.learner.trainer.step import TrainingStep
     from slipstream.learner.trainer.weights.export import save_hf_folder
     from slipstream.learner.trainer.weights.weight_stream import open_stream
 
     config = config_of(job, folder)
     policy = opened(config)
-    step = TrainingStep(policy, config, open_roles(config, policy))
+    step = TrainingStep(policy, config, step_parts(config, policy))
     extraordinary = {
         "overflow": overflow,
         "nothing-trained": nothing_trained,

@@ -259,13 +259,13 @@ class RandomStep:
 
 def run_rank(folder: Path, job: str) -> None:
     """What every rank of a step does."""
-    from slipstream.learner.trainer.roles.roles import open_roles
+    from slipstream.learner.trainer.parts import step_parts
     from slipstream.learner.trainer.step import TrainingStep
     from slipstream.learner.trainer.weights.export import hf_tensors
 
     step = RandomStep(int(job), folder)
     policy = opened(step.config)
-    training = TrainingStep(policy, step.config, open_roles(step.config, policy))
+    training = TrainingStep(policy, step.config, step_parts(step.config, policy))
     before = weights_of(policy)
     metrics = training.run(step.batch).metrics
     moves = {n: t.double() - before[n].double() for n, t in hf_tensors(policy, torch.float32)}

@@ -148,8 +148,8 @@ def judged(batch: Batch, values: list[LogprobArray]) -> list[TrainingSequence]:
 
 def roles(folder: Path, job: str) -> None:
     """What the roles say and learn by themselves, then what the policy learns with them."""
+    from slipstream.learner.trainer.model.memory import Part
     from slipstream.learner.trainer.model.model import unwrapped
-    from slipstream.learner.trainer.model.offload import Part
     from slipstream.learner.trainer.roles.roles import open_roles
 
     config = config_of(job, folder)
@@ -197,7 +197,7 @@ def train(policy: Policy, opened: Roles, config: Config) -> dict:
 
     reference = opened.reference
     assert reference is not None
-    step = TrainingStep(policy, config, opened)
+    step = TrainingStep(policy, config, [opened])
     found: dict = {"metrics": [], "references": [], "weights": []}
     for batch in batches(config):
         found["metrics"].append(step.run(batch).metrics)
@@ -225,7 +225,8 @@ def refresh(folder: Path, model: str, other: str) -> None:
     with torch.no_grad():
         for place, weight in enumerate(ours.values()):
             weight.add_(0.5 + 0.01 * place)
-    own.follow(policy, 1)
+    assert own.reference is not None
+    own.reference.refresh(policy)
     (reference,) = own.stored_models()
     theirs = dict(unwrapped(reference.chunks[0]).named_parameters())
     stale = [name for name, weight in theirs.items() if not torch.equal(weight, ours[name])]
@@ -237,7 +238,7 @@ def save(folder: Path, layout: str) -> None:
     """Saves the models of a layout after two of three steps, asynchronously."""
     from slipstream.core.types import PolicyVersion
     from slipstream.learner.trainer.checkpoints.distributed_files import saved_sizes
-    from slipstream.learner.trainer.model.offload import Part
+    from slipstream.learner.trainer.model.memory import Part
 
     config = config_of_run(layout, folder, layout)
     run = _Run(config)
@@ -298,7 +299,7 @@ class _Run:
         self.config = config
         self.policy = opened(config)
         self.roles = open_roles(config, self.policy)
-        self.step = TrainingStep(self.policy, config, self.roles)
+        self.step = TrainingStep(self.policy, config, [self.roles])
         policy = StoredModel(POLICY, self.policy.chunks, self.policy.optimizer)
         self.models = [policy, *self.roles.stored_models()]
         self.checkpointer = Checkpointer(config, self.policy.ranks, self.models)

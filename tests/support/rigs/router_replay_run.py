@@ -194,6 +194,7 @@ def learn(folder: Path, config: Config) -> None:
     """Writes the gaps of the log-probabilities and the metrics of a step."""
     from slipstream.learner.trainer.batches.batch import Batch
     from slipstream.learner.trainer.opening import open_policy
+    from slipstream.learner.trainer.parts import step_parts
     from slipstream.learner.trainer.ranks.parallel import Launch
     from slipstream.learner.trainer.step import TrainingStep
 
@@ -219,7 +220,7 @@ def learn(folder: Path, config: Config) -> None:
     found |= gaps.both("_disturbed")
     for weight, before in weights:
         weight.data.copy_(before)
-    metrics = TrainingStep(policy, config).run(batch).metrics
+    metrics = TrainingStep(policy, config, step_parts(config, policy)).run(batch).metrics
     names = ("routing_difference", "routing_unrecorded", "logprob_gap_mean", "loss", "grad_norm")
     found |= {name: metrics[name] for name in names}
     found |= {"device": policy.ranks.device.type, "dtype": config.model.dtype}

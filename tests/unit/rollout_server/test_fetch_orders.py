@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from slipstream.core.settings.config import WeightsSection
+from slipstream.rollout_server.fetches import Fetches
 from slipstream.rollout_server.stored_weights import FetchOrders, StoredWeights
 from slipstream.v1 import fleet_pb2, weights_pb2
 from support.rigs.stored_versions import StoredVersions, changed_content, first_content
@@ -152,5 +153,5 @@ async def test_after_weights_that_were_wrong_all_is_fetched_again(tmp_path, is_j
 async def test_a_server_of_the_trainer_fetches_nothing() -> None:
     reports: list[fleet_pb2.PublishReport] = []
     async with asyncio.TaskGroup() as tasks:
-        FetchOrders(None, reports.append, tasks).start(fleet_pb2.PreparePublish(publish_id="s1"))
+        Fetches(reports.append, tasks).start(fleet_pb2.PreparePublish(publish_id="s1"))
     assert reports[0].phase == FAILED

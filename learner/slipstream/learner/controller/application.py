@@ -263,7 +263,7 @@ class Controller:
             publish=parts.publisher.report,
             lease=self._lease_reported,
             draining=self._server_drains,
-            rested=parts.turns.rested,
+            rested=self._engine_rested,
         )
 
     def _add_services(self, server: grpc.aio.Server) -> ServiceHealth:
@@ -308,6 +308,10 @@ class Controller:
         num_sent, arrived = report.sent.trajectories, self._fleet.epochs.count(session.key).num_sent
         for group in self._book.short_leases(session.key, num_sent, arrived):
             self._parts.intake.run_again(group, "neither delivered them nor named them unfinished")
+
+    def _engine_rested(self, session: ServerSession, answer: fleet_pb2.Rested) -> None:
+        for part in self._parts.all:
+            part.rested(session, answer)
 
     def _lease_reported(self, session: ServerSession, report: fleet_pb2.LeaseReport) -> None:
         group_id, unused = GroupId(report.group_id), report.next_attempt

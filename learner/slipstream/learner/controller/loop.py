@@ -25,15 +25,14 @@ orders. Waits for: a batch, a server, or the end. Unblocked by: the run's signal
 """
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from slipstream.core.errors import ProtocolError, RunFailed
 from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.leasing.lease_pass import batch_wait
 from slipstream.learner.controller.leasing.leases import LeaseBook
+from slipstream.learner.controller.part import Part
 from slipstream.learner.controller.publishing.publish import Publisher
-from slipstream.learner.controller.publishing.stored_publisher import StoredPublisher
-from slipstream.learner.controller.publishing.turns import EngineTurns
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.trajectories.batch import FormedBatch
 from slipstream.learner.controller.trajectories.batches import BatchFormer
@@ -50,13 +49,12 @@ class TrainerOrders:
         former: BatchFormer,
         publisher: Publisher,
         *,
-        stored: StoredPublisher,
-        turns: EngineTurns,
+        parts: Sequence[Part],
         evaluations_done: Callable[[], bool],
     ) -> None:
         self._run, self._progress = run, run.progress
         self._book, self.former = book, former
-        self.publisher, self.stored, self.turns = publisher, stored, turns
+        self.publisher, self.parts = publisher, parts
         self._evaluations_done = evaluations_done
         # Version of the trainer's weights; after a restart it may be older than the run's version.
         self.trainer_version = run.progress.version
@@ -103,17 +101,21 @@ class TrainerOrders:
             # The trainer restarted from a checkpoint, or an answer was lost.
             return await self.former.recorded(self.trainer_version.step)
         if progress.is_over:
-            await self.turns.stop()
+            for part in self.parts:
+                await part.before_stop()
             reason = progress.cause or "the run is over"
             # The controller of a failed run does not wait for an export, which could be cut off.
             stop = pb.StopOrder(reason=reason, without_model=progress.has_failed)
             return pb.Directive(stop=stop)
         publish = await self.publisher.prepare(request)
-        self.turns.end(() if publish is None else [r.server_id for r in publish.receivers])
+        receivers = () if publish is None else [each.server_id for each in publish.receivers]
+        for part in self.parts:
+            part.trainer_asks(receivers)
         if publish is not None:
             return pb.Directive(publish=publish)
-        if (store := self.stored.order(request)) is not None:
-            return pb.Directive(store=store)
+        for part in self.parts:
+            if (order := part.order(request)) is not None:
+                return order
         if not progress.all_steps_done:
             batch = await self.former.form()
             if batch is not None:

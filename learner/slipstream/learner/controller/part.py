@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -34,8 +34,31 @@ class Part:
     def drains(self, session: ServerSession) -> None:
         """Handles a server that gets no new work from now on."""
 
+    def rested(self, session: ServerSession, answer: fleet_pb2.Rested) -> None:
+        """Handles an engine that rests."""
+
     def lost(self, session: ServerSession) -> None:
         """Handles a server that is gone, in order or not."""
+
+    def trainer_asks(self, receivers: Collection[str]) -> None:
+        """Handles a trainer that asks for an order; servers `receivers` get its weights now."""
+
+    def order(self, trainer: trainer_pb2.NextRequest) -> trainer_pb2.Directive | None:
+        """Returns an order of this part for a trainer without servers to send weights to."""
+        return None
+
+    async def before_batch(self) -> None:
+        """Returns when the trainer may compute; it then gets its batch."""
+
+    async def before_stop(self) -> None:
+        """Returns when the trainer may save and leave; it then gets its last order."""
+
+    def trainer_away(self) -> None:
+        """Handles the end of the trainer's stream; it, or another trainer, may come back."""
+
+    def stored(self, report: trainer_pb2.StoredReport) -> trainer_pb2.StoredReceipt | None:
+        """Handles the result of an order to store weights; returns the receipt of its part."""
+        return None
 
     def stepped(
         self, trained: Trained, report: trainer_pb2.StepReport, orders: Sequence[OrderTimes]

@@ -11,12 +11,11 @@ from slipstream.learner.controller.leasing.scheduler import Scheduler
 from slipstream.learner.controller.loop import TrainerOrders
 from slipstream.learner.controller.part import Part
 from slipstream.learner.controller.publishing.publish import Publisher
-from slipstream.learner.controller.publishing.stored_publisher import StoredPublisher
-from slipstream.learner.controller.publishing.turns import EngineTurns
 from slipstream.learner.controller.records.ledger import Endings
 from slipstream.learner.controller.reporting.metrics import RunRecorder
 from slipstream.learner.controller.results import Results
 from slipstream.learner.controller.run import Run
+from slipstream.learner.controller.servers.fleet import Fleet
 from slipstream.learner.controller.services.environment_service import EnvironmentServicer
 from slipstream.learner.controller.services.status_service import StatusServicer
 from slipstream.learner.controller.services.trainer_service import TrainerServicer
@@ -37,8 +36,6 @@ class Parts:
     watch: RunWatch
     checkpoints: CheckpointWatch
     publisher: Publisher
-    stored: StoredPublisher
-    turns: EngineTurns
     former: BatchFormer
     results: Results
     evaluator: Evaluator
@@ -64,8 +61,6 @@ def make_parts(
     intake = Intake(run, books, endings)
     checkpoints = CheckpointWatch(run.config.run_dir / CHECKPOINTS, run.events)
     publisher = publisher or Publisher(books.fleet, run, tasks)
-    turns = EngineTurns(books.fleet, run)
-    stored = StoredPublisher(books.fleet, run, tasks, deliveries=publisher.deliveries)
     scheduler = Scheduler(run, books, intake.start_afresh)
     keep_batches = run.config.checkpoint.keep_batches
     former = former or BatchFormer(books, tasks, keep_batches=keep_batches)
@@ -80,7 +75,8 @@ def make_parts(
     )
     evaluator = Evaluator(run, books, intake, publisher, scheduler, on_result=results.evaluated)
     environments = EnvironmentServicer(run, books, intake)
-    every = (results, evaluator, environments, publisher, turns, stored, *others)
+    optional = _optional_parts(run, books.fleet, publisher, tasks)
+    every = (results, evaluator, environments, publisher, *optional, *others)
 
     def stepped(trained: Trained, report: trainer_pb2.StepReport) -> None:
         orders = trainer.take_orders()
@@ -99,8 +95,7 @@ def make_parts(
             books.leases,
             former,
             publisher,
-            stored=stored,
-            turns=turns,
+            parts=every,
             evaluations_done=has_evaluated,
         ),
         on_step=stepped,
@@ -114,8 +109,6 @@ def make_parts(
         watch=RunWatch(run, books, intake.take_back),
         checkpoints=checkpoints,
         publisher=publisher,
-        stored=stored,
-        turns=turns,
         former=former,
         results=results,
         evaluator=evaluator,
@@ -124,3 +117,19 @@ def make_parts(
         status=StatusServicer(run, books, scheduler, newest_metrics=lambda: recorder.newest),
         all=every,
     )
+
+
+def _optional_parts(
+    run: Run, fleet: Fleet, publisher: Publisher, tasks: asyncio.TaskGroup
+) -> list[Part]:
+    """Makes the parts that the settings ask for; the modules of the others are not imported."""
+    found: list[Part] = []
+    if run.config.controller.turns != "off":
+        from slipstream.learner.controller.publishing.turns import EngineTurns
+
+        found.append(EngineTurns(fleet, run))
+    if run.config.weights.storage_url is not None:
+        from slipstream.learner.controller.publishing.stored_publisher import StoredPublisher
+
+        found.append(StoredPublisher(fleet, run, tasks, deliveries=publisher.deliveries))
+    return found

@@ -224,13 +224,13 @@ def _train(config: Config, rank: int, *, is_permuted: bool) -> dict[str, Tensor]
     """Trains `STEPS` steps on this rank; returns metrics and changes of the weights, by name."""
     import torch
     from slipstream.learner.trainer.opening import open_policy
+    from slipstream.learner.trainer.parts import step_parts
     from slipstream.learner.trainer.ranks.parallel import Launch
-    from slipstream.learner.trainer.roles.roles import open_roles
     from slipstream.learner.trainer.step import TrainingStep
     from slipstream.learner.trainer.weights.export import hf_tensors
 
     policy = open_policy(config, Launch(rank, config.learner.world_size, rank))
-    training = TrainingStep(policy, config, open_roles(config, policy))
+    training = TrainingStep(policy, config, step_parts(config, policy))
     before = {name: tensor.clone() for name, tensor in hf_tensors(policy, torch.float32)}
     found = {}
     for step in range(STEPS):

@@ -24,6 +24,13 @@ from slipstream.learner.trainer.checkpoints.starting_weights import (
 from slipstream.learner.trainer.checkpoints.stored_model import POLICY, StoredModel
 from slipstream.learner.trainer.flops import model_sizes
 from slipstream.learner.trainer.layers.router_replay import replay_routers
+from slipstream.learner.trainer.model.memory import (
+    DeviceMemory,
+    Part,
+    gradient_buffers,
+    optimizer_state,
+    parameters,
+)
 from slipstream.learner.trainer.model.model import (
     Change,
     ParallelModel,
@@ -35,13 +42,6 @@ from slipstream.learner.trainer.model.model import (
 )
 from slipstream.learner.trainer.model.named_adapters import NamedAdapters
 from slipstream.learner.trainer.model.numeric_checks import check_attention, check_range
-from slipstream.learner.trainer.model.offload import (
-    HostMemory,
-    Part,
-    gradient_buffers,
-    optimizer_state,
-    parameters,
-)
 from slipstream.learner.trainer.model.recipe import ddp_config_of, optimizer_config_of, provider_of
 from slipstream.learner.trainer.model.recompute import GpuMemory, Recompute
 from slipstream.learner.trainer.ranks import compat, cpu
@@ -184,7 +184,7 @@ def _load(
     is_plain = vision is None and config.algorithm.agreement == "close"
     sharing = _sharing(chunks, config) if is_plain else None
     logits_dtype = torch.float32 if config.debug.head_dtype == "float32" else None
-    memory = HostMemory(config.learner.offload)
+    memory = _memory(config)
     memory.own({Part.PARAMETERS: lambda: parameters(chunks)})
     return ParallelModel(
         ranks=ranks,
@@ -216,6 +216,15 @@ def _sharing(chunks: list[Megatron], config: Config) -> PrefixSharing | None:
     if not min_tokens or cause:
         return None
     return PrefixSharing(chunks, min_tokens=min_tokens)
+
+
+def _memory(config: Config) -> DeviceMemory:
+    offload = config.learner.offload
+    if not any(offload.model_dump().values()):
+        return DeviceMemory()
+    from slipstream.learner.trainer.model.offload import HostMemory
+
+    return HostMemory(offload)
 
 
 def _vision(chunks: list[Megatron], hf_config: Megatron, folder: Path) -> Vision | None:

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import torch
 from slipstream.core.settings.config import ProfileSection
+from slipstream.learner.trainer.part import StepPart
 from torch.profiler import ProfilerActivity, profile
 
 logger = logging.getLogger(__name__)
 
 
-class ProfileWindow:
+class ProfileWindow(StepPart):
     """Runs torch's profiler over the steps and ranks that `section` selects."""
 
     def __init__(self, section: ProfileSection, folder: Path, *, rank: int) -> None:
@@ -24,7 +25,7 @@ class ProfileWindow:
         self._steps: list[int] = []
 
     @contextmanager
-    def step(self, step: int) -> Iterator[None]:
+    def around(self, step: int) -> Iterator[None]:
         """Profiles the block as step `step` (from 1); writes the trace after the last step."""
         if step in self._window:
             self._start()

@@ -103,13 +103,13 @@ def replay(config: Config, steps: list[RecordedStep]) -> int:
     """
     from slipstream.learner.trainer.batches.batch import Batch
     from slipstream.learner.trainer.opening import open_policy
+    from slipstream.learner.trainer.parts import step_parts
     from slipstream.learner.trainer.ranks.parallel import Launch
-    from slipstream.learner.trainer.roles.roles import open_roles
     from slipstream.learner.trainer.step import TrainingStep
     from slipstream.learner.trainer.weights.published import open_published
 
     policy = open_policy(config, Launch.from_environment())
-    training = TrainingStep(policy, config, open_roles(config, policy))
+    training = TrainingStep(policy, config, step_parts(config, policy))
     published = open_published(policy, config)
     different = 0
     for recorded in steps:

@@ -25,13 +25,11 @@ from slipstream.learner.trainer.algorithms.sequences import (
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.batches.checks import check_advantages
 from slipstream.learner.trainer.batches.micro_batch import MicroBatch
-from slipstream.learner.trainer.batches.prefix_tree import SavedWork
-from slipstream.learner.trainer.layers.router_replay import routing_metrics
+from slipstream.learner.trainer.model.memory import Part
 from slipstream.learner.trainer.model.model import Policy
-from slipstream.learner.trainer.model.offload import Part
 from slipstream.learner.trainer.model.schedule import forward_backward, forward_logprobs
 from slipstream.learner.trainer.model.shares import rank_micro_batches
-from slipstream.learner.trainer.roles.roles import NO_ROLES, Roles
+from slipstream.learner.trainer.part import StepPart
 from slipstream.learner.trainer.stage_times import StageTimes
 from slipstream.learner.trainer.step_faults import (
     check_batch,
@@ -48,11 +46,11 @@ BY_ADAPTER = ("loss", "entropy", "kl", "grad_norm", "trained_tokens")
 class TrainingStep:
     """Trains a policy, one batch at a time; on CPU equal batches give bitwise equal weights.
 
-    `roles` are the other models that the algorithm needs.
+    `parts` take part in each step.
     """
 
-    def __init__(self, policy: Policy, config: Config, roles: Roles = NO_ROLES) -> None:
-        self.policy, self._roles, self._config = policy, roles, config
+    def __init__(self, policy: Policy, config: Config, parts: Sequence[StepPart] = ()) -> None:
+        self.policy, self._parts, self._config = policy, parts, config
         self._algorithms = config.algorithms.distinct
         load_functions(config)
         self._columns = step_columns(self._algorithms, has_reference=config.needs_reference)
@@ -72,44 +70,39 @@ class TrainingStep:
         """
         started, policy, adapters = time.monotonic(), self.policy, self.policy.adapters
         self.num_updates = self._num_passes = 0
-        if policy.sharing is not None:
-            policy.sharing.saved = SavedWork()
+        for part in self._parts:
+            part.begins()
         rate = learning_rate(self._config, batch.step)
         totals = _Totals(StepStatistics(self._config.algorithm.epochs, self._columns))
         metrics: dict[str, float] = {}
         try:
             check_batch(batch, policy, self._config)
-            for name, part in batch.by_adapter(adapters.names):
+            for name, own_batch in batch.by_adapter(adapters.names):
                 with adapters.active(name):
-                    own = self._train(part, rate)
+                    own = self._train(own_batch, rate)
                 totals.join(own)
                 if adapters.are_several:
                     found = self._metrics(own, rate)
                     metrics |= {f"adapter/{name}/{key}": found[key] for key in BY_ADAPTER}
         except UntrainableBatch as fault:
-            check_weights(policy, self._roles, fault)
+            check_weights(policy, self._parts, fault)
             raise
         metrics |= {name: statistics.fmean(values) for name, values in totals.reports.items()}
-        metrics |= totals.of_critic | self._metrics(totals, rate)
-        if self._config.algorithm.router_replay != "off":
-            metrics |= routing_metrics(policy.chunks, policy.ranks, batch.unrecorded_fraction)
-        self._roles.follow(policy, batch.step + 1)
-        saved = SavedWork() if policy.sharing is None else policy.sharing.saved
-        metrics["shared_tokens"] = float(saved.tokens)
-        return TrainedStep(metrics, time.monotonic() - started, totals.advantages, saved)
+        metrics |= totals.of_parts | self._metrics(totals, rate)
+        for part in self._parts:
+            metrics |= part.ends(policy, batch)
+        return TrainedStep(metrics, time.monotonic() - started, totals.advantages)
 
     def _train(self, batch: Batch, rate: float) -> _Totals:
-        """Trains the active adapter, or all of the policy, and then the critic if there is one."""
+        """Trains the active adapter, or all of the policy, and then models of other parts."""
         policy, config, ranks = self.policy, self._config, self.policy.ranks
         algorithm, temperature = config.algorithm, config.sampling.temperature
         totals = _Totals(StepStatistics(algorithm.epochs, self._columns))
         mini_batches = batch.mini_batches(
             algorithm.mini_batches, or_fewer=policy.adapters.are_several
         )
-        estimates = None
-        if self._roles != NO_ROLES:
-            with self.stages.measure("estimates"):
-                estimates = self._roles.estimates(batch)
+        found = [part.estimates(batch, self.stages) for part in self._parts]
+        estimates = next((each for each in found if each is not None), None)
         sequences = training_sequences(batch, config, estimates, totals.reports)
         check_advantages(batch, sequences)
         totals.advantages = mean_advantages(batch, sequences)
@@ -151,10 +144,9 @@ class TrainingStep:
                 totals.optimizer_s += time.monotonic() - started
                 self.num_updates += 1
                 ranks.activity.note()
-        if self._roles.critic is not None:
-            with self.stages.measure("critic"):
-                passes = [*mini_batches] * algorithm.epochs
-                totals.of_critic = self._roles.critic.train(sequences, passes)
+        for part in self._parts:
+            passes = [*mini_batches] * algorithm.epochs
+            totals.of_parts |= part.train(sequences, passes, self.stages)
         return totals
 
     def _gradients(
@@ -214,8 +206,6 @@ class TrainedStep:
     wall_s: float
     # The mean advantage of the trained tokens, by trajectory id.
     advantages: dict[str, float]
-    # The work that shared prefixes saved, over all replicas.
-    saved: SavedWork = SavedWork()
 
 
 @dataclass
@@ -226,7 +216,7 @@ class _Totals:
     # What the algorithm's functions report of the episodes.
     reports: Reports = field(default_factory=dict)
     advantages: dict[str, float] = field(default_factory=dict)
-    of_critic: dict[str, float] = field(default_factory=dict)
+    of_parts: dict[str, float] = field(default_factory=dict)
     grad_norms: list[float] = field(default_factory=list)
     # The smallest scale of the loss that was used.
     loss_scale: float = math.inf
@@ -240,7 +230,7 @@ class _Totals:
         for name, values in others.reports.items():
             self.reports.setdefault(name, []).extend(values)
         self.advantages |= others.advantages
-        self.of_critic |= others.of_critic
+        self.of_parts |= others.of_parts
         self.grad_norms += others.grad_norms
         self.loss_scale = min(self.loss_scale, others.loss_scale)
         self.num_micro_batches += others.num_micro_batches

@@ -8,7 +8,7 @@ from slipstream.core.models.model_sizes import read_model_table
 from slipstream.core.settings.config import Config
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.flops import model_sizes, peak_tflops, training_flops
-from slipstream.learner.trainer.ranks.parallel import Ranks
+from slipstream.learner.trainer.model.model import Policy
 from slipstream.learner.trainer.step import TrainedStep
 
 logger = logging.getLogger(__name__)
@@ -17,12 +17,12 @@ logger = logging.getLogger(__name__)
 class StepCost:
     """Metrics of a step's cost: FLOPs, FLOPs per second, and the largest memory use of any rank."""
 
-    def __init__(self, config: Config, ranks: Ranks) -> None:
-        self._ranks = ranks
+    def __init__(self, config: Config, policy: Policy) -> None:
+        self._ranks, self._sharing = policy.ranks, policy.sharing
         self._sizes = model_sizes(read_model_table(config.model.path))
         self._epochs = config.algorithm.epochs
         self._peak_tflops: float | None = None
-        if ranks.device.type == "cuda":
+        if policy.ranks.device.type == "cuda":
             name = torch.cuda.get_device_name()
             self._peak_tflops = peak_tflops(name)
             if self._peak_tflops is None:
@@ -33,9 +33,9 @@ class StepCost:
 
         `mfu` is left out if the peak FLOPs of the device are not known.
         """
-        sizes = batch.lengths
-        flops = self._epochs * training_flops(self._sizes, sizes, saved=result.saved)
-        computed = self._epochs * (sum(sizes) - result.saved.tokens)
+        sizes, saved = batch.lengths, (0, 0) if self._sharing is None else self._sharing.saved
+        flops = self._epochs * training_flops(self._sizes, sizes, saved=saved)
+        computed = self._epochs * (sum(sizes) - saved[0])
         tflops = flops / result.wall_s / self._ranks.world_size / 1e12
         found = {
             "tokens_per_micro_batch": computed / result.metrics["num_micro_batches"],

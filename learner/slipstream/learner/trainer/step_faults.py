@@ -24,7 +24,7 @@ from slipstream.learner.trainer.batches.training_sequence import TrainingSequenc
 from slipstream.learner.trainer.model.model import ParallelModel, Policy
 from slipstream.learner.trainer.model.schedule import forward_logprobs
 from slipstream.learner.trainer.model.shares import Forward, masked_outputs
-from slipstream.learner.trainer.roles.roles import Roles
+from slipstream.learner.trainer.part import StepPart
 
 
 def check_batch(batch: Batch, model: ParallelModel, config: Config) -> None:
@@ -101,10 +101,10 @@ def check_bits(algorithm: AlgorithmSection, step: int, found: StepStatistics) ->
         )
 
 
-def check_weights(policy: Policy, roles: Roles, fault: UntrainableBatch) -> None:
+def check_weights(policy: Policy, parts: Sequence[StepPart], fault: UntrainableBatch) -> None:
     """Raises RunFailed from `fault` if the weights of a model are not finite; collective."""
-    models = {"policy": policy, **roles.models()}
-    found = {name: float(model.count_not_finite()) for name, model in models.items()}
+    models = [("policy", policy), *(pair for part in parts for pair in part.models().items())]
+    found = {name: float(model.count_not_finite()) for name, model in models}
     for name in policy.adapters.names[1:]:
         with policy.adapters.active(name):
             found[f"policy's adapter {name}"] = float(policy.count_not_finite())

@@ -46,16 +46,15 @@ from slipstream.learner.trainer.controller_client import (
     read_order,
     unpack_directives,
 )
+from slipstream.learner.trainer.model.memory import Part
 from slipstream.learner.trainer.model.model import Policy
-from slipstream.learner.trainer.model.offload import Part
-from slipstream.learner.trainer.profile_window import ProfileWindow
-from slipstream.learner.trainer.roles.roles import open_roles
+from slipstream.learner.trainer.part import around
+from slipstream.learner.trainer.parts import open_writer, step_parts
 from slipstream.learner.trainer.step import TrainingStep
 from slipstream.learner.trainer.step_cost import StepCost
 from slipstream.learner.trainer.weights.export import save_adapters, save_hf_folder
 from slipstream.learner.trainer.weights.publish import BucketSenders, WeightPublisher, build_probe
 from slipstream.learner.trainer.weights.published import open_published
-from slipstream.learner.trainer.weights.version_writer import VersionWriter
 from slipstream.learner.trainer.weights.weight_stream import WeightDigests
 from slipstream.protocol.codec import version_from_pb, version_to_pb
 from slipstream.protocol.weights.handover import host_id
@@ -77,16 +76,14 @@ class Trainer:
         self._config, self._policy = config, policy
         self._ranks = policy.ranks
         self._client = client
-        roles = open_roles(config, policy)
-        self._step = TrainingStep(policy, config, roles)
-        self._memories = [policy.memory, *(model.memory for model in roles.models().values())]
+        self._parts = step_parts(config, policy)
+        self._step = TrainingStep(policy, config, self._parts)
+        others = [model for part in self._parts for model in part.models().values()]
+        self._memories = [model.memory for model in (policy, *others)]
         self.stages = self._step.stages
-        self._cost = StepCost(config, policy.ranks)
-        self._profile = ProfileWindow(
-            config.debug.profile, config.run_dir / "profile", rank=policy.ranks.rank
-        )
-        models = [*stored_policy(policy), *roles.stored_models()]
-        self._checkpointer = Checkpointer(config, self._ranks, models)
+        self._cost = StepCost(config, policy)
+        stored = [model for part in self._parts for model in part.stored_models()]
+        self._checkpointer = Checkpointer(config, self._ranks, [*stored_policy(policy), *stored])
         with policy.memory.resident(Part.PARAMETERS, Part.OPTIMIZER):
             loaded = self._checkpointer.load_newest()
         self._version = PolicyVersion(0, 0) if loaded is None else loaded.version
@@ -101,11 +98,7 @@ class Trainer:
         self._publisher = WeightPublisher(
             self._published, senders, ranks=self._ranks, client=client
         )
-        self._writer: VersionWriter | None = None
-        if config.weights.storage_url is not None:
-            self._writer = VersionWriter(
-                self._published, config.weights, ranks=self._ranks, client=client
-            )
+        self._writer = open_writer(config, policy, self._published, client)
         self._digests = self._export()
         for memory in self._memories:
             memory.settle()
@@ -127,7 +120,7 @@ class Trainer:
                 with self.stages.measure("publish"):
                     self._store(order)
             elif isinstance(order, Batch):
-                with self._profile.step(order.step + 1):
+                with around(self._parts, order.step + 1):
                     self._train(order)
             elif isinstance(order, trainer_pb2.StopOrder):
                 self._finish(order)
@@ -292,7 +285,8 @@ class Trainer:
         self._ranks.activity.note()
 
     def _finish(self, order: trainer_pb2.StopOrder) -> None:
-        self._profile.close()
+        for part in self._parts:
+            part.close()
         logger.info("stopping with version %s: %s", self._version, order.reason)
         if self._checkpointer.is_wanted_at_the_end(self._version.step):
             self._save()

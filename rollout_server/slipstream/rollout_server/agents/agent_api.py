@@ -7,9 +7,9 @@ the application's next message, or its end.
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
 from contextvars import Context, ContextVar, copy_context
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from slipstream.core.template_values import NEED_PARSER
 from slipstream.rollout_server.agents.limits import HttpCall, HttpPart, Refusal, ServedCall
@@ -21,7 +21,6 @@ from slipstream.rollout_server.agents.recorder import (
     Recorder,
 )
 from slipstream.rollout_server.agents.sampling_rule import SAMPLING_HEADER, Ruled, items_of, rule
-from slipstream.rollout_server.chat import ParsedReply, TemplateInputs
 
 log = logging.getLogger(__name__)
 
@@ -40,42 +39,6 @@ _BYTES_PER_TOKEN, _OTHER_BYTES = 32, 1 << 16
 # Largest part of an answer; a message that carries one must stay below 16 MiB.
 _MAX_PART = 4 << 20
 _AUTO: dict[str, object] = {MESSAGES_PATH: {"type": "auto"}}
-
-
-class Reader(Protocol):
-    """Reads reasoning and tool calls in whole replies."""
-
-    def check(self, inputs: TemplateInputs) -> None:
-        """Raises EnvironmentFailed for tools in `inputs` that cannot be read."""
-
-    def read(
-        self, prompt: Sequence[int], token_ids: Sequence[int], inputs: TemplateInputs
-    ) -> ParsedReply:
-        """Returns the parts of a sampled reply to `prompt`, which was rendered with `inputs`.
-
-        Raises GenerationFailed if the reply cannot be read.
-        """
-
-
-class AgentApi(Protocol):
-    """What episodes need of a model beside its engine; each part is opened at first use."""
-
-    @property
-    def takes_tools(self) -> bool:
-        """Whether the run has a parser for tool calls in replies."""
-
-    @property
-    def reads_thoughts(self) -> bool:
-        """Whether the run has a parser for thoughts in replies."""
-
-    async def reader(self, inputs: TemplateInputs) -> Reader | None:
-        """Returns the reader of replies to prompts with `inputs`, or None if none is needed.
-
-        Raises ConfigError if it does not start.
-        """
-
-    async def api(self) -> "Answering":
-        """Returns the API for agents. Raises ConfigError if it does not start."""
 
 
 class Answering:

@@ -15,7 +15,6 @@ from functools import partial
 from slipstream.core.models.vision.placed import PlacedImage, check_pixels
 from slipstream.core.settings.sections import MAX_TURNS
 from slipstream.core.types import REWARDED_TURNS, Status
-from slipstream.rollout_server.agents.agent_api import Reader
 from slipstream.rollout_server.chat import REPLY, ChatMessage, ParsedReply, TemplateInputs
 from slipstream.rollout_server.engine_interface import FinishReason
 from slipstream.rollout_server.episodes.calls import (
@@ -25,7 +24,7 @@ from slipstream.rollout_server.episodes.calls import (
     check_tools,
     misused,
 )
-from slipstream.rollout_server.episodes.play import Play
+from slipstream.rollout_server.episodes.play import Play, Reader
 from slipstream.rollout_server.episodes.renderer import Renderer, RenderingFailed
 
 

@@ -1,6 +1,6 @@
 """One episode: environment and model take turns until the environment or a limit ends it.
 
-`EnvironmentTalk` and `serve_agent` are its two kinds. Consumes: a session of an environment, an
+Consumes: a session of an environment, an
 engine. Produces: one trajectory, unless the engine dies. Waits for: the environment, or the agent's
 calls, and the engine. Unblocked by: their answers, the environment's limit, `cancel`.
 """
@@ -12,15 +12,14 @@ from pathlib import Path
 from slipstream.core.errors import ConfigError, EnvironmentFailed
 from slipstream.core.types import Failure, FailureKind, Status, Trajectory
 from slipstream.rollout_server.engine_interface import EngineDied, GenerationFailed
-from slipstream.rollout_server.episodes.agent_talk import serve_agent
 from slipstream.rollout_server.episodes.calls import MAX_MESSAGE_CHARACTERS
-from slipstream.rollout_server.episodes.environment_talk import EnvironmentTalk, PromptTooLong
+from slipstream.rollout_server.episodes.environment_talk import PromptTooLong
 from slipstream.rollout_server.episodes.epoch_counters import EpochCounters
+from slipstream.rollout_server.episodes.kinds import talk
 from slipstream.rollout_server.episodes.lease import EpisodeTask, trajectory_of
-from slipstream.rollout_server.episodes.play import Cancelled, EpisodeServices, Play
+from slipstream.rollout_server.episodes.play import Cancelled, EpisodeServices, Play, ServiceFailed
 from slipstream.rollout_server.episodes.recording import Recording
 from slipstream.rollout_server.episodes.renderer import RenderingFailed
-from slipstream.rollout_server.reference_server import ReferenceFailed
 
 log = logging.getLogger(__name__)
 
@@ -79,10 +78,7 @@ class Episode:
             opening = await play.ask(session.reset(lease.task_index, lease.seed))
             play.recording.max_reply_tokens = opening.max_reply_tokens
             play.recording.expected_answer = opening.expected_answer
-            if opening.is_agent:
-                status = await serve_agent(play, session, opening)
-            else:
-                status = await EnvironmentTalk(play, session).run(opening)
+            status = await talk(play, session, opening)
             await self._ask_reference(status)
             return status
         finally:
@@ -113,7 +109,7 @@ _FAILURES = {
     RenderingFailed: FailureKind.ENVIRONMENT,
     PromptTooLong: FailureKind.PROMPT_TOO_LONG,
     GenerationFailed: FailureKind.ENGINE,
-    ReferenceFailed: FailureKind.INFRASTRUCTURE,
+    ServiceFailed: FailureKind.INFRASTRUCTURE,
 }
 
 
@@ -125,8 +121,8 @@ def _failure(error: Exception) -> Failure:
     said = str(error)
     if isinstance(error, EnvironmentFailed):
         kind = FailureKind(error.kind)
-    elif type(error) in _FAILURES:
-        kind = _FAILURES[type(error)]
+    elif known := [kind for cause, kind in _FAILURES.items() if isinstance(error, cause)]:
+        kind = known[0]
     else:
         log.error("an episode ended with an unexpected error", exc_info=error)
         kind, last = FailureKind.ENVIRONMENT, traceback.extract_tb(error.__traceback__)[-1]

@@ -10,11 +10,11 @@ import asyncio
 import time
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
-from slipstream.core.types import VersionSpan
-from slipstream.rollout_server.agents.agent_api import AgentApi
+from slipstream.core.types import ReferenceLogprobs, Trajectory, VersionSpan
+from slipstream.rollout_server.chat import ParsedReply, TemplateInputs
 from slipstream.rollout_server.engine_interface import (
     Engine,
     FinishReason,
@@ -24,10 +24,12 @@ from slipstream.rollout_server.engine_interface import (
 from slipstream.rollout_server.episodes.environments import Environments
 from slipstream.rollout_server.episodes.epoch_counters import EpochCounters
 from slipstream.rollout_server.episodes.lease import EpisodeTask
-from slipstream.rollout_server.episodes.recording import Recording
+from slipstream.rollout_server.episodes.recording import Recording, ScoredSequence
 from slipstream.rollout_server.episodes.renderer import Renderer
-from slipstream.rollout_server.episodes.server_traces import NO_TRACES, ServerTraces
-from slipstream.rollout_server.reference_server import ReferenceServer
+from slipstream.v1 import fleet_pb2
+
+if TYPE_CHECKING:
+    from slipstream.rollout_server.agents.agent_api import Answering
 
 Answer = TypeVar("Answer")
 
@@ -128,6 +130,65 @@ class Play:
             await self._requests.cancel(self.task.key)
 
 
+class Reader(Protocol):
+    """Reads reasoning and tool calls in whole replies."""
+
+    def check(self, inputs: TemplateInputs) -> None:
+        """Raises EnvironmentFailed for tools in `inputs` that cannot be read."""
+
+    def read(
+        self, prompt: Sequence[int], token_ids: Sequence[int], inputs: TemplateInputs
+    ) -> ParsedReply:
+        """Returns the parts of a sampled reply to `prompt`, which was rendered with `inputs`.
+
+        Raises GenerationFailed if the reply cannot be read.
+        """
+
+
+class AgentApi(Protocol):
+    """What episodes need of a model beside its engine; each part is opened at first use."""
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the run has a parser for tool calls in replies."""
+
+    @property
+    def reads_thoughts(self) -> bool:
+        """Whether the run has a parser for thoughts in replies."""
+
+    async def reader(self, inputs: TemplateInputs) -> Reader | None:
+        """Returns the reader of replies to prompts with `inputs`, or None if none is needed.
+
+        Raises ConfigError if it does not start.
+        """
+
+    async def api(self) -> Answering:
+        """Returns the API for agents. Raises ConfigError if it does not start."""
+
+
+class References(Protocol):
+    """The reference model of a run, where a server answers for it."""
+
+    async def logprobs(self, sequences: Sequence[ScoredSequence]) -> ReferenceLogprobs:
+        """Returns the log-probabilities of the sampled tokens. Raises ServiceFailed."""
+
+
+class Spans:
+    """What happens to episodes and weights of a server; `ServerTraces` sends it as spans."""
+
+    def call(self, task: EpisodeTask, number: int, *, begin_s: float, num_tokens: int) -> None:
+        """Notes model call `number` of an episode, which ends now; all times are Unix seconds."""
+
+    def episode(self, trajectory: Trajectory, *, begin_s: float) -> None:
+        """Notes an episode, which ends now."""
+
+    def delivery(self, trajectory: Trajectory, *, begin_s: float) -> None:
+        """Notes the time from an episode's end until now, when the queue has its trajectory."""
+
+    def publish(self, report: fleet_pb2.PublishReport) -> None:
+        """Notes a report on a publish."""
+
+
 @dataclass(frozen=True)
 class Model:
     """The model of a server: its engine, its chat template, and its API for agents."""
@@ -144,8 +205,12 @@ class EpisodeServices:
     model: Model
     environments: Environments
     # The server of the reference model; None if the run has none.
-    reference: ReferenceServer | None = None
-    traces: ServerTraces = NO_TRACES
+    reference: References | None = None
+    traces: Spans = Spans()
+
+
+class ServiceFailed(Exception):
+    """Raised if a service that an episode needs gave no answer; the episode fails."""
 
 
 class Cancelled(Exception):  # noqa: N818 - no error

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +23,6 @@ from slipstream.rollout_server.agents.conversations import (
     TokenRecord,
 )
 from slipstream.rollout_server.engine_interface import Generation, Sampling
-from slipstream.rollout_server.reference_server import ScoredSequence
 
 # Largest number of an environment's metrics in a trajectory, and of our own metrics there; and the
 # largest number of characters in a metric's name.
@@ -30,6 +30,13 @@ _MAX_METRICS = 16
 _MAX_METRIC_NAME = 40
 # The metric of an episode that counts the tokens that its judge sampled.
 JUDGE_TOKENS = "judge_tokens"
+
+
+class ScoredSequence(NamedTuple):
+    """The tokens of one sequence, and a flag for each: true if it was sampled."""
+
+    token_ids: Sequence[int]
+    is_sampled: npt.NDArray[np.bool_]
 
 
 @dataclass

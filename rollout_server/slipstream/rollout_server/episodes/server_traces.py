@@ -10,25 +10,23 @@ from typing import TYPE_CHECKING
 
 from slipstream.core.types import Purpose, Trajectory
 from slipstream.rollout_server.episodes.lease import EpisodeTask
+from slipstream.rollout_server.episodes.play import Spans
 from slipstream.v1 import fleet_pb2
 
 if TYPE_CHECKING:
     from slipstream.protocol.traces import Traces
 
 
-class ServerTraces:
-    """Sends the spans of training episodes and of publishes; sends nothing without `traces`.
+class ServerTraces(Spans):
+    """Sends the spans of training episodes and of publishes."""
 
-    Each `begin_s` is a Unix time in seconds.
-    """
-
-    def __init__(self, traces: Traces | None = None, server: str = "") -> None:
-        """Takes the exporter of spans, if there is one, and the name of this rollout server."""
+    def __init__(self, traces: Traces, server: str = "") -> None:
+        """Takes the exporter of spans, and the name of this rollout server."""
         self._traces, self._server = traces, server
 
     def call(self, task: EpisodeTask, number: int, *, begin_s: float, num_tokens: int) -> None:
         """Sends the span of model call `number` of the episode, which ends now."""
-        if self._traces is None or task.lease.purpose is not Purpose.TRAINING:
+        if task.lease.purpose is not Purpose.TRAINING:
             return
         attempt = f"{task.member}.{task.attempt}"
         self._traces.span(
@@ -42,7 +40,7 @@ class ServerTraces:
 
     def episode(self, trajectory: Trajectory, *, begin_s: float) -> None:
         """Sends the span of an episode, which ends now."""
-        if self._traces is None or trajectory.purpose is not Purpose.TRAINING:
+        if trajectory.purpose is not Purpose.TRAINING:
             return
         attributes: dict[str, str | float] = {
             "slipstream.member": trajectory.member,
@@ -65,7 +63,7 @@ class ServerTraces:
 
     def delivery(self, trajectory: Trajectory, *, begin_s: float) -> None:
         """Sends the span from an episode's end until now, when the queue has its trajectory."""
-        if self._traces is None or trajectory.purpose is not Purpose.TRAINING:
+        if trajectory.purpose is not Purpose.TRAINING:
             return
         attempt = f"{trajectory.member}.{trajectory.attempt}"
         self._traces.span(
@@ -79,7 +77,7 @@ class ServerTraces:
     def publish(self, report: fleet_pb2.PublishReport) -> None:
         """Sends the spans of a publish if `report` says that it is served here or has failed."""
         phases = (fleet_pb2.PUBLISH_PHASE_SERVING, fleet_pb2.PUBLISH_PHASE_FAILED)
-        if self._traces is None or report.phase not in phases:
+        if report.phase not in phases:
             return
         now_s, stages = time.time(), report.stages
         trace, load = f"publish/{report.publish_id}", f"load/{self._server}"
@@ -101,6 +99,3 @@ class ServerTraces:
             self._traces.span(
                 trace, "pause", f"pause/{self._server}", parent=load, begin_s=begin_s, end_s=now_s
             )
-
-
-NO_TRACES = ServerTraces()

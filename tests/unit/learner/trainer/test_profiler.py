@@ -10,7 +10,7 @@ from support.rigs.waiting import wait_until
 
 def run_steps(window: ProfileWindow, steps: range) -> None:
     for step in steps:
-        with window.step(step):
+        with window.around(step):
             torch.mm(torch.ones(4, 4), torch.ones(4, 4))
 
 

@@ -53,7 +53,7 @@ class StoredPublisher(Part):
         # By server: the version about which the newest warning said that it is too old for a lease.
         self._too_old: dict[ServerKey, PolicyVersion | None] = {}
 
-    def order(self, trainer: trainer_pb2.NextRequest) -> trainer_pb2.StoreOrder | None:
+    def order(self, trainer: trainer_pb2.NextRequest) -> trainer_pb2.Directive | None:
         """Returns the order to write the trainer's version, or None if no server needs it now."""
         version = version_from_pb(trainer.version)
         if trainer.can_store:
@@ -65,7 +65,8 @@ class StoredPublisher(Part):
         self._num_orders += 1
         name = f"{version.incarnation}-{version.step:08d}-{time.time_ns():x}-{self._num_orders}"
         self._ordered = f"{self._run.progress.run_id}/{name}"
-        return trainer_pb2.StoreOrder(version=trainer.version, folder=self._ordered)
+        order = trainer_pb2.StoreOrder(version=trainer.version, folder=self._ordered)
+        return trainer_pb2.Directive(store=order)
 
     def stored(self, report: trainer_pb2.StoredReport) -> trainer_pb2.StoredReceipt:
         """Notes the result of a store order; the receipt has the keys of manifests to keep."""
@@ -83,8 +84,8 @@ class StoredPublisher(Part):
         return trainer_pb2.StoredReceipt(needed=sorted(needed))
 
     def tasks(self) -> Tasks:
-        """Returns the task that publishes, if the run has storage for weights."""
-        return {} if self._settings.storage_url is None else {"storage": self.run_forever()}
+        """Returns the task that publishes."""
+        return {"storage": self.run_forever()}
 
     async def run_forever(self) -> None:
         """Begins a publish to each server for which one is due, until the task is cancelled.
@@ -105,8 +106,6 @@ class StoredPublisher(Part):
         self._too_old.pop(session.key, None)
 
     def _readers(self) -> list[ServerSession]:
-        if self._settings.storage_url is None:
-            return []
         return [s for s in self._fleet.sessions.values() if s.hello.from_storage]
 
     def _is_wanted(self, version: PolicyVersion) -> bool:

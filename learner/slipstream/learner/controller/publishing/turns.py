@@ -25,10 +25,10 @@ class EngineTurns(Part):
     With `controller.turns = "auto"` these are the engines on the learner's GPUs; processes name
     their GPUs when they join. Engines and learners on CPUs then compute at the same time.
 
-    await turns.begin()           # before the trainer gets a batch
-    turns.end(keep=["server-0"])  # after the step: all but server-0, which receives weights, wake
-    await turns.stop()            # before the trainer is ordered to save and leave
-    turns.trainer_lost()
+    await turns.before_batch()
+    turns.trainer_asks(["server-0"])  # all but server-0, which receives weights, wake
+    await turns.before_stop()
+    turns.trainer_away()
     """
 
     def __init__(self, fleet: Fleet, run: Run) -> None:
@@ -36,7 +36,7 @@ class EngineTurns(Part):
         self._setting = run.config.controller.turns
         self._gives_back = self._setting == "sleep"
         self._number = 0
-        # True between the orders to rest and `end`.
+        # True between the orders to rest and `trainer_asks`.
         self._is_learners_turn = False
         # Servers that were told to rest and not to wake; new weights wake them too.
         self._resting: set[ServerKey] = set()
@@ -53,7 +53,7 @@ class EngineTurns(Part):
         place = place_from_pb(session.hello.place)
         return any(shares(place, rank) for rank in self._run.progress.learner_places)
 
-    async def begin(self) -> None:
+    async def before_batch(self) -> None:
         """Orders the engines on the learner's devices to rest; returns when all of these rest.
 
         Ends the streams of servers that do not answer within `weights.join_deadline_s`.
@@ -69,31 +69,31 @@ class EngineTurns(Part):
                 late = f"within {limit_s:g} s (weights.join_deadline_s)"
                 self._fleet.remove(session, f"its engine did not rest {late}")
 
-    def end(self, keep: Collection[str] = ()) -> None:
-        """Wakes all resting engines, except on servers in `keep`, which are receiving weights."""
+    def trainer_asks(self, receivers: Collection[str]) -> None:
+        """Wakes all resting engines but those of `receivers`, which get weights while they rest."""
         self._is_learners_turn = False
-        for key in [key for key in self._resting if key.server_id not in keep]:
+        for key in [key for key in self._resting if key.server_id not in receivers]:
             self._resting.remove(key)
             session = self._fleet.find(key)
             if session is not None:
                 session.served.note(self._run.clock.now_s(), running=session.is_serving)
                 session.send(fleet_pb2.ControllerMessage(wake=fleet_pb2.Wake()))
 
-    async def stop(self) -> None:
+    async def before_stop(self) -> None:
         """Wakes all engines, or orders them to rest if the trainer needs their memory to save."""
         if self._gives_back:
-            await self.begin()
+            await self.before_batch()
         else:
-            self.end()
+            self.trainer_asks(())
 
-    def trainer_lost(self) -> None:
+    def trainer_away(self) -> None:
         """Wakes resting engines; with `controller.turns = "sleep"`, orders engines to rest instead.
 
         A new trainer needs the memory of the engines on its devices; its first request for an order
         wakes them. After the end of the run no engine is ordered to rest.
         """
         if not self._gives_back:
-            self.end()
+            self.trainer_asks(())
         elif not self._run.progress.is_over:
             self._order(self._sharing())
 

@@ -146,7 +146,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         """Takes the functions that handle a new version and the step of a new checkpoint."""
         self._run, self._progress = run, run.progress
         self._orders, self._former = orders, orders.former
-        self._publisher, self._stored, self._turns = orders.publisher, orders.stored, orders.turns
+        self._publisher, self._parts = orders.publisher, orders.parts
         self._on_step, self._on_checkpoint = on_step, on_checkpoint
         self.finished = asyncio.Event()
         self.goodbye: pb.TrainerGoodbye | None = None
@@ -213,7 +213,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 async for message in kept:
                     yield message
         finally:
-            self._turns.trainer_lost()
+            for part in self._parts:
+                part.trainer_away()
 
     async def Next(  # noqa: N802
         self, request: pb.NextRequest, context: CallContext
@@ -239,7 +240,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         if not isinstance(order, FormedBatch):
             yield order
             return
-        await self._turns.begin()
+        for part in self._parts:
+            await part.before_batch()
         yield pb.Directive(batch=header(order))
         parts = chunks(order)
         while (chunk := await asyncio.to_thread(next, parts, None)) is not None:
@@ -307,7 +309,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     ) -> pb.StoredReceipt:
         """Handles the result of a store order."""
         await self.place.check(context)
-        return self._stored.stored(request)
+        receipts = (part.stored(request) for part in self._parts)
+        return next((found for found in receipts if found is not None), pb.StoredReceipt())
 
     async def ReportWork(self, request: pb.WorkReport, context: CallContext) -> pb.WorkReceipt:  # noqa: N802
         """Notes that the trainer makes progress, even if it has not registered yet."""

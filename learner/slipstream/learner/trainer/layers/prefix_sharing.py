@@ -46,6 +46,10 @@ class PrefixSharing:
                 if isinstance(rotary, torch.nn.Module):
                     rotary.register_forward_hook(self._by_positions)
 
+    def begin_step(self) -> None:
+        """Counts the saved work from 0."""
+        self.saved = SavedWork()
+
     def note(self, saved: SavedWork) -> None:
         """Adds the work that sharing saves in one mini-batch to the attribute `saved`."""
         self.saved = SavedWork(self.saved.tokens + saved.tokens, self.saved.squares + saved.squares)

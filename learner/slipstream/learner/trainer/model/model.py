@@ -16,7 +16,7 @@ import torch.distributed as dist
 from slipstream.core.errors import UntrainableBatch
 from slipstream.core.settings.config import ParallelSection
 from slipstream.learner.trainer import Megatron
-from slipstream.learner.trainer.model.offload import HostMemory, Part
+from slipstream.learner.trainer.model.memory import DeviceMemory, Part
 from slipstream.learner.trainer.outputs.logprobs import (
     Projection,
     bring_to_all_ranks,
@@ -49,7 +49,7 @@ class ParallelModel:
     kept_logits: int
     # Element type of the logits; None if it is the type of the parameters.
     logits_dtype: torch.dtype | None
-    memory: HostMemory
+    memory: DeviceMemory
     # None if a shared prefix is computed again for each sequence.
     sharing: PrefixSharing | None
     # None if the model sees no images.

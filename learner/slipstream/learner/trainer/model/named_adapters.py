@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from slipstream.learner.trainer import Megatron
-from slipstream.learner.trainer.model.offload import HostMemory, Part, master_weights, parameters
+from slipstream.learner.trainer.model.memory import DeviceMemory, Part, master_weights, parameters
 from torch import Tensor
 
 
@@ -44,7 +44,7 @@ class NamedAdapters:
         optimizer: Megatron,
         scaler: Megatron,
         gather: Callable[[], None],
-        memory: HostMemory,
+        memory: DeviceMemory,
     ) -> None:
         """Makes every adapter a copy of the adapter in the model; collective for several names.
 

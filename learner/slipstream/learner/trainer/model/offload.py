@@ -8,31 +8,18 @@ update a copy.
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from enum import Enum
 
 import torch
 from slipstream.core.errors import UntrainableBatch
 from slipstream.core.settings.config import OffloadSection
-from slipstream.learner.trainer import Megatron
+from slipstream.learner.trainer.model.memory import DeviceMemory, Part
 from torch import Tensor
-
-
-class Part(Enum):
-    """A part of a model that can be moved to the host."""
-
-    PARAMETERS = "parameters"
-    # Gradients are needed from `zero_grad` to the optimizer's step only: they are dropped, not
-    # copied.
-    GRADIENTS = "gradients"
-    # Moments and master weights.
-    OPTIMIZER = "optimizer"
-
 
 # A storage on the host: its size in bytes on the device, and its contents, None if dropped.
 _Away = tuple[torch.UntypedStorage, int, Tensor | None]
 
 
-class HostMemory:
+class HostMemory(DeviceMemory):
     """Moves a model's parts to the device while they are used, and back to the host afterwards.
 
     `own` sets each part's tensors, once. Code that uses parts runs inside `resident`, which may be
@@ -46,7 +33,7 @@ class HostMemory:
         self._away: dict[Part, list[_Away]] = {}
 
     def own(self, tensors: Mapping[Part, Callable[[], Iterable[Tensor]]]) -> None:
-        """Sets for each part a function that returns the part's tensors, which may be replaced."""
+        """Takes the tensors of parts."""
         self._tensors.update(tensors)
 
     def offloads(self, part: Part) -> bool:
@@ -114,32 +101,3 @@ def _storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def parameters(chunks: Sequence[Megatron]) -> Iterator[Tensor]:
-    """Yields the parameters of all chunks, including frozen ones."""
-    for chunk in chunks:
-        yield from chunk.parameters()
-
-
-def gradient_buffers(chunks: Sequence[Megatron]) -> Iterator[Tensor]:
-    """Yields the flat buffers whose views are the gradients."""
-    for chunk in chunks:
-        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
-            yield buffer.grad_data
-
-
-def optimizer_state(optimizer: Megatron, chunks: Sequence[Megatron]) -> Iterator[Tensor]:
-    """Yields the optimizer's moments and master weights."""
-    yield from master_weights(optimizer, chunks)
-    for part in optimizer.chained_optimizers:
-        for state in () if part.is_stub_optimizer else part.optimizer.state.values():
-            yield from (value for value in state.values() if isinstance(value, Tensor))
-
-
-def master_weights(optimizer: Megatron, chunks: Sequence[Megatron]) -> Iterator[Tensor]:
-    """Yields the tensors that the optimizer updates, except those that are model parameters."""
-    theirs = {tensor.untyped_storage().data_ptr() for tensor in parameters(chunks)}
-    for part in optimizer.chained_optimizers:
-        for group in () if part.is_stub_optimizer else part.optimizer.param_groups:
-            yield from (p for p in group["params"] if p.untyped_storage().data_ptr() not in theirs)

@@ -13,8 +13,8 @@ from slipstream.learner.trainer.algorithms.loss import TokenLoss
 from slipstream.learner.trainer.batches.micro_batch import MicroBatch, to_device
 from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
 from slipstream.learner.trainer.model.attention_choice import log_attention_once
+from slipstream.learner.trainer.model.memory import Part
 from slipstream.learner.trainer.model.model import ParallelModel, TrainedModel
-from slipstream.learner.trainer.model.offload import Part
 from slipstream.learner.trainer.model.shares import masked_outputs
 from slipstream.learner.trainer.outputs.logprobs import (
     Projection,

@@ -15,7 +15,7 @@ from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.batches.micro_batch import MicroBatch
 from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
-from slipstream.learner.trainer.model.offload import Part
+from slipstream.learner.trainer.model.memory import Part
 from slipstream.learner.trainer.model.schedule import run_schedule
 from slipstream.learner.trainer.model.shares import batch_outputs, rank_micro_batches
 from slipstream.learner.trainer.opening import load_trained

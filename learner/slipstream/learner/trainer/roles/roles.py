@@ -24,24 +24,24 @@ from slipstream.core.types import ReferenceLogprobs
 from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.algorithms.sequences import ModelEstimates
 from slipstream.learner.trainer.batches.batch import Batch
+from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
 from slipstream.learner.trainer.checkpoints.stored_model import StoredModel
+from slipstream.learner.trainer.model.memory import Part
 from slipstream.learner.trainer.model.model import ParallelModel, Policy, TrainedModel
-from slipstream.learner.trainer.model.offload import Part
 from slipstream.learner.trainer.model.schedule import forward_logprobs
 from slipstream.learner.trainer.model.shares import batch_outputs
 from slipstream.learner.trainer.opening import load_frozen
+from slipstream.learner.trainer.part import StepPart
 from slipstream.learner.trainer.ranks.parallel import Ranks
 from slipstream.learner.trainer.roles.critic import Critic
+from slipstream.learner.trainer.stage_times import StageTimes
 from slipstream.learner.trainer.weights.export import hf_tensors
 from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Roles:
-    """The models that the algorithm needs besides the policy.
-
-    The methods `estimates` and `follow` are collective.
-    """
+class Roles(StepPart):
+    """The models that the algorithm needs besides the policy."""
 
     reference: Reference | PolicyWithoutAdapters | None = None
     refresh_every_steps: int = 0
@@ -49,11 +49,15 @@ class Roles:
     # Whether a server answers for the reference: trajectories then carry its log-probabilities.
     is_served: bool = False
 
-    def estimates(self, batch: Batch) -> list[ModelEstimates]:
+    def estimates(self, batch: Batch, stages: StageTimes) -> list[ModelEstimates]:
         """Returns the estimates for each trajectory; the same on every rank.
 
         If `is_served`, the batch must have passed `check_references`.
         """
+        with stages.measure("estimates"):
+            return self._estimates(batch)
+
+    def _estimates(self, batch: Batch) -> list[ModelEstimates]:
         nothing = [None] * len(batch.trajectories)
         known: Sequence[ReferenceLogprobs | None] = nothing
         if self.is_served:
@@ -81,14 +85,24 @@ class Roles:
                 found.append(StoredModel(name, model.chunks, optimizer, model.ranks.in_force))
         return found
 
-    def follow(self, policy: Policy, version_step: int) -> None:
-        """Copies the policy into the reference if a refresh is due at version `version_step`."""
+    def train(
+        self,
+        sequences: Sequence[TrainingSequence],
+        mini_batches: Sequence[Sequence[int]],
+        stages: StageTimes,
+    ) -> dict[str, float]:
+        """Trains the critic."""
+        if self.critic is None:
+            return {}
+        with stages.measure("critic"):
+            return self.critic.train(sequences, mini_batches)
+
+    def ends(self, policy: Policy, batch: Batch) -> dict[str, float]:
+        """Copies the policy into the reference if a refresh is due."""
         every = self.refresh_every_steps
-        if isinstance(self.reference, Reference) and every and version_step % every == 0:
+        if isinstance(self.reference, Reference) and every and (batch.step + 1) % every == 0:
             self.reference.refresh(policy)
-
-
-NO_ROLES = Roles()
+        return {}
 
 
 def open_roles(config: Config, policy: Policy) -> Roles:

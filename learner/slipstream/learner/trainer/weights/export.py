@@ -15,8 +15,8 @@ from slipstream.core.models.registry import TOWERS
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.lora_section import DELTA, FUSED, LATENT
 from slipstream.learner.trainer.checkpoints.disk_work import DiskWork, write_safetensors
+from slipstream.learner.trainer.model.memory import Part
 from slipstream.learner.trainer.model.model import Policy
-from slipstream.learner.trainer.model.offload import Part
 from slipstream.learner.trainer.weights.export_plan import VOCABULARY, exported_type, peft_name
 from slipstream.protocol.checkpoints import PARTIAL_SUFFIX, sync_folder
 from torch import Tensor

@@ -288,7 +288,9 @@ class Far:
 
     def ask(self, *, can_store: bool = True) -> trainer_pb2.StoreOrder | None:
         version = version_to_pb(self.scene.run.progress.version)
-        return self.publisher.order(trainer_pb2.NextRequest(version=version, can_store=can_store))
+        request = trainer_pb2.NextRequest(version=version, can_store=can_store)
+        directive = self.publisher.order(request)
+        return None if directive is None else directive.store
 
     def written(self, order: trainer_pb2.StoreOrder, **values: Any) -> list[str]:
         """The trainer's report; returns the manifests that are still needed."""

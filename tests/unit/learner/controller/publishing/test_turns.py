@@ -1,6 +1,7 @@
 """Engines rest while the learner trains on their device, as the controller orders it."""
 
 import asyncio
+import functools
 
 import pytest
 from slipstream.learner.controller.publishing.turns import EngineTurns, shares
@@ -54,7 +55,7 @@ class Scene:
 
     async def begin(self, *answering: ServerSession) -> list[fleet_pb2.Rest]:
         """Begins a step; these servers say at once that their engines rest."""
-        beginning = asyncio.create_task(self.turns.begin())
+        beginning = asyncio.create_task(self.turns.before_batch())
         await asyncio.sleep(0)
         orders = []
         for session in answering:
@@ -72,9 +73,9 @@ async def test_a_step_begins_when_all_engines_rest_and_its_end_wakes_them(turns,
     scene = Scene(turns)
     orders = await scene.begin(*scene.sessions)
     assert [order.give_back for order in orders] == [give_back, give_back]
-    scene.turns.end()
+    scene.turns.trainer_asks(())
     assert [sent(session) for session in scene.sessions] == [["wake"], ["wake"]]
-    scene.turns.end()
+    scene.turns.trainer_asks(())
     assert [sent(session) for session in scene.sessions] == [[], []]
 
 
@@ -87,24 +88,24 @@ async def test_the_time_of_leases_stands_still_while_an_engine_rests() -> None:
     assert counts() == [True, True]
     await scene.begin(*scene.sessions)
     assert counts() == [False, False]
-    scene.turns.end()
+    scene.turns.trainer_asks(())
     assert counts() == [True, True]
 
 
 async def test_nothing_rests_where_both_compute_at_the_same_time() -> None:
     scene = Scene("off")
     await scene.begin()
-    scene.turns.end()
+    scene.turns.trainer_asks(())
     assert [sent(session) for session in scene.sessions] == [[], []]
 
 
 async def test_a_server_that_is_sent_weights_now_is_woken_by_them() -> None:
     scene = Scene()
     await scene.begin(*scene.sessions)
-    scene.turns.end(keep=["a"])
+    scene.turns.trainer_asks(["a"])
     assert [sent(session) for session in scene.sessions] == [[], ["wake"]]
     # Had the publish come to nothing, this order alone would wake it.
-    scene.turns.end()
+    scene.turns.trainer_asks(())
     assert [sent(session) for session in scene.sessions] == [["wake"], []]
 
 
@@ -122,19 +123,19 @@ async def test_a_server_whose_engine_does_not_rest_in_time_is_sent_away() -> Non
 
 async def test_the_loss_of_a_server_ends_the_wait_for_it() -> None:
     scene = Scene()
-    beginning = asyncio.create_task(scene.turns.begin())
+    beginning = asyncio.create_task(scene.turns.before_batch())
     await asyncio.sleep(0)
     for session in scene.sessions:
         scene.fleet.remove(session, "its stream ended")
     async with asyncio.timeout(LIMIT_S):
         await beginning
-    scene.turns.end()
+    scene.turns.trainer_asks(())
 
 
 async def test_an_answer_to_an_earlier_order_does_not_count() -> None:
     scene = Scene(join_deadline_s=0.05)
     (first, _) = await scene.begin(*scene.sessions)
-    beginning = asyncio.create_task(scene.turns.begin())
+    beginning = asyncio.create_task(scene.turns.before_batch())
     await asyncio.sleep(0)
     scene.turns.rested(scene.sessions[0], fleet_pb2.Rested(number=first.number))
     await beginning
@@ -144,16 +145,16 @@ async def test_an_answer_to_an_earlier_order_does_not_count() -> None:
 async def test_engines_go_on_when_the_trainer_is_lost() -> None:
     scene = Scene()
     await scene.begin(*scene.sessions)
-    scene.turns.trainer_lost()
+    scene.turns.trainer_away()
     assert [sent(session) for session in scene.sessions] == [["wake"], ["wake"]]
 
 
 async def test_engines_give_their_memory_to_a_trainer_that_loads_again() -> None:
     scene = Scene("sleep")
-    scene.turns.trainer_lost()
+    scene.turns.trainer_away()
     assert [sent(session) for session in scene.sessions] == [["rest"], ["rest"]]
     # The new trainer asks for its first order.
-    scene.turns.end()
+    scene.turns.trainer_asks(())
     assert [sent(session) for session in scene.sessions] == [["wake"], ["wake"]]
 
 
@@ -162,7 +163,7 @@ async def test_a_server_that_reads_storage_takes_no_turns() -> None:
     near, far = scene.sessions
     far.hello.from_storage = True
     await scene.begin(near)
-    scene.turns.end()
+    scene.turns.trainer_asks(())
     assert [sent(near), sent(far)] == [["wake"], []]
 
 
@@ -174,8 +175,8 @@ async def test_engines_without_weights_and_those_that_leave_give_their_memory_ba
     joining, (stale, leaving) = joined(scene.fleet, "c"), scene.sessions
     stale.on(ServerEvent.FAILED)
     leaving.on(ServerEvent.DRAIN)
-    scene.turns.trainer_lost()
-    beginning = asyncio.create_task(scene.turns.begin())
+    scene.turns.trainer_away()
+    beginning = asyncio.create_task(scene.turns.before_batch())
     await asyncio.sleep(0)
     # Once for the trainer that loads, once for its step.
     assert [sent(session) for session in (joining, stale, leaving)] == [2 * rests] * 3
@@ -187,7 +188,8 @@ async def test_a_server_that_joins_in_the_turn_of_the_learner_gives_its_memory_b
     scene = Scene(turns)
     orders = []
     # It lasts from the loss of a trainer until the next one asks for its first order.
-    for name, event in (("a", scene.turns.trainer_lost), ("b", scene.turns.end), ("c", nothing)):
+    asks = functools.partial(scene.turns.trainer_asks, ())
+    for name, event in (("a", scene.turns.trainer_away), ("b", asks), ("c", nothing)):
         session = joined(scene.fleet, f"new-{name}")
         scene.turns.joined(session)
         orders.append(sent(session))
@@ -233,7 +235,7 @@ async def test_by_default_engines_on_the_learners_gpus_rest_and_no_others(rank, 
     for _ in range(2):
         orders = await scene.begin(*resting)
         assert [order.give_back for order in orders] == [False] * len(resting)
-        scene.turns.end()
+        scene.turns.trainer_asks(())
         found = [sent(session) for session in scene.sessions]
         assert found == [["wake"] if each in resting else [] for each in scene.sessions]
     assert list(filter(scene.turns.are_taken_by, scene.sessions)) == resting

@@ -43,13 +43,6 @@ class OneBatch:
         return Trained(FormedBatch(report.step, "b000000", ()), PolicyVersion(0, 1), again=False)
 
 
-class NoTurns:
-    """The turns of a run in which no engine ever rests."""
-
-    async def stop(self) -> None:
-        pass
-
-
 class FirstTrainer:
     """The context of a call by the trainer with epoch 1."""
 
@@ -65,8 +58,7 @@ def orders_of(run: Run) -> TrainerOrders:
         ),
         OneBatch(),
         None,
-        stored=None,
-        turns=NoTurns(),
+        parts=(),
         evaluations_done=lambda: False,
     )
 

@@ -1,0 +1,71 @@
+"""Makes the parts of a trainer that the settings ask for; the modules of others stay unimported."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from slipstream.core.settings.config import Config
+from slipstream.learner.trainer.batches.batch import Batch
+from slipstream.learner.trainer.controller_client import ControllerClient
+from slipstream.learner.trainer.model.model import Policy
+from slipstream.learner.trainer.part import StepPart
+from slipstream.learner.trainer.weights.published import Published
+
+if TYPE_CHECKING:
+    from slipstream.learner.trainer.layers.prefix_sharing import PrefixSharing
+    from slipstream.learner.trainer.weights.version_writer import VersionWriter
+
+
+def step_parts(config: Config, policy: Policy) -> list[StepPart]:
+    """Returns the parts that take part in steps, with the models that they load; collective.
+
+    Raises ConfigError for a model or a setting that cannot work.
+    """
+    found: list[StepPart] = []
+    if config.debug.profile.start_step is not None:
+        from slipstream.learner.trainer.profile_window import ProfileWindow
+
+        folder = config.run_dir / "profile"
+        found.append(ProfileWindow(config.debug.profile, folder, rank=policy.ranks.rank))
+    if policy.sharing is not None:
+        found.append(_SharedWork(policy.sharing))
+    if config.needs_reference or config.roles:
+        from slipstream.learner.trainer.roles.roles import open_roles
+
+        found.append(open_roles(config, policy))
+    if config.algorithm.router_replay != "off":
+        found.append(_Routing())
+    return found
+
+
+def open_writer(
+    config: Config, policy: Policy, published: Published, client: ControllerClient
+) -> VersionWriter | None:
+    """Returns the writer of versions to storage; None without `weights.storage_url`."""
+    if config.weights.storage_url is None:
+        return None
+    from slipstream.learner.trainer.weights.version_writer import VersionWriter
+
+    return VersionWriter(published, config.weights, ranks=policy.ranks, client=client)
+
+
+class _SharedWork(StepPart):
+    """Counts the work that shared prefixes save."""
+
+    def __init__(self, sharing: PrefixSharing) -> None:
+        self._sharing = sharing
+
+    def begins(self) -> None:
+        self._sharing.begin_step()
+
+    def ends(self, policy: Policy, batch: Batch) -> dict[str, float]:
+        return {"shared_tokens": float(self._sharing.saved.tokens)}
+
+
+class _Routing(StepPart):
+    """Compares the experts that the routers chose with those that the engine recorded."""
+
+    def ends(self, policy: Policy, batch: Batch) -> dict[str, float]:
+        from slipstream.learner.trainer.layers.router_replay import routing_metrics
+
+        return routing_metrics(policy.chunks, policy.ranks, batch.unrecorded_fraction)

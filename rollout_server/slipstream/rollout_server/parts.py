@@ -1,0 +1,89 @@
+"""Opens the parts of a server that the settings ask for; the modules of others stay unimported."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+from functools import partial
+from typing import TYPE_CHECKING
+
+import grpc.aio
+from slipstream.core.configuration.config_file import vocabulary_size
+from slipstream.core.run_folder import FETCHED
+from slipstream.core.settings.config import Config
+from slipstream.core.types import ServerId
+from slipstream.protocol.access.security import Credentials, redis_url_of
+from slipstream.protocol.queue.base import TrajectorySender
+from slipstream.rollout_server.episodes.play import Spans
+from slipstream.rollout_server.fetches import Fetches, OpenFetches
+
+if TYPE_CHECKING:
+    from slipstream.rollout_server.reference_server import ReferenceServer
+
+
+async def open_sender(
+    stack: AsyncExitStack,
+    config: Config,
+    channel: grpc.aio.Channel,
+    credentials: Credentials,
+    run_id: str,
+) -> TrajectorySender:
+    """Returns the sender of trajectories, which `stack` closes."""
+    queue = config.queue
+    if queue.kind == "redis":
+        from slipstream.protocol.queue.redis import RedisSender
+
+        url = redis_url_of(queue, "rollout_server")
+        return await stack.enter_async_context(RedisSender(url, run_id, queue.max_bytes))
+    from slipstream.protocol.queue.grpc import GrpcSender
+
+    return await stack.enter_async_context(
+        GrpcSender(channel, credentials, queue.max_bytes, run_id=run_id)
+    )
+
+
+def open_traces(stack: AsyncExitStack, config: Config, server: ServerId, run_id: str) -> Spans:
+    """Returns the sender of spans, which `stack` closes; sends none without a URL for them."""
+    url = config.tracking.traces_url
+    if url is None:
+        return Spans()
+    # OpenTelemetry takes a third of a second to import.
+    from slipstream.protocol.traces import Traces
+    from slipstream.rollout_server.episodes.server_traces import ServerTraces
+
+    traces = Traces(url, run_id, "rollout_server", server)
+    stack.push_async_callback(traces.aclose)
+    return ServerTraces(traces, server)
+
+
+def open_reference(stack: AsyncExitStack, config: Config) -> ReferenceServer | None:
+    """Returns the connection to the reference model's server, which `stack` closes.
+
+    Returns None if the settings name no such server. Raises ConfigError if the file of its API
+    key cannot be read.
+    """
+    section = config.reference
+    if section is None or section.server is None:
+        return None
+    from slipstream.rollout_server.reference_server import ReferenceServer
+
+    opened = ReferenceServer(
+        section.server,
+        top_k=section.top_k,
+        vocab_size=vocabulary_size(config),
+        max_tokens=config.sampling.max_episode_tokens,
+    )
+    stack.push_async_callback(opened.aclose)
+    return opened
+
+
+def open_fetches(config: Config, server: ServerId) -> OpenFetches:
+    """Returns what opens the orders to fetch of each session.
+
+    Raises ConfigError if the storage cannot be opened.
+    """
+    if config.rollout_server.weights_from != "storage":
+        return Fetches
+    from slipstream.rollout_server.stored_weights import FetchOrders, StoredWeights
+
+    stored = StoredWeights(config.weights, config.run_dir / FETCHED / server)
+    return partial(FetchOrders, stored)
