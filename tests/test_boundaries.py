@@ -27,7 +27,7 @@ LAYERS = {
 }
 # The controller's modules and folders from the ground up: each imports only what stands before it.
 STAIRS = (
-    *("events", "loop_clock", "run_traces", "run"),
+    *("events", "loop_clock", "run", "run_traces"),
     *("servers", "records", "tasks", "leasing", "trajectories"),
     *("part", "publishing", "loop", "evaluation"),
     *(

@@ -40,7 +40,7 @@ from slipstream.core.settings.config import Config, address_parts
 from slipstream.core.types import ServerId
 from slipstream.protocol.access.exposure import narrow_sockets
 from slipstream.protocol.weights.nccl_group import set_nccl_environment
-from slipstream.protocol.weights.storage import check_storage
+from slipstream.protocol.weights.transports import check_storage
 from slipstream.rollout_server import process
 from slipstream.rollout_server.engine_interface import EngineDied
 from slipstream.rollout_server.episodes.worker_process import WorkerLimits

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from slipstream.client.launch.checks import Stage, require
 from slipstream.client.launch.children import first_failed, show_lines, start_child, stop_signal
@@ -66,8 +67,9 @@ from slipstream.core.run_folder import BATCHES, CHECKPOINTS, JOURNAL, log_path
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.rank_layout import RankLayout
 from slipstream.protocol.access.security import Credentials, without_password
-from slipstream.protocol.queue.embedded import EmbeddedServer
-from slipstream.protocol.queue.redis_connection import USERS
+
+if TYPE_CHECKING:
+    from slipstream.protocol.queue.embedded import EmbeddedServer
 
 REPLAY = "slipstream.learner.trainer.replay"
 EXPORT = "slipstream.learner.trainer.export_checkpoint"
@@ -141,6 +143,8 @@ async def _carry_out(
         stack.enter_context(hold_run_folder(config, node_rank=share.node_rank))
         queue = None
         if share.servers and scene.has_own_queue:
+            from slipstream.protocol.queue.embedded import EmbeddedServer
+
             queue = await stack.enter_async_context(EmbeddedServer(config.run_dir / "redis"))
             config = _with_queue(config, queue)
         credentials = Credentials.load(config.security)
@@ -386,6 +390,8 @@ def learner_overrides(master: str | None) -> list[str]:
 
 
 def _with_queue(config: Config, server: EmbeddedServer) -> Config:
+    from slipstream.protocol.queue.redis_connection import USERS
+
     table = config.model_dump(mode="json", exclude_none=True)
     table["queue"]["redis_url"] = server.address
     for end, user in USERS.items():

@@ -30,7 +30,6 @@ from slipstream.protocol.access.security import (
     open_channel,
     redis_url_of,
 )
-from slipstream.protocol.queue.redis_connection import USERS, RedisConnection, check_settings
 from slipstream.protocol.setup import Answer, describe_setup, differences, holds_mark
 from slipstream.v1 import status_pb2, status_pb2_grpc
 
@@ -228,6 +227,8 @@ async def check_queue(scene: Scene) -> list[Finding]:
     config, patience_s = scene.config, scene.connect_timeout_s
     if config.queue.kind != "redis" or config.queue.redis_url is None:
         return []
+    from slipstream.protocol.queue.redis_connection import USERS
+
     if not scene.parts:
         return [await _try_end(config, end) for end in USERS]
     ends = [end for end in USERS if end in scene.parts]
@@ -239,6 +240,8 @@ async def ask_queue(config: Config, end: QueueEnd, *, patience_s: float) -> str:
 
     Raises ConfigError if that user may not write, or if no server answers within `patience_s`.
     """
+    from slipstream.protocol.queue.redis_connection import USERS, RedisConnection
+
     url = redis_url_of(config.queue, end)
     connection = RedisConnection(url, "probe", reconnect_timeout_s=patience_s)
     try:
@@ -250,6 +253,8 @@ async def ask_queue(config: Config, end: QueueEnd, *, patience_s: float) -> str:
 
 
 async def _try_end(config: Config, end: QueueEnd) -> Finding:
+    from slipstream.protocol.queue.redis_connection import RedisConnection, check_settings
+
     who, own = end.replace("_", " "), config.queue.user_of(end)
     area = f"queue, {who}"
     if own is not None and not own.password_file.exists():

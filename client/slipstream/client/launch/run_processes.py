@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import signal
 from collections.abc import Awaitable, Mapping
+from typing import TYPE_CHECKING
 
 import grpc.aio
 from slipstream.client.launch.children import (
@@ -33,8 +34,10 @@ from slipstream.core.machine.owned_folder import remove_abandoned
 from slipstream.core.run_folder import LOGS, log_path
 from slipstream.core.settings.config import Config
 from slipstream.protocol.access.security import Credentials, call_metadata, open_channel
-from slipstream.protocol.queue.embedded import EmbeddedServer
 from slipstream.v1 import status_pb2, status_pb2_grpc
+
+if TYPE_CHECKING:
+    from slipstream.protocol.queue.embedded import EmbeddedServer
 
 # Seconds without a line before one says why the run waits; doubled for each next line, to a limit.
 FIRST_S = 20.0

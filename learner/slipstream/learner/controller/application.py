@@ -7,6 +7,7 @@ import os
 import secrets
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import grpc.aio
@@ -165,7 +166,7 @@ class Controller:
             journal = stack.enter_context(Journal(folder / JOURNAL))
             history = begin(journal, folder / JOURNAL, self._run)
             if self._config.tracking.traces_url is not None:
-                stack.push_async_callback(self._open_traces(self._config.tracking.traces_url))
+                self._open_traces(stack, self._config.tracking.traces_url)
             self._environments.restore(history)
             recorder = await open_recorder(self._config, self._run.events)
             stack.callback(recorder.close)
@@ -224,12 +225,14 @@ class Controller:
             parts.trainer.place.close()
         return 1 if self._progress.has_failed else 0
 
-    def _open_traces(self, url: str) -> Callable[[], Coroutine[Any, Any, None]]:
+    def _open_traces(self, stack: AsyncExitStack, url: str) -> None:
         # OpenTelemetry takes a third of a second to import.
+        from slipstream.learner.controller.run_traces import RunTraces
         from slipstream.protocol.traces import Traces
 
-        self._run.traces.traces = traces = Traces(url, self._progress.run_id, "controller")
-        return traces.aclose
+        traces = Traces(url, self._progress.run_id, "controller")
+        stack.push_async_callback(traces.aclose)
+        self._run = replace(self._run, traces=RunTraces(traces))
 
     def _metrics(self) -> AbstractAsyncContextManager[None]:
         # The library takes a third of a second to import.

@@ -1,4 +1,4 @@
-"""The controller's spans, if the run sends traces."""
+"""The controller's spans."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from slipstream.core.types import GroupId, Purpose, Trajectory
+from slipstream.learner.controller.run import RunSpans
 
 if TYPE_CHECKING:
     from slipstream.protocol.traces import Traces
@@ -15,32 +16,30 @@ if TYPE_CHECKING:
 MAX_GROUPS = 65_536
 
 
-class RunTraces:
+class RunTraces(RunSpans):
     """Sends tracing spans of each group, from its lease to its step, and of each publish.
 
     A rollout server adds its own spans to the same traces: episodes, calls, deliveries, loads of
-    weights. While `traces` is None all methods do nothing; the application may set `traces` before
-    the first lease.
+    weights.
     """
 
-    def __init__(self) -> None:
-        self.traces: Traces | None = None
+    def __init__(self, traces: Traces) -> None:
+        self._traces = traces
         # Unix times of the first lease and of the completion.
         self._leased: dict[GroupId, float] = {}
         self._complete: dict[GroupId, float] = {}
 
     def leased(self, group_id: GroupId) -> None:
         """Stores the time of a group's first lease."""
-        if self.traces is not None:
-            _keep(self._leased, group_id)
+        _keep(self._leased, group_id)
 
     def arrived(self, trajectory: Trajectory) -> None:
         """Sends a span of no duration for the arrival of a training trajectory."""
-        if self.traces is None or trajectory.purpose is not Purpose.TRAINING:
+        if trajectory.purpose is not Purpose.TRAINING:
             return
         attempt = f"{trajectory.member}.{trajectory.attempt}"
         now_s = time.time()
-        self.traces.span(
+        self._traces.span(
             f"group/{trajectory.group_id}",
             "arrival",
             f"arrival/{attempt}.{trajectory.server_epoch:x}",
@@ -51,8 +50,7 @@ class RunTraces:
 
     def completed(self, group_id: GroupId) -> None:
         """Stores the time at which a group became complete and began to wait for its batch."""
-        if self.traces is not None:
-            _keep(self._complete, group_id)
+        _keep(self._complete, group_id)
 
     def stepped(
         self,
@@ -66,9 +64,7 @@ class RunTraces:
 
         The step made `version`. It lasted from `begin_s` to `end_s`, in Unix seconds.
         """
-        traces = self.traces
-        if traces is None:
-            return
+        traces = self._traces
         step, links = f"step/{version}", []
         of_version: dict[str, str | int] = {"slipstream.version": version}
         for group_id, environment, task_index in groups:
@@ -99,16 +95,15 @@ class RunTraces:
 
         `error` is "" if the publish succeeded.
         """
-        if self.traces is not None:
-            self.traces.span(
-                f"publish/{publish_id}",
-                "publish",
-                "",
-                begin_s=begin_s,
-                attributes={"slipstream.version": version, "slipstream.bytes": num_bytes},
-                error=error,
-                links=[f"step/{version}"],
-            )
+        self._traces.span(
+            f"publish/{publish_id}",
+            "publish",
+            "",
+            begin_s=begin_s,
+            attributes={"slipstream.version": version, "slipstream.bytes": num_bytes},
+            error=error,
+            links=[f"step/{version}"],
+        )
 
 
 def _keep(times: dict[GroupId, float], group_id: GroupId) -> None:

@@ -28,7 +28,7 @@ from slipstream.core.machine.process import flush_output
 from slipstream.core.run_folder import LOCKS
 from slipstream.core.settings.config import Config
 from slipstream.learner.trainer.preload import preload
-from slipstream.protocol.weights.storage import check_storage
+from slipstream.protocol.weights.transports import check_storage
 
 if TYPE_CHECKING:
     from slipstream.learner.trainer.controller_client import ControllerClient

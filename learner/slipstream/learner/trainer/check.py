@@ -12,7 +12,7 @@ from slipstream.core.configuration.roles import named, role_settings
 from slipstream.core.errors import USAGE_ERROR, ConfigError
 from slipstream.core.settings.config import Config
 from slipstream.learner.trainer.ranks import compat, cpu
-from slipstream.protocol.weights.storage import check_storage
+from slipstream.protocol.weights.transports import check_storage
 
 
 def main() -> int:

@@ -23,7 +23,6 @@ from slipstream.learner.trainer.checkpoints.starting_weights import (
 )
 from slipstream.learner.trainer.checkpoints.stored_model import POLICY, StoredModel
 from slipstream.learner.trainer.flops import model_sizes
-from slipstream.learner.trainer.layers.router_replay import replay_routers
 from slipstream.learner.trainer.model.memory import (
     DeviceMemory,
     Part,
@@ -77,7 +76,11 @@ def open_policy(
 
     def change(chunks: list[Megatron]) -> list[Megatron]:
         chunks = adapt(chunks)
-        return chunks if config.algorithm.router_replay == "off" else replay_routers(chunks)
+        if config.algorithm.router_replay == "off":
+            return chunks
+        from slipstream.learner.trainer.layers.router_replay import replay_routers
+
+        return replay_routers(chunks)
 
     model = load_trained(config, ranks, change=change, load_weights=load_weights)
     held = NamedAdapters(

@@ -135,9 +135,3 @@ class Until:
             raise WeightSyncError(f"{what}: abandoned")
         if time.monotonic() >= self.deadline_s:
             raise WeightSyncError(f"{what}: not done within {self.limit_s:g} s ({LIMIT})")
-
-
-def check_storage(url: str | None) -> None:
-    """Raises ConfigError when fsspec cannot open `url`; sends no request to the storage."""
-    if url is not None:
-        Storage(url)

@@ -93,3 +93,11 @@ def _check_one_host(places: Mapping[str, Place], on_cpu: list[str]) -> None:
             f"weights.transport ipc joins either GPUs or CPUs, but {on_cpu[0]} computes on the "
             "CPU: set gloo"
         )
+
+
+def check_storage(url: str | None) -> None:
+    """Raises ConfigError when fsspec cannot open `url`; sends no request to the storage."""
+    if url is not None:
+        from slipstream.protocol.weights.storage import Storage
+
+        Storage(url)

@@ -15,9 +15,30 @@ import torch
 from slipstream.learner.trainer.batches.images import ImageInputs
 from slipstream.learner.trainer.batches.micro_batch import MicroBatch, Paths
 from slipstream.learner.trainer.batches.planner import round_up
-from slipstream.learner.trainer.batches.prefix_tree import Bundle, Segment
 from slipstream.learner.trainer.batches.token_fields import TOKEN_FIELDS
 from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """Positions `start` to `end` of sequence `index`, which other sequences may share.
+
+    `parent` is the index, in the bundle, of the previous segment on the path, or None at the
+    beginning of a sequence. Only the sequence `index` trains any of these positions.
+    """
+
+    index: int
+    start: int
+    end: int
+    parent: int | None = None
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+
+# Segments of one bundle; a parent comes before its children, so that the segments of each sequence
+# are in order.
+Bundle = list[Segment]
 
 
 def build_micro_batch(

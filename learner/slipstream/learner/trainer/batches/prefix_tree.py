@@ -17,31 +17,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from slipstream.learner.trainer.batches.packing import Bundle, Segment
 from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
 
 _MANY = 2**63
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Positions `start` to `end` of sequence `index`, which other sequences may share.
-
-    `parent` is the index, in the bundle, of the previous segment on the path, or None at the
-    beginning of a sequence. Only the sequence `index` trains any of these positions.
-    """
-
-    index: int
-    start: int
-    end: int
-    parent: int | None = None
-
-    def __len__(self) -> int:
-        return self.end - self.start
-
-
-# Segments of one bundle; a parent comes before its children, so that the segments of each sequence
-# are in order.
-Bundle = list[Segment]
 
 
 class SavedWork(NamedTuple):

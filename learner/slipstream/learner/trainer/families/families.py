@@ -31,7 +31,7 @@ from slipstream.learner.trainer.families.mappings import (
     scale_embeddings,
     shared_expert,
 )
-from slipstream.learner.trainer.layers.router_replay import choose_groups_by_best
+from slipstream.learner.trainer.layers.routers import choose_groups_by_best
 from transformers import (
     DeepseekV2ForCausalLM,
     DeepseekV3ForCausalLM,

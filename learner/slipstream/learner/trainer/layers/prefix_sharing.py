@@ -7,7 +7,7 @@ the end, which every kernel for packed sequences supports. The gradient of a key
 its copies.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any
@@ -16,9 +16,23 @@ import torch
 from slipstream.core.settings.config import LearnerSection
 from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.batches.micro_batch import MicroBatch, Paths
-from slipstream.learner.trainer.batches.prefix_tree import SavedWork
-from slipstream.learner.trainer.layers.router_losses import has_router_losses
+from slipstream.learner.trainer.batches.packing import Bundle
+from slipstream.learner.trainer.batches.planner import plan_micro_batches
+from slipstream.learner.trainer.batches.prefix_tree import (
+    PrefixTree,
+    SavedWork,
+    num_squares,
+    num_tokens,
+    saved_by,
+)
+from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
+from slipstream.learner.trainer.layers.routers import has_router_losses
 from torch import Tensor
+
+# Bundles take at most a micro batch divided by one of these numbers.
+_BUNDLE_DIVISORS = (1, 2, 4, 8)
+# A micro batch costs its tokens and the largest micro batch's tokens divided by this number.
+_LAUNCH_DIVISOR = 32
 
 
 class MaskType(Enum):
@@ -50,7 +64,51 @@ class PrefixSharing:
         """Counts the saved work from 0."""
         self.saved = SavedWork()
 
-    def note(self, saved: SavedWork) -> None:
+    def plan(
+        self,
+        sequences: Sequence[TrainingSequence],
+        members: Sequence[int],
+        *,
+        max_tokens: int,
+        dp_size: int,
+        multiple: int,
+        attention_length: float,
+    ) -> list[list[list[Bundle]]] | None:
+        """Returns the bundles of each micro batch of each replica; None if nothing can be shared.
+
+        Long bundles share most; short bundles fill micro batches and replicas evenly. So several
+        limits of a bundle's length are tried, and the plan with the least work is returned. The
+        work that the plan saves is added to `saved`.
+        """
+        tree = PrefixTree(sequences, members, min_shared=self.min_tokens)
+        if not tree.share:
+            return None
+        found = []
+        for parts in _BUNDLE_DIVISORS:
+            made = tree.bundles(max_tokens // parts)
+            sizes = [num_tokens(bundle) for bundle in made]
+            plan = plan_micro_batches(
+                sizes,
+                max_tokens=max_tokens,
+                dp_size=dp_size,
+                multiple=multiple,
+                attention_length=attention_length,
+                squares=[num_squares(bundle) for bundle in made],
+            )
+            work = max(
+                sum(
+                    sum(sizes[place] for place in places) + max_tokens // _LAUNCH_DIVISOR
+                    for places in bins
+                )
+                for bins in plan
+            )
+            chosen = [[[made[place] for place in places] for places in bins] for bins in plan]
+            found.append((work, parts, chosen, saved_by(sequences, members, made)))
+        _, _, best, saved = min(found, key=lambda one: one[:2])
+        self._note(saved)
+        return best
+
+    def _note(self, saved: SavedWork) -> None:
         """Adds the work that sharing saves in one mini-batch to the attribute `saved`."""
         self.saved = SavedWork(self.saved.tokens + saved.tokens, self.saved.squares + saved.squares)
 

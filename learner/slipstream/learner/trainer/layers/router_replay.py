@@ -8,17 +8,15 @@ still come from the trainer's router, which is therefore trained. Source: rollou
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from slipstream.core.errors import RunFailed
 from slipstream.learner.trainer import Megatron
+from slipstream.learner.trainer.layers.routers import Choice, GroupsByBest, sparse_layers
 from slipstream.learner.trainer.ranks.parallel import Ranks
 from torch import Tensor
-
-# Megatron's choice: (scores, top_k, num_groups, group_topk) -> (chosen scores, expert ids).
-_Choice = Callable[..., tuple[Tensor, Tensor]]
 
 
 class LayerReplay:
@@ -54,7 +52,7 @@ class LayerReplay:
         topk: int,
         num_groups: int | None = None,
         group_topk: int | None = None,
-        default_compute_topk: _Choice | None = None,
+        default_compute_topk: Choice | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Returns scores and ids of the chosen experts, both [tokens, top_k].
 
@@ -106,44 +104,6 @@ class LayerReplay:
 
     def _leave(self, *_: object) -> None:
         self._expert_ids, self._is_inside = None, False
-
-
-class GroupsByBest:
-    """Group-limited routing that ranks each group of experts by its best expert.
-
-    It replaces Megatron's `RouterReplay`, of which routers call only `get_replay_topk`.
-    """
-
-    def get_replay_topk(
-        self,
-        scores: Tensor,
-        topk: int,
-        num_groups: int | None = None,
-        group_topk: int | None = None,
-        default_compute_topk: _Choice | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Returns scores and ids of the chosen experts, both [tokens, top_k]."""
-        assert num_groups is not None
-        assert group_topk is not None
-        by_group = scores.view(len(scores), num_groups, -1)
-        chosen = by_group.amax(-1).topk(group_topk, dim=-1).indices
-        is_chosen = torch.zeros(by_group.shape[:2], dtype=torch.bool, device=scores.device)
-        is_chosen = is_chosen.scatter(1, chosen, True)[:, :, None]
-        found = by_group.masked_fill(~is_chosen, -torch.inf).flatten(1).topk(topk, dim=-1)
-        return found.values, found.indices
-
-
-def choose_groups_by_best(chunks: list[Megatron]) -> list[Megatron]:
-    """Makes a model's routers choose groups by their best expert; returns `chunks`."""
-    for chunk in chunks:
-        for layer in sparse_layers(chunk):
-            layer.mlp.router.router_replay = GroupsByBest()
-    return chunks
-
-
-def sparse_layers(chunk: Megatron) -> list[Megatron]:
-    """Returns the layers of `chunk` with experts, as the first layers of some models are dense."""
-    return [layer for layer in chunk.decoder.layers if hasattr(layer.mlp, "router")]
 
 
 def replay_routers(chunks: list[Megatron]) -> list[Megatron]:

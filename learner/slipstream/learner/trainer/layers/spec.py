@@ -23,7 +23,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from slipstream.learner.trainer import Megatron
-from slipstream.learner.trainer.layers import equal_layers, mlp_parts
+from slipstream.learner.trainer.layers import mlp_parts
 from slipstream.learner.trainer.layers.attention import CoreAttention
 from slipstream.learner.trainer.layers.experts import GroupedExperts
 from slipstream.learner.trainer.layers.norms import (
@@ -60,6 +60,8 @@ def layer_spec(config: Megatron, vp_stage: int | None = None) -> Megatron:
             mlp_parts(layer.submodules).experts = GroupedExperts
         _place_norms(layer.submodules, config, norm)
     if is_equal:
+        from slipstream.learner.trainer.layers import equal_layers
+
         equal_layers.install()
         norm = equal_layers.SumNorm
         block.layer_specs = [copy.deepcopy(layer) for layer in block.layer_specs]

@@ -20,7 +20,7 @@ from slipstream.core.settings.config import Config, LearnerSection
 from slipstream.core.settings.rank_layout import RankLayout
 from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.layers import rotary
-from slipstream.learner.trainer.layers.router_losses import count_tokens_once, has_router_losses
+from slipstream.learner.trainer.layers.routers import count_tokens_once, has_router_losses
 from slipstream.learner.trainer.ranks import compat
 
 # Divisor of a rank's share of the vocabulary, where the vocabulary is padded.

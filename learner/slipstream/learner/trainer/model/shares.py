@@ -10,13 +10,6 @@ from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.batches.micro_batch import MicroBatch, share_of_rank, zigzag
 from slipstream.learner.trainer.batches.packing import build_micro_batch, build_tree_micro_batch
 from slipstream.learner.trainer.batches.planner import plan_micro_batches, round_up
-from slipstream.learner.trainer.batches.prefix_tree import (
-    Bundle,
-    PrefixTree,
-    num_squares,
-    num_tokens,
-    saved_by,
-)
 from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
 from slipstream.learner.trainer.model.model import ParallelModel
 from torch import Tensor
@@ -24,11 +17,6 @@ from torch import Tensor
 # Function from this replica's micro batches to one tensor [tokens] each on the last pipeline stage,
 # and [] on the other stages.
 Forward = Callable[[Sequence[MicroBatch]], Sequence[Tensor]]
-
-# Bundles take at most a micro batch divided by one of these numbers.
-_BUNDLE_DIVISORS = (1, 2, 4, 8)
-# A micro batch costs its tokens and the largest micro batch's tokens divided by this number.
-_LAUNCH_DIVISOR = 32
 
 
 def batch_outputs(
@@ -109,7 +97,16 @@ def _packed(
 ) -> list[MicroBatch]:
     """Returns this replica's micro batches, not yet split over context parallel ranks."""
     ranks, limit = model.ranks, max_tokens * model.ranks.cp_size
-    shared = _shared_plan(model, sequences, members, max_tokens=limit)
+    shared = None
+    if model.sharing is not None:
+        shared = model.sharing.plan(
+            sequences,
+            members,
+            max_tokens=limit,
+            dp_size=ranks.dp_size,
+            multiple=model.micro_batch_multiple,
+            attention_length=model.attention_length,
+        )
     if shared is None:
         plan = plan_micro_batches(
             [round_up(len(sequences[index]), model.sequence_multiple) for index in members],
@@ -131,50 +128,6 @@ def _packed(
         build_tree_micro_batch(sequences, bundles, multiple=model.token_multiple)
         for bundles in shared[ranks.dp_rank]
     ]
-
-
-def _shared_plan(
-    model: ParallelModel,
-    sequences: Sequence[TrainingSequence],
-    members: Sequence[int],
-    *,
-    max_tokens: int,
-) -> list[list[list[Bundle]]] | None:
-    """Returns the bundles of each micro batch of each replica, or None if nothing can be shared.
-
-    Long bundles share most; short bundles fill micro batches and replicas evenly. So several limits
-    of a bundle's length are tried, and the plan with the least work is returned. The work that the
-    plan saves is added to `model.sharing`.
-    """
-    if model.sharing is None:
-        return None
-    tree = PrefixTree(sequences, members, min_shared=model.sharing.min_tokens)
-    if not tree.share:
-        return None
-    found = []
-    for parts in _BUNDLE_DIVISORS:
-        made = tree.bundles(max_tokens // parts)
-        sizes = [num_tokens(bundle) for bundle in made]
-        plan = plan_micro_batches(
-            sizes,
-            max_tokens=max_tokens,
-            dp_size=model.ranks.dp_size,
-            multiple=model.micro_batch_multiple,
-            attention_length=model.attention_length,
-            squares=[num_squares(bundle) for bundle in made],
-        )
-        work = max(
-            sum(
-                sum(sizes[place] for place in places) + max_tokens // _LAUNCH_DIVISOR
-                for places in bins
-            )
-            for bins in plan
-        )
-        chosen = [[[made[place] for place in places] for places in bins] for bins in plan]
-        found.append((work, parts, chosen, saved_by(sequences, members, made)))
-    _, _, best, saved = min(found, key=lambda one: one[:2])
-    model.sharing.note(saved)
-    return best
 
 
 def _with_unpredicted(part: TokenSequence, found: LogprobArray) -> LogprobArray:

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from slipstream.learner.trainer import Megatron
-from slipstream.learner.trainer.layers.engine_kernels import engine_kernels
 from slipstream.learner.trainer.outputs import logits
 from slipstream.learner.trainer.outputs.logits import LogitColumns, Sums
 from torch import Tensor
@@ -189,6 +188,8 @@ class _Part:
     def logits(self, hidden: Tensor) -> Tensor:
         """Returns the logits [len(hidden), width], raw for fused kernels, otherwise prepared."""
         if self._projection.has_engine_bits:
+            from slipstream.learner.trainer.layers.engine_kernels import engine_kernels
+
             found = engine_kernels().logits(hidden, self._weight, self._dtype)
         elif self._dtype == self._weight.dtype:
             found = F.linear(hidden, self._weight)
@@ -204,6 +205,8 @@ class _Part:
 
         They are bit for bit equal to the engine's log-probabilities; `found` are the logits.
         """
+        from slipstream.learner.trainer.layers.engine_kernels import engine_kernels
+
         rows = targets if targets.dim() > 1 else targets[:, None]
         tokens = found[:, : self.num_tokens]
         return engine_kernels().token_logprobs(tokens, rows).view(targets.shape)

@@ -1,0 +1,96 @@
+"""Routers of experts: choices of groups by their best expert, and losses that count no padding.
+
+The losses act alike in every parallel layout. Megatron multiplies such a loss by the tokens of one
+rank and by the number of ranks that share a micro batch. That is the number of its tokens only
+while none of them is padding.
+"""
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from slipstream.learner.trainer import Megatron
+from torch import Tensor
+
+# Megatron's choice: (scores, top_k, num_groups, group_topk) -> (chosen scores, expert ids).
+Choice = Callable[..., tuple[Tensor, Tensor]]
+
+
+def has_router_losses(settings: Megatron) -> bool:
+    """Returns whether `settings`, Megatron's settings of a model, give its routers a loss."""
+    return bool(np.any(settings.moe_aux_loss_coeff) or settings.moe_z_loss_coeff)
+
+
+def count_tokens_once(chunks: list[Megatron]) -> list[Megatron]:
+    """Makes the losses of routers those of all tokens of a micro batch; returns `chunks`."""
+    router: Megatron = importlib.import_module("megatron.core.transformer.moe.router")
+    router.get_tokens_per_expert_and_token_count = _token_counts
+    for chunk in chunks:
+        for layer in sparse_layers(chunk):
+            layer.register_forward_pre_hook(_mask_padding, with_kwargs=True)
+    return chunks
+
+
+def _token_counts(
+    routing_map: Tensor, reduce_group: Megatron, topk: int, **_: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns each expert's tokens in the ranks of `reduce_group`, a rank's share, and all tokens.
+
+    `routing_map`, [tokens, experts], is 0 for padding; a micro batch of padding alone has no loss.
+    """
+    from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
+
+    by_expert = reduce_from_tensor_model_parallel_region(routing_map.sum(dim=0), reduce_group)
+    total = (by_expert.sum() / topk).clamp(min=1)
+    return by_expert, total / reduce_group.size(), total
+
+
+def _mask_padding(
+    layer: Megatron, arguments: tuple[object, ...], named: dict[str, Any]
+) -> tuple[tuple[object, ...], dict[str, Any]]:
+    """Gives a layer Megatron's mask of padding, [1, tokens], for this rank's tokens."""
+    mask = named["packed_seq_params"].is_padding
+    if layer.config.sequence_parallel:
+        size = len(mask) // layer.config.tensor_model_parallel_size
+        mask = mask[layer.mlp.tp_group.rank() * size :][:size]
+    return arguments, named | {"padding_mask": mask[None]}
+
+
+class GroupsByBest:
+    """Group-limited routing that ranks each group of experts by its best expert.
+
+    It replaces Megatron's `RouterReplay`, of which routers call only `get_replay_topk`.
+    """
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: Choice | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Returns scores and ids of the chosen experts, both [tokens, top_k]."""
+        assert num_groups is not None
+        assert group_topk is not None
+        by_group = scores.view(len(scores), num_groups, -1)
+        chosen = by_group.amax(-1).topk(group_topk, dim=-1).indices
+        is_chosen = torch.zeros(by_group.shape[:2], dtype=torch.bool, device=scores.device)
+        is_chosen = is_chosen.scatter(1, chosen, True)[:, :, None]
+        found = by_group.masked_fill(~is_chosen, -torch.inf).flatten(1).topk(topk, dim=-1)
+        return found.values, found.indices
+
+
+def choose_groups_by_best(chunks: list[Megatron]) -> list[Megatron]:
+    """Makes a model's routers choose groups by their best expert; returns `chunks`."""
+    for chunk in chunks:
+        for layer in sparse_layers(chunk):
+            layer.mlp.router.router_replay = GroupsByBest()
+    return chunks
+
+
+def sparse_layers(chunk: Megatron) -> list[Megatron]:
+    """Returns the layers of `chunk` with experts, as the first layers of some models are dense."""
+    return [layer for layer in chunk.decoder.layers if hasattr(layer.mlp, "router")]

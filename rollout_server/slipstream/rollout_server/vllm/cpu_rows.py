@@ -1,0 +1,45 @@
+"""Batch-invariant products and norms for vLLM on CPUs: a row does not depend on other rows.
+
+Import this module on CPUs only.
+"""
+
+from typing import Any
+
+from slipstream.core import row_kernels
+from torch import Tensor
+from vllm.model_executor.layers import logits_processor, utils
+from vllm.model_executor.layers.layernorm import RMSNorm
+
+
+def compute_by_rows() -> None:
+    """Makes vLLM's matrix products and norms batch-invariant, in this process and its later forks.
+
+    Products then read a layer's weights as they were loaded, without prepacking.
+    """
+    utils.dispatch_cpu_unquantized_gemm = _dispatch
+    RMSNorm.forward_native = RMSNorm.forward_cpu = _normed
+    logits_processor.LogitsProcessor._apply_head = _head
+
+
+def _dispatch(layer: Any, remove_weight: bool) -> None:  # noqa: ANN401 - vLLM's
+    layer.cpu_linear = row_kernels.product
+
+
+def _normed(
+    self: RMSNorm, x: Tensor, residual: Tensor | None = None
+) -> Tensor | tuple[Tensor, Tensor]:
+    # vLLM would take the norm of a sum before the sum is rounded, which the learner adds elsewhere.
+    total = x if residual is None else x + residual
+    found = row_kernels.norm(total, self.weight.data, self.variance_epsilon)
+    return found if residual is None else (found, total)
+
+
+def _head(
+    self: logits_processor.LogitsProcessor,
+    lm_head: Any,  # noqa: ANN401 - vLLM's
+    hidden_states: Tensor,
+    embedding_bias: Tensor | None,
+) -> Tensor:
+    dtype = self.head_dtype or hidden_states.dtype
+    weight = lm_head.weight.to(dtype)
+    return row_kernels.product(hidden_states.to(dtype), weight, embedding_bias)
