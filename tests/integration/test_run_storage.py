@@ -38,10 +38,6 @@ def test_a_run_whose_server_reads_a_folder(tmp_path: Path, tiny_model: Path) -> 
     # The first version is whole, the others are what a step changes.
     others = summary["versions_stored"] - 1
     assert summary["stored_bytes"] < whole * (1 + others / 10)
-    # Versions after the first are changes for the engine too, and are copied.
-    logs = "".join(path.read_text() for path in (tmp_path / "smallest").rglob("*.log"))
-    assert logs.count("the engine takes all of it") == 1
-    assert logs.count("the engine takes what changed") >= 1
     assert rows[-1]["publish_copied"] == 1
     check_ledger(summary)
     assert not [p for p in (tmp_path / "storage").rglob("*") if p.is_file()]

@@ -102,7 +102,7 @@ def run_rank(folder: Path, job: str) -> None:
     from slipstream.learner.trainer.checkpoints.disk_work import DiskWork
     from slipstream.learner.trainer.checkpoints.distributed_files import load_models
     from slipstream.learner.trainer.checkpoints.stored_model import POLICY, StoredModel
-    from slipstream.learner.trainer.model import offload
+    from slipstream.learner.trainer.model import memory
     from slipstream.learner.trainer.roles.roles import without_adapters
     from slipstream.learner.trainer.step import TrainingStep
     from slipstream.learner.trainer.weights.export import save_adapters, save_hf_folder
@@ -141,8 +141,8 @@ def run_rank(folder: Path, job: str) -> None:
     step.run(batches(config)[-1])
     retrained = weights_of(policy)
     slopes = slopes_of(policy, config, batches(config)[0]) if job in DROPOUT else ()
-    state = offload.optimizer_state(policy.optimizer, policy.chunks)
-    trained = [p for p in offload.parameters(policy.chunks) if p.requires_grad]
+    state = memory.optimizer_state(policy.optimizer, policy.chunks)
+    trained = [p for p in memory.parameters(policy.chunks) if p.requires_grad]
     result = {
         "metrics": metrics,
         "logprobs": logprobs,
@@ -167,13 +167,13 @@ def slopes_of(
 
     The weights become others, of which none is 0: all factors have a gradient.
     """
-    from slipstream.learner.trainer.model import offload
+    from slipstream.learner.trainer.model import memory
     from slipstream.learner.trainer.step import TrainingStep
 
     table = config.model_dump(mode="json", exclude_unset=True)
     table["algorithm"] |= REINFORCE
     step = TrainingStep(policy, parse_config(table, source="slopes"))
-    trained = [p for p in offload.parameters(policy.chunks) if p.requires_grad]
+    trained = [p for p in memory.parameters(policy.chunks) if p.requires_grad]
     random = torch.Generator().manual_seed(policy.ranks.tp_group.rank())
     with torch.no_grad():
         start = [p + 0.2 * torch.randn(p.shape, generator=random) for p in trained]

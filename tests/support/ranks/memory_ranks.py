@@ -132,10 +132,10 @@ def dtypes_of(policy: Policy, part: object) -> list[str]:
 
 
 def tensors(policy: Policy, part: object) -> list[torch.Tensor]:
-    from slipstream.learner.trainer.model import offload
+    from slipstream.learner.trainer.model import memory
 
-    if part is offload.Part.PARAMETERS:
-        return list(offload.parameters(policy.chunks))
-    if part is offload.Part.GRADIENTS:
-        return list(offload.gradient_buffers(policy.chunks))
-    return list(offload.optimizer_state(policy.optimizer, policy.chunks))
+    if part is memory.Part.PARAMETERS:
+        return list(memory.parameters(policy.chunks))
+    if part is memory.Part.GRADIENTS:
+        return list(memory.gradient_buffers(policy.chunks))
+    return list(memory.optimizer_state(policy.optimizer, policy.chunks))

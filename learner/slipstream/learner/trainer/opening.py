@@ -208,15 +208,16 @@ def _load(
 
 def _sharing(chunks: list[Megatron], config: Config) -> PrefixSharing | None:
     """Makes `chunks` compute shared prefixes once; returns None if that is off or unsupported."""
+    min_tokens = config.learner.shared_prefix_tokens
+    if not min_tokens:
+        return None
     from slipstream.learner.trainer.layers.prefix_sharing import PrefixSharing, refusal
 
-    min_tokens = config.learner.shared_prefix_tokens
     replays = config.algorithm.router_replay != "off"
     on_gpu = next(chunks[0].parameters()).is_cuda
     cause = refusal(chunks[0].config, config.learner, router_replay=replays, on_gpu=on_gpu)
-    if min_tokens and cause:
+    if cause:
         logger.info("shared prefixes are computed for each sequence: %s", cause)
-    if not min_tokens or cause:
         return None
     return PrefixSharing(chunks, min_tokens=min_tokens)
 
