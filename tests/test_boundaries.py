@@ -24,7 +24,12 @@ LAYERS = {
     "slipstream.environments": ("slipstream.client", "slipstream.core", "slipstream.v1"),
     "slipstream.rollout_server": ("slipstream.protocol", "slipstream.core", "slipstream.v1"),
     "slipstream.learner": ("slipstream.protocol", "slipstream.core", "slipstream.v1"),
+    "slipstream.extensions": (
+        *("slipstream.client", "slipstream.rollout_server", "slipstream.learner"),
+        *("slipstream.protocol", "slipstream.core", "slipstream.v1"),
+    ),
 }
+EXTENSIONS = "slipstream.extensions"
 # The controller's modules and folders from the ground up: each imports only what stands before it.
 STAIRS = (
     *("events", "loop_clock", "run", "run_traces"),
@@ -54,6 +59,7 @@ FLIGHTS = (
 OPTIONAL = (
     "slipstream.client.agents",
     "slipstream.environments",
+    "slipstream.extensions",
     "slipstream.learner.controller.evaluation",
     "slipstream.learner.controller.publishing.stored_publisher",
     "slipstream.learner.controller.publishing.turns",
@@ -212,8 +218,49 @@ def test_packages_import_only_what_lies_below_them() -> None:
         wrong += [
             f"{where(path, line)}: {name}"
             for line, name in imports(path)
-            if within(name, "slipstream") and not any(within(name, package) for package in allowed)
+            if within(name, "slipstream")
+            and not any(within(name, package) for package in allowed)
+            # The next test knows where.
+            and not within(name, EXTENSIONS)
         ]
+    assert not wrong
+
+
+def at_import(tree: ast.Module) -> Iterator[ast.stmt]:
+    """The statements that run when a module is imported, but those for type checkers."""
+    waiting: list[ast.stmt] = [*tree.body]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        is_typing = isinstance(node, ast.If) and dotted(node.test) == "TYPE_CHECKING"
+        if not is_typing and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            waiting += [each for each in ast.iter_child_nodes(node) if isinstance(each, ast.stmt)]
+
+
+def test_extensions_are_imported_where_their_part_is_made() -> None:
+    wrong = [
+        where(path, node.lineno)
+        for path in package_sources()
+        if EXTENSIONS in (text := path.read_text()) and not within(module_name(path), EXTENSIONS)
+        for node in at_import(ast.parse(text))
+        if isinstance(node, ast.ImportFrom) and within(node.module or "", EXTENSIONS)
+    ]
+    assert not wrong
+
+
+def test_an_extension_imports_no_other_one_and_each_process_its_own_part_only() -> None:
+    parts = {"controller", "trainer", "server"}
+    wrong = []
+    for path in package_sources():
+        module = module_name(path)
+        if not within(module, EXTENSIONS) or module == EXTENSIONS:
+            continue
+        own = ".".join(module.split(".")[:3])
+        others = parts - {module.rpartition(".")[2]} if module.rpartition(".")[2] in parts else ()
+        for line, name in imports(path):
+            is_foreign = within(name, EXTENSIONS) and not within(name, own)
+            if is_foreign or any(within(name, f"{own}.{part}") for part in others):
+                wrong.append(f"{where(path, line)}: {name}")
     assert not wrong
 
 

@@ -2,6 +2,9 @@
 
 import importlib.util
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from support.rigs.controller_runs import make_config, play
@@ -71,3 +74,82 @@ async def test_all_trackers_at_once_take_every_step_and_the_evaluations(tmp_path
     (offline,) = (config.run_dir / "wandb").glob(f"offline-run-*-{run_ids['wandb']}/*.wandb")
     assert offline.read_bytes().count(b"held/reward_mean") >= 2
     assert len(list(offline.parent.glob("files/media/table/samples_*.table.json"))) == 3
+
+
+def other_package(folder: Path, source: str, group: str, entry: str) -> Path:
+    """A package of somebody else, as pip installs it: a module and its metadata."""
+    info = folder / "strange-1.0.dist-info"
+    info.mkdir(parents=True)
+    (folder / "strange.py").write_text(source)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: strange\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[{group}]\n{entry}\n")
+    return folder
+
+
+TRACKER = """
+import json
+
+
+class Lines:
+    def __init__(self, config, folder, ids):
+        self.file = (folder / f"{config.run.name}.jsonl").open("a")
+
+    def log(self, step, values):
+        self.file.write(json.dumps([step, values["reward_mean"]]) + "\\n")
+
+    def samples(self, step, episodes, groups):
+        pass
+
+    def close(self):
+        self.file.close()
+"""
+
+
+async def test_a_tracker_of_another_package_takes_the_rows(tmp_path, monkeypatch) -> None:
+    package = other_package(tmp_path / "other", TRACKER, "slipstream.trackers", "x=strange:Lines")
+    monkeypatch.syspath_prepend(package)
+    config = make_config(tmp_path, run__steps=3, tracking__trackers=["x"])
+    summary = await play(config)
+    assert (summary["code"], summary["steps"]) == (0, 3)
+    rows = map(json.loads, (config.run_dir / "metrics.jsonl").read_text().splitlines())
+    told = (config.run_dir / f"{config.run.name}.jsonl").read_text().splitlines()
+    assert list(map(json.loads, told)) == [[row["step"], row["reward_mean"]] for row in rows]
+
+
+STORAGE = """
+from fsspec.implementations.local import LocalFileSystem
+
+
+class Shelf(LocalFileSystem):
+    protocol = "shelf"
+
+    def __init__(self, **options):
+        super().__init__(auto_mkdir=True)
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return super()._strip_protocol(path.removeprefix("shelf://"))
+"""
+READ = """
+import sys
+import threading
+from slipstream.protocol.weights.storage import Storage, Until
+
+storage, until = Storage(sys.argv[1]), Until.after(20.0, threading.Event())
+storage.write("run/a", memoryview(b"weights"), until)
+print(storage.read("run/a", until, most=7).decode(), storage.keys("run", until))
+"""
+
+
+def test_a_storage_of_another_package_keeps_versions(tmp_path: Path, monkeypatch) -> None:
+    package = other_package(tmp_path / "other", STORAGE, "fsspec.specs", "shelf=strange.Shelf")
+    monkeypatch.setenv("PYTHONPATH", str(package))
+    (tmp_path / "shelf").mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", READ, f"shelf://{tmp_path / 'shelf'}"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stdout == "weights ['run/a']\n", done.stderr

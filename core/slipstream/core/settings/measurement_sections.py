@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import shlex
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
@@ -14,7 +15,14 @@ from slipstream.core.machine.address import address_parts, is_loopback
 from slipstream.core.settings.section import Address, Positive, Reference, Seconds, Section
 from slipstream.core.template_values import TemplateValues
 
-# Modules of each tracker, with the requirements that have them.
+# Group of the entry points by which other packages add trackers.
+TRACKERS = "slipstream.trackers"
+_CLASSES = {
+    "tensorboard": "TensorBoardTracker",
+    "wandb": "WandbTracker",
+    "mlflow": "MlflowTracker",
+}
+# Modules of each of our trackers, with the requirements that have them.
 PACKAGES: dict[str, dict[str, str]] = {
     "tensorboard": {"tensorboard": "tensorboard>=2.20,<3"},
     "wandb": {"wandb": "wandb>=0.20,<1"},
@@ -105,8 +113,9 @@ class EvaluationSection(PlayedSection):
 class TrackingSection(Section):
     """Trackers that get the metrics of a run, besides the screen and metrics.jsonl."""
 
-    # Any of these together, as [watching](guides/watching.md) explains.
-    trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()
+    # Any of `tensorboard`, `wandb`, `mlflow` and the trackers of
+    # [other packages](guides/watching.md#trackers) together.
+    trackers: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     # Project of Weights & Biases, or experiment of MLflow.
     project: Annotated[str, Field(min_length=1)] = "slipstream"
     # Address of the controller's /metrics. The trainer takes the next port, rollout servers those
@@ -173,10 +182,29 @@ class DebugSection(Section):
     head_dtype: Literal["float32", "model"] = "float32"
 
 
+def tracker_named(name: str) -> EntryPoint:
+    """Returns where the tracker `name` lies: one of ours, or an entry point of another package.
+
+    Raises ConfigError for a name that no installed package has.
+    """
+    if name in PACKAGES:
+        place = f"slipstream.extensions.trackers.{name}:{_CLASSES[name]}"
+        return EntryPoint(name, place, TRACKERS)
+    others = entry_points(group=TRACKERS)
+    if name not in others.names:
+        known = ", ".join(sorted({*PACKAGES, *others.names}))
+        raise ConfigError(
+            f"tracking.trackers has {name!r}, which no installed package gives as an entry point "
+            f"of {TRACKERS}; there are {known}"
+        )
+    return others[name]
+
+
 def check_trackers(tracking: TrackingSection) -> None:
     """Raises ConfigError with the command to run when a tracker's package is not installed."""
     for tracker in tracking.trackers:
-        for package in PACKAGES[tracker]:
+        tracker_named(tracker)
+        for package in PACKAGES.get(tracker, ()):
             if importlib.util.find_spec(package) is None:
                 raise ConfigError(
                     f"tracking.trackers has {tracker!r}, which needs the package {package}: "

@@ -27,7 +27,7 @@ VALUES: list[tuple[str, object, str]] = [
     ("model.path", "", f"{TEXT}''"),
     ("checkpoint.load", "a\nb", f"{TEXT}'a\\nb'"),
     ("tracking.project", "a\0b", f"{TEXT}'a\\x00b'"),
-    ("tracking.trackers", ["console"], ""),
+    ("tracking.trackers", [""], ""),
     ("algorithm.learning_rate", "fast", "input should be a valid number"),
     ("algorithm.learning_rate", 1e300, "input should be at most 1e+30, got 1e+300"),
     ("algorithm.solved_reward", math.nan, "input should be a finite number, got nan"),

@@ -11,12 +11,11 @@ import pytest
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import told_settings
 from slipstream.core.settings.measurement_sections import TrackingSection, check_trackers
+from slipstream.extensions.trackers.tables import COLUMNS
+from slipstream.extensions.trackers.tensorboard import TensorBoardTracker, tag_of
 from slipstream.learner.controller.reporting.trackers import (
-    COLUMNS,
     RunIds,
-    TensorBoardTracker,
     Trackers,
-    tag_of,
     ways_to_open,
 )
 from support.rigs.completed import python
@@ -175,6 +174,15 @@ def test_a_missing_package_is_one_line_with_the_command_that_helps(monkeypatch, 
     assert str(caught.value) == f"tracking.trackers has {tracker!r}, {message}"
 
 
+def test_a_tracker_that_no_package_gives_is_refused_with_those_that_there_are() -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_trackers(TrackingSection(trackers=("consol",)))
+    assert str(caught.value) == (
+        "tracking.trackers has 'consol', which no installed package gives as an entry point of "
+        "slipstream.trackers; there are mlflow, tensorboard, wandb"
+    )
+
+
 def log_twice(tmp_path: Path, name: str, **settings: object) -> str:
     """Two starts of one run with one tracker; its name for the run."""
     config = make_config(tmp_path, tracking__trackers=[name], **settings)
@@ -215,7 +223,9 @@ def test_a_tracker_of_a_removed_folder_ends_with_one_warning(tmp_path: Path) -> 
     pytest.importorskip("tensorboard")
     told: list[str] = []
     (tmp_path / "tensorboard").write_text("no folder")
-    trackers = Trackers({"it": lambda: TensorBoardTracker(tmp_path / "tensorboard")}, told.append)
+    config = make_config(tmp_path)
+    ids = RunIds(tmp_path, told.append)
+    trackers = Trackers({"it": lambda: TensorBoardTracker(config, tmp_path, ids)}, told.append)
     trackers.close()
     (line,) = told
     assert line.startswith("tracker it gets no more numbers: ")

@@ -1,0 +1,1 @@
+"""Trackers that come with Slipstream."""
