@@ -30,9 +30,15 @@ LAYERS = {
     ),
 }
 EXTENSIONS = "slipstream.extensions"
+# A module of an extension with such a name is a part of that process, and imports what it may.
+PARTS = {
+    "controller": "slipstream.learner.controller",
+    "trainer": "slipstream.learner.trainer",
+    "server": "slipstream.rollout_server",
+}
 # The controller's modules and folders from the ground up: each imports only what stands before it.
 STAIRS = (
-    *("events", "loop_clock", "run", "run_traces"),
+    *("events", "loop_clock", "run"),
     *("servers", "records", "tasks", "leasing", "trajectories"),
     *("part", "publishing", "loop", "evaluation"),
     *(
@@ -62,23 +68,15 @@ OPTIONAL = (
     "slipstream.extensions",
     "slipstream.learner.controller.evaluation",
     "slipstream.learner.controller.publishing.stored_publisher",
-    "slipstream.learner.controller.publishing.turns",
     "slipstream.learner.controller.reporting",
-    "slipstream.learner.controller.run_traces",
-    "slipstream.learner.trainer.batches.prefix_tree",
     "slipstream.learner.trainer.layers.engine_kernels",
     "slipstream.learner.trainer.layers.equal_layers",
-    "slipstream.learner.trainer.layers.router_replay",
-    "slipstream.learner.trainer.model.offload",
-    "slipstream.learner.trainer.profile_window",
     "slipstream.learner.trainer.roles",
     "slipstream.learner.trainer.weights.version_writer",
     "slipstream.protocol.queue.embedded",
     "slipstream.protocol.queue.redis",
     "slipstream.rollout_server.agents",
     "slipstream.rollout_server.episodes.agent_talk",
-    "slipstream.rollout_server.episodes.server_traces",
-    "slipstream.rollout_server.reference_server",
     "slipstream.rollout_server.stored_weights",
     "slipstream.rollout_server.vllm.agents",
 )
@@ -150,6 +148,12 @@ def module_name(path: Path) -> str:
     return path.stem
 
 
+def process_of(path: Path) -> str:
+    """The name of a module, or of the process whose part it is."""
+    name = module_name(path)
+    return PARTS.get(name.rpartition(".")[2], name) if within(name, EXTENSIONS) else name
+
+
 def is_generated(path: Path) -> bool:
     return "_pb2" in path.name
 
@@ -212,8 +216,7 @@ def where(path: Path, line: int) -> str:
 def test_packages_import_only_what_lies_below_them() -> None:
     wrong = []
     for path in package_sources():
-        module = module_name(path)
-        layer = next(package for package in LAYERS if within(module, package))
+        layer = next(package for package in LAYERS if within(process_of(path), package))
         allowed = (layer, *LAYERS[layer])
         wrong += [
             f"{where(path, line)}: {name}"
@@ -249,17 +252,17 @@ def test_extensions_are_imported_where_their_part_is_made() -> None:
 
 
 def test_an_extension_imports_no_other_one_and_each_process_its_own_part_only() -> None:
-    parts = {"controller", "trainer", "server"}
     wrong = []
     for path in package_sources():
         module = module_name(path)
         if not within(module, EXTENSIONS) or module == EXTENSIONS:
             continue
         own = ".".join(module.split(".")[:3])
-        others = parts - {module.rpartition(".")[2]} if module.rpartition(".")[2] in parts else ()
+        part = module.rpartition(".")[2]
+        others = PARTS.keys() - {part} if part in PARTS else ()
         for line, name in imports(path):
             is_foreign = within(name, EXTENSIONS) and not within(name, own)
-            if is_foreign or any(within(name, f"{own}.{part}") for part in others):
+            if is_foreign or any(within(name, f"{own}.{other}") for other in others):
                 wrong.append(f"{where(path, line)}: {name}")
     assert not wrong
 
@@ -268,7 +271,7 @@ def test_the_controller_does_not_import_the_trainer_which_would_bring_torch() ->
     wrong = [
         f"{where(path, line)}: {name}"
         for path in package_sources()
-        if within(module_name(path), "slipstream.learner.controller")
+        if within(process_of(path), "slipstream.learner.controller")
         for line, name in imports(path)
         if within(name, "slipstream.learner.trainer")
     ]
@@ -383,7 +386,7 @@ def test_heavy_packages_are_imported_by_their_owners_only(package: str) -> None:
         for path in package_sources()
         for line, name in imports(path)
         if within(name, package)
-        and not any(within(module_name(path), owner) for owner in OWNERS[package])
+        and not any(within(process_of(path), owner) for owner in OWNERS[package])
     ]
     assert not wrong
 

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from slipstream.core.settings.config import OffloadSection, WeightsSection
-from slipstream.learner.trainer.model.offload import HostMemory
+from slipstream.extensions.offload.trainer import HostMemory
 from slipstream.learner.trainer.weights.bucket_fill import PlannedFilling
 from slipstream.learner.trainer.weights.export_plan import Piece
 from slipstream.learner.trainer.weights.publish import BucketSenders

@@ -9,11 +9,11 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from slipstream.client.launch.preflight import free_port
 from slipstream.core.errors import ConfigError
 from slipstream.core.types import Failure, FailureKind, Purpose, Status
-from slipstream.protocol import traces as traces_module
-from slipstream.protocol.traces import Traces
+from slipstream.extensions.traces import exporter as traces_module
+from slipstream.extensions.traces.exporter import Traces
+from slipstream.extensions.traces.server import ServerTraces
 from slipstream.rollout_server.episodes.lease import EpisodeTask
 from slipstream.rollout_server.episodes.play import Spans
-from slipstream.rollout_server.episodes.server_traces import ServerTraces
 from slipstream.v1 import fleet_pb2
 from support.fakes.fake_server import FakeServer
 from support.fakes.fake_trainer import FakeTrainer

@@ -17,7 +17,7 @@ from slipstream.rollout_server.episodes.play import Spans
 from slipstream.rollout_server.fetches import Fetches, OpenFetches
 
 if TYPE_CHECKING:
-    from slipstream.rollout_server.reference_server import ReferenceServer
+    from slipstream.extensions.reference_server.server import ReferenceServer
 
 
 async def open_sender(
@@ -47,8 +47,8 @@ def open_traces(stack: AsyncExitStack, config: Config, server: ServerId, run_id:
     if url is None:
         return Spans()
     # OpenTelemetry takes a third of a second to import.
-    from slipstream.protocol.traces import Traces
-    from slipstream.rollout_server.episodes.server_traces import ServerTraces
+    from slipstream.extensions.traces.exporter import Traces
+    from slipstream.extensions.traces.server import ServerTraces
 
     traces = Traces(url, run_id, "rollout_server", server)
     stack.push_async_callback(traces.aclose)
@@ -64,7 +64,7 @@ def open_reference(stack: AsyncExitStack, config: Config) -> ReferenceServer | N
     section = config.reference
     if section is None or section.server is None:
         return None
-    from slipstream.rollout_server.reference_server import ReferenceServer
+    from slipstream.extensions.reference_server.server import ReferenceServer
 
     opened = ReferenceServer(
         section.server,

@@ -76,7 +76,7 @@ class PlainModel:
     """The part of a policy that a stream of its weights needs."""
 
     def __init__(self, ranks: ThreadRanks) -> None:
-        from slipstream.learner.trainer.model.offload import HostMemory
+        from slipstream.extensions.offload.trainer import HostMemory
 
         self.ranks = ranks
         self.memory = HostMemory(OffloadSection())

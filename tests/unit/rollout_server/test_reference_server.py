@@ -12,15 +12,15 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.role_sections import ReferenceServerSection
 from slipstream.core.types import FailureKind, Status
-from slipstream.learner.trainer.tiny_model import make_tokenizer
-from slipstream.rollout_server.episodes import dispatcher
-from slipstream.rollout_server.episodes.renderer import Renderer
-from slipstream.rollout_server.reference_server import (
+from slipstream.extensions.reference_server.server import (
     ReferenceFailed,
     ReferenceServer,
     ScoredSequence,
     check_reference_server,
 )
+from slipstream.learner.trainer.tiny_model import make_tokenizer
+from slipstream.rollout_server.episodes import dispatcher
+from slipstream.rollout_server.episodes.renderer import Renderer
 from slipstream.v1 import fleet_pb2, trajectory_pb2
 from support.fakes.reference_endpoint import VOCAB, ReferenceEndpoint, reference_endpoint
 from support.rigs.waiting import LIMIT_S, until

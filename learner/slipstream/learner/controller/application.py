@@ -227,8 +227,8 @@ class Controller:
 
     def _open_traces(self, stack: AsyncExitStack, url: str) -> None:
         # OpenTelemetry takes a third of a second to import.
-        from slipstream.learner.controller.run_traces import RunTraces
-        from slipstream.protocol.traces import Traces
+        from slipstream.extensions.traces.controller import RunTraces
+        from slipstream.extensions.traces.exporter import Traces
 
         traces = Traces(url, self._progress.run_id, "controller")
         stack.push_async_callback(traces.aclose)

@@ -125,7 +125,7 @@ def _optional_parts(
     """Makes the parts that the settings ask for; the modules of the others are not imported."""
     found: list[Part] = []
     if run.config.controller.turns != "off":
-        from slipstream.learner.controller.publishing.turns import EngineTurns
+        from slipstream.extensions.turns.controller import EngineTurns
 
         found.append(EngineTurns(fleet, run))
     if run.config.weights.storage_url is not None:

@@ -50,8 +50,8 @@ from slipstream.protocol.access.exposure import narrow_sockets
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from slipstream.extensions.prefix_sharing.trainer import PrefixSharing
     from slipstream.learner.trainer.families.vision import Vision
-    from slipstream.learner.trainer.layers.prefix_sharing import PrefixSharing
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ def open_policy(
         chunks = adapt(chunks)
         if config.algorithm.router_replay == "off":
             return chunks
-        from slipstream.learner.trainer.layers.router_replay import replay_routers
+        from slipstream.extensions.router_replay.trainer import replay_routers
 
         return replay_routers(chunks)
 
@@ -211,7 +211,7 @@ def _sharing(chunks: list[Megatron], config: Config) -> PrefixSharing | None:
     min_tokens = config.learner.shared_prefix_tokens
     if not min_tokens:
         return None
-    from slipstream.learner.trainer.layers.prefix_sharing import PrefixSharing, refusal
+    from slipstream.extensions.prefix_sharing.trainer import PrefixSharing, refusal
 
     replays = config.algorithm.router_replay != "off"
     on_gpu = next(chunks[0].parameters()).is_cuda
@@ -226,7 +226,7 @@ def _memory(config: Config) -> DeviceMemory:
     offload = config.learner.offload
     if not any(offload.model_dump().values()):
         return DeviceMemory()
-    from slipstream.learner.trainer.model.offload import HostMemory
+    from slipstream.extensions.offload.trainer import HostMemory
 
     return HostMemory(offload)
 

@@ -12,7 +12,7 @@ from slipstream.learner.trainer.part import StepPart
 from slipstream.learner.trainer.weights.published import Published
 
 if TYPE_CHECKING:
-    from slipstream.learner.trainer.layers.prefix_sharing import PrefixSharing
+    from slipstream.extensions.prefix_sharing.trainer import PrefixSharing
     from slipstream.learner.trainer.weights.version_writer import VersionWriter
 
 
@@ -23,7 +23,7 @@ def step_parts(config: Config, policy: Policy) -> list[StepPart]:
     """
     found: list[StepPart] = []
     if config.debug.profile.start_step is not None:
-        from slipstream.learner.trainer.profile_window import ProfileWindow
+        from slipstream.extensions.profiles.trainer import ProfileWindow
 
         folder = config.run_dir / "profile"
         found.append(ProfileWindow(config.debug.profile, folder, rank=policy.ranks.rank))
@@ -66,6 +66,6 @@ class _Routing(StepPart):
     """Compares the experts that the routers chose with those that the engine recorded."""
 
     def ends(self, policy: Policy, batch: Batch) -> dict[str, float]:
-        from slipstream.learner.trainer.layers.router_replay import routing_metrics
+        from slipstream.extensions.router_replay.trainer import routing_metrics
 
         return routing_metrics(policy.chunks, policy.ranks, batch.unrecorded_fraction)

@@ -26,8 +26,8 @@ from slipstream.learner.trainer.ranks.parallel import Ranks
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from slipstream.extensions.prefix_sharing.trainer import PrefixSharing
     from slipstream.learner.trainer.families.vision import Vision
-    from slipstream.learner.trainer.layers.prefix_sharing import PrefixSharing
     from slipstream.learner.trainer.model.named_adapters import NamedAdapters
     from slipstream.learner.trainer.model.recompute import Recompute
 

@@ -178,7 +178,7 @@ def _given(model: ParallelModel, micro_batch: MicroBatch) -> AbstractContextMana
 def _packed(micro_batch: MicroBatch, cp_size: int) -> Megatron:
     """Returns Megatron's packed-sequence parameters, with the experts that routers must replay."""
     if micro_batch.paths is not None:
-        from slipstream.learner.trainer.layers.prefix_sharing import shared_sequences
+        from slipstream.extensions.prefix_sharing.trainer import shared_sequences
 
         return shared_sequences(micro_batch, micro_batch.paths)
     packed = packed_sequences(micro_batch.cu_seqlens, micro_batch.max_seqlen, cp_size)

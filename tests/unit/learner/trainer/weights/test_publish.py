@@ -14,9 +14,9 @@ import pytest
 import torch
 from slipstream.core.errors import ConfigError, WeightSyncError
 from slipstream.core.settings.config import OffloadSection, WeightsSection
+from slipstream.extensions.offload.trainer import HostMemory
 from slipstream.learner.trainer.controller_client import ControllerClient
 from slipstream.learner.trainer.model.memory import Part
-from slipstream.learner.trainer.model.offload import HostMemory
 from slipstream.learner.trainer.weights.gloo_sender import GlooSender
 from slipstream.learner.trainer.weights.nccl_sender import NcclSender
 from slipstream.learner.trainer.weights.publish import BucketSenders, WeightPublisher

@@ -2,8 +2,8 @@ import pytest
 import torch
 from slipstream.core.errors import UntrainableBatch
 from slipstream.core.settings.config import OffloadSection
+from slipstream.extensions.offload.trainer import HostMemory
 from slipstream.learner.trainer.model.memory import Part
-from slipstream.learner.trainer.model.offload import HostMemory
 
 
 def offloaded(part: Part) -> tuple[HostMemory, torch.Tensor]:

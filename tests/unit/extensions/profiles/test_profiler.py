@@ -3,7 +3,7 @@ from pathlib import Path
 
 import torch
 from slipstream.core.settings.config import ProfileSection
-from slipstream.learner.trainer.profile_window import ProfileWindow
+from slipstream.extensions.profiles.trainer import ProfileWindow
 from slipstream.learner.trainer.stage_times import StageTimes
 from support.rigs.waiting import wait_until
 

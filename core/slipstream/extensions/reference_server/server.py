@@ -2,7 +2,7 @@
 
 Waits for: the server. Unblocked by: its answer, or `timeout_s` after the last retry.
 
-`python -m slipstream.rollout_server.reference_server < FILE` checks the server that the settings
+`python -m slipstream.extensions.reference_server.server < FILE` checks the server that the settings
 name: it must have the policy's tokenizer and room for an episode, and give log-probabilities.
 """
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 from slipstream.core.settings.config import LearnerSection
+from slipstream.extensions.prefix_sharing.trainer import KeysByPath, refusal
 from slipstream.learner.trainer.batches.micro_batch import Paths
-from slipstream.learner.trainer.layers.prefix_sharing import KeysByPath, refusal
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

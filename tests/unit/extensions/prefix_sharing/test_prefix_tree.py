@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slipstream.learner.trainer.batches.prefix_tree import (
+from slipstream.extensions.prefix_sharing.tree import (
     PrefixTree,
     Segment,
     num_squares,

@@ -1,8 +1,8 @@
 """Micro batches in which sequences share prefixes: what a token predicts, sees and is."""
 
 import numpy as np
+from slipstream.extensions.prefix_sharing.tree import PrefixTree
 from slipstream.learner.trainer.batches.packing import build_tree_micro_batch
-from slipstream.learner.trainer.batches.prefix_tree import PrefixTree
 from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
 
 

@@ -7,6 +7,10 @@ import torch
 from slipstream.core.errors import RunFailed
 from slipstream.core.settings.config import Config
 from slipstream.core.types import Branch, RoutedExperts, Trajectory
+from slipstream.extensions.router_replay.trainer import (
+    LayerReplay,
+    routing_metrics,
+)
 from slipstream.learner.trainer.algorithms.sequences import training_sequences
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.batches.checks import check_experts
@@ -14,10 +18,6 @@ from slipstream.learner.trainer.batches.micro_batch import share_of_rank
 from slipstream.learner.trainer.batches.packing import build_micro_batch
 from slipstream.learner.trainer.batches.token_fields import TokenEstimates
 from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
-from slipstream.learner.trainer.layers.router_replay import (
-    LayerReplay,
-    routing_metrics,
-)
 from support.fakes.fake_controller import make_batch
 from support.fakes.small_configs import small_config
 from torch import Tensor, nn

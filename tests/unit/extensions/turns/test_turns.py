@@ -4,7 +4,7 @@ import asyncio
 import functools
 
 import pytest
-from slipstream.learner.controller.publishing.turns import EngineTurns, shares
+from slipstream.extensions.turns.controller import EngineTurns, shares
 from slipstream.learner.controller.servers.fleet import Fleet, FleetHandlers
 from slipstream.learner.controller.servers.server_states import ServerEvent
 from slipstream.learner.controller.servers.session import ServerSession

@@ -14,17 +14,17 @@ from typing import Any
 
 import torch
 from slipstream.core.settings.config import LearnerSection
-from slipstream.learner.trainer import Megatron
-from slipstream.learner.trainer.batches.micro_batch import MicroBatch, Paths
-from slipstream.learner.trainer.batches.packing import Bundle
-from slipstream.learner.trainer.batches.planner import plan_micro_batches
-from slipstream.learner.trainer.batches.prefix_tree import (
+from slipstream.extensions.prefix_sharing.tree import (
     PrefixTree,
     SavedWork,
     num_squares,
     num_tokens,
     saved_by,
 )
+from slipstream.learner.trainer import Megatron
+from slipstream.learner.trainer.batches.micro_batch import MicroBatch, Paths
+from slipstream.learner.trainer.batches.packing import Bundle
+from slipstream.learner.trainer.batches.planner import plan_micro_batches
 from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
 from slipstream.learner.trainer.layers.routers import has_router_losses
 from torch import Tensor

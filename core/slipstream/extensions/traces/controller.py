@@ -10,7 +10,7 @@ from slipstream.core.types import GroupId, Purpose, Trajectory
 from slipstream.learner.controller.run import RunSpans
 
 if TYPE_CHECKING:
-    from slipstream.protocol.traces import Traces
+    from slipstream.extensions.traces.exporter import Traces
 
 # Largest number of groups whose times are kept; the oldest groups are dropped first.
 MAX_GROUPS = 65_536

@@ -14,7 +14,7 @@ from slipstream.rollout_server.episodes.play import Spans
 from slipstream.v1 import fleet_pb2
 
 if TYPE_CHECKING:
-    from slipstream.protocol.traces import Traces
+    from slipstream.extensions.traces.exporter import Traces
 
 
 class ServerTraces(Spans):

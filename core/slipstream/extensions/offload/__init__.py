@@ -1,0 +1,1 @@
+"""State of the trainer on the host while nothing uses it."""

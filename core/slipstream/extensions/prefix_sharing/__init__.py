@@ -1,0 +1,1 @@
+"""Prefixes that sequences share are computed once."""

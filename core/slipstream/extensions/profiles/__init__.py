@@ -1,0 +1,1 @@
+"""Profiles of a rank's steps."""

@@ -1,0 +1,1 @@
+"""A server answers for the reference model."""

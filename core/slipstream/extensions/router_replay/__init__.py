@@ -1,0 +1,1 @@
+"""The trainer's routers choose the experts that the engine chose."""

@@ -1,0 +1,1 @@
+"""Spans of groups, steps and publishes, which OpenTelemetry sends."""

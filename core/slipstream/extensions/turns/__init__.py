@@ -1,0 +1,1 @@
+"""Engines rest while the learner trains on their device."""
