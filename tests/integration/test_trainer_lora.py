@@ -23,7 +23,7 @@ from support.ranks.rank_pool import RankPool, chosen_jobs, each_job, jobs_of_fil
 from transformers import AutoModelForCausalLM
 
 SCALE = ALPHA / RANK
-SLOW = ("experts-tp2-ep2", "next-tp2")
+SLOW = ("experts-tp2-ep2", "next-tp2", "next-cp2")
 # One for each stage of a pipeline, and a dense one before one with experts.
 NUM_LAYERS = 2
 # Matrices of the four targets in all layers.

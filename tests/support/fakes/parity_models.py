@@ -158,8 +158,8 @@ def make_models(folder: Path, *, num_layers: int = NUM_LAYERS) -> None:
         "linear_conv_kernel_dim": 3,
         "linear_key_head_dim": 16,
         "linear_value_head_dim": 24,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
     }
     delta_net["layer_types"] = delta_net["layer_types"][:num_layers]
     # Some steps are smaller than those that transformers takes by its own settings.

@@ -67,6 +67,7 @@ EXPERTS: dict[str, tuple[int, str, dict]] = {
     # Most of its layers are delta nets.
     "next-one": (1, "qwen3-next", {}),
     "next-tp2": (2, "qwen3-next", {"parallel": SP}),
+    "next-cp2": (2, "qwen3-next", {"parallel": {"cp": 2}}),
     "experts-tp2-ep2": (4, "moe", {"parallel": SP | {"ep": 2, "etp": 2}}),
 }
 # Adapters that drop a share of their inputs.

@@ -174,6 +174,7 @@ LONG = """
     ep2-trees-shared-moe cp2-trees-gspo cp2-trees-replay-moe tp2-sp-moe
     tp2-sp-ep2-etp1-mixtral pp2-vpp2-moe-recompute-replay-moe tp2-sp-recompute-replay-moe
     cp2-mistral tp2-sp-olmo2 tp2-gemma3-tower
+    cp2-qwen3-next tp2-sp-cp2-qwen35 one-trees-qwen35 cp2-trees-qwen35
     one-other-muon tp2-other-muon dp2-muon cp2-muon one-muon-moe tp2-sp-muon-moe
     dp2-pp2-overlap dp2-cp2-trees cp4 pp2-vpp2-ep2-moe
     tp2-sp-pp2-vpp2-cp2-ep2-moe
@@ -205,6 +206,8 @@ SLOW = """
     pp2-cp2-ep2-moe
     pp2-balanced-moe tp2-sp-cp2-balanced-moe tp2-sp-ep2-etp1-balanced-moe ep2-z-loss-moe
     dp2-tp2-sp-z-loss-moe tp2-sp-cp2-etp1-ep4-z-loss-moe
+    cp2-qwen35 cp2-recompute-qwen35 pp2-cp2-qwen3-next pp2-vpp2-cp2-qwen35
+    dp2-tp2-cp2-ep2-qwen35-moe cp4-qwen3-next cp2-muon-qwen3-next
     tp2-muon pp2-muon ep2-muon-moe one-muon-qwen3-next tp2-sp-muon-qwen3-next
     tp2-sp-pp2-cp2 tp2-sp-pp2-cp2-ep2-moe tp2-sp-pp2-vpp2-cp2-etp1-ep4-moe
     tp2-sp-pp2-vpp2-cp2-ep2-replay-moe dp2-tp2-sp-cp2-distopt

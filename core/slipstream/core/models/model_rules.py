@@ -84,11 +84,13 @@ def layout_problems(
             "learner.transformer.moe_router_fusion": transformer.get("moe_router_fusion"),
         },
     )
+    # Context parallel ranks exchange tokens for heads.
+    name = "learner.parallel.tp" if parallel.cp == 1 else "learner.parallel.tp times cp"
     for number in sizes.linear_heads:
-        if number % parallel.tp:
+        if number % (tp * parallel.cp):
             yield (
-                f"learner.parallel.tp must divide the {number} heads or groups of "
-                f"{sizes.family.linear}, got {parallel.tp}"
+                f"{name} must divide the {number} heads or groups of {sizes.family.linear}, "
+                f"got {tp * parallel.cp}"
             )
     yield from _stage_problems(sizes.layers, parallel, transformer)
     yield from _expert_problems(sizes, parallel, transformer)

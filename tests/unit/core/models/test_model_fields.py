@@ -384,8 +384,8 @@ family = "GptOss", fields.quantization_config.quant_method = "mxfp4"
     cannot be trained: write them anew in bfloat16 as docs/guides/models.md shows
 family = "DeepseekV2", learner.transformer.moe_router_fusion = true
     moe_router_fusion must be false for a Deepseek
-family = "Qwen3Next", learner = {world_size = 2, parallel.cp = 2}
-    cp must be 1 for a Qwen3Next.*: its delta nets read the tokens
+family = "Qwen3Next", learner = {world_size = 4, parallel.cp = 4}
+    learner.parallel.tp times cp must divide the 2 heads or groups of delta nets, got 4
 family = "NemotronH", learner = {world_size = 2, parallel.cp = 2}
     cp must be 1 for a NemotronH.*: its Mamba layers read the tokens
 family = "NemotronH", ranks = 2, fields.n_groups = 1

@@ -48,7 +48,6 @@ _READ_OF_DELTA_NETS = (
     *("linear_key_head_dim", "linear_value_head_dim"),
     *("linear_num_key_heads", "linear_num_value_heads"),
 )
-_IN_TURN = "its delta nets read the tokens of a sequence in turn"
 _NO_ADAPTERS = (
     "of layers without attention only the delta nets of a Qwen3NextForCausalLM have adapters"
 )
@@ -72,10 +71,7 @@ _QWEN35 = Family(
     query_norm="head",
     linear=DELTA_NETS,
     engine=EngineFacts(module="delta_models", starts_cuda=True),
-    cannot={
-        "learner.parallel.cp": _IN_TURN,
-        "lora.rank": _NO_ADAPTERS,
-    },
+    cannot={"lora.rank": _NO_ADAPTERS},
 )
 _QWEN35_EXPERTS = Experts(is_normalized=True)
 _SEEING_QWEN35 = replace(
@@ -125,7 +121,6 @@ FAMILIES = (
         query_norm="head",
         linear=DELTA_NETS,
         experts=Experts(),
-        cannot={"learner.parallel.cp": _IN_TURN},
     ),
     replace(_QWEN35, architecture="Qwen3_5ForCausalLM", model_type="qwen3_5_text"),
     replace(

@@ -15,6 +15,12 @@ import torch
 import torch.nn.functional as F
 from megatron.core.ssm.gated_delta_net import common as delta_nets
 from megatron.core.ssm.gated_delta_net import gdn
+from megatron.core.ssm.gated_delta_net.common import (
+    _build_head_perm_for_split_sections,
+    get_parameter_local_cp,
+    tensor_a2a_cp2hp,
+    tensor_a2a_hp2cp,
+)
 from megatron.core.ssm.utils import _split_tensor_factory
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from megatron.core.transformer.module import MegatronModule
@@ -26,6 +32,7 @@ from megatron.core.transformer.utils import (
 )
 from megatron.core.utils import divide
 from slipstream.learner.trainer import Megatron
+from slipstream.learner.trainer.batches.micro_batch import gathered_places
 from slipstream.learner.trainer.layers import own_device
 from slipstream.learner.trainer.layers.length_groups import mixed_in_rows
 from slipstream.learner.trainer.layers.norms import RMSNorm
@@ -224,7 +231,10 @@ class PlainNorm(RMSNorm):
 
 
 class PackedDeltaNet(gdn.GatedDeltaNet):  # type: ignore[misc]
-    """A gated delta net over packed tokens [tokens, 1, hidden]."""
+    """A gated delta net over packed tokens [tokens, 1, hidden].
+
+    Context parallel ranks exchange their tokens of all heads for all tokens of their heads.
+    """
 
     # Bridge reads these marks to learn that `A_log` and `dt_bias` are split like the heads.
     tensor_model_parallel = True
@@ -265,11 +275,48 @@ class PackedDeltaNet(gdn.GatedDeltaNet):  # type: ignore[misc]
         heads = self.num_v_heads_local_tp
         sizes = [self.conv_dim_local_tp, heads * self.value_head_dim, heads, heads]
         mixed, gate, beta, alpha = torch.split(projected, sizes, dim=-1)
-        read = mixed_in_rows(self._mix, (mixed, beta, alpha), packed_seq_params)
+        tokens, places = [mixed, beta, alpha], None
+        if self.cp_size > 1:
+            bounds = tuple(packed_seq_params.cu_seqlens_q.tolist())
+            places = gathered_places(bounds, self.cp_size).to(projected.device)
+            tokens = self._whole_sequences(tokens, places)
+        read = mixed_in_rows(self._mix, tokens, packed_seq_params)
+        if places is not None:
+            read = self._own_tokens(read, places)
         gate = gate.reshape(read.shape)
         normed = self.out_norm(read) * self.act_fn(gate.float())
         output, bias = self.out_proj(normed.to(read.dtype).flatten(1)[:, None])
         return output, bias
+
+    def _whole_sequences(self, tokens: list[Tensor], places: Tensor) -> list[Tensor]:
+        """Returns all tokens, in order, of this context parallel rank's part of the heads.
+
+        `tokens` are this rank's tokens of all heads, and `places` those of `gathered_places`.
+        """
+        keys, values, heads = self.qk_dim_local_tp, self.v_dim_local_tp, self.num_v_heads_local_tp
+        parts = (keys, keys, values, heads, heads)
+        joined = torch.cat(tokens, dim=-1)
+        order = _build_head_perm_for_split_sections(parts, self.cp_size, joined.device)
+        whole = tensor_a2a_cp2hp(
+            joined.index_select(-1, order)[:, None],
+            seq_dim=0,
+            head_dim=-1,
+            cp_group=self.pg_collection.cp,
+            undo_attention_load_balancing=False,
+        )
+        sizes = [tensor.shape[-1] // self.cp_size for tensor in tokens]
+        return list(whole[:, 0].index_select(0, places).split(sizes, dim=-1))
+
+    def _own_tokens(self, read: Tensor, places: Tensor) -> Tensor:
+        """Returns this rank's tokens of all heads; the opposite of `_whole_sequences`."""
+        own: Tensor = tensor_a2a_hp2cp(
+            read.index_select(0, places.argsort()).flatten(1)[:, None],
+            seq_dim=0,
+            head_dim=-1,
+            cp_group=self.pg_collection.cp,
+            redo_attention_load_balancing=False,
+        )
+        return own.view(len(own), -1, self.value_head_dim)
 
     def _mix(self, mixed: Tensor, beta: Tensor, alpha: Tensor) -> Tensor:
         """Returns the outputs of the delta rule, [sequences, length, heads, size of values].
@@ -278,17 +325,23 @@ class PackedDeltaNet(gdn.GatedDeltaNet):  # type: ignore[misc]
         Trailing padding has no effect.
         """
         length = mixed.shape[1]
-        mixed = self.act_fn(self.conv1d(mixed.mT)[..., :length]).mT
-        keys, values = self.qk_dim // self.tp_size, self.v_dim // self.tp_size
+        parts = [self.qk_dim_local_tp, self.qk_dim_local_tp, self.v_dim_local_tp]
+        # The parts of parameters for the heads that this context parallel rank mixes.
+        group = self.pg_collection.cp
+        filters = get_parameter_local_cp(self.conv1d.weight, 0, group, parts)
+        rate, bias = (get_parameter_local_cp(each, 0, group) for each in (self.A_log, self.dt_bias))
+        padding, groups = self.conv1d.padding, len(filters)
+        convolved = F.conv1d(mixed.mT, filters, padding=padding, groups=groups)
+        mixed = self.act_fn(convolved[..., :length]).mT
         query, key, value = _by_head(
-            torch.split(mixed, [keys, keys, values], dim=-1),
+            torch.split(mixed, [size // self.cp_size for size in parts], dim=-1),
             (self.key_head_dim, self.key_head_dim, self.value_head_dim),
         )
         copies = self.num_value_heads // self.num_key_heads
         if copies > 1:
             query, key = (x.repeat_interleave(copies, dim=2) for x in (query, key))
         # bfloat16 would round the decay of every step.
-        decay = -self.A_log.float().exp() * F.softplus(alpha.float() + self.dt_bias.float())
+        decay = -rate.float().exp() * F.softplus(alpha.float() + bias.float())
         read: Tensor = gdn.chunk_gated_delta_rule(
             query, key, value, g=decay, beta=beta.sigmoid(), use_qk_l2norm_in_kernel=True
         )[0]
