@@ -207,7 +207,7 @@ SLOW = """
     pp2-balanced-moe tp2-sp-cp2-balanced-moe tp2-sp-ep2-etp1-balanced-moe ep2-z-loss-moe
     dp2-tp2-sp-z-loss-moe tp2-sp-cp2-etp1-ep4-z-loss-moe
     cp2-qwen35 cp2-recompute-qwen35 pp2-cp2-qwen3-next pp2-vpp2-cp2-qwen35
-    dp2-tp2-cp2-ep2-qwen35-moe cp4-qwen3-next cp2-muon-qwen3-next
+    dp2-tp2-sp-cp2-ep2-qwen35-moe cp4-qwen3-next cp2-muon-qwen3-next
     tp2-muon pp2-muon ep2-muon-moe one-muon-qwen3-next tp2-sp-muon-qwen3-next
     tp2-sp-pp2-cp2 tp2-sp-pp2-cp2-ep2-moe tp2-sp-pp2-vpp2-cp2-etp1-ep4-moe
     tp2-sp-pp2-vpp2-cp2-ep2-replay-moe dp2-tp2-sp-cp2-distopt
