@@ -5,7 +5,7 @@ An error names the value that cannot be sent. environment.proto states the bound
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import SupportsFloat, TypeVar
 
@@ -71,12 +71,17 @@ def observation(opening: object, reply_limit: object, expected: object = "") -> 
 
 def reply_of(command: pb.StepCommand) -> Reply:
     """Returns the reply to pass to the environment's `step`."""
+    tokens = command.token_ids
     if not command.HasField("parsed"):
-        return Reply(command.reply)
+        return Reply(command.reply, token_ids=tokens)
     parsed = command.parsed
     calls = [ToolCall(call.id, call.name, _arguments(call.arguments)) for call in parsed.tool_calls]
     return Reply(
-        command.reply, content=parsed.content, reasoning=parsed.reasoning, tool_calls=calls
+        command.reply,
+        content=parsed.content,
+        reasoning=parsed.reasoning,
+        tool_calls=calls,
+        token_ids=tokens,
     )
 
 
@@ -112,6 +117,7 @@ def verdict(result: object, *, gives: bool) -> pb.Verdict:
         metrics=_metrics(result.metrics),
         tools_json="" if result.tools is None else _tools(result.tools),
         given_reply=_given(result.reply, "step()"),
+        token_rewards=_by_token(result.token_rewards, "token_rewards"),
     )
     return _bounded(made)
 
@@ -136,6 +142,7 @@ def agent_result(result: object) -> pb.AgentResult:
         metrics=_metrics(result.metrics),
         shares=_by_branch(result.shares, "shares", "share"),
         rewards=_by_branch(result.rewards, "rewards", "reward"),
+        reply_rewards=_by_reply(result.reply_rewards),
     )
     return _bounded(made)
 
@@ -162,6 +169,39 @@ def _by_branch(numbers: object, several: str, one: str) -> dict[str, float]:
             what = f"{several} are of branches, with names of 1 to 64 letters, digits and ._:+-"
             raise environment_failed(f"{what}, got {show(name)}")
     return {name: _finite(value, f"the {one} of {name!r}") for name, value in numbers.items()}
+
+
+def _by_reply(rewards: object) -> list[pb.ReplyReward]:
+    if not isinstance(rewards, Mapping) or not all(isinstance(name, str) for name in rewards):
+        what = "reply_rewards must map ids of answers to rewards"
+        raise environment_failed(f"{what}, got {show(rewards)}")
+    found = []
+    for name, value in rewards.items():
+        what = f"the reward of reply {show(name)}"
+        numbers = _listed(value)
+        if numbers is None:
+            found.append(pb.ReplyReward(reply_id=name, reward=_finite(value, what)))
+        else:
+            found.append(pb.ReplyReward(reply_id=name, token_rewards=_by_token(numbers, what)))
+    return found
+
+
+def _listed(value: object) -> list[object] | None:
+    """Returns the elements of a list, an array or a tensor; None for a number or a text."""
+    if not isinstance(value, Iterable) or isinstance(value, str | bytes | Mapping):
+        return None
+    try:
+        return [*value]
+    except TypeError:
+        # An array without a dimension.
+        return None
+
+
+def _by_token(rewards: object, what: str) -> list[float]:
+    numbers = _listed(rewards)
+    if numbers is None:
+        raise environment_failed(f"{what} must be a list of numbers, got {show(rewards)}")
+    return [_finite(value, f"number {place} of {what}") for place, value in enumerate(numbers, 1)]
 
 
 def _finite(value: object, what: str) -> float:

@@ -87,11 +87,13 @@ class Reply(str):
 
     `content` is the text without reasoning and tool calls: what a person calls the answer. Without
     a parser it is what stands behind the marks of thoughts that families of models write.
+    `token_ids` are the tokens that were sampled, one for each of `StepResult.token_rewards`.
     """
 
     content: str
     reasoning: str
     tool_calls: tuple[ToolCall, ...]
+    token_ids: tuple[int, ...]
 
     def __new__(
         cls,
@@ -100,6 +102,7 @@ class Reply(str):
         content: str | None = None,
         reasoning: str = "",
         tool_calls: Sequence[ToolCall] = (),
+        token_ids: Sequence[int] = (),
     ) -> Reply:
         """Makes a reply of `text`, whose thoughts are told apart here if `content` is None."""
         reply = super().__new__(cls, text)
@@ -107,6 +110,7 @@ class Reply(str):
             reasoning, content = split_thoughts(text)
         reply.content = content
         reply.reasoning, reply.tool_calls = reasoning, tuple(tool_calls)
+        reply.token_ids = tuple(token_ids)
         return reply
 
 
@@ -143,7 +147,8 @@ class StepResult:
     After the last given reply they say what follows it, which a chat template may want to know.
     `metrics` are averaged over episodes and reported. `tools`, if given, replace the episode's
     tools from the next reply on. `reply`, if given, takes the place of the model's next reply, as
-    in ResetResult.
+    in ResetResult. `token_rewards`, if given, has a number for each token of the reply that is
+    judged, in addition to `reward`.
     """
 
     reward: float = 0.0
@@ -152,6 +157,7 @@ class StepResult:
     metrics: Mapping[str, float] = field(default_factory=dict)
     tools: Tools | None = None
     reply: str | None = None
+    token_rewards: Sequence[float] = ()
 
 
 @runtime_checkable
@@ -330,13 +336,15 @@ class AgentOutcome:
     `reward` and `metrics` are as in StepResult. `shares` maps the name of a branch to the part of
     the episode's advantage that the branch gets; every other branch gets 1. `rewards` maps the name
     of a branch to its own reward, which is compared only with rewards of that branch name in the
-    episode's group.
+    episode's group. `reply_rewards` maps the `id` of an answer of the endpoint to the reward of its
+    reply, or to one for each of its tokens; they add to the reward of the episode or branch name.
     """
 
     reward: float
     metrics: Mapping[str, float] = field(default_factory=dict)
     shares: Mapping[str, float] = field(default_factory=dict)
     rewards: Mapping[str, float] = field(default_factory=dict)
+    reply_rewards: Mapping[str, float | Sequence[float]] = field(default_factory=dict)
 
 
 class AgentEnvironment(Environment[Task]):

@@ -31,9 +31,9 @@ TokenArray = npt.NDArray[np.uint32]
 LogprobArray = npt.NDArray[np.float32]
 
 # Fields of a trajectory that are a float32 array with a value for each sampled token, and whether
-# every trajectory has the field; a field that some lack is None there. The engine's `Generation`,
-# the record of an episode, the wire form and its checks walk this table.
-SAMPLED_ARRAYS = {"behavior_logprobs": True}
+# every trajectory has the field; a field that some lack is None there. The record of an episode,
+# the wire form and its checks walk this table.
+SAMPLED_ARRAYS = {"behavior_logprobs": True, "token_rewards": False}
 
 # Attempts beyond `Lease.max_attempts` that a server may make, since an attempt does not count if it
 # ended with a worker that other tasks shared. A task runs alone after two losses of a worker in a
@@ -185,6 +185,10 @@ class Trajectory:
     `is_given` says that the environment gave all replies: their tokens count as sampled, although
     no policy sampled them. `reference` has the sampled tokens' log-probabilities by a served
     reference model.
+
+    `token_rewards` has the parts of the reward at the sampled tokens that earned them: of a turn as
+    a whole at its last token. It adds up to `reward`, or to the reward of each side. None means
+    that the last sampled token earned all.
     """
 
     run_id: str
@@ -205,6 +209,7 @@ class Trajectory:
     behavior_logprobs: LogprobArray
     version_spans: tuple[VersionSpan, ...]
     reward: float = 0.0
+    token_rewards: LogprobArray | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     num_turns: int = 0
     generation_s: float = 0.0
@@ -266,6 +271,18 @@ class Trajectory:
             for part in self.sequences()
             if part.sampled.stop > part.sampled.start and not self.run_lengths[part.runs.start]
         ]
+
+    def turn_rewards(self) -> list[float]:
+        """Returns the reward of each turn, in the order of the tokens.
+
+        The result is [] if several branches share the reward of an episode.
+        """
+        lengths = self.run_lengths[1::2]
+        if self.token_rewards is not None:
+            parts = np.split(self.token_rewards, np.cumsum(lengths[:-1]))
+            return [float(part.sum(dtype=np.float64)) for part in parts]
+        is_shared = len(self.branches) > 1 or not lengths
+        return [] if is_shared else [0.0] * (len(lengths) - 1) + [self.reward]
 
     def sampled_mask(self) -> npt.NDArray[np.bool_]:
         """Returns one flag for each token of `token_ids`: true if the model sampled it."""

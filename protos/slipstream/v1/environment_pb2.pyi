@@ -188,16 +188,18 @@ class ResetCommand(_message.Message):
     def __init__(self, episode_key: _Optional[str] = ..., task_index: _Optional[int] = ..., seed: _Optional[int] = ...) -> None: ...
 
 class StepCommand(_message.Message):
-    __slots__ = ("episode_key", "reply", "truncated", "parsed")
+    __slots__ = ("episode_key", "reply", "truncated", "parsed", "token_ids")
     EPISODE_KEY_FIELD_NUMBER: _ClassVar[int]
     REPLY_FIELD_NUMBER: _ClassVar[int]
     TRUNCATED_FIELD_NUMBER: _ClassVar[int]
     PARSED_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     episode_key: str
     reply: str
     truncated: bool
     parsed: ParsedReply
-    def __init__(self, episode_key: _Optional[str] = ..., reply: _Optional[str] = ..., truncated: bool = ..., parsed: _Optional[_Union[ParsedReply, _Mapping]] = ...) -> None: ...
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, episode_key: _Optional[str] = ..., reply: _Optional[str] = ..., truncated: bool = ..., parsed: _Optional[_Union[ParsedReply, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class CloseCommand(_message.Message):
     __slots__ = ("episode_key",)
@@ -315,8 +317,18 @@ class AgentCall(_message.Message):
     is_abandoned: bool
     def __init__(self, call: _Optional[int] = ..., method: _Optional[str] = ..., path: _Optional[str] = ..., headers: _Optional[_Iterable[_Union[HttpHeader, _Mapping]]] = ..., body: _Optional[bytes] = ..., branch: _Optional[str] = ..., is_abandoned: bool = ...) -> None: ...
 
+class ReplyReward(_message.Message):
+    __slots__ = ("reply_id", "reward", "token_rewards")
+    REPLY_ID_FIELD_NUMBER: _ClassVar[int]
+    REWARD_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_REWARDS_FIELD_NUMBER: _ClassVar[int]
+    reply_id: str
+    reward: float
+    token_rewards: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, reply_id: _Optional[str] = ..., reward: _Optional[float] = ..., token_rewards: _Optional[_Iterable[float]] = ...) -> None: ...
+
 class AgentResult(_message.Message):
-    __slots__ = ("reward", "metrics", "shares", "rewards")
+    __slots__ = ("reward", "metrics", "shares", "rewards", "reply_rewards")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -342,14 +354,16 @@ class AgentResult(_message.Message):
     METRICS_FIELD_NUMBER: _ClassVar[int]
     SHARES_FIELD_NUMBER: _ClassVar[int]
     REWARDS_FIELD_NUMBER: _ClassVar[int]
+    REPLY_REWARDS_FIELD_NUMBER: _ClassVar[int]
     reward: float
     metrics: _containers.ScalarMap[str, float]
     shares: _containers.ScalarMap[str, float]
     rewards: _containers.ScalarMap[str, float]
-    def __init__(self, reward: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., shares: _Optional[_Mapping[str, float]] = ..., rewards: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    reply_rewards: _containers.RepeatedCompositeFieldContainer[ReplyReward]
+    def __init__(self, reward: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., shares: _Optional[_Mapping[str, float]] = ..., rewards: _Optional[_Mapping[str, float]] = ..., reply_rewards: _Optional[_Iterable[_Union[ReplyReward, _Mapping]]] = ...) -> None: ...
 
 class Verdict(_message.Message):
-    __slots__ = ("reward", "done", "messages", "metrics", "tools_json", "given_reply")
+    __slots__ = ("reward", "done", "messages", "metrics", "tools_json", "given_reply", "token_rewards")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -363,13 +377,15 @@ class Verdict(_message.Message):
     METRICS_FIELD_NUMBER: _ClassVar[int]
     TOOLS_JSON_FIELD_NUMBER: _ClassVar[int]
     GIVEN_REPLY_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_REWARDS_FIELD_NUMBER: _ClassVar[int]
     reward: float
     done: bool
     messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
     metrics: _containers.ScalarMap[str, float]
     tools_json: str
     given_reply: str
-    def __init__(self, reward: _Optional[float] = ..., done: bool = ..., messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., tools_json: _Optional[str] = ..., given_reply: _Optional[str] = ...) -> None: ...
+    token_rewards: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, reward: _Optional[float] = ..., done: bool = ..., messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., tools_json: _Optional[str] = ..., given_reply: _Optional[str] = ..., token_rewards: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Pong(_message.Message):
     __slots__ = ("place",)

@@ -49,10 +49,19 @@ class SapoArguments(Section):
     ratio: Anchor = "proximal"
 
 
-class GaeArguments(Section):
-    """The arguments of the advantage `gae`, generalised advantage estimation."""
+class ReturnArguments(Section):
+    """The arguments of the advantage `return_to_go`."""
 
-    # Discount of each sampled token.
+    # Discount of each turn. 0 means the turn's own reward alone.
+    gamma: float = Field(1.0, ge=0, le=1)
+    # Divide by the deviation of the group's returns of that turn.
+    normalize: bool = True
+
+
+class GaeArguments(Section):
+    """The arguments of the advantages `gae` and `turn_gae`, generalised advantage estimation."""
+
+    # Discount of each step: a sampled token or, with `turn_gae`, a turn.
     gamma: float = Field(1.0, gt=0, le=1)
     # 0 means one-step differences of the values, 1 returns minus values.
     lam: float = Field(0.95, ge=0, le=1)
@@ -112,7 +121,8 @@ FUNCTIONS: dict[FunctionKind, dict[str, type[Section]]] = {
     "advantage": {
         **dict.fromkeys(("grpo", "dr_grpo", "rloo", "reinforce_pp"), NoArguments),
         "reinforce_pp_baseline": NoArguments,
-        "gae": GaeArguments,
+        "return_to_go": ReturnArguments,
+        **dict.fromkeys(("gae", "turn_gae"), GaeArguments),
         **dict.fromkeys(("score", "none"), NoArguments),
     },
     "weight": {"none": BandArguments, "token": CapArguments, "sequence": CapArguments},

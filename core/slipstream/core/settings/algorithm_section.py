@@ -145,7 +145,7 @@ class AlgorithmSection(Section):
                 "decay_steps and decay_to have no effect with decay = 'none', "
                 f"got {self.decay_steps} and {self.decay_to}"
             )
-        if self.group_size == 1 and self.advantage in GROUP_ADVANTAGES:
+        if self.group_size == 1 and self.advantage in (*GROUP_ADVANTAGES, "return_to_go"):
             yield f"advantage = {self.advantage!r} compares a group: group_size must be >= 2, got 1"
         divergence_trains = self.kl.coefficient > 0 and self.kl.placement == "loss"
         if self.advantage == "none" and not divergence_trains:

@@ -252,7 +252,8 @@ def algorithm_problems(config: Tables) -> Iterator[str]:
             )
         if each.advantage == "gae" and config.critic is None:
             yield "algorithm.advantage = 'gae' needs the table critic"
-        if not (each.advantage == "gae" or is_own(each.advantage) or config.critic is None):
+        values = each.advantage in ("gae", "turn_gae") or is_own(each.advantage)
+        if config.critic is not None and not values:
             yield f"the table critic has no effect with algorithm.advantage = {each.advantage!r}"
     if config.critic is not None and config.critic.warmup_steps >= config.run.steps:
         yield (

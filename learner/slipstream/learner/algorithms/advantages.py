@@ -1,11 +1,13 @@
 """The built-in advantage estimators: pure functions that compute in float64.
 
-Sequence-level estimators give one number for each episode, token-level estimators one for each
-sampled token. Only sampled tokens are steps: the context between the replies of an episode is
-skipped. Each branch is a separate sequence of steps, which ends with the episode's reward. The
-score of an episode is its reward less the costs of its tokens.
+Sequence-level estimators give one number for each episode, turn-level estimators one for each
+reply, token-level estimators one for each sampled token. Only sampled tokens are steps: the context
+between the replies of an episode is skipped. Each branch is a separate sequence of steps. The score
+of an episode is its reward less the costs of its tokens.
 """
 
+import itertools
+from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
@@ -40,7 +42,7 @@ def rloo(episodes: Sequence[ScoredEpisode]) -> FloatArray:
     scores = episode_scores(episodes)
     advantages = np.zeros(len(scores), dtype=np.float64)
     for members in _groups(episodes):
-        number = int(members.sum())
+        number = len(members)
         if number > 1:
             others = (scores[members].sum() - scores[members]) / (number - 1)
             advantages[members] = scores[members] - others
@@ -53,17 +55,39 @@ def reinforce_pp(episodes: Sequence[ScoredEpisode]) -> list[FloatArray]:
     Source: REINFORCE++ (arXiv:2501.03262), which normalises over the global batch instead of within
     groups.
     """
-    returns = []
-    for episode in episodes:
-        rewards = episode.token_rewards()
-        returns.append(np.concatenate([returns_to_go(rewards[b]) for b in episode.branches]))
-    return whitened(returns)
+    return whitened([episode.returns() for episode in episodes])
 
 
 def reinforce_pp_baseline(episodes: Sequence[ScoredEpisode]) -> list[FloatArray]:
     """Returns for each token its episode's score less the group's mean, whitened over the batch."""
     pairs = zip(dr_grpo(episodes), episodes, strict=True)
     return whitened([np.repeat(centred, len(episode.token_costs)) for centred, episode in pairs])
+
+
+def return_to_go(
+    episodes: Sequence[ScoredEpisode], *, gamma: float = 1.0, normalize: bool = True
+) -> list[FloatArray]:
+    """Returns the discounted return of each token less the group's mean of its turn.
+
+    The mean is of the returns of the turns with the same number in the episodes of the group. With
+    `normalize` the difference is divided by their standard deviation. `ScoredEpisode.returns` has
+    the returns, which are equal in a turn whose reward is one number. In an episode of one turn the
+    result is that of GRPO. Source: REINFORCE with reward-to-go and a baseline (Williams 1992).
+    """
+    returns = [episode.returns(gamma) for episode in episodes]
+    spans = [list(itertools.chain(*episode.spans())) for episode in episodes]
+    found: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for episode, values, turns in zip(episodes, returns, spans, strict=True):
+        for turn, span in enumerate(turns):
+            found[episode.group_id, turn] += values[span][:1].tolist()
+    baselines = {key: (np.mean(each), np.std(each)) for key, each in found.items() if each}
+    for episode, values, turns in zip(episodes, returns, spans, strict=True):
+        for turn, span in enumerate(turns):
+            mean, deviation = baselines.get((episode.group_id, turn), (0.0, 0.0))
+            values[span] -= mean
+            if normalize:
+                values[span] /= deviation + STD_EPS
+    return returns
 
 
 def gae(
@@ -75,22 +99,57 @@ def gae(
 ) -> list[TokenAdvantages]:
     """Returns generalised advantage estimates and the critic's targets for each episode.
 
-    `estimates` has the formula. With `normalize` the advantages are whitened over the batch. Every
-    episode must have `values`.
+    Each sampled token is a step; `estimates` has the formula. With `normalize` the advantages are
+    whitened over the batch. Every episode must have `values`.
     """
+    assert all(episode.values is not None for episode in episodes), "gae needs values of a critic"
+    steps = [[range(*b.indices(len(e.token_costs))) for b in e.branches] for e in episodes]
+    return _generalised(episodes, steps, gamma=gamma, lam=lam, normalize=normalize)
+
+
+def turn_gae(
+    episodes: Sequence[ScoredEpisode],
+    *,
+    gamma: float = 1.0,
+    lam: float = 0.95,
+    normalize: bool = True,
+) -> list[TokenAdvantages]:
+    """Returns the estimates of `gae` with each turn as one step, whose tokens share the advantage.
+
+    The value of a turn is the critic's estimate before its first token, and 0 without a critic.
+    """
+    steps = [[[span.start for span in spans] for spans in e.spans()] for e in episodes]
+    return _generalised(episodes, steps, gamma=gamma, lam=lam, normalize=normalize)
+
+
+def _generalised(
+    episodes: Sequence[ScoredEpisode],
+    steps: Sequence[Sequence[Sequence[int]]],
+    *,
+    gamma: float,
+    lam: float,
+    normalize: bool,
+) -> list[TokenAdvantages]:
+    """Returns the estimates; `steps` has the first token of each step of each branch."""
     advantages, returns = [], []
-    for episode in episodes:
-        assert episode.values is not None, "gae needs the values of a critic"
-        rewards, values = episode.token_rewards(), episode.values
-        found = [
-            estimates(rewards[branch], values[branch], gamma=gamma, lam=lam)
-            for branch in episode.branches
-        ]
-        advantages.append(np.concatenate([one[0] for one in found]))
-        returns.append(np.concatenate([one[1] for one in found]))
+    for episode, branches in zip(episodes, steps, strict=True):
+        rewards = episode.token_rewards()
+        values = np.zeros_like(rewards) if episode.values is None else episode.values
+        found = np.zeros((2, len(rewards)))
+        for branch, starts in zip(episode.branches, branches, strict=True):
+            first, stop, _ = branch.indices(len(rewards))
+            if first == stop:
+                continue
+            lengths = np.diff([*starts, stop])
+            earned = np.add.reduceat(rewards[:stop], starts)
+            worths = estimates(earned, values[np.asarray(starts)], gamma=gamma, lam=lam)
+            found[:, first:stop] = np.repeat(worths, lengths, axis=1)
+        advantages.append(found[0])
+        returns.append(found[1])
     if normalize:
         advantages = whitened(advantages)
-    return [TokenAdvantages(a, r) for a, r in zip(advantages, returns, strict=True)]
+    pairs = zip(advantages, returns, episodes, strict=True)
+    return [TokenAdvantages(a, None if e.values is None else r) for a, r, e in pairs]
 
 
 def score(episodes: Sequence[ScoredEpisode]) -> FloatArray:
@@ -113,11 +172,6 @@ def episode_scores(episodes: Sequence[ScoredEpisode]) -> FloatArray:
     return rewards - np.bincount(places, weights=costs, minlength=len(episodes))
 
 
-def returns_to_go(rewards: FloatArray) -> FloatArray:
-    """Returns for each token the sum of its own and all later rewards, [tokens]."""
-    return np.cumsum(rewards[::-1])[::-1]
-
-
 def whitened(values: Sequence[FloatArray]) -> list[FloatArray]:
     """Returns `values` scaled to mean 0 and standard deviation 1 over all tokens of the batch.
 
@@ -135,9 +189,9 @@ def whitened(values: Sequence[FloatArray]) -> list[FloatArray]:
 def estimates(
     rewards: FloatArray, values: FloatArray, *, gamma: float, lam: float
 ) -> tuple[FloatArray, FloatArray]:
-    """Returns advantages and returns (advantage + value) of one branch, both [sampled tokens].
+    """Returns advantages and returns (advantage + value) of one branch, both [steps].
 
-    With d(t) = r(t) + gamma * V(t + 1) - V(t) and V = 0 after the last token, the advantage is
+    With d(t) = r(t) + gamma * V(t + 1) - V(t) and V = 0 after the last step, the advantage is
     A(t) = d(t) + gamma * lam * A(t + 1). An episode that was cut at a limit ends like any other,
     because its environment has judged it. Source: generalised advantage estimation
     (arXiv:1506.02438), as in PPO (arXiv:1707.06347).
@@ -167,8 +221,9 @@ def _group_advantages(episodes: Sequence[ScoredEpisode], *, normalize_by_std: bo
     return advantages
 
 
-def _groups(episodes: Sequence[ScoredEpisode]) -> list[npt.NDArray[np.bool_]]:
-    """Returns the mask of each group's members, in the order in which groups first appear."""
-    group_ids = [episode.group_id for episode in episodes]
-    ids = np.asarray(group_ids)
-    return [ids == group_id for group_id in dict.fromkeys(group_ids)]
+def _groups(episodes: Sequence[ScoredEpisode]) -> list[npt.NDArray[np.int64]]:
+    """Returns the places of each group's members, in the order in which groups first appear."""
+    places: dict[str, list[int]] = defaultdict(list)
+    for place, episode in enumerate(episodes):
+        places[episode.group_id].append(place)
+    return [np.array(members) for members in places.values()]

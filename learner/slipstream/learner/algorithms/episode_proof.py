@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,7 +12,12 @@ import numpy as np
 from slipstream.core.errors import RunFailed
 from slipstream.core.settings.algorithm_functions import FunctionKind
 from slipstream.core.settings.algorithm_section import AlgorithmSection
-from slipstream.learner.algorithms.episodes import FloatArray, RewardedEpisode, ScoredEpisode
+from slipstream.learner.algorithms.episodes import (
+    FloatArray,
+    RewardedEpisode,
+    ScoredEpisode,
+    Turn,
+)
 from slipstream.learner.algorithms.functions import (
     filtered,
     function_of,
@@ -124,7 +130,8 @@ class EpisodeProof:
                 branches = (slice(0, 1), slice(1, size)) if size > 2 else (slice(0, size),)
                 lags = chance.integers(0, 3, size, dtype=np.int32)
                 costs = chance.uniform(0, 0.1, size) if scene in WIDE else np.zeros(size)
-                given = (costs, values, branches, metrics, lags)
+                earned = reward * chance.dirichlet(np.ones(size)) if member % 2 else None
+                given = (costs, values, branches, metrics, lags, earned, _turns(chance, size))
                 found.append(ScoredEpisode(f"g{group}", reward, *given))
         return found
 
@@ -158,7 +165,7 @@ class EpisodeProof:
             self._numbers(scene, episodes)
             for one, other in zip(episodes, self._episodes(scene), strict=True):
                 for name, value in vars(other).items():
-                    if name != "metrics" and not np.array_equal(getattr(one, name), value):
+                    if name != "metrics" and not _is_same(getattr(one, name), value):
                         raise Disproved(f"{name} of an episode is changed: {scene}")
 
     def _check_order(self) -> None:
@@ -186,6 +193,26 @@ class EpisodeProof:
             found = self._numbers(scene)
             if not all(np.isfinite(one).all() for one in found):
                 raise Disproved(f"{_listed(found)}: {scene}")
+
+
+def _turns(chance: np.random.Generator, size: int) -> tuple[Turn, ...]:
+    """Returns the turns of an episode of `size` tokens; some read what others have read."""
+    spans = (
+        [slice(0, 1), slice(1, 3), slice(3, 4)]
+        if size > 3
+        else [slice(n, n + 1) for n in range(size)]
+    )
+    read = [chance.integers(0, 2, 1, dtype=np.uint32) for _ in spans]
+    said = [chance.integers(0, 9, s.stop - s.start, dtype=np.uint32) for s in spans]
+    return tuple(itertools.starmap(Turn, zip(spans, read, said, strict=True)))
+
+
+def _is_same(one: object, other: object) -> bool:
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    if isinstance(one, Turn) and isinstance(other, Turn):
+        return all(map(_is_same, vars(one).values(), vars(other).values()))
+    return np.array_equal(one, other)  # type: ignore[arg-type]
 
 
 def _difference(

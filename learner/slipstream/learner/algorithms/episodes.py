@@ -13,8 +13,22 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
+from slipstream.core.types import TokenArray
 
 FloatArray = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class Turn:
+    """One reply of the model, and what the model read before it."""
+
+    # Its tokens among the sampled tokens of the episode.
+    span: slice
+    # The ids of the tokens that the model read since the reply before: the whole prompt, or the
+    # environment's messages. No text: ranks have no tokenizer, and ids tell states apart.
+    context: TokenArray
+    # The ids of the sampled tokens.
+    reply: TokenArray
 
 
 @dataclass(frozen=True)
@@ -41,14 +55,54 @@ class ScoredEpisode:
     metrics: Mapping[str, float] = field(default_factory=dict)
     # Versions between the sampling of each token and this step.
     lags: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
+    # The parts of `reward` where they were earned; None: the last token earned all.
+    earned: FloatArray | None = None
+    # The replies, branch by branch.
+    turns: tuple[Turn, ...] = ()
 
     def token_rewards(self) -> FloatArray:
-        """Returns each sampled token's reward: minus its cost, plus `reward` at a branch's end."""
+        """Returns each sampled token's reward: minus its cost, plus what it earned.
+
+        At the end of a branch it has what later branches earned, too.
+        """
         rewards = -self.token_costs
-        for branch in self.branches:
+        later = self.reward
+        if self.earned is not None:
+            rewards += self.earned
+            later = 0.0
+        for branch in reversed(self.branches):
             if len(rewards[branch]):
-                rewards[branch][-1] += self.reward
+                rewards[branch][-1] += later
+            if self.earned is not None:
+                later += float(self.earned[branch].sum())
         return rewards
+
+    def spans(self) -> list[list[slice]]:
+        """Returns the sampled tokens of each turn of each branch.
+
+        A branch whose turns are unknown counts as one turn.
+        """
+        found = []
+        for branch in self.branches:
+            start, stop, _ = branch.indices(len(self.token_costs))
+            own = [turn.span for turn in self.turns if start <= turn.span.start < stop]
+            found.append(own or [slice(start, stop)])
+        return found
+
+    def returns(self, gamma: float = 1.0) -> FloatArray:
+        """Returns the return of each token: its own reward and all later ones of its branch.
+
+        Each turn between a token and a reward is a factor `gamma`, so the return of a turn is that
+        of its first token.
+        """
+        rewards = self.token_rewards()
+        found = np.zeros_like(rewards)
+        for spans in self.spans():
+            following = 0.0
+            for span in reversed(spans):
+                sums = np.cumsum(np.append(rewards[span], gamma * following)[::-1])
+                found[span], following = sums[:0:-1], float(sums[-1])
+        return found
 
 
 @dataclass(frozen=True)

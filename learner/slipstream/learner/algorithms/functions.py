@@ -242,7 +242,8 @@ def token_advantages(
     """
     function = function_of(algorithm, "advantage")
     for episode in episodes:
-        for array in (episode.token_costs, episode.values, episode.lags):
+        tokens = [array for turn in episode.turns for array in (turn.context, turn.reply)]
+        for array in (episode.token_costs, episode.values, episode.lags, episode.earned, *tokens):
             if array is not None:
                 array.flags.writeable = False
     with function.named(where):

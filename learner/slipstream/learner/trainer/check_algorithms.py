@@ -313,7 +313,10 @@ def _episode(
     member: int,
     prompt: np.ndarray,
 ) -> Trajectory:
-    """Returns a random episode of 1 or 2 replies, some tokens sampled by the previous version."""
+    """Returns a random episode of 1 or 2 replies, some tokens sampled by the previous version.
+
+    The first of two replies earns a quarter of the reward, and both end at one state of the group.
+    """
     from slipstream.learner.algorithms.episode_proof import AnyMetrics
 
     replies = chance.integers(1, LONGEST_REPLY + 1, 1 + member % 2).tolist()
@@ -322,7 +325,12 @@ def _episode(
     old = int(chance.integers(0, sampled + 1)) if step else 0
     spans = [(old, step - 1), (sampled - old, step)]
     logprobs = -np.log(VOCAB) + 0.3 * chance.standard_normal(sampled)
-    tokens = [*prompt, *chance.integers(0, VOCAB, sum(runs[1:]))]
+    tokens = np.array([*prompt, *chance.integers(0, VOCAB, sum(runs[1:]))], dtype=np.uint32)
+    reward, earned = float(chance.integers(0, 3)) / 2, None
+    if replies[1:]:
+        tokens[sum(runs[:2]) : sum(runs[:3])] = group
+        earned = np.zeros(sampled, dtype=np.float32)
+        earned[[replies[0] - 1, -1]] = reward / 4, 3 * reward / 4
     return Trajectory(
         run_id="check",
         group_id=GroupId(f"group-{step}-{group}"),
@@ -335,11 +343,12 @@ def _episode(
         seed=0,
         purpose=Purpose.TRAINING,
         status=Status.TRUNCATED if chance.random() < 0.2 else Status.COMPLETED,
-        token_ids=np.array(tokens, dtype=np.uint32),
+        token_ids=tokens,
         run_lengths=tuple(runs),
         behavior_logprobs=logprobs.astype(np.float32),
         version_spans=tuple(VersionSpan(n, PolicyVersion(0, of)) for n, of in spans if n),
-        reward=float(chance.integers(0, 3)) / 2,
+        reward=reward,
+        token_rewards=earned,
         metrics=AnyMetrics(group * 16 + member),  # type: ignore[arg-type]
         num_turns=len(replies),
     )

@@ -54,6 +54,25 @@ class TokenRecord:
         if generation.expert_ids is not None:
             self.expert_ids.append(generation.expert_ids)
 
+    def earn(self, reply: int, reward: float, token_rewards: Sequence[float] = ()) -> None:
+        """Adds a reward to the last token of reply number `reply`, and one to each of its tokens.
+
+        Raises ValueError if `token_rewards` is neither empty nor as long as the reply.
+        """
+        arrays = self.sampled[reply]
+        size = len(arrays["behavior_logprobs"])
+        earned = arrays.setdefault("token_rewards", np.zeros(size, dtype=np.float32))
+        if len(token_rewards):
+            if len(token_rewards) != size:
+                raise ValueError(
+                    f"token_rewards needs a number for each token of its reply: {size}, "
+                    f"got {len(token_rewards)}"
+                )
+            earned += np.asarray(token_rewards, dtype=np.float32)
+        with np.errstate(over="ignore"):
+            # The codec refuses what is infinite.
+            earned[-1:] += np.float32(reward)
+
 
 @dataclass(eq=False)
 class ConversationBranch(TokenRecord):
@@ -77,6 +96,11 @@ class AgentTurn:
 
     branch: ConversationBranch
     end: int
+
+    @property
+    def reply(self) -> int:
+        """The number of the reply in its branch, from 0."""
+        return [*itertools.accumulate(self.branch.run_lengths)].index(self.end) // 2
 
 
 @dataclass(eq=False)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
@@ -60,6 +61,8 @@ CHAT_PATH = "/v1/chat/completions"
 MESSAGES_PATH = "/v1/messages"
 RESPONSES_PATH = "/v1/responses"
 _PREVIOUS = "previous_response_id"
+# The first id in an answer is its own.
+_ID = re.compile(rb'"id":\s*"([^"]+)"')
 
 
 class Recorder:
@@ -89,6 +92,8 @@ class Recorder:
         self.conversations = Conversations()
         # All items of a conversation up to and including a response, and the response's turn.
         self._stored: dict[str, tuple[list[Any], AgentTurn]] = {}
+        # The turn of each answer by the answer's id.
+        self._turns: dict[str, AgentTurn] = {}
         self.sampling, self.template_values, self.is_judge = sampling, template_values, is_judge
         # The number of calls that asked for each ignored setting, by the name of the setting.
         self.ignored: Counter[str] = Counter()
@@ -171,6 +176,11 @@ class Recorder:
         items, turn = self._stored[previous]
         body["input"] = items + items_of(body)
         return turn
+
+    def turns(self) -> dict[str, AgentTurn]:
+        """Returns the turns by the `id` of the answers that clients received."""
+        self._read_replies()
+        return self._turns
 
     def find(self, opened: ServedCall, settings: str, keys: Sequence[MessageKey]) -> Found | None:
         """Returns the turn that a request continues, or None; see `Conversations.find`."""
@@ -315,6 +325,8 @@ class Recorder:
         """Adds the replies that clients have received by now to `conversations`."""
         waiting = []
         for opened in self._unread:
+            if opened.turn is not None and (named := _ID.search(opened.body)) is not None:
+                self._turns[named[1].decode(errors="replace")] = opened.turn
             is_over = opened.is_answered and opened.call is not None and opened.call.is_over
             found = None if opened.turn is None else self._read_reply(opened)
             if found is not None and opened.turn is not None:

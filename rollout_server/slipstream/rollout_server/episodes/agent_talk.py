@@ -182,7 +182,8 @@ async def serve_agent(play: Play, session: StreamSession, opening: Opening) -> S
     rewards: dict[str, float] = {}
     try:
         end = await play.ask(talk.run())
-        recording.reward, shares, rewards = end.reward, end.shares, end.rewards
+        shares = end.shares
+        recording.reward, rewards = _earned(recorder, end)
         recording.metrics.update(end.metrics)
     finally:
         recording.generation_s = recorder.clock.busy_s
@@ -193,3 +194,35 @@ async def serve_agent(play: Play, session: StreamSession, opening: Opening) -> S
     if not recording.num_sampled:
         raise misused("the agent returned a result without any reply of the model")
     return Status.TRUNCATED if recorder.is_truncated else Status.COMPLETED
+
+
+def _earned(recorder: Recorder, end: AgentEnd) -> tuple[float, dict[str, float]]:
+    """Returns the rewards of the episode and of branch names, with those of their replies.
+
+    If replies have rewards, all are placed at the tokens that earned them: what an agent told of
+    the episode, or of a name, at the last of its tokens. Raises EnvironmentFailed for a reply that
+    is unknown or has another number of tokens.
+    """
+    branches, reward, rewards = recorder.conversations.branches, end.reward, dict(end.rewards)
+    if not end.reply_rewards:
+        return reward, rewards
+    # The branch that ends last of each side.
+    last = {branch.name if branch.name in rewards else None: branch for branch in branches}
+    for branch in branches:
+        for reply in range(len(branch.sampled)):
+            is_end = branch in last.values() and reply == len(branch.sampled) - 1
+            branch.earn(reply, rewards.get(branch.name, reward) if is_end else 0.0)
+    turns = recorder.turns()
+    for each in end.reply_rewards:
+        turn = turns.get(each.reply_id)
+        if turn is None:
+            raise misused(f"reply_rewards names no reply of the episode: {each.reply_id[:80]!r}")
+        try:
+            turn.branch.earn(turn.reply, each.reward, each.token_rewards)
+        except ValueError as error:
+            raise misused(f"reply_rewards of {each.reply_id[:80]!r}: {error}") from None
+        if turn.branch.name in rewards:
+            rewards[turn.branch.name] += each.whole
+        else:
+            reward += each.whole
+    return reward, rewards

@@ -11,9 +11,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from slipstream.core.errors import EnvironmentFailed
 from slipstream.core.template_values import NEED_PARSER, read_tools
@@ -34,6 +34,7 @@ class Judgement:
 
     `tools`, a text as in `TemplateInputs`, are offered from now on; None leaves them unchanged.
     `given_reply` is the next reply, given by the environment; if it is "", the model replies.
+    `token_rewards`, if not empty, has a reward for each token of the reply, beside `reward`.
     """
 
     reward: float
@@ -42,6 +43,12 @@ class Judgement:
     metrics: dict[str, float] = field(default_factory=dict)
     tools: str | None = None
     given_reply: str = ""
+    token_rewards: tuple[float, ...] = ()
+
+    @property
+    def whole_reward(self) -> float:
+        """The reward of the reply with those of its tokens."""
+        return sum(self.token_rewards, self.reward)
 
 
 @dataclass(frozen=True)
@@ -61,17 +68,35 @@ class Opening:
 
 
 @dataclass(frozen=True)
+class ReplyReward:
+    """The reward of one reply to an agent, or one for each of its tokens.
+
+    `reply_id` is the `id` of the answer that carried the reply.
+    """
+
+    reply_id: str
+    reward: float
+    token_rewards: tuple[float, ...] = ()
+
+    @property
+    def whole(self) -> float:
+        """The reward of the reply with those of its tokens."""
+        return sum(self.token_rewards, self.reward)
+
+
+@dataclass(frozen=True)
 class AgentEnd:
     """The result of an agent.
 
     `shares` has the factor on each branch's advantage, and `rewards` the reward of each branch that
-    has its own; both by branch name.
+    has its own; both by branch name. `reply_rewards` has rewards of replies in addition.
     """
 
     reward: float
     metrics: dict[str, float]
     shares: dict[str, float]
     rewards: dict[str, float] = field(default_factory=dict)
+    reply_rewards: tuple[ReplyReward, ...] = ()
 
 
 class StreamSession:
@@ -118,22 +143,29 @@ class StreamSession:
         )
 
     async def step(
-        self, reply: str, *, truncated: bool, parsed: ParsedReply | None = None
+        self,
+        reply: str,
+        *,
+        truncated: bool,
+        parsed: ParsedReply | None = None,
+        token_ids: Sequence[int] = (),
     ) -> Judgement:
         """Returns the verdict on a reply; `truncated` says that the reply ended at a length limit.
 
-        `parsed` is None if no parser has read the reply.
+        `parsed` is None if no parser has read the reply. `token_ids` are its tokens.
         """
         command = environment_pb2.StepCommand(
             episode_key=self._key,
             reply=reply,
             truncated=truncated,
             parsed=None if parsed is None else _parsed_to_pb(parsed),
+            token_ids=token_ids,
         )
         answer = await self._call(environment_pb2.WorkerCommand(step=command), "verdict")
         self._was_judged = True
         verdict = answer.verdict
-        _check_numbers(verdict.reward, {"metric": verdict.metrics})
+        tokens = dict(enumerate(verdict.token_rewards, 1))
+        _check_numbers(verdict.reward, {"metric": verdict.metrics, "reward of token": tokens})
         return Judgement(
             reward=verdict.reward,
             done=verdict.done,
@@ -141,6 +173,7 @@ class StreamSession:
             metrics=dict(verdict.metrics),
             tools=_tools(verdict.tools_json),
             given_reply=verdict.given_reply,
+            token_rewards=tuple(verdict.token_rewards),
         )
 
     async def next_call(self) -> environment_pb2.AgentCall | AgentEnd:
@@ -157,8 +190,14 @@ class StreamSession:
         result = _expected(answer, "agent_result").agent_result
         self._was_judged = True
         named = {"metric": result.metrics, "share": result.shares, "reward": result.rewards}
-        _check_numbers(result.reward, named)
-        return AgentEnd(result.reward, *map(dict, named.values()))
+        replies = [
+            ReplyReward(each.reply_id, each.reward, tuple(each.token_rewards))
+            for each in result.reply_rewards
+        ]
+        of_replies = {each.reply_id: each.whole for each in replies}
+        _check_numbers(result.reward, {**named, "reward of reply": of_replies})
+        metrics, shares, rewards = map(dict, named.values())
+        return AgentEnd(result.reward, metrics, shares, rewards, tuple(replies))
 
     async def reply_part(self, call: int, part: HttpPart) -> None:
         """Sends the agent a part of the answer to its call.
@@ -219,7 +258,7 @@ def _expected(
     return answer
 
 
-def _check_numbers(reward: float, named: Mapping[str, Mapping[str, float]]) -> None:
+def _check_numbers(reward: float, named: Mapping[str, Mapping[Any, float]]) -> None:
     """Raises EnvironmentFailed for a number that is not finite.
 
     Client-served environments may use other code than ours, so numbers are checked here too.

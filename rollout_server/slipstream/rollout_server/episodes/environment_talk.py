@@ -67,7 +67,7 @@ class EnvironmentTalk:
             reply = recording.last_text = renderer.decode(said)
             parsed = self._read(before, said, history.inputs)
             judged = self._judged(before, said, reply, parsed)
-            step = self._session.step(reply, truncated=truncated, parsed=judged)
+            step = self._session.step(reply, truncated=truncated, parsed=judged, token_ids=said)
             verdict = await self._play.ask(step)
             if given:
                 # What ends the reply depends on what follows it.
@@ -147,10 +147,14 @@ class EnvironmentTalk:
 
     def _judge(self, verdict: Judgement) -> None:
         recording = self._recording
-        recording.reward += verdict.reward
+        recording.reward += verdict.whole_reward
         if not math.isfinite(recording.reward):
             raise misused(f"the rewards of an episode add up to {recording.reward}")
-        recording.num_rewarded += verdict.reward != 0.0
+        try:
+            recording.earn(-1, verdict.reward, verdict.token_rewards)
+        except ValueError as error:
+            raise misused(str(error)) from None
+        recording.num_rewarded += verdict.whole_reward != 0.0
         if recording.num_rewarded > 1:
             recording.metrics[REWARDED_TURNS] = recording.num_rewarded
         recording.metrics.update(verdict.metrics)

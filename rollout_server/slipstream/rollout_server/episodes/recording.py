@@ -97,14 +97,18 @@ class Recording(TokenRecord):
     def sampled_arrays(self) -> dict[str, LogprobArray]:
         """The arrays with one value for each sampled token, by the names in `SAMPLED_ARRAYS`.
 
-        An optional field is left out if any reply lacks it.
+        An optional field is left out if any reply lacks it, and rewards if the last token earned
+        all.
         """
         empty = np.zeros(0, dtype=np.float32)
-        return {
+        found = {
             name: np.concatenate([empty, *(reply[name] for reply in self.sampled)])
             for name, is_required in SAMPLED_ARRAYS.items()
             if is_required or (self.sampled and all(name in reply for reply in self.sampled))
         }
+        if not found.get("token_rewards", empty)[:-1].any():
+            found.pop("token_rewards", None)
+        return found
 
     @property
     def short_metrics(self) -> dict[str, float]:

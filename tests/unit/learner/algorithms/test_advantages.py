@@ -10,7 +10,6 @@ from slipstream.learner.algorithms.advantages import (
     episode_scores,
     estimates,
     grpo,
-    returns_to_go,
     rloo,
     whitened,
 )
@@ -70,8 +69,8 @@ def test_groups_are_compared_within_themselves_only() -> None:
         assert np.sign(found).tolist() == [-1, 1, -1, 1]
 
 
-def test_returns_to_go_add_up_from_each_token_on() -> None:
-    assert returns_to_go(np.array([1.0, -2.0, 4.0])).tolist() == [3.0, 2.0, 4.0]
+def test_returns_add_up_from_each_token_on() -> None:
+    assert episode("a", 4.0, [-1.0, 2.0, 0.0]).returns().tolist() == [3.0, 2.0, 4.0]
 
 
 def test_whitening_runs_over_all_tokens_of_the_batch() -> None:

@@ -96,7 +96,8 @@ def readable(
     if trajectory.branches:
         line["branches"] = _branches(trajectory, texts)
     elif texts is not None and len(trajectory.run_lengths) > 2:
-        line["turns"] = _turns(trajectory.token_ids, trajectory.run_lengths, texts)
+        rewards = trajectory.turn_rewards()
+        line["turns"] = _turns(trajectory.token_ids, trajectory.run_lengths, texts, rewards)
     return line
 
 
@@ -122,7 +123,8 @@ def _branches(trajectory: Trajectory, texts: TokenTexts | None) -> list[JsonValu
         }
         if texts is not None:
             own = trajectory.token_ids[part.tokens.start + shared : part.tokens.stop]
-            line["turns"] = _turns(own, (first - shared, *rest), texts)
+            rewards = trajectory.turn_rewards()[part.runs.start // 2 : part.runs.stop // 2]
+            line["turns"] = _turns(own, (first - shared, *rest), texts, rewards)
         lines.append(line)
     return lines
 
@@ -150,10 +152,13 @@ def _parent(
     return parent, shared
 
 
-def _turns(token_ids: TokenArray, lengths: tuple[int, ...], texts: TokenTexts) -> list[JsonValue]:
+def _turns(
+    token_ids: TokenArray, lengths: tuple[int, ...], texts: TokenTexts, rewards: Sequence[float]
+) -> list[JsonValue]:
     place = 0
     turns: list[JsonValue] = []
-    for context, sampled in itertools.zip_longest(lengths[::2], lengths[1::2], fillvalue=0):
+    runs = itertools.zip_longest(lengths[::2], lengths[1::2], fillvalue=0)
+    for (context, sampled), reward in itertools.zip_longest(runs, rewards):
         middle, end = place + context, place + context + sampled
         turns.append(
             {
@@ -161,6 +166,7 @@ def _turns(token_ids: TokenArray, lengths: tuple[int, ...], texts: TokenTexts) -
                 "context_tokens": context,
                 "sampled": texts.text(token_ids[middle:end]),
                 "sampled_tokens": sampled,
+                "reward": reward,
             }
         )
         place = end

@@ -15,8 +15,8 @@ from slipstream.learner.algorithms.filters import unequal_rewards
 from slipstream.learner.algorithms.groups import shaped_rewards
 from slipstream.learner.controller.trajectories.batch import FormedBatch
 
-# Largest number of named branches of an episode whose rewards are metrics.
-MOST_BRANCHES = 16
+# Largest number of named branches of an episode, and of its first turns, whose rewards are metrics.
+MOST_BRANCHES, MOST_TURNS = 16, 8
 _EQUAL = "equal_rewards_fraction"
 # Steps in a row without a lesson after which a hint is due; fewer are normal with hard tasks.
 HINT_AFTER_STEPS = 10
@@ -52,10 +52,17 @@ def batch_statistics(batch: FormedBatch) -> dict[str, float]:
 
 
 def environment_means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Returns means of rewards, of branches' own rewards and of metrics, for each environment."""
+    """Returns means of rewards, of branches' own rewards and of metrics, for each environment.
+
+    In an environment of several turns there are those of its first turns' rewards, too.
+    """
     episodes: dict[str, list[Mapping[str, float]]] = {}
-    for trajectory in trajectories:
+    of_turns = [trajectory.turn_rewards()[:MOST_TURNS] for trajectory in trajectories]
+    several = {t.environment for t, turns in zip(trajectories, of_turns, strict=True) if turns[1:]}
+    for trajectory, turns in zip(trajectories, of_turns, strict=True):
         measured = {**_branch_rewards(trajectory), **trajectory.metrics}
+        if trajectory.environment in several:
+            measured |= {f"turn_rewards/{n}": reward for n, reward in enumerate(turns, 1)}
         measured["reward"] = trajectory.reward
         episodes.setdefault(trajectory.environment, []).append(measured)
     return {

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from slipstream.core.errors import ProtocolError, RunFailed
+from slipstream.core.settings.algorithm_section import GROUP_ADVANTAGES
 from slipstream.core.types import (
     IGNORED,
     REWARDED_TURNS,
@@ -114,7 +115,9 @@ class Intake:
 
     def _tell_sums(self, trajectory: Trajectory) -> None:
         entry = self._environments.entries.get(trajectory.environment)
-        if REWARDED_TURNS not in trajectory.metrics or entry is None or not entry.is_news("sums"):
+        advantage = self._run.config.algorithm_of(trajectory.environment).advantage
+        adds_up = advantage in (*GROUP_ADVANTAGES, "score") and REWARDED_TURNS in trajectory.metrics
+        if not adds_up or entry is None or not entry.is_news("sums"):
             return
         self._run.events.add(
             f"rewards of several turns of {trajectory.environment} are added up: all turns of an "

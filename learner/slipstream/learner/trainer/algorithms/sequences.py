@@ -15,7 +15,12 @@ from slipstream.core.models.vision.processors import load_processor
 from slipstream.core.settings.algorithm_section import AggregationKind, AlgorithmSection
 from slipstream.core.settings.config import Config
 from slipstream.core.types import LogprobArray, ReferenceLogprobs, Trajectory
-from slipstream.learner.algorithms.episodes import FloatArray, ScoredEpisode, TokenAdvantages
+from slipstream.learner.algorithms.episodes import (
+    FloatArray,
+    ScoredEpisode,
+    TokenAdvantages,
+    Turn,
+)
 from slipstream.learner.algorithms.functions import token_advantages
 from slipstream.learner.algorithms.groups import shaped_rewards, side_of
 from slipstream.learner.algorithms.kl import kl_estimate
@@ -160,6 +165,8 @@ def _advantages(
         if not sides:
             continue
         by_side = {side.side: float(side.reward) for side in sides}
+        turns, told = _turns_of(trajectory), trajectory.token_rewards
+        own_rewards = {side_of(branch): branch.reward for branch in trajectory.branches}
         costs = _token_costs(trajectory, known[index], own[index])
         lags = token_lags([trajectory], batch.step)
         said = known[index].values
@@ -168,6 +175,12 @@ def _advantages(
             places, group_id = np.concatenate(parts), trajectory.group_id
             ends = itertools.pairwise([0, *itertools.accumulate(map(len, parts))])
             owners.append((index, places))
+            earned = None if told is None else told[places].astype(np.float64)
+            if earned is not None:
+                own_reward = own_rewards.get(side)
+                before = trajectory.reward if own_reward is None else own_reward
+                # What the reward function changed is earned at the end.
+                earned[-1:] += by_side[side] - before
             episodes.append(
                 ScoredEpisode(
                     # A group's id has no space.
@@ -178,6 +191,8 @@ def _advantages(
                     tuple(itertools.starmap(slice, ends)),
                     trajectory.metrics,
                     lags[places],
+                    earned,
+                    tuple(turns[side]),
                 )
             )
     where = f"step {batch.step + 1}"
@@ -268,3 +283,21 @@ def _sides_of(trajectory: Trajectory) -> dict[str, list[npt.NDArray[np.int64]]]:
         own = np.arange(part.sampled.start, part.sampled.stop)
         places.setdefault(side_of(part.branch), []).append(own)
     return places
+
+
+def _turns_of(trajectory: Trajectory) -> dict[str, list[Turn]]:
+    """Returns the turns of each side that sampled tokens; spans count the tokens of the side."""
+    turns: dict[str, list[Turn]] = {}
+    for part in trajectory.sequences():
+        own = turns.setdefault(side_of(part.branch), [])
+        begin = end = part.tokens.start
+        for is_reply, length in zip(
+            itertools.cycle((False, True)), trajectory.run_lengths[part.runs]
+        ):
+            start, end = end, end + length
+            if is_reply and length:
+                first = own[-1].span.stop if own else 0
+                read, said = trajectory.token_ids[begin:start], trajectory.token_ids[start:end]
+                own.append(Turn(slice(first, first + length), read, said))
+                begin = end
+    return turns
