@@ -3,9 +3,10 @@
 import asyncio
 from collections.abc import AsyncIterator
 
+import numpy as np
 import pytest
 import pytest_asyncio
-from slipstream.core.types import Branch, FailureKind, PolicyVersion, Status
+from slipstream.core.types import Branch, Failure, FailureKind, PolicyVersion, Status
 from slipstream.v1 import fleet_pb2
 from support.fakes.agent_rig import agent_config, script, scripted_engine
 from support.fakes.chat_models import make_chat_model
@@ -14,7 +15,8 @@ from support.rigs.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-AGENTS = ("Tool", "Plain", "Silent", "Hanging", "Raising", "Greedy", "Leaving")
+AGENTS = ("Tool", "Plain", "Silent", "Hanging", "Raising", "Greedy", "Leaving", "Rewarding")
+AGENTS += ("Stranger", "Miscounting")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -67,6 +69,29 @@ async def test_an_agent_has_many_replies_where_the_settings_say_nothing(server) 
     (trajectory,) = await server.run("ToolAgent", max_turns=1)
     assert trajectory.failure is not None
     assert "sampling.max_turns = 1" in trajectory.failure.message
+
+
+async def test_rewards_of_replies_stand_at_their_tokens_whatever_api_gave_them(server) -> None:
+    (trajectory,) = await server.run("RewardingAgent")
+    assert (trajectory.reward, trajectory.failure) == (15.5, None)
+    reviewer = Branch(2, name="reviewer", reward=48.0)
+    assert trajectory.branches == (*[Branch(2)] * 3, reviewer, Branch(2))
+    # What the agent told of all stands at the end of each side.
+    assert trajectory.turn_rewards() == [1.0, 2.0, 4.0, 48.0, 8.5]
+    ends = [part.sampled.stop - 1 for part in trajectory.sequences()]
+    assert np.flatnonzero(trajectory.token_rewards).tolist() == ends
+
+
+async def test_rewards_of_no_reply_or_of_too_many_tokens_fail_their_episode(server) -> None:
+    (stranger,) = await server.run("StrangerAgent", max_attempts=1)
+    said = "reply_rewards names no reply of the episode: 'chatcmpl-nobody'"
+    assert stranger.failure == Failure(FailureKind.ENVIRONMENT, said)
+    (miscounting,) = await server.run("MiscountingAgent", max_attempts=1)
+    assert miscounting.failure is not None
+    size = miscounting.num_sampled_tokens
+    assert miscounting.failure.message.endswith(
+        f"': token_rewards needs a number for each token of its reply: {size}, got 50"
+    )
 
 
 async def test_the_members_of_a_group_run_side_by_side(server) -> None:

@@ -189,8 +189,9 @@ class JudgeFunction:
                 f"judge {self._reference} must return a number, or metrics with 'reward', "
                 f"got {found!r}"
             )
-        metrics = {name: value for name, value in found.items() if name != "reward"}
-        return StepResult(found["reward"], metrics=metrics)
+        metrics = dict(found)
+        reward, by_token = metrics.pop("reward"), metrics.pop("token_rewards", ())
+        return StepResult(reward, metrics=metrics, token_rewards=by_token)
 
 
 def _taken(reference: str, function: Callable[..., object]) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ import asyncio
 import json
 from typing import Any
 
+import anthropic
 import openai
 from slipstream.client import AgentEnvironment, AgentOutcome, Endpoint
 
@@ -51,6 +52,44 @@ class ToolAgent(_Agent):
         reviewer = endpoint.branch("reviewer")
         await asyncio.gather(ask(reviewer, review), ask(reviewer, review))
         return AgentOutcome(reward=1.0, metrics={"total": total}, shares={"reviewer": 0.5})
+
+
+class RewardingAgent(_Agent):
+    """Gives the replies of all APIs rewards of their own, and its reviewer a reward."""
+
+    async def run(self, task: int, endpoint: Endpoint) -> AgentOutcome:
+        asked: Any = {"model": "any", "messages": [{"role": "user", "content": "one"}]}
+        async with client(endpoint) as api, client(endpoint.branch("reviewer")) as reviewer:
+            whole = await api.chat.completions.create(**asked)
+            parts = await api.chat.completions.create(**asked, stream=True)
+            streamed = [part async for part in parts]
+            response = await api.responses.create(model="any", input="two")
+            reviewed = await reviewer.chat.completions.create(**asked)
+        async with anthropic.AsyncAnthropic(
+            base_url=endpoint.anthropic_url, api_key=endpoint.api_key, max_retries=0
+        ) as api:
+            message = await api.messages.create(**asked, max_tokens=9)
+        replies = (whole, streamed[0], response, reviewed, message)
+        rewards = dict(zip((reply.id for reply in replies), (1, 2, 4, 16, 8), strict=True))
+        return AgentOutcome(0.5, rewards={"reviewer": 32.0}, reply_rewards=rewards | self.more)
+
+    more: dict[str, Any] = {}
+
+
+class StrangerAgent(RewardingAgent):
+    """Gives a reply of nobody a reward."""
+
+    more = {"chatcmpl-nobody": 1.0}
+
+
+class MiscountingAgent(_Agent):
+    """Gives a reply more rewards than it has tokens."""
+
+    async def run(self, task: int, endpoint: Endpoint) -> AgentOutcome:
+        async with client(endpoint) as api:
+            messages: Any = [{"role": "user", "content": "one"}]
+            reply = await api.chat.completions.create(model="any", messages=messages)
+        return AgentOutcome(0.0, reply_rewards={reply.id: [1.0] * 50})
 
 
 class PlainAgent(_Agent):

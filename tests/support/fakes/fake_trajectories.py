@@ -75,6 +75,13 @@ def references(draw: st.DrawFn, num_sampled: int) -> ReferenceLogprobs:
     )
 
 
+def earned(num_sampled: int) -> st.SearchStrategy[np.ndarray]:
+    """Draws the rewards of `num_sampled` tokens."""
+    numbers = st.floats(-1e6, 1e6, width=32)
+    lists = st.lists(numbers, min_size=num_sampled, max_size=num_sampled)
+    return lists.map(lambda each: np.array(each, np.float32))
+
+
 @st.composite
 def branches(draw: st.DrawFn, num_runs: int) -> tuple[Branch, ...]:
     """Draws the branches of a trajectory of `num_runs` runs; none where the number is odd."""
@@ -126,6 +133,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         ),
         version_spans=merge_spans(spans),
         reward=draw(st.floats(-1e6, 1e6)),
+        token_rewards=draw(st.none() | earned(num_sampled)) if num_sampled else None,
         metrics=draw(st.dictionaries(lines, st.floats(-1e18, 1e18), max_size=3)),
         num_turns=draw(st.integers(0, 65536)),
         generation_s=draw(seconds),

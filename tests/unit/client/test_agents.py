@@ -9,6 +9,7 @@ import urllib.request
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from slipstream.client import AgentEnvironment, AgentOutcome, Endpoint
 from slipstream.client.agents import episodes as agent_episodes
@@ -85,6 +86,7 @@ async def test_an_async_agent_talks_through_openais_client_and_is_scored() -> No
                 metrics={"turns": len(replies)},
                 shares={"reviewer": 0.5},
                 rewards={"player-1": -2.0},
+                reply_rewards={"a": True, "b": np.array([0.5, 1.0])},
             )
 
     play, answer = await played(Asks(), task_index=1)
@@ -93,6 +95,10 @@ async def test_an_async_agent_talks_through_openais_client_and_is_scored() -> No
     assert dict(result.metrics) == {"turns": 2.0}
     assert dict(result.shares) == {"reviewer": 0.5}
     assert dict(result.rewards) == {"player-1": -2.0}
+    assert [(r.reply_id, r.reward, [*r.token_rewards]) for r in result.reply_rewards] == [
+        ("a", 1.0, []),
+        ("b", 0.0, [0.5, 1.0]),
+    ]
     assert [call.call for call in play.calls] == [1, 2]
     first = play.calls[0]
     assert (first.method, first.path, first.branch) == ("POST", "/v1/chat/completions", "")
@@ -406,6 +412,10 @@ class Raises(Agent):
                 return AgentOutcome(1.0, shares=[("a", 1.0)])  # type: ignore[arg-type]
             case "rewards":
                 return AgentOutcome(1.0, rewards={"a/b": 1.0})
+            case "replies":
+                return AgentOutcome(1.0, reply_rewards={"a": "good"})  # type: ignore[dict-item]
+            case "tokens":
+                return AgentOutcome(1.0, reply_rewards={"a": [0.0, float("nan")]})
             case _:
                 async with chat(endpoint) as client:
                     return float(await say(client, task))
@@ -433,6 +443,8 @@ class RaisesPlainly(Raises):
         (Raises("share"), "shares are of branches, with names of 1 to 64"),
         (Raises("pairs"), "shares must map branches to numbers, got [('a', 1.0)]"),
         (Raises("rewards"), "rewards are of branches, with names of 1 to 64"),
+        (Raises("replies"), "the reward of reply 'a' must be a finite number, got 'good'"),
+        (Raises("tokens"), "number 2 of the reward of reply 'a' must be a finite number, got nan"),
         (Raises("refused"), "BadRequestError: Error code: 400"),
         (RaisesPlainly("raise"), "KeyError: 'x' (test_agents.py:"),
         (RaisesPlainly("exit"), "SystemExit: 3 (test_agents.py:"),

@@ -43,6 +43,24 @@ async def test_an_episode_of_two_turns_is_answered() -> None:
     assert (await close(host)).WhichOneof("message") == "pong"
 
 
+async def test_a_reward_of_each_token_is_of_the_tokens_that_the_reply_has() -> None:
+    class ByToken(Environment[int]):
+        def tasks(self):
+            return [0]
+
+        def reset(self, task):
+            return [Message("user", "x")]
+
+        def step(self, reply):
+            return StepResult(0.5, token_rewards=[token / 4 for token in reply.token_ids])
+
+    host = EpisodeHost(ByToken())
+    await reset(host)
+    command = pb.StepCommand(episode_key="a", reply="b c", token_ids=[1, 2])
+    verdict = (await host.answer(pb.WorkerCommand(step=command))).verdict
+    assert (verdict.reward, list(verdict.token_rewards)) == (0.5, [0.25, 0.5])
+
+
 async def test_plain_methods_and_message_values_do_as_well() -> None:
     host = EpisodeHost(Plain())
     assert host.num_tasks == 0
@@ -334,6 +352,14 @@ async def test_the_expected_answer_goes_with_the_observation(answer, told):
     ("result", "cause"),
     [
         (StepResult(1e7), "Verdict.reward must be between -1e+06 and 1e+06, got 10000000.0"),
+        (
+            StepResult(token_rewards=[0.0, float("nan")]),
+            "number 2 of token_rewards must be a finite number, got nan",
+        ),
+        (
+            StepResult(token_rewards="good"),  # type: ignore[arg-type]
+            "token_rewards must be a list of numbers, got 'good'",
+        ),
         (StepResult(1.0, reply="no"), "step() gives a reply that nobody will read: done is True"),
         (
             StepResult(done=False, messages=[Message("user", "x")], reply=""),

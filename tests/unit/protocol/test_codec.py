@@ -101,8 +101,9 @@ def test_a_damaged_trajectory_is_decoded_or_a_protocol_error(trajectory, data):
 
 
 def test_every_flipped_bit_in_the_arrays_is_noticed() -> None:
-    message = trajectory_to_pb(make_trajectory(4, 4))
-    for name in ("token_ids", "behavior_logprobs"):
+    earned = np.array([0, 0.5, 0, 1], np.float32)
+    message = trajectory_to_pb(dataclasses.replace(make_trajectory(4, 4), token_rewards=earned))
+    for name in ("token_ids", "behavior_logprobs", "token_rewards"):
         whole = getattr(message, name)
         for bit in range(8 * len(whole)):
             damaged = bytearray(whole)
@@ -123,6 +124,11 @@ def test_every_flipped_bit_in_the_arrays_is_noticed() -> None:
         (
             {"behavior_logprobs": np.array([-1, -2, -np.inf, -3], np.float32)},
             "a value of behavior_logprobs is not a finite number",
+        ),
+        ({"token_rewards": np.zeros(3, np.float32)}, "3 values of token_rewards for 4 sampled"),
+        (
+            {"token_rewards": np.array([0, np.nan, 0, 1], np.float32)},
+            "a value of token_rewards is not a finite number",
         ),
         ({"branches": (Branch(1), Branch(1))}, "must have an even number of runs, got 1"),
         ({"branches": (Branch(2), Branch(0))}, "must have an even number of runs, got 0"),

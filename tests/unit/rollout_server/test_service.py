@@ -65,6 +65,8 @@ async def test_a_leased_group_comes_back_whole(server) -> None:
     assert first.status is Status.COMPLETED
     assert first.reward == 1.0
     assert "rewarded_turns" not in first.metrics
+    # The last token earned all.
+    assert first.token_rewards is None
     # <s> a b <reply>, then three tokens of version 5 and the end of the sequence.
     assert first.token_ids.tolist() == [1, 4, 5, 3, 9, 9, 9, 2]
     assert first.run_lengths == (4, 4)
@@ -89,6 +91,8 @@ async def test_later_turns_append_only_new_tokens(server) -> None:
     assert trajectory.run_lengths == (4, 4, 2, 4)
     assert (trajectory.num_turns, trajectory.reward) == (2, 2.0)
     assert trajectory.metrics == {"turns": 2.0, "rewarded_turns": 2.0}
+    assert trajectory.token_rewards.tolist() == [0, 0, 0, 1, 0, 0, 0, 1]
+    assert trajectory.turn_rewards() == [1.0, 1.0]
     # People read all of it, as the model saw it.
     assert trajectory.reply_text == "f f f </s> c <reply> f f f </s>"
 
@@ -308,6 +312,39 @@ async def test_a_reward_that_is_no_number_is_the_environments_failure(server) ->
     (trajectory,) = await server.played(max_attempts=1)
     assert trajectory.failure.kind is FailureKind.ENVIRONMENT
     assert trajectory.num_sampled_tokens == 4
+
+
+async def test_a_reward_of_each_token_adds_to_that_of_the_reply(server) -> None:
+    verdict = env_pb.Verdict(reward=1.0, token_rewards=[0.5, 0, -1, 0], done=True)
+    at_each_step(server, env_pb.WorkerMessage(verdict=verdict))
+    (trajectory,) = await server.played()
+    assert trajectory.reward == 0.5
+    assert trajectory.token_rewards.tolist() == [0.5, 0, -1, 1]
+    asked = [call.step for call in server.fleet.client.commands if call.HasField("step")]
+    assert [list(step.token_ids) for step in asked] == [[9, 9, 9, 2]]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "said"),
+    [
+        ([1.0] * 3, "token_rewards needs a number for each token of its reply: 4, got 3"),
+        ([0, float("nan"), 0, 0], "the reward of token 2 must be a finite number, got nan"),
+    ],
+)
+async def test_rewards_that_fit_no_reply_fail_their_episode_alone(server, rewards, said):
+    verdict = env_pb.Verdict(token_rewards=rewards, done=True)
+    server.fleet.client.answer_instead = lambda command: (
+        env_pb.WorkerMessage(verdict=verdict)
+        if command.step.episode_key.startswith("g1.")
+        else None
+    )
+    connection = await server.leased(members=[0], max_attempts=1)
+    (failed,) = await server.fleet.wait_trajectories(1)
+    assert failed.failure.kind is FailureKind.ENVIRONMENT
+    assert failed.failure.message == said
+    connection.lease("g2", members=[0])
+    _, other = await server.fleet.wait_trajectories(2)
+    assert other.status is Status.COMPLETED
 
 
 async def test_rewards_that_add_up_to_no_number_are_the_environments_failure(server) -> None:

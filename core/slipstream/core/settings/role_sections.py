@@ -71,7 +71,7 @@ class ReferenceSection(Section):
 
 
 class CriticSection(Section):
-    """The model that estimates the expected return, for `algorithm.advantage = "gae"`.
+    """The model that estimates the expected return, for the advantages `gae` and `turn_gae`.
 
     Its body starts with the weights in `path`, its head with random weights from `run.seed`. It has
     the policy's mini-batches and, without a table `parallel`, the policy's layout.

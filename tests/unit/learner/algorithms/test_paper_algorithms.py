@@ -177,5 +177,5 @@ def test_each_is_a_file_of_few_lines() -> None:
     files = sorted(path.stem for path in FOLDER.glob("*.py"))
     assert files == ["alp", "difficulty", "dppo", "gigpo", "gmpo", "maxrl"]
     for name in files:
-        most = 42 if name == "gigpo" else 30
+        most = 43 if name == "gigpo" else 30
         assert len((FOLDER / f"{name}.py").read_text().splitlines()) < most, name

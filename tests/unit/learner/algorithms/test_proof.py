@@ -66,6 +66,8 @@ RIGHT_LOSSES = (
 ARGUMENTS: dict[str, list[dict[str, JsonValue]]] = {
     "ppo": [{}, {"dual_clip": 1.5}, {"ratio": "behavior"}],
     "cispo": [{}, {"clip_low": 1.0, "ratio": "behavior"}],
+    "return_to_go": [{}, {"gamma": 0.0, "normalize": False}],
+    "turn_gae": [{}, {"gamma": 0.9, "normalize": False}],
     "overlong": [{"cache_tokens": 4}],
     "token": [{}, {"token_band": [0.5, 1.6], "sequence_band": [0.7, 1.3]}, {"to": "present"}],
     "sequence": [{}, {"token_band": [0.5, 1.6], "to": "present"}],
@@ -99,7 +101,8 @@ def chosen(kind: FunctionKind, name: str, **arguments: JsonValue) -> AlgorithmSe
 def faults(settings: AlgorithmSection, kind: FunctionKind, *, has_roles: bool = False) -> list[str]:
     if kind in ("loss", "weight"):
         return TokenProof(function_of(settings, kind), has_roles).faults()
-    return EpisodeProof(settings, kind, settings.advantage == "gae").faults()
+    has_values = settings.advantage == "gae" or (has_roles and settings.advantage == "turn_gae")
+    return EpisodeProof(settings, kind, has_values).faults()
 
 
 @pytest.mark.parametrize(("name", "expected"), WRONG_LOSSES.items())
@@ -127,6 +130,7 @@ def test_built_in_functions_are_proved(kind, name, arguments):
         ("loss", "gmpo:loss"),
         ("weight", "dppo:weight"),
         ("advantage", "maxrl:advantage"),
+        ("advantage", "gigpo:advantage"),
         ("reward", "alp:reward"),
         ("filter", "difficulty:filter"),
     ],

@@ -52,11 +52,14 @@ def with_turns(folder: Path, max_turns: int) -> Config:
 
 def test_each_turn_has_what_the_model_read_and_what_it_sampled(model: Path) -> None:
     texts = TokenTexts(model / "tokenizer.json")
-    line = readable(7, episode("<s> a b c </s> d a b </s>", 2, 3, 1, 3), texts)
-    assert line["turns"] == [
-        {"context": "<s> a", "context_tokens": 2, "sampled": "b c </s>", "sampled_tokens": 3},
-        {"context": "d", "context_tokens": 1, "sampled": "a b </s>", "sampled_tokens": 3},
-    ]
+    made = episode("<s> a b c </s> d a b </s>", 2, 3, 1, 3)
+    first = {"context": "<s> a", "context_tokens": 2, "sampled": "b c </s>", "sampled_tokens": 3}
+    second = {"context": "d", "context_tokens": 1, "sampled": "a b </s>", "sampled_tokens": 3}
+    line = readable(7, made, texts)
+    assert line["turns"] == [first | {"reward": 0.0}, second | {"reward": 1.0}]
+    earned = np.array([0, 0, 0.25, 0.5, 0, 0.25], np.float32)
+    told = readable(7, dataclasses.replace(made, token_rewards=earned), texts)
+    assert told["turns"] == [first | {"reward": 0.25}, second | {"reward": 0.75}]
     assert (line["step"], line["sampled_tokens"], line["reply"]) == (7, 6, "all that follows")
 
 
@@ -86,7 +89,13 @@ def test_a_group_has_the_numbers_of_each_member() -> None:
 def test_a_turn_without_a_reply_is_one_all_the_same(model: Path) -> None:
     texts = TokenTexts(model / "tokenizer.json")
     turns = readable(0, episode("a b c", 1, 1, 1), texts)["turns"]
-    assert turns[1] == {"context": "c", "context_tokens": 1, "sampled": "", "sampled_tokens": 0}
+    assert turns[1] == {
+        "context": "c",
+        "context_tokens": 1,
+        "sampled": "",
+        "sampled_tokens": 0,
+        "reward": None,
+    }
 
 
 def test_an_episode_of_one_turn_has_prompt_and_reply_only(model: Path) -> None:
@@ -118,7 +127,14 @@ def test_branches_are_a_tree_whose_shared_turns_are_said_once(model: Path) -> No
     assert first["reward"] is None
     assert reviewer["after"] == {"branch": 0, "turns": 1}
     assert reviewer["turns"] == [
-        {"context": "d", "context_tokens": 1, "sampled": "a </s>", "sampled_tokens": 2}
+        {
+            "context": "d",
+            "context_tokens": 1,
+            "sampled": "a </s>",
+            "sampled_tokens": 2,
+            # Branches that share a reward do not say which turn earned it.
+            "reward": None,
+        }
     ]
     # To begin with the same prompt is not to begin with a turn.
     assert anew["after"] is None

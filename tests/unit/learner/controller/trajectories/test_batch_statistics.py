@@ -92,6 +92,27 @@ def test_each_environment_has_its_own_means():
     assert environment_means(batch) == {"e/reward": 0.5, "e/right": 0.5, "f/reward": 5.0}
 
 
+def test_rewards_of_the_first_turns_are_means_over_the_episodes_that_have_them():
+    earned = np.array([0, 1, 0.5, -2], np.float32)
+    batch = [
+        trajectory(-0.5, 1, 2, 1, 1, 1, 1, token_rewards=earned),
+        trajectory(3.0, 1, 2, 1, 1),
+        trajectory(1.0, 1, 2),
+        # Branches that share a reward have none of their own.
+        trajectory(0.5, 1, 1, 1, 1, branches=(Branch(2), Branch(2))),
+        trajectory(1.0, 1, 2, environment="f"),
+        trajectory(1.0, *[1, 1] * 20, environment="g"),
+    ]
+    means = environment_means(batch)
+    names = {name: mean for name, mean in means.items() if "turn_rewards" in name}
+    assert {n: m for n, m in names.items() if n.startswith("e/")} == {
+        "e/turn_rewards/1": 2 / 3,
+        "e/turn_rewards/2": 1.75,
+        "e/turn_rewards/3": -2.0,
+    }
+    assert [n for n in names if n[0] != "e"] == [f"g/turn_rewards/{n}" for n in range(1, 9)]
+
+
 def test_the_rewards_of_named_branches_are_means_over_the_episodes_that_have_them():
     player, judge = Branch(2, name="player", reward=1.0), Branch(2, name="judge", reward=0.5)
     batch = [

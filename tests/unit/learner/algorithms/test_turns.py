@@ -1,0 +1,264 @@
+"""Rewards of turns and tokens: the advantages that read them, and what they are worth."""
+
+import dataclasses
+from collections import defaultdict
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from slipstream.core.types import PolicyVersion, VersionSpan
+from slipstream.learner.algorithms.advantages import gae, grpo, reinforce_pp, return_to_go, turn_gae
+from slipstream.learner.algorithms.episodes import ScoredEpisode, Turn
+from slipstream.learner.algorithms.inputs import LossInputs, SequenceSums
+from slipstream.learner.algorithms.losses import ppo
+from slipstream.learner.trainer.algorithms.sequences import training_sequences
+from slipstream.learner.trainer.batches.batch import Batch
+from support.fakes.fake_trajectories import GOOD
+from support.fakes.small_configs import small_config
+
+from deploy.algorithms import gigpo
+
+NUMBER = st.floats(-2, 2, width=32)
+
+
+def episode(group: str, turns: list[list[float]], states: list[int], values=None) -> ScoredEpisode:
+    """An episode of one branch; `turns` has the reward of each token of each turn."""
+    ends = np.cumsum([0, *map(len, turns)])
+    spans = [slice(a, b) for a, b in zip(ends, ends[1:], strict=False)]
+    read = [np.array([state], dtype=np.uint32) for state in states]
+    return ScoredEpisode(
+        group,
+        float(np.sum(np.concatenate(turns))),
+        np.zeros(ends[-1]),
+        None if values is None else np.array(values[: ends[-1]]),
+        earned=np.concatenate(turns).astype(np.float64),
+        turns=tuple(Turn(s, r, r) for s, r in zip(spans, read, strict=True)),
+    )
+
+
+@st.composite
+def batches(draw):
+    """Episodes of one or two groups, with one to four turns of one to three tokens each."""
+    made = []
+    for _ in range(draw(st.integers(1, 6))):
+        turns = draw(st.lists(st.lists(NUMBER, min_size=1, max_size=3), min_size=1, max_size=4))
+        states = draw(st.lists(st.integers(0, 1), min_size=len(turns), max_size=len(turns)))
+        values = draw(st.lists(NUMBER, min_size=12, max_size=12))
+        made.append((draw(st.sampled_from("ab")), turns, states, values))
+    return made
+
+
+def scaled(values: dict, keys: dict, number: float = 1e-6) -> dict:
+    """Each value less the mean of those with its key, over their deviation, in plain Python."""
+    groups = defaultdict(list)
+    for place, value in values.items():
+        groups[keys[place]].append(value)
+    found = {}
+    for place, value in values.items():
+        others = groups[keys[place]]
+        mean = sum(others) / len(others)
+        deviation = (sum((other - mean) ** 2 for other in others) / len(others)) ** 0.5
+        found[place] = (value - mean, deviation + number)
+    return found
+
+
+def plain_returns(turns: list[list[float]], gamma: float) -> list[list[float]]:
+    """The return of each token of each turn by its definition: a sum over all later tokens."""
+    return [
+        [
+            sum(turn[t:]) + sum(gamma ** (k - n) * sum(turns[k]) for k in range(n + 1, len(turns)))
+            for t in range(len(turn))
+        ]
+        for n, turn in enumerate(turns)
+    ]
+
+
+@given(batches(), st.sampled_from([0.0, 0.5, 1.0]), st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_return_to_go_is_that_of_its_definition(made, gamma, normalize):
+    returns = [plain_returns(turns, gamma) for _, turns, _, _ in made]
+    starts = {(e, n): one[0] for e, found in enumerate(returns) for n, one in enumerate(found)}
+    facts = scaled(starts, {(e, n): (made[e][0], n) for e, n in starts})
+    found = return_to_go(
+        [episode(g, t, s) for g, t, s, _ in made], gamma=gamma, normalize=normalize
+    )
+    for e, of_turns in enumerate(returns):
+        expected = []
+        for n, turn in enumerate(of_turns):
+            centred, deviation = facts[e, n]
+            expected += [(g - turn[0] + centred) / (deviation if normalize else 1) for g in turn]
+        assert found[e] == pytest.approx(expected, rel=1e-6, abs=1e-5)
+
+
+@given(batches(), st.sampled_from([0.0, 0.7, 1.0]))
+@settings(max_examples=100, deadline=None)
+def test_gae_over_turns_is_that_of_its_definition(made, lam):
+    gamma = 0.9
+    for has_values in (True, False):
+        episodes = [episode(g, t, s, v if has_values else None) for g, t, s, v in made]
+        found = turn_gae(episodes, gamma=gamma, lam=lam, normalize=False)
+        for (_, turns, _, values), one in zip(made, found, strict=True):
+            starts = np.cumsum([0, *map(len, turns)]).tolist()
+            worth = [values[at] if has_values else 0.0 for at in starts[:-1]] + [0.0]
+            deltas = [sum(t) + gamma * worth[n + 1] - worth[n] for n, t in enumerate(turns)]
+            estimates = [
+                sum((gamma * lam) ** (k - n) * deltas[k] for k in range(n, len(turns)))
+                for n in range(len(turns))
+            ]
+            expected = [a for a, turn in zip(estimates, turns, strict=True) for _ in turn]
+            assert one.advantages == pytest.approx(expected, abs=1e-9)
+            assert (one.returns is None) is not has_values
+            if one.returns is not None:
+                targets = [a + w for a, w in zip(estimates, worth, strict=False)]
+                each = [r for r, turn in zip(targets, turns, strict=True) for _ in turn]
+                assert one.returns == pytest.approx(each, abs=1e-9)
+
+
+@given(batches(), st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_gigpo_is_the_papers_sum_of_two_comparisons(made, by_deviation):
+    """Eq. 3 (episodes), 7 (anchor states) and 8 (their sum) of arXiv:2505.10978."""
+    gamma, omega = 0.95, 0.5
+    totals = {e: float(np.sum(np.concatenate(turns))) for e, (_, turns, _, _) in enumerate(made)}
+    of_episodes = scaled(totals, {e: one[0] for e, one in enumerate(made)})
+    returns = {
+        (e, n): one[0]
+        for e, (_, turns, _, _) in enumerate(made)
+        for n, one in enumerate(plain_returns(turns, gamma))
+    }
+    of_steps = scaled(returns, {(e, n): (made[e][0], made[e][2][n]) for e, n in returns})
+    episodes = [episode(g, t, s) for g, t, s, _ in made]
+    found = gigpo.advantage(episodes, omega=omega, gamma=gamma, by_deviation=by_deviation)
+    for e, (_, turns, _, _) in enumerate(made):
+        expected: list[float] = []
+        for n, turn in enumerate(turns):
+            parts = [c / (d if by_deviation else 1) for c, d in (of_episodes[e], of_steps[e, n])]
+            expected += [parts[0] + omega * parts[1]] * len(turn)
+        assert found[e] == pytest.approx(expected, rel=1e-6, abs=1e-5)
+
+
+def test_a_reward_at_the_end_has_the_bits_of_a_single_number() -> None:
+    """Also with costs: what an episode earned in its last token is its reward alone."""
+    chance = np.random.default_rng(0)
+    single, spread = [], []
+    for n in range(12):
+        size, reward = int(chance.integers(2, 9)), float(chance.normal())
+        costs, values = chance.uniform(0, 0.1, size), chance.normal(size=size)
+        earned = np.zeros(size)
+        earned[-1] = reward
+        turns = (Turn(slice(0, 1), *2 * [np.zeros(1, np.uint32)]),)
+        turns += (Turn(slice(1, size), *2 * [np.zeros(1, np.uint32)]),)
+        branches = (slice(0, 1), slice(1, size)) if n % 2 else (slice(0, size),)
+        one = ScoredEpisode(f"g{n // 4}", reward, costs, values, branches)
+        single.append(one)
+        spread.append(dataclasses.replace(one, earned=earned, turns=turns))
+    for function in (grpo, reinforce_pp):
+        pairs = zip(function(single), function(spread), strict=True)
+        assert all(np.array_equal(a, b) for a, b in pairs)
+    for one, other in zip(gae(single), gae(spread), strict=True):
+        assert np.array_equal(one.advantages, other.advantages)
+        assert np.array_equal(one.returns, other.returns)
+
+
+def test_one_turn_makes_return_to_go_and_gigpo_grpo() -> None:
+    episodes = [episode("a", [[0.0, reward]], [0]) for reward in (0.0, 1.0, 1.0, 0.5)]
+    plain = grpo(episodes)
+    for e, found in enumerate(return_to_go(episodes)):
+        assert found == pytest.approx([plain[e]] * 2)
+    for e, found in enumerate(gigpo.advantage(episodes)):
+        assert found == pytest.approx([2 * plain[e]] * 2)
+
+
+def test_what_a_later_branch_earned_follows_an_earlier_one() -> None:
+    tree = ScoredEpisode(
+        *("a", 6.0, np.zeros(4)),
+        branches=(slice(0, 2), slice(2, 4)),
+        earned=np.array([0.0, 1.0, 2.0, 3.0]),
+    )
+    assert tree.token_rewards().tolist() == [0.0, 6.0, 2.0, 3.0]
+    assert tree.returns().tolist() == [6.0, 6.0, 5.0, 3.0]
+    whole = dataclasses.replace(tree, earned=None)
+    assert whole.token_rewards().tolist() == [0.0, 6.0, 0.0, 6.0]
+
+
+LETTERS, RIGHT, GROUP, LENGTHS = 8, 3, 8, (24, 1, 24)
+SECOND = {"advantage": "return_to_go", "advantage_args": {"gamma": 0}}
+
+
+def steps_until_learned(seed: int, most: int, **algorithm: object) -> int:
+    """Steps until nine of ten letters are right, or `most`; the policy is one row of logits.
+
+    Only the single letter of the second of three turns is rewarded. Advantages and loss are the
+    learner's; the optimizer is Adam, written down.
+    """
+    config = small_config(
+        algorithm={"group_size": GROUP, **algorithm},
+        sampling={"max_reply_tokens": 32, "max_episode_tokens": 64},
+    )
+    chance, total = np.random.default_rng(seed), sum(LENGTHS)
+    logits = torch.zeros(LETTERS, dtype=torch.float64, requires_grad=True)
+    runs = tuple(run for length in LENGTHS for run in (1, length))
+    version = (VersionSpan(total, PolicyVersion(0, 0)),)
+    mask = torch.ones(GROUP * total, dtype=torch.bool)
+    of_sequences = SequenceSums(torch.arange(GROUP).repeat_interleave(total), mask, GROUP)
+    first, second = torch.zeros(LETTERS), torch.zeros(LETTERS)
+    for step in range(1, most + 1):
+        logprobs = logits.log_softmax(-1)
+        probabilities = logprobs.detach().exp().numpy()
+        if probabilities[RIGHT] > 0.9:
+            return step - 1
+        said = chance.choice(LETTERS, (GROUP, total), p=probabilities / probabilities.sum())
+        played = []
+        for member, letters in enumerate(said):
+            earned = np.zeros(total, dtype=np.float32)
+            earned[LENGTHS[0]] = letters[LENGTHS[0]] == RIGHT
+            made = dataclasses.replace(
+                GOOD,
+                member=member,
+                token_ids=np.insert(letters, np.cumsum((0, *LENGTHS[:-1])), 9).astype(np.uint32),
+                run_lengths=runs,
+                behavior_logprobs=np.log(probabilities[letters]).astype(np.float32),
+                version_spans=version,
+                reward=float(earned.sum()),
+                token_rewards=earned,
+                num_turns=3,
+            )
+            played.append(made)
+        sequences = training_sequences(Batch(0, "b", tuple(played)), config)
+        advantages = np.concatenate([one.advantages[one.loss_mask] for one in sequences])
+        sampled = logprobs[torch.from_numpy(said.ravel())]
+        zeros = torch.zeros(len(sampled), dtype=torch.int64)
+        inputs = LossInputs(
+            logprobs=sampled,
+            proximal_logprobs=sampled.detach(),
+            behavior_logprobs=sampled.detach(),
+            advantages=torch.from_numpy(advantages),
+            mask=mask,
+            is_given=~mask,
+            lags=zeros,
+            versions=zeros,
+            reference_logprobs=None,
+            entropy=torch.zeros(len(sampled)),
+            sequences=of_sequences,
+        )
+        losses = ppo(inputs, clip_low=0.2, clip_high=0.2, ratio="proximal").losses
+        (gradient,) = torch.autograd.grad(losses.mean(), [logits])
+        first, second = 0.9 * first + 0.1 * gradient, 0.999 * second + 0.001 * gradient**2
+        change = (first / (1 - 0.9**step)) / ((second / (1 - 0.999**step)).sqrt() + 1e-8)
+        logits = (logits.detach() - 0.1 * change).requires_grad_()
+    return most
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_turn_that_decides_is_learned_in_half_the_steps(seed: int) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        steps = steps_until_learned(seed, 200, **SECOND)
+        assert steps < 200
+        # The summed reward has not taught it in twice as many.
+        assert steps_until_learned(seed, 2 * steps, advantage="grpo") == 2 * steps
+    finally:
+        torch.set_num_threads(threads)
