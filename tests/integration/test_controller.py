@@ -130,17 +130,19 @@ async def test_the_end_of_a_shared_worker_is_told_once_and_is_no_failure(tmp_pat
     assert not any(text.startswith("an episode of ") for text in summary["told"])
 
 
-async def test_what_agents_ask_for_in_vain_and_sums_of_rewards_are_told_once(tmp_path):
-    config = make_config(tmp_path, run__steps=3)
+@pytest.mark.parametrize("advantage", ["grpo", "return_to_go"])
+async def test_what_agents_ask_for_in_vain_and_sums_of_rewards_are_told_once(tmp_path, advantage):
+    config = make_config(tmp_path, run__steps=3, algorithm__advantage=advantage)
     server = FakeServer(config.controller.address)
     asked = {"ignored/temperature": 2.0, "ignored/conversation": 4.0, "rewarded_turns": 2.0}
     server.spoil = lambda t: replace(t, metrics=asked)
     summary = await play(config, server)
     told = [text for text in summary["told"] if "ask for" in text or "rewards of" in text]
+    sums = "rewards of several turns of e are added up: all turns of an episode learn from the sum"
     assert sorted(told) == [
         "agents of e ask for conversation, temperature, which changes nothing: "
         "docs/guides/agents.md says what holds",
-        "rewards of several turns of e are added up: all turns of an episode learn from the sum",
+        *([sums] if advantage == "grpo" else []),
     ]
     rows = [json.loads(x) for x in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [row["e/ignored/temperature"] for row in rows] == [2.0] * 3

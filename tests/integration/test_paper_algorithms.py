@@ -26,6 +26,7 @@ SETTINGS: dict[str, dict[str, object]] = {
         "algorithm__mini_batches": 4,
     },
     "maxrl": {"algorithm__advantage": "maxrl:advantage"},
+    "gigpo": {"algorithm__advantage": "gigpo:advantage"},
     "alp": {"algorithm__reward": "alp:reward", "sampling__max_reply_tokens": 8},
     # Later the task is solved so often that the filter leaves out too many groups.
     "difficulty": {

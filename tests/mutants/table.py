@@ -19,7 +19,7 @@ INTRODUCTION = """\
 # Feature parity
 
 What engineers expect from a Megatron-based reinforcement-learning trainer, drawn from the documents
-of SkyRL, siiRL, Oumi and Trinity-RFT. Each of its 61 rows has an item of theirs, our setting or
+of SkyRL, siiRL, Oumi and Trinity-RFT. Each of its 62 rows has an item of theirs, our setting or
 command for it, and the tests that show it. Features beyond these items are not listed.
 
 A test counts only if it fails when the code that it is about is taken away. `make mutants` takes

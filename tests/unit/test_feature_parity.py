@@ -11,7 +11,7 @@ sys.path.append(str(ROOT / "tests" / "mutants"))
 
 from table import PAGE, Row, page, rows  # noqa: E402
 
-ITEMS = [*range(1, 52), *range(53, 63)]
+ITEMS = [*range(1, 52), *range(53, 64)]
 
 for_all_rows = pytest.mark.parametrize("row", rows(), ids=lambda row: str(row.item))
 

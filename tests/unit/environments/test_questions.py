@@ -370,6 +370,10 @@ def whatever(**given):
     return sorted(given) == ["answer", "question", "reply", "row"]
 
 
+def by_token(reply):
+    return {"reward": 1, "token_rewards": [token / 4 for token in reply.token_ids], "good": 1}
+
+
 def changes(row, reply):
     row["seen"].append(reply)
     return len(row["seen"])
@@ -388,10 +392,12 @@ async def test_a_function_judges_by_the_arguments_that_it_takes(tmp_path: Path, 
     async def verdict(judge: str, reply: str, **settings: object) -> StepResult:
         environment = Questions(path, judge=f"{__name__}:{judge}", **{**columns, **settings})
         environment.reset(environment.tasks()[0])
-        return await environment.step(Reply(reply))
+        return await environment.step(reply if isinstance(reply, Reply) else Reply(reply))
 
     assert (await verdict("longest", "four")).reward == 4.0
     assert (await verdict("whatever", "x")).reward == 1.0
+    told = StepResult(1, metrics={"good": 1}, token_rewards=[0.25, 0.5])
+    assert await verdict("by_token", Reply("x", token_ids=(1, 2))) == told
     # The question is the file's: an instruction is no part of it.
     # Neither is the answer changed: a number stays one.
     found = await verdict("all_four", "2")

@@ -46,6 +46,10 @@ def test_gae_and_the_critic_need_each_other() -> None:
     )
     config = config_with(GAE, critic={"learning_rate": 1e-3})
     assert list(config.roles) == ["critic"]
+    # Over turns it does without.
+    turns: Table = {"advantage": "turn_gae"}
+    assert list(config_with(turns, critic={"learning_rate": 1e-3}).roles) == ["critic"]
+    assert not config_with(turns).roles
 
 
 def test_a_reference_without_a_penalty_is_refused() -> None:

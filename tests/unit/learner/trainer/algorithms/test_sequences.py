@@ -22,6 +22,8 @@ from slipstream.learner.trainer.algorithms.sequences import (
     weighted,
 )
 from slipstream.learner.trainer.batches.batch import Batch
+from slipstream.learner.trainer.batches.packing import build_micro_batch
+from support.fakes import own_grpo
 from support.fakes.fake_controller import make_batch
 from support.fakes.small_configs import small_config
 
@@ -282,6 +284,92 @@ def test_one_reward_for_all_sides_trains_as_the_episodes_own_bit_for_bit() -> No
         first, second = (training_sequences(each, settings) for each in (plain, own))
         for one, other in zip(first, second, strict=True):
             assert one.advantages.tobytes() == other.advantages.tobytes()
+
+
+BY_TURN: dict[str, JsonValue] = {
+    "advantage": "return_to_go",
+    "advantage_args": {"normalize": False},
+}
+
+
+def earning(*earned: float, branches: tuple[Branch, ...] = (), reward: float | None = None):
+    """An episode of turns of 1, 2 and 1 tokens, two tokens of context before each."""
+    total = float(np.sum(earned)) if reward is None else reward
+    return dataclasses.replace(
+        tree((1, 2, 1), (1.0,) * 3, total),
+        branches=branches,
+        token_rewards=np.array(earned, dtype=np.float32),
+    )
+
+
+def by_prediction(sequences) -> list[list[float]]:
+    return [one.advantages[one.loss_mask].tolist() for one in sequences]
+
+
+def test_rewards_of_turns_reach_the_tokens_of_their_turns() -> None:
+    one = group_of(earning(1, 0, 4, 0), earning(0, 0, 0, 2), earning(0, 2, 0, 0))
+    # Returns of the turns: 5 4 0, 2 2 2 and 2 2 0; the second token of the last has earned already.
+    expected = [
+        [2, 4 / 3, 4 / 3, -2 / 3],
+        [-1, -2 / 3, -2 / 3, 4 / 3],
+        [-1, -2 / 3, -8 / 3, -2 / 3],
+    ]
+    found = training_sequences(one, config(**BY_TURN))
+    for ours, theirs in zip(by_prediction(found), expected, strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-6)
+    # Packed with others in any order, each target keeps its own.
+    packed = build_micro_batch(found, [2, 0, 1])
+    ours = packed.advantages[packed.loss_mask].tolist()
+    assert ours == pytest.approx([*expected[2], *expected[0], *expected[1]], abs=1e-6)
+    backwards = training_sequences(Batch(0, "b", one.trajectories[::-1]), config(**BY_TURN))
+    for mine, same in zip(found, backwards[::-1], strict=True):
+        assert mine.advantages == pytest.approx(same.advantages, abs=1e-6)
+
+
+def test_a_change_of_the_reward_counts_at_the_end() -> None:
+    own = config(reward="support.fakes.own_grpo:halved", **BY_TURN)
+    found = training_sequences(group_of(earning(1, 0, 4, 0), earning(0, 0, 0, 0)), own)
+    # 5 became 2.5, so the last turn lost 2.5: returns 2.5, 1.5, -2.5 and 0, 0, 0.
+    assert by_prediction(found)[0] == pytest.approx([1.25, 0.75, 0.75, -1.25])
+
+
+def test_turns_of_branches_and_sides_are_compared_with_their_like() -> None:
+    sides = (Branch(4, name="a", reward=5.0), Branch(2))
+    other = (Branch(4, name="a", reward=1.0), Branch(2))
+    one = group_of(
+        earning(1, 0, 4, 3, branches=sides, reward=3.0),
+        earning(0, 0, 1, 1, branches=other, reward=1.0),
+    )
+    found = by_prediction(training_sequences(one, config(**BY_TURN)))
+    assert found == [[2, 1.5, 1.5], [1], [-2, -1.5, -1.5], [-1]]
+    # Branches that share a reward: what the second earned follows the first.
+    shared = (Branch(4), Branch(2))
+    one = group_of(earning(1, 0, 4, 3, branches=shared), earning(0, 0, 1, 1, branches=shared))
+    found = by_prediction(training_sequences(one, config(**BY_TURN)))
+    assert found == [[3, 2.5, 2.5], [1], [-3, -2.5, -2.5], [-1]]
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "score"])
+def test_what_compares_episodes_has_the_bits_of_their_sums(advantage: str) -> None:
+    spread = group_of(earning(1, 0, 4, 0.25), earning(0, 0, 0, 2), earning(0, 2, 0, 0))
+    summed = [dataclasses.replace(t, token_rewards=None) for t in spread.trajectories]
+    settings = config(advantage=advantage)
+    first, second = (training_sequences(b, settings) for b in (spread, group_of(*summed)))
+    for one, other in zip(first, second, strict=True):
+        assert one.advantages.tobytes() == other.advantages.tobytes()
+
+
+def test_a_turn_says_what_was_read_before_it_and_what_was_sampled() -> None:
+    own_grpo.SEEN.clear()
+    nothing = dataclasses.replace(earning(0, 0, 0, 0), run_lengths=(2, 1, 2, 0, 2, 2, 2, 1))
+    nothing = dataclasses.replace(nothing, token_ids=np.arange(12, dtype=np.uint32))
+    training_sequences(group_of(nothing), config(advantage="support.fakes.own_grpo:seen"))
+    (episode,) = own_grpo.SEEN
+    assert [turn.span for turn in episode.turns] == [slice(0, 1), slice(1, 3), slice(3, 4)]
+    assert [turn.context.tolist() for turn in episode.turns] == [[0, 1], [3, 4, 5, 6], [9, 10]]
+    assert [turn.reply.tolist() for turn in episode.turns] == [[2], [7, 8], [11]]
+    with pytest.raises(ValueError, match="read-only"):
+        episode.turns[0].context[0] = 1
 
 
 def mixed(rewards: list[float], truncated: tuple[int, ...] = ()) -> Batch:
