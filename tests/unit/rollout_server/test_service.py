@@ -315,13 +315,20 @@ async def test_a_reward_that_is_no_number_is_the_environments_failure(server) ->
 
 
 async def test_a_reward_of_each_token_adds_to_that_of_the_reply(server) -> None:
-    verdict = env_pb.Verdict(reward=1.0, token_rewards=[0.5, 0, -1, 0], done=True)
-    at_each_step(server, env_pb.WorkerMessage(verdict=verdict))
+    asked: list[list[int]] = []
+
+    def answer(command: env_pb.WorkerCommand) -> env_pb.WorkerMessage | None:
+        if not command.HasField("step"):
+            return None
+        asked.append([*command.step.token_ids])
+        verdict = env_pb.Verdict(reward=1.0, token_rewards=[0.5, 0, -1, 0], done=True)
+        return env_pb.WorkerMessage(verdict=verdict)
+
+    server.fleet.client.answer_instead = answer
     (trajectory,) = await server.played()
     assert trajectory.reward == 0.5
     assert trajectory.token_rewards.tolist() == [0.5, 0, -1, 1]
-    asked = [call.step for call in server.fleet.client.commands if call.HasField("step")]
-    assert [list(step.token_ids) for step in asked] == [[9, 9, 9, 2]]
+    assert asked == [[9, 9, 9, 2]]
 
 
 @pytest.mark.parametrize(
