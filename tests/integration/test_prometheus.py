@@ -20,11 +20,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from slipstream.client.launch.preflight import free_port
 from slipstream.core.run_folder import TARGETS
+from slipstream.extensions.prometheus.controller import SERVER_COUNTERS, STEP_METRICS
+from slipstream.extensions.prometheus.endpoint import metrics_endpoint
 from slipstream.learner.controller.records.ledger import FATES
-from slipstream.learner.controller.reporting.run_collector import SERVER_COUNTERS, STEP_METRICS
 from slipstream.learner.trainer.__main__ import StageCollector
 from slipstream.learner.trainer.stage_times import StageTimes
-from slipstream.protocol.access.metrics_endpoint import metrics_endpoint
 from slipstream.rollout_server.vllm.engine_requests import EngineCollector
 from slipstream.v1 import status_pb2, status_pb2_grpc
 from support.fakes.fake_server import FakeServer

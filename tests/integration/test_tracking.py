@@ -133,7 +133,7 @@ class Shelf(LocalFileSystem):
 READ = """
 import sys
 import threading
-from slipstream.protocol.weights.storage import Storage, Until
+from slipstream.extensions.stored_weights.storage import Storage, Until
 
 storage, until = Storage(sys.argv[1]), Until.after(20.0, threading.Event())
 storage.write("run/a", memoryview(b"weights"), until)

@@ -21,13 +21,13 @@ from slipstream.client.launch.preflight import free_port
 from slipstream.core.configuration.config_file import dump_config, parse_config
 from slipstream.core.settings.config import WeightsSection
 from slipstream.core.types import GroupId
+from slipstream.extensions.stored_weights.server import StoredWeights
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.protocol.codec import trajectory_to_pb, unpack_logprobs, unpack_tokens
 from slipstream.protocol.weights.buckets import layout_from_pb
 from slipstream.protocol.weights.digests import bucket_digest, bucket_tensor_digests, weight_digest
-from slipstream.rollout_server.stored_weights import StoredWeights
 from slipstream.v1 import trainer_pb2, trajectory_pb2, weights_pb2
 from support.fakes.fake_controller import (
     FakeController,

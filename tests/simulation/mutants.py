@@ -29,8 +29,8 @@ BATCHES = f"{CONTROLLER}.trajectories.batches:BatchFormer"
 ORDERS = "slipstream.rollout_server.weight_orders:WeightOrders"
 CLIENT = "slipstream.learner.trainer.controller_client:ControllerClient"
 SERVICE = f"{CONTROLLER}.services.trainer_service"
-WRITER = "slipstream.learner.trainer.weights.version_writer:VersionWriter"
-FETCHED = "slipstream.rollout_server.stored_weights:StoredWeights"
+WRITER = "slipstream.extensions.stored_weights.trainer.version_writer:VersionWriter"
+FETCHED = "slipstream.extensions.stored_weights.server:StoredWeights"
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,7 @@ MUTANTS: dict[str, tuple[Change, ...]] = {
     ),
     "a manifest names objects that storage did not take": (
         Change(
-            "slipstream.learner.trainer.weights.rank_objects:RankObjects._put",
+            "slipstream.extensions.stored_weights.trainer.rank_objects:RankObjects._put",
             "self._storage.write(key, data, until)",
             "with __import__('contextlib').suppress(Exception):\n"
             "        self._storage.write(key, data, until)",

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from slipstream.learner.controller.publishing.stored_publisher import StoredPublisher
-from slipstream.learner.trainer.weights import version_writer
-from slipstream.protocol.weights import storage
+from slipstream.extensions.stored_weights import server as stored_weights
+from slipstream.extensions.stored_weights import storage
+from slipstream.extensions.stored_weights.controller import StoredPublisher
+from slipstream.extensions.stored_weights.trainer import version_writer
 from slipstream.protocol.weights.buckets import TensorSpec, layout_to_pb, plan_buckets
 from slipstream.protocol.weights.digests import bucket_digest, bucket_tensor_digests
 from slipstream.protocol.weights.waits import Unanswered
-from slipstream.rollout_server import stored_weights
 from slipstream.v1 import trainer_pb2, weights_pb2
 
 from simulation.blocking import THREADING, run_blocking, wait

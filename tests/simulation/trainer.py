@@ -17,6 +17,7 @@ import numpy as np
 from slipstream.core.errors import RunFailed, SlipstreamError
 from slipstream.core.settings.config import Config
 from slipstream.core.types import PolicyVersion, Trajectory
+from slipstream.extensions.stored_weights.trainer.version_writer import VersionWriter
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.controller_client import (
     TERMINATED,
@@ -24,7 +25,6 @@ from slipstream.learner.trainer.controller_client import (
     read_order,
 )
 from slipstream.learner.trainer.ranks.activity import Activity, SignsOfLife
-from slipstream.learner.trainer.weights.version_writer import VersionWriter
 from slipstream.protocol.codec import pack_logprobs, pack_tokens, version_from_pb, version_to_pb
 from slipstream.protocol.weights.buckets import TensorSpec, layout_to_pb
 from slipstream.v1 import trainer_pb2 as pb

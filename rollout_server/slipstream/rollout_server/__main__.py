@@ -173,7 +173,7 @@ def _metrics(
 ) -> AbstractAsyncContextManager[None]:
     if config.tracking.prometheus is None:
         return nullcontext()
-    from slipstream.protocol.access.metrics_endpoint import metrics_endpoint
+    from slipstream.extensions.prometheus.endpoint import metrics_endpoint
     from slipstream.rollout_server.vllm.engine_requests import EngineCollector
 
     collector = EngineCollector(engine.requests)

@@ -83,7 +83,7 @@ def open_fetches(config: Config, server: ServerId) -> OpenFetches:
     """
     if config.rollout_server.weights_from != "storage":
         return Fetches
-    from slipstream.rollout_server.stored_weights import FetchOrders, StoredWeights
+    from slipstream.extensions.stored_weights.server import FetchOrders, StoredWeights
 
     stored = StoredWeights(config.weights, config.run_dir / FETCHED / server)
     return partial(FetchOrders, stored)

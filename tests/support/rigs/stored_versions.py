@@ -6,10 +6,10 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 import torch
-from slipstream.learner.trainer.weights.rank_objects import RankObjects
+from slipstream.extensions.stored_weights.storage import Storage, Until
+from slipstream.extensions.stored_weights.trainer.rank_objects import RankObjects
 from slipstream.protocol.weights.buckets import Bucket, TensorSpec, layout_to_pb, plan_buckets
 from slipstream.protocol.weights.digests import bucket_digest, bucket_tensor_digests
-from slipstream.protocol.weights.storage import Storage, Until
 from slipstream.v1 import trajectory_pb2, weights_pb2
 
 TENSORS = [

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from slipstream.core.settings.config import Config
 from slipstream.core.types import PolicyVersion
+from slipstream.extensions.stored_weights.server import StoredWeights
 from slipstream.protocol.codec import version_to_pb
-from slipstream.rollout_server.stored_weights import StoredWeights
 from slipstream.v1 import fleet_pb2, weights_pb2
 from support.fakes.fake_engine import DIGESTS
 from support.rigs.stored_versions import StoredVersions, changed_content, first_content

@@ -52,7 +52,7 @@ from slipstream.protocol.access.security import (
 from slipstream.protocol.access.tokens import check_own, is_open_to_all
 
 if TYPE_CHECKING:
-    from slipstream.protocol.access.metrics_endpoint import Role
+    from slipstream.extensions.prometheus.endpoint import Role
 
 CONNECT_LIMIT_S = 3.0
 # Variable -> whether it takes the beginning of a name, as NCCL does.
@@ -203,7 +203,7 @@ def check_metrics_ports(scene: Scene) -> None:
     if address is None or not (scene.parts or _is_ours(address_parts(address)[0])):
         return
     # The library takes a third of a second to import.
-    from slipstream.protocol.access.metrics_endpoint import listen_for
+    from slipstream.extensions.prometheus.endpoint import listen_for
 
     roles: list[Role] = ["rollout_server"] if "rollout_server" in scene.parts else []
     if "controller" in scene.parts or not scene.parts:

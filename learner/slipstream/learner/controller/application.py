@@ -236,8 +236,8 @@ class Controller:
 
     def _metrics(self) -> AbstractAsyncContextManager[None]:
         # The library takes a third of a second to import.
-        from slipstream.learner.controller.reporting.run_collector import RunCollector
-        from slipstream.protocol.access.metrics_endpoint import metrics_endpoint
+        from slipstream.extensions.prometheus.controller import RunCollector
+        from slipstream.extensions.prometheus.endpoint import metrics_endpoint
 
         run_collector = RunCollector(
             self._config,

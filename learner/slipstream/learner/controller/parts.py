@@ -129,7 +129,7 @@ def _optional_parts(
 
         found.append(EngineTurns(fleet, run))
     if run.config.weights.storage_url is not None:
-        from slipstream.learner.controller.publishing.stored_publisher import StoredPublisher
+        from slipstream.extensions.stored_weights.controller import StoredPublisher
 
         found.append(StoredPublisher(fleet, run, tasks, deliveries=publisher.deliveries))
     return found

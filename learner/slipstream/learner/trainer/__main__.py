@@ -136,7 +136,7 @@ def _load(
     activity, collector = Activity(), None
     if launch.rank == 0:
         if config.tracking.prometheus is not None:
-            from slipstream.protocol.access.metrics_endpoint import metrics_thread
+            from slipstream.extensions.prometheus.endpoint import metrics_thread
 
             collector = StageCollector()
             stack.enter_context(metrics_thread(config, "trainer", [collector]))

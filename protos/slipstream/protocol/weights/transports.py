@@ -98,6 +98,6 @@ def _check_one_host(places: Mapping[str, Place], on_cpu: list[str]) -> None:
 def check_storage(url: str | None) -> None:
     """Raises ConfigError when fsspec cannot open `url`; sends no request to the storage."""
     if url is not None:
-        from slipstream.protocol.weights.storage import Storage
+        from slipstream.extensions.stored_weights.storage import Storage
 
         Storage(url)

@@ -44,7 +44,7 @@ def engine_config(config: Config, seed: int) -> VllmConfig:
     values = own_values(config, seed) | graphs | passed
     if config.algorithm.agreement == "bits":
         if on_cpu:
-            from slipstream.rollout_server.vllm.cpu_rows import compute_by_rows
+            from slipstream.extensions.engine_bits.server import compute_by_rows
 
             compute_by_rows()
         else:

@@ -23,8 +23,8 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.machine.address import listen
 from slipstream.core.run_folder import TARGETS
 from slipstream.core.settings.config import Config
-from slipstream.protocol.access import metrics_endpoint as endpoint
-from slipstream.protocol.access.metrics_endpoint import metrics_endpoint, metrics_thread
+from slipstream.extensions.prometheus import endpoint
+from slipstream.extensions.prometheus.endpoint import metrics_endpoint, metrics_thread
 from support.fakes.small_configs import small_config
 from support.rigs.fuzz_budget import BUDGET
 from support.rigs.waiting import LIMIT_S, until

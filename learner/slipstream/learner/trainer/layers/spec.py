@@ -60,7 +60,7 @@ def layer_spec(config: Megatron, vp_stage: int | None = None) -> Megatron:
             mlp_parts(layer.submodules).experts = GroupedExperts
         _place_norms(layer.submodules, config, norm)
     if is_equal:
-        from slipstream.learner.trainer.layers import equal_layers
+        from slipstream.extensions.engine_bits.trainer import equal_layers
 
         equal_layers.install()
         norm = equal_layers.SumNorm

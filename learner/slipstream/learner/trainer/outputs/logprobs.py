@@ -188,7 +188,7 @@ class _Part:
     def logits(self, hidden: Tensor) -> Tensor:
         """Returns the logits [len(hidden), width], raw for fused kernels, otherwise prepared."""
         if self._projection.has_engine_bits:
-            from slipstream.learner.trainer.layers.engine_kernels import engine_kernels
+            from slipstream.extensions.engine_bits.trainer.engine_kernels import engine_kernels
 
             found = engine_kernels().logits(hidden, self._weight, self._dtype)
         elif self._dtype == self._weight.dtype:
@@ -205,7 +205,7 @@ class _Part:
 
         They are bit for bit equal to the engine's log-probabilities; `found` are the logits.
         """
-        from slipstream.learner.trainer.layers.engine_kernels import engine_kernels
+        from slipstream.extensions.engine_bits.trainer.engine_kernels import engine_kernels
 
         rows = targets if targets.dim() > 1 else targets[:, None]
         tokens = found[:, : self.num_tokens]

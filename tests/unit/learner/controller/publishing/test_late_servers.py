@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 from slipstream.core.types import PolicyVersion, ServerId
+from slipstream.extensions.stored_weights.controller import StoredPublisher
 from slipstream.learner.controller.publishing.failures import MAX_FAILED_WHILE_NONE_SERVES
-from slipstream.learner.controller.publishing.stored_publisher import StoredPublisher
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.server_states import STALE, ServerEvent, ServerKey
 from slipstream.learner.controller.servers.session import ServerSession

@@ -3,8 +3,8 @@
 import threading
 from types import SimpleNamespace
 
-from slipstream.learner.controller.reporting import run_collector
-from slipstream.learner.controller.reporting.run_collector import DiskSpace
+from slipstream.extensions.prometheus import controller as run_collector
+from slipstream.extensions.prometheus.controller import DiskSpace
 from support.rigs.waiting import until
 
 

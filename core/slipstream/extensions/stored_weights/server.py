@@ -24,11 +24,11 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from slipstream.core.errors import ProtocolError, WeightSyncError
 from slipstream.core.settings.config import WeightsSection
+from slipstream.extensions.stored_weights.deltas import content_name, on_the_wire, put_payload
+from slipstream.extensions.stored_weights.storage import Storage, Until
 from slipstream.protocol.bounds import check_bounds
 from slipstream.protocol.weights.buckets import Bucket, layout_from_pb
-from slipstream.protocol.weights.deltas import content_name, on_the_wire, put_payload
 from slipstream.protocol.weights.digests import bucket_digest, bucket_tensor_digests
-from slipstream.protocol.weights.storage import Storage, Until
 from slipstream.rollout_server.fetches import FAILED, Fetches, Report
 from slipstream.v1 import fleet_pb2, weights_pb2
 

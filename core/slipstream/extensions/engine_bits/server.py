@@ -5,7 +5,7 @@ Import this module on CPUs only.
 
 from typing import Any
 
-from slipstream.core import row_kernels
+from slipstream.extensions.engine_bits import row_kernels
 from torch import Tensor
 from vllm.model_executor.layers import logits_processor, utils
 from vllm.model_executor.layers.layernorm import RMSNorm

@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
+from slipstream.extensions.stored_weights.deltas import gap_bytes, payload_of, travels_whole
+from slipstream.extensions.stored_weights.storage import Storage, Until
 from slipstream.protocol.weights.buckets import Bucket
-from slipstream.protocol.weights.deltas import gap_bytes, payload_of, travels_whole
-from slipstream.protocol.weights.storage import Storage, Until
 from slipstream.v1 import weights_pb2
 from torch import Tensor
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from slipstream.core.settings.config import WeightsSection
+from slipstream.extensions.stored_weights.server import FetchOrders, StoredWeights
 from slipstream.rollout_server.fetches import Fetches
-from slipstream.rollout_server.stored_weights import FetchOrders, StoredWeights
 from slipstream.v1 import fleet_pb2, weights_pb2
 from support.rigs.stored_versions import StoredVersions, changed_content, first_content
 from support.rigs.waiting import LIMIT_S, until

@@ -11,13 +11,13 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 from slipstream.core.errors import RunFailed
 from slipstream.core.settings.config import WeightsSection
+from slipstream.extensions.stored_weights.server import StoredWeights
+from slipstream.extensions.stored_weights.storage import Storage
+from slipstream.extensions.stored_weights.trainer.rank_objects import RankObjects
+from slipstream.extensions.stored_weights.trainer.version_writer import VersionWriter
 from slipstream.learner.trainer.weights.published import Published
-from slipstream.learner.trainer.weights.rank_objects import RankObjects
-from slipstream.learner.trainer.weights.version_writer import VersionWriter
 from slipstream.learner.trainer.weights.weight_stream import WeightStream
 from slipstream.protocol.weights.buckets import TensorSpec
-from slipstream.protocol.weights.storage import Storage
-from slipstream.rollout_server.stored_weights import StoredWeights
 from slipstream.v1 import trainer_pb2, trajectory_pb2, weights_pb2
 from support.ranks.thread_ranks import PlainFilling, PlainModel, ThreadRanks, run_ranks
 from support.rigs.waiting import LIMIT_S

@@ -17,11 +17,15 @@ from typing import TYPE_CHECKING
 
 from slipstream.core.errors import RunFailed, WeightSyncError
 from slipstream.core.settings.config import WeightsSection
+from slipstream.extensions.stored_weights.deltas import content_name
+from slipstream.extensions.stored_weights.storage import Storage, Until
+from slipstream.extensions.stored_weights.trainer.rank_objects import (
+    RankObjects,
+    nothing,
+    object_digest,
+)
 from slipstream.learner.trainer.controller_client import ControllerClient
-from slipstream.learner.trainer.weights.rank_objects import RankObjects, nothing, object_digest
 from slipstream.protocol.bounds import one_line
-from slipstream.protocol.weights.deltas import content_name
-from slipstream.protocol.weights.storage import Storage, Until
 from slipstream.v1 import trainer_pb2, weights_pb2
 
 if TYPE_CHECKING:

@@ -9,8 +9,9 @@ import importlib
 import torch
 from megatron.bridge.models.conversion.param_mapping import AutoMapping
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from slipstream.extensions.engine_bits.trainer import engine_kernels
 from slipstream.learner.trainer import Megatron
-from slipstream.learner.trainer.layers import engine_kernels, mlp_parts
+from slipstream.learner.trainer.layers import mlp_parts
 from slipstream.learner.trainer.layers.attention import CoreAttention
 from slipstream.learner.trainer.layers.norms import RMSNorm
 from torch import Tensor

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from slipstream.core import row_kernels
+from slipstream.extensions.engine_bits import row_kernels
 from torch import Tensor
 
 # Tokens of a page of keys on CPUs, as in vLLM.

@@ -4,8 +4,7 @@ import random
 
 import numpy as np
 import pytest
-from slipstream.protocol.weights.buckets import TensorSpec, plan_buckets
-from slipstream.protocol.weights.deltas import (
+from slipstream.extensions.stored_weights.deltas import (
     content_name,
     num_blocks,
     on_the_wire,
@@ -14,6 +13,7 @@ from slipstream.protocol.weights.deltas import (
     put_payload,
     travels_whole,
 )
+from slipstream.protocol.weights.buckets import TensorSpec, plan_buckets
 from support.references import plain_deltas
 
 (BUCKET,) = plan_buckets([TensorSpec("a", "bfloat16", (1000,))], 4000)

@@ -1,0 +1,1 @@
+"""The learner computes the bits of the engine."""

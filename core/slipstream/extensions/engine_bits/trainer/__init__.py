@@ -1,0 +1,1 @@
+"""The engine's kernels and layers in the learner."""

@@ -1,0 +1,1 @@
+"""Numbers of a process for Prometheus."""

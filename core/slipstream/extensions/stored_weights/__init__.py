@@ -1,0 +1,1 @@
+"""Weights go through storage to servers that are far away."""

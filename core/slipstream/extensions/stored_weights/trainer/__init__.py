@@ -1,0 +1,1 @@
+"""Writes versions to storage."""
