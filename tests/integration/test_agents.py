@@ -14,6 +14,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.rollout_server.engine_interface import RequestRefused
 from slipstream.rollout_server.vllm.agents.agent_services import AgentServices
 from support.fakes.agent_rig import SAMPLING, AgentRig, agent_config, agent_rig, script
+from support.fakes.chat_models import CHAT_TEMPLATE
 from support.fakes.small_configs import NGRAM
 from support.rigs.waiting import LIMIT_S, until
 
@@ -664,6 +665,28 @@ async def test_a_result_that_a_template_writes_into_the_reply_is_read(tmp_path: 
     _, second = (rig.engine.tokenizer.decode(sample.prompt) for sample in rig.engine.samples)
     assert "<result>It is 7.</result>" in second
     assert rig.runs() == [1, 1]
+    assert rig.began() == ["new", "template"]
+
+
+# Like gpt-oss and Command A: the name of its call stands before a result.
+NAMED = CHAT_TEMPLATE.replace(
+    "{{ message.content or '' }}",
+    "{% set calls = messages[loop.index0 - 1].tool_calls if message.role == 'tool' else [] %}"
+    "{{ calls[0].function.name if calls }}{{ message.content or '' }}",
+)
+
+
+async def test_a_result_that_a_template_writes_by_its_call_is_read_anew(tmp_path: Path) -> None:
+    (tmp_path / "named.jinja").write_text(NAMED)
+    template = str(tmp_path / "named.jinja")
+    rig = await agent_rig(tmp_path / "model", script, chat_template=template)
+    messages = [{"role": "user", "content": "call 4"}]
+    message = await chat(rig, messages, tools=TOOLS)
+    (call,) = message["tool_calls"]
+    messages += [message, {"role": "tool", "tool_call_id": call["id"], "content": "It is 7."}]
+    await chat(rig, messages, tools=TOOLS)
+    second = rig.engine.tokenizer.decode(rig.engine.samples[1].prompt)
+    assert f"<|im_start|>tool\n{call['function']['name']}It is 7." in second
     assert rig.began() == ["new", "template"]
 
 

@@ -92,6 +92,8 @@ class ChatMessage(NamedTuple):
 
 # Stands for a reply whose tokens are known in a history; no template may change its text.
 REPLY = ChatMessage("assistant", PLACEHOLDER)
+# Stands for the result of a tool, with an id that every template takes.
+RESULT = ChatMessage("tool", "slipstreamresultplaceholder", "slpstrm00")
 
 
 class ParsedReply(NamedTuple):

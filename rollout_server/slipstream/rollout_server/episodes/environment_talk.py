@@ -245,8 +245,11 @@ class History:
         if not any(reply.tool_calls for reply in self._replies):
             return self._with_images(append(said, new, last_token), new)
         whole = self._whole(self._messages)
-        # Some templates demand calls before their results, others fail with calls written badly.
-        for history in ([*whole[: self._num_read - 1], REPLY], said):
+        histories = [said]
+        if not any(message.role == "tool" for message in new):
+            # Some templates demand calls before earlier results, others fail with wrong calls.
+            histories.insert(0, [*whole[: self._num_read - 1], REPLY])
+        for history in histories:
             with contextlib.suppress(RenderingFailed):
                 tokens = append(history, new, last_token, whole=whole)
                 return self._with_images(tokens, new)

@@ -30,7 +30,7 @@ from slipstream.rollout_server.agents.recorder import (
     LimitReached,
     Recorder,
 )
-from slipstream.rollout_server.chat import PLACEHOLDER, REPLY
+from slipstream.rollout_server.chat import PLACEHOLDER, REPLY, RESULT
 from slipstream.rollout_server.engine_interface import (
     PartSize,
     RequestRefused,
@@ -78,7 +78,7 @@ _TEXT_PARTS = {"text", "input_text", "output_text", "refusal", "thinking"}
 
 # The recorder and the call that the current task works for; vLLM's own tasks inherit it.
 CURRENT: ContextVar[tuple[Recorder, ServedCall] | None] = ContextVar("agent_call", default=None)
-_REPLY = REPLY.for_template()
+_REPLY, _RESULT = REPLY.for_template(), RESULT.for_template()
 # Texts with more characters are rendered in a thread, so that they do not hold up other episodes.
 _INLINE_CHARACTERS = 20_000
 _CACHED_TEXTS = 256
@@ -124,6 +124,8 @@ class PromptRenderer:
             self._image_text = str(text).partition(_BEFORE)[2].partition(_AFTER)[0]
         self._longest_token = max(_LONG_TOKEN, *map(len, tokenizer.get_vocab()))
         self._added = frozenset(tokenizer.get_added_vocab().values())
+        # Whether results of tools can follow a reply; None before the first result.
+        self._has_place: bool | None = None
         self._short = lru_cache(_CACHED_TEXTS)(self._encode)
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - everything else is vLLM's
@@ -197,8 +199,11 @@ class PromptRenderer:
         if found is None:
             return self._tokens(self._text(messages, params), most)
         known = found.num_messages
+        new = messages[known:]
+        if any(each.get("role") == "tool" for each in new) and not self._takes_results(params):
+            return None
         try:
-            text = self._text([*messages[: known - 1], _REPLY, *messages[known:]], params)
+            text = self._text([*messages[: known - 1], _REPLY, *new], params)
         except VLLMValidationError:
             # A template may demand what a plain reply lacks, such as calls before their results.
             return None
@@ -206,8 +211,8 @@ class PromptRenderer:
             return None
         _, _, tail = text.partition(PLACEHOLDER)
         if messages[known - 1].get("tool_calls"):
-            # Some templates write results where they write calls, or by the names of calls; those
-            # that cannot write this call write them behind a plain reply.
+            # Some templates write results by the names of calls; those that cannot write this call
+            # write them behind a plain reply.
             with contextlib.suppress(VLLMValidationError):
                 if not self._text(messages, params).endswith(tail):
                     return None
@@ -219,6 +224,16 @@ class PromptRenderer:
             if tokens[:1] == [last]:
                 return tokens[1:]
         return self._tokens(tail, most)
+
+    def _takes_results(self, params: ChatParams) -> bool:
+        """Returns whether the template renders tool results after a reply, not inside its calls."""
+        if self._has_place is None:
+            try:
+                text = self._text([{"role": "user", "content": "a"}, _REPLY, _RESULT], params)
+            except VLLMValidationError:
+                text = ""
+            self._has_place = _RESULT["content"] in text.partition(PLACEHOLDER)[2]
+        return self._has_place
 
     def _text(self, messages: list[Message], params: ChatParams) -> str:
         try:
