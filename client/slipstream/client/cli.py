@@ -224,13 +224,14 @@ def _add_folder_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
     _set_program(doctor, "slipstream.client.doctor:run_doctor", whole=True)
 
     check = commands.add_parser(
-        "check", help="prove the algorithm's functions, in a minute, or play an environment's step"
+        "check", help="what environments would teach; proves own functions of the algorithm too"
     )
     check.add_argument("path", type=Path, metavar="CONFIG.toml|MODULE:CLASS")
     check.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
     check.add_argument("--args", metavar="JSON", help="keyword arguments of the class")
     check.add_argument("--python", metavar="PATH", help="another interpreter for the class")
     check.add_argument("--timeout-s", type=float, help="limit of one call to it; default: 60")
+    check.add_argument("--model", type=Path, metavar="FOLDER", help="whose template writes prompts")
     _set_program(check, f"{_LAUNCHER}:run_check")
 
     page = commands.add_parser("page", help="curves and replies of runs in one file of HTML")

@@ -233,7 +233,7 @@ class Client:
             adapter=adapter,
         )
         hello = environment_pb2.WorkerHello(
-            spec=spec, num_tasks=host.num_tasks, max_episodes=episodes
+            spec=spec, num_tasks=host.num_tasks, max_episodes=episodes, digest=host.digest()
         )
         # This distinguishes a wrong address from a controller that is lost later.
         await self._wait_for_controller(connect_timeout_s)

@@ -190,6 +190,11 @@ class Environment(Generic[Task]):
     max_reply_tokens: int | None = None
     # The right answer as text, for people who read the reply. Set it in `reset` if there is one.
     expected_answer: str = ""
+    # A reply that earns the most, if it is more than the answer. `slipstream check` plays it, and
+    # without it tries the answer in usual forms. Set it in `reset`, or in `step` for a next turn.
+    right_reply: str = ""
+    # A reply that is wrong, in a right form, for `slipstream check`: else another task's answer.
+    wrong_reply: str = ""
 
     def tasks(self) -> TaskSequence[Task] | Iterable[Task]:
         """Returns a sequence, or an iterator that gives the same tasks at every call.
@@ -236,6 +241,11 @@ class TaskSource(Generic[Task]):
             empty = not self._advance()
         if empty:
             raise ValueError(f"{type(environment).__name__}.tasks() gives no task")
+
+    @property
+    def is_listed(self) -> bool:
+        """Whether all tasks are in memory."""
+        return isinstance(self._sequence, list | tuple)
 
     def __getitem__(self, index: int) -> Task:
         """Returns task number `index`; the numbers wrap around after the last task."""

@@ -25,6 +25,7 @@ from slipstream.client.environment_loader import (
     environment_failed,
     load_environment,
 )
+from slipstream.client.task_digest import digest_of
 from slipstream.core.errors import EnvironmentFailed
 from slipstream.v1 import environment_pb2 as pb
 from slipstream.v1 import trajectory_pb2
@@ -139,6 +140,19 @@ class EpisodeHost:
         except EnvironmentFailed as error:
             print(f"closing an episode: {error}", file=sys.stderr)
 
+    def environment_of(self, key: str) -> AnyEnvironment:
+        """Returns the copy of the environment that plays the open episode `key`."""
+        return self._episodes[key].environment
+
+    def digest(self, *, again: bool = False) -> str:
+        """Returns a digest of the tasks; with `again`, of those that `tasks()` gives now.
+
+        Raises EnvironmentFailed if `tasks()` fails.
+        """
+        assert self._environment is not None
+        assert self._tasks is not None
+        return digest_of(_task_source(self._environment) if again else self._tasks)
+
     def agent_place(self, key: str) -> str:
         """Returns the line of code where the agent of episode `key` is, or "" if unknown."""
         episode = self._episodes.get(key)
@@ -159,7 +173,7 @@ class EpisodeHost:
             self._tasks = _task_source(self._environment)
         if self._tasks is None:
             raise _misused("the environment has no reference")
-        return pb.Loaded(num_tasks=self._tasks.num_tasks)
+        return pb.Loaded(num_tasks=self._tasks.num_tasks, digest=self.digest())
 
     async def _reset(self, command: pb.ResetCommand) -> pb.Observation:
         if self._environment is None or self._tasks is None:

@@ -3,7 +3,7 @@
     python -m slipstream.client.worker --connect unix:PATH
     python -m slipstream.client.worker --check package.module:Class --args '{"digits": 3}'
 
-A check plays the first step of the first task; an agent's check waits for its first call.
+A check plays replies whose worth is known (`audit`); an agent's check waits for its first call.
 
 Consumes: commands of the server. Produces: one answer for each. The worker ends when the server
 closes the stream or dies.
@@ -13,10 +13,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import hashlib
+import json
 import os
 import signal
 import sys
 import threading
+from base64 import b64encode
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -28,8 +33,6 @@ TOKEN_VARIABLE = "SLIPSTREAM_TOKEN"
 CONNECT_TIMEOUT_S = 20.0
 # Seconds after the end of its stream at which a worker exits, whatever threads are left.
 EXIT_TIMEOUT_S = 5.0
-# The key of a check's episode.
-CHECK = "check"
 NEED_ADAPTERS = (
     'it asks the model as the run started, which needs lora.publish = "adapters": set it in the '
     "run's configuration, or name a judge with an address of its own"
@@ -47,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--connect", metavar="ADDRESS", help="unix:PATH or HOST:PORT of the server")
-    what.add_argument("--check", metavar="MODULE:CLASS", help="load it and play a first step")
+    what.add_argument("--check", metavar="MODULE:CLASS", help="load it and play its judge")
     parser.add_argument("--record", type=int, metavar="FD", help="where to note calls (--connect)")
     parser.add_argument("--args", default="{}", metavar="JSON", help="keyword arguments (--check)")
     parser.add_argument("--search-path", default="", metavar="DIR", help="where the module lies")
@@ -55,7 +58,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--no-tools", action="store_true", help="refuse tools (--check)")
     parser.add_argument("--max-images", type=int, metavar="N", help="refuse more (--check)")
     parser.add_argument("--no-start", action="store_true", help="refuse endpoint.judge() (--check)")
-    parser.add_argument("--reply", default="ok", metavar="TEXT", help="what it judges (--check)")
+    parser.add_argument("--seconds", type=float, default=15.0, help="limit of all plays (--check)")
+    parser.add_argument(
+        "--cached", metavar="DIR", help="where to note what need not be played again"
+    )
+    parser.add_argument("--tell", action="store_true", help="refuse no reward or prompt (--check)")
+    parser.add_argument("--json", action="store_true", help="a report for programs (--check)")
     parser.add_argument("--max-turns", type=int, help="warn of a limit that ends it (--check)")
     parser.add_argument("--timeout-s", type=float, default=60.0, help="limit of a call (--check)")
     parser.add_argument("--python", metavar="PATH", help="another interpreter (--check)")
@@ -144,7 +152,7 @@ async def _attach(address: str, token: str | None, record: int | None) -> None:
 
 
 class _Check:
-    """Plays the first step of an environment's first task; ends the process when it fails."""
+    """Audits an environment; ends the process when it cannot be used."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         from slipstream.client.episode_host import EpisodeHost
@@ -152,59 +160,79 @@ class _Check:
         self._options = options
         self._host = EpisodeHost()
         self._main_thread = threading.get_ident()
+        self._other: asyncio.subprocess.Process | None = None
 
     async def run(self) -> str:
-        """Makes the check; returns a line on tasks and first step, or only on the loaded class."""
-        from slipstream.client.terminal import counted
-
-        options, key = self._options, {"episode_key": CHECK}
+        """Makes the check; returns the report, as JSON if asked."""
+        options = self._options
         spec = {"reference": options.check, "args_json": options.args}
-        loading = await self._ask(load={"spec": spec | {"search_path": options.search_path}})
-        num_tasks = loading.loaded.num_tasks
+        loading = await self._call(load={"spec": spec | {"search_path": options.search_path}})
+        if loading.HasField("failure"):
+            self._fail(loading.failure.message)
         if self._host.asks_start and options.no_start:
             self._fail(NEED_ADAPTERS)
         if options.no_play:
-            return f"environment {options.check} is loaded"
-        opening = (await self._ask(reset=key)).observation
-        self._look_at(opening)
-        if opening.is_agent:
-            played = await self._begin_agent()
-        else:
-            played = await self._step(opening.given_reply)
-        await self._ask(close=key)
-        tasks = counted(num_tasks, "task") if num_tasks else "tasks without end"
-        return f"environment {options.check} is ready: {tasks}, {played}"
+            return f"environment {options.check} is loaded: {loading.loaded.digest}"
+        known = _known(options, loading.loaded.digest) if options.cached else None
+        if known is not None and known.is_file():
+            self._warn(known.read_text(encoding="utf-8").splitlines())
+            return f"environment {options.check} is ready, as before"
+        return await self._audit(loading.loaded, known)
 
-    async def _begin_agent(self) -> str:
-        from slipstream.core.errors import WARNING
+    async def _audit(self, loaded: pb.Loaded, known: Path | None) -> str:
+        from slipstream.client.audit import Audit
+        from slipstream.client.audit_report import findings, headline, table
 
-        answer = await self._ask(follow_agent={"episode_key": CHECK})
-        if answer.HasField("agent_result"):
+        options = self._options
+        audit = Audit(self._host, self._call, num_tasks=loaded.num_tasks, limit_s=options.seconds)
+        # Without a fixed seed sets have another order in each process, as in no run.
+        is_alike = not options.cached and "PYTHONHASHSEED" in os.environ
+        other = await self._begin_other() if is_alike else None
+        played = await audit.run(self._look_at)
+        if played.first_call == "none" and not played.unbegun:
             self._fail("run() ended without a call to its endpoint")
-        if self._options.max_turns == 1:
-            refused = "with sampling.max_turns = 1 an agent's second call is refused (400)"
-            print(f"{WARNING}{refused}", file=sys.stderr)
-        return f"the first call is {answer.agent_call.method} {answer.agent_call.path}"
+        if played.first_call and options.max_turns == 1:
+            self._warn(["with sampling.max_turns = 1 an agent's second call is refused (400)"])
+        if other is not None and await _digest_of(other) not in ("", loaded.digest):
+            played.other_tasks.append("in another process")
+        found = findings(played)
+        refused = [each.text for each in found if each.is_refused and not options.tell]
+        if refused and not options.json:
+            self._fail(refused[0])
+        told = [each.text for each in found if each.text not in refused]
+        if known is not None:
+            self._warn(told)
+            with contextlib.suppress(OSError):
+                known.parent.mkdir(parents=True, exist_ok=True)
+                known.write_text("".join(f"{line}\n" for line in told), encoding="utf-8")
+        lines = [headline(played), *table(played), *(f"! {line}" for line in told)]
+        if not options.json:
+            return "\n".join([f"environment {options.check} is ready: {lines[0]}", *lines[1:]])
+        openings = [task.opening.SerializeToString() for task in played.tasks]
+        shown = {"lines": lines, "refused": refused, "seconds": played.seconds}
+        return json.dumps(shown | {"openings": [b64encode(each).decode() for each in openings]})
 
-    async def _step(self, given: str) -> str:
-        reply = given or self._options.reply
-        verdict = (await self._ask(step={"episode_key": CHECK, "reply": reply})).verdict
-        whose = "its own reply" if given else f"the reply {reply!r}"
-        return f"reward {verdict.reward:g} for {whose}"
+    async def _begin_other(self) -> asyncio.subprocess.Process:
+        """Starts another process, which loads the environment and says the digest of its tasks."""
+        self._other = await asyncio.create_subprocess_exec(
+            *sys.orig_argv,
+            "--no-play",
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+        )
+        return self._other
 
-    async def _ask(self, **command: Any) -> pb.WorkerMessage:  # noqa: ANN401 - fields of messages
+    async def _call(self, **command: Any) -> pb.WorkerMessage:  # noqa: ANN401 - fields of messages
         from slipstream.v1 import environment_pb2 as pb
 
-        timer = threading.Timer(self._options.timeout_s, self._abandon)
+        timer = threading.Timer(self._options.timeout_s, self._abandon, (command,))
         timer.daemon = True
         timer.start()
         answer = await self._host.answer(pb.WorkerCommand(**command))
         timer.cancel()
-        if answer.HasField("failure"):
-            self._fail(answer.failure.message)
         return answer
 
-    def _look_at(self, opening: pb.Observation) -> None:
+    def _look_at(self, index: int, opening: pb.Observation) -> None:
         from slipstream.client.terminal import counted
         from slipstream.core.template_values import NEED_PARSER
 
@@ -213,29 +241,68 @@ class _Check:
         parts = [part for message in opening.messages for part in message.parts]
         images, most = {part.image for part in parts if part.image}, self._options.max_images
         if most is not None and len(images) > most:
-            shown = counted(len(images), "image")
-            self._fail(f"its first task shows {shown}, more than sampling.max_images = {most}")
+            shown, which = counted(len(images), "image"), f"task {index}" if index else "first task"
+            self._fail(f"its {which} shows {shown}, more than sampling.max_images = {most}")
 
-    def _abandon(self) -> NoReturn:
+    def _abandon(self, command: dict[str, dict[str, str]]) -> NoReturn:
         from slipstream.client.environment_loader import running_place
 
         place = running_place(self._main_thread)
         innermost = sys._current_frames()[self._main_thread].f_code.co_filename
         if Path(innermost).name == "selectors.py":
-            place = self._host.agent_place(CHECK) or "it awaits something that does not come"
+            (fields,) = command.values()
+            key = fields.get("episode_key", "")
+            place = self._host.agent_place(key) or "it awaits something that does not come"
         self._fail(f"no answer within {self._options.timeout_s:g} s ({place})")
 
+    def _warn(self, lines: Iterable[str]) -> None:
+        from slipstream.core.errors import WARNING
+
+        for line in lines:
+            print(f"{WARNING}{line}", file=sys.stderr)
+
     def _fail(self, cause: str) -> NoReturn:
+        from slipstream.core.machine.process import send_signal
+
         # This is the last line of stderr, after all that the environment has printed.
         sys.stdout.flush()
         sys.stderr.flush()
+        if self._other is not None:
+            send_signal(self._other, signal.SIGKILL)
         line = f"environment {self._options.check}: {cause}\n"
         os.write(2, line.encode(errors="backslashreplace"))
         os._exit(2)
 
 
+def _known(options: argparse.Namespace, digest: str) -> Path | None:
+    """Returns the file that exists if the same tasks, code and arguments were played before."""
+    from slipstream.client import __version__
+    from slipstream.client.environment_loader import is_of_environment, is_ours
+
+    files = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
+    sources = sorted(
+        {file for file in files if file and (is_of_environment(file) or is_ours(file))}
+    )
+    played = [__version__, repr(sorted(vars(options).items())), digest, *sources]
+    key = hashlib.sha256("\0".join(played).encode())
+    try:
+        for file in sources:
+            key.update(Path(file).read_bytes())
+    except OSError:
+        return None
+    return Path(options.cached, key.hexdigest())
+
+
+async def _digest_of(other: asyncio.subprocess.Process) -> str:
+    """Returns the digest that the other process says, or "" if it says none."""
+    said, _ = await other.communicate()
+    return said.decode().rpartition(": ")[2].strip()
+
+
 def _check(options: argparse.Namespace, report: int) -> NoReturn:
-    os.write(report, f"{asyncio.run(_Check(options).run())}\n".encode())
+    said = asyncio.run(_Check(options).run())
+    with open(report, "w", encoding="utf-8", errors="backslashreplace") as file:
+        print(said, file=file)
     # Threads of the environment must not keep the process alive.
     sys.stdout.flush()
     sys.stderr.flush()

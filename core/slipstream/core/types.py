@@ -26,6 +26,8 @@ _NAME = re.compile(r"([^.]+)\.([0-9]{1,9})\.([0-9]{1,9})\.([0-9a-f]{1,16})")
 # Prefixes of an agent episode's metrics: the number of branches by cause, and the number of calls
 # that asked for something that was ignored. A missing metric counts as 0.
 BRANCHES, IGNORED = "branches/", "ignored/"
+# The number of an episode's metrics that are left out, beyond the most that a trajectory has.
+DROPPED_METRICS = "dropped_metrics"
 
 TokenArray = npt.NDArray[np.uint32]
 LogprobArray = npt.NDArray[np.float32]

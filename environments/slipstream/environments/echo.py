@@ -3,8 +3,10 @@
 It is the smallest task for which a model must read its prompt.
 """
 
+import itertools
 import random
 import string
+from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 from slipstream.client.environment import Environment, Message, StepResult, answer_of
@@ -52,8 +54,13 @@ class Echo(Environment[Pair]):
 
     def reset(self, task: Pair) -> list[Message]:
         """Returns the prompt: the two letters of the task."""
-        self._letters = task
+        self._letters, self.right_reply = task, self._words(task)
+        self.wrong_reply = self._words(sorted(self._symbols - set(task)))
         return [Message("user", " ".join(task))]
+
+    def _words(self, letters: Sequence[str]) -> str:
+        """Returns a reply of the judged length with these letters."""
+        return " ".join(itertools.islice(itertools.cycle(letters), self._reply_length))
 
     def step(self, reply: str) -> StepResult:
         """Returns the reward for the first words of a reply."""
@@ -69,6 +76,12 @@ class Others(Echo):
     The letters are the first `num_symbols` of the alphabet. The reward is the share of the first
     `reply_length` words that are such letters; a missing word counts as wrong.
     """
+
+    def reset(self, task: Pair) -> list[Message]:
+        """Returns the prompt: the two letters of the task."""
+        messages = super().reset(task)
+        self.right_reply, self.wrong_reply = self.wrong_reply, self.right_reply
+        return messages
 
     def step(self, reply: str) -> StepResult:
         """Returns the reward for the first words of a reply."""

@@ -40,20 +40,29 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Exam:
-    """One task: its row, the question, the code before the tests, the tests, the functions."""
+    """One task: its row, question, code before the tests, tests, functions, and a solution."""
 
     where: str
     question: str
     setup: str
     tests: tuple[str, ...]
     functions: tuple[str, ...]
+    solution: str = ""
 
 
 def _read_exam(
-    row: Row, where: str, *, question: str, tests: str, setup: str | None, function: str | None
+    row: Row,
+    where: str,
+    *,
+    question: str,
+    tests: str,
+    setup: str | None,
+    function: str | None,
+    solution: str | None,
 ) -> Exam:
     """Returns the task in a row; the other arguments are names of columns, as in `Functions`."""
     asked = text_in(row, question, where)
+    solved = "" if solution is None else text_in(row, solution, where)
     before = "" if setup is None or row.get(setup) in (None, "") else text_in(row, setup, where)
     name = None if function is None else text_in(row, function, where)
     texts = cell_in(row, tests, where)
@@ -71,7 +80,7 @@ def _read_exam(
         )
     texts = [f"{text}\n\ncheck({name})\n" if _CHECK.search(text) else text for text in texts]
     names = (name,) if name else _names_under_test(before, texts, where)
-    return Exam(where, asked, before, tuple(texts), names)
+    return Exam(where, asked, before, tuple(texts), names, solved)
 
 
 def _names_under_test(setup: str, tests: Sequence[str], where: str) -> tuple[str, ...]:
@@ -110,6 +119,7 @@ class Functions(Environment[Exam]):
         tests: str = "tests",
         setup: str | None = None,
         function: str | None = None,
+        solution: str | None = None,
         instruction: str = "{question}",
         reward: Literal["share", "all"] = "share",
         limit_s: float = 5.0,
@@ -121,7 +131,8 @@ class Functions(Environment[Exam]):
         `question`, `tests`, `setup` and `function` name columns. A row's tests are a list of Python
         texts, or one text; its setup is code that runs before them. The column `function` has the
         tested function's name; a test that defines `check` calls `check` with this function.
-        Without `function`, all names that the tests use but do not define are tested.
+        Without `function`, all names that the tests use but do not define are tested. `solution`
+        names a column of code that passes, which only `slipstream check` runs.
 
         `instruction` is the prompt, with the question in place of `{question}`. `reward` is the
         share of passed tests, or with "all" 1 if all pass, else 0. `limit_s` limits one call,
@@ -134,7 +145,15 @@ class Functions(Environment[Exam]):
         check_at_least("max_running", max_running, 0)
         self._instruction, self._reward, self._limit_s = instruction, reward, limit_s
         self._exams = [
-            _read_exam(row, where, question=question, tests=tests, setup=setup, function=function)
+            _read_exam(
+                row,
+                where,
+                question=question,
+                tests=tests,
+                setup=setup,
+                function=function,
+                solution=solution,
+            )
             for where, row in named_rows(Path(path))
         ]
         seconds = START_LIMIT_S + 2 * limit_s * max(len(exam.tests) for exam in self._exams)
@@ -150,6 +169,9 @@ class Functions(Environment[Exam]):
     def reset(self, task: Exam) -> list[Message]:
         """Returns the prompt with the task's question."""
         self._exam = task
+        self.right_reply = _as_code(task.solution) if task.solution else ""
+        nothing = "\n".join(f"def {name}(*_, **__): return None" for name in task.functions)
+        self.wrong_reply = _as_code(nothing)
         return [Message("user", self._instruction.replace("{question}", task.question))]
 
     async def step(self, reply: str) -> StepResult:
@@ -266,6 +288,10 @@ class _Candidate:
         await _said(program, self._limit_s)
         self._program = program
         return program
+
+
+def _as_code(text: str) -> str:
+    return text if "```" in text else f"```python\n{text}\n```"
 
 
 async def _said(program: StartedProgram, limit_s: float) -> dict[str, object]:

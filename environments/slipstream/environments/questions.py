@@ -18,7 +18,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Literal, SupportsFloat
 
-from slipstream.client.environment import StepResult, answer_of
+from slipstream.client.environment import Message, StepResult, answer_of
 from slipstream.client.environment_loader import environment_failed
 from slipstream.core.errors import ConfigError
 from slipstream.core.hub import DATA_PREFIX
@@ -131,6 +131,12 @@ class Questions(Asked):
         if not questions:
             raise ConfigError(f"{path} has no questions in split {split!r}")
         super().__init__(questions[:limit], columns)
+
+    def reset(self, task: Question) -> list[Message]:
+        """Returns the prompt with the question."""
+        if self._answer_after and task.answer:
+            self.right_reply = f"{self._answer_after} {task.answer}"
+        return super().reset(task)
 
     async def step(self, reply: str) -> StepResult:
         """Judges the reply by the argument `judge`, and returns the reward."""

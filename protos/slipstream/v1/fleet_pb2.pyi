@@ -170,14 +170,16 @@ class ServerReport(_message.Message):
     def __init__(self, generated_tokens: _Optional[int] = ..., in_flight_tokens: _Optional[int] = ..., ended_tokens: _Optional[int] = ..., open_episodes: _Optional[int] = ..., waiting_episodes: _Optional[int] = ..., queued_bytes: _Optional[int] = ..., busy_s: _Optional[float] = ..., uptime_s: _Optional[float] = ..., paused_s: _Optional[float] = ..., resident_bytes: _Optional[int] = ..., judged_tokens: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., ended_episodes: _Optional[int] = ..., delivering: _Optional[_Union[_trajectory_pb2.Amount, _Mapping]] = ..., sent: _Optional[_Union[_trajectory_pb2.Amount, _Mapping]] = ...) -> None: ...
 
 class EnvironmentReport(_message.Message):
-    __slots__ = ("environment", "failure", "num_tasks")
+    __slots__ = ("environment", "failure", "num_tasks", "digest")
     ENVIRONMENT_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     NUM_TASKS_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
     environment: str
     failure: _trajectory_pb2.Failure
     num_tasks: int
-    def __init__(self, environment: _Optional[str] = ..., failure: _Optional[_Union[_trajectory_pb2.Failure, _Mapping]] = ..., num_tasks: _Optional[int] = ...) -> None: ...
+    digest: str
+    def __init__(self, environment: _Optional[str] = ..., failure: _Optional[_Union[_trajectory_pb2.Failure, _Mapping]] = ..., num_tasks: _Optional[int] = ..., digest: _Optional[str] = ...) -> None: ...
 
 class PublishReport(_message.Message):
     __slots__ = ("publish_id", "phase", "bucket_digests", "probe_logprobs", "message", "paused_s", "stages")

@@ -50,7 +50,7 @@ class ScriptedWorker(EnvironmentWorker):
             limit_s = self._hosted.start_limits_s[-1]
             return EnvironmentFailed(4, f"worker did not attach within {limit_s:g} s")
         await asyncio.sleep(START_S)
-        loaded(1000)
+        loaded(environment_pb2.Loaded(num_tasks=1000))
         await self._gone.wait()
         return EnvironmentFailed(1, CAUSE)
 

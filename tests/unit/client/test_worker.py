@@ -121,8 +121,12 @@ async def test_a_worker_does_not_outlive_the_process_that_started_it(tmp_path: P
 
 async def test_a_check_prints_the_number_of_tasks() -> None:
     echo = "slipstream.environments.echo:Echo"
-    ready = f"environment {echo} is ready: 106 tasks, reward 0 for the reply 'ok'\n"
-    assert await check(echo) == (0, ready, "")
+    code, out, errors = await check(echo)
+    ready, _, right, empty, *_ = out.splitlines()
+    assert (code, errors) == (0, "")
+    assert ready == f"environment {echo} is ready: 106 tasks, 100 of them played"
+    assert right.split() == ["the", "right", "answer", "100", "1", "yes"]
+    assert empty.split() == ["an", "empty", "reply", "100", "0", "yes"]
 
 
 WAITS = """
@@ -138,9 +142,11 @@ class Waits(Environment):
 
 async def test_a_check_is_not_disturbed_by_what_the_environment_prints() -> None:
     code, out, errors = await check("fake_workers:Plain", "--search-path", FAKES)
-    what = "tasks without end, reward 1 for the reply 'ok'"
-    ready = f"environment fake_workers:Plain is ready: {what}\n"
-    assert (code, out, errors) == (0, ready, "printed by the environment")
+    ready = "environment fake_workers:Plain is ready: tasks without end, 32 of them played"
+    assert (code, errors) == (0, "printed by the environment")
+    assert out.splitlines()[0] == ready
+    told = "! an empty reply earned 1 in 32 of 32 tasks, no less than the other replies"
+    assert out.splitlines()[-1].startswith(told)
 
 
 async def test_a_check_of_an_agent_waits_for_its_first_call() -> None:
@@ -187,7 +193,7 @@ class Hangs(NoStep):
         await asyncio.sleep(3600)
 class Picky(NoStep):
     def step(self, reply):
-        return StepResult(float("nan") if reply == "b a" else 0.5)
+        return StepResult(float("nan") if reply == "ok" else 0.5)
 class Given(NoStep):
     def reset(self, task):
         return ResetResult([Message("user", "go on")], reply="mine")
@@ -212,11 +218,12 @@ async def test_a_check_plays_a_step(tmp_path: Path) -> None:
     ends = await asyncio.gather(*(check(f"steps:{name}", *options) for name in FAILED_STEPS))
     for (name, cause), end in zip(FAILED_STEPS.items(), ends, strict=True):
         assert end == (2, "", f"environment steps:{name}: {cause}")
-    refused = await check("steps:Picky", *options, "--reply", "b a")
+    refused = await check("steps:Picky", *options)
     assert refused == (2, "", f"environment steps:Picky: {FAILED_STEPS['NaN']}")
-    for name, said in (("Picky", "0.5 for the reply 'ok'"), ("Given", "1 for its own reply")):
-        ready = f"environment steps:{name} is ready: 1 task, reward {said}\n"
-        assert await check(f"steps:{name}", *options) == (0, ready, "")
+    code, out, _ = await check("steps:Given", *options)
+    ready, _, own = out.splitlines()
+    assert (code, ready) == (0, "environment steps:Given is ready: 1 task, 1 of them played")
+    assert own.split() == ["its", "own", "reply", "1", "1"]
 
 
 async def test_a_check_tells_who_needs_more_than_one_reply(tmp_path: Path) -> None:

@@ -451,11 +451,11 @@ async def test_a_subclass_finds_question_answer_and_row(tmp_path: Path):
 async def test_a_function_that_gives_no_verdict_is_refused_by_the_check(tmp_path: Path):
     path = json_lines(tmp_path, SUMS)
     said = "judge mine:wordy must return a number, or metrics with 'reward', got 'good'"
-    given = '{"good": "good", "none": float("nan")}'
-    (tmp_path / "mine.py").write_text(f"def wordy(reply):\n    return {given}[reply]\n")
-    for reply, cause in (("good", said), ("none", "the reward must be a finite number, got nan")):
+    nan = "the reward must be a finite number, got nan"
+    for given, cause in (("'good'", said), ("float('nan')", nan)):
+        (tmp_path / "mine.py").write_text(f"def wordy(reply):\n    return {given}\n")
         args = json.dumps({"path": path, "judge": "mine:wordy"})
-        options = ["--args", args, "--search-path", str(tmp_path), "--reply", reply]
+        options = ["--args", args, "--search-path", str(tmp_path)]
         async with worker_process("--check", REFERENCE, *options) as process:
             _, errors = await process.communicate()
         assert process.returncode == 2

@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from slipstream.client.launch.audits import audit_all, audit_class
 from slipstream.client.launch.checks import Stage, require
 from slipstream.client.launch.children import first_failed, show_lines, start_child, stop_signal
 from slipstream.client.launch.findings import CONTROLLER, LEARNER, SERVER, Scene
@@ -231,22 +232,27 @@ async def run_check(
     args: str | None = None,
     python: str | None = None,
     timeout_s: float | None = None,
+    model: Path | None = None,
 ) -> int:
-    """Runs `slipstream check`: tests the algorithms' functions on the CPU, or one environment.
+    """Runs `slipstream check`: audits environments, and tests the algorithms' own functions.
 
     `path` is the settings' file, or MODULE:CLASS, for which the last arguments are.
     """
-    options = {"--args": args, "--python": python, "--timeout-s": timeout_s}
-    stated = [str(word) for pair in options.items() if pair[1] is not None for word in pair]
     if ":" in str(path) and not path.exists():
         if overrides:
             raise ConfigError(f"an environment is checked without settings, got {overrides[0]!r}")
-        program = [sys.executable, "-m", "slipstream.client.worker", "--check", str(path)]
-        program += ["--search-path", os.getcwd(), *stated]
-        return await (await asyncio.create_subprocess_exec(*program)).wait()
-    if stated:
+        given = [] if args is None else ["--args", args]
+        limit_s = 60.0 if timeout_s is None else timeout_s
+        return await audit_class(
+            str(path), given, python=python or "", timeout_s=limit_s, model=model
+        )
+    options = {"--args": args, "--python": python, "--timeout-s": timeout_s, "--model": model}
+    if stated := [name for name, value in options.items() if value is not None]:
         raise ConfigError(f"{stated[0]} is for the check of an environment, MODULE:CLASS")
-    config = load_config(path, overrides)
+    config = load_config(path, overrides, hub="small")
+    code = await audit_all(config)
+    if not config.algorithms.has_own:
+        return code
     require_packages("learner")
     checked = await prove_algorithms(config)
     say(checked.output.rstrip("\n"))
@@ -256,7 +262,7 @@ async def run_check(
         raise RunFailed("\n".join(checked.lines[-5:]))
     for fault in faults:
         complain(fault, sys.stderr)
-    return checked.code or 0
+    return checked.code or code
 
 
 async def run_replay(folder: Path, overrides: Sequence[str], *, step: int | None) -> int:

@@ -53,6 +53,8 @@ WORKER_GRACE_S = 30.0
 CHECKS_AT_ONCE = min(8, len(os.sched_getaffinity(0)))
 # The calls of such a check that may take as long as the limit: load, reset and step.
 CHECKED_CALLS = 3
+# Seconds of a start in which replies are played to an environment, beyond those of its first task.
+RUN_AUDIT_S = 1.0
 # Ports below every usual range from which the kernel assigns ports.
 UNASSIGNED_PORTS = range(10000, 32768)
 FREE_PORT_ATTEMPTS = 100
@@ -202,7 +204,7 @@ def _pass_on(lines: Sequence[str], source: str) -> None:
 
 
 async def check_environments(scene: Scene) -> None:
-    """Loads every environment in its own process, and where the controller starts plays a step.
+    """Loads every environment in its own process, and where the controller starts audits it.
 
     An environment with tools needs `tool_parser`, one with images `max_images`. An agent that calls
     the run's initial model needs `lora.publish = "adapters"`. The first failure in the order of the
@@ -240,22 +242,15 @@ async def _check_environment(
 ) -> tuple[str, tuple[str, ...]]:
     """Returns the cause of a failure, "" without one, and the lines that were printed."""
     name, reference, timeout_s = section.name, section.reference, section.timeout_s
-    if section.python is not None and shutil.which(section.python) is None:
-        return f"python must be an interpreter, got {section.python}", ()
-    arguments = ["--check", reference, "--args", json.dumps(section.args)]
-    arguments += ["--search-path", os.getcwd(), "--timeout-s", str(timeout_s)]
-    arguments += ["--max-images", str(config.sampling.max_images)]
-    arguments += ["--max-turns", str(config.sampling.max_turns)]
-    options = {
-        "--no-tools": config.rollout_server.tool_parser is None,
-        "--no-start": not config.lora.publishes_adapters,
-        "--no-play": not play,
-    }
-    arguments += [option for option, is_set in options.items() if is_set]
+    check_python(section)
+    command = audit_command(section, config)
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    audited = ["--cached", str(Path(cache, "slipstream", "audited")), "--seconds", str(RUN_AUDIT_S)]
+    command += audited if play else ["--no-play"]
     async with places:
         with told_when_slow(f"environment {name} is checked, each call within {timeout_s:g} s"):
             checked = await run_program(
-                [*worker_program(str(section.python or "")), *arguments],
+                command,
                 limit_s=CHECKED_CALLS * timeout_s + WORKER_GRACE_S,
                 # A rollout server's workers get the same variables.
                 environ=open_variables(os.environ),
@@ -267,6 +262,29 @@ async def _check_environment(
     if checked.code is not None:
         cause = checked.lines[-1] if checked.lines else f"exited with code {checked.code}"
     return cause.removeprefix(f"environment {reference}: "), checked.lines
+
+
+def check_python(section: PlayedSection) -> None:
+    """Raises ConfigError if the environment's interpreter is not there."""
+    if section.python is not None and shutil.which(section.python) is None:
+        raise ConfigError(
+            f"environment {section.name}: python must be an interpreter, got {section.python}"
+        )
+
+
+def audit_command(section: PlayedSection, config: Config) -> list[str]:
+    """Returns the command that audits an environment with the limits of a run."""
+    command = [*worker_program(str(section.python or "")), "--check", section.reference]
+    command += ["--args", json.dumps(section.args), "--search-path", os.getcwd()]
+    command += ["--timeout-s", str(section.timeout_s)]
+    command += ["--max-images", str(config.sampling.max_images)]
+    command += ["--max-turns", str(config.sampling.max_turns)]
+    options = {
+        "--no-tools": config.rollout_server.tool_parser is None,
+        "--no-start": not config.lora.publishes_adapters,
+        "--tell": section.audit == "tell",
+    }
+    return command + [option for option, is_set in options.items() if is_set]
 
 
 def _keep_printed(config: Config, lines: Sequence[str]) -> Path:

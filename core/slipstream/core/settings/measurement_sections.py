@@ -63,6 +63,8 @@ class PlayedSection(Section):
     python: Path | None = None
     # The one of `lora.adapters` that samples and trains its episodes.
     adapter: str | None = None
+    # Whether what `slipstream check` refuses ends a run before it starts, or is told.
+    audit: Literal["refuse", "tell"] = "refuse"
 
 
 class EvaluationSection(PlayedSection):

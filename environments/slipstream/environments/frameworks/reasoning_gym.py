@@ -87,7 +87,7 @@ class ReasoningGym(Environment[Entry]):
                 "evaluate_replies = true allows that"
             )
         self._seed = seed
-        self._cut = _cut_of(answer, self._library)
+        self._cut, self._in_tags = _cut_of(answer, self._library), answer == "tags"
         if system is None:
             system = "default" if answer == "tags" else ""
         self._system = self._library.utils.SYSTEM_PROMPTS.get(system, system)
@@ -103,7 +103,9 @@ class ReasoningGym(Environment[Entry]):
 
     def reset(self, task: Entry) -> list[Message]:
         """Returns the prompt with the question."""
-        self._entry = task
+        self._entry, self.expected_answer = task, str(task.get("answer") or "")
+        if self.expected_answer and self._in_tags:
+            self.right_reply = f"<answer>{self.expected_answer}</answer>"
         asked = self._instruction.replace("{question}", task["question"])
         system = [Message("system", self._system)] if self._system else []
         return [*system, Message("user", asked)]

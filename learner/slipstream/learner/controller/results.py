@@ -184,6 +184,7 @@ class Results(Part):
                 # Whether training ended before the last step because nothing is left to learn.
                 "solved": bool(progress.solved) and not progress.has_failed,
                 "suspended_environments": {**books.environments.suspended()},
+                "environments": self._intake.feed.summary(),
             },
         )
         await asyncio.to_thread(self._recorder.close)

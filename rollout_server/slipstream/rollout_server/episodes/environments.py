@@ -199,10 +199,12 @@ class HostedEnvironment:
     async def _run(self, worker: EnvironmentWorker, index: int) -> tuple[bool, EnvironmentFailed]:
         """Runs `worker` to its end; returns whether it loaded, and the cause of the end."""
 
-        def loaded(num_tasks: int) -> None:
+        def loaded(found: environment_pb2.Loaded) -> None:
             self._ready.append(worker)
             self._look_again()
-            self._publish(fleet_pb2.EnvironmentReport(num_tasks=num_tasks))
+            self._publish(
+                fleet_pb2.EnvironmentReport(num_tasks=found.num_tasks, digest=found.digest)
+            )
 
         try:
             failure = await worker.run(index, loaded)

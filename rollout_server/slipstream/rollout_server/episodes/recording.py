@@ -11,6 +11,7 @@ from slipstream.core.models.vision.placed import PlacedImage
 from slipstream.core.reservation import max_text_bytes
 from slipstream.core.types import (
     BRANCHES,
+    DROPPED_METRICS,
     SAMPLED_ARRAYS,
     Branch,
     ImagePlace,
@@ -113,6 +114,8 @@ class Recording(TokenRecord):
     @property
     def short_metrics(self) -> dict[str, float]:
         """The metrics, truncated to the number and the length of names that a trajectory allows."""
+        if (left_out := len(self.metrics) - _MAX_METRICS) > 0:
+            self.counts[DROPPED_METRICS] = left_out
         named = [*self.metrics.items()][:_MAX_METRICS] + [*self.counts.items()][:_MAX_METRICS]
         return {name[:_MAX_METRIC_NAME]: float(value) for name, value in named}
 

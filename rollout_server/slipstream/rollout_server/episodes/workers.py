@@ -111,7 +111,9 @@ class EnvironmentWorker:
             on_close=on_close,
         )
 
-    async def run(self, index: int, loaded: Callable[[int], None]) -> EnvironmentFailed:
+    async def run(
+        self, index: int, loaded: Callable[[environment_pb2.Loaded], None]
+    ) -> EnvironmentFailed:
         """Runs until the worker has ended, and returns the cause.
 
         `index` is part of the name of the worker's log. `loaded` is called with the number of tasks
@@ -155,7 +157,7 @@ class EnvironmentWorker:
                 command, limits=self._gateway.limits, token=self._stream.token, log=log
             )
 
-    async def _serve(self, loaded: Callable[[int], None]) -> EnvironmentFailed:
+    async def _serve(self, loaded: Callable[[environment_pb2.Loaded], None]) -> EnvironmentFailed:
         load = environment_pb2.WorkerCommand(load=environment_pb2.LoadCommand(spec=self._spec))
         try:
             async with asyncio.timeout(self._start_s):
@@ -164,7 +166,7 @@ class EnvironmentWorker:
             answer = await table.call(load, timeout_s=max(self._spec.timeout_s, START_S))
             if self._try_reset:
                 await self._reset_once()
-            loaded(answer.loaded.num_tasks)
+            loaded(answer.loaded)
             await self._gone.wait()
             # Raises the cause, since the worker is gone.
             table.notify(environment_pb2.WorkerCommand(ping=environment_pb2.PingCommand()))

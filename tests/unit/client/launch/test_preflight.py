@@ -370,6 +370,7 @@ async def test_a_dry_run_of_a_finished_run_prints_its_settings_and_then_that_it_
 def playing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Config]:
     """Makes the settings of a run whose environment `e` is a class of the given code."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
     def make(code: str, name: str, run: str = "test", **tables: object) -> Config:
         (tmp_path / "played.py").write_text(code)
@@ -574,14 +575,47 @@ async def test_an_agent_that_may_call_the_model_once_is_told_before_anything_sta
     assert (told in capsys.readouterr().err) == (max_turns == 1)
 
 
+SILENT = """
+from slipstream.environments.echo import Echo
+
+class Silent(Echo):
+    def step(self, reply):
+        result = super().step(reply)
+        return type(result)(0.0)
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("is_told", [True, False])
+async def test_right_answers_that_earn_nothing_are_refused_unless_they_are_only_told(
+    playing: Callable[..., Config], capsys: pytest.CaptureFixture[str], is_told: bool
+) -> None:
+    config = playing(SILENT, "Silent")
+    if is_told:
+        (section,) = config.environments
+        update = {"environments": (section.model_copy(update={"audit": "tell"}),)}
+        config = config.model_copy(update=update)
+    cause = "the right answer earned 0, an empty reply 0 in "
+    # What was told is told again, though it is not played again.
+    for _ in range(2):
+        if is_told:
+            await check_environments(Scene(config))
+            assert f"warning: environment e: {cause}" in capsys.readouterr().err
+        else:
+            with pytest.raises(ConfigError, match=f"^environment e: {cause}"):
+                await check_environments(Scene(config))
+    known = [*(config.run_dir.parent / "cache" / "slipstream" / "audited").glob("*")]
+    assert len(known) == is_told
+
+
 PRINTING = """
 import os
 from slipstream.environments.echo import Echo
 
 class Printing(Echo):
-    def reset(self, task):
+    def tasks(self):
         os.write(1, b"".join(b"line %d\\n" % n for n in range(200_000)))
-        return super().reset(task)
+        return super().tasks()
 """
 
 

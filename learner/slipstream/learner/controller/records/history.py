@@ -153,6 +153,8 @@ class EnvironmentHistory:
     accepted: int = 0
     filtered: int = 0
     failed: int = 0
+    # Digest of the tasks; "" if it was not journaled.
+    digest: str = ""
 
 
 @dataclass
@@ -266,6 +268,12 @@ class RunHistory:
                 self.environments.pop(record.environment, None)
             case kinds.Unsubmitted():
                 self.submitted.pop(record.environment, None)
+            case kinds.Tasks():
+                tasks = self.environments[record.environment]
+                if tasks.digest:
+                    # Other tasks: each of them comes once before one comes again.
+                    tasks.next_number = 0
+                tasks.digest = record.digest
             case kinds.Evaluation():
                 self.evaluations.append(record)
 

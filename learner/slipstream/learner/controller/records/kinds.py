@@ -214,6 +214,14 @@ class Unsubmitted(Record, frozen=True, tag="unsubmitted"):
     environment: str
 
 
+class Tasks(Record, frozen=True, tag="tasks"):
+    """The tasks that an environment has from now on: their number and a digest."""
+
+    environment: str
+    num_tasks: int
+    digest: str
+
+
 class Evaluation(Record, frozen=True, omit_defaults=False, tag="evaluation"):
     """The result of an evaluation round; `reward_mean` is None without an episode."""
 

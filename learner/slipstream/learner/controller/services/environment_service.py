@@ -25,6 +25,7 @@ from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.session import CallContext, ServerSession
+from slipstream.learner.controller.tasks.environments import EnvironmentEntry
 from slipstream.learner.controller.tasks.relay import ClientSession, Relay
 from slipstream.learner.controller.trajectories.intake import Intake
 from slipstream.protocol.bounds import shown
@@ -90,17 +91,42 @@ class EnvironmentServicer(Part, environment_pb2_grpc.EnvironmentServiceServicer)
             return
         is_elsewhere = entry is not None and bool(entry.loaded_on - {session.key})
         # Tasks are leased by their number, which must name the same task on every server.
+        has_others = bool(report.digest) and entry is not None and entry.digest != report.digest
         if not cause and entry and is_elsewhere and entry.num_tasks != report.num_tasks:
             cause = (
                 f"it has {report.num_tasks} tasks here and {entry.num_tasks} on other rollout "
                 f"servers: all hosts must have the same data"
             )
+        elif (
+            not cause and entry and has_others and (is_elsewhere or session.key in entry.loaded_on)
+        ):
+            what = "on other rollout servers: all hosts must have the same data"
+            if session.key in entry.loaded_on:
+                what = "in another process of this server: tasks() must give the same at every call"
+            cause = f"it has other tasks than {what}"
+        elif not cause and entry and has_others:
+            self._take_tasks(entry, report.num_tasks, report.digest)
         if cause:
             self._environments.load_failed(report.environment, session.key, cause)
             self._run.events.warn(f"environment {report.environment} on {session.name}: {cause}")
         else:
             self._environments.loaded(report.environment, session.key, report.num_tasks)
         self._run.signal.notify()
+
+    def _take_tasks(self, entry: EnvironmentEntry, num_tasks: int, digest: str) -> None:
+        """Journals the tasks of an environment; tells if they are others than at the last start."""
+        name = entry.spec.name
+        if self._environments.has_other_tasks(entry, digest):
+            text = f"the tasks of environment {name} have changed since the run began: there are "
+            text += f"{num_tasks:,} now" if num_tasks else "others now"
+            if entry.is_training:
+                groups = [g for g in self._book.groups.values() if g.environment == name]
+                self._intake.withdraw(groups, f"the tasks of environment {name} have changed")
+                text += f"; {len(groups)} open groups are withdrawn, and each task comes afresh"
+            else:
+                text += "; results before and after cannot be compared"
+            self._run.events.warn(text)
+        self._journal.append(kinds.Tasks(environment=name, num_tasks=num_tasks, digest=digest))
 
     async def SubmitEnvironment(  # noqa: N802
         self, request: pb.SubmitEnvironmentRequest, context: CallContext
@@ -235,6 +261,8 @@ class EnvironmentServicer(Part, environment_pb2_grpc.EnvironmentServiceServicer)
         entry = self._environments.add(client.spec)
         entry.client_episodes = client.max_episodes
         entry.num_tasks = client.num_tasks
+        if client.digest and client.digest != entry.digest:
+            self._take_tasks(entry, client.num_tasks, client.digest)
         entry.state = pb.ENVIRONMENT_STATE_READY
         self._run.events.add(f"a client serves environment {client.spec.name}")
         self._run.signal.notify()

@@ -61,6 +61,8 @@ class EnvironmentEntry:
     # Smallest share of the other environments when this one was added.
     head_start: float = 0.0
     next_number: int = 0
+    # Digest of the tasks; "" before a server has told it.
+    digest: str = ""
     # The order of the tasks in the round `order_round`.
     order: list[int] = field(default_factory=list)
     order_round: int = 0
@@ -148,7 +150,7 @@ class EnvironmentBook:
             entry.groups_leased = sum(g.environment == spec.name for g in open_groups)
             entry.next_number = earlier.next_number
             entry.groups_accepted, entry.groups_failed = earlier.accepted, earlier.failed
-            entry.groups_filtered = earlier.filtered
+            entry.groups_filtered, entry.digest = earlier.filtered, earlier.digest
         else:
             shares = [other.share for other in self.training() if other.is_ready]
             entry.head_start = min(shares, default=0.0)
@@ -239,6 +241,19 @@ class EnvironmentBook:
         entry.num_tasks = num_tasks
         if entry.state == pb.ENVIRONMENT_STATE_PENDING:
             entry.state = pb.ENVIRONMENT_STATE_READY
+
+    def has_other_tasks(self, entry: EnvironmentEntry, digest: str) -> bool:
+        """Takes the digest of an environment's tasks; returns whether they have changed.
+
+        Then each task comes once before one comes again, as at the start.
+        """
+        is_changed = bool(entry.digest)
+        entry.digest = digest
+        if is_changed:
+            entry.next_number, entry.skipped_in_a_row = 0, 0
+            entry.order.clear()
+            entry.told_set_aside.clear()
+        return is_changed
 
     def load_failed(self, name: str, key: ServerKey, cause: str) -> None:
         """Notes that a server cannot run the environment.

@@ -33,6 +33,7 @@ class ClientSession:
     spec: pb.EnvironmentSpec
     num_tasks: int
     max_episodes: int
+    digest: str = ""
     outbox: Outbox[pb.WorkerCommand] = field(default_factory=Outbox)
 
 
@@ -78,7 +79,11 @@ class Relay:
         limit_s = HELLO_TIMEOUT_S
         hello = (await first_message(requests, context, self._clock, limit_s=limit_s)).hello
         client = ClientSession(
-            hello.spec, hello.num_tasks, hello.max_episodes, Outbox(max_messages=self._max_messages)
+            hello.spec,
+            hello.num_tasks,
+            hello.max_episodes,
+            hello.digest,
+            Outbox(max_messages=self._max_messages),
         )
         refusal = self._on_arrival(client)
         if refusal:

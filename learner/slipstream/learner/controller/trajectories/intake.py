@@ -13,10 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from slipstream.core.errors import ProtocolError, RunFailed
-from slipstream.core.settings.algorithm_section import GROUP_ADVANTAGES
 from slipstream.core.types import (
-    IGNORED,
-    REWARDED_TURNS,
     Failure,
     FailureKind,
     Purpose,
@@ -39,6 +36,7 @@ from slipstream.learner.controller.records.kinds import TrajectoryEnd
 from slipstream.learner.controller.records.ledger import Endings
 from slipstream.learner.controller.records.seen_ids import group_number
 from slipstream.learner.controller.run import Run
+from slipstream.learner.controller.trajectories.feed import Feed
 from slipstream.learner.controller.trajectories.inspection import Inspector
 from slipstream.protocol.queue.base import Delivery
 from slipstream.v1 import fleet_pb2
@@ -68,6 +66,7 @@ class Intake:
         self._fleet, self._journal, self._receiver = books.fleet, books.journal, books.queue
         self._endings = endings
         self.inspector = Inspector(run, books, endings, run_again=self._run_again)
+        self.feed = Feed(run, books)
         self.group_filter = GroupFilter(run, books, endings, withdraw=self.withdraw)
 
     def restore(self, history: RunHistory) -> None:
@@ -104,25 +103,13 @@ class Intake:
                 if _is_progress(trajectory):
                     self._progress.moved()
                 self._run.signal.notify()
-                self._tell_ignored(trajectory)
-                self._tell_sums(trajectory)
+                self.feed.note(trajectory)
                 self._run.traces.arrived(trajectory)
                 self._file(trajectory)
         except FAULTS as error:
             logger.exception("delivery %s", delivery.trajectory_id)
             cause = f"the controller failed on it: {type(error).__name__}: {error}"
             self.inspector.refuse(delivery, cause, is_counted=trajectory is not None)
-
-    def _tell_sums(self, trajectory: Trajectory) -> None:
-        entry = self._environments.entries.get(trajectory.environment)
-        advantage = self._run.config.algorithm_of(trajectory.environment).advantage
-        adds_up = advantage in (*GROUP_ADVANTAGES, "score") and REWARDED_TURNS in trajectory.metrics
-        if not adds_up or entry is None or not entry.is_news("sums"):
-            return
-        self._run.events.add(
-            f"rewards of several turns of {trajectory.environment} are added up: all turns of an "
-            "episode learn from the sum"
-        )
 
     def _run_again(self, name: TrajectoryName, cause: str, will_retry: bool) -> None:
         group = self._book.quarantined(name, will_retry=will_retry)
@@ -215,19 +202,6 @@ class Intake:
         groups = [g for g in self._book.groups.values() if g.environment == environment]
         self.withdraw(groups, f"environment {environment} is suspended")
 
-    def _tell_ignored(self, trajectory: Trajectory) -> None:
-        """Warns once for each setting that an environment's agents request and that is ignored."""
-        found = [name for name in trajectory.metrics if name.startswith(IGNORED)]
-        entry = self._environments.entries.get(trajectory.environment)
-        told = set() if entry is None else entry.told.setdefault("ignored", set())
-        news = {name.removeprefix(IGNORED) for name in found} - told
-        if entry is not None and news:
-            told |= news
-            self._run.events.warn(
-                f"agents of {trajectory.environment} ask for {', '.join(sorted(news))}, which "
-                "changes nothing: docs/guides/agents.md says what holds"
-            )
-
     def _file(self, trajectory: Trajectory) -> None:
         group = self._book.groups.get(trajectory.group_id)
         fate = self._book.add(trajectory)
@@ -258,6 +232,7 @@ class Intake:
         entry = self._environments.entries.get(group.environment)
         rewards = [trajectory.reward for trajectory in group.in_order()]
         self._environments.group_complete(group.environment)
+        self.feed.complete(group.in_order())
         if entry is not None:
             entry.reward_sum += sum(rewards)
             entry.rewards += len(rewards)

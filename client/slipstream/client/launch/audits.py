@@ -1,0 +1,184 @@
+"""Shows what environments would teach, for `slipstream check`: rewards of known replies, prompts.
+
+Each environment is played in a worker process; a program with the model's chat template then writes
+the prompts of the tasks that were played.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import TypedDict
+
+from pydantic import JsonValue
+from slipstream.client.launch.preflight import (
+    CHECKED_CALLS,
+    SETTINGS_LIMIT_S,
+    WORKER_GRACE_S,
+    audit_command,
+    check_python,
+    run_program,
+    told_when_slow,
+)
+from slipstream.client.terminal import complain, counted, plain, say
+from slipstream.core.errors import USAGE_ERROR, WARNING, ConfigError
+from slipstream.core.machine.other_python import worker_program
+from slipstream.core.machine.process import open_variables
+from slipstream.core.settings.config import Config
+from slipstream.core.template_values import values_json
+
+PROMPTS = "slipstream.rollout_server.check_prompts"
+# Seconds in which replies are played to an environment.
+PLAYED_S = 12.0
+
+
+class Report(TypedDict):
+    """What a worker says of one environment."""
+
+    # The headline first.
+    lines: list[str]
+    refused: list[str]
+    seconds: float
+    # The first observation of each task that was played, serialized, in base64.
+    openings: list[str]
+
+
+class Prompt(TypedDict):
+    """What the chat template makes of an opening."""
+
+    tokens: int
+    # Why it cannot be written, such as a message that the template leaves out.
+    fault: str
+
+
+@dataclass(frozen=True)
+class _Model:
+    """The model's folder, and what of the settings is about prompts."""
+
+    folder: Path
+    template: Path | None = None
+    values: Mapping[str, JsonValue] = field(default_factory=dict)
+
+
+async def audit_class(
+    reference: str, options: Sequence[str], *, python: str, timeout_s: float, model: Path | None
+) -> int:
+    """Audits one class with further `options` of the worker; returns the exit code."""
+    command = [*worker_program(python), "--check", reference, "--search-path", os.getcwd()]
+    command += ["--timeout-s", str(timeout_s), *options]
+    report = await _played(reference, command, timeout_s=timeout_s)
+    if report is None:
+        return USAGE_ERROR
+    prompts = [] if model is None else await _written([(report, "")], _Model(model))
+    return _show(reference, report, prompts[0] if prompts else [], 0)
+
+
+async def audit_all(config: Config) -> int:
+    """Audits all environments and evaluations of the settings; returns the exit code."""
+    sampling, server = config.sampling, config.rollout_server
+    model = _Model(config.model.path, server.chat_template, server.chat_template_kwargs)
+    most = sampling.max_prompt_tokens or sampling.max_episode_tokens - 1
+    code, seen = 0, []
+    for section in (*config.environments, *config.evaluations):
+        check_python(section)
+        command = audit_command(section, config)
+        report = await _played(section.name, command, timeout_s=section.timeout_s)
+        if report is None:
+            code = USAGE_ERROR
+        else:
+            seen.append((section, report))
+    asked = [(report, values_json(section.chat_template_kwargs)) for section, report in seen]
+    prompts = await _written(asked, model) or [[] for _ in seen]
+    for (section, report), written in zip(seen, prompts, strict=True):
+        code = _show(section.name, report, written, most) or code
+    return code
+
+
+async def _played(name: str, command: Sequence[str], *, timeout_s: float) -> Report | None:
+    """Returns the worker's report, or None after showing why there is none."""
+    with told_when_slow(f"{name} is audited, each call within {timeout_s:g} s"):
+        ended = await run_program(
+            [*command, "--json", "--seconds", str(PLAYED_S)],
+            limit_s=CHECKED_CALLS * timeout_s + WORKER_GRACE_S + PLAYED_S,
+            # A rollout server's workers get the same variables.
+            environ=open_variables(os.environ),
+        )
+    for line in ended.lines:
+        print(plain(line.removeprefix(WARNING)), file=sys.stderr)
+    if ended.code is None:
+        complain(f"{name}: no answer within {timeout_s:g} s", sys.stderr)
+    if ended.code:
+        return None
+    report: Report | None = json.loads(ended.output) if ended.output else None
+    return report
+
+
+async def _written(asked: Sequence[tuple[Report, str]], model: _Model) -> list[list[Prompt]]:
+    """Returns what the chat template makes of the openings of each report, with its values.
+
+    Without a tokenizer or the packages of a rollout server it says so and returns [].
+    """
+    if not any(report["openings"] for report, _ in asked):
+        return []
+    if importlib.util.find_spec("transformers") is None:
+        say("prompts are not written: transformers is not installed here")
+        return []
+    question = {
+        "model": str(model.folder),
+        "template": model.template and str(model.template),
+        "values": dict(model.values),
+        "environments": [
+            {"openings": report["openings"], "values": values} for report, values in asked
+        ],
+    }
+    ended = await run_program(
+        [sys.executable, "-m", PROMPTS],
+        limit_s=SETTINGS_LIMIT_S,
+        given=json.dumps(question).encode(),
+    )
+    if ended.code != 0:
+        cause = (ended.lines or (f"no answer within {SETTINGS_LIMIT_S:g} s",))[-1]
+        raise ConfigError(f"prompts cannot be written: {cause}")
+    answers: list[list[Prompt]] = json.loads(ended.output)
+    return answers
+
+
+def _show(name: str, report: Report, prompts: Sequence[Prompt], most: int) -> int:
+    """Prints a report on one screen; returns the exit code."""
+    title, *lines = report["lines"]
+    say(f"{name}: {title}, in {report['seconds']:.1f} s")
+    written, surprises = _prompt_lines(prompts, most)
+    for line in (*lines, *written, *(f"! {surprise}" for surprise in surprises)):
+        say(f"  {line}")
+    refused, faults = report["refused"], [prompt["fault"] for prompt in prompts if prompt["fault"]]
+    if 2 * len(faults) >= max(len(prompts), 1):
+        refused = [*refused, f"most prompts cannot be written: {faults[0]}"]
+    for cause in refused:
+        complain(f"{name}: {cause}", sys.stderr)
+    if not refused:
+        say("  ready")
+    return USAGE_ERROR if refused else 0
+
+
+def _prompt_lines(prompts: Sequence[Prompt], most: int) -> tuple[list[str], list[str]]:
+    """Returns a line on the prompts, and what is surprising about them."""
+    faults = [prompt["fault"] for prompt in prompts if prompt["fault"]]
+    counts = [prompt["tokens"] for prompt in prompts if not prompt["fault"]]
+    surprises = []
+    if faults:
+        of = f"{len(faults)} of {counted(len(prompts), 'prompt')}"
+        surprises.append(f"{of} cannot be written: {faults[0]}")
+    if most and (longer := sum(count > most for count in counts)):
+        of = f"{longer} of {counted(len(prompts), 'prompt')}"
+        surprises.append(f"{of} have more than {most:,} tokens: their tasks are set aside")
+    if not counts:
+        return [], surprises
+    tokens = f"least {min(counts):,}, median {median(counts):,.0f}, most {max(counts):,}"
+    room = f" of at most {most:,}" if most else ""
+    return [f"tokens of a prompt: {tokens}{room}"], surprises

@@ -1,0 +1,130 @@
+"""Watches what a run is fed: replies that nobody can read, judges that fail, prompts that differ.
+
+Consumes: trajectories and complete groups. Produces: an event when something is seen for the first
+time in an environment, and the numbers for the summary, both since the controller's start.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from pydantic import JsonValue
+from slipstream.core.settings.algorithm_section import GROUP_ADVANTAGES
+from slipstream.core.types import (
+    DROPPED_METRICS,
+    IGNORED,
+    REWARDED_TURNS,
+    Purpose,
+    Status,
+    Trajectory,
+)
+from slipstream.learner.controller.leasing.books import Books
+from slipstream.learner.controller.run import Run
+from slipstream.learner.controller.tasks.environments import EnvironmentEntry
+
+# Metrics of verdicts that are 1 where a judge could read an answer, and where it worked.
+READ = ("readable", "well_formed", "answered")
+WORKED = ("scored",)
+# Metrics that are above 0 where a judge gave up.
+GAVE_UP = ("judge_timeout",)
+# Number of episodes after which the share of unreadable replies is looked at, and its bound.
+LOOKED_AT = 256
+MOST_UNREADABLE = 0.5
+
+
+class Feed:
+    """Counts by environment, and tells what is new."""
+
+    def __init__(self, run: Run, books: Books) -> None:
+        self._run, self._entries = run, books.environments.entries
+        self._counts: dict[str, Counter[str]] = {}
+        # The newest episodes with a verdict on a reading: all, those unread, those cut.
+        self._newest: dict[str, Counter[str]] = {}
+
+    def note(self, trajectory: Trajectory) -> None:
+        """Counts a trajectory that has arrived."""
+        entry = self._entries.get(trajectory.environment)
+        if entry is None:
+            return
+        counts, metrics = self._of(entry), trajectory.metrics
+        counts["episodes"] += 1
+        counts["failed_episodes"] += trajectory.status is Status.FAILED
+        counts["truncated_episodes"] += trajectory.status is Status.TRUNCATED
+        failed = any(metrics.get(name, 1.0) < 1.0 for name in WORKED)
+        failed |= any(metrics.get(name, 0.0) > 0.0 for name in GAVE_UP)
+        counts["failed_judgements"] += failed
+        if failed and entry.is_news("judge"):
+            self._warn(entry, "the judge has failed or timed out at a reply, which then earned 0")
+        if left_out := int(metrics.get(DROPPED_METRICS, 0.0)):
+            counts[DROPPED_METRICS] += left_out
+            if entry.is_news(DROPPED_METRICS):
+                self._warn(entry, f"{left_out} metrics of an episode are left out, beyond 16")
+        self._tell_ignored(entry, metrics)
+        advantage = self._run.config.algorithm_of(trajectory.environment).advantage
+        adds_up = advantage in (*GROUP_ADVANTAGES, "score") and REWARDED_TURNS in metrics
+        if adds_up and entry.is_news("sums"):
+            self._run.events.add(
+                f"rewards of several turns of {trajectory.environment} are added up: all turns of "
+                "an episode learn from the sum"
+            )
+        read = [metrics[name] for name in READ if name in metrics]
+        if read and trajectory.purpose is Purpose.TRAINING:
+            self._look_at_reading(entry, is_read=min(read) > 0.0, status=trajectory.status)
+
+    def complete(self, group: Sequence[Trajectory]) -> None:
+        """Compares the prompts of a complete group."""
+        entry = self._entries.get(group[0].environment)
+        prompts = {each.token_ids[: sum(each.run_lengths[:1])].tobytes() for each in group}
+        if entry is None or len(prompts) <= 1:
+            return
+        self._of(entry)["groups_with_unequal_prompts"] += 1
+        if entry.is_news("prompts"):
+            self._warn(
+                entry,
+                f"the {len(group)} members of group {group[0].group_id} read {len(prompts)} "
+                "different prompts, so their rewards cannot be compared",
+            )
+
+    def summary(self) -> dict[str, JsonValue]:
+        """Returns the numbers of each environment that are not 0."""
+        found: dict[str, JsonValue] = {}
+        for name, counts in self._counts.items():
+            entry = self._entries.get(name)
+            if entry is not None and entry.tasks_skipped:
+                counts["skipped_tasks"] = entry.tasks_skipped
+            found[name] = {key: number for key, number in counts.items() if number}
+        return found
+
+    def _of(self, entry: EnvironmentEntry) -> Counter[str]:
+        return self._counts.setdefault(entry.spec.name, Counter())
+
+    def _warn(self, entry: EnvironmentEntry, what: str) -> None:
+        counted = "summary.json counts such cases"
+        self._run.events.warn(f"environment {entry.spec.name}: {what}; {counted}")
+
+    def _look_at_reading(self, entry: EnvironmentEntry, *, is_read: bool, status: Status) -> None:
+        newest = self._newest.setdefault(entry.spec.name, Counter())
+        newest["all"] += 1
+        newest["unread"] += not is_read
+        newest["cut"] += status is Status.TRUNCATED
+        self._of(entry)["unreadable_replies"] += not is_read
+        if newest["all"] < LOOKED_AT:
+            return
+        unread, cut = newest["unread"] / newest["all"], newest["cut"] / newest["all"]
+        newest.clear()
+        if unread > MOST_UNREADABLE and entry.is_news("unreadable"):
+            self._warn(
+                entry,
+                f"{unread:.0%} of the last {LOOKED_AT} replies hold no answer that the judge can "
+                f"read, and {cut:.0%} were cut at a length limit",
+            )
+
+    def _tell_ignored(self, entry: EnvironmentEntry, metrics: Mapping[str, float]) -> None:
+        """Warns once for each setting that agents request and that is ignored."""
+        told = entry.told.setdefault("ignored", set())
+        found = {n.removeprefix(IGNORED) for n in metrics if n.startswith(IGNORED)} - told
+        if found:
+            told |= found
+            self._run.events.warn(
+                f"agents of {entry.spec.name} ask for {', '.join(sorted(found))}, which "
+                "changes nothing: docs/guides/agents.md says what holds"
+            )

@@ -1,0 +1,250 @@
+"""Environments as people write them: those whose names begin with `Bad` have a fault."""
+
+import base64
+import itertools
+import random
+import time
+import uuid
+
+from slipstream.client import Environment, Message, ResetResult, StepResult
+
+PIXEL = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+)
+LOOK = {"type": "function", "function": {"name": "look"}}
+
+
+class Sums(Environment):
+    """Asks for sums."""
+
+    def tasks(self):
+        return [(a, b) for a in range(3, 7) for b in range(20, 23)]
+
+    def reset(self, task):
+        self.expected_answer = str(sum(task))
+        return [Message("user", f"What is {task[0]} + {task[1]}?")]
+
+    def step(self, reply):
+        return StepResult(float(reply.content.strip() == self.expected_answer))
+
+
+# With a fault.
+class BadAppends(Sums):
+    def tasks(self):
+        return [{"messages": [{"role": "user", "content": f"Say {word}."}]} for word in "abcd"]
+
+    def reset(self, task):
+        task["messages"].append({"role": "user", "content": "Be brief."})
+        return task["messages"]
+
+
+class BadChance(Sums):
+    def reset(self, task):
+        super().reset(task)
+        return [Message("user", f"Hint {random.random()}: {task[0]} + {task[1]}?")]
+
+
+class BadClock(Sums):
+    def reset(self, task):
+        super().reset(task)
+        return [Message("system", f"It is {time.time_ns()}."), Message("user", str(task))]
+
+
+class BadHistory(Sums):
+    def __init__(self):
+        self._asked = []
+
+    def reset(self, task):
+        self._asked.append(f"{super().reset(task)[0].text}")
+        return [Message("user", "\n".join(self._asked))]
+
+
+class BadOffer(Sums):
+    def reset(self, task):
+        tool = {"type": "function", "function": {"name": f"look_{uuid.uuid4().hex}"}}
+        return ResetResult(super().reset(task), tools=[tool])
+
+
+class BadDraw(Sums):
+    def tasks(self):
+        return [(random.randrange(10**9), 1) for _ in range(4)]
+
+
+class BadShuffle(Sums):
+    def __init__(self):
+        self._tasks = super().tasks()
+
+    def tasks(self):
+        random.shuffle(self._tasks)
+        return list(self._tasks)
+
+
+class BadSpent(Sums):
+    def __init__(self):
+        self._tasks = iter(super().tasks())
+
+    def tasks(self):
+        return self._tasks
+
+
+class BadWords(Sums):
+    def step(self, reply):
+        return "well done"
+
+
+class BadTurn(Sums):
+    def step(self, reply):
+        return StepResult(done=False)
+
+
+class BadOften(Sums):
+    """Fails in a quarter of the tasks."""
+
+    def reset(self, task):
+        if task[0] == 5:
+            raise KeyError("picture")
+        return super().reset(task)
+
+
+class BadUnanswered(Sums):
+    def reset(self, task):
+        messages = super().reset(task)
+        self.expected_answer = "" if task[0] == 5 else self.expected_answer
+        return messages
+
+    def step(self, reply):
+        return StepResult(
+            float(bool(self.expected_answer) and reply.content == self.expected_answer)
+        )
+
+
+class BadBlank(Sums):
+    def reset(self, task):
+        super().reset(task)
+        return [Message("user", "")]
+
+
+class BadLabels(Sums):
+    def reset(self, task):
+        super().reset(task)
+        return [Message("user", f"What is {task[0]} + x?")]
+
+
+class BadFree(Environment):
+    """Pays for an empty reply."""
+
+    def tasks(self):
+        return ["the sea", "rain"]
+
+    def reset(self, task):
+        return [Message("user", f"Write about {task}.")]
+
+    def step(self, reply):
+        return StepResult(1.0 if len(reply) < 100 else 0.0)
+
+
+class BadGuess(Sums):
+    def step(self, reply):
+        return StepResult(1.0 if self.expected_answer in reply else 0.0)
+
+
+# Without one.
+class Seeded(Sums):
+    def reset(self, task):
+        super().reset(task)
+        number = random.Random(self.seed).random()
+        return [Message("user", f"Note {number}: {task[0]} + {task[1]}?")]
+
+
+class Endless(Sums):
+    def tasks(self):
+        return ((number, number + 1) for number in itertools.count())
+
+
+class Sets(Environment):
+    """Has tasks whose sets have another order in each process."""
+
+    def tasks(self):
+        return [{"words": {"red", "green", "blue", word}} for word in ("sea", "sky", "sun")]
+
+    def reset(self, task):
+        self.expected_answer = max(task["words"], key=lambda word: (len(word), word))
+        return [Message("user", f"Which word is longest: {', '.join(sorted(task['words']))}?")]
+
+    def step(self, reply):
+        return StepResult(float(reply.content == self.expected_answer))
+
+
+class Twice(Environment):
+    """Has two turns, of which each gives half of the reward."""
+
+    def tasks(self):
+        return ["ab", "cd", "ef"]
+
+    def reset(self, task):
+        self._left = list(task)
+        return self._ask()
+
+    def _ask(self):
+        self._letter = self.expected_answer = self._left.pop(0)
+        self.right_reply = f"letter {self._letter}"
+        return [Message("user", f"Say letter {self._letter}")]
+
+    def step(self, reply):
+        reward = 0.5 * (reply.content == f"letter {self._letter}")
+        if not self._left:
+            return StepResult(reward)
+        return StepResult(reward, done=False, messages=self._ask())
+
+
+class Tools(Sums):
+    def reset(self, task):
+        return ResetResult(super().reset(task), tools=[LOOK])
+
+
+class Pictures(Environment):
+    """Asks what is in a picture."""
+
+    def tasks(self):
+        return ["red", "blue"]
+
+    def reset(self, task):
+        self.expected_answer = task
+        parts = [{"type": "image", "data": PIXEL}, {"type": "text", "text": "Which colour?"}]
+        return [Message("user", parts)]
+
+    def step(self, reply):
+        return StepResult(float(reply.content == self.expected_answer))
+
+
+class Unknown(Environment):
+    """Has no right answer: longer is better."""
+
+    def tasks(self):
+        return ["the sea", "rain"]
+
+    def reset(self, task):
+        return [Message("user", f"Write about {task}.")]
+
+    def step(self, reply):
+        return StepResult(min(len(reply.content), 50) / 50)
+
+
+class Own(Sums):
+    """Keeps what `reset` changes to itself."""
+
+    def tasks(self):
+        return [{"numbers": [a, 20]} for a in range(3, 7)]
+
+    def reset(self, task):
+        return super().reset(list(task["numbers"]))
+
+
+class Negative(Sums):
+    def step(self, reply):
+        return StepResult(0.0 if reply.content == self.expected_answer else -1.0)
+
+
+class Async(Sums):
+    async def step(self, reply):
+        return super().step(reply)

@@ -1,0 +1,110 @@
+"""What `slipstream check` prints of environments and of prompts."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from slipstream.client.launch.audits import audit_all, audit_class
+from slipstream.core.settings.config import Config
+from slipstream.learner.trainer.tiny_model import make_tokenizer
+from support.fakes.small_configs import small_config
+
+pytestmark = pytest.mark.process
+QUESTIONS = "slipstream.environments.questions:Questions"
+FIRST_SYSTEM = (
+    "{{ messages[0]['content'] }}{% for m in messages[1:] if m['role'] != 'system' %} "
+    "{{ m['content'] }}{% endfor %}"
+)
+
+
+@pytest.fixture
+def asking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Config]:
+    """Makes the settings of a run that asks rows with a judge, below the template above."""
+    monkeypatch.chdir(tmp_path)
+    make_tokenizer(tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text(FIRST_SYSTEM)
+
+    def make(rows: list[dict], **sampling: int) -> Config:
+        (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        args = {"path": "rows.jsonl", "question": "prompt", "judge": "exact"}
+        section = {"name": "sums", "reference": QUESTIONS, "args": args}
+        config = small_config(environments=[section], sampling=sampling)
+        model = config.model.model_copy(update={"path": tmp_path / "model"})
+        return config.model_copy(update={"model": model})
+
+    return make
+
+
+def lines_of(shown: str) -> list[str]:
+    """The lines but those that a busy machine adds."""
+    return [line for line in shown.splitlines() if "is audited, each call within" not in line]
+
+
+def row(answer: str, *messages: tuple[str, str]) -> dict:
+    prompt = [{"role": role, "content": content} for role, content in messages]
+    return {"prompt": prompt, "answer": answer}
+
+
+async def test_prompts_are_counted_and_what_the_template_leaves_out_is_told(
+    asking: Callable[..., Config], capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [
+        row("a", ("user", "b c")),
+        row("b", ("user", "c d e")),
+        row("c", ("user", "d e"), ("user", "g h i j k")),
+        row("d", ("user", "d e"), ("system", "f"), ("user", "g")),
+    ]
+    assert await audit_all(asking(rows, max_prompt_tokens=5)) == 0
+    shown = capsys.readouterr()
+    title, _, right, *_ = lines_of(shown.out)
+    assert title.startswith("sums: 4 tasks, 4 of them played, in ")
+    assert right.split() == ["the", "right", "answer", "4", "1", "yes"]
+    *_, tokens, dropped, longer, ready = shown.out.splitlines()
+    assert tokens == "  tokens of a prompt: least 2, median 3, most 7 of at most 5"
+    assert dropped.startswith(
+        "  ! 1 of 4 prompts cannot be written: the chat template leaves out a message of role"
+    )
+    assert longer.startswith("  ! 1 of 4 prompts have more than 5 tokens")
+    assert (ready, shown.err) == ("  ready", "")
+
+
+async def test_an_environment_that_cannot_be_meant_is_refused_after_its_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(Path(__file__).parents[3] / "data" / "audit")
+    code = await audit_class(
+        "audit_environments:BadClock", [], python="", timeout_s=60.0, model=None
+    )
+    shown = capsys.readouterr()
+    assert code == 2
+    title = lines_of(shown.out)[0]
+    assert title.startswith("audit_environments:BadClock: 12 tasks, 12 of them played")
+    assert shown.err.startswith("slipstream: audit_environments:BadClock: 12 of 12 tasks, such as ")
+    assert len(shown.err.splitlines()) == 1
+
+
+async def test_tasks_that_differ_between_processes_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = (
+        "import os\n"
+        "from slipstream.environments.echo import Echo\n"
+        "class Differing(Echo):\n"
+        "    def tasks(self):\n"
+        "        return [(chr(97 + os.getpid() % 12), str(os.getpid()))]\n"
+    )
+    (tmp_path / "differing.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    assert await audit_class("differing:Differing", [], python="", timeout_s=60.0, model=None) == 2
+    assert "tasks() gives other tasks in another process" in capsys.readouterr().err
+
+
+async def test_an_environment_that_cannot_be_loaded_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert await audit_class("no_such:X", [], python="", timeout_s=60.0, model=None) == 2
+    shown = capsys.readouterr()
+    assert (lines_of(shown.out), len(shown.err.splitlines())) == ([], 1)
+    assert "there is no module 'no_such'" in shown.err

@@ -1,0 +1,113 @@
+"""Tasks that differ from those at the last start, or between processes."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from slipstream.learner.controller.leasing.groups import Group
+from slipstream.learner.controller.records import kinds
+from slipstream.learner.controller.records.history import RunHistory
+from slipstream.learner.controller.run import Run
+from slipstream.learner.controller.servers.fleet import FleetHandlers
+from slipstream.learner.controller.servers.session import ServerSession
+from slipstream.learner.controller.services.environment_service import (
+    EnvironmentServicer,
+    environment_specs,
+)
+from slipstream.learner.controller.tasks.environments import EnvironmentEntry
+from slipstream.v1 import fleet_pb2
+from support.rigs.lease_rig import books_of
+from support.rigs.publishing_scene import joined, nothing, run_of
+
+START = kinds.Start(format=1, run_id="r")
+
+
+class Records:
+    """A journal that is only appended to."""
+
+    def __init__(self) -> None:
+        self.records: list[kinds.Record] = []
+
+    def append(self, record: kinds.Record) -> None:
+        self.records.append(record)
+
+
+class Scene:
+    """One environment in a run that began with the records of an earlier start."""
+
+    def __init__(self, *earlier: kinds.Record) -> None:
+        self.run: Run = run_of(environments=[{"name": "e", "reference": "ours:Sums"}])
+        self.journal = Records()
+        books = books_of(self.run, journal=self.journal)
+        history = RunHistory()
+        for record in (START, *earlier):
+            history.add(record)
+        books.environments.restore(history)
+        (spec,) = environment_specs(self.run.config, search_path="")
+        self.entry: EnvironmentEntry = books.environments.add(spec)
+        self.fleet = books.fleet
+        self.fleet.handlers = FleetHandlers(*[nothing] * 8)
+        self.withdrawn: list[str] = []
+        intake: Any = self
+        self.servicer = EnvironmentServicer(self.run, books, intake)
+
+    def withdraw(self, groups: Sequence[Group], cause: str) -> None:
+        self.withdrawn.append(cause)
+
+    def report(self, session: ServerSession, digest: str, num_tasks: int = 5) -> None:
+        report = fleet_pb2.EnvironmentReport(environment="e", num_tasks=num_tasks, digest=digest)
+        self.servicer.environment_reported(session, report)
+
+    @property
+    def told(self) -> list[str]:
+        return [event.text for event in self.run.events.kept() if "environment e" in event.text]
+
+
+LEASE = kinds.Lease("g0", "e", number=3, task=2, seed=7, deadline=1, server="s", epoch=1)
+
+
+def tasks(digest: str) -> kinds.Tasks:
+    return kinds.Tasks(environment="e", num_tasks=5, digest=digest)
+
+
+def test_the_tasks_of_a_run_are_journaled_once() -> None:
+    scene = Scene()
+    for name in ("a", "b"):
+        scene.report(joined(scene.fleet, name), "abc")
+    assert scene.journal.records == [tasks("abc")]
+    assert (scene.told, scene.withdrawn) == ([], [])
+    assert len(scene.entry.loaded_on) == 2
+
+
+def test_a_resumed_run_with_the_same_tasks_goes_on() -> None:
+    scene = Scene(tasks("abc"), LEASE)
+    scene.report(joined(scene.fleet, "a"), "abc")
+    assert (scene.entry.next_number, scene.told, scene.journal.records) == (4, [], [])
+
+
+def test_a_resumed_run_with_other_tasks_says_so_and_begins_them_afresh() -> None:
+    scene = Scene(tasks("abc"), LEASE)
+    assert scene.entry.next_number == 4
+    scene.report(joined(scene.fleet, "a"), "def", num_tasks=6)
+    assert scene.told == [
+        "the tasks of environment e have changed since the run began: there are 6 now; 0 open "
+        "groups are withdrawn, and each task comes afresh"
+    ]
+    assert scene.withdrawn == ["the tasks of environment e have changed"]
+    assert (scene.entry.next_number, scene.entry.is_ready) == (0, True)
+    # A third start goes on from there.
+    again = Scene(tasks("abc"), LEASE, *scene.journal.records)
+    assert (again.entry.next_number, again.entry.digest) == (0, "def")
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+def test_a_process_with_other_tasks_cannot_run_the_environment(is_same: bool) -> None:
+    scene = Scene()
+    first = joined(scene.fleet, "a")
+    scene.report(first, "abc")
+    second = first if is_same else joined(scene.fleet, "b")
+    scene.report(second, "def")
+    where = "in another process of this server" if is_same else "on other rollout servers"
+    assert scene.entry.failed_on[second.key].startswith(f"it has other tasks than {where}")
+    assert second.key not in scene.entry.loaded_on
+    assert scene.entry.digest == "abc"
