@@ -79,8 +79,10 @@ async def test_one_environment_is_checked_without_settings(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     arguments = parse(["check", "mine:Mine", "--args", '{"num_symbols": 4}'])
     assert await arguments.execute(arguments) == 0
-    ready = "environment mine:Mine is ready: 10 tasks, reward 0 for the reply 'ok'\n"
-    assert capfd.readouterr().out == ready
+    shown = capfd.readouterr().out.splitlines()
+    (title,) = (line for line in shown if line.startswith("mine:Mine: "))
+    assert title.startswith("mine:Mine: 10 tasks, 10 of them played, in ")
+    assert shown[-1] == "  ready"
     for line, problem in {
         "check mine:Other": None,
         "check mine:Mine run.steps=3": "checked without settings, got 'run.steps=3'",

@@ -9,8 +9,10 @@ import grpc.aio
 import pytest
 from slipstream.client import Client
 from slipstream.client.cli import parse
+from slipstream.client.environment import TaskSource
 from slipstream.client.launch.preflight import free_port
 from slipstream.client.requests import status_lines
+from slipstream.client.task_digest import digest_of
 from slipstream.core.errors import ConfigError, EnvironmentFailed, SlipstreamError
 from slipstream.protocol.access.security import Credentials, bind, create_server
 from slipstream.v1 import (
@@ -323,6 +325,7 @@ async def test_serve_answers_the_controller_until_it_ends_the_stream(client, con
         ),
         num_tasks=3,
         max_episodes=5,
+        digest=digest_of(TaskSource(Good())),
     )
     assert loaded.loaded.num_tasks == 3
     assert observation.observation.messages[0].content == "one 0"
