@@ -288,7 +288,7 @@ class Audit:
             failure, verdict = answer.failure.message, answer.verdict
             if failure:
                 break
-            earned, given = earned + verdict.reward, verdict.given_reply
+            earned, given = sum(verdict.token_rewards, earned + verdict.reward), verdict.given_reply
             if verdict.done:
                 break
         await self._ask(close={"episode_key": key})
