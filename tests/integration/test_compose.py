@@ -11,8 +11,8 @@ from slipstream.client.cli import _parser
 from slipstream.core.configuration.config_file import load_config
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import Config
+from slipstream.extensions.redis.connection import REQUIRED_SETTINGS
 from slipstream.protocol.access.security import is_loopback
-from slipstream.protocol.queue.redis_connection import REQUIRED_SETTINGS
 from support.rigs.compose_file import (
     COMPOSE_FILE,
     DEPLOY,

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from slipstream.client.cli import parse
 from slipstream.core.configuration.config_file import load_config
-from slipstream.protocol.queue.redis_connection import REQUIRED_SETTINGS
+from slipstream.extensions.redis.connection import REQUIRED_SETTINGS
 from support.rigs import helm_chart
 from support.rigs.completed import completed
 from support.rigs.helm_chart import ChartRefused, rendered, resources, secrets_of

@@ -18,12 +18,12 @@ from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.errors import RunFailed
 from slipstream.core.settings.config import Config
 from slipstream.core.types import PolicyVersion
+from slipstream.extensions.redis.queue import EmbeddedServer, RedisSender
+from slipstream.extensions.redis.receiver import CONSUMER, GROUP
 from slipstream.learner.controller.application import Controller
 from slipstream.learner.controller.records.journal import Journal, read_batch, read_records
 from slipstream.learner.controller.servers.fleet import Fleet
 from slipstream.protocol.codec import trajectory_from_pb
-from slipstream.protocol.queue.redis import EmbeddedServer, RedisSender
-from slipstream.protocol.queue.redis_receiver import CONSUMER, GROUP
 from support.fakes.fake_server import OPEN, FakeServer, environment_failure
 from support.fakes.fake_trainer import START, FakeTrainer
 from support.rigs.controller_runs import make_config, play

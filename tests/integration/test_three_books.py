@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from slipstream.core.settings.config import Config
 from slipstream.core.types import Failure, ServerId
+from slipstream.extensions.redis.queue import EmbeddedServer
 from slipstream.learner.controller import application, restoration
 from slipstream.learner.controller.application import Controller
 from slipstream.learner.controller.records import kinds
@@ -17,7 +18,6 @@ from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.trajectories.intake import Intake
 from slipstream.protocol.queue.base import Amount
-from slipstream.protocol.queue.redis import EmbeddedServer
 from slipstream.rollout_server.engine_interface import EngineUse
 from slipstream.rollout_server.episodes.epoch_counters import EpochCounters
 from slipstream.v1 import trainer_pb2

@@ -29,8 +29,8 @@ from slipstream.client.launch.preflight import free_port
 from slipstream.client.run_folder import hold_run_folder
 from slipstream.core.configuration.config_file import load_config
 from slipstream.core.errors import ConfigError
+from slipstream.extensions.redis.embedded import EmbeddedServer
 from slipstream.protocol.access.security import Credentials, bind, create_server
-from slipstream.protocol.queue.embedded import EmbeddedServer
 from slipstream.protocol.setup import describe_setup
 from slipstream.v1 import status_pb2, status_pb2_grpc
 from support.rigs.completed import completed

@@ -30,7 +30,7 @@ async def open_sender(
     """Returns the sender of trajectories, which `stack` closes."""
     queue = config.queue
     if queue.kind == "redis":
-        from slipstream.protocol.queue.redis import RedisSender
+        from slipstream.extensions.redis.queue import RedisSender
 
         url = redis_url_of(queue, "rollout_server")
         return await stack.enter_async_context(RedisSender(url, run_id, queue.max_bytes))

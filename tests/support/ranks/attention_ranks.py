@@ -31,9 +31,9 @@ JOBS = (
 
 def run_rank(folder: Path, job: str) -> None:
     """Opens the model of a job on one rank."""
+    from slipstream.extensions.other_models.trainer.models import open_roles
     from slipstream.learner.trainer.opening import open_policy
     from slipstream.learner.trainer.ranks.parallel import Launch
-    from slipstream.learner.trainer.roles.roles import open_roles
 
     launch = Launch.from_environment()
     if launch.rank:

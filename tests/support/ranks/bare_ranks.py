@@ -41,8 +41,12 @@ def run_rank(folder: Path, job: str) -> None:
     """What every rank of a job does."""
     from slipstream.core.configuration.roles import reference_config
     from slipstream.core.settings.role_sections import ReferenceSection
+    from slipstream.extensions.other_models.trainer.models import (
+        PolicyWithoutAdapters,
+        Reference,
+        Roles,
+    )
     from slipstream.learner.trainer.parts import step_parts
-    from slipstream.learner.trainer.roles.roles import PolicyWithoutAdapters, Reference, Roles
     from slipstream.learner.trainer.step import TrainingStep
 
     config = config_of(job, folder)

@@ -100,11 +100,11 @@ def config_of(name: str, folder: Path) -> Config:
 
 def run_rank(folder: Path, job: str) -> None:
     """What every rank of a job does."""
+    from slipstream.extensions.other_models.trainer.models import without_adapters
     from slipstream.learner.trainer.checkpoints.disk_work import DiskWork
     from slipstream.learner.trainer.checkpoints.distributed_files import load_models
     from slipstream.learner.trainer.checkpoints.stored_model import POLICY, StoredModel
     from slipstream.learner.trainer.model import memory
-    from slipstream.learner.trainer.roles.roles import without_adapters
     from slipstream.learner.trainer.step import TrainingStep
     from slipstream.learner.trainer.weights.export import save_adapters, save_hf_folder
 

@@ -171,7 +171,7 @@ def run_rank(folder: Path, job: str) -> None:
         "weights": weights_of(policy),
     }
     if config.lora.rank:
-        from slipstream.learner.trainer.roles.roles import without_adapters
+        from slipstream.extensions.other_models.trainer.models import without_adapters
 
         save_adapters(policy, config, folder / f"{job}-adapters")
         with without_adapters(policy.chunks):
@@ -214,9 +214,9 @@ def see_lost_tower(folder: Path, family: str, layout: str) -> None:
 def see_critic(policy: Policy, config: Config, folder: Path, job: str) -> None:
     """Values behind images before and after a step of the critic towards its returns."""
     from slipstream.core.configuration.roles import critic_config
+    from slipstream.extensions.other_models.trainer.critic import Critic
     from slipstream.learner.trainer.algorithms.sequences import ModelEstimates, training_sequences
     from slipstream.learner.trainer.batches.batch import Batch
-    from slipstream.learner.trainer.roles.critic import Critic
 
     settings = critic_config(config)
     assert settings is not None

@@ -35,8 +35,8 @@ from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.gpus import list_gpus
 from slipstream.core.settings.config import Config
+from slipstream.extensions.redis.embedded import RIGHTS, EmbeddedServer
 from slipstream.protocol.access.tokens import role_token
-from slipstream.protocol.queue.embedded import RIGHTS, EmbeddedServer
 from support.fakes.model_folders import write_loadable_files
 
 

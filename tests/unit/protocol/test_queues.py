@@ -13,10 +13,10 @@ import pytest
 from slipstream.client.launch.preflight import free_port
 from slipstream.core.errors import QueueError, TrajectoryQueueFull
 from slipstream.core.types import TrajectoryId
+from slipstream.extensions.redis.queue import EmbeddedServer, RedisReceiver, RedisSender
 from slipstream.protocol.access.security import Credentials, bind, create_server, open_channel
 from slipstream.protocol.queue.base import TrajectoryReceiver, TrajectorySender
 from slipstream.protocol.queue.grpc import GrpcReceiver, GrpcSender
-from slipstream.protocol.queue.redis import EmbeddedServer, RedisReceiver, RedisSender
 from slipstream.v1 import trajectory_pb2 as pb
 from slipstream.v1 import trajectory_pb2_grpc
 from support.fakes.memory_queue import MemoryQueue

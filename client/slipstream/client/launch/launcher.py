@@ -70,7 +70,7 @@ from slipstream.core.settings.rank_layout import RankLayout
 from slipstream.protocol.access.security import Credentials, without_password
 
 if TYPE_CHECKING:
-    from slipstream.protocol.queue.embedded import EmbeddedServer
+    from slipstream.extensions.redis.embedded import EmbeddedServer
 
 REPLAY = "slipstream.learner.trainer.replay"
 EXPORT = "slipstream.learner.trainer.export_checkpoint"
@@ -144,7 +144,7 @@ async def _carry_out(
         stack.enter_context(hold_run_folder(config, node_rank=share.node_rank))
         queue = None
         if share.servers and scene.has_own_queue:
-            from slipstream.protocol.queue.embedded import EmbeddedServer
+            from slipstream.extensions.redis.embedded import EmbeddedServer
 
             queue = await stack.enter_async_context(EmbeddedServer(config.run_dir / "redis"))
             config = _with_queue(config, queue)
@@ -396,7 +396,7 @@ def learner_overrides(master: str | None) -> list[str]:
 
 
 def _with_queue(config: Config, server: EmbeddedServer) -> Config:
-    from slipstream.protocol.queue.redis_connection import USERS
+    from slipstream.extensions.redis.connection import USERS
 
     table = config.model_dump(mode="json", exclude_none=True)
     table["queue"]["redis_url"] = server.address

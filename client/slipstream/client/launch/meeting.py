@@ -47,7 +47,7 @@ GRACE_S = 1.0
 LINES = "docs/security.md has the ACL SETUSER line"
 
 # The checks report the warnings that the connection would log.
-logging.getLogger("slipstream.protocol.queue.redis_connection").addHandler(logging.NullHandler())
+logging.getLogger("slipstream.extensions.redis.connection").addHandler(logging.NullHandler())
 
 
 async def check_setup(scene: Scene) -> str | None:
@@ -227,7 +227,7 @@ async def check_queue(scene: Scene) -> list[Finding]:
     config, patience_s = scene.config, scene.connect_timeout_s
     if config.queue.kind != "redis" or config.queue.redis_url is None:
         return []
-    from slipstream.protocol.queue.redis_connection import USERS
+    from slipstream.extensions.redis.connection import USERS
 
     if not scene.parts:
         return [await _try_end(config, end) for end in USERS]
@@ -240,7 +240,7 @@ async def ask_queue(config: Config, end: QueueEnd, *, patience_s: float) -> str:
 
     Raises ConfigError if that user may not write, or if no server answers within `patience_s`.
     """
-    from slipstream.protocol.queue.redis_connection import USERS, RedisConnection
+    from slipstream.extensions.redis.connection import USERS, RedisConnection
 
     url = redis_url_of(config.queue, end)
     connection = RedisConnection(url, "probe", reconnect_timeout_s=patience_s)
@@ -253,7 +253,7 @@ async def ask_queue(config: Config, end: QueueEnd, *, patience_s: float) -> str:
 
 
 async def _try_end(config: Config, end: QueueEnd) -> Finding:
-    from slipstream.protocol.queue.redis_connection import RedisConnection, check_settings
+    from slipstream.extensions.redis.connection import RedisConnection, check_settings
 
     who, own = end.replace("_", " "), config.queue.user_of(end)
     area = f"queue, {who}"

@@ -37,7 +37,7 @@ from slipstream.protocol.access.security import Credentials, call_metadata, open
 from slipstream.v1 import status_pb2, status_pb2_grpc
 
 if TYPE_CHECKING:
-    from slipstream.protocol.queue.embedded import EmbeddedServer
+    from slipstream.extensions.redis.embedded import EmbeddedServer
 
 # Seconds without a line before one says why the run waits; doubled for each next line, to a limit.
 FIRST_S = 20.0

@@ -30,7 +30,7 @@ def step_parts(config: Config, policy: Policy) -> list[StepPart]:
     if policy.sharing is not None:
         found.append(_SharedWork(policy.sharing))
     if config.needs_reference or config.roles:
-        from slipstream.learner.trainer.roles.roles import open_roles
+        from slipstream.extensions.other_models.trainer.models import open_roles
 
         found.append(open_roles(config, policy))
     if config.algorithm.router_replay != "off":

@@ -37,9 +37,9 @@ from slipstream.core.configuration.config_file import load_config
 from slipstream.core.errors import ConfigError, RunFailed, SlipstreamError
 from slipstream.core.settings.config import Config, EnvironmentSection, SecuritySection
 from slipstream.core.settings.sections import QueueSection, QueueUserSection
+from slipstream.extensions.redis.embedded import EmbeddedServer
 from slipstream.protocol.access.certificates import check_own_certificate
 from slipstream.protocol.access.security import Credentials, bind, create_server
-from slipstream.protocol.queue.embedded import EmbeddedServer
 from support.fakes.small_configs import config_of, small_config
 from support.rigs.other_pythons import bare_python
 from support.rigs.waiting import LIMIT_S

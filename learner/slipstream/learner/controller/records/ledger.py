@@ -280,7 +280,7 @@ async def open_receiver(
     """
     queue = run.config.queue
     if queue.kind == "redis":
-        from slipstream.protocol.queue.redis import RedisReceiver
+        from slipstream.extensions.redis.queue import RedisReceiver
 
         url = redis_url_of(queue, "controller")
         receiver = RedisReceiver(url, run.progress.run_id, opener(run.progress.run_key))

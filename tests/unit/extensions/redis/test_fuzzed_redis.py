@@ -12,9 +12,9 @@ import pytest
 import redis.asyncio
 from slipstream.core.errors import QueueError
 from slipstream.core.types import TrajectoryId
-from slipstream.protocol.queue.embedded import RIGHTS
-from slipstream.protocol.queue.redis import EmbeddedServer, RedisReceiver
-from slipstream.protocol.queue.redis_connection import DELIVERY
+from slipstream.extensions.redis.connection import DELIVERY
+from slipstream.extensions.redis.embedded import RIGHTS
+from slipstream.extensions.redis.queue import EmbeddedServer, RedisReceiver
 from slipstream.protocol.queue.seal import opener, seal, server_key
 from slipstream.v1 import trajectory_pb2
 from support.rigs.fuzz_budget import BUDGET

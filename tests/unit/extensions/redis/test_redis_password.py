@@ -1,8 +1,8 @@
 import pytest
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import QueueSection
+from slipstream.extensions.redis.connection import RedisConnection
 from slipstream.protocol.access.security import redis_url_of
-from slipstream.protocol.queue.redis_connection import RedisConnection
 from support.fakes.small_configs import small_config
 
 

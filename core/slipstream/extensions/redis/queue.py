@@ -24,16 +24,16 @@ from redis.exceptions import WatchError
 from slipstream.core.backoff import Backoff
 from slipstream.core.errors import QueueError, TrajectoryQueueFull
 from slipstream.core.types import TrajectoryId
-from slipstream.protocol.queue.base import EpochAmounts, check_fits, queue_full
-from slipstream.protocol.queue.embedded import EmbeddedServer
-from slipstream.protocol.queue.redis_connection import (
+from slipstream.extensions.redis.connection import (
     DELIVERY,
     FIRST_BACKOFF_S,
     MAX_BACKOFF_S,
     RECONNECT_TIMEOUT_S,
     RedisConnection,
 )
-from slipstream.protocol.queue.redis_receiver import RedisReceiver
+from slipstream.extensions.redis.embedded import EmbeddedServer
+from slipstream.extensions.redis.receiver import RedisReceiver
+from slipstream.protocol.queue.base import EpochAmounts, check_fits, queue_full
 from slipstream.v1 import trajectory_pb2
 
 __all__ = ["EmbeddedServer", "RedisReceiver", "RedisSender"]

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from slipstream.core.errors import ConfigError
 from slipstream.core.types import TrajectoryId
-from slipstream.protocol.queue.embedded import EmbeddedServer
-from slipstream.protocol.queue.redis import RedisSender
-from slipstream.protocol.queue.redis_connection import USERS, QueueUser
-from slipstream.protocol.queue.redis_receiver import RedisReceiver
+from slipstream.extensions.redis.connection import USERS, QueueUser
+from slipstream.extensions.redis.embedded import EmbeddedServer
+from slipstream.extensions.redis.queue import RedisSender
+from slipstream.extensions.redis.receiver import RedisReceiver
 from support.rigs.waiting import LIMIT_S
 
-PAGE = Path(__file__).parents[3] / "docs" / "security.md"
+PAGE = Path(__file__).parents[4] / "docs" / "security.md"
 NAMES = sorted(USERS)
 
 

@@ -21,6 +21,7 @@ from slipstream.core.configuration.roles import (
 )
 from slipstream.core.settings.config import Config
 from slipstream.core.types import ReferenceLogprobs
+from slipstream.extensions.other_models.trainer.critic import Critic
 from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.algorithms.sequences import ModelEstimates
 from slipstream.learner.trainer.batches.batch import Batch
@@ -33,7 +34,6 @@ from slipstream.learner.trainer.model.shares import batch_outputs
 from slipstream.learner.trainer.opening import load_frozen
 from slipstream.learner.trainer.part import StepPart
 from slipstream.learner.trainer.ranks.parallel import Ranks
-from slipstream.learner.trainer.roles.critic import Critic
 from slipstream.learner.trainer.stage_times import StageTimes
 from slipstream.learner.trainer.weights.export import hf_tensors
 from torch import Tensor

@@ -1,8 +1,12 @@
 import numpy as np
 import pytest
 import torch
+from slipstream.extensions.other_models.trainer.critic import (
+    ValueSum,
+    explained_variance,
+    value_loss,
+)
 from slipstream.learner.trainer.batches.micro_batch import MicroBatch
-from slipstream.learner.trainer.roles.critic import ValueSum, explained_variance, value_loss
 
 
 def micro_batch(old: list[float], returns: list[float], mask: list[bool]) -> MicroBatch:

@@ -22,15 +22,15 @@ from typing import Any, cast
 from redis.exceptions import RedisError, ResponseError
 from slipstream.core.errors import ConfigError, ProtocolError, QueueError
 from slipstream.core.types import TrajectoryId
-from slipstream.protocol.bounds import decode
-from slipstream.protocol.queue.base import Amount, Delivery
-from slipstream.protocol.queue.redis_connection import (
+from slipstream.extensions.redis.connection import (
     CONNECTION_ERRORS,
     DELIVERY,
     RECONNECT_TIMEOUT_S,
     RedisConnection,
     check_settings,
 )
+from slipstream.protocol.bounds import decode
+from slipstream.protocol.queue.base import Amount, Delivery
 from slipstream.protocol.queue.seal import SMALL_BYTES, OpenSeal, not_sealed, without_seal
 from slipstream.v1 import trajectory_pb2
 

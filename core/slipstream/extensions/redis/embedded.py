@@ -22,8 +22,8 @@ from slipstream.core.machine.owned_folder import (
     remove_abandoned,
 )
 from slipstream.core.machine.process import below_this, send_signal
+from slipstream.extensions.redis.connection import CONTROLLER, DEFAULT_USER, USERS
 from slipstream.protocol.queue.base import AsyncClosing
-from slipstream.protocol.queue.redis_connection import CONTROLLER, DEFAULT_USER, USERS
 
 START_TIMEOUT_S = 20.0
 STOP_TIMEOUT_S = 10.0

@@ -13,11 +13,11 @@ import redis.asyncio
 from redis.exceptions import ConnectionError as RedisConnectionError
 from slipstream.core.errors import ConfigError, QueueError
 from slipstream.core.types import TrajectoryId
+from slipstream.extensions.redis.connection import DEFAULT_USER, DELIVERY, USERS
+from slipstream.extensions.redis.embedded import RIGHTS, EmbeddedServer
+from slipstream.extensions.redis.queue import RedisReceiver, RedisSender
+from slipstream.extensions.redis.receiver import CONSUMER, GROUP
 from slipstream.protocol.queue.base import Amount
-from slipstream.protocol.queue.embedded import RIGHTS, EmbeddedServer
-from slipstream.protocol.queue.redis import RedisReceiver, RedisSender
-from slipstream.protocol.queue.redis_connection import DEFAULT_USER, DELIVERY, USERS
-from slipstream.protocol.queue.redis_receiver import CONSUMER, GROUP
 from slipstream.v1 import trajectory_pb2
 from support.rigs.waiting import LIMIT_S, until
 

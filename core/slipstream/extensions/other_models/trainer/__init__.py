@@ -1,0 +1,1 @@
+"""The critic and the reference."""

@@ -1,0 +1,1 @@
+"""The queue of trajectories on Redis or Valkey."""

@@ -1,1 +1,0 @@
-"""The other models of a run: the reference and the critic."""
