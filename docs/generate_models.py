@@ -19,8 +19,8 @@ def parts(family: Family) -> Iterator[str]:
     """Yields what differs from a plain dense decoder."""
     if family.has_latent_attention:
         yield "latent attention"
-    if family.linear:
-        yield family.linear
+    if family.is_delta:
+        yield "delta nets"
     if family.has_windows:
         yield "windows by layer" if SLIDING in family.layer_kinds else "windows"
     if family.has_sinks:

@@ -41,8 +41,6 @@ TINY = {
     "q_lora_rank": 32,
     "linear_num_key_heads": 1,
     "linear_num_value_heads": 2,
-    "mamba_num_heads": 4,
-    "n_groups": 2,
     "num_experts": 8,
     "num_local_experts": 8,
     "n_routed_experts": 8,
@@ -134,7 +132,7 @@ def _heads(hidden: int, inner: int, heads: int, groups: int, size: int = 0) -> d
     }
 
 
-def _latent(hidden: int, inner: int, heads: int, queries: int | None) -> dict[str, Any]:
+def _latent(hidden: int, inner: int, heads: int, queries: int) -> dict[str, Any]:
     return _heads(hidden, inner, heads, heads) | {
         "q_lora_rank": queries,
         "kv_lora_rank": 512,
@@ -217,12 +215,6 @@ FAMILIES = {
         | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
     ),
     "olmo2": Family("Olmo2", _heads(4096, 11008, 32, 32, 128)),
-    "gemma2": Family(
-        "Gemma2",
-        _heads(3584, 14336, 16, 8, 256)
-        | _GEMMA
-        | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
-    ),
     "gemma3": Family(
         "Gemma3Text",
         _heads(3840, 15360, 16, 8, 256)
@@ -269,23 +261,6 @@ FAMILIES = {
         | {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}},
         layers=2,
     ),
-    "deepseek-v2-lite": Family(
-        "DeepseekV2",
-        _latent(2048, 10944, 16, None)
-        | _routed(64, 6, 1408, 2)
-        | _groups(1, 1, "greedy", "softmax", 1.0),
-        layers=2,
-    ),
-    "deepseek-v2": Family(
-        "DeepseekV2",
-        _latent(5120, 12288, 128, 1536)
-        | _routed(32, 6, 1536, 2)
-        | _groups(8, 3, "group_limited_greedy", "softmax", 16.0)
-        | {"rope_parameters": LATENT_YARN},
-        layers=2,
-        # The kernel of GPUs without FlashAttention 3; DeepSeek V3 here takes vLLM's first choice.
-        engine={"attention_backend": "TRITON_MLA"},
-    ),
     "deepseek-v3": Family(
         "DeepseekV3",
         _latent(7168, 18432, 128, 1536)
@@ -305,12 +280,6 @@ FAMILIES = {
         "Qwen3Next",
         _heads(2048, 5120, 16, 2, 256) | _NEXT,
         engine=_NETS_ENGINE,
-    ),
-    "nemotron-h": Family(
-        "NemotronH",
-        _heads(4096, 21504, 32, 8, 128)
-        | {"layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"]}
-        | {"mamba_num_heads": 128, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128},
     ),
     "qwen2.5-vl": Family(
         "Qwen2_5_VL",

@@ -49,10 +49,9 @@ SAVED = {
     # A norm that is split over ranks, and latent attention with biases of experts.
     "tp2-olmo2": {"learner": TP2, "model": "olmo2"},
     "tp2-deepseek": {"learner": TP2, "model": "deepseek"},
-    # Experts with biases, sinks, delta nets and Mamba layers, which are all split over ranks.
+    # Experts with biases, sinks and delta nets, which are all split over ranks.
     "tp2-gpt-oss": {"learner": ETP1, "model": "gpt-oss"},
     "tp2-qwen3-next": {"learner": TP2, "model": "qwen3-next"},
-    "tp2-nemotron-h": {"learner": TP2, "model": "nemotron-h"},
     # A vision tower, and delta nets whose ranks do not share the tokens.
     "tp2-qwen35": {"learner": SAME_TOKENS, "model": "qwen35"},
 }
@@ -92,10 +91,9 @@ LOADED = {
     "one-from-tp2-deepseek": ("tp2-deepseek", {}),
     "one-from-tp2-gpt-oss": ("tp2-gpt-oss", {}),
     "pp2-from-tp2-qwen3-next": ("tp2-qwen3-next", PP2),
-    "pp2-from-tp2-nemotron-h": ("tp2-nemotron-h", PP2),
     "pp2-from-tp2-qwen35": ("tp2-qwen35", PP2),
 }
-SLOW = ("pp2-from-tp2-nemotron-h", "pp2-from-tp2-qwen35")
+SLOW = ("pp2-from-tp2-qwen35",)
 AGAIN = [name for name in LOADED if name.endswith("-again")]
 
 

@@ -93,22 +93,6 @@ def test_states_of_delta_nets_are_kept_in_float32_as_the_learner_computes_them(m
     assert engine_config(chosen, seed=3).cache_config.mamba_ssm_cache_dtype == "bfloat16"
 
 
-def test_prefixes_of_mamba_layers_are_not_cached_on_a_cpu(tmp_path: Path) -> None:
-    folder = make_model_folder(tmp_path / "model", **SMALLEST)
-    sizes = {"hidden_size": 64, "num_attention_heads": 2, "head_dim": 32, "mamba_num_heads": 4}
-    kinds = ["linear_attention", "full_attention"]
-    transformers.NemotronHConfig(
-        **sizes, layers_block_type=kinds, architectures=["NemotronHForCausalLM"], n_groups=2
-    ).save_pretrained(folder)
-    config = config_with(folder, {})
-    assert own_values(config, seed=3)["mamba_ssm_cache_dtype"] == "float32"
-    with pytest.raises(ConfigError, match="enable_prefix_caching must be false .* Mamba layers"):
-        engine_config(config, seed=3)
-    settings = engine_config(config_with(folder, {"enable_prefix_caching": False}), seed=3)
-    assert not settings.cache_config.enable_prefix_caching
-    assert settings.model_config.hf_config.hybrid_override_pattern == "M*"
-
-
 def test_a_cache_on_a_cpu_has_room_for_an_episode_or_what_it_is_given(model: Path) -> None:
     found = engine_config(config_with(model, {}), seed=3).cache_config
     assert found.kv_cache_memory_bytes == 1 << 30

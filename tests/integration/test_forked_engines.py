@@ -51,7 +51,6 @@ def config_of(folder: Path, *, has_adapters: bool) -> Config:
         model={"dtype": "bfloat16" if name.startswith(DELTA_NETS) else "float32"},
         sampling={**lengths, "max_images": int(name in SEEING)},
         lora=LORA if has_adapters else {},
-        rollout_server={"engine": {"enable_prefix_caching": not name.startswith("nemotron")}},
     )
 
 

@@ -55,7 +55,6 @@ def logprobs(folder: Path, changes: Mapping[str, Any]) -> torch.Tensor:
     config = AutoConfig.from_pretrained(folder)
     for name, value in changes.items():
         setattr(config, name, value)
-    # The default kernel of transformers leaves out Gemma 2's cap of scores.
     model = AutoModelForCausalLM.from_pretrained(
         folder, config=config, dtype=torch.float32, attn_implementation="eager"
     )
@@ -90,15 +89,12 @@ def test_the_models_of_these_tests_show_every_field(case: str, folder: Path) -> 
                 ("full_attention", "factor"),
             )
         }
-    elif not field_models.ROPES[rope]:
-        ropes = {}
     elif field_models.ROPES[rope]["rope_type"] != "default":
         ropes["unscaled"] = field_models.ROPES[rope] | {"rope_type": "default"}
     others = OTHER_ROPE.get(rope, {})
     ropes |= {name: field_models.ROPES[rope] | {name: value} for name, value in others.items()}
-    # Norms of a Nemotron-H read another field.
-    norms = {} if family == "nemotron-h" else field_models.CHOICES
-    for name, value in {**norms, **field_models.FAMILIES[family].choices, **ropes}.items():
+    choices = field_models.CHOICES | field_models.FAMILIES[family].choices
+    for name, value in {**choices, **ropes}.items():
         field = "rope_parameters" if name in ropes else name
         other = logprobs(folder / case, {field: value})
         assert (other - first).abs().max() > 2e-4, name

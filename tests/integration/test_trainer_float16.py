@@ -14,7 +14,7 @@ from support.rigs import parity_run
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("one_thread")]
 PROGRAM = Path(float16_ranks.__file__)
-LAYOUTS = ("one", "one-moe", "one-gpt-oss", "one-nemotron-h")
+LAYOUTS = ("one", "one-moe", "one-gpt-oss")
 
 
 @pytest.fixture(scope="module")

@@ -157,12 +157,6 @@ FAMILIES = {
         {"num_experts": 4, "num_experts_per_tok": 3, "rms_norm_eps": 1e-5},
         {"num_experts_per_tok": 2, "rms_norm_eps": 0.02},
     ),
-    "gemma2": Family(
-        "Gemma2Config",
-        "Gemma2ForCausalLM",
-        GEMMA | {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0},
-        GEMMA_CHOICES | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 5.0},
-    ),
     "gemma3": Family("Gemma3TextConfig", "Gemma3ForCausalLM", GEMMA, GEMMA_CHOICES),
     "glm": Family(
         "Glm4MoeConfig",
@@ -177,41 +171,11 @@ FAMILIES = {
         | {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "n_group": 2, "topk_group": 1},
         SIGMOID_CHOICES | {"rms_norm_eps": 0.02, "topk_group": 2},
     ),
-    "deepseek2": Family(
-        "DeepseekV2Config",
-        "DeepseekV2ForCausalLM",
-        LATENT
-        | {
-            "n_routed_experts": 8,
-            "n_group": 2,
-            # Fewer groups than experts a token: else the best experts are in the best groups.
-            "topk_group": 1,
-            "topk_method": "group_limited_greedy",
-        },
-        SIGMOID_CHOICES | {"rms_norm_eps": 0.02, "topk_group": 2, "topk_method": "greedy"},
-    ),
     "qwen3-next": Family(
         "Qwen3NextConfig",
         "Qwen3NextForCausalLM",
         MIXTURE | DELTA_NETS | {"norm_topk_prob": True, "shared_expert_intermediate_size": 24},
         {"norm_topk_prob": False, "num_experts_per_tok": 2},
-    ),
-    "nemotron-h": Family(
-        "NemotronHConfig",
-        "NemotronHForCausalLM",
-        {
-            "head_dim": 32,
-            "layers_block_type": ["linear_attention", "full_attention", "mlp", "linear_attention"],
-            "mamba_num_heads": 4,
-            "mamba_head_dim": 32,
-            "n_groups": 2,
-            "ssm_state_size": 16,
-            "conv_kernel": 4,
-            "layer_norm_epsilon": 0.02,
-            # Smaller than any step here.
-            "time_step_min": 1e-30,
-        },
-        {"layer_norm_epsilon": 1e-6},
     ),
     "qwen35": Family("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", DELTA_NETS),
     "qwen35-moe": Family(
@@ -263,20 +227,15 @@ ROPES = {
     "glm": GLM_ROPE,
     "latent": LATENT_ROPE,
     "gpt-oss": GPT_OSS_ROPE,
-    # Attention without positions.
-    "none": {},
 }
 _OTHERS = (
     "mistral",
     "ministral3",
-    "gemma2",
     "gemma3",
     "glm",
     "deepseek",
-    "deepseek2",
     "gpt-oss",
     "qwen3-next",
-    "nemotron-h",
     "qwen35",
     "qwen35-moe",
 )
@@ -291,14 +250,11 @@ CASES = [
     "mistral.default",
     "mistral.linear",
     "ministral3.ministral",
-    "gemma2.default",
     "gemma3.gemma3",
     "glm.glm",
     "deepseek.latent",
-    "deepseek2.latent",
     "gpt-oss.gpt-oss",
     "qwen3-next.glm",
-    "nemotron-h.none",
     "qwen35.glm",
     "qwen35-moe.glm",
 ]
@@ -313,7 +269,7 @@ def make_field_model(folder: Path, case: str, *, seed: int = 0, **sizes: object)
     torch.manual_seed(seed)
     config = getattr(transformers, known.config)(
         **SIZES | known.values | sizes,
-        **({"rope_parameters": copy.deepcopy(ROPES[rope])} if ROPES[rope] else {}),
+        rope_parameters=copy.deepcopy(ROPES[rope]),
         tie_word_embeddings=rope in ("default", "gemma3") and family != "olmoe",
     )
     model = getattr(transformers, known.model)(config)

@@ -14,14 +14,10 @@ EXPERTS_PER_TOKEN = 2
 
 def make_models(folder: Path, *, num_layers: int = NUM_LAYERS) -> None:
     from transformers import (
-        DeepseekV2Config,
-        DeepseekV2ForCausalLM,
         DeepseekV3Config,
         DeepseekV3ForCausalLM,
         Ernie4_5Config,
         Ernie4_5ForCausalLM,
-        Gemma2Config,
-        Gemma2ForCausalLM,
         Gemma3Config,
         Gemma3ForCausalLM,
         Gemma3ForConditionalGeneration,
@@ -40,8 +36,6 @@ def make_models(folder: Path, *, num_layers: int = NUM_LAYERS) -> None:
         MistralForCausalLM,
         MixtralConfig,
         MixtralForCausalLM,
-        NemotronHConfig,
-        NemotronHForCausalLM,
         Olmo2Config,
         Olmo2ForCausalLM,
         OlmoeConfig,
@@ -162,23 +156,6 @@ def make_models(folder: Path, *, num_layers: int = NUM_LAYERS) -> None:
         "linear_num_value_heads": 8,
     }
     delta_net["layer_types"] = delta_net["layer_types"][:num_layers]
-    # Some steps are smaller than those that transformers takes by its own settings.
-    hybrid = {
-        **sizes,
-        # A vocabulary that two ranks do not divide.
-        "vocab_size": VOCAB + 1,
-        "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"][
-            :num_layers
-        ],
-        "mamba_num_heads": 8,
-        "mamba_head_dim": 12,
-        "n_groups": 2,
-        "ssm_state_size": 10,
-        "conv_kernel": 3,
-        "layer_norm_epsilon": 0.02,
-        "time_step_min": 1e-30,
-    }
-    softmax = {"scoring_func": "softmax", "topk_method": "group_limited_greedy"}
     # Sequences are longer than the original length.
     latent_yarn = yarn | {"factor": 8.0, "original_max_position_embeddings": 16}
     latent_yarn |= {"mscale": 0.7, "mscale_all_dim": 0.7}
@@ -243,9 +220,6 @@ def make_models(folder: Path, *, num_layers: int = NUM_LAYERS) -> None:
         # The window is shorter than most sequences.
         "mistral": MistralForCausalLM(MistralConfig(**sizes, **rope, sliding_window=6)),
         "ministral3": Ministral3ForCausalLM(Ministral3Config(**sizes, rope_parameters=yarn)),
-        "gemma2": Gemma2ForCausalLM(
-            Gemma2Config(**gemma, **rope, attn_logit_softcapping=4.0, final_logit_softcapping=5.0)
-        ),
         "gemma3": Gemma3ForCausalLM(Gemma3TextConfig(**gemma3)),
         "gemma3-tower": Gemma3ForConditionalGeneration(
             Gemma3Config(
@@ -275,20 +249,13 @@ def make_models(folder: Path, *, num_layers: int = NUM_LAYERS) -> None:
             Glm4MoeConfig(**sigmoid, **glm_rope, attention_bias=True, use_qk_norm=True)
         ),
         "deepseek": DeepseekV3ForCausalLM(DeepseekV3Config(**latent, rope_parameters=latent_yarn)),
-        # A group is as good as its best expert.
-        "deepseek2": DeepseekV2ForCausalLM(
-            DeepseekV2Config(**latent | softmax, rope_parameters=latent_yarn)
-        ),
-        "deepseek2-lite": DeepseekV2ForCausalLM(
-            DeepseekV2Config(
-                **latent | softmax | {"q_lora_rank": None, "n_group": 1, "topk_method": "greedy"},
-                **rope,
-            )
-        ),
-        # Queries come from no latent vector.
+        # Queries come from no latent vector, and two ranks do not divide the vocabulary.
         "moonlight": DeepseekV3ForCausalLM(
             DeepseekV3Config(
-                **latent | {"q_lora_rank": None, "n_group": 1, "n_shared_experts": 1}, **rope
+                **latent
+                | {"q_lora_rank": None, "n_group": 1, "n_shared_experts": 1}
+                | {"vocab_size": VOCAB + 1},
+                **rope,
             )
         ),
         "gpt-oss": GptOssForCausalLM(
@@ -304,7 +271,6 @@ def make_models(folder: Path, *, num_layers: int = NUM_LAYERS) -> None:
         "olmoe": OlmoeForCausalLM(
             OlmoeConfig(**sizes, **rope, num_experts=4, num_experts_per_tok=2)
         ),
-        "nemotron-h": NemotronHForCausalLM(NemotronHConfig(**hybrid)),
     }
     # The weights of the others stay as they were.
     with torch.random.fork_rng():
@@ -327,12 +293,6 @@ def enlarge(model: torch.nn.Module, family: str) -> None:
             if name.endswith("experts.gate_up_proj") and family == "gpt-oss":
                 # Some are beyond the limit of the experts' activation.
                 parameter.mul_(20.0)
-            elif name.endswith("mixer.in_proj.weight"):
-                # What the layer keeps of earlier tokens matters.
-                parameter.mul_(10.0)
-            elif name.endswith("dt_bias"):
-                # Steps between 0.00003 and 1, some smaller than transformers' own least one.
-                parameter.uniform_(-10.0, 0.0)
             elif parameter.dim() > 1 and not name.endswith("_bias"):
                 parameter.mul_(3.0)
             else:

@@ -63,7 +63,7 @@ EXPERTS: dict[str, tuple[int, str, dict]] = {
     "latent-one": (1, "deepseek", {}),
     "latent-pp2": (2, "deepseek", {"parallel": {"pp": 2}}),
     # Its queries come from no latent vector.
-    "lite-one": (1, "deepseek2-lite", {}),
+    "lite-one": (1, "moonlight", {}),
     # Most of its layers are delta nets.
     "next-one": (1, "qwen3-next", {}),
     "next-tp2": (2, "qwen3-next", {"parallel": SP}),

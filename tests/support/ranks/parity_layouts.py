@@ -164,9 +164,9 @@ NAMES = """
 # One kind of model, algorithm or layout each.
 LONG = """
     one-qwen3 one-qwen2 one-llama3 one-moe-softmax one-moe-shared one-mixtral one-mistral
-    one-ministral3 one-gemma2 one-gemma3 one-gemma3-tower one-ministral3-tower one-glm one-deepseek
-    one-moonlight one-deepseek2 one-deepseek2-lite one-qwen3-next one-nemotron-h one-qwen35
-    one-gpt-oss one-olmo2 one-ernie one-olmoe one-replay-glm one-replay-deepseek2 one-forward-top-k
+    one-ministral3 one-gemma3 one-gemma3-tower one-ministral3-tower one-glm one-deepseek
+    one-moonlight one-qwen3-next one-qwen35
+    one-gpt-oss one-olmo2 one-ernie one-olmoe one-replay-glm one-replay-deepseek one-forward-top-k
     one-trees-reverse-top-k one-trees-shared one-trees-gspo one-trees-replay-moe tp2-sp-z-loss-moe
     dp2 tp2-sp-forward-top-k cp2-forward-top-k
     tp2-sp-recompute-trees-shared-reverse-top-k tp2-odd tp2-sp-recompute
@@ -191,14 +191,14 @@ SLOW = """
     tp2-sp-recompute-moe pp2-moe ep2-moe-shared tp2-sp-moe-shared dp2-replay-moe cp2-replay-moe
     ep2-replay-moe pp2-vpp2-replay-moe pp2-recompute-replay-moe tp2-sp-replay-moe
     tp2-sp-etp1-ep2-replay-moe tp2-sp-mistral pp2-mistral tp2-sp-ministral3 cp2-ernie tp2-sp-glm
-    ep2-glm tp2-sp-deepseek tp2-sp-moonlight tp2-sp-deepseek2 tp2-sp-ep2-etp1-deepseek2-lite
-    tp2-sp-qwen3-next tp2-sp-nemotron-h pp2-vpp2-nemotron-h tp2-sp-recompute-qwen35
-    tp2-sp-ep2-etp1-qwen35-moe pp2-vpp2-replay-glm tp2-sp-recompute-replay-deepseek2
-    tp2-sp-etp1-gpt-oss cp2-gpt-oss tp2-sp-gemma2 tp2-sp-ministral3-tower tp2-sp-gemma3
+    ep2-glm tp2-sp-deepseek tp2-sp-ep2-etp1-moonlight
+    tp2-sp-qwen3-next tp2-sp-recompute-qwen35
+    tp2-sp-ep2-etp1-qwen35-moe pp2-vpp2-replay-glm tp2-sp-recompute-replay-deepseek
+    tp2-sp-etp1-gpt-oss cp2-gpt-oss tp2-sp-ministral3-tower tp2-sp-gemma3
     tp2-sp-recompute-gemma3
-    pp2-cp2-ministral3 pp2-vpp2-cp2-glm pp2-cp2-ep2-deepseek pp2-cp2-ep2-deepseek2
-    pp2-vpp2-ep2-qwen3-next tp2-sp-pp2-recompute-nemotron-h tp2-pp2-vpp2-qwen35
-    pp2-vpp2-ep2-qwen35-moe pp2-vpp2-cp2-ep2-gpt-oss pp2-cp2-gemma2 pp2-vpp2-cp2-gemma3-tower
+    pp2-cp2-ministral3 pp2-vpp2-cp2-glm pp2-cp2-ep2-deepseek
+    pp2-vpp2-ep2-qwen3-next tp2-pp2-vpp2-qwen35
+    pp2-vpp2-ep2-qwen35-moe pp2-vpp2-cp2-ep2-gpt-oss pp2-vpp2-cp2-gemma3-tower
     pp2-cp2-mistral-tower pp2-vpp2-cp2-gemma3 pp2-cp2-olmo2 tp2-sp-ep2-olmoe pp2-cp2-olmoe dp4
     dp4-distopt dp2-tp2-sp-distopt dp2-tp2-qwen3 dp2-pp2-tied dp2-cp2-distopt dp2-cp2-few tp2-cp2
     tp2-sp-cp2-recompute tp2-sp-cp2-tied pp2-cp2 pp2-vpp2-cp2-qwen3 tp2-sp-pp2-vpp2 tp2-pp2-tied

@@ -53,9 +53,9 @@ class ForcedExperts:
         is_sigmoid = hasattr(gate, "e_score_correction_bias")
         scores = logits.sigmoid() if is_sigmoid else logits.softmax(-1)
         weights = scores.gather(1, indices)
-        # DeepSeek V2 has no such field, and weights that do not add up to 1; gpt-oss' always do.
+        # Those of gpt-oss always add up to 1.
         scale = getattr(gate, "routed_scaling_factor", None)
-        if getattr(gate, "norm_topk_prob", scale is None):
+        if getattr(gate, "norm_topk_prob", True):
             weights = weights / weights.sum(-1, keepdim=True)
         return logits, weights * (scale or 1.0), indices
 
@@ -82,7 +82,6 @@ class PlainPolicy:
         self.config = config
         has_tower = hasattr(AutoConfig.from_pretrained(path), "vision_config")
         kind = AutoModelForImageTextToText if has_tower else AutoModelForCausalLM
-        # The default kernel of transformers leaves out Gemma 2's cap of scores.
         self.model = kind.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
         self.forced = ForcedExperts(self.model)
         named = dict(self.model.named_parameters())

@@ -15,9 +15,6 @@ async def main() -> None:
     # float32.
     dtype = "bfloat16" if any(family in name for family in ("qwen3-next", "qwen35")) else "float32"
     chosen = {"engine": {"attention_backend": "CPU_MLA"}} if "deepseek" in name else {}
-    if "nemotron-h" in name:
-        # vLLM keeps no states of prefixes on a CPU.
-        chosen = {"engine": {"enable_prefix_caching": False}}
     # The last token has no room after it.
     sequences = [tokens[:-1].tolist() for tokens in probe()]
     found, _ = await seen_each_time(

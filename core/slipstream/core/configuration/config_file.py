@@ -28,7 +28,6 @@ from slipstream.core.models.model_files import missing_files
 from slipstream.core.models.model_rules import (
     agreement_problems,
     dtype_problems,
-    engine_problems,
     layout_problems,
     model_problems,
     sees_images,
@@ -215,7 +214,6 @@ def check_sizes(config: Config) -> list[str]:
         refusals(sizes.family, sizes.architecture, {"lora.rank": config.lora.rank}),
         lora_problems,
         vision_problems(config, sizes),
-        engine_problems(sizes, config.rollout_server),
         agreement_problems(sizes, config.algorithm.agreement),
     )
     for problem in problems:

@@ -15,7 +15,6 @@ from typing import Any, Literal, TypeAlias
 Table: TypeAlias = Mapping[str, Any]
 # The values that a field may have, None among them if it may be left out.
 Values: TypeAlias = tuple[Any, ...]
-Shape: TypeAlias = tuple[int, ...]
 
 OFF: Values = (None, False)
 NONE: Values = (None,)
@@ -28,9 +27,6 @@ DENSE: Mapping[str, Values] = MappingProxyType({"num_experts": ZERO, "num_local_
 UNSHARED: Mapping[str, Values] = MappingProxyType({"shared_expert_intermediate_size": ZERO})
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
-Linear: TypeAlias = Literal["", "delta nets", "Mamba layers"]
-DELTA_NETS: Linear = "delta nets"
-MAMBA: Linear = "Mamba layers"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,8 +121,6 @@ class Family:
     rope: Rope = Rope()
     # Rules between fields.
     problems: Callable[[Table], Iterator[str]] = lambda _: iter(())
-    # Returns a config.json with the fields that other families have.
-    usual: Callable[[Table], Table] = lambda values: values
     # How quantized files become files that can be trained.
     conversion: str = "take the folder in bfloat16"
 
@@ -135,26 +129,17 @@ class Family:
     has_sinks: bool = False
     has_windows: bool = False
     has_latent_attention: bool = False
-    # Layers that read the tokens of a sequence in turn.
-    linear: Linear = ""
+    # Whether some layers are gated delta nets, a kind of linear attention.
+    is_delta: bool = False
     experts: Experts | None = None
     vision: VisionFacts | None = None
     nested: Nested | None = None
-    # Name and shape of each tensor, where layers are not of one form.
-    tensors: Callable[[Table, bool], dict[str, Shape]] | None = None
-    # Number of layers that have a cache of keys and values; None if all have.
-    cached_layers: Callable[[Table], int] | None = None
 
     engine: EngineFacts = EngineFacts()
     # Whether the learner has the engine's kernels for all of its layers.
     has_engine_bits: bool = False
     # Setting -> why it must be off. `FEATURES` has all such settings.
     cannot: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def is_delta(self) -> bool:
-        """Whether some layers are gated delta nets, a kind of linear attention."""
-        return self.linear == DELTA_NETS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,11 +153,8 @@ class Feature:
 FEATURES: Mapping[str, Feature] = MappingProxyType(
     {
         "model.dtype": Feature(off="bfloat16", title="float16"),
-        "learner.parallel.cp": Feature(off=1, title="context parallel"),
         "learner.parallel.etp": Feature(off=1, title="split experts"),
-        "learner.transformer.moe_router_fusion": Feature(off=False, title="fused router"),
         "lora.rank": Feature(off=0, title="adapters"),
-        "rollout_server.quantization": Feature(off="off", title="FP8"),
         "sampling.max_images": Feature(off=0, title="images"),
     }
 )

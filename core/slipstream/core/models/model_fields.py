@@ -42,13 +42,11 @@ HARMLESS = frozenset(
         *("dtype", "torch_dtype", "head_dtype", "mamba_ssm_dtype", "mamba_ssm_cache_dtype"),
         *("torchscript", "return_dict", "output_attentions", "output_hidden_states"),
         *("output_router_logits", "num_logits_to_keep", "use_cache", "cache_implementation"),
-        *("use_mamba_kernels", "moe_shared_expert_overlap", "chunk_size_feed_forward"),
-        # Tokens that a Mamba layer multiplies as one matrix.
-        "chunk_size",
+        *("moe_shared_expert_overlap", "chunk_size_feed_forward"),
         # Values that other fields have too, as in gpt-oss, or that other models use.
-        *("experts_per_token", "initial_context_length", "attention_head_dim", "expand"),
+        *("experts_per_token", "initial_context_length", "attention_head_dim"),
         *("is_decoder", "is_encoder_decoder", "add_cross_attention", "cross_attention_hidden_size"),
-        *("mtp_hybrid_override_pattern", "mtp_layers_block_type", "mtp_use_dedicated_embeddings"),
+        "mtp_use_dedicated_embeddings",
         # Token ids, and settings of sampling.
         *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id"),
         *("decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id", "bad_words_ids"),
@@ -59,10 +57,8 @@ HARMLESS = frozenset(
         # Dropout, jitter and losses of training; neither trainer nor rollout servers apply them.
         *("attention_dropout", "classifier_dropout", "embd_pdrop", "hidden_dropout", "resid_pdrop"),
         *("router_jitter_noise", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux"),
-        # How a fresh model is made. transformers also takes no smaller steps than the least one;
-        # learner and rollout servers take any.
-        *("initializer_range", "rescale_prenorm_residual", "time_step_floor", "time_step_limit"),
-        *("time_step_max", "time_step_min", "time_step_rank"),
+        # How a fresh model is made.
+        "initializer_range",
         # These are read where images are.
         *("mm_tokens_per_image", "multimodal_projector_bias", "spatial_merge_size"),
     }
@@ -77,23 +73,16 @@ _LEFT_OUT = (
     *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_nope_head_dim", "qk_rope_head_dim"),
     "v_head_dim",
     # Experts.
-    *("topk_method", "swiglu_alpha", "swiglu_limit", "moe_latent_size"),
-    "moe_shared_expert_intermediate_size",
+    *("topk_method", "swiglu_alpha", "swiglu_limit"),
     # Delta nets.
     *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
     *("linear_num_key_heads", "linear_num_value_heads", "full_attention_interval"),
-    # Layers of several kinds, and Mamba layers.
-    *("hybrid_override_pattern", "layers_block_type", "layer_norm_epsilon", "mlp_hidden_act"),
-    *("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel"),
-    "use_conv_bias",
-    # Older names, which transformers puts above the newer ones.
-    *("mamba_n_groups", "mamba_d_conv", "mamba_conv_bias"),
 )
 # Fields that must be false, 1 or 0 if config.json has them.
 _FALSE = (
-    *("attention_bias", "bias", "qkv_bias", "mlp_bias", "use_bias", "mamba_proj_bias"),
+    *("attention_bias", "bias", "qkv_bias", "mlp_bias", "use_bias"),
     *("attn_output_gate", "qk_norm", "use_qk_norm", "use_bidirectional_attention"),
-    *("rope_interleaved", "use_mrope", "layer_scale", "residual_in_fp32"),
+    *("rope_interleaved", "use_mrope", "layer_scale"),
 )
 _IS_ONE = (
     *("logit_scale", "partial_rotary_factor", "rotary_pct", "rotary_emb_fraction"),
@@ -111,7 +100,6 @@ ONE_VALUE: Mapping[str, Values] = MappingProxyType(
         **dict.fromkeys(_IS_ZERO, ZERO),
         "hidden_act": ("silu",),
         "hidden_activation": (None, "silu"),
-        "mamba_hidden_act": (None, "silu"),
         "projector_hidden_act": (None, "gelu"),
         "is_causal": (None, True),
         "rope_interleave": (None, True),

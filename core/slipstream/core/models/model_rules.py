@@ -6,11 +6,11 @@ Functions named `problems` yield one line for each broken rule, with the value a
 from collections.abc import Iterator
 
 from pydantic import JsonValue
-from slipstream.core.models.family import MAMBA, refusals
+from slipstream.core.models.family import refusals
 from slipstream.core.models.model_sizes import ModelSizes, read_model_sizes
 from slipstream.core.models.registry import FAMILIES, NESTED
 from slipstream.core.settings.config import Config
-from slipstream.core.settings.sections import LearnerSection, ParallelSection, RolloutServerSection
+from slipstream.core.settings.sections import LearnerSection, ParallelSection
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 # Why a scaling of the rotary embedding is refused.
@@ -79,19 +79,14 @@ def layout_problems(
         sizes.family,
         sizes.architecture,
         {
-            "learner.parallel.cp": parallel.cp,
             "learner.parallel.etp": (parallel.etp or tp) if sizes.experts else 1,
-            "learner.transformer.moe_router_fusion": transformer.get("moe_router_fusion"),
         },
     )
     # Context parallel ranks exchange tokens for heads.
     name = "learner.parallel.tp" if parallel.cp == 1 else "learner.parallel.tp times cp"
     for number in sizes.linear_heads:
         if number % (tp * parallel.cp):
-            yield (
-                f"{name} must divide the {number} heads or groups of {sizes.family.linear}, "
-                f"got {tp * parallel.cp}"
-            )
+            yield f"{name} must divide the {number} heads of delta nets, got {tp * parallel.cp}"
     yield from _stage_problems(sizes.layers, parallel, transformer)
     yield from _expert_problems(sizes, parallel, transformer)
     if sizes.latent_size and (sizes.latent_size % tp or sizes.query_latent_size % tp):
@@ -123,21 +118,6 @@ def agreement_problems(sizes: ModelSizes, agreement: str) -> Iterator[str]:
         yield (
             f"algorithm.agreement = 'bits' needs full attention and the default rope_type: the "
             f"learner has no kernel of the engine's for {what}, which model.path has"
-        )
-
-
-def engine_problems(sizes: ModelSizes, server: RolloutServerSection) -> Iterator[str]:
-    """Yields one line for each setting of a rollout server that the model's family cannot have."""
-    chosen = {"rollout_server.quantization": server.quantization}
-    yield from refusals(sizes.family, sizes.architecture, chosen)
-    if sizes.family.linear != MAMBA:
-        return
-    groups, heads = sizes.linear_heads
-    rollout_tp = server.tensor_parallel_size
-    if heads % rollout_tp or (groups > 1 and groups % rollout_tp):
-        yield (
-            f"rollout_server.tensor_parallel_size must divide the {groups} groups and {heads} "
-            f"heads of Mamba layers, got {rollout_tp}"
         )
 
 
@@ -249,19 +229,13 @@ def cpu_engine_problems(config: Config) -> Iterator[str]:
     if sizes.linear_heads and server.drafts:
         yield (
             "rollout_server.engine.speculative_config is not supported on a CPU for a model with "
-            "delta nets or Mamba layers: vLLM takes their states back with a kernel for GPUs"
+            "delta nets: vLLM takes their states back with a kernel for GPUs"
         )
     # On a CPU, vLLM's delta nets fail at the first request in any other type.
     if sizes.family.is_delta and dtype != "bfloat16":
         yield (
             'model.dtype must be "bfloat16" for a model with delta nets whose rollout servers run '
             f"on a CPU: vLLM computes them in no other type there, got {dtype!r}"
-        )
-    # vLLM's scan does not return the states in the middle of a prompt, which prefixes need.
-    if sizes.family.linear == MAMBA and server.caches_prefixes:
-        yield (
-            "rollout_server.engine.enable_prefix_caching must be false for a model with Mamba "
-            "layers on a CPU: vLLM keeps no states of their prefixes there, got true"
         )
     # With any adapter, vLLM 0.32.0 computes experts with a kernel that needs a GPU.
     if sizes.experts and config.lora.publishes_adapters:

@@ -21,8 +21,8 @@ from slipstream.core.models.registry import (
 )
 from slipstream.core.types import routing_bytes_per_token
 
-# Fields with the heads of delta nets, and with the groups and heads of Mamba layers.
-_LINEAR_HEADS = ("linear_num_key_heads", "linear_num_value_heads", "n_groups", "mamba_num_heads")
+# Fields with the heads of delta nets.
+_LINEAR_HEADS = ("linear_num_key_heads", "linear_num_value_heads")
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,8 @@ class ModelSizes:
     # size of its vector for queries; 0 without latent attention.
     latent_size: int
     query_latent_size: int
-    # What is split over ranks in layers that read tokens in turn: heads of keys and values of delta
-    # nets, groups and heads of Mamba layers. () without such layers.
+    # Heads of keys and of values of delta nets; () without such layers.
     linear_heads: tuple[int, ...]
-    # Layers that have a cache of keys and values.
-    cached_layers: int
     norm_eps: float
     has_tied_output: bool
     rope_type: str
@@ -84,7 +81,7 @@ class ModelSizes:
         if self.latent_size:
             # Every worker holds all of it.
             return self.layers * self.latent_size * item_bytes
-        return 2 * self.cached_layers * max(1, self.kv_heads // tp) * self.head_dim * item_bytes
+        return 2 * self.layers * max(1, self.kv_heads // tp) * self.head_dim * item_bytes
 
     @property
     def routing_bytes_per_token(self) -> int:
@@ -125,8 +122,6 @@ class ModelSizes:
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> ModelSizes:
         """Returns the sizes in the table of a config.json, as transformers 4 or 5 writes it."""
-        family = family_of(values)
-        values = family.usual(values)
 
         def number(*names: str) -> int:
             found = next((values[name] for name in names if isinstance(values.get(name), int)), 0)
@@ -166,7 +161,6 @@ class ModelSizes:
             latent_size=latent and latent + number("qk_rope_head_dim"),
             query_latent_size=number("q_lora_rank"),
             linear_heads=tuple(filter(None, map(number, _LINEAR_HEADS))),
-            cached_layers=(family.cached_layers(values) if family.cached_layers else 0) or layers,
             norm_eps=values.get("rms_norm_eps", 0.0),
             has_tied_output=has_tied_output(values),
             rope=tuple(sorted({"rope_theta": values.get("rope_theta"), **rope}.items())),

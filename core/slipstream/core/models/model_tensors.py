@@ -10,20 +10,19 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from slipstream.core.models.family import Shape
 from slipstream.core.models.model_files import INDEX, LENGTH_BYTES, held_tensors, read_header
 from slipstream.core.models.model_sizes import ModelSizes, read_model_table
 from slipstream.core.models.registry import TOWERS, family_of, is_nested
 from slipstream.core.regular_files import open_regular
 
 # Endings of the projection to the vocabulary and of the matrix of embeddings.
-_OUTPUT = "lm_head.weight"
-_EMBEDDINGS = ("embed_tokens.weight", "backbone.embeddings.weight")
+_OUTPUT, _EMBEDDINGS = "lm_head.weight", "embed_tokens.weight"
 # Folders of the tensors of towers, of all families.
 TOWER_FOLDERS = ("visual.", "model.visual.", *TOWERS)
 _BLOCK = re.compile(r"(.*?\b(?:layers|blocks|deepstack_merger_list))\.(\d+)\.(.+)")
 _READ_BYTES = 1 << 24
-# Tensors of files: name -> file and shape.
+# Shape of a tensor, and tensors of files: name -> file and shape.
+Shape: TypeAlias = tuple[int, ...]
 Held: TypeAlias = Mapping[str, tuple[Path, Shape]]
 
 
@@ -44,11 +43,11 @@ def tensor_problems(
     tower = {name: held[name] for name in held if name.startswith(TOWER_FOLDERS)}
     decoder = {name: held[name] for name in held if name not in tower}
     every = f"{setting} must hold every tensor of a {sizes.folder_class}: {place} has no "
-    matrices: dict[str, tuple[str, ...]] = {"embeddings": _EMBEDDINGS}
+    matrices = {"embeddings": _EMBEDDINGS}
     if has_output and not sizes.has_tied_output:
-        matrices[_OUTPUT] = (_OUTPUT,)
-    for what, endings in matrices.items():
-        name = next((name for name in decoder if name.endswith(endings)), None)
+        matrices[_OUTPUT] = _OUTPUT
+    for what, ending in matrices.items():
+        name = next((name for name in decoder if name.endswith(ending)), None)
         if name is None:
             yield f"{every}{what}"
         elif (shape := held[name][1]) != (sizes.vocab, sizes.hidden):
@@ -145,8 +144,8 @@ def _output_problems(decoder: Held, setting: str) -> Iterator[str]:
     The learner would train the embeddings, while transformers and vLLM use the projection.
     """
     output, embedding = (
-        next((name for name in decoder if name.endswith(endings)), None)
-        for endings in (_OUTPUT, _EMBEDDINGS)
+        next((name for name in decoder if name.endswith(ending)), None)
+        for ending in (_OUTPUT, _EMBEDDINGS)
     )
     if output is None or embedding is None:
         return

@@ -217,8 +217,8 @@ def refusal(config: Megatron, learner: LearnerSection, *, router_replay: bool, o
         return "latent attention applies its positions elsewhere"
     if config.window_size is not None:
         return "attention windows are not tested with it"
-    if getattr(config, "layer_forms", None) is not None:
-        return "delta nets and Mamba layers read each sequence from its beginning"
+    if getattr(config, "is_delta_net", None) is not None:
+        return "delta nets read each sequence from its beginning"
     if router_replay:
         return "each sequence has routed experts of its own"
     if has_router_losses(config):

@@ -8,15 +8,18 @@ still come from the trainer's router, which is therefore trained. Source: rollou
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from slipstream.core.errors import RunFailed
 from slipstream.learner.trainer import Megatron
-from slipstream.learner.trainer.layers.routers import Choice, GroupsByBest, sparse_layers
+from slipstream.learner.trainer.layers.routers import sparse_layers
 from slipstream.learner.trainer.ranks.parallel import Ranks
 from torch import Tensor
+
+# Megatron's choice: (scores, top_k, num_groups, group_topk) -> (chosen scores, expert ids).
+_Choice = Callable[..., tuple[Tensor, Tensor]]
 
 
 class LayerReplay:
@@ -40,8 +43,6 @@ class LayerReplay:
         # in the backward pass; in the order of the forward pass.
         self._again: deque[Tensor | None] = deque()
         self._counts: Tensor | None = None
-        # The family's own choice, where it differs from Megatron's; see `GroupsByBest`.
-        self._family: GroupsByBest | None = layer.mlp.router.router_replay
         layer.mlp.router.router_replay = self
         layer.register_forward_pre_hook(self._enter, with_kwargs=True)
         layer.register_forward_hook(self._leave)
@@ -52,7 +53,7 @@ class LayerReplay:
         topk: int,
         num_groups: int | None = None,
         group_topk: int | None = None,
-        default_compute_topk: Choice | None = None,
+        default_compute_topk: _Choice | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Returns scores and ids of the chosen experts, both [tokens, top_k].
 
@@ -60,8 +61,9 @@ class LayerReplay:
         `topk` different, valid experts.
         """
         assert default_compute_topk is not None
-        choose = default_compute_topk if self._family is None else self._family.get_replay_topk
-        values, own = choose(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        values, own = default_compute_topk(
+            scores, topk, num_groups=num_groups, group_topk=group_topk
+        )
         expert_ids = self._now()
         if expert_ids is None:
             return values, own

@@ -1,12 +1,10 @@
 """The FLOPs of training a model, from the sizes in its config.json: pure functions."""
 
-import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from pydantic import JsonValue
-from slipstream.core.models.registry import family_of
 
 # Dense bfloat16 TFLOP/s of one device, from NVIDIA's data sheets.
 PEAK_TFLOPS = {"A100": 312.0, "H100 PCIe": 756.0, "H100": 989.4, "H200": 989.4, "B200": 2250.0}
@@ -34,13 +32,11 @@ class ArithmeticSizes:
 
 
 def model_sizes(config: Mapping[str, JsonValue]) -> ArithmeticSizes:
-    """Returns the sizes of a decoder with gated MLPs, dense or with experts, or of a Nemotron-H.
+    """Returns the sizes of a decoder with gated MLPs, dense or with experts.
 
     `config` is the model's config.json. Raises KeyError with the name of a missing field. Layers
     with attention windows are counted like the others.
     """
-    if family_of(config).tensors is not None:
-        return _hybrid_sizes(config)
     hidden, layers = _number(config, "hidden_size"), _number(config, "num_hidden_layers")
     attention, width = _attention(config, hidden)
     num_sparse = sum(_is_sparse(config, layer) for layer in range(layers))
@@ -51,20 +47,6 @@ def model_sizes(config: Mapping[str, JsonValue]) -> ArithmeticSizes:
     if num_sparse:
         matrices += num_sparse * _active_experts(config, hidden)
     return ArithmeticSizes(matrices, layers * width)
-
-
-def _hybrid_sizes(config: Mapping[str, JsonValue]) -> ArithmeticSizes:
-    """Returns the sizes of a hybrid model (Nemotron-H); Mamba's scans are not counted."""
-    family = family_of(config)
-    assert family.tensors is not None and family.cached_layers is not None
-    shapes = family.tensors(config, False)
-    matrices = (shape for name, shape in shapes.items() if not name.endswith("embeddings.weight"))
-    usual = family.usual(config)
-    width = _number(usual, "num_attention_heads") * _number(usual, "head_dim")
-    return ArithmeticSizes(
-        sum(math.prod(shape) for shape in matrices if len(shape) == 2),
-        family.cached_layers(config) * width,
-    )
 
 
 def _attention(config: Mapping[str, JsonValue], hidden: int) -> tuple[int, int]:

@@ -85,12 +85,6 @@ DELTA_NETS = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
 }
-MAMBA = {
-    "architectures": ["NemotronHForCausalLM"],
-    "hybrid_override_pattern": "M*-",
-    "mamba_num_heads": 4,
-    "n_groups": 2,
-}
 EXPERTS = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4}
 DRAFTS = {"speculative_config": NGRAM}
 
@@ -100,12 +94,7 @@ DRAFTS = {"speculative_config": NGRAM}
     [
         (DELTA_NETS, {"model": {"dtype": "float32"}}, r'model\.dtype must be "bfloat16" .* delta'),
         (DELTA_NETS, {"model": {"dtype": "bfloat16"}}, ""),
-        (MAMBA, {}, r"enable_prefix_caching must be false for a model with Mamba layers on a CPU"),
-        (MAMBA, {"rollout_server": {"engine": {"enable_prefix_caching": False}}}, ""),
-        *(
-            (table, {"rollout_server": {"engine": DRAFTS}}, "speculative_config .* delta nets or M")
-            for table in (DELTA_NETS, MAMBA)
-        ),
+        (DELTA_NETS, {"rollout_server": {"engine": DRAFTS}}, "speculative_config .* delta nets"),
         ({}, {"rollout_server": {"engine": DRAFTS}}, ""),
         ({}, {"rollout_server": {"quantization": "fp8_per_channel"}}, ""),
         (EXPERTS, {"lora": {"rank": 8, "publish": "adapters"}}, r"lora\.publish must be merged"),

@@ -1,7 +1,6 @@
 """Fields of config.json with which learner, vLLM and transformers would not compute alike."""
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +20,13 @@ from support.fakes.model_folders import write_loadable_files
 from support.fakes.small_configs import config_with, refusals
 
 TEXT = ("Llama", "Qwen2", "Qwen3", "Qwen3Moe", "Qwen2Moe", "Mixtral", "Mistral", "Olmoe")
-LATER = ("Gemma2", "Gemma3", "Glm4Moe", "DeepseekV2", "DeepseekV3", "GptOss", "Qwen3Next")
-LATEST = ("NemotronH", "Qwen3_5", "Qwen3_5Moe")
+LATER = ("Gemma3", "Glm4Moe", "DeepseekV3", "GptOss", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe")
 LLAMA, QWEN2, QWEN3, QWEN3_MOE, QWEN2_MOE, MIXTRAL, MISTRAL, OLMOE = (
     f"{name}ForCausalLM" for name in TEXT
 )
-GEMMA2, GEMMA3, GLM, DEEPSEEK2, DEEPSEEK, GPT_OSS, QWEN3_NEXT = (
+GEMMA3, GLM, DEEPSEEK, GPT_OSS, QWEN3_NEXT, QWEN35, QWEN35_MOE = (
     f"{name}ForCausalLM" for name in LATER
 )
-NEMOTRON_H, QWEN35, QWEN35_MOE = (f"{name}ForCausalLM" for name in LATEST)
 SEEING = [
     f"{name}ForConditionalGeneration"
     for name in ("Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe")
@@ -52,16 +49,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 GPT_OSS_YARN = YARN | {"beta_fast": 32.0, "beta_slow": 1.0}
 WRITTEN = {
     DEEPSEEK: {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
-    DEEPSEEK2: {"n_group": 1, "topk_group": 1},
     GPT_OSS: {"rope_parameters": GPT_OSS_YARN},
-    NEMOTRON_H: {
-        "hybrid_override_pattern": "M-*",
-        "mamba_num_heads": 4,
-        "mamba_head_dim": 8,
-        "n_groups": 2,
-        "ssm_state_size": 8,
-        "conv_kernel": 4,
-    },
     SEEING[2]: {"norm_topk_prob": True},
 }
 # Positions of a Qwen3.5 with heads of 256 dimensions, a quarter of which is turned.
@@ -71,7 +59,6 @@ AXES = {
     "mrope_section": [11, 11, 10],
     "mrope_interleaved": True,
 }
-LIMITED = {"topk_method": "group_limited_greedy"}
 LATENT_YARN = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}
 
 
@@ -125,18 +112,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"rope_scaling": LATENT_YARN | {"attention_factor": 1.0}},
         "attention_factor, got 1",
     ),
-    (DEEPSEEK2, {"n_group": None}, "n_group and topk_group of a DeepseekV2ForCausalLM must be nu"),
-    (
-        DEEPSEEK2,
-        {"n_group": 4, "topk_method": "greedy"},
-        "with topk_method greedy must be 1, since",
-    ),
-    (DEEPSEEK2, {"n_group": 4}, "since rollout servers would choose groups, got 4"),
-    (DEEPSEEK2, {"norm_topk_prob": True}, "norm_topk_prob of a DeepseekV2ForCausalLM must be"),
-    (DEEPSEEK2, {"topk_method": "noaux_tc"}, "must be 'greedy' or 'group_limited_greedy', got"),
-    (DEEPSEEK2, {"scoring_func": "sigmoid"}, "scoring_func"),
-    (DEEPSEEK2, {"rms_norm_eps": 1e-5}, "rms_norm_eps"),
-    (DEEPSEEK2, {"rope_scaling": LATENT_YARN | {"mscale": 0.7}}, "mscale_all_dim of latent attent"),
     (GPT_OSS, {"swiglu_limit": 6.0}, "swiglu_limit of a GptOssForCausalLM must be left out or 7.0"),
     (GPT_OSS, {"swiglu_alpha": 1.0}, "swiglu_alpha"),
     (GPT_OSS, {"rms_norm_eps": 1e-6}, "rms_norm_eps"),
@@ -149,18 +124,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (GPT_OSS, {"rope_parameters": GPT_OSS_YARN | {"mscale": 1.0}}, "mscale in rope_parameters is"),
     (QWEN3_NEXT, {"layer_types": ["sliding_attention"]}, "got 'sliding_attention'"),
     (QWEN3_NEXT, {"rope_scaling": YARN}, "must be default, got 'yarn'"),
-    (NEMOTRON_H, {"hybrid_override_pattern": None}, "needs hybrid_override_pattern or layers_"),
-    (NEMOTRON_H, {"hybrid_override_pattern": "M-E"}, "got 'E': layers of experts are not trained"),
-    (NEMOTRON_H, {"layers_block_type": ["mlp"]}, "must say the same of each layer, got 'M-*' and"),
-    (
-        NEMOTRON_H,
-        {"n_groups": None},
-        "n_groups of a NemotronHForCausalLM must be a number, got None",
-    ),
-    (NEMOTRON_H, {"n_groups": 3}, "n_groups must divide the 4 mamba_num_heads, got 3"),
-    (NEMOTRON_H, {"mlp_hidden_act": "silu"}, "mlp_hidden_act of a NemotronHForCausalLM must be"),
-    (NEMOTRON_H, {"use_conv_bias": False}, "use_conv_bias"),
-    (NEMOTRON_H, {"tie_word_embeddings": True}, "tie_word_embeddings"),
     (QWEN3_NEXT, {"attn_output_gate": False}, "attn_output_gate of a Qwen3Next"),
     (QWEN35, {"attn_output_gate": False}, "attn_output_gate of a Qwen3_5ForCausalLM must be left"),
     (QWEN35, {"layer_types": ["sliding_attention"]}, "got 'sliding_attention'"),
@@ -181,9 +144,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (OLMOE, {"rms_norm_eps": 1e-6}, "rms_norm_eps"),
     (OLMOE, {"tie_word_embeddings": True}, "tie_word_embeddings"),
     (GEMMA3, {"hidden_activation": "silu"}, "hidden_activation"),
-    (GEMMA2, {"tie_word_embeddings": False}, "tie_word_embeddings"),
-    (GEMMA2, {"layer_types": ["chunked_attention"]}, "got 'chunked_attention'"),
-    (GEMMA2, {"rope_parameters": YARN}, "must be one of default, linear, got 'yarn'"),
+    (GEMMA3, {"tie_word_embeddings": False}, "tie_word_embeddings"),
+    (GEMMA3, {"layer_types": ["chunked_attention"]}, "got 'chunked_attention'"),
+    (GEMMA3, {"rope_parameters": YARN}, "must be one of default, linear, got 'yarn'"),
     (
         GEMMA3,
         {"rope_parameters": {"full_attention": {"factor": 2.0}, "sliding_attention": {}}},
@@ -210,7 +173,7 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [
     *(
         (one, {"rope_parameters": LLAMA3})
         for one, family in FAMILIES.items()
-        if len(family.layer_kinds) == 1 and one not in (GLM, DEEPSEEK2, DEEPSEEK, *SEEING)
+        if len(family.layer_kinds) == 1 and one not in (GLM, DEEPSEEK, *SEEING)
     ),
     *(
         (one, {"rope_scaling": {kind: name, "mrope_section": [16, 24, 24]}})
@@ -224,8 +187,6 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [
     (DEEPSEEK, {"rope_scaling": LATENT_YARN, "q_lora_rank": 1536, "kv_lora_rank": 512}),
     (DEEPSEEK, {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}),
     (DEEPSEEK, {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "seq_aux": True}),
-    (DEEPSEEK2, {"rope_scaling": LATENT_YARN, "n_group": 8, "topk_group": 3, **LIMITED}),
-    (DEEPSEEK2, {"topk_method": "greedy", "norm_topk_prob": False, "routed_scaling_factor": 16.0}),
     (GPT_OSS, {"rope_parameters": GPT_OSS_YARN | {"truncate": False}, "swiglu_limit": 7.0}),
     (GPT_OSS, {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 128}),
     (GPT_OSS, {"experts_per_token": 4, "initial_context_length": 4096, "attention_bias": True}),
@@ -240,15 +201,10 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [
     (QWEN35, {"full_attention_interval": 4, "layer_types": ["linear_attention"]}),
     (QWEN3_NEXT, {"full_attention_interval": 4, "partial_rotary_factor": 0.25}),
     (QWEN3_NEXT, {"layer_types": ["linear_attention", "full_attention"]}),
-    (NEMOTRON_H, {"rms_norm_eps": 1e-5, "layer_norm_epsilon": 1e-5, "mlp_hidden_act": "relu2"}),
-    (NEMOTRON_H, {"time_step_limit": [0.0, math.inf], "time_step_min": 0.001, "expand": 2}),
-    (NEMOTRON_H, {"layers_block_type": ["linear_attention", "mlp", "full_attention"]}),
-    (NEMOTRON_H, {"n_routed_experts": 8, "n_group": 1, "moe_latent_size": None, "use_bias": False}),
     (LLAMA, {"rope_parameters": YARN | {"beta_fast": 8}, "max_position_embeddings": 1024}),
     (LLAMA, {"rope_scaling": {"type": "linear", "factor": 2.0}}),
     (MISTRAL, {"sliding_window": 4096}),
-    (GEMMA2, {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}),
-    (GEMMA2, {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}),
+    (GEMMA3, {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}),
     (
         GEMMA3,
         {
@@ -365,41 +321,21 @@ def test_what_latent_attention_lacks_is_refused(tmp_path, section, message):
         check_model(config_with({"model.path": str(model)} | section))
 
 
-LATENT = {
-    "n_routed_experts": 4,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 24,
-}
 NETS = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
 # Fields of a small model of a family with parts that not everything can have.
-PARTS = {"DeepseekV2": LATENT, "Qwen3Next": NETS, "Qwen3_5": NETS | {"num_experts": None}}
-PARTS |= {"NemotronH": {"num_experts": 0}, "GptOss": {}}
+PARTS = {"Qwen3Next": NETS, "Qwen3_5": NETS | {"num_experts": None}, "GptOss": {}}
 # With `ranks` of 2 these share the matrices.
 LACKS = refusals("""
 family = "GptOss", ranks = 2
     etp must be 1 for a GptOss.*: Megatron does not split exp
 family = "GptOss", fields.quantization_config.quant_method = "mxfp4"
     cannot be trained: write them anew in bfloat16 as docs/guides/models.md shows
-family = "DeepseekV2", learner.transformer.moe_router_fusion = true
-    moe_router_fusion must be false for a Deepseek
 family = "Qwen3Next", learner = {world_size = 4, parallel.cp = 4}
-    learner.parallel.tp times cp must divide the 2 heads or groups of delta nets, got 4
-family = "NemotronH", learner = {world_size = 2, parallel.cp = 2}
-    cp must be 1 for a NemotronH.*: its Mamba layers read the tokens
-family = "NemotronH", ranks = 2, fields.n_groups = 1
-    tp must divide the 1 heads or groups of Mamba layers, got 2
-family = "NemotronH", rollout_server.quantization = "fp8_per_channel"
-    quantization must be "off" for a NemotronHForCausalLM
-family = "NemotronH", rollout_server.tensor_parallel_size = 4
-    tensor_parallel_size must divide the 2 groups and 4 heads of Mamba layers, got 4
-family = "NemotronH", lora = {rank = 8, target_modules = ["linear_proj"]}
-    must be 0 for a NemotronHForCausalLM: of layers without attention only the delta
+    learner.parallel.tp times cp must divide the 2 heads of delta nets, got 4
 family = "Qwen3_5", ranks = 2, fields.linear_num_key_heads = 1
-    must divide the 1 heads or groups of delta nets, got 2
+    must divide the 1 heads of delta nets, got 2
 family = "Qwen3Next", ranks = 2, fields.linear_num_key_heads = 1
-    must divide the 1 heads or groups of delta nets, got 2
+    must divide the 1 heads of delta nets, got 2
 family = "Qwen3Next", lora = {rank = 8, target_modules = ["linear_proj"], publish = "adapters"}
     lora.publish must be merged for a model with delta nets
 """)

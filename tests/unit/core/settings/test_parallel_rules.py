@@ -307,9 +307,15 @@ MODELS: list[tuple[dict[str, Any], str]] = [
     *refusals("""
 architectures = ["GPT2LMHeadModel"], num_experts = 0
     a model of architecture GPT2LMHeadModel, which cannot be loaded
+architectures = ["Gemma2ForCausalLM"], num_experts = 0
+    a model of architecture Gemma2ForCausalLM, which cannot be loaded
+architectures = ["DeepseekV2ForCausalLM"]
+    a mixture of experts of architecture DeepseekV2ForCausalLM, which cannot be loaded
+architectures = ["NemotronHForCausalLM"], num_experts = 0
+    a model of architecture NemotronHForCausalLM, which cannot be loaded
 architectures = ["PhimoeForCausalLM"]
     a mixture of experts of architecture PhimoeForCausalLM, which cannot be loaded; known are
-    DeepseekV2ForCausalLM,
+    DeepseekV3ForCausalLM,
 rope_parameters.rope_type = "dynamic"
     the rope_type must be one of default, linear, llama3, yarn, got 'dynamic': transformers scales
     by the length of each sequence

@@ -27,7 +27,7 @@ def test_the_gradient_of_a_key_is_the_sum_over_its_copies(dtype: torch.dtype) ->
     ("learner", "model", "replay", "cause"),
     [
         ({}, {}, False, ""),
-        ({}, {"layer_forms": ["mamba", "mlp"]}, False, "Mamba layers read"),
+        ({}, {"is_delta_net": [True, False]}, False, "delta nets read"),
         ({"world_size": 2, "parallel": {"cp": 2}}, {}, False, "context parallel"),
         ({}, {"multi_latent_attention": True}, False, "latent"),
         ({}, {"window_size": (128, 0)}, False, "windows"),

@@ -34,31 +34,6 @@ def test_a_dense_model_multiplies_with_all_matrices_but_the_embedding():
     assert sizes.attention_width == 32 * 4096
 
 
-def test_a_hybrid_multiplies_with_the_part_that_each_layer_has():
-    # Nemotron-H 8B: 24 layers of Mamba-2, 24 MLPs and 4 of attention.
-    sizes = model_sizes(
-        {
-            "architectures": ["NemotronHForCausalLM"],
-            "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
-            "hidden_size": 4096,
-            "intermediate_size": 21504,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "mamba_num_heads": 128,
-            "mamba_head_dim": 64,
-            "n_groups": 8,
-            "ssm_state_size": 128,
-            "conv_kernel": 4,
-            "vocab_size": 131072,
-        }
-    )
-    mamba = 4096 * (2 * 8192 + 2 * 1024 + 128) + 8192 * 4096
-    attention = 2 * 4096 * (32 + 8) * 128
-    matrices = 24 * (mamba + 2 * 4096 * 21504) + 4 * attention + 4096 * 131072
-    assert sizes.matrix_parameters == matrices
-    assert sizes.attention_width == 4 * 32 * 128
-
-
 def test_a_mixture_of_experts_multiplies_with_the_chosen_experts_and_the_router():
     sizes = model_sizes(QWEN3_30B_A3B)
     attention = 2 * 2048 * 4096 + 2 * 2048 * 512

@@ -1,8 +1,8 @@
-"""Records of DeepSeek V2 and V3, and of GLM 4.5 and later with experts, which route like V3."""
+"""Records of DeepSeek V3, and of GLM 4.5 and later with experts, which route like V3."""
 
 from collections.abc import Iterator, Mapping
 
-from slipstream.core.models.family import ANY_BIAS, OFF, Experts, Family, Rope, Table, Values
+from slipstream.core.models.family import ANY_BIAS, Experts, Family, Rope, Table, Values
 
 # Routers with a sigmoid: the weights of a token's experts always add up to routed_scaling_factor.
 _SIGMOID: Mapping[str, Values] = {
@@ -36,21 +36,6 @@ def _rope_problems(kind: str, table: Table, _: Table) -> Iterator[str]:
         )
 
 
-def _group_problems(values: Table) -> Iterator[str]:
-    """Yields a line if vLLM, which ignores `topk_method`, would choose other expert groups."""
-    groups, chosen = values.get("n_group"), values.get("topk_group")
-    if not (isinstance(groups, int) and isinstance(chosen, int) and 1 <= chosen <= groups):
-        yield (
-            "model.path: n_group and topk_group of a DeepseekV2ForCausalLM must be numbers, as "
-            f"rollout servers need them, got {groups!r} and {chosen!r}"
-        )
-    elif groups > 1 and values.get("topk_method", "greedy") == "greedy":
-        yield (
-            "model.path: n_group of a DeepseekV2ForCausalLM with topk_method greedy must be 1, "
-            f"since rollout servers would choose groups, got {groups}"
-        )
-
-
 def _score_problems(values: Table) -> Iterator[str]:
     """Yields a line if learner and transformers would rank expert groups differently."""
     groups, chosen, of_token = (
@@ -65,26 +50,6 @@ def _score_problems(values: Table) -> Iterator[str]:
 
 
 FAMILIES = (
-    Family(
-        architecture="DeepseekV2ForCausalLM",
-        model_type="deepseek_v2",
-        values={
-            # transformers does not read it.
-            "norm_topk_prob": OFF,
-            "topk_method": ("greedy", "group_limited_greedy"),
-            "rms_norm_eps": (None, 1e-6),
-        },
-        read=_READ,
-        problems=_group_problems,
-        rope=Rope(problems=_rope_problems),
-        has_latent_attention=True,
-        experts=Experts(),
-        cannot={
-            "learner.transformer.moe_router_fusion": (
-                "the fused kernel scores groups of experts otherwise"
-            )
-        },
-    ),
     Family(
         architecture="DeepseekV3ForCausalLM",
         model_type="deepseek_v3",

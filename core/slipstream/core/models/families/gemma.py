@@ -1,37 +1,22 @@
-"""Records of Gemma 2 and 3."""
+"""The record of Gemma 3."""
 
 from slipstream.core.models.family import DENSE, FULL, SLIDING, Family, Nested, Rope, Values
 
 _GELU: Values = (None, "gelu_pytorch_tanh")
-_VALUES = {
-    **DENSE,
-    "hidden_act": _GELU,
-    "hidden_activation": _GELU,
-    # vLLM has no separate output projection for Gemma 2.
-    "tie_word_embeddings": (None, True),
-}
-_ROPE = Rope(kinds=("default", "linear"), is_by_layer=True)
-_NOT_IN_FLOAT16 = {"model.dtype": "vLLM (0.32.0) does not compute it in float16"}
 
 FAMILIES = (
     Family(
-        architecture="Gemma2ForCausalLM",
-        model_type="gemma2",
-        values=_VALUES,
-        read=("attn_logit_softcapping", "final_logit_softcapping"),
-        layer_kinds=(FULL, SLIDING),
-        is_tied=True,
-        rope=_ROPE,
-        has_windows=True,
-        cannot=_NOT_IN_FLOAT16,
-    ),
-    Family(
         architecture="Gemma3ForCausalLM",
         model_type="gemma3_text",
-        values=_VALUES,
+        values={
+            **DENSE,
+            "hidden_act": _GELU,
+            "hidden_activation": _GELU,
+            "tie_word_embeddings": (None, True),
+        },
         layer_kinds=(FULL, SLIDING),
         is_tied=True,
-        rope=_ROPE,
+        rope=Rope(kinds=("default", "linear"), is_by_layer=True),
         query_norm="head",
         has_windows=True,
         nested=Nested(
@@ -50,7 +35,7 @@ FAMILIES = (
             },
         ),
         cannot={
-            **_NOT_IN_FLOAT16,
+            "model.dtype": "vLLM (0.32.0) does not compute it in float16",
             "sampling.max_images": (
                 "its tokens of an image attend to each other in both directions, the learner's "
                 "only to those before them"

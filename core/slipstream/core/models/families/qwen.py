@@ -5,7 +5,6 @@ from dataclasses import replace
 
 from slipstream.core.models.family import (
     ANY_BIAS,
-    DELTA_NETS,
     DENSE,
     FULL,
     LINEAR,
@@ -69,7 +68,7 @@ _QWEN35 = Family(
     # Text has one axis of positions, so vLLM ignores these keys.
     rope=Rope(is_partial=True, optional=_AXES),
     query_norm="head",
-    linear=DELTA_NETS,
+    is_delta=True,
     engine=EngineFacts(module="delta_models", starts_cuda=True),
     cannot={"lora.rank": _NO_ADAPTERS},
 )
@@ -119,7 +118,7 @@ FAMILIES = (
         layer_kinds=(FULL, LINEAR),
         rope=Rope(is_partial=True),
         query_norm="head",
-        linear=DELTA_NETS,
+        is_delta=True,
         experts=Experts(),
     ),
     replace(_QWEN35, architecture="Qwen3_5ForCausalLM", model_type="qwen3_5_text"),

@@ -31,12 +31,9 @@ from slipstream.learner.trainer.families.mappings import (
     scale_embeddings,
     shared_expert,
 )
-from slipstream.learner.trainer.layers.routers import choose_groups_by_best
 from transformers import (
-    DeepseekV2ForCausalLM,
     DeepseekV3ForCausalLM,
     Ernie4_5ForCausalLM,
-    Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Glm4MoeForCausalLM,
     GptOssForCausalLM,
@@ -90,22 +87,6 @@ class _GemmaBridge(FamilyBridge):
     def _mappings(self) -> list[Megatron]:
         norms = [*norms_before(mlp="pre_feedforward_layernorm"), *norms_after()]
         return [*ends(), *norms, *gated()]
-
-
-@recipe_for(Gemma2ForCausalLM, "gemma2")
-class Gemma2Bridge(_GemmaBridge):
-    """Gemma 2: every second layer has a sliding window; scores and logits are soft-capped.
-
-    Source: arXiv:2408.00118, section 2.
-    """
-
-    def _adjust(self, provider: Megatron, settings: Megatron) -> None:
-        super()._adjust(provider, settings)
-        provider.score_cap = settings.attn_logit_softcapping
-        provider.logit_cap = settings.final_logit_softcapping
-
-    def _mappings(self) -> list[Megatron]:
-        return [*super()._mappings(), *attention()]
 
 
 @recipe_for(Gemma3ForCausalLM, "gemma3_text")
@@ -282,24 +263,6 @@ class DeepseekV3Bridge(_SigmoidBridge):
     def _adjust(self, provider: Megatron, settings: Megatron) -> None:
         super()._adjust(provider, settings)
         _make_latent(provider, settings)
-
-    def _mappings(self) -> list[Megatron]:
-        return [*super()._mappings(), *_latent_attention()]
-
-
-@recipe_for(DeepseekV2ForCausalLM, "deepseek_v2", provider=MLAModelProvider)
-class DeepseekV2Bridge(_SharedBridge):
-    """DeepSeek V2 and V2-Lite: latent attention; groups of experts are ranked by their best expert.
-
-    Megatron would rank groups by a sum over their best experts. Source: arXiv:2405.04434,
-    section 2.
-    """
-
-    def _adjust(self, provider: Megatron, settings: Megatron) -> None:
-        super()._adjust(provider, settings)
-        _make_latent(provider, settings)
-        if settings.n_group > 1:
-            provider.register_pre_wrap_hook(choose_groups_by_best)
 
     def _mappings(self) -> list[Megatron]:
         return [*super()._mappings(), *_latent_attention()]

@@ -63,9 +63,7 @@ def set_delta_nets(provider: Megatron, settings: Megatron) -> None:
         setattr(provider, f"linear_{name}", getattr(settings, f"linear_{name}"))
     # Checkpoints would otherwise join each parameter over all layers, but some layers lack it.
     provider.hetereogenous_dist_checkpoint = True
-    provider.layer_forms = [
-        "delta net" if kind == "linear_attention" else "whole" for kind in settings.layer_types
-    ]
+    provider.is_delta_net = [kind == "linear_attention" for kind in settings.layer_types]
     place_norms(provider, "before")
 
 

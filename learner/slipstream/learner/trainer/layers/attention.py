@@ -53,8 +53,6 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
         super().__init__(config)
         self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.cp_group: dist.ProcessGroup = pg_collection.cp
-        # Scores stay below this number; None if they are not capped.
-        self.score_cap: float | None = getattr(config, "score_cap", None)
         # Number of tokens before a query that the query sees; None for all of them.
         self.window: int | None = None
         if is_layer_window_attention(
@@ -101,8 +99,7 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
         if size > 1:
             key = GatheredRows.apply(key, self.cp_group)  # type: ignore[no-untyped-call]
             value = GatheredRows.apply(value, self.cp_group)  # type: ignore[no-untyped-call]
-        has_kernel = self.score_cap is None
-        masks = Masks(self.window, has_kernel=has_kernel, most_scores=self.most_scores)
+        masks = Masks(self.window, self.most_scores)
         split = (self.cp_group.rank(), size)
         return self._by_groups(
             query, key, value, *length_groups(bounds, split, masks, query.device)
@@ -144,8 +141,6 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
         and attention is causal.
         """
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-        if self.score_cap is not None:
-            return self._attend_capped(query, key, value, mask).transpose(1, 2)
         if self.softmax_offset is not None:
             scores = self.softmax_offset
             found = attend(query, key, value, mask, scores=scores, scale=self.softmax_scale)
@@ -160,20 +155,6 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
             enable_gqa=key.shape[1] != query.shape[1],
         )
         return attended.transpose(1, 2)
-
-    def _attend_capped(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
-    ) -> Tensor:
-        """Computes attention over dim 2 with capped scores, for which torch has no kernel."""
-        assert self.score_cap is not None
-        per_key = query.shape[1] // key.shape[1]
-        key, value = (x.repeat_interleave(per_key, dim=1) for x in (key, value))
-        scores = query @ key.transpose(2, 3) * (self.softmax_scale / self.score_cap)
-        scores = self.score_cap * scores.tanh()
-        if mask is None:
-            mask = torch.ones(scores.shape[2:], dtype=torch.bool, device=query.device).tril()
-        weights = scores.masked_fill(~mask, -torch.inf).softmax(-1, dtype=torch.float32)
-        return weights.to(value.dtype) @ value
 
     def sharded_state_dict(
         self,

@@ -30,8 +30,6 @@ class Masks:
 
     # Number of tokens before a query that the query sees; None for all of them.
     window: int | None = None
-    # Whether the kernel computes causal attention without a mask, and then stores no scores.
-    has_kernel: bool = True
     # Queries times keys of one call with a mask. More are cut into blocks of queries.
     most_scores: int = MOST_SCORES
 
@@ -127,7 +125,7 @@ def length_groups(
     for members in by_class.values():
         longest = max(end - start for start, end in members)
         is_short = masks.window is None or longest <= masks.window + 1
-        needs_mask = size > 1 or not (is_short and masks.has_kernel)
+        needs_mask = size > 1 or not is_short
         if needs_mask and len(members) * longest * longest // size > masks.most_scores:
             for member in members:
                 groups += _blocks(member, bounds, split, masks, device)

@@ -1,10 +1,9 @@
-"""Layers that read the tokens of a sequence in turn: gated delta nets and Mamba-2.
+"""Gated delta nets, which read the tokens of a sequence in turn.
 
-Megatron-Core 0.19.2 needs extra kernels for both, which have no form for CPUs.
+Megatron-Core 0.19.2 needs extra kernels for them, which have no form for CPUs.
 Here such a layer gets the tokens of a micro batch with one sequence in each row. Sequences of
 similar length are computed together, so that less than half of the entries are padding. All other
-parts of the model stay packed. Sources: arXiv:2412.06464 for delta nets, arXiv:2405.21060 for
-Mamba-2.
+parts of the model stay packed. Source: arXiv:2412.06464.
 
 The classes inherit from Megatron's, so import this module only after `compat.install`.
 """
@@ -23,181 +22,12 @@ from megatron.core.ssm.gated_delta_net.common import (
 )
 from megatron.core.ssm.utils import _split_tensor_factory
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
-from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.spec_utils import build_module
-from megatron.core.transformer.utils import (
-    ensure_metadata_has_dp_cp_group,
-    make_sharded_tensors_for_checkpoint,
-    sharded_state_dict_default,
-)
-from megatron.core.utils import divide
 from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.batches.micro_batch import gathered_places
-from slipstream.learner.trainer.layers import own_device
 from slipstream.learner.trainer.layers.length_groups import mixed_in_rows
 from slipstream.learner.trainer.layers.norms import RMSNorm
 from torch import Tensor
-from transformers.models.nemotron_h.modeling_nemotron_h import mamba2_chunk_scan
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
-
-# Least and most tokens that the scan multiplies as one matrix; the number affects only rounding.
-_LEAST_CHUNK, _CHUNK = 16, 128
-
-
-class PackedMamba(MegatronModule):  # type: ignore[misc]
-    """A Mamba-2 layer over packed tokens [tokens, 1, hidden].
-
-    Each tensor parallel rank has its part of the heads, and of the groups of heads that share B and
-    C.
-    """
-
-    # Bridge reads these marks to learn that the vectors are split like the heads.
-    tensor_model_parallel = True
-    partition_dim = 0
-
-    def __init__(
-        self,
-        config: Megatron,
-        layer_number: int,
-        *,
-        in_proj: Megatron,
-        out_proj: Megatron,
-        pg_collection: Megatron,
-        **_: object,
-    ) -> None:
-        """Takes `in_proj` and `out_proj`, classes of linear layers split by columns and rows."""
-        super().__init__(config)
-        self.layer_number, self.tp_group = layer_number, pg_collection.tp
-        tp = pg_collection.tp.size()
-        heads, self.head_dim = config.mamba_num_heads, config.mamba_head_dim
-        self.heads, self.groups = divide(heads, tp), divide(config.mamba_num_groups, tp)
-        self.inner, self.states = self.heads * self.head_dim, self.groups * config.mamba_state_dim
-        common = {"config": config, "bias": False, "is_expert": False, "tp_group": pg_collection.tp}
-        self.in_proj = build_module(
-            in_proj,
-            config.hidden_size,
-            tp * sum(self._rows().values()),
-            init_method=config.init_method,
-            gather_output=False,
-            skip_bias_add=False,
-            tp_comm_buffer_name="fc1",
-            **common,
-        )
-        channels, width = self.inner + 2 * self.states, config.linear_conv_kernel_dim
-        self.conv1d = torch.nn.Conv1d(
-            channels, channels, width, groups=channels, padding=width - 1, bias=True
-        )
-        self.A_log, self.D, self.dt_bias = (
-            torch.nn.Parameter(torch.empty(self.heads)) for _ in range(3)
-        )
-        self.norm_weight = torch.nn.Parameter(torch.empty(self.inner))
-        self.out_proj = build_module(
-            out_proj,
-            heads * self.head_dim,
-            config.hidden_size,
-            init_method=config.output_layer_init_method,
-            input_is_parallel=True,
-            skip_bias_add=True,
-            tp_comm_buffer_name="fc2",
-            **common,
-        )
-        # The parameters outside linear layers are NaN until they are loaded.
-        kind = {"dtype": config.params_dtype, "device": own_device(config)}
-        own = (self.A_log, self.D, self.dt_bias, self.norm_weight, *self.conv1d.parameters())
-        for parameter in own:
-            parameter.data = torch.full_like(parameter, torch.nan, **kind)
-            # The gradient norm counts the parts of all ranks.
-            parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
-
-    def _rows(self) -> dict[str, int]:
-        """Returns the number of rows of each part of this rank's `in_proj`, in order."""
-        inner, states = self.inner, self.states
-        return {"z": inner, "x": inner, "B": states, "C": states, "dt": self.heads}
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None,
-        packed_seq_params: Megatron = None,
-        **_: object,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Returns the output [tokens, 1, hidden], and None for the bias."""
-        projected = self.in_proj(hidden_states)[0][:, 0]
-        sizes = [self.inner, self.inner + 2 * self.states, self.heads]
-        gate, mixed, steps = torch.split(projected, sizes, dim=-1)
-        read = mixed_in_rows(self._mix, (mixed, steps), packed_seq_params)
-        normed = self._normed(read.flatten(1), gate).to(projected.dtype)
-        output, bias = self.out_proj(normed[:, None])
-        return output, bias
-
-    def _mix(self, mixed: Tensor, steps: Tensor) -> Tensor:
-        """Returns the outputs of the scan, float32 [sequences, length, heads, head size].
-
-        `mixed` holds x, B and C before the convolution, [sequences, length, ...], and `steps` each
-        head's dt before bias and softplus. Trailing padding has no effect.
-        """
-        length = mixed.shape[1]
-        mixed = F.silu(self.conv1d(mixed.mT)[..., :length]).mT
-        state_dim = self.config.mamba_state_dim
-        inputs, into, out_of = _by_head(
-            torch.split(mixed, [self.inner, self.states, self.states], dim=-1),
-            (self.head_dim, state_dim, state_dim),
-        )
-        # Unlike in transformers, but like in vLLM, steps have no lower bound.
-        read: Tensor = mamba2_chunk_scan(
-            inputs,
-            steps.float(),
-            -self.A_log.float().exp(),
-            into,
-            out_of,
-            chunk_size=min(_CHUNK, max(_LEAST_CHUNK, 1 << (length - 1).bit_length())),
-            D=self.D.float(),
-            dt_bias=self.dt_bias.float(),
-            dt_softplus=True,
-        )
-        return read
-
-    def _normed(self, read: Tensor, gate: Tensor) -> Tensor:
-        """Returns the gated RMSNorm of `read` [tokens, inner]: the gate first, then group norms."""
-        gated = read.float() * F.silu(gate.float())
-        grouped = gated.view(len(gated), self.groups, -1)
-        normed = F.rms_norm(grouped, grouped.shape[-1:], eps=self.config.layernorm_epsilon)
-        return self.norm_weight * normed.flatten(-2).to(gate.dtype)
-
-    def sharded_state_dict(
-        self,
-        prefix: str = "",
-        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
-        metadata: Megatron = None,
-    ) -> Megatron:
-        """Returns the state for distributed checkpoints, with the parts of fused matrices split."""
-        metadata = ensure_metadata_has_dp_cp_group(metadata)
-        own: dict[str, Tensor] = dict(self.named_parameters(recurse=False))
-        own |= {f"conv1d.{name}": tensor for name, tensor in self.conv1d.named_parameters()}
-        found: dict[str, Megatron] = make_sharded_tensors_for_checkpoint(
-            own,
-            prefix,
-            dict.fromkeys(own, 0),
-            sharded_offsets,
-            tp_group=self.tp_group,
-            dp_cp_group=metadata["dp_cp_group"],
-        )
-        for name in ("in_proj", "out_proj"):
-            found |= sharded_state_dict_default(
-                self.get_submodule(name),
-                f"{prefix}{name}.",
-                sharded_offsets,
-                metadata,
-                tp_group=self.tp_group,
-            )
-        parts = self._rows()
-        fused = {"in_proj.weight": parts}
-        convolved = {name: parts[name] for name in ("x", "B", "C")}
-        fused |= dict.fromkeys(("conv1d.weight", "conv1d.bias"), convolved)
-        for name, sizes in fused.items():
-            key = f"{prefix}{name}"
-            found[key] = _split_tensor_factory(found[key], list(sizes.values()), list(sizes), 0)
-        return found
 
 
 def _by_head(parts: Sequence[Tensor], sizes: Sequence[int]) -> Iterator[Tensor]:

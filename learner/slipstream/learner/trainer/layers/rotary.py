@@ -19,8 +19,6 @@ def rotary_settings(provider: Megatron, hf_config: Megatron) -> dict[str, object
 
     None of them scales, since `set_frequencies` does.
     """
-    if provider.position_embedding_type == "none":
-        return {}
     rope: dict[str, Any] = hf_config.rope_parameters
     rope = rope.get(FULL, rope)
     values: dict[str, object] = {

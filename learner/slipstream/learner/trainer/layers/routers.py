@@ -1,4 +1,4 @@
-"""Routers of experts: choices of groups by their best expert, and losses that count no padding.
+"""Losses of routers that count no padding.
 
 The losses act alike in every parallel layout. Megatron multiplies such a loss by the tokens of one
 rank and by the number of ranks that share a micro batch. That is the number of its tokens only
@@ -6,16 +6,11 @@ while none of them is padding.
 """
 
 import importlib
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import torch
 from slipstream.learner.trainer import Megatron
 from torch import Tensor
-
-# Megatron's choice: (scores, top_k, num_groups, group_topk) -> (chosen scores, expert ids).
-Choice = Callable[..., tuple[Tensor, Tensor]]
 
 
 def has_router_losses(settings: Megatron) -> bool:
@@ -56,39 +51,6 @@ def _mask_padding(
         size = len(mask) // layer.config.tensor_model_parallel_size
         mask = mask[layer.mlp.tp_group.rank() * size :][:size]
     return arguments, named | {"padding_mask": mask[None]}
-
-
-class GroupsByBest:
-    """Group-limited routing that ranks each group of experts by its best expert.
-
-    It replaces Megatron's `RouterReplay`, of which routers call only `get_replay_topk`.
-    """
-
-    def get_replay_topk(
-        self,
-        scores: Tensor,
-        topk: int,
-        num_groups: int | None = None,
-        group_topk: int | None = None,
-        default_compute_topk: Choice | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Returns scores and ids of the chosen experts, both [tokens, top_k]."""
-        assert num_groups is not None
-        assert group_topk is not None
-        by_group = scores.view(len(scores), num_groups, -1)
-        chosen = by_group.amax(-1).topk(group_topk, dim=-1).indices
-        is_chosen = torch.zeros(by_group.shape[:2], dtype=torch.bool, device=scores.device)
-        is_chosen = is_chosen.scatter(1, chosen, True)[:, :, None]
-        found = by_group.masked_fill(~is_chosen, -torch.inf).flatten(1).topk(topk, dim=-1)
-        return found.values, found.indices
-
-
-def choose_groups_by_best(chunks: list[Megatron]) -> list[Megatron]:
-    """Makes a model's routers choose groups by their best expert; returns `chunks`."""
-    for chunk in chunks:
-        for layer in sparse_layers(chunk):
-            layer.mlp.router.router_replay = GroupsByBest()
-    return chunks
 
 
 def sparse_layers(chunk: Megatron) -> list[Megatron]:

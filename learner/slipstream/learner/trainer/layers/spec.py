@@ -17,7 +17,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.enums import LayerType
-from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
@@ -32,7 +32,7 @@ from slipstream.learner.trainer.layers.norms import (
     WholeNorm,
     WholeNormAttention,
 )
-from slipstream.learner.trainer.layers.recurrent import PackedDeltaNet, PackedMamba, PlainNorm
+from slipstream.learner.trainer.layers.recurrent import PackedDeltaNet, PlainNorm
 from slipstream.learner.trainer.ranks import compat
 
 
@@ -50,8 +50,8 @@ def layer_spec(config: Megatron, vp_stage: int | None = None) -> Megatron:
         norm = TENorm
     # Layers of one kind share their spec.
     for layer in {id(layer): layer for layer in block.layer_specs}.values():
-        if getattr(config, "score_cap", None) is not None or config.softmax_type != "vanilla":
-            # TransformerEngine's attention has no cap, and no sinks for packed sequences.
+        if config.softmax_type != "vanilla":
+            # TransformerEngine's attention has no sinks for packed sequences.
             layer.submodules.self_attention.submodules.core_attention = CoreAttention
         if not has_te:
             _replace_parts(layer.submodules, config)
@@ -67,12 +67,12 @@ def layer_spec(config: Megatron, vp_stage: int | None = None) -> Megatron:
         block.layer_specs = [copy.deepcopy(layer) for layer in block.layer_specs]
         for place, layer in zip(_places(config, vp_stage), block.layer_specs, strict=True):
             equal_layers.equal_parts(layer.submodules, is_first=place == 0)
-    forms = getattr(config, "layer_forms", None)
-    if forms is not None:
+    is_delta_net = getattr(config, "is_delta_net", None)
+    if is_delta_net is not None:
         for number, place in enumerate(_places(config, vp_stage)):
-            if forms[place] != "whole":
+            if is_delta_net[place]:
                 layer = block.layer_specs[number]
-                parts = replace(layer.submodules, **_parts_of(forms[place], norm))
+                parts = replace(layer.submodules, **_delta_net(norm))
                 block.layer_specs[number] = replace(layer, submodules=parts)
     block.layer_norm = norm
     return block
@@ -100,26 +100,9 @@ def _linears() -> tuple[Megatron, Megatron]:
     return TEColumnParallelLinear, TERowParallelLinear
 
 
-_NO_MLP = {"pre_mlp_layernorm": IdentityOp, "mlp": IdentityOp, "mlp_bda": IdentityFuncOp}
-_NO_ATTENTION = {
-    "input_layernorm": IdentityOp,
-    "self_attention": IdentityOp,
-    "self_attn_bda": IdentityFuncOp,
-}
-
-
-def _parts_of(form: str, norm: Megatron) -> Mapping[str, Megatron]:
-    """Returns the parts that give a layer of Megatron the `form` in a recipe's `layer_forms`."""
-    if form == "attention":
-        return _NO_MLP
-    if form == "mlp":
-        return _NO_ATTENTION
+def _delta_net(norm: Megatron) -> Mapping[str, Megatron]:
+    """Returns the parts of a layer whose attention is a gated delta net after a `norm`."""
     linear_in, linear_out = _linears()
-    if form == "mamba":
-        params = {"in_proj": linear_in, "out_proj": linear_out}
-        mixer = ModuleSpec(module=PackedMamba, params=params)
-        return {**_NO_MLP, "self_attention": mixer, "input_layernorm": norm}
-    assert form == "delta net"
     parts = GatedDeltaNetSubmodules(in_proj=linear_in, out_norm=PlainNorm, out_proj=linear_out)
     mixer = ModuleSpec(module=PackedDeltaNet, submodules=parts)
     return {"self_attention": mixer, "input_layernorm": norm}

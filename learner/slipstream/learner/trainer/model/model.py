@@ -104,7 +104,6 @@ class ParallelModel:
             entropy_gradient=entropy_gradient,
             kept_logits=self.kept_logits,
             logits_dtype=self.logits_dtype,
-            cap=getattr(config, "logit_cap", None),
             has_engine_bits=getattr(config, "agreement", "close") == "bits",
         )
 

@@ -64,7 +64,6 @@ class Kind:
     # Number of tokens that a query sees, its own included; 0 means all tokens before it.
     window: int
     scale: float
-    cap: float
     has_sinks: bool
     # How context parallel ranks share a sequence; "" without TransformerEngine.
     exchange: str
@@ -105,7 +104,6 @@ def kind_of(attention: Megatron) -> Kind:
         value_size=config.v_head_dim if is_latent else size,
         window=config.window_size[0] + 1 if has_window else 0,
         scale=float(holder.softmax_scale),
-        cap=getattr(core, "score_cap", None) or 0.0,
         has_sinks=getattr(core, "softmax_offset", None) is not None,
         exchange=getattr(core, "cp_comm_type", ""),
     )
@@ -234,8 +232,6 @@ def _attended(kind: Kind, own: Sequence[Tensor], sink: Tensor | None) -> Tensor:
     """
     query, key, value = own
     scores = query @ key.T * kind.scale
-    if kind.cap:
-        scores = kind.cap * (scores / kind.cap).tanh()
     num_before = len(key) - len(query)
     seen = torch.ones_like(scores, dtype=torch.bool).tril(num_before)
     if kind.window:

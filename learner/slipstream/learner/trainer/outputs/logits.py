@@ -1,7 +1,7 @@
 """Sums over the vocabulary and gradients of one chunk of logits, with torch's operations.
 
 `fused_logits` computes the same on a GPU, with one kernel for each function. This module is the
-reference implementation; it also serves CPUs, capped logits and several targets per row.
+reference implementation; it also serves CPUs and several targets per row.
 """
 
 from dataclasses import dataclass
@@ -16,14 +16,12 @@ PADDING_LOGIT = -1e30
 
 @dataclass(frozen=True)
 class LogitColumns:
-    """The parameters of a chunk of logits: padding, temperature and soft cap."""
+    """The parameters of a chunk of logits: padding and temperature."""
 
     # The first `num_tokens` columns are tokens; the rest is padding, with probability 0.
     num_tokens: int
     # Divisor of the logits.
     temperature: float
-    # Logits are capped below this number before the division; None if they are not.
-    cap: float | None = None
 
 
 class Sums(NamedTuple):
@@ -41,11 +39,9 @@ class Sums(NamedTuple):
 def prepared(logits: Tensor, columns: LogitColumns) -> Tensor:
     """Returns logits divided by the temperature, at least float32, with padding columns masked.
 
-    If `columns` has a cap, they are capped before the division. `logits` may be overwritten.
+    `logits` may be overwritten.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if columns.cap is not None:
-        logits.div_(columns.cap).tanh_().mul_(columns.cap)
     if columns.temperature != 1.0:
         logits /= columns.temperature
     logits[:, columns.num_tokens :] = PADDING_LOGIT
@@ -99,10 +95,3 @@ def gradient(
 def _rows(values: Tensor) -> Tensor:
     """Returns `values`, which are [rows] or [rows, targets], as [rows, targets]."""
     return values if values.dim() > 1 else values[:, None]
-
-
-def cap_slopes(logits: Tensor, columns: LogitColumns) -> Tensor:
-    """Returns the derivative of the soft cap for prepared `logits`: 1 - (capped logit / cap)^2."""
-    assert columns.cap is not None
-    share = logits * (columns.temperature / columns.cap)
-    return 1.0 - share.clamp(-1.0, 1.0).square()

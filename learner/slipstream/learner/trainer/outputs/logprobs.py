@@ -44,8 +44,6 @@ class Projection:
     # Element type of the logits; None takes that of the weight. bfloat16 rounds a logit of 20 by up
     # to 0.06.
     logits_dtype: torch.dtype | None = None
-    # Logits are capped below this number before the division; None if they are not.
-    cap: float | None = None
     # Whether logits and log-probabilities are bit for bit equal to the inference engine's.
     has_engine_bits: bool = False
 
@@ -161,11 +159,10 @@ class _Part:
         # Token id of the first row, and the number of rows that are not padding.
         self.first = self._width * (group.rank() if group is not None else 0)
         self.num_tokens = max(0, min(self._width, projection.vocab_size - self.first))
-        self._columns = LogitColumns(self.num_tokens, projection.temperature, projection.cap)
+        self._columns = LogitColumns(self.num_tokens, projection.temperature)
         self._dtype = projection.logits_dtype or weight.dtype
-        # The fused kernels support neither a cap nor several targets per row.
-        is_plain = projection.cap is None and is_one
-        self._is_fused = is_plain and weight.is_cuda and weight.dtype in _FUSED_TYPES
+        # The fused kernels do not support several targets per row.
+        self._is_fused = is_one and weight.is_cuda and weight.dtype in _FUSED_TYPES
 
     def new_sums(self, shape: torch.Size) -> Sums:
         """Returns uninitialised sums for targets of this shape, at least float32."""
@@ -241,10 +238,7 @@ class _Part:
                 grad = torch.empty_like(found, dtype=self._weight.dtype)
             fused_logits.gradient(found, places, self._columns, log_total, slopes, bends, grad)
             return grad
-        capped = None if self._columns.cap is None else logits.cap_slopes(found, self._columns)
         grad = logits.gradient(found, places, log_total, slopes, bends)
-        if capped is not None:
-            grad *= capped
         return grad.to(self._weight.dtype)
 
     def places(self, targets: Tensor) -> Tensor:

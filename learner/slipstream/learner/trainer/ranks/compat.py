@@ -122,8 +122,8 @@ def _read_config(path: str, *, trust_remote_code: bool, **named: object) -> Mega
 
 
 def _cure_latent_norms() -> None:
-    # Megatron would put a norm on queries that are not of low rank, as in DeepSeek V2-Lite, which
-    # have none, and asks for layers of TransformerEngine. The parts of the spec are right.
+    # Megatron would put a norm on queries that are not of low rank, as in Moonlight, which has
+    # none, and asks for layers of TransformerEngine. The parts of the spec are right.
     latent: Megatron = importlib.import_module("megatron.core.transformer.multi_latent_attention")
     latent.MLASelfAttention._resolve_qk_norm_config = lambda _, parts: vars(parts)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 # Endings of the tensors with a row for each token.
 EMBEDDING, HEAD = ".embed_tokens.weight", "lm_head.weight"
-VOCABULARY = (EMBEDDING, HEAD, "backbone.embeddings.weight")
+VOCABULARY = (EMBEDDING, HEAD)
 # Ending of tensors that are float32 in every model: rounding would change the choice of experts.
 _EXACT = ".e_score_correction_bias"
 

@@ -32,11 +32,10 @@ def seen(groups, bounds, split):
     return found
 
 
-@pytest.mark.parametrize("has_kernel", [True, False])
 @pytest.mark.parametrize("window", [None, 0, 5, 30])
 @pytest.mark.parametrize("size", [1, 2])
 def test_each_query_sees_the_tokens_of_its_sequence_up_to_itself_within_the_window(
-    size: int, window: int | None, has_kernel: bool
+    size: int, window: int | None
 ) -> None:
     wanted = {
         place: set(range(max(start, place - (end if window is None else window)), place + 1))
@@ -44,7 +43,7 @@ def test_each_query_sees_the_tokens_of_its_sequence_up_to_itself_within_the_wind
         for place in range(start, end)
     }
     for most in (1 << 20, 600, 40):
-        masks = Masks(window, has_kernel=has_kernel, most_scores=most)
+        masks = Masks(window, most)
         found: dict[int, set[int]] = {}
         for rank in range(size):
             split = rank, size
@@ -60,7 +59,6 @@ def test_each_query_sees_the_tokens_of_its_sequence_up_to_itself_within_the_wind
         ((0, 2), Masks()),
         ((1, 2), Masks(1024)),
         ((0, 1), Masks(1024)),
-        ((0, 1), Masks(has_kernel=False)),
     ],
 )
 def test_a_long_sequence_holds_places_and_no_masks(split: LengthSplit, masks: Masks) -> None:

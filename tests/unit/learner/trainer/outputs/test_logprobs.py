@@ -62,36 +62,6 @@ def test_gradients_are_those_of_finite_differences(chunk_logits, entropy_gradien
 
 
 @pytest.mark.parametrize("entropy_gradient", [False, True])
-@pytest.mark.parametrize("chunk_logits", [2 * VOCAB, 1000])
-def test_capped_logits_give_values_and_gradients_of_a_dense_softmax(chunk_logits, entropy_gradient):
-    hidden, weight, targets, rows = make_case()
-    cap, temperature = 1.5, 0.7
-    padded = torch.cat([weight, torch.zeros(5, HIDDEN, dtype=weight.dtype)])
-    outer, bend = torch.randn(2, TOKENS, dtype=torch.float64)
-    projection = Projection(
-        temperature, VOCAB, entropy_gradient=entropy_gradient, chunk_logits=chunk_logits, cap=cap
-    )
-
-    def gradients(found: Tensor, entropy: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
-        loss = (found * outer).sum()
-        if entropy_gradient:
-            loss = loss + (entropy * bend).sum()
-        return torch.autograd.grad(loss, leaves)
-
-    states, part = hidden.requires_grad_(), padded.requires_grad_()
-    found, entropy = vocab_parallel_logprobs(states, part, targets, rows, projection)
-    logs = (cap * torch.tanh(states @ part[:VOCAB].T / cap) / temperature).log_softmax(-1)
-    is_row = torch.zeros(TOKENS, dtype=torch.bool).index_fill(0, rows, True)
-    expected = torch.where(is_row, logs.gather(1, targets[:, None])[:, 0], 0)
-    expected_entropy = torch.where(is_row, -(logs.exp() * logs).sum(-1), 0)
-    torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(entropy, expected_entropy)
-    torch.testing.assert_close(
-        gradients(found, entropy, states, part), gradients(expected, expected_entropy, states, part)
-    )
-
-
-@pytest.mark.parametrize("entropy_gradient", [False, True])
 @pytest.mark.parametrize("chunk_logits", [1, 2 * VOCAB, 1000])
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_split_and_padded_vocabulary_gives_values_and_gradients_of_a_dense_softmax(
