@@ -94,10 +94,8 @@ def provider_of(
         **rotary.rotary_settings(provider, hf_config),
         **_window_settings(hf_config),
     }
-    has_positions = provider.position_embedding_type != "none"
-    if has_positions:
-        frequencies = functools.partial(rotary.set_frequencies, hf_config=hf_config)
-        provider.register_pre_wrap_hook(frequencies)
+    frequencies = functools.partial(rotary.set_frequencies, hf_config=hf_config)
+    provider.register_pre_wrap_hook(frequencies)
     is_latent = provider.multi_latent_attention and not compat.has_transformer_engine()
     if is_latent and parallel.tp > 1:
         from slipstream.learner.trainer.layers.attention import make_whole_vectors
@@ -125,8 +123,7 @@ def provider_of(
         values["bias_dropout_fusion"] = not provider.add_bias_linear
         # Megatron's fused rotary embedding supports only YaRN in latent attention, and only
         # positions of text: positions of images have three axes.
-        has_axes = has_positions and "mrope_section" in hf_config.rope_parameters
-        is_plain = has_positions and not has_axes
+        is_plain = "mrope_section" not in hf_config.rope_parameters
         values["apply_rope_fusion"] = is_plain and not provider.multi_latent_attention
         # Megatron fuses no other activation of a gated MLP.
         values["bias_activation_fusion"] = provider.activation_func is torch.nn.functional.silu
