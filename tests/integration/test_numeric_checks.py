@@ -133,7 +133,7 @@ def test_a_wrong_output_is_told() -> None:
         check(layer)
 
 
-@pytest.mark.parametrize("kind", ["plain", "a cap", "sinks"])
+@pytest.mark.parametrize("kind", ["plain", "sinks"])
 def test_a_right_attention_of_shared_prefixes_passes(kind: str) -> None:
     check(Attention(kind), sharing=object())
 

@@ -25,19 +25,19 @@ if TYPE_CHECKING:
     from slipstream.learner.trainer.model.model import Policy
     from slipstream.learner.trainer.step import TrainingStep
 
-# Factors of one matrix of the Llama's second layer.
-LARGE = {"activations": 1e5, "weights": 1e7}
-MATRIX = "model.layers.1.mlp.down_proj.weight"
+# Factors of matrices of the Llama's second layer.
+DOWN, UP = (f"model.layers.1.mlp.{name}_proj.weight" for name in ("down", "up"))
+LARGE = {"activations": {DOWN: 1e5, UP: 10.0}, "weights": {DOWN: 1e7}}
 
 
 def make_large(folder: Path) -> None:
-    """Makes copies of the Llama with a matrix that is too large."""
+    """Makes copies of the Llama with matrices that are too large, or make what is too large."""
     tensors = load_file(folder / "llama" / "model.safetensors")
-    for name, factor in LARGE.items():
+    for name, factors in LARGE.items():
         target = folder / name
         target.mkdir()
         (target / "config.json").write_text((folder / "llama" / "config.json").read_text())
-        own = tensors | {MATRIX: tensors[MATRIX] * factor}
+        own = tensors | {matrix: tensors[matrix] * factor for matrix, factor in factors.items()}
         save_file(own, target / "model.safetensors", metadata={"format": "pt"})
 
 
