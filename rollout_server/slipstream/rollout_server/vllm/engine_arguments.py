@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import slipstream.core.models.kinds  # noqa: F401 - vLLM asks transformers for these kinds
 from slipstream.core.errors import ConfigError
 from slipstream.core.models.model_rules import cpu_cache_bytes, cpu_engine_problems
 from slipstream.core.models.model_sizes import ModelSizes, read_model_table
@@ -61,10 +62,12 @@ def engine_config(config: Config, seed: int) -> VllmConfig:
         raise ConfigError(f"vLLM refuses its settings: {said}") from error
     if config.lora.publishes_adapters:
         check_adapted(settings)
-    if on_cpu and settings.speculative_config is not None:
-        from slipstream.rollout_server.vllm.cpu_repairs import repair_expansion
+    if on_cpu:
+        from slipstream.rollout_server.vllm import cpu_repairs
 
-        repair_expansion()
+        cpu_repairs.repair_layers()
+        if settings.speculative_config is not None:
+            cpu_repairs.repair_expansion()
     scheduling = settings.scheduler_config
     scheduling.scheduler_cls = scheduler_class(async_scheduling=bool(scheduling.async_scheduling))
     return settings

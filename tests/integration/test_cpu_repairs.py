@@ -1,0 +1,61 @@
+"""vLLM's layers for CPUs, corrected where they compute something else or nothing."""
+
+import functools
+
+import pytest
+import torch
+from slipstream.rollout_server.vllm import cpu_repairs
+from slipstream.rollout_server.vllm.weights.loader_update import LoaderUpdate
+from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
+from vllm.model_executor.layers.rotary_embedding import get_rope
+from vllm.model_executor.model_loader import reload
+
+
+@pytest.fixture(autouse=True)
+def repaired() -> None:
+    cpu_repairs.repair_layers()
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+def test_each_head_of_latent_attention_is_rotated(heads: int) -> None:
+    table = {"rope_type": "default", "rope_theta": 300.0}
+    with set_current_vllm_config(VllmConfig()):
+        rope = get_rope(
+            64, max_position=32, rope_parameters=table, is_neox_style=False, dtype=torch.float32
+        )
+    # As in vLLM's model, a part of each head and of the latent vector.
+    query, latent = torch.randn(5, heads, 192), torch.randn(5, 576)
+    own, key, places = query[..., 128:], latent[:, None, 512:], torch.arange(5)
+    expected = rope.forward_native(places, own.clone(), key.clone())
+    for found, one in zip(rope.forward_cpu(places, own, key), expected, strict=True):
+        torch.testing.assert_close(found, one)
+
+
+def test_heads_in_one_dimension_are_rotated_by_the_kernel() -> None:
+    with set_current_vllm_config(VllmConfig()):
+        table = {"rope_type": "default", "rope_theta": 300.0}
+        rope = get_rope(64, max_position=32, rope_parameters=table, dtype=torch.float32)
+    query, key, places = torch.randn(5, 256), torch.randn(5, 128), torch.arange(5)
+    expected = rope.forward_native(places, query.clone(), key.clone())
+    for found, one in zip(rope.forward_cpu(places, query, key), expected, strict=True):
+        torch.testing.assert_close(found, one)
+
+
+def test_experts_without_groups_are_chosen_by_sigmoid_scores_and_biases() -> None:
+    bias, logits = torch.randn(6), torch.randn(7, 6)
+    router = CPURouter(2, 6, scoring_func="sigmoid", e_score_correction_bias=bias)
+    weights, chosen = router._compute_routing(torch.randn(7, 4), logits, None)
+    scores = logits.sigmoid()
+    best = (scores + bias).topk(2).indices
+    assert torch.equal(chosen.long().sort()[0], best.sort()[0])
+    found = torch.zeros_like(scores).scatter(1, chosen.long(), weights)
+    own = torch.zeros_like(scores).scatter(1, best, scores.gather(1, best))
+    torch.testing.assert_close(found, own / own.sum(-1, keepdim=True))
+
+
+def test_a_loader_without_a_name_is_no_obstacle_to_new_weights() -> None:
+    layer = torch.nn.Linear(2, 2)
+    layer.weight.weight_loader = functools.partial(lambda parameter, loaded: None)
+    reload.record_metadata_for_reloading(layer)
+    LoaderUpdate(layer, ModelConfig.__new__(ModelConfig))
