@@ -36,6 +36,7 @@ TINY = {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "head_dim": 32,
+    "rotary_dim": 16,
     "moe_intermediate_size": 64,
     "shared_expert_intermediate_size": 64,
     "q_lora_rank": 32,
@@ -268,6 +269,27 @@ FAMILIES = {
         | _groups(8, 4, *_SIGMOID)
         | {"rope_parameters": LATENT_YARN},
         layers=2,
+    ),
+    "glm-4.7-flash": Family(
+        "Glm4MoeLite",
+        _latent(2048, 10240, 20, 768)
+        | {"qk_nope_head_dim": 192, "v_head_dim": 256}
+        | _routed(64, 4, 1536, 1)
+        | _groups(1, 1, "noaux_tc", "sigmoid", 1.8),
+        layers=2,
+    ),
+    "minimax-m2": Family(
+        "MiniMaxM2",
+        _heads(3072, 1536, 48, 8, 128)
+        | {"num_local_experts": 64, "num_experts_per_tok": 8, "rotary_dim": 64}
+        | {"scoring_func": "sigmoid", "use_routing_bias": True}
+        | {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}},
+        layers=2,
+    ),
+    "exaone4": Family(
+        "Exaone4",
+        _heads(5120, 27392, 40, 8, 128)
+        | {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"] * 2},
     ),
     "gpt-oss": Family(
         "GptOss",

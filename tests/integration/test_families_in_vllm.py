@@ -9,9 +9,9 @@ from slipstream.learner.trainer.tiny_model import make_tokenizer
 from support.fakes.field_models import make_field_model
 from support.fakes.nested_folders import nest
 from support.ranks.field_ranks import probe
+from support.references.plain_policy import plain_model
 from support.rigs import family_engine
 from support.rigs.receiver_story import run_program
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
@@ -28,6 +28,12 @@ CASES = [
     "glm.glm",
     "deepseek.latent",
     "gpt-oss.gpt-oss",
+    "kimi.latent",
+    "mimo.default",
+    "glm-lite.untied",
+    "minimax.glm",
+    "exaone4.llama3",
+    "exaone4-full.llama3",
 ]
 # vLLM's kernels for a CPU take no smaller heads, and pad smaller experts.
 WIDER_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
@@ -35,6 +41,9 @@ WIDER_EXPERTS = {
     "olmoe": {"intermediate_size": 64},
     "glm": {"moe_intermediate_size": 64},
     "deepseek": {"moe_intermediate_size": 64},
+    "kimi": {"moe_intermediate_size": 64},
+    "glm-lite": {"moe_intermediate_size": 64},
+    "minimax": {"intermediate_size": 64},
     "gpt-oss": {"intermediate_size": 64},
 }
 
@@ -45,7 +54,7 @@ DELTA_NETS = {"moe_intermediate_size": 64, "linear_conv_kernel_dim": 4}
 @pytest.mark.parametrize("case", CASES)
 def test_an_engine_computes_what_transformers_does(case: str, tmp_path: Path) -> None:
     sizes = WIDER_EXPERTS.get(case.split(".")[0], {})
-    if case.startswith("olmo"):
+    if case.startswith(("olmo", "mimo")):
         sizes = sizes | WIDER_HEADS
     for name, seed in (("first", 0), ("second", 1)):
         make_field_model(tmp_path / name, case, seed=seed, **sizes)
@@ -69,7 +78,7 @@ def test_an_engine_computes_the_decoder_beside_a_tower(case: str, tmp_path: Path
     write_tokenizer(folders[0])
     output = tmp_path / "found.npy"
     run_program(family_engine.__file__, *map(str, folders), str(output), limit_s=400)
-    expected = [logprobs(folder, has_tower=True) for folder in folders]
+    expected = [logprobs(folder) for folder in folders]
     assert np.abs(expected[0] - expected[1]).mean() > 0.1
     np.testing.assert_allclose(
         np.load(output, allow_pickle=False), sent_back(expected), rtol=0, atol=2e-4
@@ -102,10 +111,9 @@ def write_tokenizer(folder: Path) -> None:
     (folder / "config.json").write_text(config)
 
 
-def logprobs(folder: Path, *, has_tower: bool = False) -> np.ndarray:
+def logprobs(folder: Path) -> np.ndarray:
     """Log-probabilities of the probe by transformers."""
-    kind = AutoModelForImageTextToText if has_tower else AutoModelForCausalLM
-    model = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    model = plain_model(folder)
     found = []
     with torch.no_grad():
         for tokens in probe():

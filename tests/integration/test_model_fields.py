@@ -12,7 +12,7 @@ from support.fakes import field_models
 from support.ranks import field_ranks
 from support.ranks.field_ranks import probe
 from support.ranks.rank_pool import RankPool
-from transformers import AutoConfig, AutoModelForCausalLM
+from support.references.plain_policy import plain_model
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("one_thread")]
 
@@ -52,12 +52,7 @@ def folder(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 def logprobs(folder: Path, changes: Mapping[str, Any]) -> torch.Tensor:
     """What transformers computes with `changes` to config.json and the same weights."""
-    config = AutoConfig.from_pretrained(folder)
-    for name, value in changes.items():
-        setattr(config, name, value)
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, config=config, dtype=torch.float32, attn_implementation="eager"
-    )
+    model = plain_model(folder, **changes)
     found = []
     with torch.no_grad():
         for tokens in probe():

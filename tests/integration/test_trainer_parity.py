@@ -82,7 +82,7 @@ def test_one_rank_trains_like_plain_transformers(layout, folder, one_rank):
         trained = {module_name(name): tensor for name, tensor in trained.items()}
         weights = {module_name(name): tensor for name, tensor in weights.items()}
     elif model != "gpt-oss":
-        trained = one_by_one(trained, is_mixtral=model == "mixtral")
+        trained = one_by_one(trained, is_mixtral=model in ("mixtral", "minimax"))
     for name, tensor in weights.items():
         torch.testing.assert_close(tensor, trained[name], rtol=1e-6, atol=1e-6)
 
@@ -114,8 +114,7 @@ def one_by_one(weights: dict[str, torch.Tensor], *, is_mixtral: bool) -> dict[st
     found = {}
     for name, tensor in weights.items():
         if is_mixtral:
-            name = name.replace(".mlp.gate.", ".block_sparse_moe.gate.")
-            name = name.replace(".mlp.experts.", ".block_sparse_moe.experts.")
+            name = name.replace(".mlp.", ".block_sparse_moe.")
         if name.endswith(".experts.gate_up_proj"):
             for expert, both in enumerate(tensor):
                 for part, own in zip(names, both.chunk(2), strict=False):
@@ -236,6 +235,11 @@ FAMILIES = [
     "one-qwen3-next",
     "one-qwen35",
     "one-gpt-oss",
+    "one-kimi",
+    "one-mimo",
+    "one-glm-lite",
+    "one-minimax",
+    "one-exaone4",
 ]
 
 

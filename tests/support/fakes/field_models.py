@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from support.fakes.parity_models import enlarge
+from support.fakes.parity_models import OTHER_KINDS, enlarge, write_as_other_kind
 
 VOCAB = 64
 SIZES = {
@@ -96,12 +96,8 @@ DELTA_NETS = {
     "linear_num_key_heads": 1,
     "linear_num_value_heads": 2,
 }
-GEMMA = {
-    "head_dim": 32,
-    "sliding_window": 100,
-    "layer_types": ["sliding_attention", "full_attention"],
-    "query_pre_attn_scalar": 50,
-}
+WINDOWS = {"sliding_window": 100, "layer_types": ["sliding_attention", "full_attention"]}
+GEMMA = WINDOWS | {"head_dim": 32, "query_pre_attn_scalar": 50}
 GEMMA_CHOICES = {
     "sliding_window": 101,
     "layer_types": ["full_attention", "sliding_attention"],
@@ -204,6 +200,38 @@ FAMILIES = {
             "layer_types": ["full_attention", "sliding_attention"],
         },
     ),
+    "glm-lite": Family(
+        "Glm4MoeLiteConfig",
+        "Glm4MoeLiteForCausalLM",
+        LATENT,
+        SIGMOID_CHOICES | {"n_group": 2, "rms_norm_eps": 0.02},
+    ),
+    "kimi": Family(
+        "DeepseekV3Config",
+        "DeepseekV3ForCausalLM",
+        LATENT
+        | {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "n_group": 1, "topk_group": 1},
+        SIGMOID_CHOICES | {"rms_norm_eps": 0.02},
+    ),
+    "mimo": Family("Qwen2Config", "Qwen2ForCausalLM"),
+    "minimax": Family(
+        "MiniMaxM2Config",
+        "MiniMaxM2ForCausalLM",
+        {"num_local_experts": 4, "num_experts_per_tok": 3, "head_dim": 32, "rotary_dim": 16}
+        | {"scoring_func": "sigmoid", "use_routing_bias": True},
+        {"num_experts_per_tok": 2},
+    ),
+    "exaone4": Family(
+        "Exaone4Config",
+        "Exaone4ForCausalLM",
+        WINDOWS | {"head_dim": 32},
+        {"sliding_window": 101, "layer_types": ["full_attention", "sliding_attention"]},
+    ),
+    "exaone4-full": Family(
+        "Exaone4Config",
+        "Exaone4ForCausalLM",
+        {"head_dim": 32, "sliding_window": None, "layer_types": ["full_attention"] * 2},
+    ),
     "mistral": Family(
         "MistralConfig",
         "MistralForCausalLM",
@@ -217,6 +245,7 @@ CHOICES = {"rms_norm_eps": 1e-6}
 ROPES = {
     "llama3": LLAMA3_ROPE,
     "default": DEFAULT_ROPE,
+    "untied": DEFAULT_ROPE,
     "llama3-other": OTHER_LLAMA3_ROPE,
     "linear": LINEAR_ROPE,
     "yarn": YARN_ROPE,
@@ -235,6 +264,12 @@ _OTHERS = (
     "glm",
     "deepseek",
     "gpt-oss",
+    "kimi",
+    "mimo",
+    "glm-lite",
+    "minimax",
+    "exaone4",
+    "exaone4-full",
     "qwen3-next",
     "qwen35",
     "qwen35-moe",
@@ -254,6 +289,12 @@ CASES = [
     "glm.glm",
     "deepseek.latent",
     "gpt-oss.gpt-oss",
+    "kimi.latent",
+    "mimo.default",
+    "glm-lite.untied",
+    "minimax.glm",
+    "exaone4.llama3",
+    "exaone4-full.llama3",
     "qwen3-next.glm",
     "qwen35.glm",
     "qwen35-moe.glm",
@@ -275,6 +316,8 @@ def make_field_model(folder: Path, case: str, *, seed: int = 0, **sizes: object)
     model = getattr(transformers, known.model)(config)
     enlarge(model, family)
     model.save_pretrained(folder / case)
+    if family in OTHER_KINDS:
+        write_as_other_kind(folder / case, family)
 
 
 def write_as_transformers_4(folder: Path) -> None:

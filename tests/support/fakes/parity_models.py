@@ -10,6 +10,11 @@ VOCAB = 64
 NUM_LAYERS = 4
 NUM_EXPERTS = 4
 EXPERTS_PER_TOKEN = 2
+# What config.json of a DeepSeek V3 and of a Qwen2 says if it is another model.
+OTHER_KINDS = {
+    "kimi": {"model_type": "kimi_k2"},
+    "mimo": {"model_type": "mimo", "architectures": ["MiMoForCausalLM"]},
+}
 
 
 def make_models(folder: Path, *, num_layers: int = NUM_LAYERS) -> None:
@@ -18,16 +23,22 @@ def make_models(folder: Path, *, num_layers: int = NUM_LAYERS) -> None:
         DeepseekV3ForCausalLM,
         Ernie4_5Config,
         Ernie4_5ForCausalLM,
+        Exaone4Config,
+        Exaone4ForCausalLM,
         Gemma3Config,
         Gemma3ForCausalLM,
         Gemma3ForConditionalGeneration,
         Gemma3TextConfig,
         Glm4MoeConfig,
         Glm4MoeForCausalLM,
+        Glm4MoeLiteConfig,
+        Glm4MoeLiteForCausalLM,
         GptOssConfig,
         GptOssForCausalLM,
         LlamaConfig,
         LlamaForCausalLM,
+        MiniMaxM2Config,
+        MiniMaxM2ForCausalLM,
         Ministral3Config,
         Ministral3ForCausalLM,
         Mistral3Config,
@@ -275,12 +286,39 @@ def make_models(folder: Path, *, num_layers: int = NUM_LAYERS) -> None:
     # The weights of the others stay as they were.
     with torch.random.fork_rng():
         models["ernie"] = Ernie4_5ForCausalLM(Ernie4_5Config(**sizes, **rope))
+        one_group = latent | {"n_group": 1}
+        models["kimi"] = DeepseekV3ForCausalLM(
+            DeepseekV3Config(**one_group, rope_parameters=latent_yarn)
+        )
+        models["mimo"] = Qwen2ForCausalLM(Qwen2Config(**sizes, **rope))
+        models["glm-lite"] = Glm4MoeLiteForCausalLM(Glm4MoeLiteConfig(**one_group, **rope))
+        models["minimax"] = MiniMaxM2ForCausalLM(
+            MiniMaxM2Config(
+                **sizes,
+                **glm_rope,
+                rotary_dim=8,
+                num_local_experts=4,
+                num_experts_per_tok=2,
+                scoring_func="sigmoid",
+                use_routing_bias=True,
+            )
+        )
+        models["exaone4"] = Exaone4ForCausalLM(
+            Exaone4Config(
+                **sizes | {"max_position_embeddings": 16384},
+                rope_parameters=scaled,
+                sliding_window=6,
+                layer_types=gemma["layer_types"],
+            )
+        )
     for name, model in models.items():
         # No other model changes what this one gets.
         torch.manual_seed(2)
         enlarge(model, name)
         model.save_pretrained(folder / name)
     rename_as_modules(folder / "mistral-tower")
+    for name in OTHER_KINDS:
+        write_as_other_kind(folder / name, name)
     # Published folders leave it out: their files have a projection, transformers' default is true.
     path = folder / "ministral3-tower" / "config.json"
     values = json.loads(path.read_text())
@@ -303,6 +341,12 @@ def enlarge(model: torch.nn.Module, family: str) -> None:
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(0.3 * torch.randn_like(buffer))
+
+
+def write_as_other_kind(folder: Path, family: str) -> None:
+    """Writes into config.json that it is of a kind which transformers does not know."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | OTHER_KINDS[family]))
 
 
 def rename_as_modules(folder: Path) -> None:

@@ -2,11 +2,13 @@
 
 import dataclasses
 import functools
+import json
 import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -60,6 +62,20 @@ class ForcedExperts:
         return logits, weights * (scale or 1.0), indices
 
 
+def plain_model(path: Path, **changes: object) -> Any:
+    """transformers' model of a folder in float32, with changes to its config.json."""
+    import transformers
+
+    (name,) = json.loads((path / "config.json").read_text())["architectures"]
+    # transformers has their class, but does not know the `model_type` of Kimi K2 and MiMo.
+    kind = getattr(transformers, {"MiMoForCausalLM": "Qwen2ForCausalLM"}.get(name, name))
+    config = kind.config_class.from_pretrained(path)
+    for field, value in {"model_type": kind.config_class.model_type, **changes}.items():
+        setattr(config, field, value)
+    options = {"dtype": torch.float32, "attn_implementation": "eager"}
+    return kind.from_pretrained(path, config=config, **options)
+
+
 @dataclass
 class Tokens:
     """The sampled tokens of one conversation."""
@@ -77,12 +93,8 @@ class PlainPolicy:
     """Unpacked, without parallelism; written from the papers' formulas, a sequence at a time."""
 
     def __init__(self, path: Path, config: Config) -> None:
-        from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
-
         self.config = config
-        has_tower = hasattr(AutoConfig.from_pretrained(path), "vision_config")
-        kind = AutoModelForImageTextToText if has_tower else AutoModelForCausalLM
-        self.model = kind.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+        self.model = plain_model(path)
         self.forced = ForcedExperts(self.model)
         named = dict(self.model.named_parameters())
         # Biases of all experts together are a matrix.

@@ -14,7 +14,8 @@ async def main() -> None:
     # vLLM's delta nets on a CPU know no other type, and its first choice for latent attention no
     # float32.
     dtype = "bfloat16" if any(family in name for family in ("qwen3-next", "qwen35")) else "float32"
-    chosen = {"engine": {"attention_backend": "CPU_MLA"}} if "deepseek" in name else {}
+    is_latent = any(family in name for family in ("deepseek", "kimi", "glm-lite"))
+    chosen = {"engine": {"attention_backend": "CPU_MLA"}} if is_latent else {}
     # The last token has no room after it.
     sequences = [tokens[:-1].tolist() for tokens in probe()]
     found, _ = await seen_each_time(

@@ -44,6 +44,7 @@ HARMLESS = frozenset(
         *("output_router_logits", "num_logits_to_keep", "use_cache", "cache_implementation"),
         *("moe_shared_expert_overlap", "chunk_size_feed_forward"),
         # Values that other fields have too, as in gpt-oss, or that other models use.
+        *("attn_type_list", "mlp_intermediate_size", "shared_moe_mode"),
         *("experts_per_token", "initial_context_length", "attention_head_dim"),
         *("is_decoder", "is_encoder_decoder", "add_cross_attention", "cross_attention_hidden_size"),
         "mtp_use_dedicated_embeddings",
@@ -67,13 +68,13 @@ HARMLESS = frozenset(
 _LEFT_OUT = (
     # Positions and attention.
     *("rotary_emb_base", "original_max_position_embeddings", "mrope_section", "xdrope_section"),
-    *("dual_chunk_attention_config", "clip_qkv"),
+    *("dual_chunk_attention_config", "clip_qkv", "rotary_dim", "qk_norm_type"),
     *("final_logit_softcapping", "attn_logit_softcapping"),
     # Latent attention.
     *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_nope_head_dim", "qk_rope_head_dim"),
     "v_head_dim",
     # Experts.
-    *("topk_method", "swiglu_alpha", "swiglu_limit"),
+    *("topk_method", "swiglu_alpha", "swiglu_limit", "mlp_layer_types", "use_routing_bias"),
     # Delta nets.
     *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
     *("linear_num_key_heads", "linear_num_value_heads", "full_attention_interval"),
@@ -87,9 +88,11 @@ _FALSE = (
 _IS_ONE = (
     *("logit_scale", "partial_rotary_factor", "rotary_pct", "rotary_emb_fraction"),
     *("n_group", "topk_group", "routed_scaling_factor", "moe_layer_freq"),
+    *("layernorm_full_attention_beta", "layernorm_linear_attention_beta", "layernorm_mlp_beta"),
 )
 _IS_ZERO = (
     *("n_routed_experts", "num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers"),
+    *("num_mtp_modules", "use_mtp", "mtp_transformer_layers", "shared_intermediate_size"),
 )
 # Field -> values with which all three programs compute the same, for every architecture.
 ONE_VALUE: Mapping[str, Values] = MappingProxyType(

@@ -169,7 +169,8 @@ def is_further(name: str, *, layers: int) -> bool:
     Such layers predict further tokens (multi-token prediction), and are not loaded.
     """
     place = _LAYER.match(name)
-    return name.startswith("mtp.") or (place is not None and int(place[1]) >= layers)
+    is_apart = name.startswith(("mtp.", "model.mtp_layers."))
+    return is_apart or (place is not None and int(place[1]) >= layers)
 
 
 def loaded_tensors(config: Config) -> Iterator[tuple[str, tuple[int, ...]]]:

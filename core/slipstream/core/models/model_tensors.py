@@ -10,7 +10,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from slipstream.core.models.model_files import INDEX, LENGTH_BYTES, held_tensors, read_header
+from slipstream.core.models.model_files import (
+    INDEX,
+    LENGTH_BYTES,
+    held_tensors,
+    is_further,
+    read_header,
+)
 from slipstream.core.models.model_sizes import ModelSizes, read_model_table
 from slipstream.core.models.registry import TOWERS, family_of, is_nested
 from slipstream.core.regular_files import open_regular
@@ -41,7 +47,12 @@ def tensor_problems(
     sizes, place = ModelSizes.of(values), _place(folder)
     held = held_tensors(folder)
     tower = {name: held[name] for name in held if name.startswith(TOWER_FOLDERS)}
-    decoder = {name: held[name] for name in held if name not in tower}
+    # Blocks that predict further tokens are not loaded.
+    decoder = {
+        name: held[name]
+        for name in held
+        if not (name in tower or is_further(name, layers=sizes.layers))
+    }
     every = f"{setting} must hold every tensor of a {sizes.folder_class}: {place} has no "
     matrices = {"embeddings": _EMBEDDINGS}
     if has_output and not sizes.has_tied_output:
@@ -59,11 +70,9 @@ def tensor_problems(
     if sizes.layers and not stacks:
         yield f"{every}layer 0"
     for stack, blocks in stacks.items():
-        # Blocks behind the last layer predict further tokens, and are not loaded.
-        counted = {number: block for number, block in blocks.items() if number < sizes.layers}
-        if len(counted) < sizes.layers:
-            yield f"{every}layer {min(set(range(sizes.layers)) - counted.keys())}"
-        yield from _differences(stack, counted, setting)
+        if missing := set(range(sizes.layers)) - blocks.keys():
+            yield f"{every}layer {min(missing)}"
+        yield from _differences(stack, blocks, setting)
     if has_tower:
         yield from _tower_problems(tower, values, setting, every)
     if has_output and sizes.has_tied_output:

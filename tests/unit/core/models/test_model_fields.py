@@ -21,12 +21,14 @@ from support.fakes.small_configs import config_with, refusals
 
 TEXT = ("Llama", "Qwen2", "Qwen3", "Qwen3Moe", "Qwen2Moe", "Mixtral", "Mistral", "Olmoe")
 LATER = ("Gemma3", "Glm4Moe", "DeepseekV3", "GptOss", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe")
+LATEST = ("Glm4MoeLite", "MiniMaxM2", "Exaone4")
 LLAMA, QWEN2, QWEN3, QWEN3_MOE, QWEN2_MOE, MIXTRAL, MISTRAL, OLMOE = (
     f"{name}ForCausalLM" for name in TEXT
 )
 GEMMA3, GLM, DEEPSEEK, GPT_OSS, QWEN3_NEXT, QWEN35, QWEN35_MOE = (
     f"{name}ForCausalLM" for name in LATER
 )
+GLM_LITE, MINIMAX, EXAONE = (f"{name}ForCausalLM" for name in LATEST)
 SEEING = [
     f"{name}ForConditionalGeneration"
     for name in ("Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe")
@@ -50,6 +52,13 @@ GPT_OSS_YARN = YARN | {"beta_fast": 32.0, "beta_slow": 1.0}
 WRITTEN = {
     DEEPSEEK: {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     GPT_OSS: {"rope_parameters": GPT_OSS_YARN},
+    GLM_LITE: {"first_k_dense_replace": 1},
+    MINIMAX: {
+        "scoring_func": "sigmoid",
+        "use_routing_bias": True,
+        "rotary_dim": 8,
+        "head_dim": 16,
+    },
     SEEING[2]: {"norm_topk_prob": True},
 }
 # Positions of a Qwen3.5 with heads of 256 dimensions, a quarter of which is turned.
@@ -124,6 +133,20 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (GPT_OSS, {"rope_parameters": GPT_OSS_YARN | {"mscale": 1.0}}, "mscale in rope_parameters is"),
     (QWEN3_NEXT, {"layer_types": ["sliding_attention"]}, "got 'sliding_attention'"),
     (QWEN3_NEXT, {"rope_scaling": YARN}, "must be default, got 'yarn'"),
+    (GLM_LITE, {"first_k_dense_replace": 2}, "first_k_dense_replace of a Glm4MoeLiteForCausalLM"),
+    (GLM_LITE, {"mlp_layer_types": ["dense", "dense", "sparse"]}, "must be dense for the first la"),
+    (GLM_LITE, {"mlp_layer_types": ["sparse", "sparse"]}, "got ['sparse', 'sparse']"),
+    (GLM_LITE, {"rope_scaling": LATENT_YARN | {"mscale": 0.7}}, "mscale_all_dim of latent attent"),
+    (GLM_LITE, {"norm_topk_prob": False}, "norm_topk_prob"),
+    *((one, {"tie_word_embeddings": True}, "tie_word_embeddings") for one in (GLM_LITE, MINIMAX)),
+    (MINIMAX, {"use_routing_bias": False}, "use_routing_bias of a MiniMaxM2ForCausalLM must be"),
+    (MINIMAX, {"scoring_func": "softmax"}, "scoring_func of a MiniMaxM2ForCausalLM must be 'sig"),
+    (MINIMAX, {"qk_norm_type": "per_head"}, "qk_norm_type"),
+    (MINIMAX, {"shared_intermediate_size": 8}, "shared_intermediate_size"),
+    (MINIMAX, {"rotary_dim": None}, "must be the number of turned dimensions of its 16 in a head"),
+    (MINIMAX, {"rope_parameters": {"partial_rotary_factor": 0.25}}, "got 8 and a part of 0.25"),
+    (EXAONE, {"layer_types": ["chunked_attention"]}, "got 'chunked_attention'"),
+    (LLAMA, {"rotary_dim": 8}, "rotary_dim of a LlamaForCausalLM must be left out"),
     (QWEN3_NEXT, {"attn_output_gate": False}, "attn_output_gate of a Qwen3Next"),
     (QWEN35, {"attn_output_gate": False}, "attn_output_gate of a Qwen3_5ForCausalLM must be left"),
     (QWEN35, {"layer_types": ["sliding_attention"]}, "got 'sliding_attention'"),
@@ -173,7 +196,7 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [
     *(
         (one, {"rope_parameters": LLAMA3})
         for one, family in FAMILIES.items()
-        if len(family.layer_kinds) == 1 and one not in (GLM, DEEPSEEK, *SEEING)
+        if len(family.layer_kinds) == 1 and one not in (GLM, GLM_LITE, DEEPSEEK, MINIMAX, *SEEING)
     ),
     *(
         (one, {"rope_scaling": {kind: name, "mrope_section": [16, 24, 24]}})
@@ -187,6 +210,20 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [
     (DEEPSEEK, {"rope_scaling": LATENT_YARN, "q_lora_rank": 1536, "kv_lora_rank": 512}),
     (DEEPSEEK, {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}),
     (DEEPSEEK, {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "seq_aux": True}),
+    # Fields with which these were published.
+    (DEEPSEEK, {"model_type": "kimi_k2", "n_group": 1, "topk_group": 1, "ep_size": 1}),
+    (DEEPSEEK, {"moe_layer_freq": 1, "aux_loss_alpha": 0.001, "num_nextn_predict_layers": 0}),
+    (GLM_LITE, {"partial_rotary_factor": 1.0, "topk_method": "noaux_tc", "rms_norm_eps": 1e-5}),
+    (GLM_LITE, {"num_nextn_predict_layers": 1, "n_group": 1, "routed_scaling_factor": 1.8}),
+    (GLM_LITE, {"mlp_layer_types": ["dense", "sparse", "sparse"], "rope_interleave": True}),
+    (MINIMAX, {"qk_norm_type": "per_layer", "use_qk_norm": True, "attn_type_list": [1, 1]}),
+    (MINIMAX, {"num_mtp_modules": 3, "use_mtp": True, "mtp_transformer_layers": 1}),
+    (MINIMAX, {"layernorm_mlp_beta": 1.0, "mlp_intermediate_size": 8192, "sliding_window": None}),
+    (MINIMAX, {"shared_intermediate_size": 0, "shared_moe_mode": "sigmoid"}),
+    (MINIMAX, {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
+    (EXAONE, {"rope_scaling": LLAMA3, "sliding_window": 4096, "sliding_window_pattern": "LLLG"}),
+    (EXAONE, {"layer_types": ["sliding_attention", "full_attention"]}),
+    (EXAONE, {"layer_types": ["full_attention"], "sliding_window": None}),
     (GPT_OSS, {"rope_parameters": GPT_OSS_YARN | {"truncate": False}, "swiglu_limit": 7.0}),
     (GPT_OSS, {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 128}),
     (GPT_OSS, {"experts_per_token": 4, "initial_context_length": 4096, "attention_bias": True}),

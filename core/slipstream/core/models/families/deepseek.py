@@ -1,8 +1,17 @@
-"""Records of DeepSeek V3, and of GLM 4.5 and later with experts, which route like V3."""
+"""Records of DeepSeek V3, and of GLM 4.5 to 4.7 and MiniMax M2, which route like it."""
 
 from collections.abc import Iterator, Mapping
 
-from slipstream.core.models.family import ANY_BIAS, Experts, Family, Rope, Table, Values
+from slipstream.core.models.family import (
+    ANY_BIAS,
+    OFF,
+    UNSHARED,
+    Experts,
+    Family,
+    Rope,
+    Table,
+    Values,
+)
 
 # Routers with a sigmoid: the weights of a token's experts always add up to routed_scaling_factor.
 _SIGMOID: Mapping[str, Values] = {
@@ -33,6 +42,28 @@ def _rope_problems(kind: str, table: Table, _: Table) -> Iterator[str]:
         yield (
             "model.path: mscale and mscale_all_dim of latent attention must be the same number "
             f"without an attention_factor, got {mscale!r} and {of_all!r}"
+        )
+
+
+def _dense_problems(values: Table) -> Iterator[str]:
+    """Yields a line if transformers and vLLM would have other layers without experts."""
+    kinds = values.get("mlp_layer_types") or ()
+    if kinds and ("dense" in kinds[1:] or kinds[0] != "dense"):
+        yield (
+            "model.path: mlp_layer_types of a Glm4MoeLiteForCausalLM must be dense for the first "
+            f"layer and sparse for all others, as first_k_dense_replace says, got {kinds}"
+        )
+
+
+def _turned_problems(values: Table) -> Iterator[str]:
+    """Yields a line if vLLM, which reads `rotary_dim`, would turn another part of each head."""
+    table = values.get("rope_scaling") or values.get("rope_parameters") or {}
+    part = table.get("partial_rotary_factor", values.get("partial_rotary_factor"))
+    turned, size = values.get("rotary_dim"), values.get("head_dim") or 0
+    if not isinstance(turned, int) or (part is not None and part * size != turned):
+        yield (
+            "model.path: rotary_dim of a MiniMaxM2ForCausalLM must be the number of turned "
+            f"dimensions of its {size} in a head, got {turned} and a part of {part}"
         )
 
 
@@ -74,5 +105,49 @@ FAMILIES = (
         read=(*_READ_OF_EXPERTS, "partial_rotary_factor"),
         rope=Rope(is_partial=True),
         experts=Experts(),
+    ),
+    Family(
+        architecture="Glm4MoeLiteForCausalLM",
+        model_type="glm4_moe_lite",
+        values={
+            **_SIGMOID,
+            # vLLM needs the number, which transformers does not read.
+            "first_k_dense_replace": (1,),
+            # vLLM always has a separate output projection.
+            "tie_word_embeddings": OFF,
+            # transformers norms latent vectors with 1e-6, vLLM with the value in config.json.
+            "rms_norm_eps": (None, 1e-6, 1e-5),
+        },
+        read=(*_READ, "mlp_layer_types"),
+        written=("first_k_dense_replace",),
+        problems=_dense_problems,
+        rope=Rope(problems=_rope_problems),
+        has_latent_attention=True,
+        experts=Experts(is_normalized=True),
+    ),
+    Family(
+        architecture="MiniMaxM2ForCausalLM",
+        model_type="minimax_m2",
+        values={
+            **UNSHARED,
+            # The weights of a token's experts always add up to 1, and experts have biases.
+            "norm_topk_prob": (None, True),
+            "scoring_func": ("sigmoid",),
+            "use_routing_bias": (True,),
+            "qk_norm_type": (None, "per_layer"),
+            # vLLM always has a separate output projection.
+            "tie_word_embeddings": OFF,
+            "use_qk_norm": (None, True),
+        },
+        read=(
+            *("rotary_dim", "partial_rotary_factor"),
+            # The layers that predict further tokens are neither loaded nor sampled from.
+            *("num_mtp_modules", "use_mtp", "mtp_transformer_layers"),
+        ),
+        written=("scoring_func", "use_routing_bias"),
+        problems=_turned_problems,
+        rope=Rope(is_partial=True),
+        query_norm="whole",
+        experts=Experts(is_normalized=True),
     ),
 )

@@ -1,4 +1,4 @@
-"""Records of Qwen 2 to 3.5, dense and with experts, for text and with a vision tower."""
+"""Records of Qwen 2 to 3.5, dense and with experts, for text and with a tower, and of MiMo 7B."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -87,6 +87,14 @@ FAMILIES = (
         values={**DENSE, "attention_bias": ANY_BIAS},
         has_head_dim=False,
         has_engine_bits=True,
+    ),
+    Family(
+        architecture="MiMoForCausalLM",
+        model_type="mimo",
+        values={**DENSE, "attention_bias": ANY_BIAS},
+        # The layers that predict further tokens are neither loaded nor sampled from.
+        read=("num_nextn_predict_layers",),
+        has_head_dim=False,
     ),
     Family(
         architecture="Qwen2MoeForCausalLM",

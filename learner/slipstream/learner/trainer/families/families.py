@@ -34,9 +34,12 @@ from slipstream.learner.trainer.families.mappings import (
 from transformers import (
     DeepseekV3ForCausalLM,
     Ernie4_5ForCausalLM,
+    Exaone4ForCausalLM,
     Gemma3ForCausalLM,
     Glm4MoeForCausalLM,
+    Glm4MoeLiteForCausalLM,
     GptOssForCausalLM,
+    MiniMaxM2ForCausalLM,
     Ministral3ForCausalLM,
     MistralForCausalLM,
     MixtralForCausalLM,
@@ -60,6 +63,21 @@ class MistralBridge(DenseBridge):
     Bridge's own recipe has windows of one token more than transformers and vLLM.
     Source: arXiv:2310.06825, section 2.
     """
+
+
+@recipe_for("MiMoForCausalLM", "mimo")
+class MiMoBridge(FamilyBridge):
+    """MiMo 7B: a Qwen2. Its layers that predict further tokens are not loaded.
+
+    Source: arXiv:2505.07608, section 2.2.
+    """
+
+    def _adjust(self, provider: Megatron, settings: Megatron) -> None:
+        provider.add_qkv_bias = True
+        provider.mtp_num_layers = None
+
+    def _mappings(self) -> list[Megatron]:
+        return [*ends(), *norms_before(), *attention(biases=True), *gated()]
 
 
 @recipe_for(Ministral3ForCausalLM, "ministral3")
@@ -113,6 +131,23 @@ class Olmo2Bridge(FamilyBridge):
 
     def _adjust(self, provider: Megatron, settings: Megatron) -> None:
         place_norms(provider, "after", whole=True)
+
+    def _mappings(self) -> list[Megatron]:
+        return [*ends(), *norms_after(), *attention(normed_heads=True), *gated()]
+
+
+@recipe_for(Exaone4ForCausalLM, "exaone4")
+class Exaone4Bridge(FamilyBridge):
+    """EXAONE 4: norms as in OLMo 2, but of single heads; layers without windows have no positions.
+
+    Models without windows have positions in all layers. Source: arXiv:2507.11407, section 2.
+    """
+
+    def _adjust(self, provider: Megatron, settings: Megatron) -> None:
+        provider.qk_layernorm = True
+        place_norms(provider, "after")
+        if settings.sliding_window is not None:
+            provider.no_rope_freq = [int(kind == "full_attention") for kind in settings.layer_types]
 
     def _mappings(self) -> list[Megatron]:
         return [*ends(), *norms_after(), *attention(normed_heads=True), *gated()]
@@ -193,21 +228,48 @@ class _SharedBridge(FamilyBridge):
         return [*ends(), *norms_before(), *gated(), *experts(), *shared]
 
 
-class _SigmoidBridge(_SharedBridge):
-    """The common parts of decoders whose router has sigmoid scores and a bias for each expert.
+def _score_by_sigmoid(provider: Megatron) -> None:
+    """Gives the router of `provider` sigmoid scores and a bias for each expert.
 
     The bias affects the choice of experts, but not their weights.
     """
+    provider.moe_router_score_function = "sigmoid"
+    provider.moe_router_enable_expert_bias = True
+    provider.moe_router_bias_update_rate = 0.0
+
+
+def _expert_bias(theirs: str) -> list[Megatron]:
+    """Returns the mapping of the router's biases to a tensor of a layer in the files."""
+    return renamed({f"{DECODER}mlp.router.expert_bias": f"{LAYER}{theirs}.e_score_correction_bias"})
+
+
+class _SigmoidBridge(_SharedBridge):
+    """The common parts of decoders with shared experts whose router has sigmoid scores."""
 
     def _adjust(self, provider: Megatron, settings: Megatron) -> None:
         super()._adjust(provider, settings)
-        provider.moe_router_score_function = "sigmoid"
-        provider.moe_router_enable_expert_bias = True
-        provider.moe_router_bias_update_rate = 0.0
+        _score_by_sigmoid(provider)
 
     def _mappings(self) -> list[Megatron]:
-        bias = f"{LAYER}mlp.gate.e_score_correction_bias"
-        return [*super()._mappings(), *renamed({f"{DECODER}mlp.router.expert_bias": bias})]
+        return [*super()._mappings(), *_expert_bias("mlp.gate")]
+
+
+@recipe_for(MiniMaxM2ForCausalLM, "minimax_m2")
+class MiniMaxM2Bridge(FamilyBridge):
+    """MiniMax M2: sigmoid scores without shared experts; query and key norms span all heads.
+
+    Source: the class of this model in transformers 5.19.
+    """
+
+    def _adjust(self, provider: Megatron, settings: Megatron) -> None:
+        provider.moe_ffn_hidden_size = settings.intermediate_size
+        _score_by_sigmoid(provider)
+        place_norms(provider, "before", whole=True)
+
+    def _mappings(self) -> list[Megatron]:
+        mixture = "block_sparse_moe"
+        theirs = [*experts(f"{mixture}.", ("w1", "w3", "w2")), *_expert_bias(mixture)]
+        return [*ends(), *norms_before(), *attention(normed_heads=True), *theirs]
 
 
 @recipe_for(Glm4MoeForCausalLM, "glm4_moe")
@@ -255,7 +317,7 @@ def _latent_attention() -> list[Megatron]:
 
 @recipe_for(DeepseekV3ForCausalLM, "deepseek_v3", provider=MLAModelProvider)
 class DeepseekV3Bridge(_SigmoidBridge):
-    """DeepSeek V3 and Moonlight: multi-head latent attention and a sigmoid router.
+    """DeepSeek V3, Moonlight and Kimi K2: multi-head latent attention and a sigmoid router.
 
     Source: arXiv:2412.19437, section 2.1.
     """
@@ -266,6 +328,14 @@ class DeepseekV3Bridge(_SigmoidBridge):
 
     def _mappings(self) -> list[Megatron]:
         return [*super()._mappings(), *_latent_attention()]
+
+
+@recipe_for(Glm4MoeLiteForCausalLM, "glm4_moe_lite", provider=MLAModelProvider)
+class Glm4MoeLiteBridge(DeepseekV3Bridge):
+    """GLM-4.7-Flash: the layers of DeepSeek V3.
+
+    Source: the class of this model in transformers 5.19.
+    """
 
 
 @recipe_for(GptOssForCausalLM, "gpt_oss")

@@ -139,11 +139,12 @@ def shared_expert() -> list[Megatron]:
     return [*gated(SHARED, f"{LAYER}mlp.shared_expert."), gate]
 
 
-def recipe_for(source: type, model_type: str, provider: Megatron | None = None) -> Megatron:
+def recipe_for(source: type | str, model_type: str, provider: Megatron | None = None) -> Megatron:
     """Returns a decorator that registers a recipe with Bridge for transformers' class `source`.
 
-    `model_type` is transformers' name of the family. `provider` is the class of Megatron's
-    settings for the model; if it is None, Bridge takes its default.
+    It is a name if transformers lacks the class. `model_type` is transformers' name of the family.
+    `provider` is the class of Megatron's settings for the model; if it is None, Bridge takes its
+    default.
     """
     return MegatronModelBridge.register_bridge(
         source=source, target=GPTModel, provider=provider, model_type=model_type

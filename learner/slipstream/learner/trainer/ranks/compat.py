@@ -68,7 +68,8 @@ def install() -> Megatron:
     else:
         _install_adam()
     auto_bridge = _import_bridge()
-    # These imports register recipes that Bridge lacks.
+    # These imports register kinds of models and recipes that transformers and Bridge lack.
+    importlib.import_module("slipstream.core.models.kinds")
     families: types.ModuleType = importlib.import_module("slipstream.learner.trainer.families")
     for module in sorted(each.name for each in pkgutil.iter_modules(families.__path__)):
         importlib.import_module(f"{families.__name__}.{module}")
