@@ -337,10 +337,10 @@ def enlarge(model: torch.nn.Module, family: str) -> None:
                 parameter.mul_(3.0)
             else:
                 parameter.add_(0.1 * torch.randn_like(parameter))
-        # Biases that change which experts are chosen.
+        # Biases that change which experts are chosen, and leave the choice to the scores.
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
-                buffer.copy_(0.3 * torch.randn_like(buffer))
+                buffer.copy_(0.1 * torch.randn_like(buffer))
 
 
 def write_as_other_kind(folder: Path, family: str) -> None:
