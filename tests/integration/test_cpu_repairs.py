@@ -24,7 +24,7 @@ def test_each_head_of_latent_attention_is_rotated(heads: int) -> None:
         rope = get_rope(
             64, max_position=32, rope_parameters=table, is_neox_style=False, dtype=torch.float32
         )
-    # As in vLLM's model, a part of each head and of the latent vector.
+    # vLLM rotates a part of each head and of the latent vector.
     query, latent = torch.randn(5, heads, 192), torch.randn(5, 576)
     own, key, places = query[..., 128:], latent[:, None, 512:], torch.arange(5)
     expected = rope.forward_native(places, own.clone(), key.clone())
