@@ -98,13 +98,10 @@ OWNERS = {
     ),
     "torch": (
         *("slipstream.learner.trainer", "slipstream.rollout_server"),
-        "slipstream.extensions.engine_bits.row_kernels",
+        *("slipstream.extensions.engine_bits.row_kernels", "slipstream.extensions.proofs"),
         *(
             f"slipstream.learner.algorithms.{name}"
-            for name in (
-                *("inputs", "kl", "losses", "token_functions", "weights"),
-                *("proof", "proof_scenes", "token_proof"),
-            )
+            for name in ("inputs", "kl", "losses", "token_functions", "weights")
         ),
     ),
 }

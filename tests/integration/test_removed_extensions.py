@@ -67,11 +67,13 @@ def train(folder: Path, model: Path, removed: list[str], settings: list[str]) ->
     assert (summary["state"], summary["steps"]) == ("finished", STEPS)
 
 
-def test_every_capability_is_there_and_has_modules() -> None:
-    found = capabilities()
-    assert len(found) >= 14
-    for modules, _ in found.values():
-        assert all(map(sources, modules)), modules
+def test_every_extension_has_a_row_and_every_row_its_modules() -> None:
+    named = [module for modules, _ in capabilities().values() for module in modules]
+    assert all(map(sources, named))
+    folders = (ROOT / "core" / "slipstream" / "extensions").glob("*/__init__.py")
+    extensions = {f"slipstream.extensions.{file.parent.name}" for file in folders}
+    assert len(extensions) >= 14
+    assert extensions == {name for name in named if name.startswith("slipstream.extensions.")}
 
 
 @pytest.mark.long

@@ -40,7 +40,7 @@ FUNCTIONS_CHECK = "slipstream.learner.algorithms.check"
 MEGATRON_CHECK = "slipstream.learner.trainer.check"
 ENGINE_CHECK = "slipstream.rollout_server.check"
 REFERENCE_CHECK = "slipstream.extensions.reference_server.server"
-ALGORITHMS_CHECK = "slipstream.learner.trainer.check_algorithms"
+ALGORITHMS_CHECK = "slipstream.extensions.proofs.trainer"
 TORCH_CHECK = "slipstream.learner.trainer.doctor"
 TORCH_LIMIT_S = 120.0
 # Limit of a check by Megatron or vLLM, most of it for imports on a busy machine.

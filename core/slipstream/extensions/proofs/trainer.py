@@ -1,4 +1,4 @@
-"""Tests a run's algorithms: `python -m slipstream.learner.trainer.check_algorithms < FILE`.
+"""Tests a run's algorithms: `python -m slipstream.extensions.proofs.trainer < FILE`.
 
 Each function is tested separately first. Then all of them train a tiny random model on a CPU, in
 layouts that must give equal results; some layouts have two ranks, each in its own process. A file
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from slipstream.learner.trainer.batches.batch import Batch
     from torch import Tensor
 
-PROGRAM = "slipstream.learner.trainer.check_algorithms"
+PROGRAM = "slipstream.extensions.proofs.trainer"
 VOCAB, LENGTH, PROMPT, LONGEST_REPLY = 32, 40, 12, 8
 GROUPS, STEPS = 4, 2
 # Sums in another order differ by rounding, and a loss that clips enlarges the difference.
@@ -144,8 +144,8 @@ def prove(config: Config, facts: list[str]) -> list[str]:
 def _prove_alone(
     config: Config, algorithm: AlgorithmSection, function: Function
 ) -> tuple[list[str], str]:
-    from slipstream.learner.algorithms.episode_proof import EpisodeProof
-    from slipstream.learner.algorithms.token_proof import TokenProof
+    from slipstream.extensions.proofs.episode_proof import EpisodeProof
+    from slipstream.extensions.proofs.token_proof import TokenProof
 
     kind, fact = function.kind, f"{function}: proved"
     if kind not in ("loss", "weight"):
@@ -317,7 +317,7 @@ def _episode(
 
     The first of two replies earns a quarter of the reward, and both end at one state of the group.
     """
-    from slipstream.learner.algorithms.episode_proof import AnyMetrics
+    from slipstream.extensions.proofs.episode_proof import AnyMetrics
 
     replies = chance.integers(1, LONGEST_REPLY + 1, 1 + member % 2).tolist()
     runs = [len(prompt), replies[0], *(length for one in replies[1:] for length in (2, one))]

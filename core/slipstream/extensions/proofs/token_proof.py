@@ -28,10 +28,10 @@ from typing import TypeAlias
 import numpy as np
 import torch
 from slipstream.core.errors import RunFailed
+from slipstream.extensions.proofs.proof import Disproved, check_state, faults, implementation
+from slipstream.extensions.proofs.scenes import LONG, SEQUENCES, Inputs, Layout, Scene
 from slipstream.learner.algorithms.functions import Function
 from slipstream.learner.algorithms.inputs import LossInputs, SequenceSums
-from slipstream.learner.algorithms.proof import Disproved, check_state, faults, implementation
-from slipstream.learner.algorithms.proof_scenes import LONG, SEQUENCES, Inputs, Layout, Scene
 from slipstream.learner.algorithms.token_functions import token_terms, token_weights
 from torch import Tensor
 from torch.overrides import TorchFunctionMode

@@ -12,6 +12,7 @@ import numpy as np
 from slipstream.core.errors import RunFailed
 from slipstream.core.settings.algorithm_functions import FunctionKind
 from slipstream.core.settings.algorithm_section import AlgorithmSection
+from slipstream.extensions.proofs.proof import Disproved, check_state, faults
 from slipstream.learner.algorithms.episodes import (
     FloatArray,
     RewardedEpisode,
@@ -24,7 +25,6 @@ from slipstream.learner.algorithms.functions import (
     rewarded,
     token_advantages,
 )
-from slipstream.learner.algorithms.proof import Disproved, check_state, faults
 
 
 class Rewards(tuple[tuple[float, ...], ...]):

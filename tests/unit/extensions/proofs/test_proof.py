@@ -9,9 +9,9 @@ import torch
 from pydantic import JsonValue
 from slipstream.core.settings.algorithm_functions import FUNCTIONS, FunctionKind
 from slipstream.core.settings.algorithm_section import AlgorithmSection
-from slipstream.learner.algorithms.episode_proof import EpisodeProof
+from slipstream.extensions.proofs.episode_proof import EpisodeProof
+from slipstream.extensions.proofs.token_proof import TokenProof
 from slipstream.learner.algorithms.functions import function_of
-from slipstream.learner.algorithms.token_proof import TokenProof
 from support.fakes import wrong_algorithms
 from support.fakes.packed import algorithm
 

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from slipstream.extensions.proofs.proof import Disproved
 from slipstream.learner.algorithms.inputs import LossInputs, SequenceSums
-from slipstream.learner.algorithms.proof import Disproved
 from torch import Tensor
 
 FILLER = -1

@@ -1,0 +1,1 @@
+"""Proofs of functions of one's own, before they train."""
