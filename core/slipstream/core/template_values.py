@@ -7,6 +7,7 @@ OpenAI's function schemas.
 import json
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import AfterValidator, JsonValue
@@ -117,3 +118,11 @@ def _checked_name(tool: object, where: str) -> str:
 def _show(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def read_template(path: Path) -> str:
+    """Returns the text of a chat template's file. Raises ConfigError if it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"rollout_server.chat_template: {path}: {error}") from error

@@ -64,10 +64,10 @@ def export(config: Config, path: Path, out: Path) -> None:
     from slipstream.learner.trainer.model.memory import Part
     from slipstream.learner.trainer.opening import open_policy
     from slipstream.learner.trainer.ranks.parallel import Launch
-    from slipstream.learner.trainer.weights.export import save_adapters, save_hf_folder
+    from slipstream.learner.trainer.weights.export import RunChat, save_adapters, save_hf_folder
     from slipstream.learner.trainer.weights.published import open_published
 
-    alone = on_one_rank(config, path)
+    alone, chat = on_one_rank(config, path), RunChat.of(config)
     policy = open_policy(alone, Launch.from_environment(), load_weights=False)
     # This loads all trained weights, adapters too, which `checkpoint.load` cannot load.
     with policy.memory.resident(Part.PARAMETERS, Part.OPTIMIZER):
@@ -75,9 +75,9 @@ def export(config: Config, path: Path, out: Path) -> None:
     if open_published(policy, alone).digests().identity.hex() != manifest.weight_digest:
         raise CheckpointError(f"{path} gives other weights than those that were saved")
     if not policy.adapters.have_names:
-        save_hf_folder(policy, alone.model.path, out)
+        save_hf_folder(policy, alone.model.path, out, chat)
     if alone.lora.rank:
-        save_adapters(policy, alone, out.with_name(f"{out.name}-adapters"))
+        save_adapters(policy, alone, out.with_name(f"{out.name}-adapters"), chat)
     policy.ranks.close()
 
 

@@ -52,7 +52,7 @@ from slipstream.learner.trainer.part import around
 from slipstream.learner.trainer.parts import open_writer, step_parts
 from slipstream.learner.trainer.step import TrainingStep
 from slipstream.learner.trainer.step_cost import StepCost
-from slipstream.learner.trainer.weights.export import save_adapters, save_hf_folder
+from slipstream.learner.trainer.weights.export import RunChat, save_adapters, save_hf_folder
 from slipstream.learner.trainer.weights.publish import BucketSenders, WeightPublisher, build_probe
 from slipstream.learner.trainer.weights.published import open_published
 from slipstream.learner.trainer.weights.weight_stream import WeightDigests
@@ -76,6 +76,8 @@ class Trainer:
         self._config, self._policy = config, policy
         self._ranks = policy.ranks
         self._client = client
+        # Read now: its file may change before the end.
+        self._chat = RunChat.of(config)
         self._parts = step_parts(config, policy)
         self._step = TrainingStep(policy, config, self._parts)
         others = [model for part in self._parts for model in part.models().values()]
@@ -296,9 +298,9 @@ class Trainer:
             folder = self._config.run_dir / CHECKPOINTS
             target = folder / (FINAL_ADAPTERS if self._config.lora.adapters else FINAL_MODEL)
             if not self._config.lora.adapters:
-                save_hf_folder(self._policy, self._config.model.path, target)
+                save_hf_folder(self._policy, self._config.model.path, target, self._chat)
             if self._config.lora.rank:
-                save_adapters(self._policy, self._config, folder / FINAL_ADAPTERS)
+                save_adapters(self._policy, self._config, folder / FINAL_ADAPTERS, self._chat)
             export_path = str(target)
         self._publisher.abort()
         if self._writer is not None:

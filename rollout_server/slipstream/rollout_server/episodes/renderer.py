@@ -23,6 +23,7 @@ from slipstream.core.models.thoughts import (
     split_thoughts,
 )
 from slipstream.core.models.vision.placed import ImageTokens, PlacedImage
+from slipstream.core.template_values import read_template
 from slipstream.rollout_server.chat import (
     NO_INPUTS,
     PLACEHOLDER,
@@ -76,7 +77,7 @@ class Renderer:
         self._values = dict(values)
         self._images = images
         if template is not None:
-            self._tokenizer.chat_template = _read(template)
+            self._tokenizer.chat_template = read_template(template)
         if not self._tokenizer.chat_template:
             raise ConfigError(
                 f"model.path: the tokenizer in {folder} has no chat template: name a file with one "
@@ -358,13 +359,6 @@ class Renderer:
 
 class RenderingFailed(Exception):
     """Raised, with the reason, if a conversation cannot be rendered or an image is refused."""
-
-
-def _read(template: Path) -> str:
-    try:
-        return template.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"rollout_server.chat_template: {template}: {error}") from error
 
 
 def _marked(messages: Sequence[ChatMessage]) -> Iterator[ChatMessage]:

@@ -1,19 +1,24 @@
 """The policy's weights under the names of its Hugging Face checkpoint, as tensors or a folder."""
 
+from __future__ import annotations
+
 import contextlib
 import itertools
 import json
 import shutil
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
+from pydantic import JsonValue
 from safetensors import safe_open
 from slipstream.core.models.model_files import held_tensors, is_further
 from slipstream.core.models.model_sizes import read_model_sizes
 from slipstream.core.models.registry import TOWERS
 from slipstream.core.settings.config import Config
-from slipstream.core.settings.lora_section import DELTA, FUSED, LATENT
+from slipstream.core.template_values import read_template
 from slipstream.learner.trainer.checkpoints.disk_work import DiskWork, write_safetensors
 from slipstream.learner.trainer.model.memory import Part
 from slipstream.learner.trainer.model.model import Policy
@@ -22,7 +27,61 @@ from slipstream.protocol.checkpoints import PARTIAL_SUFFIX, sync_folder
 from torch import Tensor
 
 MAX_SHARD_BYTES = 4 << 30
-_WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
+# What training makes stale in a model's folder: the weights, in all forms.
+_STALE = (
+    *("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.gguf", "*.h5"),
+    *(
+        "*.msgpack",
+        "*.ot",
+        "*.pt",
+        "*.pth",
+        "*.onnx",
+        "*.onnx_data",
+        "onnx",
+        "openvino",
+        "original",
+    ),
+    *("adapter_config.json", ".git", ".cache"),
+)
+_VALUES = """
+
+## Chat template
+
+The model was trained with values of its chat template that a program must pass too
+(`chat_template_kwargs`): `{}`
+"""
+
+
+class RunChat(NamedTuple):
+    """A run's own chat template, "" for the model's, and the values that the run passes to it."""
+
+    template: str = ""
+    values: Mapping[str, JsonValue] = MappingProxyType({})
+
+    @classmethod
+    def of(cls, config: Config) -> RunChat:
+        """Returns the settings of a run; raises ConfigError if the template cannot be read."""
+        server = config.rollout_server
+        text = read_template(server.chat_template) if server.chat_template else ""
+        return cls(text, server.chat_template_kwargs)
+
+    def write(self, folder: Path) -> None:
+        """Writes the template into a model's folder in place of the model's, and the values."""
+        if self.template:
+            (folder / "chat_template.jinja").write_text(self.template, encoding="utf-8")
+            (folder / "chat_template.json").unlink(missing_ok=True)
+            shutil.rmtree(folder / "additional_chat_templates", ignore_errors=True)
+            for name in ("tokenizer_config.json", "processor_config.json"):
+                path = folder / name
+                settings = json.loads(path.read_text()) if path.is_file() else {}
+                if settings.pop("chat_template", None) is not None:
+                    path.write_text(json.dumps(settings, indent=2))
+        if self.values:
+            with (folder / "README.md").open("a", encoding="utf-8") as readme:
+                readme.write(_VALUES.format(json.dumps(dict(self.values))))
+
+
+_MODELS_OWN = RunChat()
 
 
 @torch.no_grad()
@@ -102,9 +161,10 @@ def _adapted_experts(policy: Policy) -> list[str]:
     return [name for name, flag in zip(matrices, found, strict=True) if flag]
 
 
-def save_hf_folder(policy: Policy, source: Path, target: Path) -> None:
+def save_hf_folder(policy: Policy, source: Path, target: Path, chat: RunChat = _MODELS_OWN) -> None:
     """Writes the weights into `target`, with configuration and tokenizer of `source`; collective.
 
+    `chat` takes the place of the chat template of `source`.
     `target` appears only once it is complete; an existing `target` is replaced. Raises
     CheckpointError as `DiskWork.wait` does.
     """
@@ -113,7 +173,7 @@ def save_hf_folder(policy: Policy, source: Path, target: Path) -> None:
     partial = target.with_name(target.name + PARTIAL_SUFFIX)
     # Only rank 0 adds tensors.
     writer = HfFolderWriter(partial, disk.moved)
-    disk.on_main(lambda: writer.begin(source))
+    disk.on_main(lambda: writer.begin(source, chat))
     # On a CPU an exported tensor can be the model's own memory, which offloading takes away.
     keeps = Tensor.clone if policy.memory.offloads(Part.PARAMETERS) else Tensor.detach
     with policy.memory.resident(Part.PARAMETERS):
@@ -130,7 +190,9 @@ def save_hf_folder(policy: Policy, source: Path, target: Path) -> None:
     disk.on_main(lambda: writer.finish(dtype, target))
 
 
-def save_adapters(policy: Policy, config: Config, target: Path) -> None:
+def save_adapters(
+    policy: Policy, config: Config, target: Path, chat: RunChat = _MODELS_OWN
+) -> None:
     """Writes only the adapters into `target`, in the format of the library PEFT; collective.
 
     Each named adapter has its own folder inside `target`. `target` appears only once it is
@@ -152,6 +214,7 @@ def save_adapters(policy: Policy, config: Config, target: Path) -> None:
             shutil.rmtree(partial)
         for adapter, tensors in found.items():
             _write_adapter(tensors, config, partial / adapter, disk.moved)
+            chat.write(partial / adapter)
         if target.exists():
             shutil.rmtree(target)
         partial.rename(target)
@@ -159,18 +222,34 @@ def save_adapters(policy: Policy, config: Config, target: Path) -> None:
     disk.on_main(write)
 
 
-def _targets(config: Config, tensors: Collection[str]) -> list[str] | str:
-    """Returns PEFT's `target_modules`: the names of the matrices with adapters.
+def _targets(tensors: Collection[str], config: Config) -> dict[str, Any]:
+    """Returns PEFT's settings that name the matrices with adapters.
 
-    For a model with vision this is a regular expression for whole module names, because names of
-    matrices may end alike in the vision tower and the decoder.
+    PEFT takes the names of experts' matrices for the parameter of all experts. So matrices of the
+    same names elsewhere, of shared experts and dense layers, are named as parameters. For a model
+    with vision the target is a regular expression for whole module names, because names may end
+    alike in the vision tower and the decoder.
     """
-    names = [part for name in config.lora.modules for part in FUSED[name]]
-    others = [*LATENT.values(), *DELTA.values()]
-    names += [part for parts in others for part in parts if part not in names]
-    found = [name for name in names if any(f".{name}.lora_" in each for each in tensors)]
-    if any(".language_model." in name for name in tensors):
-        return rf".*\.language_model\..*\.({'|'.join(found)})"
+    paths = sorted({name.partition(".lora_")[0] for name in tensors})
+    names = sorted({path.rpartition(".")[2] for path in paths})
+    if any(".language_model." in path for path in paths):
+        return {"target_modules": rf".*\.language_model\..*\.({'|'.join(names)})"}
+    experts = {path.rpartition(".")[2] for path in paths if ".experts." in path}
+    if not experts:
+        return {"target_modules": names}
+    ends = {".".join(path.split(".")[-2:]) for path in paths if ".experts." not in path}
+    others = [f"{end}.weight" for end in ends if end.rpartition(".")[2] in experts]
+    # With any other value PEFT refuses adapters of parameters.
+    found = {"target_modules": names, "target_parameters": sorted(others), "lora_dropout": 0.0}
+    model = json.loads((config.model.path / "config.json").read_text())
+    if model.get("model_type") == "qwen2_moe":
+        # PEFT 0.21 does so for all families that are stored like Qwen2-MoE, but not for itself.
+        pair = r".*\.gate_up_proj"
+        found |= {
+            "target_parameters": ["experts.down_proj", "experts.gate_up_proj"],
+            "rank_pattern": {pair: 2 * config.lora.rank},
+            "alpha_pattern": {pair: 2 * config.lora.alpha},
+        }
     return found
 
 
@@ -188,7 +267,7 @@ def _write_adapter(
         "lora_dropout": config.lora.dropout,
         "bias": "none",
         "inference_mode": True,
-        "target_modules": _targets(config, tensors),
+        **_targets(tensors, config),
     }
     (folder / "adapter_config.json").write_text(json.dumps(settings, indent=2))
 
@@ -211,12 +290,16 @@ class HfFolderWriter:
         self._shards: list[list[str]] = []
         self._total_bytes = 0
 
-    def begin(self, source: Path) -> None:
-        """Creates or replaces the folder, and copies all of `source` into it except the weights."""
+    def begin(self, source: Path, chat: RunChat = _MODELS_OWN) -> None:
+        """Creates or replaces the folder, and copies all of `source` into it except the weights.
+
+        `chat` takes the place of the chat template of `source`.
+        """
         if self._folder.exists():
             shutil.rmtree(self._folder)
         with self._removed_on_failure():
-            shutil.copytree(source, self._folder, ignore=shutil.ignore_patterns(*_WEIGHT_FILES))
+            shutil.copytree(source, self._folder, ignore=shutil.ignore_patterns(*_STALE))
+            chat.write(self._folder)
 
     def has_room(self, tensor: Tensor) -> bool:
         """Whether the next file has room for this tensor; an empty file has room for any."""

@@ -5,7 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from slipstream.learner.trainer.weights.export import HfFolderWriter
+from slipstream.core.errors import ConfigError
+from slipstream.learner.trainer.weights.export import HfFolderWriter, RunChat, _write_adapter
+from support.fakes.chat_models import make_chat_tokenizer
+from support.fakes.small_configs import small_config
 
 
 def write(source: Path, folder: Path, max_shard_bytes: int) -> dict[str, torch.Tensor]:
@@ -131,3 +134,103 @@ def test_a_folder_for_which_the_disk_has_no_room_is_removed(moment: str, tmp_pat
     with pytest.raises(OSError):
         writer.begin(source) if moment == "begin" else writer.finish("float32", tmp_path / "out")
     assert not partial.exists()
+
+
+def exported(source: Path, folder: Path, chat: RunChat) -> Path:
+    writer = HfFolderWriter(folder.with_name("partial"), lambda _: None)
+    writer.begin(source, chat)
+    writer.add("a", torch.zeros(4))
+    writer.finish("float32", folder)
+    return folder
+
+
+def test_a_folder_has_the_runs_template_in_place_of_the_models(tmp_path: Path) -> None:
+    """As transformers reads it, in all places where folders keep templates."""
+    from transformers import AutoTokenizer
+
+    source = tmp_path / "in"
+    make_chat_tokenizer(source, "{{ 'the model' }}")
+    (source / "config.json").write_text("{}")
+    text = (source / "chat_template.jinja").read_text()
+    for name in ("tokenizer_config.json", "processor_config.json"):
+        path = source / name
+        known = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps(known | {"chat_template": text}))
+    (source / "chat_template.json").write_text(json.dumps({"chat_template": text}))
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tool_use.jinja").write_text(text)
+    chat = RunChat("{{ 'the run' }}", {"enable_thinking": False})
+    folder = exported(source, tmp_path / "out", chat)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    said = [{"role": "user", "content": "a"}]
+    assert tokenizer.apply_chat_template(said, tokenize=False) == "the run"
+    texts = [path.read_text() for path in folder.rglob("*.json*")]
+    assert not [each for each in texts if "the model" in each]
+    # The values of a template cannot be part of it: people are told.
+    assert '`{"enable_thinking": false}`' in (folder / "README.md").read_text()
+    as_it_was = exported(source, tmp_path / "other", RunChat())
+    assert (as_it_was / "chat_template.jinja").read_text() == text
+    assert not (as_it_was / "README.md").exists()
+
+
+def test_files_that_training_makes_stale_are_left_out(tmp_path: Path) -> None:
+    source = tmp_path / "in"
+    stale = [
+        "m.Q4_K_M.gguf",
+        "onnx/model.onnx",
+        "onnx/model.onnx_data",
+        "original/consolidated.pth",
+    ]
+    stale += ["adapter_config.json", "tf_model.h5", "flax_model.msgpack", "rust_model.ot", "m.bin"]
+    for name in ("config.json", "tokenizer.json", "README.md", "modeling_own.py", *stale):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_text("{}")
+    folder = exported(source, tmp_path / "out", RunChat())
+    kept = {"README.md", "config.json", "model.safetensors", "modeling_own.py", "tokenizer.json"}
+    assert {path.name for path in folder.rglob("*")} == kept
+
+
+def test_a_template_that_cannot_be_read_is_named_before_training(tmp_path: Path) -> None:
+    server = {"chat_template": str(tmp_path / "no.jinja"), "chat_template_kwargs": {"a": 1}}
+    with pytest.raises(ConfigError, match="rollout_server.chat_template: .*no.jinja"):
+        RunChat.of(small_config(rollout_server=server))
+    (tmp_path / "no.jinja").write_text("a")
+    assert RunChat.of(small_config(rollout_server=server)) == RunChat("a", {"a": 1})
+
+
+def adapter_settings(folder: Path, model_type: str, *matrices: str) -> dict[str, object]:
+    """The settings of an exported folder with adapters on `matrices`."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    config = small_config(model={"path": str(folder)}, lora={"rank": 4, "alpha": 8, "dropout": 0.1})
+    paths = [f"base_model.model.model.layers.0.{name}" for name in matrices]
+    tensors = {f"{path}.lora_{each}.weight": torch.zeros(1) for path in paths for each in "AB"}
+    _write_adapter(tensors, config, folder / "out", lambda _: None)
+    found = json.loads((folder / "out" / "adapter_config.json").read_text())
+    return {name: found.get(name) for name in ("target_modules", "target_parameters")} | {
+        name: found[name] for name in ("rank_pattern", "lora_dropout") if name in found
+    }
+
+
+def test_adapters_name_their_matrices_as_peft_finds_them(tmp_path: Path) -> None:
+    """PEFT itself reads such folders in tests/integration/test_peft.py."""
+    dense = adapter_settings(tmp_path / "dense", "llama", "self_attn.q_proj", "mlp.up_proj")
+    assert dense == {
+        "target_modules": ["q_proj", "up_proj"],
+        "target_parameters": None,
+        "lora_dropout": 0.1,
+    }
+    names = ("mlp.up_proj", "mlp.experts.3.up_proj", "mlp.shared_experts.up_proj")
+    mixture = adapter_settings(tmp_path / "glm", "glm4_moe", "self_attn.q_proj", *names)
+    assert mixture == {
+        "target_modules": ["q_proj", "up_proj"],
+        "target_parameters": ["mlp.up_proj.weight", "shared_experts.up_proj.weight"],
+        "lora_dropout": 0.0,
+    }
+    names = tuple(f"block_sparse_moe.experts.0.{name}" for name in ("w1", "w2", "w3"))
+    mixtral = adapter_settings(tmp_path / "mixtral", "mixtral", *names)
+    assert mixtral["target_modules"] == ["w1", "w2", "w3"]
+    names = ("mlp.experts.0.up_proj", "mlp.shared_expert.up_proj")
+    shared = adapter_settings(tmp_path / "qwen2", "qwen2_moe", *names)
+    assert shared["target_parameters"] == ["experts.down_proj", "experts.gate_up_proj"]
+    assert shared["rank_pattern"] == {r".*\.gate_up_proj": 8}

@@ -1,0 +1,71 @@
+"""PEFT reads exported adapters: its logits are those of the merged model.
+
+It needs PEFT and accelerate, which the locks lack because transformers behaves otherwise with them:
+`pip install --no-deps --target FOLDER peft==0.21.2 accelerate==1.15.0`, and PYTHONPATH=FOLDER.
+"""
+
+import shutil
+import types
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from slipstream.core.settings.lora_section import DELTA, FUSED, LATENT
+from slipstream.learner.trainer.weights.export import _write_adapter
+from slipstream.learner.trainer.weights.export_plan import peft_name
+from support.fakes.parity_models import make_models
+
+peft: Any = pytest.importorskip("peft", reason="PEFT is not installed: see this file's first lines")
+
+RANK, ALPHA = 4, 8.0
+ADAPTED = {part for table in (FUSED, LATENT, DELTA) for parts in table.values() for part in parts}
+# Mixtral's names of its experts' matrices.
+ADAPTED |= {"w1", "w2", "w3"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("models")
+    make_models(made, num_layers=2)
+    return made
+
+
+def logits(folder: Path, adapters: Path | None = None) -> torch.Tensor:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    if adapters is not None:
+        model = peft.PeftModel.from_pretrained(model, adapters)
+    with torch.no_grad():
+        found: torch.Tensor = model.eval()(torch.arange(5, 45).view(2, 20)).logits
+    return found
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["llama", "deepseek", "deepseek2", "deepseek2-lite", "ernie", "glm", "mixtral", "moe"]
+    + ["moe-shared", "moe-softmax", "moonlight", "olmoe", "qwen3-next"],
+)
+def test_peft_reads_every_adapter_of_an_exported_folder(name, folder: Path, tmp_path: Path) -> None:
+    merged, adapters = load_file(folder / name / "model.safetensors"), {}
+    draw = torch.Generator().manual_seed(1)
+    for key, weight in list(merged.items()):
+        if weight.ndim == 2 and key.split(".")[-2] in ADAPTED:
+            a = torch.randn(RANK, weight.shape[1], generator=draw) / 10
+            b = torch.randn(weight.shape[0], RANK, generator=draw) / 10
+            adapters[peft_name(key, "lora_A", has_vision=False)] = a
+            adapters[peft_name(key, "lora_B", has_vision=False)] = b
+            merged[key] = weight + ALPHA / RANK * b @ a
+    lora = types.SimpleNamespace(rank=RANK, alpha=ALPHA, dropout=0.1)
+    config: Any = types.SimpleNamespace(lora=lora, model=types.SimpleNamespace(path=folder / name))
+    _write_adapter(adapters, config, tmp_path / "adapters", lambda _: None)
+    shutil.copytree(folder / name, tmp_path / "merged")
+    save_file(merged, tmp_path / "merged" / "model.safetensors", metadata={"format": "pt"})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        read = logits(folder / name, tmp_path / "adapters")
+    torch.testing.assert_close(read, logits(tmp_path / "merged"), rtol=0, atol=1e-4)
+    assert (read - logits(folder / name)).abs().max() > 0.1
