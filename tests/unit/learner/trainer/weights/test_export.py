@@ -145,7 +145,7 @@ def exported(source: Path, folder: Path, chat: RunChat) -> Path:
 
 
 def test_a_folder_has_the_runs_template_in_place_of_the_models(tmp_path: Path) -> None:
-    """As transformers reads it, in all places where folders keep templates."""
+    """transformers reads it, and no other place of the folder keeps another one."""
     from transformers import AutoTokenizer
 
     source = tmp_path / "in"
