@@ -32,7 +32,7 @@ CASES = [
     "mimo.default",
     "glm-lite.untied",
     "minimax.glm",
-    "exaone4.llama3",
+    "exaone4.default",
     "exaone4-full.llama3",
 ]
 # vLLM's kernels for a CPU take no smaller heads, and pad smaller experts.

@@ -293,7 +293,7 @@ CASES = [
     "mimo.default",
     "glm-lite.untied",
     "minimax.glm",
-    "exaone4.llama3",
+    "exaone4.default",
     "exaone4-full.llama3",
     "qwen3-next.glm",
     "qwen35.glm",
