@@ -152,12 +152,44 @@ def _problems(
             f"model.path must have the policy's vocabulary of {policy.vocab} tokens, "
             f"got {sizes.vocab} in {folder}"
         )
+    elif differing := _other_tokens(folder / "tokenizer.json", policy_folder / "tokenizer.json"):
+        yield f"model.path must have the policy's tokens, but in {folder} {differing}"
     longest = settings.sampling.max_episode_tokens
     if sizes.max_positions and longest > sizes.max_positions:
         yield (
             f"model.path must have room for sampling.max_episode_tokens = {longest}, "
             f"got {sizes.max_positions_field} {sizes.max_positions} in {folder}"
         )
+
+
+def _other_tokens(path: Path, policy: Path) -> str:
+    """Returns the first token that a tokenizer's file numbers otherwise than the policy's, or "".
+
+    Without either file nothing is compared: weights alone are enough for a role.
+    """
+    if not (path.is_file() and policy.is_file()) or path.read_bytes() == policy.read_bytes():
+        return ""
+    mine, others = _tokens(path), _tokens(policy)
+    for number in sorted(mine.keys() & others.keys()):
+        if mine[number] != others[number]:
+            return f"token {number} is {mine[number]!r}, not {others[number]!r}"
+    return ""
+
+
+def _tokens(path: Path) -> dict[int, str]:
+    """Returns the tokens of a tokenizer.json by number, or {} if its model is of another form."""
+    table = _read_table(path)
+    model = table.get("model")
+    known = model.get("vocab") if isinstance(model, dict) else None
+    found: dict[int, str] = {}
+    if isinstance(known, dict):
+        found = {number: token for token, number in known.items()}
+    elif isinstance(known, list):
+        found = {number: token for number, (token, _) in enumerate(known)}
+    added = table.get("added_tokens")
+    for token in added if isinstance(added, list) else ():
+        found[token["id"]] = token["content"]
+    return found
 
 
 def _images(folder: Path, sizes: ModelSizes) -> dict[str, object]:

@@ -65,7 +65,8 @@ def make_model(
         num_key_value_heads=num_key_value_heads,
         head_dim=32,
         max_position_embeddings=max_position_embeddings,
-        pad_token_id=0,
+        # transformers makes the embedding of a token for padding zero, and does not train it.
+        pad_token_id=None,
         bos_token_id=1,
         eos_token_id=2,
         tie_word_embeddings=tie_word_embeddings,

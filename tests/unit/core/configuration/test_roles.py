@@ -12,8 +12,14 @@ from slipstream.core.configuration.config_file import (
     load_config,
     parse_config,
 )
-from slipstream.core.configuration.roles import critic_config, reference_config, reference_is_policy
+from slipstream.core.configuration.roles import (
+    critic_config,
+    reference_config,
+    reference_is_policy,
+    role_problems,
+)
 from slipstream.core.errors import ConfigError
+from slipstream.core.models.model_sizes import read_model_sizes
 from slipstream.core.settings.config import Config
 from support.fakes.model_folders import write_loadable_files
 from support.fakes.small_configs import SMALLEST, refusal_of, small_config
@@ -144,6 +150,38 @@ def folder_refusal(folder: Path, **tables: JsonValue) -> str:
     with pytest.raises(ConfigError) as caught:
         check_model(config_with(GAE | KL, **({"model": model} | tables)))
     return str(caught.value)
+
+
+BPE: Table = {"vocab": {"a": 0, "b": 1}}
+UNIGRAM: Table = {"vocab": [["a", 0.0], ["b", -1.0]]}
+
+
+@pytest.mark.parametrize(
+    ("model", "added", "said"),
+    [
+        (BPE, [{"id": 2, "content": "<s>"}, {"id": 3, "content": "<new>"}], ""),
+        (UNIGRAM, [], ""),
+        ({"vocab": {"b": 0, "a": 1}}, [], "token 0 is 'b', not 'a'"),
+        ({"vocab": [["b", 0.0]]}, [], "token 0 is 'b', not 'a'"),
+        (BPE, [{"id": 2, "content": "<e>"}], "token 2 is '<e>', not '<s>'"),
+    ],
+)
+def test_a_role_reads_the_policys_tokens(model, added, said: str, tmp_path: Path) -> None:
+    folders = [model_folder(tmp_path / name) for name in ("policy", "other")]
+    tokenizers = [{"model": BPE, "added_tokens": [{"id": 2, "content": "<s>"}]}]
+    tokenizers.append({"model": model, "added_tokens": added})
+    for folder, tokenizer in zip(folders, tokenizers, strict=True):
+        (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    config = config_with(
+        GAE | KL,
+        model={"path": str(folders[0])},
+        reference={"path": str(folders[1])},
+        critic={"learning_rate": 1e-3},
+        learner={"world_size": 3},
+    )
+    found = [problem for problem in role_problems(config, read_model_sizes(folders[0]))]
+    expected = f"reference.path must have the policy's tokens, but in {folders[1]} {said}"
+    assert found == ([expected] if said else [])
 
 
 @pytest.mark.parametrize("name", ["reference", "critic"])

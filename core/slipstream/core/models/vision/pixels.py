@@ -6,6 +6,7 @@ Both use transformers' PIL processor on every host, since torchvision resizes di
 import base64
 import binascii
 import io
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,18 @@ import numpy.typing as npt
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 # An image of so many pixels takes 50 MB before it is made smaller.
 MAX_PIXELS = 1 << 24
+# EXIF's tag of an image's orientation, what each value asks of a viewer, and the first value of
+# those that exchange width and height.
+_ORIENTATION, _FIRST_ON_SIDE = 0x0112, 5
+_TURNS = {
+    2: "FLIP_LEFT_RIGHT",
+    3: "ROTATE_180",
+    4: "FLIP_TOP_BOTTOM",
+    5: "TRANSPOSE",
+    6: "ROTATE_270",
+    7: "TRANSVERSE",
+    8: "ROTATE_90",
+}
 
 
 class Pixels(NamedTuple):
@@ -56,8 +69,7 @@ class ImageProcessor:
         `token_id` is the placeholder of image features. Raises ValueError for bytes that are no
         image, and for too many pixels.
         """
-        with opened(data) as image:
-            width, height = image.size
+        width, height = size_of(data)
         patches = int(self.inner.get_number_of_image_patches(height, width))
         return [token_id] * (patches // self.merge**2)
 
@@ -77,9 +89,41 @@ class ImageProcessor:
 
 
 def decoded(data: bytes) -> Any:  # noqa: ANN401 - Pillow's
-    """Returns an encoded image as Pillow's, in RGB. Raises ValueError for unreadable pixels."""
+    """Returns an encoded image as Pillow's, in RGB, as people see it: upright and on white.
+
+    Raises ValueError for unreadable pixels.
+    """
+    from PIL import Image
+
     with opened(data) as image:
-        return image.convert("RGB")
+        found, turn = image, _TURNS.get(_orientation(image))
+        if image.has_transparency_data:
+            seen = image.convert("RGBA")
+            found = Image.alpha_composite(Image.new("RGBA", seen.size, "white"), seen)
+        found = found.convert("RGB")
+        return found if turn is None else found.transpose(Image.Transpose[turn])
+
+
+def size_of(data: bytes) -> tuple[int, int]:
+    """Returns width and height of an image when it is upright; only its header is read.
+
+    Raises ValueError for bytes that are no image, and for too many pixels.
+    """
+    with opened(data) as image:
+        width, height = image.size
+        return (height, width) if _orientation(image) >= _FIRST_ON_SIDE else (width, height)
+
+
+def _orientation(image: Any) -> int:  # noqa: ANN401 - Pillow's
+    """Returns EXIF's orientation of an image as cameras write it, or 1."""
+    if image.format not in ("JPEG", "WEBP"):
+        return 1
+    try:
+        found = image.getexif().get(_ORIENTATION)
+    except (OSError, SyntaxError, ValueError, struct.error):
+        # Viewers show an image whose EXIF is broken as it is.
+        return 1
+    return found if found in _TURNS else 1
 
 
 @contextmanager

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from slipstream.core.errors import ConfigError
 from slipstream.core.models.model_sizes import read_model_table
 from slipstream.core.models.registry import is_nested
-from slipstream.core.models.vision.pixels import ImageProcessor, Pixels, decoded, opened
+from slipstream.core.models.vision.pixels import ImageProcessor, Pixels, decoded, size_of
 
 # Field of processor_config.json -> default of the token at the end of a row, and of an image.
 ROW_TOKENS = {"image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"}
@@ -81,8 +81,7 @@ class PixtralProcessor(ImageProcessor):
 
     def _squares(self, data: bytes) -> tuple[int, int]:
         """Returns the rows and columns of an image in tokens."""
-        with opened(data) as image:
-            width, height = image.size
+        width, height = size_of(data)
         ratio = max(1.0, height / self._longest, width / self._longest)
         rows, columns = (
             math.ceil(math.floor(side / ratio) / self._square) for side in (height, width)

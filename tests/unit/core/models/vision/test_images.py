@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageOps
 from slipstream.core.configuration.config_file import check_model, parse_config
 from slipstream.core.errors import ConfigError, ProtocolError
-from slipstream.core.models.vision.pixels import MAX_PIXELS, data_of_url
+from slipstream.core.models.vision.pixels import MAX_PIXELS, data_of_url, decoded, size_of
 from slipstream.core.models.vision.placed import image_tokens
 from slipstream.core.models.vision.processors import load_processor
 from slipstream.core.types import ImagePlace
@@ -44,6 +44,33 @@ def test_an_image_has_the_tokens_of_its_pixels(folder: Path) -> None:
         assert len(pixels.values) == np.prod(pixels.grid) == 4 * num_tokens
         assert num_tokens <= processor.max_tokens
     assert processor.pixels(RED).grid == (1, SIDE // 14, SIDE // 14)
+
+
+def test_a_transparent_image_stands_on_white() -> None:
+    for mode, color in (("RGBA", (0, 0, 0, 0)), ("LA", (0, 0))):
+        file = io.BytesIO()
+        image = Image.new(mode, (4, 4), color)
+        image.putpixel((1, 1), (0, 0, 0, 255) if mode == "RGBA" else (0, 255))
+        image.save(file, "PNG")
+        found = decoded(file.getvalue())
+        assert found.mode == "RGB"
+        assert (found.getpixel((0, 0)), found.getpixel((1, 1))) == ((255,) * 3, (0,) * 3)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_a_photograph_stands_upright_as_viewers_show_it(orientation: int, folder: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    image = Image.new("RGB", (280, 56), "black")
+    image.paste("white", (0, 0, 140, 28))
+    file = io.BytesIO()
+    image.save(file, "JPEG", exif=exif, quality=95)
+    data = file.getvalue()
+    seen = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+    assert np.array_equal(np.asarray(decoded(data)), np.asarray(seen))
+    assert size_of(data) == seen.size
+    processor = load_processor(folder)
+    assert len(processor.pixels(data).values) == 4 * len(processor.tokens(IMAGE, data))
 
 
 def test_bytes_that_are_no_image_are_refused(folder: Path) -> None:
