@@ -152,8 +152,8 @@ def _problems(
             f"model.path must have the policy's vocabulary of {policy.vocab} tokens, "
             f"got {sizes.vocab} in {folder}"
         )
-    elif differing := _other_tokens(folder / "tokenizer.json", policy_folder / "tokenizer.json"):
-        yield f"model.path must have the policy's tokens, but in {folder} {differing}"
+    elif other := _other_tokens(folder / "tokenizer.json", policy_folder / "tokenizer.json"):
+        yield f"model.path must have the policy's tokens, but in {folder} {other}"
     longest = settings.sampling.max_episode_tokens
     if sizes.max_positions and longest > sizes.max_positions:
         yield (
