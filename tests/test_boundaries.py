@@ -40,7 +40,7 @@ PARTS = {
 STAIRS = (
     *("events", "loop_clock", "run"),
     *("servers", "records", "tasks", "leasing", "trajectories"),
-    *("part", "publishing", "loop", "evaluation"),
+    *("part", "publishing", "loop"),
     *(
         "set_aside_batch",
         "watch",
@@ -66,7 +66,6 @@ OPTIONAL = (
     "slipstream.client.agents",
     "slipstream.environments",
     "slipstream.extensions",
-    "slipstream.learner.controller.evaluation",
     "slipstream.learner.controller.reporting",
     "slipstream.rollout_server.agents",
     "slipstream.rollout_server.episodes.agent_talk",

@@ -218,9 +218,7 @@ class Controller:
             # If it is fenced, a later controller now has the servers, the trainer and the files.
             if not journal.is_fenced:
                 trainer = parts.trainer
-                await parts.results.write(
-                    parts.evaluator.results, hello=trainer.hello, goodbye=trainer.goodbye
-                )
+                await parts.results.write(hello=trainer.hello, goodbye=trainer.goodbye)
             parts.environments.relay.close()
             parts.trainer.place.close()
         return 1 if self._progress.has_failed else 0

@@ -50,12 +50,10 @@ class TrainerOrders:
         publisher: Publisher,
         *,
         parts: Sequence[Part],
-        evaluations_done: Callable[[], bool],
     ) -> None:
         self._run, self._progress = run, run.progress
         self._book, self.former = book, former
         self.publisher, self.parts = publisher, parts
-        self._evaluations_done = evaluations_done
         # Version of the trainer's weights; after a restart it may be older than the run's version.
         self.trainer_version = run.progress.version
 
@@ -127,7 +125,7 @@ class TrainerOrders:
                 return batch
             progress.waits_for(batch_wait(self._book))
             return None
-        if self._evaluations_done():
+        if all(part.is_done() for part in self.parts):
             progress.complete()
         else:
             progress.waits_for("the last evaluation")

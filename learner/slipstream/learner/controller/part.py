@@ -53,6 +53,10 @@ class Part:
     async def before_stop(self) -> None:
         """Returns when the trainer may save and leave; it then gets its last order."""
 
+    def is_done(self) -> bool:
+        """Whether the run may end: a controller that resumes it has no trainer for what is left."""
+        return True
+
     def trainer_away(self) -> None:
         """Handles the end of the trainer's stream; it, or another trainer, may come back."""
 

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from slipstream.core.run_folder import CHECKPOINTS
-from slipstream.learner.controller.evaluation import Evaluator
 from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.scheduler import Scheduler
 from slipstream.learner.controller.loop import TrainerOrders
@@ -38,7 +37,6 @@ class Parts:
     publisher: Publisher
     former: BatchFormer
     results: Results
-    evaluator: Evaluator
     trainer: TrainerServicer
     environments: EnvironmentServicer
     status: StatusServicer
@@ -73,20 +71,20 @@ def make_parts(
         publisher=publisher,
         scheduler=scheduler,
     )
-    evaluator = Evaluator(run, books, intake, publisher, scheduler, on_result=results.evaluated)
     environments = EnvironmentServicer(run, books, intake)
+    evaluators: list[Part] = []
+    if run.config.evaluations:
+        from slipstream.extensions.evaluation.controller import Evaluator
+
+        on_result = results.evaluated
+        evaluators += [Evaluator(run, books, intake, publisher, scheduler, on_result=on_result)]
     optional = _optional_parts(run, books.fleet, publisher, tasks)
-    every = (results, evaluator, environments, publisher, *optional, *others)
+    every = (results, *evaluators, environments, publisher, *optional, *others)
 
     def stepped(trained: Trained, report: trainer_pb2.StepReport) -> None:
         orders = trainer.take_orders()
         for part in every:
             part.stepped(trained, report, orders)
-
-    def has_evaluated() -> bool:
-        # A controller that resumes this run could not measure a missing result: the trainer has
-        # left by then.
-        return evaluator.is_done() and results.has_all_evaluations
 
     trainer = TrainerServicer(
         run,
@@ -96,7 +94,6 @@ def make_parts(
             former,
             publisher,
             parts=every,
-            evaluations_done=has_evaluated,
         ),
         on_step=stepped,
         on_checkpoint=checkpoints.saved,
@@ -111,7 +108,6 @@ def make_parts(
         publisher=publisher,
         former=former,
         results=results,
-        evaluator=evaluator,
         trainer=trainer,
         environments=environments,
         status=StatusServicer(run, books, scheduler, newest_metrics=lambda: recorder.newest),

@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 
 from slipstream.core.run_folder import TRACE
-from slipstream.learner.controller.evaluation import EvaluationResult
 from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.scheduler import Scheduler
@@ -16,6 +15,7 @@ from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.reporting.metrics import RunRecorder
 from slipstream.learner.controller.reporting.result_files import write_result
+from slipstream.learner.controller.reporting.run_facts import EvaluationResult
 from slipstream.learner.controller.reporting.step_times import StepTimes, trace
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.session import ServerSession
@@ -45,12 +45,25 @@ class Results(Part):
         self._intake, self._former = intake, former
         self._publisher, self._scheduler = publisher, scheduler
         self._folder, self._times = run.config.run_dir, StepTimes()
+        self.evaluations: list[EvaluationResult] = []
         # Done when the last evaluation is on disk; never done after a failure of the disk.
         self._evaluated: asyncio.Future[None] | None = None
 
     def restore(self, history: RunHistory) -> None:
-        """Restores the sums over the whole run from its journal."""
+        """Restores the sums over the whole run, and its evaluations."""
         self._recorder.restore(history)
+        for record in history.evaluations:
+            mean = record.reward_mean
+            self._keep(
+                EvaluationResult(
+                    step=record.version,
+                    reward_mean=float("nan") if mean is None else mean,
+                    evaluations=record.evaluations,
+                    num_episodes=record.episodes,
+                    num_failed=record.failed,
+                    wall_s=record.wall_s,
+                )
+            )
 
     def tasks(self) -> Tasks:
         """Returns the task that compares the counts of tokens."""
@@ -135,6 +148,7 @@ class Results(Part):
 
     def evaluated(self, result: EvaluationResult) -> None:
         """Writes the result of an evaluation round."""
+        self._keep(result)
         journal = self._books.journal
         journal.append(
             kinds.Evaluation(
@@ -150,14 +164,16 @@ class Results(Part):
         self._evaluated = journal.durable()
         self._recorder.evaluation(result)
 
-    @property
-    def has_all_evaluations(self) -> bool:
+    def _keep(self, result: EvaluationResult) -> None:
+        self.evaluations.append(result)
+        self._books.environments.measured(result.step, result.evaluations)
+
+    def is_done(self) -> bool:
         """Whether each result that was passed to `evaluated` is written to disk."""
         return self._evaluated is None or self._evaluated.done()
 
     async def write(
         self,
-        evaluations: list[EvaluationResult],
         *,
         hello: trainer_pb2.TrainerHello | None,
         goodbye: trainer_pb2.TrainerGoodbye | None,
@@ -174,7 +190,7 @@ class Results(Part):
             ledger=books.ledger.snapshot(),
             filtered_groups=self._intake.group_filter.by_step.total(),
             set_aside_batches=self._former.num_set_aside,
-            evaluations=evaluations,
+            evaluations=self.evaluations,
             publish=self._publisher.totals.summary(),
             weight_digest=goodbye.weight_digest.hex() if goodbye is not None else "",
             trainer_ranks=hello.world_size if hello is not None else 0,

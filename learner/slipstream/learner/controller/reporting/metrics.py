@@ -11,7 +11,6 @@ from pathlib import Path
 from pydantic import JsonValue
 from slipstream.core.run_folder import GROUPS, METRICS, SAMPLES, SUMMARY, SUSPENDED
 from slipstream.core.settings.config import Config
-from slipstream.learner.controller.evaluation import EvaluationResult
 from slipstream.learner.controller.events import EventLog
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.records.history import RunHistory
@@ -28,7 +27,12 @@ from slipstream.learner.controller.reporting.result_files import (
     read_rows,
     write_result,
 )
-from slipstream.learner.controller.reporting.run_facts import GenerationRate, Interval, RunFacts
+from slipstream.learner.controller.reporting.run_facts import (
+    EvaluationResult,
+    GenerationRate,
+    Interval,
+    RunFacts,
+)
 from slipstream.learner.controller.reporting.trackers import Trackers, open_trackers
 from slipstream.learner.controller.trajectories.batch import FormedBatch
 from slipstream.learner.controller.trajectories.batch_statistics import (

@@ -19,6 +19,19 @@ WINDOW_S = 5.0
 EDGE_STEPS = 5
 
 
+@dataclass(frozen=True)
+class EvaluationResult:
+    """The result of one round; `reward_mean` is the mean over its episodes, or NaN without any."""
+
+    step: int
+    reward_mean: float
+    # The statistics of each evaluation.
+    evaluations: Mapping[str, Mapping[str, float]]
+    num_episodes: int
+    num_failed: int
+    wall_s: float
+
+
 class RunTotals:
     """Sums and maxima over the rows of all steps, including the loading before the first step."""
 

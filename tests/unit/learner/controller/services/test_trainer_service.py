@@ -10,6 +10,7 @@ from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.loop import TrainerOrders
 from slipstream.learner.controller.loop_clock import LoopClock
+from slipstream.learner.controller.part import Part
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.services.environment_service import EnvironmentServicer
 from slipstream.learner.controller.services.fleet_service import FleetServicer
@@ -43,6 +44,13 @@ class OneBatch:
         return Trained(FormedBatch(report.step, "b000000", ()), PolicyVersion(0, 1), again=False)
 
 
+class Unfinished(Part):
+    """What the run waits for at its end."""
+
+    def is_done(self) -> bool:
+        return False
+
+
 class FirstTrainer:
     """The context of a call by the trainer with epoch 1."""
 
@@ -58,8 +66,7 @@ def orders_of(run: Run) -> TrainerOrders:
         ),
         OneBatch(),
         None,
-        parts=(),
-        evaluations_done=lambda: False,
+        parts=(Unfinished(),),
     )
 
 

@@ -23,6 +23,7 @@ from slipstream.learner.controller.leasing.scheduler import Scheduler
 from slipstream.learner.controller.part import OrderTimes, Part, Tasks
 from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.records.history import RunHistory
+from slipstream.learner.controller.reporting.run_facts import EvaluationResult
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.session import ServerSession
 from slipstream.learner.controller.trajectories.batch_statistics import means_of_metrics
@@ -126,19 +127,6 @@ class Round:
     started_s: float = field(default_factory=lambda: time.monotonic())
 
 
-@dataclass(frozen=True)
-class EvaluationResult:
-    """The result of one round; `reward_mean` is the mean over its episodes, or NaN without any."""
-
-    step: int
-    reward_mean: float
-    # The statistics of each evaluation.
-    evaluations: Mapping[str, Mapping[str, float]]
-    num_episodes: int
-    num_failed: int
-    wall_s: float
-
-
 class Evaluator(Part):
     """Runs evaluation rounds: before the first step, after every n-th step and after the last step.
 
@@ -166,32 +154,18 @@ class Evaluator(Part):
         self._intake, self._publisher = intake, publisher
         self._scheduler, self._on_result = scheduler, on_result
         self._round: Round | None = None
-        self._wanted_step: int | None = 0 if self._sections else None
+        self._wanted_step: int | None = 0
         # The newest step for which an evaluation was requested.
         self._asked_step = 0
         # Names of evaluations about which the log has warned that they have too few tasks.
         self._warned: set[str] = set()
-        self.results: list[EvaluationResult] = []
 
     def restore(self, history: RunHistory) -> None:
-        """Restores journaled results; requests the newest due evaluation if it has no result."""
-        for record in history.evaluations:
-            mean = record.reward_mean
-            self._keep(
-                EvaluationResult(
-                    step=record.version,
-                    reward_mean=float("nan") if mean is None else mean,
-                    evaluations=record.evaluations,
-                    num_episodes=record.episodes,
-                    num_failed=record.failed,
-                    wall_s=record.wall_s,
-                )
-            )
-        measured = max((result.step for result in self.results), default=-1)
+        """Requests the newest due evaluation if it has no result."""
+        measured = max((record.version for record in history.evaluations), default=-1)
         due = [step for step in range(history.version.step + 1) if step == 0 or self._is_due(step)]
-        if self._sections:
-            self._wanted_step = due[-1] if due[-1] > measured else None
-            self._asked_step = due[-1]
+        self._wanted_step = due[-1] if due[-1] > measured else None
+        self._asked_step = due[-1]
 
     async def run_forever(self) -> None:
         """Starts rounds and leases their episodes until the task is cancelled."""
@@ -201,8 +175,8 @@ class Evaluator(Part):
             await self._run.signal.changes(0.5)
 
     def tasks(self) -> Tasks:
-        """Returns the task that measures, if the run has evaluations."""
-        return {"evaluator": self.run_forever()} if self._sections else {}
+        """Returns the task that measures."""
+        return {"evaluator": self.run_forever()}
 
     def drains(self, session: ServerSession) -> None:
         """Ends the running round if `session` is its server."""
@@ -218,7 +192,7 @@ class Evaluator(Part):
 
     def step_done(self, step: int) -> None:
         """Notes that version `step` exists; requests an evaluation of this version if it is due."""
-        if self._sections and self._is_due(step):
+        if self._is_due(step):
             self._wanted_step = self._asked_step = step
 
     def _is_due(self, step: int) -> bool:
@@ -388,15 +362,10 @@ class Evaluator(Part):
             num_failed=round_.failed.total(),
             wall_s=time.monotonic() - round_.started_s,
         )
-        self._keep(result)
         self._on_result(result)
         for name, values in result.evaluations.items():
             self._run.events.add(_line(result.step, name, values))
         self._run.signal.notify()
-
-    def _keep(self, result: EvaluationResult) -> None:
-        self.results.append(result)
-        self._environments.measured(result.step, result.evaluations)
 
 
 def _line(step: int, name: str, values: Mapping[str, float]) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from slipstream.core.types import PolicyVersion
-from slipstream.learner.controller.evaluation import (
+from slipstream.extensions.evaluation.controller import (
     EvaluatedEpisode,
     EvaluationResult,
     Evaluator,

@@ -1,0 +1,1 @@
+"""Rounds of held-out episodes while a run trains."""
