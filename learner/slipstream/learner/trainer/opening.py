@@ -41,7 +41,12 @@ from slipstream.learner.trainer.model.model import (
 )
 from slipstream.learner.trainer.model.named_adapters import NamedAdapters
 from slipstream.learner.trainer.model.numeric_checks import check_attention, check_range
-from slipstream.learner.trainer.model.recipe import ddp_config_of, optimizer_config_of, provider_of
+from slipstream.learner.trainer.model.recipe import (
+    ddp_config_of,
+    fuse_gradients,
+    optimizer_config_of,
+    provider_of,
+)
 from slipstream.learner.trainer.model.recompute import GpuMemory, Recompute
 from slipstream.learner.trainer.ranks import compat, cpu
 from slipstream.learner.trainer.ranks.activity import Activity
@@ -109,6 +114,7 @@ def load_trained(
 
     model = _load(config, ranks, ddp_config_of(config), change=change, load_weights=load_weights)
     chunks = model.chunks
+    fuse_gradients(chunks, config)
     optimizer = get_megatron_optimizer(optimizer_config_of(config), chunks)
     scaler = shared_scaler(optimizer)
     # Without this function the schedule silently leaves out the sum over replicas and over the

@@ -133,6 +133,9 @@ def provider_of(
         values |= {"agreement": config.algorithm.agreement, "bias_activation_fusion": is_equal}
     values |= passed_through(provider, config.learner.transformer, section="learner.transformer")
     if compat.has_transformer_engine():
+        # Megatron's own layers, such as the output layer, would need Apex's extension for it:
+        # `fuse_gradients` sets it where it can be.
+        values["gradient_accumulation_fusion"] = False
         has_windows = values.get("window_size") is not None
         _check_context_parallel(config, values.get("cp_comm_type"), has_windows=has_windows)
     check_fp8(values, config.learner)
@@ -148,6 +151,18 @@ def provider_of(
     if provider.num_moe_experts and has_router_losses(provider):
         provider.register_pre_wrap_hook(count_tokens_once)
     return provider
+
+
+def fuse_gradients(chunks: Sequence[Megatron], config: Config) -> None:
+    """Makes TransformerEngine's layers add gradients of weights to their sums within the product.
+
+    Without that a gradient is rounded to the type of the weights, written, and added by a kernel of
+    its own. `chunks` have sums, as Megatron's data parallelism makes them.
+    """
+    if config.learner.transformer.get("gradient_accumulation_fusion", True):
+        for module in (module for chunk in chunks for module in chunk.modules()):
+            if hasattr(module, "fuse_wgrad_accumulation"):
+                module.fuse_wgrad_accumulation = True
 
 
 def check_fp8(

@@ -32,6 +32,18 @@ def test_replicas_overlap_what_they_exchange_unless_it_is_offloaded(learner, red
     assert found == {"overlap_grad_reduce": reduce, "overlap_param_gather": gather}
 
 
+@pytest.mark.parametrize(("setting", "fused"), [({}, True), (True, True), (False, False)])
+def test_layers_that_can_add_gradients_in_their_products_do_unless_told_otherwise(
+    setting: object, fused: bool
+) -> None:
+    layers = torch.nn.ModuleList([torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)])
+    layers[0].fuse_wgrad_accumulation = False
+    passed = {} if setting == {} else {"gradient_accumulation_fusion": setting}
+    recipe.fuse_gradients([layers], small_config(learner={"transformer": passed}))
+    assert layers[0].fuse_wgrad_accumulation is fused
+    assert not hasattr(layers[1], "fuse_wgrad_accumulation")
+
+
 def sharing(cp: int, dtype: str) -> Config:
     learner = {"world_size": cp, "parallel": {"cp": cp}}
     return small_config(model={"dtype": dtype}, learner=learner)
