@@ -22,6 +22,7 @@ from slipstream.learner.trainer.outputs.logprobs import (
     bring_to_all_ranks,
     output_weight,
 )
+from slipstream.learner.trainer.ranks import compat
 from slipstream.learner.trainer.ranks.parallel import Ranks
 from torch import Tensor
 
@@ -265,13 +266,16 @@ def unwrapped(chunk: Megatron) -> Megatron:
 
 
 def token_alignment(settings: Megatron) -> int:
-    """Returns a number that must divide a rank's number of tokens; above 1 only for fp8.
+    """Returns a number that must divide a rank's number of tokens.
 
     Tensor cores take 8-bit operands in blocks of 16 numbers; in mxfp8, 32 numbers share a scale.
-    `settings` are Megatron's settings of the model.
+    TransformerEngine's faster norms take blocks of 4 tokens; routers would count tokens that pad a
+    block. `settings` are Megatron's settings of the model.
     """
     if not settings.fp8:
-        return 1
+        is_equal = getattr(settings, "agreement", "close") == "bits"
+        has_norms = compat.has_transformer_engine() and not is_equal
+        return 4 if has_norms and not settings.num_moe_experts else 1
     return 32 if settings.fp8_recipe == "mxfp8" else 16
 
 

@@ -5,6 +5,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import LearnerSection, OffloadSection
 from slipstream.learner.trainer.model.model import token_alignment
 from slipstream.learner.trainer.model.recipe import check_fp8
+from slipstream.learner.trainer.ranks import compat
 
 FP8 = {"fp8": "e4m3", "fp8_param": True}
 
@@ -26,3 +27,18 @@ def test_8_bit_products_ask_for_multiples_of_tokens() -> None:
     assert token_alignment(SimpleNamespace(fp8=None)) == 1
     assert token_alignment(SimpleNamespace(fp8="e4m3", fp8_recipe="delayed")) == 16
     assert token_alignment(SimpleNamespace(fp8="e4m3", fp8_recipe="mxfp8")) == 32
+
+
+@pytest.mark.parametrize(
+    ("settings", "aligned"),
+    [
+        ({"num_moe_experts": None}, 4),
+        ({"num_moe_experts": 8}, 1),
+        ({"num_moe_experts": None, "agreement": "bits"}, 1),
+    ],
+)
+def test_faster_norms_ask_for_blocks_of_tokens_where_none_is_routed(
+    settings: dict[str, object], aligned: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compat, "has_transformer_engine", lambda: True)
+    assert token_alignment(SimpleNamespace(fp8=None, **settings)) == aligned
