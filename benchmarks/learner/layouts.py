@@ -167,7 +167,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--learner", default="{}", help="more of the table, as JSON")
     parser.add_argument("--limit-s", type=float, default=300.0, help="of one layout")
     parser.add_argument("--out", type=Path)
-    # For the ranks that this program starts.
+    # These are for the ranks that this program starts.
     parser.add_argument("--rank-of", default="", help=argparse.SUPPRESS)
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--found", type=Path, help=argparse.SUPPRESS)
