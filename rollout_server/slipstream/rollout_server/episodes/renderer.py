@@ -131,9 +131,8 @@ class Renderer:
         if whole and not self._ends_with(tail, whole, inputs):
             raise RenderingFailed("the chat template writes messages otherwise behind calls")
         tokenise = self._tokens if len(tail) <= _CACHED_CHARACTERS else self._tokenise
-        if self._has_ended(history, tail, self._added.get(last_token, ""), inputs):
-            return list(tokenise(tail.lstrip()))[1:]
-        return list(tokenise(tail))
+        said = self._num_said(history, tail, self._added.get(last_token, ""), inputs)
+        return list(tokenise(tail.lstrip()))[said:] if said else list(tokenise(tail))
 
     def _ends_with(self, tail: str, whole: Sequence[ChatMessage], inputs: TemplateInputs) -> bool:
         try:
@@ -142,18 +141,22 @@ class Renderer:
             # The model wrote calls that the template cannot write.
             return True
 
-    def _has_ended(
+    def _num_said(
         self, history: Sequence[ChatMessage], tail: str, last: str, inputs: TemplateInputs
-    ) -> bool:
-        """Whether `tail` begins with the end of a reply that has ended with the token `last`.
+    ) -> int:
+        """Returns how many special tokens of `tail` a reply that ends with `last` has said already.
 
         A template may end the last reply otherwise than earlier ones, as gpt-oss' does.
         """
         first = self._leading(tail)
-        if not (first and last) or first == last:
-            return bool(first and last)
+        if last in first:
+            return first.index(last) + 1
+        if not (first and last):
+            return 0
         closing, going_on = (self._tail(tuple(history), inputs, is_closed=c) for c in (True, False))
-        return self._leading(closing) == last and self._leading(going_on) == first
+        return int(
+            self._leading(closing)[:1] == [last] and self._leading(going_on)[:1] == first[:1]
+        )
 
     def reply(
         self,
@@ -181,12 +184,18 @@ class Renderer:
                 "template in rollout_server.chat_template that continues it"
             )
         said = whole[len(prompt) : len(whole) - len(closing)]
-        tail = closing
-        if not self._leading(tail):
+        ends, tail = self._leading(closing), closing
+        if len(ends) != 1:
             follow = following or (_ASKED,)
-            tail = self._tail((*messages, REPLY, *follow), inputs, is_closed=True)
-        if end := self._leading(tail):
-            return list(self._tokenise(said + tail[: tail.index(end)] + end))
+            before = self._tail((*messages, REPLY, *follow), inputs, is_closed=True)
+            if ends:
+                # Several tokens end a reply if they do so everywhere, else the first one does.
+                ends = ends if self._leading(before)[: len(ends)] == ends else ends[:1]
+            else:
+                ends, tail = self._leading(before)[:1], before
+        if ends:
+            space = tail[: len(tail) - len(tail.lstrip())]
+            return list(self._tokenise(said + space + "".join(ends)))
         tokens, last = list(self._tokenise(said)), self._tokenizer.eos_token_id
         if following and following[0].role == "tool":
             if tokens[-1] in self._added:
@@ -197,10 +206,13 @@ class Renderer:
             )
         return tokens if last is None else [*tokens, last]
 
-    def _leading(self, text: str) -> str:
-        """Returns the special token with which `text` begins behind white space, or ""."""
-        found = filter(text.lstrip().startswith, self._added.values())
-        return max(found, key=len, default="")
+    def _leading(self, text: str) -> list[str]:
+        """Returns the special tokens side by side with which `text` begins behind white space."""
+        found, text = [], text.lstrip()
+        while token := max(filter(text.startswith, self._added.values()), key=len, default=""):
+            found.append(token)
+            text = text.removeprefix(token)
+        return found
 
     def with_images(
         self, tokens: list[int], messages: Sequence[ChatMessage]

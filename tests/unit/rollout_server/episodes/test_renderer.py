@@ -149,6 +149,16 @@ GIVEN = {
     ),
     "no end but the next message": ("<|reply|>{{ m.content }}", "<|reply|>", "b<|im_start|>"),
     "no end at all": ("\nA: {{ m.content }}\nQ: ", "\nA:", " b<|im_end|>"),
+    "two ends side by side": (
+        "<|reply|>{{ m.content }}<|end|><|return|>",
+        "<|reply|>",
+        "b<|end|><|return|>",
+    ),
+    "two ends side by side of the last reply": (
+        "<|reply|>{{ m.content }}<|end|>{% if loop.last %}<|return|>{% endif %}",
+        "<|reply|>",
+        "b<|end|>",
+    ),
     "several ends": (
         "<|reply|>{{ m.content }}<|end|>\n{% if loop.last %}<|return|>{% endif %}",
         "<|reply|>",
@@ -345,7 +355,8 @@ def test_one_end_stands_between_a_given_reply_and_what_follows_it(name, tmp_path
     )
     assert whole.endswith(between)
     head = whole.removesuffix(between)
-    assert head.endswith(("b", "b<|im_end|>", "b<|end|>", "b<|im_start|>"))
+    ends = ("", "<|im_end|>", "<|end|>", "<|im_start|>", "<|end|><|return|>")
+    assert head.endswith(tuple(f"b{end}" for end in ends))
 
 
 def test_a_reply_before_a_result_needs_an_end_where_the_template_writes_none(tmp_path) -> None:
