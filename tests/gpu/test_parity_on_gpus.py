@@ -16,7 +16,7 @@ pytestmark = [
 ]
 
 
-MODELS = ("llama", "llama3", "qwen2", "qwen3", "tied", "odd", "moe", "moe-shared", "mixtral")
+MODELS = sorted({layout.model for layout in LAYOUTS.values()})
 LAYOUT_OF = {
     model: next(name for name, layout in LAYOUTS.items() if layout.model == model)
     for model in MODELS
