@@ -66,19 +66,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="a report for programs (--check)")
     parser.add_argument("--max-turns", type=int, help="warn of a limit that ends it (--check)")
     parser.add_argument("--timeout-s", type=float, default=60.0, help="limit of a call (--check)")
-    parser.add_argument("--python", metavar="PATH", help="another interpreter (--check)")
-    given = sys.argv[1:] if argv is None else argv
-    arguments = parser.parse_args(given)
-    if arguments.check is not None and arguments.python:
-        from slipstream.core.machine.other_python import worker_program
-
-        python = arguments.python
-        try:
-            os.execvp(python, [*worker_program(python), *given, "--python", ""])
-        except OSError as error:
-            cause = f"--python must be an interpreter, got {python}: {error.strerror}"
-            print(cause, file=sys.stderr)
-            return 2
+    arguments = parser.parse_args(argv)
     # The environment's prints go to stderr.
     report = os.dup(1)
     sys.stdout.flush()

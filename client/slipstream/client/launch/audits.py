@@ -70,6 +70,7 @@ async def audit_class(
     reference: str, options: Sequence[str], *, python: str, timeout_s: float, model: Path | None
 ) -> int:
     """Audits one class with further `options` of the worker; returns the exit code."""
+    check_python(reference, Path(python) if python else None)
     command = [*worker_program(python), "--check", reference, "--search-path", os.getcwd()]
     command += ["--timeout-s", str(timeout_s), *options]
     report = await _played(reference, command, timeout_s=timeout_s)
@@ -86,7 +87,7 @@ async def audit_all(config: Config) -> int:
     most = sampling.max_prompt_tokens or sampling.max_episode_tokens - 1
     code, seen = 0, []
     for section in (*config.environments, *config.evaluations):
-        check_python(section)
+        check_python(section.name, section.python)
         command = audit_command(section, config)
         report = await _played(section.name, command, timeout_s=section.timeout_s)
         if report is None:

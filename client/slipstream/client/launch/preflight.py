@@ -242,7 +242,7 @@ async def _check_environment(
 ) -> tuple[str, tuple[str, ...]]:
     """Returns the cause of a failure, "" without one, and the lines that were printed."""
     name, reference, timeout_s = section.name, section.reference, section.timeout_s
-    check_python(section)
+    check_python(section.name, section.python)
     command = audit_command(section, config)
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     audited = ["--cached", str(Path(cache, "slipstream", "audited")), "--seconds", str(RUN_AUDIT_S)]
@@ -264,12 +264,10 @@ async def _check_environment(
     return cause.removeprefix(f"environment {reference}: "), checked.lines
 
 
-def check_python(section: PlayedSection) -> None:
-    """Raises ConfigError if the environment's interpreter is not there."""
-    if section.python is not None and shutil.which(section.python) is None:
-        raise ConfigError(
-            f"environment {section.name}: python must be an interpreter, got {section.python}"
-        )
+def check_python(environment: str, python: Path | None) -> None:
+    """Raises ConfigError if the interpreter of an environment is not there."""
+    if python is not None and shutil.which(python) is None:
+        raise ConfigError(f"environment {environment}: python must be an interpreter, got {python}")
 
 
 def audit_command(section: PlayedSection, config: Config) -> list[str]:

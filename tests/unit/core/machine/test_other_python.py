@@ -40,21 +40,19 @@ def test_a_worker_runs_with_another_interpreter_that_lacks_slipstream(furnished:
 
 
 def test_a_check_goes_on_with_another_interpreter(furnished: Path, tmp_path: Path) -> None:
-    command = [*worker_program(""), "--check", "fake_workers:Good", "--search-path", FAKES]
+    command = [sys.executable, "-m", "slipstream.client.cli", "check", "fake_workers:Good"]
 
     def ended(python: Path) -> tuple[int, str]:
         given = [*command, "--python", str(python)]
-        done = completed(given, timeout=LIMIT_S)
+        done = completed(given, timeout=LIMIT_S, cwd=FAKES)
         return done.returncode, done.stdout + done.stderr
 
     code, said = ended(furnished)
     assert code == 0
-    assert said.startswith(READY)
+    assert "fake_workers:Good: 3 tasks, 3 of them played" in said
     missing = tmp_path / "python"
-    assert ended(missing) == (
-        2,
-        f"--python must be an interpreter, got {missing}: No such file or directory\n",
-    )
+    cause = f"environment fake_workers:Good: python must be an interpreter, got {missing}"
+    assert ended(missing) == (2, f"slipstream: {cause}\n")
 
 
 def test_the_worker_sees_the_variables_of_its_own_virtual_environment(furnished, tmp_path):
