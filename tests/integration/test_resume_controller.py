@@ -225,6 +225,42 @@ async def test_a_run_that_was_stopped_goes_on_and_may_have_more_steps(tmp_path):
     assert shares["waiting for groups"] == pytest.approx(waited_s / all_s)
 
 
+async def test_other_tasks_after_a_resume_are_told_and_each_comes_once_before_one_comes_again(
+    tmp_path: Path,
+) -> None:
+    config = make_config(tmp_path, run__steps=5)
+    trainer = FakeTrainer(config.controller.address, checkpoint_every=1)
+    trainer.hold_at(3)
+
+    async def stop(controller, tasks):
+        del tasks
+        await trainer.until_held()
+        controller.stop("the data file was edited")
+        trainer.gate.set()
+
+    first = FakeServer(config.controller.address, digest="before")
+    await play(config, first, trainer=trainer, during=stop)
+    summary, trainer, fleet = await resume(
+        moved(config, tmp_path, steps=STEPS), trainer.newest_checkpoint, digest="after"
+    )
+    assert summary["ledger"]["difference"] == 0
+    told = [text for text in summary["told"] if "have changed since the run began" in text]
+    assert [text.partition(":")[0] for text in told] == [
+        "the tasks of environment e have changed since the run began"
+    ]
+    records = list(read_records(config.run_dir / "journal"))
+    known = [r["digest"] for r in records if r["kind"] == "tasks"]
+    assert known == ["before", "after"]
+    changed = next(i for i, r in enumerate(records) if r.get("digest") == "after")
+    fresh = [r for r in records[changed:] if r["kind"] == "lease" and r["number"] >= 0]
+    assert [r["number"] for r in fresh] == list(range(len(fresh)))
+    assert sorted(r["task"] for r in fresh[:10]) == list(range(10))
+    # No group has members of both.
+    old = {r["group"] for r in records[:changed] if r["kind"] == "lease"}
+    assert not old & {r["group"] for r in records[changed:] if r["kind"] == "lease"}
+    assert not old & {lease.group_id for server in fleet for lease in server.leases}
+
+
 async def test_an_environment_that_was_submitted_is_there_again_after_a_resume(tmp_path):
     config = make_config(tmp_path, run__steps=5)
     trainer = FakeTrainer(config.controller.address, step_s=0.05, checkpoint_every=1)

@@ -65,6 +65,7 @@ class FakeServer:
         queue_url: str = "",
         queue_bytes: int = QUEUE_BYTES,
         from_storage: bool = False,
+        digest: str = "",
     ) -> None:
         """Trajectories go to the Redis at `queue_url`, or to the controller itself if it is ""."""
         self.address, self.name = address, name
@@ -73,7 +74,7 @@ class FakeServer:
         self.judge, self.wrong_digests, self.wrong_probes = judge, wrong_digests, wrong_probes
         self.environments_fail, self.slow_environment = environments_fail, slow_environment
         self.failing_environment, self.queue_url = failing_environment, queue_url
-        self.queue_bytes = queue_bytes
+        self.queue_bytes, self.digest = queue_bytes, digest
         # Names of the GPUs on which it seems to compute.
         self.gpus: list[str] = []
         # Lets a version be fetched from storage, and what was fetched.
@@ -253,7 +254,9 @@ class FakeServer:
     async def _load(self, spec) -> None:
         if spec.name == self.slow_environment:
             await self.loading.wait()
-        report = fleet_pb2.EnvironmentReport(environment=spec.name, num_tasks=10)
+        report = fleet_pb2.EnvironmentReport(
+            environment=spec.name, num_tasks=10, digest=self.digest
+        )
         if self.environments_fail or spec.name == self.failing_environment:
             report.failure.message = "no module named nowhere"
         await self.outbox.put(fleet_pb2.ServerMessage(environment=report))
