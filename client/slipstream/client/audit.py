@@ -33,16 +33,16 @@ AT_ONCE = 8
 MAX_TURNS = 8
 # Tasks whose right answer is played again in the same words, or in other forms.
 MAX_AGAIN = 8
-# The forms in which the right answer is tried: `{}` stands for it. A prompt may ask for others.
-FORMS: tuple[str, ...] = (
-    "{}",
-    "\\boxed{{}}",
-    "#### {}",
-    "<answer>{}</answer>",
-    "Answer: {}",
-    "The answer is {}.",
+# The reply that the environment names, and the forms in which its answer is tried: `{}` stands for
+# it. A prompt may ask for others.
+OWN, PLAIN = "", "{}"
+FORMS = (
+    *("\\boxed{{}}", "$\\boxed{{}}$", "#### {}", "<answer>{}</answer>", "<answer>\n{}\n</answer>"),
+    *("Answer: {}", "ANSWER: {}", "Final answer: {}", "Final Answer: {}", "The answer is {}."),
+    *("The final answer is {}.", "**{}**", "[[{}]]", "```\n{}\n```", '{"answer": "{}"}'),
+    *('{"answer": {}}', '```json\n{"answer": "{}"}\n```'),
+    "<think>\nWell.\n</think>\n\n<answer>{}</answer>",
 )
-FORMS += ("```\n{}\n```", "<think>\nWell.\n</think>\n\n<answer>{}</answer>")
 # What a prompt asks for: a tag, a key of JSON, double brackets, or the beginning of a line.
 _TAGS = re.compile(r"<([A-Za-z_]\w*)>")
 _KEYS = re.compile(r"""\{\s*["'](\w+)["']\s*:""")
@@ -111,8 +111,8 @@ class Played:
     unbegun: dict[int, str] = field(default_factory=dict)
     # Where `tasks()` gives others: "when it is called again", "in another process".
     other_tasks: list[str] = field(default_factory=list)
-    # The form in which the right answer earned the most.
-    form: str = "{}"
+    # The form in which the right answer earned something.
+    form: str = PLAIN
     seconds: float = 0.0
 
 
@@ -171,8 +171,11 @@ class Audit:
         played = self.played
         if played.tasks and not self._has_time:
             return
-        openings, task = [], None
+        openings: list[pb.Observation] = []
+        task = None
         for number in range(2):
+            if openings and not self._has_time:
+                break
             key = f"reset-{number}-{index}"
             answer = await self._reset(key, index)
             if answer.HasField("failure"):
@@ -189,9 +192,9 @@ class Audit:
                     played.first_call = await self._first_call(key)
                     return
             await self._ask(close={"episode_key": key})
-        if task is None or len(openings) < 2:
+        if task is None or index in played.unbegun:
             return
-        if openings[0] != openings[1]:
+        if openings[0] != openings[-1]:
             texts = ["\n".join(text_of(opening)) for opening in openings]
             played.unequal[index] = (texts[0], texts[1])
         played.tasks.append(task)
@@ -216,7 +219,9 @@ class Audit:
         """Finds the form in which the first right answers earn more than an empty reply."""
         played = self.played
         for task in [task for task in played.tasks if task.is_known][:3]:
-            await self._play(task, Kind.EMPTY)
+            await self._in_time(task, Kind.EMPTY)
+            if not self._has_time:
+                break
             nothing = played.rewards.get(Kind.EMPTY, {}).get(task.index, 0.0)
             for form in self._forms(task):
                 played.form = form
@@ -224,8 +229,8 @@ class Audit:
                 if played.rewards.get(Kind.RIGHT, {}).get(task.index, 0.0) > nothing:
                     return
                 if not self._has_time:
-                    return
-        played.form = "{}"
+                    break
+        played.form = OWN if any(task.reply for task in played.tasks) else PLAIN
 
     async def _in_other_forms(self) -> None:
         """Plays right answers that earned nothing once more in each other form."""
@@ -247,14 +252,14 @@ class Audit:
 
     def _forms(self, task: Task) -> Sequence[str]:
         """Returns the forms to try: the environment's own, what the prompt asks for, usual ones."""
+        own = [OWN] if task.reply else []
         if not task.answer:
-            return FORMS[:1]
+            return own
         said = "\n".join(text_of(task.opening))
         asked = [f"<{tag}>{{}}</{tag}>" for tag in _TAGS.findall(said)[:_MAX_ASKED]]
         asked += [f'{{"{key}": "{{}}"}}' for key in _KEYS.findall(said)[:_MAX_ASKED]]
         asked += [f"{lead} {{}}" for lead in _LEADS.findall(said)[:_MAX_ASKED]]
-        asked += ["[[{}]]"] if "[[" in said else []
-        return list(dict.fromkeys((FORMS[0], *asked, *FORMS[1:])))
+        return list(dict.fromkeys((*own, PLAIN, *asked, *FORMS)))
 
     async def _all(self, kinds: Sequence[Kind]) -> None:
         """Plays those of `kinds` that were not played yet, kind by kind."""
@@ -267,7 +272,8 @@ class Audit:
             await self._each(self._in_time(task, kind) for task in due)
 
     async def _in_time(self, task: Task, kind: Kind) -> None:
-        if self._has_time or task is self.played.tasks[0]:
+        # The first play is made in any case.
+        if self._has_time or not self.played.replies:
             await self._play(task, kind)
 
     async def _play(self, task: Task, kind: Kind) -> None:
@@ -347,7 +353,7 @@ def reply_to(task: Task, kind: Kind, own: str, form: str) -> dict[str, Any] | No
 
 
 def _written(task: Task, own: str, form: str) -> str:
-    return own if own and form == FORMS[0] else form.replace("{}", task.answer or own)
+    return own if form == OWN else form.replace("{}", task.answer or own)
 
 
 def poor(played: Played) -> dict[int, float]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import fmean
 
-from slipstream.client.audit import FORMS, Kind, Played, Task, poor, text_of
+from slipstream.client.audit import OWN, PLAIN, Kind, Played, Task, poor, text_of
 from slipstream.client.terminal import aligned, counted
 
 # Tasks from which the same right answer everywhere is a surprise.
@@ -76,9 +77,12 @@ def _rewards(played: Played) -> list[Finding]:
         if empty[index] > 0:
             says = f"an empty reply earned {empty[index]:g}, and the right answer {right[index]:g}"
         text = f"{says} in {_of(len(bad), len(right))}, such as {_example(played, index)}"
-        if (is_most := 2 * len(bad) >= len(right)) and empty[index] <= 0:
+        is_most = 2 * len(bad) >= len(right)
+        if is_most and empty[index] <= 0:
             text += "; if replies must have a form, let reset() set self.right_reply"
-        found.append(Finding(text, is_refused=is_most))
+        # An answer may be for people alone.
+        names_reply = any(task.reply for task in played.tasks if task.index in bad)
+        found.append(Finding(text, is_refused=is_most and names_reply))
     for kind, _, what in _RULES:
         rewards, wrong = played.rewards.get(kind, {}), _wrong(played, kind)
         # Half of "10.0" is 10, which is right too.
@@ -136,7 +140,12 @@ def _answers(played: Played) -> list[Finding]:
     if len(known) >= _SEVERAL and len({task.answer or task.reply for task in known}) == 1:
         text = f"the right answer is the same in all {len(known)} tasks: "
         found.append(Finding(text + _quoted(known[0].answer or known[0].reply)))
-    told = [t for t in known if len(t.answer.strip()) >= _LONG and t.answer.strip() in t.prompt]
+    lengths = sorted(len(task.answer) for task in known)
+    longest = max(known, key=lambda task: len(task.answer), default=None)
+    if longest is not None and lengths[-1] > 20 * max(lengths[len(lengths) // 2], _LONG):
+        text = f"the right answer of task {longest.index} is far longer than others: "
+        found.append(Finding(text + _quoted(longest.answer)))
+    told = [task for task in known if _tells(task.prompt, task.answer.strip())]
     if 2 * len(told) >= max(len(known), 1):
         text = f"the prompt holds the right answer in {_of(len(told), len(known))}, such as task "
         found.append(Finding(f"{text}{told[0].index}: {_quoted(told[0].answer)}"))
@@ -145,6 +154,15 @@ def _answers(played: Played) -> list[Finding]:
         text = f"{_of(len(played.tasks) - len(known), len(played.tasks))}, such as task "
         found.append(Finding(f"{text}{lacking.index}, have no right answer"))
     return found
+
+
+def _tells(prompt: str, answer: str) -> bool:
+    """Whether a prompt holds an answer that no prompt holds by chance, or calls it the answer."""
+    said = rf"answer\W{{0,3}}(?:is)?\W{{0,3}}{re.escape(answer)}(?!\w)"
+    return bool(answer) and (
+        (len(answer) >= _LONG and answer in prompt)
+        or re.search(said, prompt, re.IGNORECASE) is not None
+    )
 
 
 def _prompts(played: Played) -> list[Finding]:
@@ -183,7 +201,7 @@ def table(played: Played) -> list[str]:
         failed = len(played.failures.get(kind, {}))
         if rewards or failed:
             name = kind.value
-            if kind is Kind.RIGHT and played.form != FORMS[0]:
+            if kind is Kind.RIGHT and played.form not in (OWN, PLAIN):
                 name += f", as {_quoted(played.form.replace('{}', '...'))}"
             ends = f"{failed} failed" if failed else _verdict(played, kind)
             rows.append((name, f"{len(rewards) + failed}", _spread(rewards), ends))

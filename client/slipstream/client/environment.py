@@ -190,8 +190,8 @@ class Environment(Generic[Task]):
     max_reply_tokens: int | None = None
     # The right answer as text, for people who read the reply. Set it in `reset` if there is one.
     expected_answer: str = ""
-    # A reply that earns the most, if it is more than the answer. `slipstream check` plays it, and
-    # without it tries the answer in usual forms. Set it in `reset`, or in `step` for a next turn.
+    # A reply that earns the most. `slipstream check` plays it, and without it the answer in usual
+    # forms. Set it in `reset`, or in `step` for a next turn.
     right_reply: str = ""
     # A reply that is wrong, in a right form, for `slipstream check`: else another task's answer.
     wrong_reply: str = ""

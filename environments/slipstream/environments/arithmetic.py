@@ -109,7 +109,7 @@ class Arithmetic(Environment[Addition]):
     def reset(self, task: Addition) -> list[Message]:
         """Returns the prompt that asks for the result of the task."""
         self._task, self.expected_answer = task, str(task.answer)
-        self.right_reply = f"Answer: {task.answer}" if self._format == "line" else ""
+        self.right_reply = f"Answer: {task.answer}" if self._format == "line" else str(task.answer)
         return [Message("user", self._instruction.replace("{task}", str(task)))]
 
     def step(self, reply: str) -> StepResult:

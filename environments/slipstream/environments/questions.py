@@ -134,8 +134,14 @@ class Questions(Asked):
 
     def reset(self, task: Question) -> list[Message]:
         """Returns the prompt with the question."""
-        if self._answer_after and task.answer:
-            self.right_reply = f"{self._answer_after} {task.answer}"
+        if self._function is None or self._function.names_answer:
+            right, several = task.answer, task.value
+            if isinstance(several, list) and isinstance(several[0], str | int | float):
+                # Any of them is right.
+                right = str(several[0])
+            right = "" if isinstance(several, Mapping) else right
+            is_marked = right and self._answer_after
+            self.right_reply = f"{self._answer_after} {right}" if is_marked else right
         return super().reset(task)
 
     async def step(self, reply: str) -> StepResult:
@@ -174,6 +180,8 @@ class JudgeFunction:
         self._reference = reference
         self._call = import_function("judge", reference)
         self._taken = _taken(reference, self._call)
+        # Whether it takes the answer by a parameter of this name.
+        self.names_answer = "answer" in inspect.signature(self._call).parameters
 
     @property
     def takes_answer(self) -> bool:

@@ -248,3 +248,15 @@ class Negative(Sums):
 class Async(Sums):
     async def step(self, reply):
         return super().step(reply)
+
+
+class Riddle(Sums):
+    """Has an answer for people, which is no reply."""
+
+    def reset(self, task):
+        messages = super().reset(task)
+        self._sum, self.expected_answer = sum(task), f"the sum of {task[0]} and {task[1]}"
+        return messages
+
+    def step(self, reply):
+        return StepResult(float(reply.content == str(self._sum)))

@@ -186,3 +186,17 @@ def words_shared(reply, answer):
 
 def seeded(reply, answer):
     return (reply.content == str(answer)) * random.Random(str(reply)).uniform(0.5, 1.0)
+
+
+def any_of(reply, answer):
+    return float(reply.content.strip() in answer)
+
+
+def countdown(reply, answer):
+    numbers = re.findall(r"\d+", reply.content)
+    is_allowed = sorted(map(int, numbers)) == sorted(answer["numbers"])
+    return float(is_allowed and "=" not in reply.content)
+
+
+def politeness(reply, **others):
+    return float("fool" not in reply.content)

@@ -39,9 +39,11 @@ async def audited(case: dict, folder: Path) -> list[Finding]:
 @pytest.mark.parametrize("case", cases("faults.jsonl"), ids=lambda case: case["name"])
 async def test_a_planted_fault_is_found(case: dict, tmp_path: Path) -> None:
     found = await audited(case, tmp_path)
-    assert [each.text for each in found if case["says"] in each.text], found
+    said = [each for each in found if case["says"] in each.text]
+    assert [each.is_refused for each in said][:1] == [case["refused"]], found
 
 
 @pytest.mark.parametrize("case", cases("sound.jsonl"), ids=lambda case: case["name"])
 async def test_what_is_sound_is_neither_refused_nor_told(case: dict, tmp_path: Path) -> None:
-    assert not await audited(case, tmp_path)
+    found = await audited(case, tmp_path)
+    assert not [each for each in found if each.is_refused or not case.get("may_tell")]

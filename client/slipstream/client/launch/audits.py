@@ -98,6 +98,12 @@ async def audit_all(config: Config) -> int:
     prompts = await _written(asked, model) or [[] for _ in seen]
     for (section, report), written in zip(seen, prompts, strict=True):
         code = _show(section.name, report, written, most) or code
+    for measured, its in seen:
+        for section, report in seen:
+            shared = set(its["openings"]) & set(report["openings"])
+            if measured in config.evaluations and section in config.environments and shared:
+                of = f"{len(shared)} of {counted(len(its['openings']), 'task')} of {measured.name}"
+                say(f"! {of} that were looked at are trained on too, in {section.name}")
     return code
 
 

@@ -51,8 +51,8 @@ PROOF_LIMIT_S = 600.0
 WORKER_GRACE_S = 30.0
 # Number of environments that are checked at once: one for each processor, few to save memory.
 CHECKS_AT_ONCE = min(8, len(os.sched_getaffinity(0)))
-# The calls of such a check that may take as long as the limit: load, reset and step.
-CHECKED_CALLS = 3
+# The calls of such a check that may take as long as the limit: load, two resets and a step.
+CHECKED_CALLS = 4
 # Seconds of a start in which replies are played to an environment, beyond those of its first task.
 RUN_AUDIT_S = 1.0
 # Ports below every usual range from which the kernel assigns ports.

@@ -104,6 +104,7 @@ class ReasoningGym(Environment[Entry]):
     def reset(self, task: Entry) -> list[Message]:
         """Returns the prompt with the question."""
         self._entry, self.expected_answer = task, str(task.get("answer") or "")
+        self.right_reply = self.expected_answer
         if self.expected_answer and self._in_tags:
             self.right_reply = f"<answer>{self.expected_answer}</answer>"
         asked = self._instruction.replace("{question}", task["question"])

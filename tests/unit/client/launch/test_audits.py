@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from slipstream.client.launch.audits import audit_all, audit_class
 from slipstream.core.settings.config import Config
+from slipstream.core.settings.measurement_sections import EvaluationSection
 from slipstream.learner.trainer.tiny_model import make_tokenizer
 from support.fakes.small_configs import small_config
 
@@ -67,6 +68,19 @@ async def test_prompts_are_counted_and_what_the_template_leaves_out_is_told(
     )
     assert longer.startswith("  ! 1 of 4 prompts have more than 5 tokens")
     assert (ready, shown.err) == ("  ready", "")
+
+
+async def test_tasks_that_are_trained_and_measured_are_told(
+    asking: Callable[..., Config], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = asking([row(letter, ("user", f"{letter} b")) for letter in "cde"])
+    (section,) = config.environments
+    held = EvaluationSection(
+        name="held", reference=QUESTIONS, args=section.args | {"shuffle_seed": 1, "limit": 2}
+    )
+    assert await audit_all(config.model_copy(update={"evaluations": (held,)})) == 0
+    told = "! 2 of 2 tasks of held that were looked at are trained on too, in sums"
+    assert capsys.readouterr().out.splitlines()[-1] == told
 
 
 async def test_an_environment_that_cannot_be_meant_is_refused_after_its_table(
