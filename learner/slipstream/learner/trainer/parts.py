@@ -27,6 +27,10 @@ def step_parts(config: Config, policy: Policy) -> list[StepPart]:
 
         folder = config.run_dir / "profile"
         found.append(ProfileWindow(config.debug.profile, folder, rank=policy.ranks.rank))
+    if config.controller.turns == "sleep":
+        from slipstream.extensions.turns.trainer import LockedSteps
+
+        found.append(LockedSteps(config, policy.ranks.gpus))
     if policy.sharing is not None:
         found.append(_SharedWork(policy.sharing))
     if config.needs_reference or config.roles:

@@ -20,19 +20,15 @@ Only rank 0 calls the controller. It broadcasts the orders, so that all ranks ta
 """
 
 import contextlib
-import functools
 import logging
 import math
 import os
 import signal
 import socket
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from types import FrameType
 
 from slipstream.core.errors import RunFailed, UntrainableBatch
-from slipstream.core.machine.gpus import fill_gpus, gpu_names
-from slipstream.core.run_folder import CHECKPOINTS, FINAL_ADAPTERS, FINAL_MODEL, LOCKS
+from slipstream.core.run_folder import CHECKPOINTS, FINAL_ADAPTERS, FINAL_MODEL
 from slipstream.core.settings.config import Config
 from slipstream.core.types import PolicyVersion
 from slipstream.learner.trainer.batches.batch import Batch
@@ -135,7 +131,7 @@ class Trainer:
         layout = self._ranks.describe(has_experts=has_experts)
         version = self._version
         place = weights_pb2.Place(
-            host_id=host_id(), gpus=self._gpus, nccl=agreed_settings(os.environ)
+            host_id=host_id(), gpus=self._ranks.gpus, nccl=agreed_settings(os.environ)
         )
         told = self._ranks.gather_bytes(place.SerializeToString())
         if self._ranks.is_main:
@@ -155,12 +151,6 @@ class Trainer:
             version = version_from_pb(welcome.version)
             logger.info("registered for run %s with version %s", welcome.run_id, version)
         self._adopt(version)
-
-    @functools.cached_property
-    def _gpus(self) -> list[str]:
-        """The driver's identifier of this rank's GPU, as a list; [] on a CPU."""
-        device = self._ranks.device
-        return gpu_names(os.environ, device.index, 1) if device.type == "cuda" else []
 
     def _adopt(self, version: PolicyVersion) -> None:
         """Sets the version of the weights on all ranks to rank 0's `version`; collective."""
@@ -193,7 +183,7 @@ class Trainer:
                 f"batch {batch.batch_id} is for step {batch.step + 1}, "
                 f"but the weights are of version {self._version}"
             )
-        with turn_of_step(self._config, self._gpus), self._policy.memory.resident(Part.PARAMETERS):
+        with self._policy.memory.resident(Part.PARAMETERS):
             try:
                 result = self._step.run(batch)
             except UntrainableBatch as fault:
@@ -319,19 +309,6 @@ class Trainer:
 
 class StartAgain(Exception):  # noqa: N818
     """Raised if a step fails after it changed weights: the trainer restarts from a checkpoint."""
-
-
-def turn_of_step(config: Config, gpus: Sequence[str]) -> AbstractContextManager[None]:
-    """Returns a context that locks `gpus` for a step if `controller.turns` is "sleep".
-
-    A step then uses memory that sleeping engines free. A rollout server that starts on these GPUs
-    measures their free memory, so it must not start during a step. The context waits for the locks
-    at most `rollout_server.start_timeout_s`, and then raises RunFailed.
-    """
-    if config.controller.turns != "sleep":
-        return contextlib.nullcontext()
-    limit_s = config.rollout_server.start_timeout_s
-    return fill_gpus(config.run_dir / LOCKS, gpus, alone=False, limit_s=limit_s)
 
 
 def failure_of(batch: Batch, fault: UntrainableBatch) -> trainer_pb2.TrainerFailure:

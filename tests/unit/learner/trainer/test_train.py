@@ -3,21 +3,16 @@
 import contextlib
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from slipstream.core.errors import FINAL_ERROR, NOT_STARTED, ConfigError, RunFailed
-from slipstream.core.machine.gpus import fill_gpus
-from slipstream.core.run_folder import LOCKS
-from slipstream.core.settings.config import Config
 from slipstream.learner.trainer.__main__ import exit_code
 from slipstream.learner.trainer.controller_client import Order
-from slipstream.learner.trainer.train import StartAgain, Trainer, turn_of_step
+from slipstream.learner.trainer.train import StartAgain, Trainer
 from slipstream.v1 import trainer_pb2, weights_pb2
-from support.fakes.small_configs import small_config
 
 
 class Loop(Trainer):
@@ -59,32 +54,6 @@ def test_servers_do_not_wait_for_a_checkpoint_that_is_finished() -> None:
     loop = Loop(weights_pb2.PublishOrder(publish_id="p1"), trainer_pb2.WaitOrder(), stop)
     loop.run()
     assert loop.seen == ["register", "p1", "poll", "poll", "poll", "the end"]
-
-
-def config_of(folder: Path, turns: str) -> Config:
-    return small_config(
-        run={"name": "r", "steps": 1, "dir": str(folder)},
-        algorithm={"groups_per_step": 1},
-        controller={"turns": turns},
-        learner={"offload": {"gradients": True, "optimizer": True}},
-    )
-
-
-@pytest.mark.parametrize(("turns", "waits"), [("off", False), ("pause", False), ("sleep", True)])
-def test_no_engine_starts_while_a_step_has_the_memory_of_one(tmp_path, turns, waits):
-    config = config_of(tmp_path, turns)
-
-    def start_engine() -> None:
-        with fill_gpus(config.run_dir / LOCKS, ["GPU-1"], alone=True, limit_s=0.0):
-            pass
-
-    with turn_of_step(config, ["GPU-1"]):
-        if waits:
-            with pytest.raises(RunFailed, match="did not end loading"):
-                start_engine()
-        else:
-            start_engine()
-    start_engine()
 
 
 @pytest.mark.parametrize(

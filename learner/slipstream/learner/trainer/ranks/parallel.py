@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -19,6 +20,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from slipstream.core.errors import ConfigError
+from slipstream.core.machine.gpus import gpu_names
 from slipstream.core.settings.config import LearnerSection, ParallelSection
 from slipstream.core.settings.rank_layout import RankLayout
 from slipstream.learner.trainer import Megatron
@@ -206,6 +208,11 @@ class Ranks:
         """Sets a CPU tensor to its elementwise maximum over all ranks, in place, and returns it."""
         dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._control)
         return values
+
+    @functools.cached_property
+    def gpus(self) -> list[str]:
+        """The driver's identifier of this rank's GPU, as a list; [] on a CPU."""
+        return gpu_names(os.environ, self.device.index, 1) if self.device.type == "cuda" else []
 
     def describe(self, *, has_experts: bool) -> str:
         """Returns a text that describes the parallel groups; not collective.
