@@ -690,6 +690,24 @@ async def test_a_result_that_a_template_writes_by_its_call_is_read_anew(tmp_path
     assert rig.began() == ["new", "template"]
 
 
+# Many templates leave out the roles that they do not know.
+NO_SYSTEM = CHAT_TEMPLATE.replace(
+    "for message in messages", "for message in messages if message.role != 'system'"
+)
+
+
+async def test_a_message_that_the_template_leaves_out_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "no.jinja").write_text(NO_SYSTEM)
+    template = str(tmp_path / "no.jinja")
+    rig = await agent_rig(tmp_path / "model", script, chat_template=template)
+    late = {"role": "system", "content": "Be kind."}
+    reply = await chat(rig, [QUESTION])
+    for messages in ([QUESTION, late], [QUESTION, reply, late, QUESTION]):
+        with pytest.raises(openai.BadRequestError, match="leaves out .* role 'system', 'Be kind.'"):
+            await chat(rig, messages)
+    assert rig.runs() == [1]
+
+
 async def test_values_of_the_environment_come_before_the_runs_and_behind_the_requests(shared):
     settings = agent_config(Path("models/any"), chat_template_kwargs={"enable_thinking": True})
     api = await AgentServices(shared.engine.parts, settings.rollout_server).api()

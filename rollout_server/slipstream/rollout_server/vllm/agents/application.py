@@ -83,6 +83,8 @@ _REPLY, _RESULT = REPLY.for_template(), RESULT.for_template()
 _INLINE_CHARACTERS = 20_000
 _CACHED_TEXTS = 256
 _CACHED_CHARACTERS = 1000
+# Characters of a message that an error shows.
+_SHOWN = 40
 # Characters that a token may stand for even where no entry of the vocabulary is as long.
 _LONG_TOKEN = 128
 Message = Mapping[str, Any]
@@ -197,7 +199,9 @@ class PromptRenderer:
         tokenized: the result is then more placeholder tokens than any limit allows.
         """
         if found is None:
-            return self._tokens(self._text(messages, params), most)
+            text = self._text(messages, params)
+            self._check_written(messages, messages, text, params)
+            return self._tokens(text, most)
         known = found.num_messages
         new = messages[known:]
         if any(each.get("role") == "tool" for each in new) and not self._takes_results(params):
@@ -210,6 +214,7 @@ class PromptRenderer:
         if text.count(PLACEHOLDER) != 1:
             return None
         _, _, tail = text.partition(PLACEHOLDER)
+        self._check_written(messages, new, tail, params)
         if messages[known - 1].get("tool_calls"):
             # Some templates write results by the names of calls; those that cannot write this call
             # write them behind a plain reply.
@@ -224,6 +229,35 @@ class PromptRenderer:
             if tokens[:1] == [last]:
                 return tokens[1:]
         return self._tokens(tail, most)
+
+    def _check_written(
+        self, messages: list[Message], new: list[Message], text: str, params: ChatParams
+    ) -> None:
+        """Raises VLLMValidationError if `text` lacks one of `new` because the template drops it.
+
+        A text that the template writes otherwise, such as escaped, is found by a mark in its place.
+        """
+        for message in new:
+            said = message.get("content")
+            if message.get("role") == "assistant" or not isinstance(said, str):
+                continue
+            if said.strip() in text:
+                continue
+            marked = [
+                {**each, "content": _RESULT["content"]} if each is message else each
+                for each in messages
+            ]
+            try:
+                is_written = _RESULT["content"] in self._text(marked, params)
+            except VLLMValidationError:
+                # It wants another text there, and has written this one.
+                continue
+            if not is_written:
+                raise VLLMValidationError(
+                    f"the chat template leaves out a message of role {message.get('role')!r}, "
+                    f"{said[:_SHOWN]!r}: write it into one that the template shows",
+                    parameter="messages",
+                )
 
     def _takes_results(self, params: ChatParams) -> bool:
         """Returns whether the template renders tool results after a reply, not inside its calls."""
