@@ -138,7 +138,6 @@ SMALL = ("colours", "quickstart", "smallest", "two-adapters")
 # Configurations of SmolLM2 or a model of one's own, each with the numbers of GPUs that it is for.
 MIDDLE = {
     "cluster": (2, 8),
-    "reasoning-gym-one-gpu": (1,),
     "smollm2": (1, 2),
     "smollm2-one-gpu": (1,),
     "smollm2-two-gpus": (2,),

@@ -1,4 +1,4 @@
-"""Environments of other frameworks train a tiny model for 20 steps each, with held-out tasks."""
+"""Games of gymnasium train a tiny model for 20 steps each, with held-out seeds."""
 
 from pathlib import Path
 
@@ -9,8 +9,6 @@ from support.rigs import run_processes
 pytestmark = [*run_processes.SLOW_RUN, pytest.mark.timeout(1300)]
 
 STEPS = 20
-FRAMEWORKS = "slipstream.environments.frameworks"
-REASONING_GYM = f"{FRAMEWORKS}.reasoning_gym:ReasoningGym"
 GYMNASIUM = "deploy.environments.gymnasium_game:Game"
 # The model knows letters, 0 and 1; everything else is one unknown word to it.
 LETTERS = list("abcdef")
@@ -20,25 +18,12 @@ def gym(id: str, num_actions: int, **kwargs: object) -> dict[str, object]:
     return {"id": id, "kwargs": kwargs, "actions": LETTERS[:num_actions]}
 
 
-# Package, reference, arguments.
 CASES = {
-    "chain_sum": ("reasoning_gym", REASONING_GYM, {"dataset": "chain_sum", "answer": "whole"}),
-    "gcd": ("reasoning_gym", REASONING_GYM, {"dataset": "gcd", "answer": "number"}),
-    "several": (
-        "reasoning_gym",
-        REASONING_GYM,
-        {
-            "dataset": [
-                {"name": "coin_flip", "weight": 1.0},
-                {"name": "letter_counting", "weight": 2.0, "config": {"max_words": 8}},
-            ]
-        },
-    ),
-    "frozen-lake": ("gymnasium", GYMNASIUM, gym("FrozenLake-v1", 4, render_mode="ansi")),
-    "cart-pole": ("gymnasium", GYMNASIUM, gym("CartPole-v1", 2, max_episode_steps=12)),
-    "cliff-walking": ("gymnasium", GYMNASIUM, gym("CliffWalking-v1", 4, max_episode_steps=8)),
-    "taxi": ("gymnasium", GYMNASIUM, gym("Taxi-v4", 6, max_episode_steps=8)),
-    "blackjack": ("gymnasium", GYMNASIUM, gym("Blackjack-v1", 2)),
+    "frozen-lake": gym("FrozenLake-v1", 4, render_mode="ansi"),
+    "cart-pole": gym("CartPole-v1", 2, max_episode_steps=12),
+    "cliff-walking": gym("CliffWalking-v1", 4, max_episode_steps=8),
+    "taxi": gym("Taxi-v4", 6, max_episode_steps=8),
+    "blackjack": gym("Blackjack-v1", 2),
 }
 
 
@@ -50,14 +35,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_an_environment_of_a_framework_trains(name: str, tmp_path: Path, model: Path) -> None:
-    package, reference, args = CASES[name]
-    other: dict[str, object] = {"split": "heldout"}
-    if package != "reasoning_gym":
-        pytest.importorskip(package)
-        other = {"first_seed": 1000}
-    entry = {"name": name, "reference": reference, "timeout_s": 60.0}
-    heldout = {"name": f"{name}-heldout", "reference": reference, "timeout_s": 60.0}
+def test_a_game_of_gymnasium_trains(name: str, tmp_path: Path, model: Path) -> None:
+    pytest.importorskip("gymnasium")
+    args, other = CASES[name], {"first_seed": 1000}
+    entry = {"name": name, "reference": GYMNASIUM, "timeout_s": 60.0}
+    heldout = {"name": f"{name}-heldout", "reference": GYMNASIUM, "timeout_s": 60.0}
     config = run_processes.write_config(
         tmp_path,
         model,

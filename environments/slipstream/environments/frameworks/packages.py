@@ -1,14 +1,11 @@
-"""Imports a framework's package and a user's functions, and reports unknown names."""
+"""Imports a framework's package and a user's functions."""
 
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, TypeAlias
 
 from slipstream.core.errors import ConfigError
-from slipstream.core.names import did_you_mean, near_names
-
-MAX_SHOWN_NAMES = 20
 
 # An object of another framework, whose types are not read here.
 Foreign: TypeAlias = Any
@@ -46,11 +43,3 @@ def import_function(argument: str, reference: str) -> Callable[..., Any]:
         raise ConfigError(f"{argument}: module {module} has no function {name!r}")
     found: Callable[..., Any] = function
     return found
-
-
-def unknown_name(what: str, name: str, known: Iterable[str]) -> ConfigError:
-    """Returns an error that begins with `what` and `name` and suggests names from `known`."""
-    if near := near_names(name, known := sorted(known)):
-        return ConfigError(f"{what} {name!r}; {did_you_mean(near)}")
-    shown = ", ".join([*known[:MAX_SHOWN_NAMES], *["..."] * (len(known) > MAX_SHOWN_NAMES)])
-    return ConfigError(f"{what} {name!r}; it has {shown}")
