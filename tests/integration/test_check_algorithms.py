@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from slipstream.client.launch.findings import LEARNER, Scene
-from slipstream.client.launch.preflight import check_proofs
+from slipstream.client.launch.preflight import PROOF_LIMIT_S, check_proofs
 from slipstream.core.configuration.config_file import load_config
 from slipstream.core.errors import ConfigError
 from support.fakes import wrong_algorithms
@@ -38,7 +38,7 @@ def config(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 async def test_functions_are_proved_once_for_a_source(config: Path) -> None:
     overrides = [f"algorithm.{kind}={json.dumps(name)}" for kind, name in OWN.items()]
-    shown = succeed("check", config, *overrides, cwd=config.parent)
+    shown = succeed("check", config, *overrides, cwd=config.parent, limit_s=PROOF_LIMIT_S)
     lines = shown.stdout.splitlines()
     assert lines[-1] == (
         "a tiny model is trained alike with one rank, small micro batches, shared prefixes, "
@@ -56,7 +56,7 @@ async def test_functions_are_proved_once_for_a_source(config: Path) -> None:
 
 def test_a_loss_that_differs_between_ranks_is_refused_by_check_and_run(config: Path) -> None:
     loss = f"algorithm.loss={json.dumps(f'{wrong_algorithms.__name__}:depends_on_the_rank')}"
-    shown = run_command("check", config, loss, cwd=config.parent)
+    shown = run_command("check", config, loss, cwd=config.parent, limit_s=PROOF_LIMIT_S)
     assert shown.returncode == 2
     faults = [line for line in shown.stderr.splitlines() if line.startswith("slipstream: ")]
     for line, layout in zip(faults, ("tp 2", "pp 2", "cp 2"), strict=True):
