@@ -21,11 +21,10 @@ from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.tasks.environments import EnvironmentEntry
 
-# Metrics of verdicts that are 1 where a judge could read an answer, and where it worked.
-READ = ("readable", "well_formed", "answered")
-WORKED = ("scored",)
-# Metrics that are above 0 where a judge gave up.
-GAVE_UP = ("judge_timeout",)
+# Metrics of verdicts that are above 0 where a judge could read an answer.
+READ = ("readable", "well_formed")
+# The metric that is above 0 where a judge gave up.
+GAVE_UP = "judge_timeout"
 # Number of episodes after which the share of unreadable replies is looked at, and its bound.
 LOOKED_AT = 256
 MOST_UNREADABLE = 0.5
@@ -49,11 +48,10 @@ class Feed:
         counts["episodes"] += 1
         counts["failed_episodes"] += trajectory.status is Status.FAILED
         counts["truncated_episodes"] += trajectory.status is Status.TRUNCATED
-        failed = any(metrics.get(name, 1.0) < 1.0 for name in WORKED)
-        failed |= any(metrics.get(name, 0.0) > 0.0 for name in GAVE_UP)
-        counts["failed_judgements"] += failed
-        if failed and entry.is_news("judge"):
-            self._warn(entry, "the judge has failed or timed out at a reply, which then earned 0")
+        gave_up = metrics.get(GAVE_UP, 0.0) > 0.0
+        counts["judge_timeouts"] += gave_up
+        if gave_up and entry.is_news("judge"):
+            self._warn(entry, "the judge took too long for a reply, which then earned 0")
         if left_out := int(metrics.get(DROPPED_METRICS, 0.0)):
             counts[DROPPED_METRICS] += left_out
             if entry.is_news(DROPPED_METRICS):

@@ -34,13 +34,13 @@ def episode() -> Trajectory:
 
 def test_a_judge_that_fails_is_told_once_and_counted() -> None:
     scene = Scene()
-    for metrics in ({"scored": 1.0}, {"scored": 0.0}, {"judge_timeout": 1.0}, {"right": 0.0}):
+    for metrics in ({"judge_timeout": 0.0}, *2 * [{"judge_timeout": 1.0}], {"right": 0.0}):
         scene.note(**metrics)
     assert scene.told == [
-        "environment e: the judge has failed or timed out at a reply, which then earned 0; "
-        "summary.json counts such cases"
+        "environment e: the judge took too long for a reply, which then earned 0; summary.json "
+        "counts such cases"
     ]
-    assert scene.feed.summary() == {"e": {"episodes": 4, "failed_judgements": 2}}
+    assert scene.feed.summary() == {"e": {"episodes": 4, "judge_timeouts": 2}}
 
 
 def test_many_unread_replies_are_told_with_how_many_were_cut() -> None:
