@@ -111,6 +111,7 @@ are the values of a setting and, behind a semicolon, its default.
   slipstream run deploy/configs/quickstart.toml run.name=second environments.0.weight=2.0
   ```
 
+- A table `[extensions.NAME]` is of [another package](guides/watching.md#trackers).
 - `--dry-run` checks the file, the model folder, the installed packages and the controller's port,
   prints all settings and starts nothing. It tries settings that are passed on to Megatron and vLLM
   on their own types. Environments are not loaded. The exit code is 2 for settings that cannot

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from slipstream.core.errors import ConfigError
 from support.rigs.controller_runs import make_config, play
 from support.rigs.run_processes import empty_model, run_command, write_config
 
@@ -89,13 +90,20 @@ def other_package(folder: Path, source: str, group: str, entry: str) -> Path:
 TRACKER = """
 import json
 
+from pydantic import BaseModel, Field
+
+
+class Table(BaseModel, extra="forbid"):
+    digits: int = Field(2, ge=1)
+
 
 class Lines:
     def __init__(self, config, folder, ids):
+        self.digits = Table.model_validate(config.extensions["x"]).digits
         self.file = (folder / f"{config.run.name}.jsonl").open("a")
 
     def log(self, step, values):
-        self.file.write(json.dumps([step, values["reward_mean"]]) + "\\n")
+        self.file.write(json.dumps([step, round(values["reward_mean"], self.digits)]) + "\\n")
 
     def samples(self, step, episodes, groups):
         pass
@@ -105,15 +113,45 @@ class Lines:
 """
 
 
-async def test_a_tracker_of_another_package_takes_the_rows(tmp_path, monkeypatch) -> None:
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = other_package(tmp_path / "other", TRACKER, "slipstream.trackers", "x=strange:Lines")
+    with (package / "strange-1.0.dist-info" / "entry_points.txt").open("a") as file:
+        file.write("[slipstream.settings]\nx=strange:Table\n")
     monkeypatch.syspath_prepend(package)
-    config = make_config(tmp_path, run__steps=3, tracking__trackers=["x"])
+    monkeypatch.delitem(sys.modules, "strange", raising=False)
+
+
+@pytest.mark.usefixtures("package")
+async def test_a_tracker_of_another_package_takes_the_rows_as_its_table_says(tmp_path) -> None:
+    table = {"digits": 3}
+    config = make_config(tmp_path, run__steps=3, tracking__trackers=["x"], extensions__x=table)
     summary = await play(config)
     assert (summary["code"], summary["steps"]) == (0, 3)
     rows = map(json.loads, (config.run_dir / "metrics.jsonl").read_text().splitlines())
     told = (config.run_dir / f"{config.run.name}.jsonl").read_text().splitlines()
-    assert list(map(json.loads, told)) == [[row["step"], row["reward_mean"]] for row in rows]
+    expected = [[row["step"], round(row["reward_mean"], 3)] for row in rows]
+    assert list(map(json.loads, told)) == expected
+
+
+@pytest.mark.usefixtures("package")
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        (
+            {"extensions__x": {"digits": 0}},
+            "extensions.x.digits: Input should be greater than or equal to 1",
+        ),
+        (
+            {"extensions__x": {"colour": "red"}},
+            "extensions.x.colour: Extra inputs are not permitted",
+        ),
+        ({"extensions__y": {}}, "extensions.y is a table of no installed package"),
+    ],
+)
+def test_a_wrong_table_of_another_package_is_refused(tmp_path, table, message) -> None:
+    with pytest.raises((ConfigError, ValueError), match=message):
+        make_config(tmp_path, **table)
 
 
 STORAGE = """

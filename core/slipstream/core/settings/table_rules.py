@@ -4,8 +4,10 @@ Each function yields one line for each broken rule, with the values and the rule
 """
 
 from collections.abc import Iterator
+from importlib.metadata import entry_points
 from typing import Any, cast
 
+from pydantic import ValidationError
 from slipstream.core.reservation import smallest_queue
 from slipstream.core.settings.algorithm_functions import is_own
 from slipstream.core.settings.lora_section import NOT_EXCHANGED
@@ -321,6 +323,21 @@ def lora_problems(config: Tables) -> Iterator[str]:
         yield f"checkpoint.load holds no adapters: lora.rank must be 0 with it, got {rank}"
 
 
+def extension_problems(config: Tables) -> Iterator[str]:
+    """Yields what the pydantic models of other packages say of their tables."""
+    for name, table in config.extensions.items():
+        found = entry_points(group="slipstream.settings", name=name)
+        if not found:
+            yield f"extensions.{name} is a table of no installed package"
+            continue
+        try:
+            found[name].load().model_validate(table)
+        except ValidationError as error:
+            for each in error.errors():
+                place = ".".join(map(str, ("extensions", name, *each["loc"])))
+                yield f"{place}: {each['msg']}, got {each['input']!r}"
+
+
 TABLE_RULES = (
     size_problems,
     precision_problems,
@@ -333,4 +350,5 @@ TABLE_RULES = (
     replay_table_problems,
     role_problems,
     lora_problems,
+    extension_problems,
 )

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+from pydantic import JsonValue
 from slipstream.core.settings.algorithm_section import AlgorithmSection
 from slipstream.core.settings.environment_algorithm import EnvironmentAlgorithms
 from slipstream.core.settings.lora_section import LoraSection
@@ -58,6 +59,8 @@ class Tables(Section):
     security: SecuritySection = SecuritySection()
     tracking: TrackingSection = TrackingSection()
     debug: DebugSection = DebugSection()
+    # Tables of other packages, by the names of their entry points in `slipstream.settings`.
+    extensions: dict[str, dict[str, JsonValue]] = {}
     # Names of the settings that the run chose by itself (`configuration.automatic`).
     automatic: tuple[str, ...] = ()
     # Digests of the sources of one's own functions (`configuration.function_sources`).
