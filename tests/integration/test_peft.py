@@ -46,8 +46,8 @@ def logits(folder: Path, adapters: Path | None = None) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "name",
-    ["llama", "deepseek", "deepseek2", "deepseek2-lite", "ernie", "glm", "mixtral", "moe"]
-    + ["moe-shared", "moe-softmax", "moonlight", "olmoe", "qwen3-next"],
+    ["llama", "deepseek", "glm", "glm-lite", "minimax", "mixtral", "moe", "moe-shared"]
+    + ["moe-softmax", "moonlight", "olmoe", "qwen3-next"],
 )
 def test_peft_reads_every_adapter_of_an_exported_folder(name, folder: Path, tmp_path: Path) -> None:
     merged, adapters = load_file(folder / name / "model.safetensors"), {}

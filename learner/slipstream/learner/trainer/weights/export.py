@@ -230,19 +230,22 @@ def _targets(tensors: Collection[str], config: Config) -> dict[str, Any]:
     with vision the target is a regular expression for whole module names, because names may end
     alike in the vision tower and the decoder.
     """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
     paths = sorted({name.partition(".lora_")[0] for name in tensors})
     names = sorted({path.rpartition(".")[2] for path in paths})
     if any(".language_model." in path for path in paths):
         return {"target_modules": rf".*\.language_model\..*\.({'|'.join(names)})"}
     experts = {path.rpartition(".")[2] for path in paths if ".experts." in path}
-    if not experts:
+    kind = json.loads((config.model.path / "config.json").read_text()).get("model_type")
+    # Models with code of their own keep a matrix for each expert.
+    if not experts or kind not in CONFIG_MAPPING:
         return {"target_modules": names}
     ends = {".".join(path.split(".")[-2:]) for path in paths if ".experts." not in path}
     others = [f"{end}.weight" for end in ends if end.rpartition(".")[2] in experts]
     # With any other value PEFT refuses adapters of parameters.
     found = {"target_modules": names, "target_parameters": sorted(others), "lora_dropout": 0.0}
-    model = json.loads((config.model.path / "config.json").read_text())
-    if model.get("model_type") == "qwen2_moe":
+    if kind == "qwen2_moe":
         # PEFT 0.21 does so for all families that are stored like Qwen2-MoE, but not for itself.
         pair = r".*\.gate_up_proj"
         found |= {
