@@ -232,7 +232,10 @@ def table_problems(learner: LearnerSection) -> Iterator[str]:
 
 def _optimizer_problems(learner: LearnerSection) -> Iterator[str]:
     ddp, optimizer = learner.ddp, learner.optimizer
-    if ddp.get("overlap_param_gather"):
+    is_muon = optimizer.get("optimizer") == "muon"
+    if ddp.get("overlap_param_gather") and is_muon:
+        yield "learner.ddp.overlap_param_gather must be false with learner.optimizer.optimizer muon"
+    elif ddp.get("overlap_param_gather"):
         if not learner.use_distributed_optimizer:
             yield "learner.ddp.overlap_param_gather needs ddp.use_distributed_optimizer = true"
         if not ddp.get("overlap_grad_reduce"):
@@ -243,12 +246,6 @@ def _optimizer_problems(learner: LearnerSection) -> Iterator[str]:
         yield (
             f"learner.ddp.num_distributed_optimizer_instances must be 1, "
             f"got {ddp['num_distributed_optimizer_instances']}"
-        )
-    is_muon = optimizer.get("optimizer") == "muon"
-    if is_muon and learner.use_distributed_optimizer:
-        yield (
-            "learner.ddp.use_distributed_optimizer must be false with learner.optimizer.optimizer "
-            "muon, which needs whole matrices"
         )
     for name in ("use_precision_aware_optimizer", "optimizer_cpu_offload"):
         if optimizer.get(name) and is_muon:

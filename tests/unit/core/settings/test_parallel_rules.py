@@ -195,8 +195,8 @@ optimizer.use_precision_aware_optimizer = true
     use_precision_aware_optimizer needs learner.ddp.use_distributed_optimizer = true
 optimizer.optimizer_cpu_offload = true
     optimizer_cpu_offload needs learner.ddp.use_distributed_optimizer = true
-optimizer.optimizer = "muon", ddp.use_distributed_optimizer = true
-    use_distributed_optimizer must be false with learner.optimizer.optimizer muon
+optimizer.optimizer = "muon", ddp = {overlap_param_gather = true, overlap_grad_reduce = true}
+    overlap_param_gather must be false with learner.optimizer.optimizer muon
 optimizer = {optimizer = "muon", optimizer_cpu_offload = true}
     learner.optimizer.optimizer_cpu_offload needs learner.optimizer.optimizer adam, got 'muon'
 optimizer = {optimizer = "muon", use_precision_aware_optimizer = true}

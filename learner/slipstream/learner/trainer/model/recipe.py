@@ -263,6 +263,9 @@ def ddp_config_of(config: Config) -> Megatron:
     )
     if "overlap_param_gather" not in config.learner.ddp and not values.get("overlap_grad_reduce"):
         values["overlap_param_gather"] = False
+    if config.learner.optimizer.get("optimizer") == "muon":
+        # Gradients are summed whole, and whole matrices are gathered.
+        values |= {"use_distributed_optimizer": False, "overlap_param_gather": False}
     with refusals_of("learner.ddp"):
         return DistributedDataParallelConfig(**values)
 
@@ -307,7 +310,12 @@ def optimizer_config_of(config: Config) -> Megatron:
         "use_precision_aware_optimizer": bool(learner.optimizer.get("optimizer_cpu_offload")),
     }
     if learner.optimizer.get("optimizer") == "muon":
+        splits = learner.use_distributed_optimizer
         values |= _MUON
+        values |= {
+            "use_distributed_optimizer": False,
+            "use_layer_wise_distributed_optimizer": splits,
+        }
         values["muon_fp32_matmul_prec"] = "medium" if torch.cuda.is_available() else "highest"
     values |= passed_through(OptimizerConfig, learner.optimizer, section="learner.optimizer")
     _check_kind(str(values["optimizer"]), learner.optimizer)
@@ -348,7 +356,13 @@ def _check_muon(config: Config, values: Mapping[str, object]) -> None:
         raise ConfigError(f"learner.optimizer.muon_num_ns_steps must be 1 or more, got {steps}")
     if not 0 <= (share := passed.get("muon_momentum", 0)) < 1:
         raise ConfigError(f"learner.optimizer.muon_momentum must be 0 to below 1, got {share}")
+    splits_float32 = config.learner.use_distributed_optimizer and config.model.dtype == "float32"
     for name, is_set, cause in (
+        (
+            "learner.ddp.use_distributed_optimizer",
+            splits_float32,
+            "that needs model.dtype bfloat16",
+        ),
         ("model.dtype float16", config.model.dtype == "float16", "it does not scale the loss"),
         ("lora.rank", config.lora.rank, "nobody has tried it on the factors of adapters"),
         ("sampling.max_images", config.sampling.max_images, "a tower's embeddings are no matrices"),

@@ -115,6 +115,13 @@ def muon(**settings: object) -> dict:
         (muon(muon_coefficient_type="custom"), "learner.optimizer.muon_coefficient_type must be"),
         (muon(muon_num_ns_steps=0), "learner.optimizer.muon_num_ns_steps must be 1 or more, got 0"),
         (muon(muon_momentum=1.0), "learner.optimizer.muon_momentum must be 0 to below 1, got 1.0"),
+        (
+            {
+                "learner": MUON["learner"] | {"ddp": {"use_distributed_optimizer": True}},
+                "model": {"path": "m", "dtype": "float32"},
+            },
+            "learner.ddp.use_distributed_optimizer: that needs model.dtype bfloat16",
+        ),
         (MUON | {"model": {"path": "m", "dtype": "float16"}}, "does not go with model.dtype float"),
         (MUON | {"lora": {"rank": 2}}, "optimizer muon does not go with lora.rank: nobody"),
         (
@@ -128,6 +135,17 @@ def test_what_muon_cannot_do_is_refused_before_ranks_start(tables: dict, cause: 
     with pytest.raises(ConfigError) as caught:
         recipe.optimizer_config_of(small_config(**tables))
     assert cause in str(caught.value)
+
+
+def test_replicas_share_muons_state_by_whole_matrices() -> None:
+    config = small_config(
+        learner=MUON["learner"] | {"ddp": {"use_distributed_optimizer": True}},
+        model={"path": "m", "dtype": "bfloat16"},
+    )
+    found = recipe.optimizer_config_of(config)
+    assert found.use_layer_wise_distributed_optimizer
+    assert not found.use_distributed_optimizer
+    assert not recipe.ddp_config_of(config).use_distributed_optimizer
 
 
 def test_muon_without_its_package_is_refused_by_the_version(monkeypatch: pytest.MonkeyPatch):
