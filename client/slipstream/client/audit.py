@@ -119,13 +119,13 @@ class Played:
 class Audit:
     """Plays one environment."""
 
-    def __init__(self, host: EpisodeHost, ask: Ask, *, num_tasks: int, limit_s: float) -> None:
-        """Takes the host of a loaded environment; after `limit_s` no further play begins."""
-        self._host, self._ask = host, ask
+    def __init__(self, host: EpisodeHost, ask: Ask, *, loaded: pb.Loaded, limit_s: float) -> None:
+        """Takes the host that has `loaded` an environment; after `limit_s` no more play begins."""
+        self._host, self._ask, self._digest = host, ask, loaded.digest
         self._began_s = time.monotonic()
         self._until_s = self._began_s + limit_s
         self._places = asyncio.Semaphore(AT_ONCE)
-        self.played = Played(num_tasks)
+        self.played = Played(loaded.num_tasks)
 
     async def run(self, look: Callable[[int, pb.Observation], None]) -> Played:
         """Plays what there is time for; calls `look` with each opening that it sees."""
@@ -148,7 +148,7 @@ class Audit:
 
     def _ended(self) -> Played:
         try:
-            if self._host.digest(again=True) != self._host.digest():
+            if self._host.digest(again=True) != self._digest:
                 self.played.other_tasks.append("when it is called again")
         except EnvironmentFailed as error:
             self.played.other_tasks.append(f"when it is called again ({error})")

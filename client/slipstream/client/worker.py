@@ -172,7 +172,7 @@ class _Check:
         from slipstream.client.audit_report import findings, headline, table
 
         options = self._options
-        audit = Audit(self._host, self._call, num_tasks=loaded.num_tasks, limit_s=options.seconds)
+        audit = Audit(self._host, self._call, loaded=loaded, limit_s=options.seconds)
         # Without a fixed seed sets have another order in each process, as in no run.
         is_alike = not options.cached and "PYTHONHASHSEED" in os.environ
         other = await self._begin_other() if is_alike else None

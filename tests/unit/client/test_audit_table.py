@@ -32,7 +32,7 @@ async def audited(case: dict, folder: Path) -> list[Finding]:
     async def ask(**command: object) -> pb.WorkerMessage:
         return await host.answer(pb.WorkerCommand(**command))
 
-    audit = Audit(host, ask, num_tasks=loading.loaded.num_tasks, limit_s=600.0)
+    audit = Audit(host, ask, loaded=loading.loaded, limit_s=600.0)
     return findings(await audit.run(lambda *_: None))
 
 
