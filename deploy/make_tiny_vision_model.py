@@ -68,7 +68,8 @@ def _make_mistral(folder: Path, sizes: Mapping[str, object]) -> None:
         "max_position_embeddings": 256,
         "bos_token_id": 1,
         "eos_token_id": 2,
-        "pad_token_id": 0,
+        # transformers does not train the embedding of a token for padding.
+        "pad_token_id": None,
         "rms_norm_eps": 1e-5,
         "initializer_range": 0.08,
         "tie_word_embeddings": False,
@@ -154,7 +155,8 @@ def make_model(folder: Path, family: str, *, seed: int = 0, **sizes: object) -> 
         "max_position_embeddings": 256,
         "bos_token_id": 1,
         "eos_token_id": 2,
-        "pad_token_id": 0,
+        # transformers does not train the embedding of a token for padding.
+        "pad_token_id": None,
         "initializer_range": 0.08,
         "rope_parameters": {
             "rope_type": "default",

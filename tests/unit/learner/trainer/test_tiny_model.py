@@ -1,7 +1,9 @@
 from pathlib import Path
 
+import pytest
 from safetensors.torch import load_file
 from slipstream.learner.trainer.tiny_model import make_model
+from support.fakes.tiny_models import make_seeing_model
 
 
 def test_every_token_of_the_tiny_model_has_an_embedding(tmp_path: Path) -> None:
@@ -9,4 +11,15 @@ def test_every_token_of_the_tiny_model_has_an_embedding(tmp_path: Path) -> None:
     sizes = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 1}
     make_model(tmp_path, **sizes, num_key_value_heads=1, tie_word_embeddings=False, seed=0)
     embeddings = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
+    assert embeddings.norm(dim=1).min() > 0.1
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "mistral3"])
+def test_every_token_of_a_tiny_model_with_vision_has_an_embedding(family, tmp_path: Path) -> None:
+    folder = make_seeing_model(tmp_path, family)
+    (embeddings,) = (
+        tensor
+        for name, tensor in load_file(folder / "model.safetensors").items()
+        if name.endswith("embed_tokens.weight")
+    )
     assert embeddings.norm(dim=1).min() > 0.1
