@@ -219,7 +219,7 @@ def test_the_learning_rate_of_the_step_after_the_load_is_that_of_the_schedule(re
     assert found == pytest.approx(1e-3 * (1 - fallen))
 
 
-@pytest.mark.parametrize("job", AGAIN)
+@pytest.mark.parametrize("job", each_job(AGAIN, SLOW))
 def test_a_load_in_the_same_layout_goes_on_bit_for_bit(job: str, results: dict[str, dict]) -> None:
     found, saved = results[job], results[LOADED[job][0]]
     exact = [name for name in saved["metrics"][2] if not name.endswith("_s")]
