@@ -588,8 +588,12 @@ class Silent(Echo):
 @pytest.mark.process
 @pytest.mark.parametrize("is_told", [True, False])
 async def test_right_answers_that_earn_nothing_are_refused_unless_they_are_only_told(
-    playing: Callable[..., Config], capsys: pytest.CaptureFixture[str], is_told: bool
+    playing: Callable[..., Config],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    is_told: bool,
 ) -> None:
+    monkeypatch.setattr(preflight, "RUN_AUDIT_S", LIMIT_S)
     config = playing(SILENT, "Silent")
     if is_told:
         (section,) = config.environments
@@ -635,7 +639,7 @@ async def test_what_an_environment_printed_last_is_kept_of_its_newest_check_alon
 
 @pytest.mark.process
 async def test_an_environment_that_holds_its_process_is_given_up(playing, monkeypatch):
-    monkeypatch.setattr(preflight, "WORKER_GRACE_S", -55.0)
+    monkeypatch.setattr(preflight, "WORKER_GRACE_S", -75.0)
     config = playing(HANGING, "Frozen")
     with pytest.raises(ConfigError, match="environment e: no answer within 20 s"):
         async with asyncio.timeout(LIMIT_S):
