@@ -230,7 +230,7 @@ def _targets(tensors: Collection[str], config: Config) -> dict[str, Any]:
     with vision the target is a regular expression for whole module names, because names may end
     alike in the vision tower and the decoder.
     """
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     paths = sorted({name.partition(".lora_")[0] for name in tensors})
     names = sorted({path.rpartition(".")[2] for path in paths})
@@ -238,8 +238,8 @@ def _targets(tensors: Collection[str], config: Config) -> dict[str, Any]:
         return {"target_modules": rf".*\.language_model\..*\.({'|'.join(names)})"}
     experts = {path.rpartition(".")[2] for path in paths if ".experts." in path}
     kind = json.loads((config.model.path / "config.json").read_text()).get("model_type")
-    # Models with code of their own keep a matrix for each expert.
-    if not experts or kind not in CONFIG_MAPPING:
+    # Models with code of their own keep a matrix for each expert; `kinds` adds none of them here.
+    if not experts or kind not in CONFIG_MAPPING_NAMES:
         return {"target_modules": names}
     ends = {".".join(path.split(".")[-2:]) for path in paths if ".experts." not in path}
     others = [f"{end}.weight" for end in ends if end.rpartition(".")[2] in experts]

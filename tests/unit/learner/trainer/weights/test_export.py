@@ -1,3 +1,4 @@
+import importlib
 import json
 import os
 from pathlib import Path
@@ -227,6 +228,8 @@ def test_adapters_name_their_matrices_as_peft_finds_them(tmp_path: Path) -> None
         "target_parameters": ["mlp.up_proj.weight", "shared_experts.up_proj.weight"],
         "lora_dropout": 0.0,
     }
+    # The trainer registers this kind with transformers.
+    importlib.import_module("slipstream.core.models.kinds")
     own_code = adapter_settings(tmp_path / "kimi", "kimi_k2", *names)
     assert (own_code["target_modules"], own_code["target_parameters"]) == (["up_proj"], None)
     names = tuple(f"block_sparse_moe.experts.0.{name}" for name in ("w1", "w2", "w3"))
