@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.long, pytest.mark.usefixtures("nothing_survives")]
 OWN = {
     "loss": "deploy.algorithms.gmpo:loss",
     "weight": "deploy.algorithms.dppo:weight",
-    "advantage": "deploy.algorithms.maxrl:advantage",
+    "advantage": "deploy.algorithms.gigpo:advantage",
     "filter": "deploy.algorithms.difficulty:filter",
 }
 ROOT = Path(__file__).parents[2]

@@ -1,10 +1,13 @@
 import dataclasses
+import zlib
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from slipstream.core.errors import ProtocolError
+from slipstream.core.reservation import max_text_bytes
+from slipstream.core.settings.tables import BYTES_PER_TOKEN, TRAJECTORY_OVERHEAD_BYTES
 from slipstream.core.types import (
     Branch,
     PolicyVersion,
@@ -310,3 +313,24 @@ def test_a_sampled_first_token_has_no_prediction_that_could_be_wrong() -> None:
     second = dataclasses.replace(make_trajectory(1, 2), reference=reference)
     with pytest.raises(ProtocolError, match="names a token twice"):
         decode_trajectory(encode_trajectory(second))
+
+
+def test_a_reward_of_every_token_fits_what_a_lease_reserves() -> None:
+    size = 4000
+    made = dataclasses.replace(
+        make_trajectory(1, size - 1),
+        token_rewards=np.full(size - 1, -0.1, np.float32),
+        prompt_text="p" * max_text_bytes(size),
+        reply_text="r" * max_text_bytes(size),
+    )
+    assert len(encode_trajectory(made)) <= TRAJECTORY_OVERHEAD_BYTES + BYTES_PER_TOKEN * size
+
+
+def test_a_message_of_before_there_were_rewards_of_tokens_is_read() -> None:
+    """Field 35 is left out by older journals, and their checksums are without it."""
+    made = make_trajectory(4, 4)
+    message = trajectory_to_pb(made)
+    assert 35 not in {field.number for field, _ in message.ListFields()}
+    array = zlib.crc32(pack_tokens(made.token_ids))
+    assert message.checksum == zlib.crc32(message.behavior_logprobs, array)
+    assert trajectory_from_pb(message).token_rewards is None
