@@ -134,8 +134,8 @@ async def test_the_end_of_a_shared_worker_is_told_once_and_is_no_failure(tmp_pat
 async def test_what_agents_ask_for_in_vain_and_sums_of_rewards_are_told_once(tmp_path, advantage):
     config = make_config(tmp_path, run__steps=3, algorithm__advantage=advantage)
     server = FakeServer(config.controller.address)
-    asked = {"ignored/temperature": 2.0, "ignored/conversation": 4.0, "rewarded_turns": 2.0}
-    server.spoil = lambda t: replace(t, metrics=asked)
+    asked = {"ignored/temperature": 2.0, "ignored/conversation": 4.0}
+    server.spoil = lambda t: replace(t, metrics=asked, token_rewards=t.behavior_logprobs)
     summary = await play(config, server)
     told = [text for text in summary["told"] if "ask for" in text or "rewards of" in text]
     sums = "rewards of several turns of e are added up: all turns of an episode learn from the sum"

@@ -19,8 +19,6 @@ ServerId = NewType("ServerId", str)
 
 # Longest id whose parts are cached; servers make no longer ids.
 MAX_KEPT = 200
-# The metric of an episode in which several turns gave a reward: their number.
-REWARDED_TURNS = "rewarded_turns"
 _NAME = re.compile(r"([^.]+)\.([0-9]{1,9})\.([0-9]{1,9})\.([0-9a-f]{1,16})")
 
 # Prefixes of an agent episode's metrics: the number of branches by cause, and the number of calls

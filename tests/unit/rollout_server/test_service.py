@@ -64,7 +64,6 @@ async def test_a_leased_group_comes_back_whole(server) -> None:
     assert (first.task_index, first.seed, first.purpose) == (3, 7, Purpose.TRAINING)
     assert first.status is Status.COMPLETED
     assert first.reward == 1.0
-    assert "rewarded_turns" not in first.metrics
     # The last token earned all.
     assert first.token_rewards is None
     # <s> a b <reply>, then three tokens of version 5 and the end of the sequence.
@@ -90,7 +89,7 @@ async def test_later_turns_append_only_new_tokens(server) -> None:
     assert trajectory.token_ids.tolist() == [1, 4, 5, 3, 9, 9, 9, 2, 6, 3, 9, 9, 9, 2]
     assert trajectory.run_lengths == (4, 4, 2, 4)
     assert (trajectory.num_turns, trajectory.reward) == (2, 2.0)
-    assert trajectory.metrics == {"turns": 2.0, "rewarded_turns": 2.0}
+    assert trajectory.metrics == {"turns": 2.0}
     assert trajectory.token_rewards.tolist() == [0, 0, 0, 1, 0, 0, 0, 1]
     assert trajectory.turn_rewards() == [1.0, 1.0]
     # People read all of it, as the model saw it.

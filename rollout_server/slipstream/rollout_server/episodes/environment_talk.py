@@ -14,7 +14,7 @@ from functools import partial
 
 from slipstream.core.models.vision.placed import PlacedImage, check_pixels
 from slipstream.core.settings.sections import MAX_TURNS
-from slipstream.core.types import REWARDED_TURNS, Status
+from slipstream.core.types import Status
 from slipstream.rollout_server.chat import REPLY, ChatMessage, ParsedReply, TemplateInputs
 from slipstream.rollout_server.engine_interface import FinishReason
 from slipstream.rollout_server.episodes.calls import (
@@ -154,9 +154,6 @@ class EnvironmentTalk:
             recording.earn(-1, verdict.reward, verdict.token_rewards)
         except ValueError as error:
             raise misused(str(error)) from None
-        recording.num_rewarded += verdict.whole_reward != 0.0
-        if recording.num_rewarded > 1:
-            recording.metrics[REWARDED_TURNS] = recording.num_rewarded
         recording.metrics.update(verdict.metrics)
 
     async def _check_images(self, new: Sequence[PlacedImage]) -> None:

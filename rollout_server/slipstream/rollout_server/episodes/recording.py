@@ -58,8 +58,6 @@ class Recording(TokenRecord):
     # Our own metrics, in addition to the environment's.
     counts: Counter[str] = field(default_factory=Counter)
     num_turns: int = 0
-    # Turns for which the environment gave a reward.
-    num_rewarded: int = 0
     generation_s: float = 0.0
     environment_s: float = 0.0
     # Conversations that have ended, in the order of their runs; () during the first conversation.

@@ -12,7 +12,6 @@ from slipstream.core.settings.algorithm_section import GROUP_ADVANTAGES
 from slipstream.core.types import (
     DROPPED_METRICS,
     IGNORED,
-    REWARDED_TURNS,
     Purpose,
     Status,
     Trajectory,
@@ -58,7 +57,7 @@ class Feed:
                 self._warn(entry, f"{left_out} metrics of an episode are left out, beyond 16")
         self._tell_ignored(entry, metrics)
         advantage = self._run.config.algorithm_of(trajectory.environment).advantage
-        adds_up = advantage in (*GROUP_ADVANTAGES, "score") and REWARDED_TURNS in metrics
+        adds_up = advantage in (*GROUP_ADVANTAGES, "score") and trajectory.token_rewards is not None
         if adds_up and entry.is_news("sums"):
             self._run.events.add(
                 f"rewards of several turns of {trajectory.environment} are added up: all turns of "
