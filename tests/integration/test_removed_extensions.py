@@ -91,7 +91,7 @@ def test_the_kernel_works_without(name: str, tmp_path: Path, tiny_model: Path) -
     modules, settings = capabilities()[name]
     train(tmp_path, tiny_model, modules, settings)
     tests = [ROOT / "tests" / "unit" / place for place in OF_KERNEL]
-    files = [file for place in tests for file in (place.rglob("test_*.py") or [place])]
+    files = [file for place in tests for file in [*place.rglob("test_*.py")] or [place]]
     names = re.compile("|".join(re.escape(module) for module in modules))
     # Tests of the capability itself.
     own = [f"--ignore={file}" for file in files if names.search(file.read_text())]

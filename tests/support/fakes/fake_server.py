@@ -19,7 +19,6 @@ from slipstream.core.types import (
     Trajectory,
     VersionSpan,
 )
-from slipstream.extensions.redis.queue import RedisSender
 from slipstream.protocol.codec import PROTOCOL_VERSION, encode_trajectory, version_from_pb
 from slipstream.protocol.queue.base import Amount, TrajectorySender
 from slipstream.protocol.queue.grpc import GrpcSender
@@ -179,6 +178,8 @@ class FakeServer:
                 self.run_id = message.welcome.run_id
                 self.delivery_key = message.welcome.delivery_key
                 if self.queue_url:
+                    from slipstream.extensions.redis.queue import RedisSender
+
                     queue = RedisSender(self.queue_url, self.run_id, self.queue_bytes)
                     self.sender = await self.stack.enter_async_context(queue)
             case "environment" if not message.environment.unload:
