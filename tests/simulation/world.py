@@ -28,13 +28,14 @@ from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.errors import RunFailed
 from slipstream.core.settings.config import Config
 from slipstream.core.types import ServerId, Trajectory
+from slipstream.extensions.redis import queue as redis
 from slipstream.learner.controller import application
 from slipstream.learner.controller.services import status_service
 from slipstream.learner.trainer import controller_client
 from slipstream.learner.trainer.ranks import activity
 from slipstream.protocol.access.security import Credentials
 from slipstream.protocol.codec import encode_trajectory
-from slipstream.protocol.queue import grpc, redis
+from slipstream.protocol.queue import grpc
 from slipstream.rollout_server import service, session
 from slipstream.rollout_server.episodes import dispatcher, environments
 from slipstream.rollout_server.episodes.play import Model
