@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from slipstream.core.settings.lora_section import DELTA, FUSED, LATENT
+from slipstream.core.settings.lora_section import FUSED, LATENT
 from slipstream.learner.trainer.weights.export import _write_adapter
 from slipstream.learner.trainer.weights.export_plan import peft_name
 from support.fakes.parity_models import make_models
@@ -21,9 +21,9 @@ from support.fakes.parity_models import make_models
 peft: Any = pytest.importorskip("peft", reason="PEFT is not installed: see this file's first lines")
 
 RANK, ALPHA = 4, 8.0
-ADAPTED = {part for table in (FUSED, LATENT, DELTA) for parts in table.values() for part in parts}
-# Mixtral's names of its experts' matrices.
-ADAPTED |= {"w1", "w2", "w3"}
+ADAPTED = {part for table in (FUSED, LATENT) for parts in table.values() for part in parts}
+# Matrices of delta nets, and Mixtral's names of its experts' matrices.
+ADAPTED |= {"in_proj_qkvz", "in_proj_ba", "out_proj", "w1", "w2", "w3"}
 
 
 @pytest.fixture(scope="module")

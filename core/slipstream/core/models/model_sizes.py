@@ -52,9 +52,6 @@ class ModelSizes:
     has_dense_layers: bool
     # Number of layers without experts, the first ones.
     dense_layers: int
-    # Number of groups of experts, and how many of them a token may choose from; 0 without groups.
-    expert_groups: int
-    chosen_groups: int
     # Latent attention: size of a token's vector for keys and values with the positions' part, and
     # size of its vector for queries; 0 without latent attention.
     latent_size: int
@@ -156,8 +153,6 @@ class ModelSizes:
             has_dense_layers=bool(values.get("mlp_only_layers"))
             or values.get("decoder_sparse_step", 1) != 1,
             dense_layers=number("first_k_dense_replace") if experts else layers,
-            expert_groups=number("n_group"),
-            chosen_groups=number("topk_group"),
             latent_size=latent and latent + number("qk_rope_head_dim"),
             query_latent_size=number("q_lora_rank"),
             linear_heads=tuple(filter(None, map(number, _LINEAR_HEADS))),

@@ -23,8 +23,6 @@ LATENT = {
     "linear_kv_down_proj": ("kv_a_proj_with_mqa",),
     "linear_kv_up_proj": ("kv_b_proj",),
 }
-# The matrices that `linear_qkv` and `linear_proj` stand for in delta nets.
-DELTA = {"in_proj": ("in_proj_qkvz", "in_proj_ba"), "out_proj": ("out_proj",)}
 Target = Literal[
     "linear_qkv",
     "linear_proj",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from slipstream.core.models.vision.pixels import ImageProcessor
@@ -20,8 +20,6 @@ from slipstream.learner.trainer.batches.token_fields import (
     TokenEstimates,
     TokenFields,
 )
-
-Item = TypeVar("Item", bound=np.generic)
 
 
 @dataclass(frozen=True, kw_only=True)
