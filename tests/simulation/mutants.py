@@ -141,8 +141,8 @@ MUTANTS: dict[str, tuple[Change, ...]] = {
     "an episode has the reward of its last turn": (
         Change(
             "slipstream.rollout_server.episodes.environment_talk:EnvironmentTalk._judge",
-            "recording.reward += verdict.reward",
-            "recording.reward = verdict.reward",
+            "recording.reward += verdict.whole_reward",
+            "recording.reward = verdict.whole_reward",
         ),
     ),
     "a client that comes again is refused": (
