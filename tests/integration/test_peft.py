@@ -59,7 +59,7 @@ def test_peft_reads_every_adapter_of_an_exported_folder(name, folder: Path, tmp_
             adapters[peft_name(key, "lora_A", has_vision=False)] = a
             adapters[peft_name(key, "lora_B", has_vision=False)] = b
             merged[key] = weight + ALPHA / RANK * b @ a
-    lora = types.SimpleNamespace(rank=RANK, alpha=ALPHA, dropout=0.1)
+    lora = types.SimpleNamespace(rank=RANK, alpha=ALPHA)
     config: Any = types.SimpleNamespace(lora=lora, model=types.SimpleNamespace(path=folder / name))
     _write_adapter(adapters, config, tmp_path / "adapters", lambda _: None)
     shutil.copytree(folder / name, tmp_path / "merged")

@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 from support.ranks import lora_ranks
 from support.ranks.lora_ranks import (
     ALPHA,
-    DROPOUT,
     EXPERTS,
     JOBS,
     MIXTURES,
@@ -54,11 +53,6 @@ def experts(folder: Path, rank_pool: RankPool, request: pytest.FixtureRequest) -
     wanted = chosen_jobs(request, EXPERTS)
     chosen = dict.fromkeys(["experts-one", *map(one_rank, wanted), *wanted])
     return run_jobs(rank_pool, folder, chosen)
-
-
-@pytest.fixture(scope="module")
-def dropout(folder: Path, rank_pool: RankPool) -> dict[str, dict]:
-    return run_jobs(rank_pool, folder, DROPOUT)
 
 
 def reference(job: str) -> str:
@@ -302,43 +296,3 @@ def test_rows_of_delta_nets_adapters_find_their_places_in_another_layout(job, ex
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
         torch.testing.assert_close(ours[name], tensor, rtol=1e-6, atol=1e-6)
-
-
-def test_what_adapters_drop_is_the_same_when_a_run_is_trained_again(dropout: dict[str, dict]):
-    ours, theirs = dropout["dropout-again"]["weights"], dropout["dropout"]["weights"]
-    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
-
-
-def test_activations_that_are_computed_again_drop_the_same(dropout: dict[str, dict]) -> None:
-    ours, theirs = dropout["dropout-recompute"]["weights"], dropout["dropout"]["weights"]
-    for name, tensor in theirs.items():
-        torch.testing.assert_close(ours[name], tensor, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("job", list(DROPOUT))
-def test_a_step_that_drops_is_retrained_from_a_checkpoint_bit_by_bit(job, dropout):
-    found = dropout[job]
-    assert any(not torch.equal(found["loaded"][n], t) for n, t in found["weights"].items())
-    assert all(torch.equal(found["retrained"][n], t) for n, t in found["weights"].items())
-
-
-@pytest.mark.parametrize("job", list(DROPOUT))
-def test_gradients_are_those_of_the_loss_with_what_was_dropped(job: str, dropout: dict[str, dict]):
-    norm, slope = dropout[job]["slopes"]
-    assert slope == pytest.approx(norm, rel=5e-3)
-
-
-def test_only_training_drops(folder: Path, found: dict[str, dict], dropout: dict[str, dict]):
-    ours, plain = dropout["dropout"], found["one"]
-    assert torch.equal(ours["base"], plain["base"])
-    # The policy before a step drops nothing: gaps to the behavior policy are those without dropout.
-    gap = pytest.approx(plain["metrics"][0]["logprob_gap_mean"], rel=1e-6)
-    assert ours["metrics"][0]["logprob_gap_mean"] == gap
-    assert ours["metrics"][0]["grad_norm"] != plain["metrics"][0]["grad_norm"]
-    folder = folder / "lora-dropout-merged"
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    with torch.no_grad():
-        merged = [
-            target_logprobs(model, ids, 1.0) for ids in probe(config_of("dropout", folder.parent))
-        ]
-    torch.testing.assert_close(torch.cat(merged), ours["logprobs"][-1], rtol=1e-5, atol=1e-5)

@@ -62,7 +62,6 @@ FIXED = {
     "sampling.temperature": "recorded replies were sampled with it",
     "lora.rank": "checkpoints hold adapters of this rank, or none",
     "lora.alpha": "the weights are made with it",
-    "lora.dropout": "recorded steps dropped this share",
     "lora.adapters": "checkpoints hold these adapters",
     "lora.target_modules": "checkpoints hold adapters of these matrices",
     "lora.publish": "recorded digests are of merged weights or of matrices and adapters",

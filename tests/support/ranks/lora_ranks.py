@@ -11,10 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.errors import RunFailed
 from slipstream.core.settings.config import Config
-from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.protocol.weights.buckets import Bucket, layout_from_pb
 
 from support.ranks.parity_layouts import batches, probe
@@ -70,31 +68,18 @@ EXPERTS: dict[str, tuple[int, str, dict]] = {
     "next-cp2": (2, "qwen3-next", {"parallel": {"cp": 2}}),
     "experts-tp2-ep2": (4, "moe", {"parallel": SP | {"ep": 2, "etp": 2}}),
 }
-# Adapters that drop a share of their inputs.
-DROPOUT: dict[str, tuple[int, str, dict]] = {
-    "dropout": (1, "llama", {}),
-    "dropout-again": (1, "llama", {}),
-    "dropout-recompute": (1, "llama", {"transformer": RECOMPUTE}),
-    "dropout-experts": (1, "moe", {}),
-    "dropout-tp2-sp": (2, "llama", {"parallel": SP}),
-}
-# Without ratios and weights a loss has no other log-probabilities than those of its own pass.
-REINFORCE = {"loss": "reinforce", "weight": "none", "weight_args": {}}
 # Jobs that also load the checkpoint of another layout.
 OTHERS_CHECKPOINT = {"next-tp2": "next-one"}
-ALL = JOBS | MIXTURES | EXPERTS | DROPOUT
+ALL = JOBS | MIXTURES | EXPERTS
 
 
 def config_of(name: str, folder: Path) -> Config:
     world_size, model, learner = ALL[name]
     lora: dict = {"rank": RANK, "alpha": ALPHA}
-    if name in DROPOUT:
-        lora["dropout"] = 0.25
     if name in MIXTURES:
         lora["target_modules"] = ["linear_qkv", "linear_proj"]
-    # Where a step drops its slope is known for these passes; in others a route may change.
-    passes = {} if name in DROPOUT else {"micro_batch_tokens": 400}
-    own = {"learner": learner | {"world_size": world_size} | passes, "lora": lora}
+    learner = learner | {"world_size": world_size, "micro_batch_tokens": 400}
+    own = {"learner": learner, "lora": lora}
     return settings_of(folder / model, own)
 
 
@@ -114,7 +99,7 @@ def run_rank(folder: Path, job: str) -> None:
     metrics, logprobs = [], []
     before = weights_of(policy)
     # Adapters of experts are not sent apart.
-    published = None if job in EXPERTS | DROPOUT else see_published(policy, config)
+    published = None if job in EXPERTS else see_published(policy, config)
     first_identity = b"" if published is None else published.digests().identity
     base = score(policy, probe(config))
     save_adapters(policy, config, folder / f"lora-{job}-first")
@@ -141,7 +126,6 @@ def run_rank(folder: Path, job: str) -> None:
     loaded = weights_of(policy)
     step.run(batches(config)[-1])
     retrained = weights_of(policy)
-    slopes = slopes_of(policy, config, batches(config)[0]) if job in DROPOUT else ()
     state = memory.optimizer_state(policy.optimizer, policy.chunks)
     trained = [p for p in memory.parameters(policy.chunks) if p.requires_grad]
     result = {
@@ -154,44 +138,10 @@ def run_rank(folder: Path, job: str) -> None:
         "loaded": loaded,
         "others": others,
         "retrained": retrained,
-        "slopes": slopes,
         "state_elements": sum(t.numel() for t in state),
         "trained_elements": sum(p.numel() for p in trained),
     }
     kept(policy, result, folder / f"lora-{job}.pt")
-
-
-def slopes_of(
-    policy: Policy, config: Config, batch: Batch, adapter: str = ""
-) -> tuple[float, float]:
-    """The slope of a step's loss along its gradient, by the gradient and by a finite difference.
-
-    The weights become others, of which none is 0: all factors have a gradient.
-    """
-    from slipstream.learner.trainer.model import memory
-    from slipstream.learner.trainer.step import TrainingStep
-
-    table = config.model_dump(mode="json", exclude_unset=True)
-    table["algorithm"] |= REINFORCE
-    step = TrainingStep(policy, parse_config(table, source="slopes"))
-    trained = [p for p in memory.parameters(policy.chunks) if p.requires_grad]
-    random = torch.Generator().manual_seed(policy.ranks.tp_group.rank())
-    with torch.no_grad():
-        start = [p + 0.2 * torch.randn(p.shape, generator=random) for p in trained]
-
-    def metrics_at(distance: float, direction: list[torch.Tensor]) -> dict[str, float]:
-        with policy.adapters.active(adapter), torch.no_grad():
-            for parameter, value, part in zip(trained, start, direction, strict=True):
-                parameter.copy_(value + distance * part)
-        return step.run(batch).metrics
-
-    norm = metrics_at(0.0, start)["grad_norm"]
-    # Clipping has scaled the gradients.
-    gradients = [p.main_grad.clone() for p in trained]
-    length = policy.ranks.sum(sum(g.square().sum() for g in gradients)).sqrt()
-    direction = [g / length for g in gradients]
-    above, below = (metrics_at(d, direction)["loss"] for d in (1e-3, -1e-3))
-    return norm, (above - below) / 2e-3
 
 
 def note_sent(

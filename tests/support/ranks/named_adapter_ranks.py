@@ -16,7 +16,7 @@ import torch
 from slipstream.core.settings.config import Config
 from slipstream.learner.trainer.batches.batch import Batch
 
-from support.ranks.lora_ranks import save, slopes_of
+from support.ranks.lora_ranks import save
 from support.ranks.parity_layouts import OVERLAP, batches
 from support.ranks.rank_program import kept, opened, settings_of
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 NAMES = ("code", "idle", "math")
 ALL = "all"
 ALL_AWAY = dict.fromkeys(("parameters", "gradients", "optimizer"), True)
-# Dropout draws alike on ranks that have the same tokens.
 TP2 = {"parallel": {"tp": 2}, "transformer": {"sequence_parallel": False}}
 # name -> (ranks, model, changes of sections)
 LAYOUTS: dict[str, tuple[int, str, dict[str, dict]]] = {
@@ -42,7 +41,7 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, dict]]] = {
         },
     ),
     "one-offload": (1, "llama", {"learner": {"offload": ALL_AWAY}}),
-    "tp2-dropout": (2, "llama", {"learner": TP2, "lora": {"dropout": 0.25}}),
+    "tp2": (2, "llama", {"learner": TP2}),
     "pp2": (2, "llama", {"learner": {"parallel": {"pp": 2}}}),
     "dp2-distributed-bfloat16": (2, "llama", {"learner": OVERLAP, "model": {"dtype": "bfloat16"}}),
     "ep2-experts": (2, "moe", {"learner": {"parallel": {"ep": 2}}}),
@@ -148,7 +147,4 @@ def run_rank(folder: Path, job: str) -> None:
         "loaded": loaded,
         "retrained": adapters_of(policy),
     }
-    if config.lora.dropout and config.lora.adapters:
-        part = dict(planned[0].by_adapter(NAMES))["math"]
-        result["slopes"] = slopes_of(policy, config, part, "math")
     kept(policy, result, folder / f"{job}.pt")

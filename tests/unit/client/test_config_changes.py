@@ -30,7 +30,6 @@ CHANGED = {
     "checkpoint.load": "somewhere",
     "lora.rank": 16,
     "lora.alpha": 8.0,
-    "lora.dropout": 0.1,
     "lora.target_modules": ["linear_qkv"],
     "lora.publish": "adapters",
     "lora.adapters": ["math"],

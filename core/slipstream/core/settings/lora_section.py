@@ -56,9 +56,6 @@ class LoraSection(Section):
     rank: int = Field(0, ge=0)
     # An adapter's product is multiplied by `alpha` / `rank`.
     alpha: float = Field(32.0, gt=0)
-    # Share of an adapter's inputs that training drops. Rollouts and log-probabilities before a step
-    # drop nothing.
-    dropout: float = Field(0.0, ge=0, lt=1)
     # Matrices with adapters, by Megatron's or Hugging Face's names. Parts of a fused matrix go
     # together and share a factor. `linear_qkv` also names the matrices before latent attention, and
     # with `linear_proj` those of delta nets.

@@ -14,7 +14,6 @@ from slipstream.core.settings.algorithm_section import DecayKind
 from slipstream.core.settings.config import Config
 from slipstream.learner.algorithms.functions import load_functions
 from slipstream.learner.algorithms.token_functions import step_columns
-from slipstream.learner.trainer.adapters.lora import dropping
 from slipstream.learner.trainer.algorithms.loss import StepStatistics, TokenLoss, policy_loss
 from slipstream.learner.trainer.algorithms.sequences import (
     Reports,
@@ -116,16 +115,14 @@ class TrainingStep:
                 for members in mini_batches
             ]
             before: list[list[Tensor]] = [[] for _ in shares]
-            # Passes that drop inputs of adapters do not compute the policy's own log-probabilities.
-            if len(shares) * algorithm.epochs > 1 or config.lora.dropout:
+            if len(shares) * algorithm.epochs > 1:
                 with self.stages.measure("forward"):
                     before = [
                         forward_logprobs(policy, share, temperature=temperature) for share in shares
                     ]
             one_pass = list(zip(mini_batches, shares, before, strict=True))
             for members, share, old in one_pass * algorithm.epochs:
-                seeds = (batch.step, len(totals.grad_norms), policy.rank_of_inputs)
-                gradients = functools.partial(self._gradients, share, old, seeds)
+                gradients = functools.partial(self._gradients, share, old, batch.step)
                 started = time.monotonic()
                 losses = gradients()
                 total = totals.statistics.add([one.statistics for one in losses], ranks)
@@ -150,13 +147,12 @@ class TrainingStep:
         return totals
 
     def _gradients(
-        self, share: Sequence[MicroBatch], old: Sequence[Tensor], seeds: Sequence[int]
+        self, share: Sequence[MicroBatch], old: Sequence[Tensor], step: int
     ) -> list[TokenLoss]:
         """Zeroes the gradients, runs forward and backward on `share`, and returns its losses.
 
         `share` has this rank's micro batches, and `old` the proximal policy's log-probabilities
-        of each (empty before any update). Dropout is seeded by `seeds`: step, update, and
-        `rank_of_inputs`.
+        of each (empty before any update).
         """
 
         def loss(
@@ -169,20 +165,19 @@ class TrainingStep:
                 micro_batch,
                 self._algorithms,
                 self._columns,
-                step=seeds[0],
+                step=step,
                 group=self.policy.ranks.cp_group,
             )
 
         self._num_passes += 1
         self.policy.zero_grad()
-        with dropping(self.policy.chunks, self._config, seeds):
-            return forward_backward(
-                self.policy,
-                share,
-                loss,
-                temperature=self._config.sampling.temperature,
-                entropy_gradient=any(one.entropy_coefficient > 0 for one in self._algorithms),
-            )
+        return forward_backward(
+            self.policy,
+            share,
+            loss,
+            temperature=self._config.sampling.temperature,
+            entropy_gradient=any(one.entropy_coefficient > 0 for one in self._algorithms),
+        )
 
     def _metrics(self, totals: _Totals, rate: float) -> dict[str, float]:
         found = totals.statistics.metrics() | {

@@ -32,9 +32,8 @@ class ExpertAdapter(torch.nn.Module):
     summed over the ranks later.
     """
 
-    def __init__(self, base: GroupedLinear, *, rank: int, scale: float, dropout: float) -> None:
+    def __init__(self, base: GroupedLinear, *, rank: int, scale: float) -> None:
         super().__init__()
-        self.dropout = torch.nn.Dropout(dropout)
         self.scale, self.is_enabled = scale, True
         self._group: dist.ProcessGroup = base.groups.expt_tp
         self._by_rows = base.partition_dim == 0
@@ -55,7 +54,7 @@ class ExpertAdapter(torch.nn.Module):
         expert tensor parallel ranks.
         """
         group = self._group
-        inner = self.first(self.dropout(inputs), expert)
+        inner = self.first(inputs, expert)
         if self._by_rows:
             inner = gather_from_tensor_model_parallel_region(inner, group=group)
         else:

@@ -4,8 +4,6 @@ Each adapted matrix is W + alpha / rank * B A. Source: LoRA (arXiv:2106.09685).
 """
 
 import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -45,9 +43,7 @@ def adapters(config: Config, ranks: Ranks) -> Change:
                 if self.match(module, name, prefix) is not None:
                     scale = self.alpha / self.dim
                     module.requires_grad_(False)
-                    module.adapter = ExpertAdapter(
-                        module, rank=self.dim, scale=scale, dropout=self.dropout
-                    )
+                    module.adapter = ExpertAdapter(module, rank=self.dim, scale=scale)
                 return module
 
         matrices = list(config.lora.modules)
@@ -57,16 +53,11 @@ def adapters(config: Config, ranks: Ranks) -> Change:
         if "linear_proj" in matrices:
             matrices.append("out_proj")
         lora = DecoderAdapters(
-            target_modules=matrices,
-            dim=config.lora.rank,
-            alpha=config.lora.alpha,
-            dropout=config.lora.dropout,
+            target_modules=matrices, dim=config.lora.rank, alpha=config.lora.alpha
         )
         adapted: list[Megatron] = lora(defer_projections(chunks), training=True)
         for chunk in adapted:
             _initialise(chunk, ranks, seed=config.run.seed)
-        for layer in _dropouts(adapted):
-            layer.eval()
         return adapted
 
     return change
@@ -84,60 +75,6 @@ def gathering_itself(module: Megatron) -> Megatron:
         wrapped.return_layernorm_output_gathered = False
         module.adapter.disable_sequence_parallel_comm = False
     return module
-
-
-@contextmanager
-def dropping(chunks: list[Megatron], config: Config, place: Sequence[int]) -> Iterator[None]:
-    """Applies dropout in adapters, at the rate `config.lora.dropout`, inside the context.
-
-    The dropped inputs depend only on `run.seed` and the numbers `place`, such as the step, so a
-    repeated step drops the same inputs. Forward passes outside the context drop nothing.
-    """
-    if not config.lora.dropout:
-        yield
-        return
-    layers = _dropouts(chunks)
-    entropy = np.random.SeedSequence([config.run.seed, *place])
-    devices = [torch.cuda.current_device()] if next(chunks[0].parameters()).is_cuda else []
-    with torch.random.fork_rng(devices=devices), _seeded(entropy):
-        for layer in layers:
-            layer.train()
-        try:
-            yield
-        finally:
-            for layer in layers:
-                layer.eval()
-
-
-@contextmanager
-def _seeded(entropy: np.random.SeedSequence) -> Iterator[None]:
-    """Seeds torch's generators, and for the context also the states of Megatron's RNG tracker.
-
-    With sequence parallelism Megatron's layers draw from a state of the tracker.
-    """
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
-    tracker = get_cuda_rng_tracker()
-    kept, states = tracker.get_states(), {}
-    first, *others = entropy.generate_state(1 + len(kept), np.uint64) >> np.uint64(1)
-    for name, seed in zip(kept, others, strict=True):
-        torch.manual_seed(int(seed))
-        states[name] = torch.cuda.get_rng_state()
-    torch.manual_seed(int(first))
-    tracker.set_states(states)
-    try:
-        yield
-    finally:
-        tracker.set_states(kept)
-
-
-def _dropouts(chunks: list[Megatron]) -> list[torch.nn.Dropout]:
-    return [
-        module
-        for chunk in chunks
-        for name, module in chunk.named_modules()
-        if ".adapter." in name and isinstance(module, torch.nn.Dropout)
-    ]
 
 
 @torch.no_grad()

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from slipstream.core.errors import UntrainableBatch
 from slipstream.core.settings.config import ParallelSection
 from slipstream.learner.trainer import Megatron
@@ -68,15 +67,6 @@ class ParallelModel:
     def splits_tokens(self) -> bool:
         """Whether sequence parallelism splits the tokens over the tensor parallel ranks."""
         return bool(self.chunks[0].config.sequence_parallel)
-
-    @property
-    def rank_of_inputs(self) -> int:
-        """The lowest rank whose layers get the same inputs as this rank's.
-
-        Tensor parallel ranks have the same inputs, unless their tokens are split.
-        """
-        ranks = self.ranks
-        return ranks.rank if self.splits_tokens else dist.get_process_group_ranks(ranks.tp_group)[0]
 
     @property
     def token_multiple(self) -> int:

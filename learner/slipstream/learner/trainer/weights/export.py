@@ -243,8 +243,7 @@ def _targets(tensors: Collection[str], config: Config) -> dict[str, Any]:
         return {"target_modules": names}
     ends = {".".join(path.split(".")[-2:]) for path in paths if ".experts." not in path}
     others = [f"{end}.weight" for end in ends if end.rpartition(".")[2] in experts]
-    # With any other value PEFT refuses adapters of parameters.
-    found = {"target_modules": names, "target_parameters": sorted(others), "lora_dropout": 0.0}
+    found: dict[str, Any] = {"target_modules": names, "target_parameters": sorted(others)}
     if kind == "qwen2_moe":
         # PEFT 0.21 does so for all families that are stored like Qwen2-MoE, but not for itself.
         pair = r".*\.gate_up_proj"
@@ -267,7 +266,6 @@ def _write_adapter(
         "base_model_name_or_path": str(config.model.path),
         "r": config.lora.rank,
         "lora_alpha": config.lora.alpha,
-        "lora_dropout": config.lora.dropout,
         "bias": "none",
         "inference_mode": True,
         **_targets(tensors, config),

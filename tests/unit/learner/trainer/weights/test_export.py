@@ -203,35 +203,29 @@ def adapter_settings(folder: Path, model_type: str, *matrices: str) -> dict[str,
     """The settings of an exported folder with adapters on `matrices`."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
-    config = small_config(model={"path": str(folder)}, lora={"rank": 4, "alpha": 8, "dropout": 0.1})
+    config = small_config(model={"path": str(folder)}, lora={"rank": 4, "alpha": 8})
     paths = [f"base_model.model.model.layers.0.{name}" for name in matrices]
     tensors = {f"{path}.lora_{each}.weight": torch.zeros(1) for path in paths for each in "AB"}
     _write_adapter(tensors, config, folder / "out", lambda _: None)
     found = json.loads((folder / "out" / "adapter_config.json").read_text())
-    return {name: found.get(name) for name in ("target_modules", "target_parameters")} | {
-        name: found[name] for name in ("rank_pattern", "lora_dropout") if name in found
-    }
+    names = ("target_modules", "target_parameters", "rank_pattern")
+    return {name: found[name] for name in names if name in found}
 
 
 def test_adapters_name_their_matrices_as_peft_finds_them(tmp_path: Path) -> None:
     """PEFT itself reads such folders in tests/integration/test_peft.py."""
     dense = adapter_settings(tmp_path / "dense", "llama", "self_attn.q_proj", "mlp.up_proj")
-    assert dense == {
-        "target_modules": ["q_proj", "up_proj"],
-        "target_parameters": None,
-        "lora_dropout": 0.1,
-    }
+    assert dense == {"target_modules": ["q_proj", "up_proj"]}
     names = ("mlp.up_proj", "mlp.experts.3.up_proj", "mlp.shared_experts.up_proj")
     mixture = adapter_settings(tmp_path / "glm", "glm4_moe", "self_attn.q_proj", *names)
     assert mixture == {
         "target_modules": ["q_proj", "up_proj"],
         "target_parameters": ["mlp.up_proj.weight", "shared_experts.up_proj.weight"],
-        "lora_dropout": 0.0,
     }
     # The trainer registers this kind with transformers.
     importlib.import_module("slipstream.core.models.kinds")
     own_code = adapter_settings(tmp_path / "kimi", "kimi_k2", *names)
-    assert (own_code["target_modules"], own_code["target_parameters"]) == (["up_proj"], None)
+    assert own_code == {"target_modules": ["up_proj"]}
     names = tuple(f"block_sparse_moe.experts.0.{name}" for name in ("w1", "w2", "w3"))
     mixtral = adapter_settings(tmp_path / "mixtral", "mixtral", *names)
     assert mixtral["target_modules"] == ["w1", "w2", "w3"]
