@@ -26,17 +26,18 @@ def digest(tasks: Any) -> str:
     return digest_of(TaskSource(Given(tasks)))
 
 
-TASKS = [
-    ["a", "b"],
-    [{"a": 1}, {"a": 2}],
-    [Row("a", 1.5), Row("b", b"x")],
-    [{"words": {"a", "b", "c"}}, {"words": {"d"}}],
-    [np.arange(3), np.ones(2)],
-    [{(1, 2): "key"}, None],
-]
+# The name of a test must be the same in each process; that of a set's elements is not.
+TASKS = {
+    "texts": ["a", "b"],
+    "tables": [{"a": 1}, {"a": 2}],
+    "objects": [Row("a", 1.5), Row("b", b"x")],
+    "sets": [{"words": {"a", "b", "c"}}, {"words": {"d"}}],
+    "arrays": [np.arange(3), np.ones(2)],
+    "keys": [{(1, 2): "key"}, None],
+}
 
 
-@pytest.mark.parametrize("tasks", TASKS, ids=repr)
+@pytest.mark.parametrize("tasks", TASKS.values(), ids=TASKS)
 def test_a_digest_tells_order_number_and_content(tasks: list[Any]) -> None:
     own = digest(tasks)
     assert len({own, digest(tasks[::-1]), digest(tasks[:1]), digest([*tasks, "z"])}) == 4
