@@ -72,7 +72,7 @@ class SamplingSection(Section):
     # Sampling uses this many of the most probable tokens, or all with 0. The learner ignores it.
     top_k: int = Field(0, ge=0)
     # Most sampled tokens of a reply.
-    max_reply_tokens: Positive = 3072
+    max_reply_tokens: int = Field(3072, ge=1, le=1 << 20)
     # Most replies of an episode. 0 means 256.
     max_turns: int = Field(0, ge=0)
     # Most tokens, sampled or not, of an episode and of each of its branches.
