@@ -272,7 +272,7 @@ def _values(schema: dict[str, typing.Any]) -> str:
     names |= {"string": "string", "object": "table"}
     text = "path" if schema.get("format") == "path" else names[schema["type"]]
     bounds = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
-    limits = [f"{sign} {schema[key]:g}" for key, sign in bounds.items() if key in schema]
+    limits = [f"{sign} {schema[key]:.15g}" for key, sign in bounds.items() if key in schema]
     return " ".join([text, ", ".join(limits)]).strip()
 
 
