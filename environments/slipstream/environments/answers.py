@@ -17,6 +17,7 @@ _MAX_WRAPPERS = 8
 # Characters by what a program writes for them: fractions, signs, symbols, full-width forms.
 _FRACTIONS = {c: f" {unicodedata.normalize('NFKC', c)}".replace("⁄", "/") for c in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅛⅜⅝⅞"}
 _SIGNS = dict.fromkeys("−–﹣", "-") | dict.fromkeys("\u00a0\u2009\u202f", " ") | {"。": ". "}
+_SIGNS |= {"²": "^2", "³": "^3"} | dict.fromkeys("‘’ʼ", "'")
 _SIGNS |= {"π": r"\pi ", "√": r"\sqrt ", "×": r"\times ", "∞": r"\infty "}
 _SIGNS |= {"≤": r"\le ", "≥": r"\ge "} | dict.fromkeys("`\u200b\ufeff", "")
 _WIDE = {chr(0xFEE0 + code): chr(code) for code in range(0x21, 0x7F)}
@@ -50,9 +51,14 @@ _WRAPPERS = re.compile(
     re.DOTALL | re.VERBOSE,
 )
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(?=\w))")
+# The last of these is the answer, where a reply has one: R1's tags, GLM-V's tokens.
+_TAGGED = re.compile(
+    r"<answer>(.*?)</answer>|<\|begin_of_box\|>(.*?)<\|end_of_box\|>", re.DOTALL | re.IGNORECASE
+)
 _JOINED = re.compile(r"[\s$,.;]*(and|or)?[\s$,.;]*")
 _SAID = re.compile(
-    r"(?:\banswer(?: is|\s*:| =)|答案[是为]?)\s*:?\s*(.*?)(?=[.!?](?:\s|$)|\n|$)", re.IGNORECASE
+    r"(?:\b(?:answer|option|choice)(?: is|\s*:| =)|答案[是为]?)\s*:?\s*(.*?)(?=[.!?](?:\s|$)|\n|$)",
+    re.IGNORECASE,
 )
 
 # A block of code: from ``` or ~~~ to the next one, or to the end of the reply.
@@ -116,7 +122,9 @@ def contains(text: str, answer: str) -> bool:
 
 
 def final_of(text: str) -> str:
-    """Returns what a reply says last: its boxes, what follows "answer is", or its only line."""
+    """Returns what a reply says last: in tags, boxes, behind "answer is", or in its only line."""
+    if tagged := _TAGGED.findall(text):
+        text = "".join(tagged[-1]).strip()
     boxes = list(_BOX.finditer(text))
     if boxes:
         said, start = _inside(text, boxes[-1].end())[0], boxes[-1].start()
@@ -132,8 +140,12 @@ def final_of(text: str) -> str:
 
 
 def is_named(text: str) -> bool:
-    """Whether a reply boxes its answer, or says what the answer is."""
-    return _BOX.search(text) is not None or _SAID.search(text) is not None
+    """Whether a reply tags or boxes its answer, or says what the answer is."""
+    return (
+        _TAGGED.search(text) is not None
+        or _BOX.search(text) is not None
+        or _SAID.search(text) is not None
+    )
 
 
 def _inside(text: str, start: int) -> tuple[str, int]:

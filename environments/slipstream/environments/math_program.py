@@ -12,7 +12,7 @@ import resource
 import sys
 
 from slipstream.core.machine.process import die_with_parent
-from slipstream.environments.answers import bare, final_of, is_named, last_number, plain
+from slipstream.environments.answers import bare, final_of, is_named, numbers, plain
 
 # Memory limit of this process, enough for sympy: 9^9^9 must end this process and no other.
 MAX_MEMORY_BYTES = 4 << 30
@@ -23,7 +23,22 @@ _MIXED = re.compile(r"(?<![\d/.])(\d+) +(\d+)/(\d+)(?![\d/])")
 _WORD = re.compile(r"(?<![\\\w])[A-Za-z]{2}|.\$.")
 _SEVERAL = re.compile(r"or|,")
 _EITHER = re.compile(r"\d\S* or \S*\d")
-_UNIT = re.compile(r"\d\s*(?:\\\w+\{)?\s*([A-Za-z]+)[}$.\s]*$")
+# A number with the word behind it, unless that is a power or a part of a ratio.
+_UNIT = re.compile(
+    r"(-?\d+(?:\.\d+)?)\s*(?:\\\w+\{)?\s*([A-Za-z]+)(?![\w^²³/]|\s*\}?\s*(?:\^|/|per\b))"
+)
+_MEASURED = re.compile(r"\d\s*(?:\\\w+\{)?\s*[A-Za-z]")
+# What a reply says that the answer is not.
+_REJECTED = re.compile(
+    r",?\s*\bnot\b[^.]*?\bbut\b|,?\s+(?:and |but )?(?:not|rather than|instead of)\b.*$", re.DOTALL
+)
+# Words before a number that make it a bound, a guess or no answer.
+_BOUND = re.compile(
+    r"\b(?:not|at least|at most|(?:less|more|fewer|greater) than|between|maybe|perhaps)\b",
+    re.IGNORECASE,
+)
+_SCALE = re.compile(r"(\d+(?:\.\d+)?) +(hundred|thousand|million|billion|dozen)s?\b", re.IGNORECASE)
+_SCALES = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "dozen": 12}
 # The units of each quantity, in numbers of the first one.
 _QUANTITIES: tuple[dict[str, float], ...] = (
     {"m": 1, "meter": 1, "metre": 1, "cm": 0.01, "mm": 0.001, "km": 1000, "kilometer": 1000},
@@ -31,7 +46,10 @@ _QUANTITIES: tuple[dict[str, float], ...] = (
     {"s": 1, "second": 1, "min": 60, "minute": 60, "h": 3600, "hour": 3600, "day": 86400},
     {"l": 1, "liter": 1, "litre": 1, "ml": 0.001},
 )
-_CHOICE = re.compile(r"\(?([A-Z])[).:](?=\s|$)")
+_CHOICE = re.compile(
+    r"(?:(?:option|choice|it's|it is) )?\(?((?-i:[A-Z]))(?:[).:](?=\s|$)|(?= because| since|,|$))",
+    re.IGNORECASE,
+)
 
 
 def main() -> None:
@@ -68,13 +86,17 @@ def compare(answer: str, reply: str) -> dict[str, bool]:
     no_limit = {"parsing_timeout": None}
     answer, reply = plain(answer), plain(reply)
     said = final_of(reply)
+    kept = _REJECTED.sub("", said)
+    # Where nothing is left, "not" stays and makes it no answer.
+    said = kept if numbers(kept) or not numbers(said) else said
     if said and _text(said, answer) == _text(answer, answer):
         return {"known": True, "readable": True, "right": True}
-    if _EITHER.search(said) and not _SEVERAL.search(answer):
+    is_bound = _BOUND.search(said) and not _BOUND.search(answer)
+    if is_bound or (_EITHER.search(said) and not _SEVERAL.search(answer)):
         return {"known": True, "readable": False, "right": False}
-    amounts = _amount(answer), _amount(said)
-    if None not in amounts:
-        return {"known": True, "readable": True, "right": amounts[0] == amounts[1]}
+    answer, said = _SCALE.sub(_scaled, answer), _SCALE.sub(_scaled, said)
+    if (amount := _amount(answer)) is not None and _MEASURED.search(said):
+        return {"known": True, "readable": True, "right": _amount(said) == amount}
     answer, said = _SCIENTIFIC.sub(_power, answer), _SCIENTIFIC.sub(_power, said)
     answer, said = _MIXED.sub(r"(\1+\2/\3)", answer), _MIXED.sub(r"(\1+\2/\3)", said)
     # The right answer is parsed as one formula: in the plain text "x^2 + 1" only the 1 is found.
@@ -103,15 +125,22 @@ def _text(text: str, answer: str) -> str:
 
 
 def _amount(text: str) -> tuple[int, float] | None:
-    """Returns the quantity and the amount of a number with a unit, or None."""
-    if (found := _UNIT.search(text)) is None or (value := last_number(text)) is None:
-        return None
-    unit = found[1].lower()
-    for number, factors in enumerate(_QUANTITIES):
-        factor = factors.get(unit) or factors.get(unit.removesuffix("s"))
-        if factor is not None:
-            return number, round(value * factor, 9)
-    return None
+    """Returns the quantity and the amount of "90 minutes" or "1 h 30 min", or None."""
+    found, finest = {}, float("inf")
+    for number, unit in _UNIT.findall(text):
+        for quantity, factors in enumerate(_QUANTITIES):
+            factor = factors.get(unit.lower()) or factors.get(unit.lower().removesuffix("s"))
+            if factor is not None and factor < finest:
+                found[quantity] = found.get(quantity, 0.0) + float(number) * factor
+                finest = factor
+                break
+        else:
+            return None
+    return (*found, round(*found.values(), 9)) if len(found) == 1 else None
+
+
+def _scaled(found: re.Match[str]) -> str:
+    return f"{float(found[1]) * _SCALES[found[2].lower()]:.15g}"
 
 
 def _power(found: re.Match[str]) -> str:
