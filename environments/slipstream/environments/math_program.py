@@ -126,7 +126,8 @@ def _text(text: str, answer: str) -> str:
 
 def _amount(text: str) -> tuple[int, float] | None:
     """Returns the quantity and the amount of "90 minutes" or "1 h 30 min", or None."""
-    found, finest = {}, float("inf")
+    found: dict[int, float] = {}
+    finest = float("inf")
     for number, unit in _UNIT.findall(text):
         for quantity, factors in enumerate(_QUANTITIES):
             factor = factors.get(unit.lower()) or factors.get(unit.lower().removesuffix("s"))
@@ -136,7 +137,10 @@ def _amount(text: str) -> tuple[int, float] | None:
                 break
         else:
             return None
-    return (*found, round(*found.values(), 9)) if len(found) == 1 else None
+    if len(found) != 1:
+        return None
+    ((quantity, amount),) = found.items()
+    return quantity, round(amount, 9)
 
 
 def _scaled(found: re.Match[str]) -> str:
