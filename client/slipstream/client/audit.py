@@ -114,6 +114,8 @@ class Played:
     # The form in which the right answer earned something.
     form: str = PLAIN
     seconds: float = 0.0
+    # What would have been played, had there been time: kinds and tasks, None for an opening.
+    left_out: set[tuple[Kind | None, int]] = field(default_factory=set)
 
 
 class Audit:
@@ -170,6 +172,7 @@ class Audit:
         """Resets a task twice, compares both, and adds it to the sample."""
         played = self.played
         if played.tasks and not self._has_time:
+            played.left_out.add((None, index))
             return
         openings: list[pb.Observation] = []
         task = None
@@ -275,6 +278,8 @@ class Audit:
         # The first play is made in any case.
         if self._has_time or not self.played.replies:
             await self._play(task, kind)
+        elif reply_to(task, kind, task.reply, self.played.form) is not None:
+            self.played.left_out.add((kind, task.index))
 
     async def _play(self, task: Task, kind: Kind) -> None:
         """Plays an episode of the task, if the kind applies to it, and notes what it earns."""

@@ -64,6 +64,9 @@ def _failures(played: Played) -> list[Finding]:
             where = f"{_of(len(causes), ended)}, such as task {index}"
             cause = f"the judge fails for {kind.value} in {where}: {cause}"
         found.append(Finding(cause, is_refused=is_most))
+    if played.left_out:
+        text = f"{counted(len(played.left_out), 'play')} of an episode had no time within "
+        found.append(Finding(f"{text}{played.seconds:.0f} s, so that nothing is known of them"))
     return found
 
 

@@ -18,7 +18,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Literal, SupportsFloat
 
-from slipstream.client.environment import Message, StepResult, answer_of
+from slipstream.client.environment import Message, Reply, StepResult, answer_of
 from slipstream.client.environment_loader import environment_failed
 from slipstream.core.errors import ConfigError
 from slipstream.core.hub import DATA_PREFIX
@@ -148,9 +148,11 @@ class Questions(Asked):
         """Judges the reply by the argument `judge`, and returns the reward."""
         given, answer = self._tail(answer_of(reply)), self.question.answer
         if self._function is not None:
-            return await self._function.judge(
-                self.question, reply if self._answer_after is None else given
-            )
+            if self._answer_after is not None:
+                whole = reply if isinstance(reply, Reply) else Reply(reply)
+                reply = Reply(given, content=given, token_ids=whole.token_ids)
+                reply.reasoning, reply.tool_calls = whole.reasoning, whole.tool_calls
+            return await self._function.judge(self.question, reply)
         metrics: dict[str, float] = {}
         if self._judge == "math_verify":
             verdict = await self._math.compare(answer, given)

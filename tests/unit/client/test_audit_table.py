@@ -17,7 +17,7 @@ def cases(name: str) -> list[dict]:
     return [json.loads(line) for line in (DATA / name).read_text().splitlines()]
 
 
-async def audited(case: dict, folder: Path) -> list[Finding]:
+async def audited(case: dict, folder: Path, *, limit_s: float = 600.0) -> list[Finding]:
     args = case["args"]
     if case["rows"] is not None:
         path = folder / "rows.jsonl"
@@ -32,7 +32,7 @@ async def audited(case: dict, folder: Path) -> list[Finding]:
     async def ask(**command: object) -> pb.WorkerMessage:
         return await host.answer(pb.WorkerCommand(**command))
 
-    audit = Audit(host, ask, loaded=loading.loaded, limit_s=600.0)
+    audit = Audit(host, ask, loaded=loading.loaded, limit_s=limit_s)
     return findings(await audit.run(lambda *_: None))
 
 
@@ -47,3 +47,10 @@ async def test_a_planted_fault_is_found(case: dict, tmp_path: Path) -> None:
 async def test_what_is_sound_is_neither_refused_nor_told(case: dict, tmp_path: Path) -> None:
     found = await audited(case, tmp_path)
     assert not [each for each in found if each.is_refused or not case.get("may_tell")]
+
+
+async def test_what_had_no_time_is_told(tmp_path: Path) -> None:
+    case = next(case for case in cases("sound.jsonl") if len(case["rows"] or ()) > 1)
+    assert not [each for each in await audited(case, tmp_path) if "had no time" in each.text]
+    found = await audited(case, tmp_path, limit_s=0.0)
+    assert [each.is_refused for each in found if "had no time" in each.text] == [False]

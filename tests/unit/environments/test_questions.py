@@ -374,6 +374,13 @@ def by_token(reply):
     return {"reward": 1, "token_rewards": [token / 4 for token in reply.token_ids], "good": 1}
 
 
+def reads_parts(reply):
+    return {
+        "reward": reply == reply.content == "2",
+        "token_rewards": [0.0 for _ in reply.token_ids],
+    }
+
+
 def changes(row, reply):
     row["seen"].append(reply)
     return len(row["seen"])
@@ -403,6 +410,9 @@ async def test_a_function_judges_by_the_arguments_that_it_takes(tmp_path: Path, 
     found = await verdict("all_four", "2")
     assert (found.reward, found.metrics) == (0.5, {"right": True, "level": 3, "asked": 6})
     assert (await verdict("all_four", "so 2", answer_after="so ")).metrics["right"]
+    marked = Reply("<think>so 3</think>so 2", token_ids=(1, 2))
+    found = await verdict("reads_parts", marked, answer_after="so ")
+    assert (found.reward, found.token_rewards) == (1.0, [0.0, 0.0])
     # What does not take the answer needs no column of answers.
     assert (await verdict("longest", "ab", answer="none")).reward == 2.0
     with pytest.raises(ConfigError, match="has no column 'none'"):
