@@ -29,7 +29,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.docs-installed
-SOURCES := protos core client environments rollout_server learner
+SOURCES := protos core client environments rollout_server learner extensions
 
 .PHONY: install quickstart smollm2 test test-all test-fast test-slow compose-test images image-cpu image-gpu mutants fuzz lint type protos protos-check docs packages plots clean
 

@@ -20,6 +20,7 @@ COPY client /build/client
 COPY environments /build/environments
 COPY rollout_server /build/rollout_server
 COPY learner /build/learner
+COPY extensions /build/extensions
 RUN pip install --no-deps /build
 
 FROM ${PYTHON_IMAGE}

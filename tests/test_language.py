@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("protos", "core", "client", "environments", "rollout_server", "learner")
+PACKAGES = ("protos", "core", "client", "environments", "rollout_server", "learner", "extensions")
 FOLDERS = (*PACKAGES, "deploy", "benchmarks", "tests")
 # A docstring or comment that opens with one of these leaves out its subject or its verb. Comments
 # of settings and of messages are descriptions that users read; they have no other rule.

@@ -186,6 +186,7 @@ OUR_FOLDERS = (
     "environments",
     "rollout_server",
     "learner",
+    "extensions",
     "deploy",
     "tests",
     "benchmarks",

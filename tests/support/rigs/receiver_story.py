@@ -21,6 +21,7 @@ FOLDERS = (
     "environments",
     "rollout_server",
     "learner",
+    "extensions",
     "tests",
     "deploy",
 )
