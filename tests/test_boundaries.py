@@ -12,7 +12,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SOURCE_ROOTS = ("protos", "core", "client", "environments", "rollout_server", "learner", "extensions")
+SOURCE_ROOTS = (
+    "protos",
+    "core",
+    "client",
+    "environments",
+    "rollout_server",
+    "learner",
+    "extensions",
+)
 MAX_LINES = 600
 
 # Package prefix -> packages of ours that it may import; itself always.
