@@ -22,7 +22,6 @@ def test_a_run_whose_server_reads_a_folder(tmp_path: Path, tiny_model: Path) -> 
         "model.dtype=bfloat16",
         "algorithm.learning_rate=1e-6",
         f"weights.storage_url={tmp_path / 'storage'}",
-        "rollout_server.weights_from=storage",
         "weights.verify_every=2",
         limit_s=500,
     )

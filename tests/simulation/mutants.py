@@ -237,7 +237,7 @@ MUTANTS: dict[str, tuple[Change, ...]] = {
     ),
     "a version is removed while a server fetches it": (
         Change(
-            f"{CONTROLLER}.publishing.stored_publisher:StoredPublisher.stored",
+            "slipstream.extensions.stored_weights.controller:StoredPublisher.stored",
             "{each.stored.key for each in self._fetches.values()}",
             "set()",
         ),

@@ -92,8 +92,8 @@ class Shape:
     max_turns: int
     # Whether a client serves one more environment.
     has_client: bool
-    # How many of the servers take their weights from storage.
-    far_servers: int = 0
+    # Whether the servers take their weights from storage.
+    is_by_storage: bool = False
     # Whether no lease is taken back for its time: a lie must be found out at once.
     has_patience: bool = False
 
@@ -136,7 +136,7 @@ def _package_version(name: str) -> str:
     return found
 
 
-def config_of(shape: Shape, folder: Path, *, is_far: bool = False) -> Config:
+def config_of(shape: Shape, folder: Path) -> Config:
     table = {
         "run": {"name": "sim", "steps": shape.steps, "dir": str(folder)},
         "model": {"path": "nowhere"},
@@ -168,10 +168,8 @@ def config_of(shape: Shape, folder: Path, *, is_far: bool = False) -> Config:
         # Each would be a thread on the real clock.
         "tracking": {"trackers": []},
     }
-    if shape.far_servers:
+    if shape.is_by_storage:
         table["weights"] |= {"storage_url": URL, "storage_deadline_s": 6.0}
-    if is_far:
-        table["rollout_server"]["weights_from"] = "storage"
     if shape.has_queue:
         table["queue"] = {"kind": "redis", "redis_url": "redis://127.0.0.1:6379"}
     if shape.evaluate_every is not None:
@@ -206,7 +204,7 @@ def plan(seed: int) -> tuple[Shape, list[Fault]]:
     # Drawn apart, so that the other runs stay as they are.
     rnd = random.Random(f"plan of storage/{seed}")
     if rnd.random() < 0.3:
-        shape = replace(shape, far_servers=rnd.randint(1, shape.servers))
+        shape = replace(shape, is_by_storage=True)
         kinds = ("failing_storage", "torn_storage", "late_storage", "slow_storage", "full_storage")
         faults += [
             Fault(rnd.uniform(0.0, STEP_S * shape.steps), rnd.choice(kinds))
@@ -234,9 +232,6 @@ class World:
         self.seed, self._folder = seed, folder
         self.shape, self.faults = planned if planned is not None else plan(seed)
         self.config = config_of(self.shape, folder)
-        self._far_config = self.config
-        if self.shape.far_servers:
-            self._far_config = config_of(self.shape, folder, is_far=True)
         self.loop = VirtualLoop(seed)
         self.random = random.Random(f"world/{seed}")
         self._trace, self._verbose = hashlib.blake2b(digest_size=16), verbose
@@ -394,9 +389,8 @@ class World:
         gateway = SimulatedGateway(self.loop, seed, self._folder / "logs")
         self.engines.append(engine)
         self.gateways.append(gateway)
-        is_far = int(name.removeprefix("server")) < self.shape.far_servers
         server = service.RolloutServer(
-            self._far_config if is_far else self.config,
+            self.config,
             ADDRESS,
             name,
             Model(engine, NumberRenderer(), AgentServices(None, self.config.rollout_server)),

@@ -22,7 +22,7 @@ class Fetches:
 
     def start(self, order: fleet_pb2.PreparePublish) -> None:
         """Begins to fetch the version of `order`; reports READY or FAILED later."""
-        said = 'rollout_server.weights_from is not "storage" here'
+        said = "no weights.storage_url is set here"
         self._report(
             fleet_pb2.PublishReport(publish_id=order.publish_id, phase=FAILED, message=said)
         )

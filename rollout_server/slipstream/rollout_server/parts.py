@@ -81,7 +81,7 @@ def open_fetches(config: Config, server: ServerId) -> OpenFetches:
 
     Raises ConfigError if the storage cannot be opened.
     """
-    if config.rollout_server.weights_from != "storage":
+    if config.weights.storage_url is None:
         return Fetches
     from slipstream.extensions.stored_weights.server import FetchOrders, StoredWeights
 

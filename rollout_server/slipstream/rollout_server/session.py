@@ -238,7 +238,7 @@ def hello(
             gpus=[] if is_cpu_build() else gpu_names(os.environ, 0, engine.num_workers),
             nccl=agreed_settings(os.environ),
         ),
-        from_storage=config.rollout_server.weights_from == "storage",
+        from_storage=config.weights.storage_url is not None,
         process=process,
     )
 

@@ -21,8 +21,7 @@ SERVING = fleet_pb2.PUBLISH_PHASE_SERVING
 @pytest.fixture
 def config(config: Config, tmp_path: Path) -> Config:
     weights = config.weights.model_copy(update={"storage_url": str(tmp_path / "storage")})
-    server = config.rollout_server.model_copy(update={"weights_from": "storage"})
-    return config.model_copy(update={"weights": weights, "rollout_server": server})
+    return config.model_copy(update={"weights": weights})
 
 
 def order_of(publish_id: str, step: int) -> weights_pb2.PublishOrder:

@@ -233,14 +233,14 @@ def describe_turns(config: Config, placement: Placement) -> str:
 
     The controller decides the same by the GPUs of the servers and ranks that join (`EngineTurns`).
     """
-    turns, server = config.controller.turns, config.rollout_server
+    turns = config.controller.turns
     first = next(filter(placement.shares, range(len(placement.servers))), None)
     if turns != "auto":
         return f"turns: {turns}, as controller.turns says"
     if first is None:
         return "turns: off, because no rollout server shares a GPU with the learner"
-    if server.weights_from == "storage":
-        return 'turns: off, because rollout_server.weights_from is "storage"'
+    if config.weights.storage_url is not None:
+        return "turns: off, because servers fetch their weights from weights.storage_url"
     gpu = next(filter(placement.shared.get, placement.servers[first]))
     return f"turns: pause, because rollout server {first} shares GPU {gpu} with the learner"
 

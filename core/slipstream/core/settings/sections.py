@@ -43,8 +43,8 @@ class WeightsSection(Section):
     transport: Literal["auto", "gloo", "nccl", "ipc"] = "auto"
     # Size at which a bucket is closed, at least that of the largest tensor.
     bucket_mib: Positive = 64
-    # Folder or fsspec URL, such as s3://bucket/prefix, of versions for servers with `weights_from`
-    # storage. Each server may name it differently.
+    # Folder or fsspec URL, such as s3://bucket/prefix, from which all servers of the run fetch their
+    # weights while they serve, for slow links. Each process may name it differently.
     storage_url: StorageUrl | None = None
     # Limit of writing a version to storage and of fetching one.
     storage_deadline_s: Silence = 600.0
@@ -436,9 +436,6 @@ class RolloutServerSection(Section):
     chat_template: Path | None = None
     # Passed by name to the chat template, behind those of an environment and of an agent's request.
     chat_template_kwargs: TemplateValues = {}
-    # `trainer` receives weights over `weights.transport`. `storage` fetches them from
-    # `weights.storage_url` while it serves, for slow links.
-    weights_from: Literal["trainer", "storage"] = "trainer"
     # `fp8_per_channel` keeps linear layers in float8 with a scale for each row, for GPUs of compute
     # capability 8.9.
     quantization: Quantization = "off"

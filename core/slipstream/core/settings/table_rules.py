@@ -150,18 +150,24 @@ def turn_problems(config: Tables) -> Iterator[str]:
             'debug.stage_on_server must be "auto" or false with controller.turns = "sleep", got '
             "true: engines keep the memory in which weights arrive"
         )
-    if turns in ("pause", "sleep") and config.rollout_server.weights_from == "storage":
-        yield (
-            'controller.turns must be "auto" or "off" with rollout_server.weights_from = '
-            f'"storage", got {turns!r}: such a server loads weights while the learner trains'
-        )
 
 
 def storage_problems(config: Tables) -> Iterator[str]:
-    """Yields one line for each setting that conflicts with `weights.storage_url` or its absence."""
-    if config.rollout_server.weights_from == "storage" and config.weights.storage_url is None:
-        yield 'rollout_server.weights_from = "storage" needs weights.storage_url'
-    if config.weights.storage_url is not None and config.lora.publishes_adapters:
+    """Yields one line for each setting that conflicts with `weights.storage_url`."""
+    if config.weights.storage_url is None:
+        return
+    turns, transport = config.controller.turns, config.weights.transport
+    if transport != "auto":
+        yield (
+            f'weights.transport must be "auto" with weights.storage_url, got {transport!r}: all '
+            "servers of a run fetch their weights from storage, or the trainer sends to all"
+        )
+    if turns in ("pause", "sleep"):
+        yield (
+            'controller.turns must be "auto" or "off" with weights.storage_url, got '
+            f"{turns!r}: servers load weights while the learner trains"
+        )
+    if config.lora.publishes_adapters:
         yield (
             'lora.publish must be "merged" with weights.storage_url: versions in storage are '
             'whole models, got "adapters"'

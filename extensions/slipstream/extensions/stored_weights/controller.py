@@ -3,7 +3,8 @@
 Consumes: reports of the trainer on versions in storage, and of servers that have fetched one.
 Produces: store orders for the trainer; questions and publish orders for servers. Waits for: each
 fetch, for `weights.storage_deadline_s`. Unblocked by: the server's answer, its loss, or the limit.
-Each server has publishes of its own, so other servers and training steps do not wait for it.
+Each server has publishes of its own, so other servers and training steps do not wait for it. All
+servers of such a run fetch; the trainer sends to none.
 """
 
 import asyncio
@@ -59,7 +60,7 @@ class StoredPublisher(Part):
         if trainer.can_store:
             # The trainer has ended the last order, or another trainer has taken over.
             self._ordered = ""
-        is_wanted = self._is_wanted(version) and any(self._readers())
+        is_wanted = self._is_wanted(version) and bool(self._fleet.sessions)
         if not trainer.can_store or not is_wanted or time.monotonic() < self._retry_s:
             return None
         self._num_orders += 1
@@ -93,7 +94,7 @@ class StoredPublisher(Part):
         Also warns about servers whose version is too old for leases.
         """
         while True:
-            for session in self._readers():
+            for session in list(self._fleet.sessions.values()):
                 self._warn_if_too_old(session)
                 if self._newest is not None and self._is_due(session, self._newest):
                     self._fetches[session.key] = self._newest
@@ -104,9 +105,6 @@ class StoredPublisher(Part):
         """Forgets a lost server."""
         self._loads.pop(session.key, None)
         self._too_old.pop(session.key, None)
-
-    def _readers(self) -> list[ServerSession]:
-        return [s for s in self._fleet.sessions.values() if s.hello.from_storage]
 
     def _is_wanted(self, version: PolicyVersion) -> bool:
         """Whether `version` is the run's newest and is not in storage yet."""
@@ -189,11 +187,10 @@ class StoredPublisher(Part):
 
     def _write_failed(self, report: trainer_pb2.StoredReport) -> None:
         self._failed += 1
-        is_any_serving = any(s.is_serving for s in self._fleet.fed_by_trainer())
-        if self._failed >= MAX_FAILED_WHILE_NONE_SERVES and not is_any_serving:
+        if self._failed >= MAX_FAILED_WHILE_NONE_SERVES:
             self._run.progress.fail(
-                f"no rollout server takes weights from the trainer, and {self._failed} versions in "
-                f"a row could not be written to storage, the last one: {report.error}"
+                f"{self._failed} versions in a row could not be written to storage, the last one: "
+                f"{report.error}"
             )
             return
         self._retry_s = time.monotonic() + retry_wait_s(self._failed)

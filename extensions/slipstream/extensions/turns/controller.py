@@ -48,7 +48,7 @@ class EngineTurns(Part):
         """Whether the engine of this server rests while the learner trains."""
         has_gpu = bool(session.hello.place.gpus)
         may_rest = has_gpu if self._setting == "auto" else self._setting != "off"
-        if session.hello.from_storage or not may_rest:
+        if not may_rest:
             return False
         place = place_from_pb(session.hello.place)
         return any(shares(place, rank) for rank in self._run.progress.learner_places)

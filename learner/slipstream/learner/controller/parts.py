@@ -120,12 +120,12 @@ def _optional_parts(
 ) -> list[Part]:
     """Makes the parts that the settings ask for; the modules of the others are not imported."""
     found: list[Part] = []
-    if run.config.controller.turns != "off":
-        from slipstream.extensions.turns.controller import EngineTurns
-
-        found.append(EngineTurns(fleet, run))
     if run.config.weights.storage_url is not None:
         from slipstream.extensions.stored_weights.controller import StoredPublisher
 
         found.append(StoredPublisher(fleet, run, tasks, deliveries=publisher.deliveries))
+    elif run.config.controller.turns != "off":
+        from slipstream.extensions.turns.controller import EngineTurns
+
+        found.append(EngineTurns(fleet, run))
     return found

@@ -215,23 +215,22 @@ ONE, BESIDE, OWN = ("0",), Placement(("0",), (("1",), ("0",))), Placement(("0",)
 
 
 @pytest.mark.parametrize(
-    ("turns", "weights_from", "placement", "said"),
+    ("turns", "storage", "placement", "said"),
     [
-        ("auto", "trainer", Placement(), "off, because no rollout server shares a GPU with "),
-        ("auto", "trainer", OWN, "off, because no rollout server shares a GPU with "),
-        ("auto", "trainer", BESIDE, "pause, because rollout server 1 shares GPU 0 with "),
-        ("auto", "storage", BESIDE, 'off, because rollout_server.weights_from is "storage"'),
-        ("off", "trainer", BESIDE, "off, as controller.turns says"),
-        ("sleep", "trainer", BESIDE, "sleep, as controller.turns says"),
+        ("auto", None, Placement(), "off, because no rollout server shares a GPU with "),
+        ("auto", None, OWN, "off, because no rollout server shares a GPU with "),
+        ("auto", None, BESIDE, "pause, because rollout server 1 shares GPU 0 with "),
+        ("auto", "s3://w", BESIDE, "off, because servers fetch their weights from weights.storage_url"),
+        ("off", None, BESIDE, "off, as controller.turns says"),
+        ("sleep", None, BESIDE, "sleep, as controller.turns says"),
     ],
 )
-def test_the_plan_names_the_turns_and_why(turns, weights_from, placement, said):
+def test_the_plan_names_the_turns_and_why(turns, storage, placement, said):
     config = small_config(
         run={"name": "placed", "steps": 1},
         controller={"turns": turns},
         learner={"offload": {"gradients": True, "optimizer": True}},
-        rollout_server={"weights_from": weights_from},
-        weights={"storage_url": "versions"},
+        weights={"storage_url": storage},
     )
     said += "the learner" if said.endswith("with ") else ""
     assert describe_turns(config, placement) == f"turns: {said}"

@@ -111,7 +111,7 @@ FP8 = {"rollout_server.quantization": "fp8_per_channel"}
 GAE = {"algorithm.advantage": "gae", "critic.learning_rate": 1e-3}
 SLEEP = {"controller.turns": "sleep", "learner.offload": {"gradients": True, "optimizer": True}}
 REPLAY = {"algorithm.router_replay": "rollout"}
-STORED = {"rollout_server.weights_from": "storage", "weights.storage_url": "w"}
+STORED = {"weights.storage_url": "w"}
 PRECISE = {
     "learner.ddp": {"use_distributed_optimizer": True},
     "learner.optimizer": {"use_precision_aware_optimizer": True},
@@ -162,10 +162,13 @@ TABLES: list[tuple[Changes, str]] = [
     *(
         (
             SLEEP | STORED | {"controller.turns": turns},
-            'controller.turns must be "auto" or "off" with rollout_server.weights_from = '
-            f'"storage", got {turns!r}',
+            f'controller.turns must be "auto" or "off" with weights.storage_url, got {turns!r}',
         )
         for turns in ("pause", "sleep")
+    ),
+    (
+        STORED | {"weights.transport": "nccl"},
+        """weights.transport must be "auto" with weights.storage_url, got 'nccl': all servers of""",
     ),
     # Precision.
     (FP8 | {"model.dtype": "float32"}, f"{FP8_NEEDS}model.dtype = 'bfloat16', got 'float32'"),
@@ -275,8 +278,6 @@ debug.profile = {start_step = 1, ranks = [0, 1]}
 # A shared GPU and weights in storage.
 controller.turns = "sleep"
     controller.turns = "sleep" needs learner.offload.gradients and optimizer = true
-rollout_server.weights_from = "storage"
-    rollout_server.weights_from = "storage" needs weights.storage_url
 weights.storage_url = "w", lora = {rank = 2, publish = "adapters"}
     lora.publish must be "merged" with weights.storage_url
 # vLLM's own arguments.

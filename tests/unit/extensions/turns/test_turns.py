@@ -158,15 +158,6 @@ async def test_engines_give_their_memory_to_a_trainer_that_loads_again() -> None
     assert [sent(session) for session in scene.sessions] == [["wake"], ["wake"]]
 
 
-async def test_a_server_that_reads_storage_takes_no_turns() -> None:
-    scene = Scene()
-    near, far = scene.sessions
-    far.hello.from_storage = True
-    await scene.begin(near)
-    scene.turns.trainer_asks(())
-    assert [sent(near), sent(far)] == [["wake"], []]
-
-
 @pytest.mark.parametrize(("turns", "rests"), [("pause", []), ("sleep", ["rest"])])
 async def test_engines_without_weights_and_those_that_leave_give_their_memory_back_too(
     turns: str, rests: list[str]
@@ -240,16 +231,6 @@ async def test_by_default_engines_on_the_learners_gpus_rest_and_no_others(rank, 
         assert found == [["wake"] if each in resting else [] for each in scene.sessions]
     assert list(filter(scene.turns.are_taken_by, scene.sessions)) == resting
     assert scene.said == [f"turns: {line}" for line in said]
-
-
-async def test_by_default_a_server_that_reads_storage_on_the_learners_gpu_takes_no_turns() -> None:
-    scene = Scene(None)
-    scene.compute_on("0", "0", "0")
-    for session in scene.sessions:
-        session.hello.from_storage = True
-    await scene.begin()
-    assert not any(map(scene.turns.are_taken_by, scene.sessions))
-    assert scene.said == ["turns: off, because no rollout server shares a GPU with the learner"]
 
 
 async def test_the_log_corrects_itself_when_a_server_joins_on_the_learners_gpu() -> None:

@@ -54,11 +54,15 @@ class Publisher(Part):
         self.totals = self.deliveries.totals
 
     def due(self, version: PolicyVersion | None = None) -> list[ServerSession]:
-        """Returns the servers that should be sent `version`, by default the newest, now."""
-        newest = version or self._progress.version
-        if self._fleet.versions[newest] == len(self._fleet.sessions):
+        """Returns the servers that should be sent `version`, by default the newest, now.
+
+        Those of a run by storage are never sent weights: `StoredPublisher` lets them fetch.
+        """
+        newest, sessions = version or self._progress.version, self._fleet.sessions
+        is_by_storage = self._settings.storage_url is not None
+        if is_by_storage or self._fleet.versions[newest] == len(sessions):
             return []
-        return [each for each in self._fleet.fed_by_trainer() if self._is_due(each, newest)]
+        return [each for each in sessions.values() if self._is_due(each, newest)]
 
     def _is_due(self, session: ServerSession, version: PolicyVersion) -> bool:
         is_late = self.deliveries.questions.is_late(session)

@@ -43,14 +43,17 @@ def _choose(run: Run, places: Mapping[str, Place]) -> str:
 
 
 def misfit(run: Run, hello: fleet_pb2.ServerHello) -> str:
-    """Returns why a server can never be sent weights, or "" if it can.
+    """Returns why a server can never get weights, or "" if it can.
 
-    Also returns "" if the server takes weights from a trainer and no trainer has registered yet.
+    Also returns "" if no trainer has registered yet, unless only one side uses storage.
     """
-    if hello.from_storage:
-        has_storage = run.config.weights.storage_url is not None
-        return "" if has_storage else "it reads storage, but the run has no weights.storage_url"
-    if not run.progress.learner_places:
+    is_by_storage = run.config.weights.storage_url is not None
+    if hello.from_storage != is_by_storage:
+        both = "for the learner and every server of a run, or for none"
+        if is_by_storage:
+            return f"it has no weights.storage_url, but the run sends weights by storage: set it {both}"
+        return f"it has a weights.storage_url, but the trainer sends the weights: set it {both}"
+    if is_by_storage or not run.progress.learner_places:
         return ""
     _, (problem,) = choose_for(run, {hello.server_id: hello.place})
     return problem

@@ -73,10 +73,6 @@ class Fleet:
         """Returns the servers that may be leased groups."""
         return [session for session in self.sessions.values() if session.is_serving]
 
-    def fed_by_trainer(self) -> list[ServerSession]:
-        """Returns the servers that take new weights from the trainer, not from storage."""
-        return [s for s in self.sessions.values() if not s.hello.from_storage]
-
     def gauges(self) -> dict[str, float]:
         """Returns metrics of the fleet, from the servers' newest reports; see docs/metrics.md."""
         reports = [session.report for session in self.sessions.values()]

@@ -270,10 +270,11 @@ FETCHED = fleet_pb2.PublishStages(fetched_bytes=10, fetch_s=2.0, fetched_links=1
 
 
 class Far:
-    """A scene with a server that reads storage; `near` takes its weights from the trainer."""
+    """A scene with one server, which reads storage."""
 
     def __init__(self, scene: Scene) -> None:
-        self.scene, self.near = scene, scene.session
+        self.scene = scene
+        scene.fleet.remove(scene.session, "this run is by storage")
         self.publisher = StoredPublisher(
             scene.fleet, scene.run, scene.tasks, deliveries=scene.publisher.deliveries
         )
@@ -398,10 +399,10 @@ async def test_one_version_is_written_at_a_time_and_once(run: Run) -> None:
         assert again.folder != order.folder
 
 
-async def test_a_publish_of_the_trainer_leaves_servers_that_read_storage_alone(run: Run) -> None:
+async def test_the_trainer_publishes_to_no_server_that_reads_storage(run: Run) -> None:
     async with far_away(run) as scene:
-        assert scene.scene.publisher.due() == [scene.near]
-        await scene.scene.serve()
+        assert scene.scene.publisher.due() == []
+        assert await scene.scene.publisher.prepare() is None
         assert sent(scene.far) == []
 
 
@@ -487,7 +488,7 @@ async def test_a_report_of_another_order_changes_nothing(run: Run) -> None:
         assert scene.written(again) == [f"{again.folder}/manifest"]
 
 
-async def test_storage_that_takes_nothing_fails_the_run_if_no_server_is_near(run: Run) -> None:
+async def test_storage_that_takes_nothing_fails_the_run(run: Run) -> None:
     async with far_away(run) as scene:
         for _ in range(16):
             assert not run.progress.has_failed

@@ -65,6 +65,19 @@ def test_a_server_that_tells_nccl_something_else_is_left_out_by_name(run: Run) -
 
 
 @pytest.mark.parametrize("run", ["auto"], indirect=True)
+def test_a_server_that_gets_weights_otherwise_than_the_run_is_told_what_to_set(run: Run) -> None:
+    near = hello("near", place("here"))
+    far = fleet_pb2.ServerHello(server_id="far", place=place("there"), from_storage=True)
+    both = "for the learner and every server of a run, or for none"
+    said = f"it has a weights.storage_url, but the trainer sends the weights: set it {both}"
+    assert [misfit(run, near), misfit(run, far)] == ["", said]
+    weights = run.config.weights.model_copy(update={"storage_url": "s3://w"})
+    stored = Run.of(run.config.model_copy(update={"weights": weights}), "stored")
+    said = f"it has no weights.storage_url, but the run sends weights by storage: set it {both}"
+    assert [misfit(stored, near), misfit(stored, far)] == [said, ""]
+
+
+@pytest.mark.parametrize("run", ["auto"], indirect=True)
 def test_a_large_fleet_that_fits_is_looked_at_once(run: Run) -> None:
     run.progress.trainer_registered(tuple(Place("here", (f"GPU-{n}",)) for n in range(64)))
     lines = []
