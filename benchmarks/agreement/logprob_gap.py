@@ -64,7 +64,7 @@ def config_of(arguments: argparse.Namespace, folder: Path) -> Config:
     elif arguments.model is not None and not arguments.replies:
         environment = {
             "name": "arithmetic",
-            "reference": "slipstream.environments.arithmetic:Arithmetic",
+            "reference": "deploy.environments.arithmetic:Arithmetic",
             "args": {
                 "digits": 1,
                 "operations": ["+", "-"],

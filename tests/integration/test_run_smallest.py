@@ -13,7 +13,7 @@ from support.rigs.smallest_run import SMALLEST, own_settings, run_smallest
 pytestmark = pytest.mark.usefixtures("nothing_survives")
 
 
-ARITHMETIC = "slipstream.environments.arithmetic:Arithmetic"
+ARITHMETIC = "deploy.environments.arithmetic:Arithmetic"
 
 
 def test_a_run_chooses_all_but_model_environment_and_steps(tmp_path, tiny_model, monkeypatch):

@@ -1,7 +1,8 @@
 import itertools
 
 import pytest
-from slipstream.environments.arithmetic import Addition, Arithmetic, find_answer
+from deploy.environments.arithmetic import Addition, Arithmetic
+from slipstream.environments.answers import last_number
 from slipstream.environments.echo import Echo, Others, split_pairs
 
 
@@ -61,7 +62,7 @@ def test_echo_refuses_arguments_that_cannot_work(arguments, message):
 
 
 def test_arithmetic_never_shows_a_held_out_task_in_training_whatever_the_seed() -> None:
-    arguments = {"digits": 2, "min_digits": 1, "operations": ["+", "-", "*"]}
+    arguments = {"operations": ["+", "-", "*"]}
     train: set[Addition] = set()
     heldout: set[Addition] = set()
     for seed in range(3):
@@ -74,12 +75,12 @@ def test_arithmetic_never_shows_a_held_out_task_in_training_whatever_the_seed() 
 
 
 def test_arithmetic_draws_the_asked_for_sizes_the_same_way_every_time() -> None:
-    tasks = Arithmetic(digits=3, min_digits=2, num_tasks=200, seed=5).tasks()
+    tasks = Arithmetic(digits=3, num_tasks=200, seed=5).tasks()
     assert len(set(tasks)) == 200
-    assert {len(str(task.left)) for task in tasks} == {2, 3}
+    assert {len(str(task.left)) for task in tasks} == {3}
     assert all(task.answer >= 0 for task in tasks)
-    assert tasks == Arithmetic(digits=3, min_digits=2, num_tasks=200, seed=5).tasks()
-    assert tasks != Arithmetic(digits=3, min_digits=2, num_tasks=200, seed=6).tasks()
+    assert tasks == Arithmetic(digits=3, num_tasks=200, seed=5).tasks()
+    assert tasks != Arithmetic(digits=3, num_tasks=200, seed=6).tasks()
 
 
 @pytest.mark.parametrize(
@@ -97,15 +98,7 @@ def test_arithmetic_draws_the_asked_for_sizes_the_same_way_every_time() -> None:
     ],
 )
 def test_the_last_number_of_a_reply_is_its_answer(reply: str, answer: float | None) -> None:
-    assert find_answer(reply, "number") == answer
-
-
-@pytest.mark.parametrize(
-    ("reply", "answer"),
-    [("1 + 2\nAnswer: 3", 3), ("answer: 3\n", 3), ("Answer: 3\nbye", None), ("3", None)],
-)
-def test_an_answer_line_must_be_the_last(reply: str, answer: int | None) -> None:
-    assert find_answer(reply, "line") == answer
+    assert last_number(reply) == answer
 
 
 def test_arithmetic_rewards_the_right_answer_and_a_little_the_right_form() -> None:
@@ -121,14 +114,11 @@ def test_arithmetic_rewards_the_right_answer_and_a_little_the_right_form() -> No
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"digits": 0}, "digits must be from min_digits to 9, got 0 and 0"),
-        ({"digits": 1, "min_digits": 2}, "digits must be from min_digits to 9, got 2 and 1"),
+        ({"digits": 0}, "digits must be from 1 to 9, got 0"),
         ({"operations": ["/"]}, "operations must be some of"),
         ({"num_tasks": 0}, "num_tasks must be at least 1, got 0"),
         ({"digits": 1, "num_tasks": 1000}, "num_tasks must be at most"),
-        ({"format": "json"}, "format must be one of"),
         ({"format_credit": 1}, "format_credit must be from 0 to below 1, got 1"),
-        ({"instruction": "hm?"}, "instruction must contain"),
         ({"split": "x"}, "split must be"),
     ],
 )

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from deploy.environments.arithmetic import Addition, Arithmetic
 from hypothesis import given, strategies
 from slipstream.client import Reply, answer_of
 from slipstream.environments.answers import (
@@ -16,7 +17,6 @@ from slipstream.environments.answers import (
     last_number,
     numbers,
 )
-from slipstream.environments.arithmetic import Addition, Arithmetic
 from slipstream.environments.math_program import compare
 from slipstream.environments.questions import Questions
 from support.rigs.waiting import LIMIT_S
@@ -38,8 +38,8 @@ async def value_of(judge: str, answer: str, reply: str, folder: Path) -> float:
         return float(compare(answer, answer_of(reply))["right"])
     if judge == "code":
         return adds(reply)
-    if judge in ("number", "line"):
-        sums = Arithmetic(format=judge, format_credit=0.0)
+    if judge == "number":
+        sums = Arithmetic(format_credit=0.0)
         sums.reset(Addition(int(answer) - 1, "+", 1))
         return sums.step(reply).reward
     path = folder / "data.jsonl"

@@ -1,27 +1,19 @@
-"""Arithmetic tasks of adjustable difficulty, whose answers are checked exactly."""
+"""Sums whose answers are checked exactly: the smallest task that a small language model learns."""
 
 import hashlib
 import itertools
 import random
-import re
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from slipstream.client.environment import Environment, Message, StepResult, answer_of
-from slipstream.environments.answers import last_number, number_of, numbers, plain
-from slipstream.environments.arguments import check_at_least, check_choice, check_holds
+from slipstream.environments.answers import last_number
+from slipstream.environments.arguments import check_at_least, check_choice
 
 OPERATIONS = ("+", "-", "*")
 MAX_DIGITS = 9
 # One task in this many is held out.
 HELDOUT_ONE_IN = 10
-
-LAST_LINE = re.compile(r"answer:\s*(.+)", re.IGNORECASE)
-
-INSTRUCTIONS = {
-    "number": "What is {task}? Reply with the number only.",
-    "line": "What is {task}? Think, then end your reply with a line of the form\nAnswer: NUMBER",
-}
 
 
 class Addition(NamedTuple):
@@ -54,12 +46,11 @@ class Addition(NamedTuple):
 
 
 class Arithmetic(Environment[Addition]):
-    """Asks for `left operation right`, with operands of `min_digits` to `digits` digits.
+    """Asks for `left operation right`, with operands of `digits` digits.
 
-    The reward is 1 for the right number, `format_credit` for a wrong number in the requested
-    format, else 0. The answer of a reply is its last number (`format="number"`), or the number in
-    its last line "Answer: NUMBER" (`format="line"`). Differences are never negative. A hash of the
-    operands holds out a tenth of all tasks, whatever the seed is.
+    The last number of a reply is its answer: the reward is 1 for the right one, `format_credit` for
+    a wrong one, else 0. Differences are never negative. A hash of the operands holds out a tenth of
+    all tasks, whatever the seed is.
     """
 
     def __init__(
@@ -70,35 +61,23 @@ class Arithmetic(Environment[Addition]):
         split: Literal["train", "heldout"] = "train",
         seed: int = 0,
         *,
-        min_digits: int | None = None,
-        instruction: str | None = None,
-        format: Literal["number", "line"] = "number",
         format_credit: float = 0.1,
     ) -> None:
         """`num_tasks` is the number of different tasks; None means an endless iterator of tasks.
 
-        `instruction` is the prompt, in which "{task}" stands for the task; the default depends on
-        `format`. Raises ValueError for arguments that cannot work.
+        Raises ValueError for arguments that cannot work.
         """
-        self._min_digits = digits if min_digits is None else min_digits
-        if not 1 <= self._min_digits <= digits <= MAX_DIGITS:
-            raise ValueError(
-                f"digits must be from min_digits to {MAX_DIGITS}, "
-                f"got {self._min_digits} and {digits}"
-            )
+        if not 1 <= digits <= MAX_DIGITS:
+            raise ValueError(f"digits must be from 1 to {MAX_DIGITS}, got {digits}")
         if not operations or not set(operations) <= set(OPERATIONS):
             raise ValueError(f"operations must be some of {OPERATIONS}, got {operations}")
         check_choice("split", split, ("train", "heldout"))
-        check_choice("format", format, INSTRUCTIONS)
         if not 0 <= format_credit < 1:
             raise ValueError(f"format_credit must be from 0 to below 1, got {format_credit}")
-        self._instruction = INSTRUCTIONS[format] if instruction is None else instruction
-        check_holds("instruction", self._instruction, "{task}")
         check_at_least("num_tasks", num_tasks, 1)
-        self._digits = digits
-        self._operations = tuple(operations)
-        self._is_heldout = split == "heldout"
-        self._seed, self._format, self._format_credit = seed, format, format_credit
+        self._digits, self._operations = digits, tuple(operations)
+        self._is_heldout, self._seed = split == "heldout", seed
+        self._format_credit = format_credit
         self._tasks = None if num_tasks is None else self._draw_different(num_tasks)
         self._task = Addition(0, "+", 0)
 
@@ -108,13 +87,13 @@ class Arithmetic(Environment[Addition]):
 
     def reset(self, task: Addition) -> list[Message]:
         """Returns the prompt that asks for the result of the task."""
-        self._task, self.expected_answer = task, str(task.answer)
-        self.right_reply = f"Answer: {task.answer}" if self._format == "line" else str(task.answer)
-        return [Message("user", self._instruction.replace("{task}", str(task)))]
+        self._task = task
+        self.right_reply = self.expected_answer = str(task.answer)
+        return [Message("user", f"What is {task}? Reply with the number only.")]
 
     def step(self, reply: str) -> StepResult:
         """Returns the reward for the reply's answer."""
-        answer = find_answer(answer_of(reply), self._format)
+        answer = last_number(answer_of(reply))
         is_right = answer == self._task.answer
         reward = 1.0 if is_right else self._format_credit if answer is not None else 0.0
         return StepResult(reward, metrics={"right": is_right, "well_formed": answer is not None})
@@ -139,15 +118,6 @@ class Arithmetic(Environment[Addition]):
         raise ValueError(f"num_tasks must be at most {len(found)} here, got {num_tasks}")
 
     def _operand(self, generator: random.Random) -> int:
-        digits = generator.randint(self._min_digits, self._digits)
+        # Drawn also where there is one length alone: tasks are those of earlier runs.
+        digits = generator.randint(self._digits, self._digits)
         return generator.randrange(0 if digits == 1 else 10 ** (digits - 1), 10**digits)
-
-
-def find_answer(reply: str, format: Literal["number", "line"]) -> float | None:
-    """Returns the number that a reply gives as its answer, or None if it gives none."""
-    if format == "number":
-        return last_number(reply)
-    found = LAST_LINE.fullmatch(plain(reply).strip().rpartition("\n")[2].strip())
-    # The answer of a calculation is the number behind its last sign of equality.
-    said = numbers(found[1].rpartition("=")[2]) if found else []
-    return number_of(said[0]) if len(said) == 1 else None
