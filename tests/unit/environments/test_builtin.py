@@ -1,9 +1,10 @@
 import itertools
 
 import pytest
-from deploy.environments.arithmetic import Addition, Arithmetic
 from slipstream.environments.answers import last_number
 from slipstream.environments.echo import Echo, Others, split_pairs
+
+from deploy.environments.arithmetic import Addition, Arithmetic
 
 
 @pytest.mark.parametrize("num_symbols", [3, 8, 26])

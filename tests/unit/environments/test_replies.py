@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from deploy.environments.arithmetic import Addition, Arithmetic
 from hypothesis import given, strategies
 from slipstream.client import Reply, answer_of
 from slipstream.environments.answers import (
@@ -20,6 +19,8 @@ from slipstream.environments.answers import (
 from slipstream.environments.math_program import compare
 from slipstream.environments.questions import Questions
 from support.rigs.waiting import LIMIT_S
+
+from deploy.environments.arithmetic import Addition, Arithmetic
 
 TABLE = Path(__file__).parents[2] / "data" / "replies.jsonl"
 REPLIES = [json.loads(line) for line in TABLE.read_text(encoding="utf-8").splitlines()]
