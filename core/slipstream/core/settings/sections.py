@@ -43,8 +43,8 @@ class WeightsSection(Section):
     transport: Literal["auto", "gloo", "nccl", "ipc"] = "auto"
     # Size at which a bucket is closed, at least that of the largest tensor.
     bucket_mib: Positive = 64
-    # Folder or fsspec URL, such as s3://bucket/prefix, from which all servers of the run fetch their
-    # weights while they serve, for slow links. Each process may name it differently.
+    # Folder or fsspec URL, such as s3://bucket/prefix, from which all servers of the run fetch
+    # their weights while they serve, for slow links. Each process may name it differently.
     storage_url: StorageUrl | None = None
     # Limit of writing a version to storage and of fetching one.
     storage_deadline_s: Silence = 600.0

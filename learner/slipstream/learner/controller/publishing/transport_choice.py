@@ -50,9 +50,10 @@ def misfit(run: Run, hello: fleet_pb2.ServerHello) -> str:
     is_by_storage = run.config.weights.storage_url is not None
     if hello.from_storage != is_by_storage:
         both = "for the learner and every server of a run, or for none"
+        differs = "it has a weights.storage_url, but the trainer sends the weights"
         if is_by_storage:
-            return f"it has no weights.storage_url, but the run sends weights by storage: set it {both}"
-        return f"it has a weights.storage_url, but the trainer sends the weights: set it {both}"
+            differs = "it has no weights.storage_url, but the run's weights are in storage"
+        return f"{differs}: set it {both}"
     if is_by_storage or not run.progress.learner_places:
         return ""
     _, (problem,) = choose_for(run, {hello.server_id: hello.place})

@@ -73,7 +73,7 @@ def test_a_server_that_gets_weights_otherwise_than_the_run_is_told_what_to_set(r
     assert [misfit(run, near), misfit(run, far)] == ["", said]
     weights = run.config.weights.model_copy(update={"storage_url": "s3://w"})
     stored = Run.of(run.config.model_copy(update={"weights": weights}), "stored")
-    said = f"it has no weights.storage_url, but the run sends weights by storage: set it {both}"
+    said = f"it has no weights.storage_url, but the run's weights are in storage: set it {both}"
     assert [misfit(stored, near), misfit(stored, far)] == [said, ""]
 
 
