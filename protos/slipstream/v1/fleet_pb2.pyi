@@ -200,7 +200,7 @@ class PublishReport(_message.Message):
     def __init__(self, publish_id: _Optional[str] = ..., phase: _Optional[_Union[PublishPhase, str]] = ..., bucket_digests: _Optional[_Iterable[bytes]] = ..., probe_logprobs: _Optional[bytes] = ..., message: _Optional[str] = ..., paused_s: _Optional[float] = ..., stages: _Optional[_Union[PublishStages, _Mapping]] = ...) -> None: ...
 
 class PublishStages(_message.Message):
-    __slots__ = ("prepare_s", "pause_s", "receive_s", "load_s", "resume_s", "copied", "wire_s", "served_at", "fetch_s", "fetched_bytes", "fetched_links", "steps_s", "staged")
+    __slots__ = ("prepare_s", "pause_s", "receive_s", "load_s", "resume_s", "copied", "wire_s", "served_at", "fetch_s", "fetched_bytes", "steps_s", "staged")
     PREPARE_S_FIELD_NUMBER: _ClassVar[int]
     PAUSE_S_FIELD_NUMBER: _ClassVar[int]
     RECEIVE_S_FIELD_NUMBER: _ClassVar[int]
@@ -211,7 +211,6 @@ class PublishStages(_message.Message):
     SERVED_AT_FIELD_NUMBER: _ClassVar[int]
     FETCH_S_FIELD_NUMBER: _ClassVar[int]
     FETCHED_BYTES_FIELD_NUMBER: _ClassVar[int]
-    FETCHED_LINKS_FIELD_NUMBER: _ClassVar[int]
     STEPS_S_FIELD_NUMBER: _ClassVar[int]
     STAGED_FIELD_NUMBER: _ClassVar[int]
     prepare_s: float
@@ -224,10 +223,9 @@ class PublishStages(_message.Message):
     served_at: float
     fetch_s: float
     fetched_bytes: int
-    fetched_links: int
     steps_s: float
     staged: bool
-    def __init__(self, prepare_s: _Optional[float] = ..., pause_s: _Optional[float] = ..., receive_s: _Optional[float] = ..., load_s: _Optional[float] = ..., resume_s: _Optional[float] = ..., copied: bool = ..., wire_s: _Optional[float] = ..., served_at: _Optional[float] = ..., fetch_s: _Optional[float] = ..., fetched_bytes: _Optional[int] = ..., fetched_links: _Optional[int] = ..., steps_s: _Optional[float] = ..., staged: bool = ...) -> None: ...
+    def __init__(self, prepare_s: _Optional[float] = ..., pause_s: _Optional[float] = ..., receive_s: _Optional[float] = ..., load_s: _Optional[float] = ..., resume_s: _Optional[float] = ..., copied: bool = ..., wire_s: _Optional[float] = ..., served_at: _Optional[float] = ..., fetch_s: _Optional[float] = ..., fetched_bytes: _Optional[int] = ..., steps_s: _Optional[float] = ..., staged: bool = ...) -> None: ...
 
 class ServerMessage(_message.Message):
     __slots__ = ("hello", "heartbeat", "environment", "publish", "drained", "lease", "draining", "rested")

@@ -193,12 +193,10 @@ class PublishResult(_message.Message):
     def __init__(self, publish_id: _Optional[str] = ..., error: _Optional[str] = ..., bucket_digests: _Optional[_Iterable[bytes]] = ..., probe: _Optional[_Union[_weights_pb2.Probe, _Mapping]] = ..., export_s: _Optional[float] = ..., send_s: _Optional[float] = ..., bytes_sent: _Optional[int] = ..., wire_s: _Optional[float] = ..., wire_bytes: _Optional[int] = ...) -> None: ...
 
 class PublishReceipt(_message.Message):
-    __slots__ = ("serving", "discard_communicator")
-    SERVING_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("discard_communicator",)
     DISCARD_COMMUNICATOR_FIELD_NUMBER: _ClassVar[int]
-    serving: _containers.RepeatedScalarFieldContainer[str]
     discard_communicator: bool
-    def __init__(self, serving: _Optional[_Iterable[str]] = ..., discard_communicator: bool = ...) -> None: ...
+    def __init__(self, discard_communicator: bool = ...) -> None: ...
 
 class StoredReport(_message.Message):
     __slots__ = ("version", "folder", "error", "stored", "bucket_digests", "probe", "num_bytes", "whole_bytes", "write_s")

@@ -196,7 +196,7 @@ class FakeController(trainer_pb2_grpc.TrainerServiceServicer):
         self, request: pb.PublishResult, context: grpc.ServicerContext
     ) -> pb.PublishReceipt:
         self.results.append(request)
-        return pb.PublishReceipt(serving=["server"], discard_communicator=bool(request.error))
+        return pb.PublishReceipt(discard_communicator=bool(request.error))
 
     def ReportCheckpoint(
         self, request: pb.CheckpointReport, context: grpc.ServicerContext

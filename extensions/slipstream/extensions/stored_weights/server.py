@@ -265,7 +265,6 @@ class FetchOrders(Fetches):
             report.phase = fleet_pb2.PUBLISH_PHASE_READY
             report.stages.fetch_s = fetched.seconds
             report.stages.fetched_bytes = fetched.num_bytes
-            report.stages.fetched_links = fetched.num_links
             log.info(
                 "fetched version %d in %.1f s: %d bytes, %d links",
                 *(order.version.step, fetched.seconds, fetched.num_bytes, fetched.num_links),

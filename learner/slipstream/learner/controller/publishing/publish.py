@@ -249,7 +249,7 @@ class Publisher(Part):
     def _receipt(self, publish: Publish, digests: list[bytes]) -> trainer_pb2.PublishReceipt:
         """Returns the receipt; a receiver that has neither loaded nor failed is late."""
         settled = [receiver for receiver in publish.receivers if receiver.loaded.done()]
-        loaded = [each.session.name for each in settled if not each.problem(digests)]
+        loaded = [receiver for receiver in settled if not receiver.problem(digests)]
         for receiver in publish.receivers:
             if loaded and not receiver.loaded.done():
                 self._run.events.warn(
@@ -259,7 +259,7 @@ class Publisher(Part):
         is_broken = len(loaded) < len(settled)
         if is_broken:
             self.deliveries.membership.forget(publish.order.communicator.communicator_id)
-        return trainer_pb2.PublishReceipt(serving=loaded, discard_communicator=is_broken)
+        return trainer_pb2.PublishReceipt(discard_communicator=is_broken)
 
     def _trace(self, publish: Publish, *, num_bytes: int = 0, error: str = "") -> None:
         self._run.traces.published(

@@ -146,7 +146,6 @@ async def test_a_server_that_loads_for_long_holds_up_nobody_and_serves_when_it_h
     async with publishing(run_of(weights={"bucket_deadline_s": 0.3})) as scene:
         late = await two_that_serve(scene)
         publish_id, receipt = await sent_to_both(scene, late)
-        assert list(receipt.serving) == ["a"]
         assert not receipt.discard_communicator
         assert late.state == fleet_pb2.SERVER_STATE_LOADING
         assert texts(scene)[-1] == (
@@ -266,7 +265,7 @@ async def test_a_server_that_fails_every_publish_costs_the_others_two() -> None:
 
 
 LOGPROBS = pack_logprobs(np.zeros(1, np.float32))
-FETCHED = fleet_pb2.PublishStages(fetched_bytes=10, fetch_s=2.0, fetched_links=1)
+FETCHED = fleet_pb2.PublishStages(fetched_bytes=10, fetch_s=2.0)
 
 
 class Far:

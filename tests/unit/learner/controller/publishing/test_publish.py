@@ -65,7 +65,7 @@ async def test_a_server_that_serves_has_loaded_without_saying_it_apart(has_sent,
         scene.say(order.publish_id, SERVING, bucket_digests=DIGESTS)
         await scene.until_serving()
         receipt = await (finishing or scene.finish(order.publish_id))
-        assert (list(receipt.serving), receipt.discard_communicator) == (["a"], False)
+        assert not receipt.discard_communicator
 
 
 async def test_servers_are_asked_while_the_trainer_makes_the_version(run: Run) -> None:
@@ -191,7 +191,6 @@ async def test_a_server_lost_in_a_begun_publish_is_waited_for_no_longer(run: Run
         scene.fleet.remove(scene.session, "its stream ended")
         receipt = await scene.finish(order.publish_id)
     assert receipt.discard_communicator
-    assert list(receipt.serving) == []
 
 
 @pytest.mark.filterwarnings("error")
@@ -206,7 +205,6 @@ async def test_a_trainer_that_has_sent_after_the_end_of_the_run_gets_its_receipt
     receipt = await scene.publisher.finish(result)
     gc.collect()
     assert receipt.discard_communicator
-    assert list(receipt.serving) == []
 
 
 async def test_servers_that_were_told_nothing_go_on_when_a_publish_is_given_up(run: Run) -> None:
