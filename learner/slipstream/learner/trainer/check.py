@@ -11,7 +11,7 @@ from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.configuration.roles import named, role_settings
 from slipstream.core.errors import USAGE_ERROR, ConfigError
 from slipstream.core.settings.config import Config
-from slipstream.learner.trainer.ranks import compat, cpu
+from slipstream.learner.trainer.ranks import compat
 from slipstream.protocol.weights.transports import check_storage
 
 
@@ -39,7 +39,6 @@ def check_settings(config: Config) -> None:
 
 
 def _check(config: Config) -> None:
-    cpu.install()
     auto_bridge = compat.install()
     from slipstream.learner.trainer.model.recipe import (
         ddp_config_of,

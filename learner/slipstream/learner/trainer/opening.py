@@ -48,7 +48,7 @@ from slipstream.learner.trainer.model.recipe import (
     provider_of,
 )
 from slipstream.learner.trainer.model.recompute import GpuMemory, Recompute
-from slipstream.learner.trainer.ranks import compat, cpu
+from slipstream.learner.trainer.ranks import compat
 from slipstream.learner.trainer.ranks.activity import Activity
 from slipstream.learner.trainer.ranks.parallel import Launch, Ranks
 from slipstream.protocol.access.exposure import narrow_sockets
@@ -70,7 +70,6 @@ def open_policy(
     counts the bytes read from the folder. Raises ConfigError for a model or a setting that cannot
     work. The caller must close the policy's `ranks`.
     """
-    cpu.install()
     compat.install()
     if config.model.dtype == "float32":
         os.environ |= ALL_BITS

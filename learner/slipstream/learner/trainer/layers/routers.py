@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from slipstream.learner.trainer import Megatron
+from slipstream.learner.trainer.ranks.cpu import substitute
 from torch import Tensor
 
 
@@ -21,7 +22,7 @@ def has_router_losses(settings: Megatron) -> bool:
 def count_tokens_once(chunks: list[Megatron]) -> list[Megatron]:
     """Makes the losses of routers those of all tokens of a micro batch; returns `chunks`."""
     router: Megatron = importlib.import_module("megatron.core.transformer.moe.router")
-    router.get_tokens_per_expert_and_token_count = _token_counts
+    substitute(router, {"get_tokens_per_expert_and_token_count": _token_counts})
     for chunk in chunks:
         for layer in sparse_layers(chunk):
             layer.register_forward_pre_hook(_mask_padding, with_kwargs=True)

@@ -342,7 +342,7 @@ def _check_kind(kind: str, passed: Mapping[str, object]) -> None:
 
 def _check_muon(config: Config, values: Mapping[str, object]) -> None:
     """Raises ConfigError where Muon cannot work, or was not tried."""
-    compat.check_versions(compat.MUON_VERSIONS)
+    compat.check_installed(compat.MUON_VERSIONS)
     from megatron.core.optimizer.emerging_optimizers import get_supported_coefficient_types
 
     types = tuple(name for name in get_supported_coefficient_types() if name != "custom")

@@ -1,6 +1,6 @@
 """Patches for faults of megatron-core 0.19.2 and megatron-bridge 0.6.2, on every device.
 
-The patches fit only these versions, so the trainer rejects all others.
+With other versions a patch is refused that does not find what it replaces.
 """
 
 import functools
@@ -18,7 +18,8 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.machine.description import installed
 from slipstream.core.machine.process import without_collections
 from slipstream.learner.trainer import Megatron
-from slipstream.learner.trainer.ranks.cpu import hide_transformer_engine
+from slipstream.learner.trainer.ranks import cpu
+from slipstream.learner.trainer.ranks.cpu import hide_transformer_engine, substitute
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
@@ -40,15 +41,17 @@ def has_transformer_engine() -> bool:
     return is_installed and torch.cuda.is_available()
 
 
-def check_versions(versions: Mapping[str, str] = TESTED_VERSIONS) -> None:
-    """Raises ConfigError for a package that is missing or not of the tested version."""
+def check_installed(versions: Mapping[str, str] = TESTED_VERSIONS) -> str:
+    """Returns what differs from `versions`; raises ConfigError for a package that is missing."""
     here = installed(versions)
     for name, tested in versions.items():
-        found = here.get(name)
-        if found is None:
+        if name not in here:
             raise ConfigError(f"{name} {tested} is required, but it is not installed")
-        if found != tested:
-            raise ConfigError(f"{name} must be {tested}, the version that was tested, got {found}")
+    return ", ".join(
+        f"{name} {here[name]} (tested: {tested})"
+        for name, tested in versions.items()
+        if here[name] != tested
+    )
 
 
 @functools.cache
@@ -56,9 +59,20 @@ def check_versions(versions: Mapping[str, str] = TESTED_VERSIONS) -> None:
 def install() -> Megatron:
     """Applies the patches at the first call, and returns Bridge's AutoBridge class.
 
-    Raises ConfigError like `check_versions`.
+    Raises ConfigError for a package that is missing, and for other versions that lack what the
+    patches replace.
     """
-    check_versions()
+    others = check_installed()
+    try:
+        return _install()
+    except (AttributeError, ImportError) as error:
+        if not others:
+            raise
+        raise ConfigError(f"the trainer cannot use {others}: {error}") from error
+
+
+def _install() -> Megatron:
+    cpu.install()
     # megatron.core decides at import whether TransformerEngine is installed: import it before the
     # stub exists.
     importlib.import_module("megatron.core.extensions.transformer_engine")
@@ -80,7 +94,8 @@ def install() -> Megatron:
     # A checkpoint may be loaded with another learning rate, which is no mark of a group.
     for name in ("optimizer", "distrib_optimizer"):
         part: Megatron = importlib.import_module(f"megatron.core.optimizer.{name}")
-        part.param_group_identifier_keys = ("wd_mult", *part.param_group_identifier_keys[-3:])
+        keys = ("wd_mult", *part.param_group_identifier_keys[-3:])
+        substitute(part, {"param_group_identifier_keys": keys})
     return auto_bridge
 
 
@@ -89,9 +104,9 @@ def _install_adam() -> None:
         return
     optimizer: Megatron = importlib.import_module("megatron.core.optimizer")
     distributed: Megatron = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
-    optimizer.Adam = distributed.Adam = GroupStepAdamW
-    optimizer.USING_PYTORCH_OPTIMIZER = False
-    distributed.HAVE_APEX_OR_TE = distributed.USING_APEX_OPTIMIZER = True
+    substitute(optimizer, {"Adam": GroupStepAdamW, "USING_PYTORCH_OPTIMIZER": False})
+    flags = dict.fromkeys(("HAVE_APEX_OR_TE", "USING_APEX_OPTIMIZER"), True)
+    substitute(distributed, {"Adam": GroupStepAdamW, **flags})
 
 
 def _cure_clipping() -> None:
@@ -99,9 +114,12 @@ def _cure_clipping() -> None:
     # others a loop of Megatron's would wait for the GPU at each parameter.
     clipping: Megatron = importlib.import_module("megatron.core.optimizer.clip_grads")
     engine: Megatron = importlib.import_module("transformer_engine.pytorch.optimizers")
-    clipping.multi_tensor_applier = engine.multi_tensor_applier
-    clipping.l2_norm_impl = engine.multi_tensor_l2norm
-    clipping.multi_tensor_scale_impl = engine.multi_tensor_scale
+    kernels = {
+        "multi_tensor_applier": engine.multi_tensor_applier,
+        "l2_norm_impl": engine.multi_tensor_l2norm,
+        "multi_tensor_scale_impl": engine.multi_tensor_scale,
+    }
+    substitute(clipping, kernels)
 
 
 def _cure_retries() -> None:
@@ -109,7 +127,7 @@ def _cure_retries() -> None:
     # seconds after a failure, as for a download. Here the model's folder is on a disk.
     for name in ("conversion.auto_bridge", "hf_pretrained.causal_lm"):
         module: Megatron = importlib.import_module(f"megatron.bridge.models.{name}")
-        module.safe_load_config_with_retry = _read_config
+        substitute(module, {"safe_load_config_with_retry": _read_config})
 
 
 def _read_config(path: str, *, trust_remote_code: bool, **named: object) -> Megatron:
@@ -126,7 +144,8 @@ def _cure_latent_norms() -> None:
     # Megatron would put a norm on queries that are not of low rank, as in Moonlight, which has
     # none, and asks for layers of TransformerEngine. The parts of the spec are right.
     latent: Megatron = importlib.import_module("megatron.core.transformer.multi_latent_attention")
-    latent.MLASelfAttention._resolve_qk_norm_config = lambda _, parts: vars(parts)
+    whole: dict[str, object] = {"_resolve_qk_norm_config": lambda _, parts: vars(parts)}
+    substitute(latent.MLASelfAttention, whole)
 
 
 class GroupStepAdamW(torch.optim.Optimizer):
@@ -212,7 +231,7 @@ def _import_bridge() -> Megatron:
     utils.get_te_version()
     adapters: Megatron = importlib.import_module("megatron.bridge.peft.utils")
     # Without TransformerEngine the classes of layers that Megatron names after it are no types.
-    adapters.HAVE_TE = has_transformer_engine()
+    substitute(adapters, {"HAVE_TE": has_transformer_engine()})
     stubs = () if adapters.HAVE_TE else _TE_STUBS
     for name in stubs:
         _register(name, _Stub(name), [])

@@ -71,7 +71,7 @@ def install() -> None:
     # The context of a device knows these functions themselves, as they are at its first use.
     with _CPU:
         torch.empty(0)
-    _replace(torch, {name: _on_cpu(getattr(torch, name)) for name in _FACTORIES})
+    substitute(torch, {name: _on_cpu(getattr(torch, name)) for name in _FACTORIES})
     _replace_cuda()
     _replace_tensor_methods()
     _replace_uneven_collectives()
@@ -79,7 +79,7 @@ def install() -> None:
     _replace_megatron()
     # Deterministic sums over duplicate indices make the same batches give the same bits.
     torch.use_deterministic_algorithms(True)
-    _replace(torch.utils.deterministic, {"fill_uninitialized_memory": False})
+    substitute(torch.utils.deterministic, {"fill_uninitialized_memory": False})
 
 
 def hide_transformer_engine() -> None:
@@ -108,15 +108,17 @@ def shared_gloo_devices() -> Iterator[None]:
             options._timeout = timeout
             super().__init__(store, rank, size, options)
 
-    _replace(distributed_c10d, {"ProcessGroupGloo": Sharing})
+    substitute(distributed_c10d, {"ProcessGroupGloo": Sharing})
     try:
         yield
     finally:
-        _replace(distributed_c10d, {"ProcessGroupGloo": gloo})
+        substitute(distributed_c10d, {"ProcessGroupGloo": gloo})
 
 
-def _replace(owner: object, values: dict[str, object]) -> None:
+def substitute(owner: object, values: dict[str, object]) -> None:
+    """Replaces attributes of `owner`; raises AttributeError for a name that it lacks."""
     for name, value in values.items():
+        getattr(owner, name)
         setattr(owner, name, value)
 
 
@@ -152,7 +154,7 @@ def _replace_cuda() -> None:
     def current_stream(*_: object) -> _Done:
         return _Done()
 
-    _replace(
+    substitute(
         torch.cuda,
         {
             "current_device": lambda: _CPU,
@@ -169,8 +171,8 @@ def _replace_cuda() -> None:
             "manual_seed": torch.manual_seed,
         },
     )
-    _replace(torch.cuda.random, {"get_rng_state": _rng_state, "set_rng_state": _set_rng_state})
-    _replace(torch.cuda.nvtx, {"range_push": _no_op(), "range_pop": _no_op()})
+    substitute(torch.cuda.random, {"get_rng_state": _rng_state, "set_rng_state": _set_rng_state})
+    substitute(torch.cuda.nvtx, {"range_push": _no_op(), "range_pop": _no_op()})
 
 
 def _replace_tensor_methods() -> None:
@@ -187,8 +189,8 @@ def _replace_tensor_methods() -> None:
             return str(real_type(self)).replace("torch.", "torch.cuda.", 1)
         return real_type(self, dtype, *args, **kwargs)
 
-    _replace(torch.Tensor, {"cuda": identity, "type": type_name})
-    _replace(torch.nn.Module, {"cuda": identity})
+    substitute(torch.Tensor, {"cuda": identity, "type": type_name})
+    substitute(torch.nn.Module, {"cuda": identity})
 
 
 def _replace_uneven_collectives() -> None:
@@ -227,7 +229,7 @@ def _replace_uneven_collectives() -> None:
         output.copy_(found[: len(output)])
         return None
 
-    _replace(dist, {"all_gather": all_gather, "reduce_scatter": reduce_scatter})
+    substitute(dist, {"all_gather": all_gather, "reduce_scatter": reduce_scatter})
 
 
 def hide_triton_kernels() -> None:
@@ -260,13 +262,13 @@ def _replace_megatron() -> None:
         rotated = rope_utils._apply_rotary_pos_emb_bshd(values.unsqueeze(1), packed, **given)
         return rotated.squeeze(1)
 
-    _replace(rope_utils, {"_apply_rotary_pos_emb_thd": rotate})
+    substitute(rope_utils, {"_apply_rotary_pos_emb_thd": rotate})
 
     def stay(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
-    _replace(
+    substitute(
         megatron_random, {"_get_cuda_rng_state": _rng_state, "_set_cuda_rng_state": _set_rng_state}
     )
-    _replace(moe_utils, {"maybe_move_tensor_to_cpu": stay})
-    _replace(token_dispatcher, {"maybe_move_tensor_to_cpu": stay})
+    substitute(moe_utils, {"maybe_move_tensor_to_cpu": stay})
+    substitute(token_dispatcher, {"maybe_move_tensor_to_cpu": stay})

@@ -1,24 +1,39 @@
-import re
+import inspect
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from slipstream.core.errors import ConfigError
 from slipstream.learner.trainer.ranks import compat
+from slipstream.learner.trainer.ranks.cpu import substitute
 from slipstream.learner.trainer.ranks.parallel import Launch
 
 
-def test_another_version_of_megatron_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    compat.check_versions()
-    found = re.escape(compat.TESTED_VERSIONS["megatron-core"])
+def test_another_version_of_megatron_is_named_and_not_refused(monkeypatch) -> None:
+    assert compat.check_installed() == ""
+    found = compat.TESTED_VERSIONS["megatron-core"]
     monkeypatch.setitem(compat.TESTED_VERSIONS, "megatron-core", "9.9")
-    with pytest.raises(ConfigError, match=rf"megatron-core must be 9\.9.*got {found}"):
-        compat.check_versions()
+    assert compat.check_installed() == f"megatron-core {found} (tested: 9.9)"
+
+
+def test_another_version_that_lacks_what_a_patch_replaces_is_refused(monkeypatch) -> None:
+    """A name that is set where nobody reads it would change nothing, in silence."""
+    lacking = ModuleType("megatron.core.renamed")
+    monkeypatch.setattr(compat, "_install", lambda: substitute(lacking, {"Adam": None}))
+    missing = r"module 'megatron\.core\.renamed' has no attribute 'Adam'"
+    install = inspect.unwrap(compat.install)
+    with pytest.raises(AttributeError, match=missing):
+        install()
+    monkeypatch.setitem(compat.TESTED_VERSIONS, "megatron-core", "9.9")
+    with pytest.raises(ConfigError, match=rf"megatron-core .* \(tested: 9\.9\): {missing}"):
+        install()
+    assert not hasattr(lacking, "Adam")
 
 
 def test_missing_package_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(compat.TESTED_VERSIONS, "megatron-absent", "1.0")
     with pytest.raises(ConfigError, match=r"megatron-absent 1\.0 is required"):
-        compat.check_versions()
+        compat.check_installed()
 
 
 def test_rank_without_torchruns_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
