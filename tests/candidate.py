@@ -94,12 +94,16 @@ def versions(python: Path, names: Iterable[str]) -> dict[str, str]:
     return found
 
 
+def paths(part: str) -> list[str]:
+    """Returns the files and folders of a part's tests; a bare name is of tests/integration."""
+    return [path if "/" in path else f"tests/integration/{path}" for path in PARTS[part]]
+
+
 def prove(python: Path, part: str, log: Path) -> Result:
     """Runs the tests of a part."""
-    files = [path if "/" in path else f"tests/integration/{path}" for path in PARTS[part]]
     junit, marks = log.with_suffix(".xml"), "not gpu" if part in SLOW else "not gpu and not slow"
     junit.unlink(missing_ok=True)
-    command = [str(python), "-m", "pytest", "-q", "-m", marks, f"--junitxml={junit}", *files]
+    command = [str(python), "-m", "pytest", "-q", "-m", marks, f"--junitxml={junit}", *paths(part)]
     environ = os.environ | {"TORCHDYNAMO_DISABLE": "1", "FUZZ": "0.2"}
     began = time.monotonic()
     with log.open("w") as file:
