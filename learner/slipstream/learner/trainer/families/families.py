@@ -4,6 +4,8 @@ A recipe turns config.json into Megatron's settings, and maps Megatron's paramet
 the files. Importing this module after Bridge registers the recipes: see `compat.install`.
 """
 
+from collections.abc import Mapping
+
 from megatron.bridge.models.gpt_oss.gpt_oss_bridge import (
     GPTOSSMLPDownProjMapping,
     GPTOSSMLPGateUpProjMapping,
@@ -18,7 +20,6 @@ from slipstream.learner.trainer.families.mappings import (
     LAYER,
     SHARED,
     FamilyBridge,
-    FusedExperts,
     attention,
     ends,
     experts,
@@ -31,6 +32,7 @@ from slipstream.learner.trainer.families.mappings import (
     scale_embeddings,
     shared_expert,
 )
+from torch import Tensor
 from transformers import (
     DeepseekV3ForCausalLM,
     Ernie4_5ForCausalLM,
@@ -339,12 +341,22 @@ class Glm4MoeLiteBridge(DeepseekV3Bridge):
 
 
 @recipe_for(GptOssForCausalLM, "gpt_oss")
-class GptOssBridge(FusedExperts, FamilyBridge):
+class GptOssBridge(FamilyBridge):
     """gpt-oss: every second layer has a sliding window; experts have biases and a clamped SwiGLU.
 
-    Bridge's own recipe has other windows and positions than config.json specifies, and keeps every
-    expert's weights in memory while it loads. Source: arXiv:2508.10925, section 2.
+    Bridge's own recipe has other windows and positions than config.json specifies.
+    Source: arXiv:2508.10925, section 2.
     """
+
+    def maybe_modify_loaded_hf_weight(
+        self, hf_param: str | dict[str, str], hf_state_dict: Mapping[str, Tensor]
+    ) -> Megatron:
+        """Returns a parameter's tensors from the files; their matrices of experts are transposed.
+
+        Bridge's mappings turn gate and up projections back only if these are not square.
+        """
+        found = super().maybe_modify_loaded_hf_weight(hf_param, hf_state_dict)
+        return found.mT if isinstance(found, Tensor) and found.dim() == 3 else found
 
     def _adjust(self, provider: Megatron, settings: Megatron) -> None:
         super()._adjust(provider, settings)

@@ -1,8 +1,7 @@
 """The common parts of the recipes: names of tensors in files, and Megatron's settings.
 
-"Bridge" is Megatron-Bridge, "the files" are those of the model's Hugging Face folder. Some files
-hold the matrices of all experts of a layer in one tensor: see `FusedExperts`. Importing this module
-imports Bridge's classes, so import it only after Bridge itself.
+"Bridge" is Megatron-Bridge, "the files" are those of the model's Hugging Face folder. Importing
+this module imports Bridge's classes, so import it only after Bridge itself.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,11 +11,12 @@ from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRe
 from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
 from megatron.bridge.models.conversion.param_mapping import (
     AutoMapping,
+    FusedExpertMapping,
+    FusedGatedExpertMapping,
     GatedMLPMapping,
     QKVMapping,
     ReplicatedMapping,
 )
-from megatron.bridge.utils.common_utils import extract_expert_number_from_param
 from megatron.core.models.gpt.gpt_model import GPTModel
 from slipstream.learner.trainer import Megatron
 from torch import Tensor
@@ -226,142 +226,45 @@ def scale_embeddings(provider: Megatron, factor: float) -> None:
     provider.register_pre_wrap_hook(hook)
 
 
-class FusedExperts:
-    """A mixin for files that hold all experts of a layer in one tensor.
+class _Turned:
+    """A mixin for mappings of one expert to the files' tensor of all experts, transposed.
 
-    A load reads that tensor once; an export stacks the experts of all ranks. The mixin must precede
-    the bridge's class among the bases.
+    Bridge guesses from the sizes whether a matrix is transposed, and cannot tell for a square one.
     """
 
-    hf_config: Megatron
-    # Whether the files hold the matrices transposed, compared with Megatron.
-    is_turned = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        # By name in the files: the tensor that is being loaded, or the experts that have been
-        # converted so far for an export.
-        self.hf_weights_cache: dict[str, Megatron] = {}
-
-    def maybe_modify_loaded_hf_weight(
-        self, hf_param: str | dict[str, str], hf_state_dict: Mapping[str, Tensor]
-    ) -> Tensor | dict[str, Tensor]:
-        """Returns a parameter's tensors from the files, expert matrices in Megatron's layout."""
-        if not isinstance(hf_param, str):
-            return {name: hf_state_dict[theirs] for name, theirs in hf_param.items()}
-        if ".mlp.experts." not in hf_param:
-            return hf_state_dict[hf_param]
-        if hf_param not in self.hf_weights_cache:
-            whole = hf_state_dict[hf_param]
-            is_matrix = whole.dim() == 3
-            turned = whole.mT if is_matrix and self.is_turned else whole
-            self.hf_weights_cache = {hf_param: turned}
-        found: Tensor = self.hf_weights_cache[hf_param]
-        return found
-
-    def maybe_modify_converted_hf_weight(
-        self,
-        task: Megatron,
-        converted_weights_dict: dict[str, Tensor],
-        _hf_state_dict: Mapping[str, Tensor],
-    ) -> dict[str, Tensor]:
-        """Returns tensors for the files, or {} until all experts of a layer are converted."""
-        if ".mlp.experts." not in task.param_name:
-            return converted_weights_dict
-        ((name, tensor),) = converted_weights_dict.items()
-        settings = self.hf_config.get_text_config()
-        num_experts = getattr(settings, "num_local_experts", None) or settings.num_experts
-        num_ranks = task.mapping.ep_size
-        per_rank = num_experts // num_ranks
-        first = extract_expert_number_from_param(task.param_name) % per_rank
-        found = self.hf_weights_cache.setdefault(name, {})
-        for rank, own in enumerate(tensor if num_ranks > 1 else [tensor]):
-            found[first + rank * per_rank] = own
-        if len(found) < num_experts:
-            return {}
-        del self.hf_weights_cache[name]
-        return {name: torch.stack([found[expert] for expert in range(num_experts)])}
-
-
-class _OneExpert(AutoMapping):  # type: ignore[misc]
-    """The mapping of one expert's matrix to the files' tensor of all experts, transposed."""
-
-    is_turned = True
-
-    def hf_to_megatron(self, hf_weights: Tensor, megatron_module: Megatron) -> Tensor:
+    def hf_to_megatron(self: Megatron, hf_weights: Tensor, megatron_module: Megatron) -> Tensor:
         """Returns this rank's part of the expert's matrix."""
-        expert = extract_expert_number_from_param(self.megatron_param)
-        found: Tensor = super().hf_to_megatron(hf_weights[expert].contiguous(), megatron_module)
+        found: Tensor = super().hf_to_megatron(hf_weights.mT, megatron_module)  # type: ignore[misc]
         return found
 
     def megatron_to_hf(
-        self, megatron_weights: Tensor | None, megatron_module: Megatron
+        self: Megatron, megatron_weights: Tensor | None, megatron_module: Megatron
     ) -> dict[str, Tensor]:
         """Returns the expert's matrix by its name in the files.
 
         With several expert parallel ranks the result stacks one expert's matrix of each rank.
         """
-        found = super().megatron_to_hf(megatron_weights, megatron_module)
-        return {name: self._as_in_files(tensor) for name, tensor in found.items()}
-
-    def _validate_patterns(self, *_args: object, **_named: object) -> None:
-        """Skips a check by Bridge, as the Hugging Face name has no wildcard for the expert."""
-
-    def _as_in_files(self, tensor: Tensor) -> Tensor:
-        return (tensor.mT if self.is_turned else tensor).contiguous()
+        found = super().megatron_to_hf(megatron_weights, megatron_module)  # type: ignore[misc]
+        return {name: tensor.mT.contiguous() for name, tensor in found.items()}
 
 
-class _OneGatedExpert(_OneExpert):
-    """The mapping of one expert's gate and up projections, fused in the tensor of all experts."""
-
-    def hf_to_megatron(self, hf_weights: Tensor, megatron_module: Megatron) -> Tensor:
-        """Returns this rank's parts of the gate and up projections, as one matrix."""
-        expert = extract_expert_number_from_param(self.megatron_param)
-        gate, up = hf_weights[expert].chunk(2)
-        parts = {"gate": gate.contiguous(), "up": up.contiguous()}
-        found: Tensor = self._both().hf_to_megatron(parts, megatron_module)
-        return found
-
-    def megatron_to_hf(
-        self, megatron_weights: Tensor | None, megatron_module: Megatron
-    ) -> dict[str, Tensor]:
-        """Returns the expert's fused gate and up projections by their name in the files.
-
-        With several expert parallel ranks the result stacks one expert's projections of each rank.
-        """
-        found = self._both().megatron_to_hf(megatron_weights, megatron_module)
-        if not found:
-            return {}
-        gate, up = (found[f"{self.hf_param}.{name}"] for name in ("gate", "up"))
-        both = torch.cat([gate, up], dim=-2)
-        return {str(self.hf_param): self._as_in_files(both)}
-
-    def _both(self) -> Megatron:
-        names = {name: f"{self.hf_param}.{name}" for name in ("gate", "up")}
-        return GatedMLPMapping(megatron_param=self.megatron_param, **names)
+class _TurnedExpert(_Turned, FusedExpertMapping):  # type: ignore[misc]
+    pass
 
 
-class _OneExpertAsIs(_OneExpert):
-    """Like `_OneExpert`, for files that hold the matrices in Megatron's layout, not transposed."""
-
-    is_turned = False
-
-
-class _OneGatedExpertAsIs(_OneGatedExpert):
-    """Like `_OneGatedExpert`, for files that hold the matrices in Megatron's layout."""
-
-    is_turned = False
+class _TurnedGatedExpert(_Turned, FusedGatedExpertMapping):  # type: ignore[misc]
+    pass
 
 
 def fused_experts(*, is_turned: bool = True) -> list[Megatron]:
     """Returns the mappings of the router, and of experts that share one tensor per layer in files.
 
-    `is_turned` tells whether the files hold the experts' matrices transposed; see `FusedExperts`.
+    `is_turned` tells whether the files hold the experts' matrices transposed.
     """
     folder = f"{LAYER}mlp.experts."
-    gated, plain = _OneGatedExpertAsIs, _OneExpertAsIs
+    gated, plain = FusedGatedExpertMapping, FusedExpertMapping
     if is_turned:
-        gated, plain = _OneGatedExpert, _OneExpert
+        gated, plain = _TurnedGatedExpert, _TurnedExpert
     return [
         *renamed({f"{DECODER}mlp.router.weight": f"{LAYER}mlp.gate.weight"}),
         gated(megatron_param=f"{EXPERTS}linear_fc1.weight*", hf_param=f"{folder}gate_up_proj"),

@@ -4,14 +4,11 @@ Importing this module after Bridge registers the recipes: see `compat.install`.
 """
 
 from collections.abc import Iterable
-from types import SimpleNamespace
 
-import torch
 from megatron.bridge.models.conversion.param_mapping import (
-    ColumnParallelMapping,
     GDNConv1dMapping,
     GDNLinearMapping,
-    MegatronParamMapping,
+    GDNLinearMappingSeparate,
     split_gdn_linear_weights,
 )
 from megatron.core import parallel_state
@@ -20,7 +17,6 @@ from slipstream.learner.trainer.families.mappings import (
     ATTENTION,
     LAYER,
     FamilyBridge,
-    FusedExperts,
     attention,
     ends,
     experts,
@@ -163,62 +159,9 @@ def _parts(config: Megatron, names: Iterable[str], rows: Tensor) -> dict[str, Te
     found = [name for kind in _FUSED for name in names if name.endswith(f".{kind}.weight")]
     if not found:
         return None
-    sizes = {f"linear_{name}": getattr(config, f"linear_{name}") for name in _SIZES}
-    narrow = SimpleNamespace(**sizes, hidden_size=rows.shape[1])
     ranks = parallel_state.get_tensor_model_parallel_world_size()
-    return dict(zip(found, split_gdn_linear_weights(narrow, rows, tp_size=ranks), strict=True))
-
-
-# The files' names of the projections into a delta net, in the order of Megatron's rows.
-_INPUTS = ("qkv", "z", "b", "a")
-
-
-class _Inputs(MegatronParamMapping):  # type: ignore[misc]
-    """The mapping of a delta net's input projections: one matrix in Megatron, four in the files.
-
-    A rank's matrix has the rows of queries, keys, values, gates, betas and alphas of its heads.
-    """
-
-    def __init__(self, megatron_param: str, hf_param: dict[str, str]) -> None:
-        super().__init__(megatron_param, hf_param)
-        self._whole = ColumnParallelMapping(megatron_param, megatron_param)
-
-    def hf_to_megatron(self, hf_weights: dict[str, Tensor], megatron_module: Megatron) -> Tensor:
-        """Returns this rank's rows of all projections."""
-        merged = None
-        if self.tp_rank == 0:
-            sizes = _rows(self._get_config(megatron_module))
-            joined = torch.cat([hf_weights[name] for name in _INPUTS])
-            parts = torch.split(joined, sizes)
-            by_rank = [part.reshape(self.tp_size, -1, part.shape[-1]) for part in parts]
-            merged = torch.cat(by_rank, dim=1).flatten(0, 1)
-        found: Tensor = self._whole.hf_to_megatron(merged, megatron_module)
-        return found
-
-    def megatron_to_hf(
-        self, megatron_weights: Tensor | None, megatron_module: Megatron
-    ) -> dict[str, Tensor]:
-        """Returns the four projections with the rows of all ranks."""
-        here = None if megatron_module is None else _rows(self._get_config(megatron_module))
-        # Ranks of other pipeline stages have no settings of this layer.
-        sizes: list[int] = self.broadcast_obj_from_pp_rank(here)
-        found = self._whole.megatron_to_hf(megatron_weights, megatron_module)
-        if not found:
-            return {}
-        (merged,) = found.values()
-        by_rank = merged.reshape(self.tp_size, -1, merged.shape[-1])
-        parts = torch.split(by_rank, [size // self.tp_size for size in sizes], dim=1)
-        query, key, value, *others = (part.flatten(0, 1) for part in parts)
-        joined = (torch.cat([query, key, value]), *others)
-        return {self.hf_param[name]: part for name, part in zip(_INPUTS, joined, strict=True)}
-
-
-def _rows(config: Megatron) -> list[int]:
-    """Returns the row counts of queries, keys, values, gates, betas and alphas over all ranks."""
-    keys = config.linear_num_key_heads * config.linear_key_head_dim
-    heads = config.linear_num_value_heads
-    values = heads * config.linear_value_head_dim
-    return [keys, keys, values, values, heads, heads]
+    parts = split_gdn_linear_weights(config, rows, tp_size=ranks, feature_dim=rows.shape[1])
+    return dict(zip(found, parts, strict=True))
 
 
 class _Layers(FamilyBridge):
@@ -234,8 +177,8 @@ class _Layers(FamilyBridge):
         return [*ends(), *norms_before(), *self._attention(), *self._feed_forward()]
 
     def _attention(self) -> list[Megatron]:
-        names = {name: f"{DELTA_NET}in_proj_{name}.weight" for name in _INPUTS}
-        return [*delta_nets(), _Inputs(f"{ATTENTION}in_proj.weight", names)]
+        names = {name: f"{DELTA_NET}in_proj_{name}.weight" for name in ("qkv", "z", "b", "a")}
+        return [*delta_nets(), GDNLinearMappingSeparate(f"{ATTENTION}in_proj.weight", **names)]
 
     def _feed_forward(self) -> list[Megatron]:
         return gated()
@@ -270,13 +213,12 @@ class Qwen35VisionBridge(_Layers, VisionBridge):
 
 
 @recipe_for(Qwen3_5MoeForConditionalGeneration, "qwen3_5_moe")
-class Qwen35VisionMixtureBridge(FusedExperts, _MixtureLayers, VisionBridge):
+class Qwen35VisionMixtureBridge(_MixtureLayers, VisionBridge):
     """Qwen3.5 with a tower and experts; the files hold a layer's experts in one tensor.
 
     This tensor is not transposed, unlike in Qwen3-VL's files.
     """
 
-    is_turned = False
     tower = Qwen3_5MoeVisionModel
 
     def _feed_forward(self) -> list[Megatron]:

@@ -28,7 +28,6 @@ from slipstream.learner.trainer.batches.micro_batch import MicroBatch
 from slipstream.learner.trainer.families.families import Gemma3Bridge, MistralBridge
 from slipstream.learner.trainer.families.mappings import (
     FamilyBridge,
-    FusedExperts,
     attention,
     ends,
     fused_experts,
@@ -140,7 +139,7 @@ class Qwen3VisionBridge(VisionBridge):
 
 
 @recipe_for(Qwen3VLMoeForConditionalGeneration, "qwen3_vl_moe")
-class Qwen3VisionMixtureBridge(FusedExperts, Qwen3VisionBridge):
+class Qwen3VisionMixtureBridge(Qwen3VisionBridge):
     """Qwen3-VL with experts, whose decoder is a Qwen3-MoE.
 
     Source: arXiv:2511.21631, section 2.
