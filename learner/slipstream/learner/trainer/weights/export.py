@@ -43,6 +43,11 @@ _STALE = (
     ),
     *("adapter_config.json", ".git", ".cache"),
 )
+# How the names of copies end that layers for further tokens may have -> what they are copies of.
+_COPIES = {
+    ".embed_tokens.weight": "model.embed_tokens.weight",
+    ".shared_head.head.weight": "lm_head.weight",
+}
 _VALUES = """
 
 ## Chat template
@@ -313,19 +318,31 @@ class HfFolderWriter:
         self._waiting_bytes += tensor.nbytes
 
     def copy_untrained(self, source: Path) -> None:
-        """Adds unchanged those tensors of `source` that are not trained, and flushes full files."""
-        layers = read_model_sizes(source).layers
+        """Adds those tensors of `source` that are not trained, and flushes full files.
+
+        They are unchanged, but for copies of trained tensors, which stay copies.
+        """
+        layers, held = read_model_sizes(source).layers, held_tensors(source)
         written = {*self._waiting, *itertools.chain.from_iterable(self._shards)}
-        for name, (path, _) in held_tensors(source).items():
+        for name, (path, _) in held.items():
             # Layers that predict further tokens, and towers that a run leaves out.
             is_untrained = name.startswith(TOWERS) or is_further(name, layers=layers)
             if name in written or not is_untrained:
                 continue
-            with safe_open(path, framework="pt") as file:
-                tensor = file.get_tensor(name)
+            tensor = _read(path, name)
+            whole = next((_COPIES[end] for end in _COPIES if name.endswith(end)), "")
+            if whole in written and torch.equal(tensor, _read(held[whole][0], whole)):
+                tensor = self._added(whole)
             if not self.has_room(tensor):
                 self.flush()
             self.add(name, tensor)
+
+    def _added(self, name: str) -> Tensor:
+        """Returns a copy of a tensor that `add` got, from its file if it is written."""
+        if name in self._waiting:
+            return self._waiting[name].clone()
+        place = next(place for place, shard in enumerate(self._shards) if name in shard)
+        return _read(self._shard_path(place), name)
 
     def finish(self, dtype: str, target: Path) -> None:
         """Writes the last file and the index, and sets the element type in config.json.
@@ -379,3 +396,9 @@ class HfFolderWriter:
 
     def _shard_path(self, place: int) -> Path:
         return self._folder / f"shard-{place}.safetensors"
+
+
+def _read(path: Path, name: str) -> Tensor:
+    with safe_open(path, framework="pt") as file:
+        tensor: Tensor = file.get_tensor(name)
+    return tensor

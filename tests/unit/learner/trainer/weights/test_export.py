@@ -97,6 +97,47 @@ def test_layers_that_predict_further_tokens_are_copied_as_they_are(tmp_path: Pat
     assert all(torch.equal(found[name], kept[name]) for name in names[1:])
 
 
+@pytest.mark.parametrize("max_shard_bytes", [16, 1 << 20])
+def test_copies_of_trained_tensors_in_further_layers_are_those_of_the_trained(
+    max_shard_bytes: int, tmp_path: Path
+) -> None:
+    """vLLM and SGLang draft with them, in which the model's own would be stale."""
+    source, folder = tmp_path / "in", tmp_path / "out"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps({"num_hidden_layers": 1}))
+    embeddings, head, own = (torch.full((4,), value) for value in (1.0, 2.0, 3.0))
+    trained = {"model.embed_tokens.weight": embeddings * 10, "lm_head.weight": head * 10}
+    further = {
+        "model.layers.1.embed_tokens.weight": embeddings,
+        "model.layers.1.shared_head.head.weight": head,
+        "model.layers.2.shared_head.head.weight": own,
+        "model.layers.1.shared_head.norm.weight": own,
+    }
+    before = {"model.embed_tokens.weight": embeddings, "lm_head.weight": head}
+    save_file(
+        {name: each.clone() for name, each in (before | further).items()}, source / "a.safetensors"
+    )
+    writer = HfFolderWriter(
+        tmp_path / "out.partial", lambda _: None, max_shard_bytes=max_shard_bytes
+    )
+    writer.begin(source)
+    for name, tensor in trained.items():
+        if not writer.has_room(tensor):
+            writer.flush()
+        writer.add(name, tensor)
+    writer.copy_untrained(source)
+    writer.finish("float32", folder)
+    found = {n: t for path in folder.glob("*.safetensors") for n, t in load_file(path).items()}
+    assert {name: tensor[0].item() for name, tensor in found.items()} == {
+        "model.embed_tokens.weight": 10.0,
+        "lm_head.weight": 20.0,
+        "model.layers.1.embed_tokens.weight": 10.0,
+        "model.layers.1.shared_head.head.weight": 20.0,
+        "model.layers.2.shared_head.head.weight": 3.0,
+        "model.layers.1.shared_head.norm.weight": 3.0,
+    }
+
+
 def test_a_file_that_the_index_does_not_name_is_not_copied(tmp_path: Path) -> None:
     source, folder = tmp_path / "in", tmp_path / "out"
     source.mkdir()

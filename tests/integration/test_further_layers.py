@@ -1,0 +1,122 @@
+"""The real vLLM engine drafts with a model's own layers that predict further tokens (MTP)."""
+
+import asyncio
+import dataclasses
+import json
+from collections.abc import AsyncIterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import torch
+from safetensors.torch import load_file, save_file
+from slipstream.rollout_server.engine_interface import Generation
+from slipstream.rollout_server.episodes.renderer import Renderer
+from support.fakes.small_configs import config_of_engine
+from support.fakes.tiny_models import SIZES, make_model_folder
+from support.rigs.engine_rig import SAMPLING, Rig, Weights, random_weights
+from support.rigs.running_replies import until_generated
+from support.rigs.started_engine import started_engine
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+GREEDY = dataclasses.replace(SAMPLING, ignore_eos=True, temperature=0.0)
+FURTHER = "model.mtp_layers.0."
+MTP = {"method": "mtp", "num_speculative_tokens": 1}
+PROMPTS = [[1, 4 + n, 5 + n] for n in range(8)]
+
+
+def make_folder(folder: Path) -> Weights:
+    """A MiMo whose next token depends on the last one alone; returns its tensors.
+
+    Its further layer computes the same from the token that was sampled. So it drafts what the
+    model would sample, as long as both have the same embeddings and the same output layer.
+    """
+    make_model_folder(folder)
+    path = folder / "config.json"
+    values = json.loads(path.read_text()) | {"num_nextn_predict_layers": 1}
+    values |= {"model_type": "mimo", "architectures": ["MiMoForCausalLM"]}
+    path.write_text(json.dumps(values))
+    weights = load_file(folder / "model.safetensors")
+    weights |= {
+        name.replace(".weight", ".bias"): torch.zeros(len(tensor))
+        for name, tensor in weights.items()
+        if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))
+    }
+    weights = other_weights(weights, seed=1)
+    hidden, first = SIZES["hidden_size"], "model.layers.0."
+    further = {k.removeprefix(first): v.clone() for k, v in weights.items() if first in k}
+    for norm in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
+        further[f"{norm}.weight"] = torch.ones(hidden)
+    further["input_proj.weight"] = torch.cat([torch.zeros(hidden, hidden), torch.eye(hidden)], 1)
+    layer = {f"{FURTHER}{name}": tensor for name, tensor in further.items()}
+    save_file(weights | layer, folder / "model.safetensors", metadata={"format": "pt"})
+    return weights
+
+
+def other_weights(like: Weights, seed: int) -> Weights:
+    """Random weights with which attention and MLP add nothing."""
+    zeroed = ("o_proj.weight", "down_proj.weight")
+    return {
+        name: torch.zeros_like(tensor) if name.endswith(zeroed) else tensor
+        for name, tensor in random_weights(like, seed).items()
+    }
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def rig(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
+    folder = tmp_path_factory.mktemp("model")
+    old = make_folder(folder)
+    config = config_of_engine(folder, rollout_server={"engine": {"speculative_config": MTP}})
+    async with started_engine(config) as engine:
+        new = other_weights(old, seed=2)
+        nothing: Any = None
+        yield Rig(engine, nothing, old, new, Renderer(folder))
+
+
+def next_token(weights: Weights, token: int) -> int:
+    embedded = weights["model.embed_tokens.weight"][token]
+    normed = torch.nn.functional.rms_norm(embedded, embedded.shape, eps=1e-6)
+    return int((weights["lm_head.weight"] @ normed).argmax())
+
+
+def ask(rig: Rig, name: str, num_tokens: int) -> list[asyncio.Task[Generation]]:
+    return [
+        asyncio.create_task(rig.generate(f"{name}-{n}", prompt, num_tokens, GREEDY))
+        for n, prompt in enumerate(PROMPTS)
+    ]
+
+
+async def test_a_publish_reaches_the_embeddings_with_which_the_layers_draft(rig: Rig) -> None:
+    for step, weights in enumerate((rig.old, rig.new)):
+        await rig.publish(weights, step)
+        before = rig.engine.requests.use()
+        for reply, prompt in zip(await gathered(ask(rig, f"p{step}", 40)), PROMPTS, strict=True):
+            expected = [next_token(weights, prompt[-1])]
+            while len(expected) < 40:
+                expected.append(next_token(weights, expected[-1]))
+            assert reply.token_ids.tolist() == expected
+        use = rig.engine.requests.use()
+        drafted = use.drafted_tokens - before.drafted_tokens
+        assert 0 < drafted == use.accepted_tokens - before.accepted_tokens
+
+
+async def test_tokens_after_a_publish_in_flight_are_those_of_the_new_weights(rig: Rig) -> None:
+    await rig.publish(rig.old, 3)
+    start = rig.engine.requests.use().generated_tokens
+    replies = ask(rig, "flight", 200)
+    await until_generated(rig.engine, start + 400, replies)
+    await rig.publish(rig.new, 4)
+    crossed = 0
+    for reply, prompt in zip(await gathered(replies), PROMPTS, strict=True):
+        versions = [span.version.step for span in reply.version_spans for _ in range(span.length)]
+        tokens = [prompt[-1], *reply.token_ids.tolist()]
+        for version, (last, sampled) in zip(versions, pairwise(tokens), strict=True):
+            assert sampled == next_token(rig.old if version == 3 else rig.new, last)
+        crossed += set(versions) == {3, 4}
+    assert crossed
+
+
+async def gathered(replies: list[asyncio.Task[Generation]]) -> list[Generation]:
+    return await asyncio.gather(*replies)
