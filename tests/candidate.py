@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[1]
@@ -40,6 +41,10 @@ PARTS: Mapping[str, tuple[str, ...]] = {
 }
 # Parts that consist of slow tests, which others leave out.
 SLOW = ("gaps", "replay")
+
+
+# Model -> field -> value.
+Fields: TypeAlias = dict[str, dict[str, str]]
 
 
 @dataclass(frozen=True)
@@ -111,6 +116,30 @@ def prove(python: Path, part: str, log: Path) -> Result:
     return read(junit, time.monotonic() - began, done.returncode)
 
 
+def fields(python: Path, models: Path, out: Path) -> Fields:
+    """Returns Megatron's configuration of each tiny model; makes the models if none are there."""
+    command = [str(python), "-m", "support.rigs.provider_fields", str(models), str(out)]
+    environ = os.environ | {"PYTHONPATH": str(ROOT / "tests")}
+    with out.with_suffix(".log").open("w") as log:
+        done = subprocess.run(command, env=environ, stdout=log, stderr=log)
+    if done.returncode:
+        raise SystemExit(f"candidate: models cannot be configured: see {log.name}")
+    found: Fields = json.loads(out.read_text())
+    return found
+
+
+def changes(pinned: Fields, candidate: Fields) -> dict[str, list[str]]:
+    """Returns the models of each change of a field; a test need not notice one."""
+    found: dict[str, list[str]] = {}
+    for model, before in pinned.items():
+        after = candidate[model]
+        for name in sorted({*before, *after}):
+            if before.get(name) != after.get(name):
+                change = f"{name}: {before.get(name, 'none')} -> {after.get(name, 'none')}"
+                found.setdefault(change, []).append(model)
+    return found
+
+
 def read(junit: Path, seconds: float, code: int) -> Result:
     """Returns the result in pytest's file, which is missing when pytest itself has failed."""
     failed, skipped, passed = [], 0, 0
@@ -124,17 +153,27 @@ def read(junit: Path, seconds: float, code: int) -> Result:
     return Result(passed, skipped, tuple(failed), seconds, code)
 
 
-def report(
-    pinned: Mapping[str, str], candidate: Mapping[str, str], results: Mapping[str, Result]
+def heading(
+    pinned: Mapping[str, str], candidate: Mapping[str, str], changed: Mapping[str, list[str]]
 ) -> str:
-    """Returns the page about a candidate: versions that differ, parts, and tests that failed."""
+    """Returns the beginning of the page about a candidate: versions and fields that differ."""
     lines = ["# Candidate", "", "| package | pinned | candidate |", "|---|---|---|"]
-    names = sorted({*pinned, *candidate})
     lines += [
         f"| {name} | {pinned.get(name, 'none')} | {candidate.get(name, 'none')} |"
-        for name in names
+        for name in sorted({*pinned, *candidate})
         if pinned.get(name) != candidate.get(name)
     ]
+    lines += [
+        "",
+        "Fields of Megatron's configuration that differ" + (":" if changed else ": none."),
+    ]
+    lines += [f"- `{change}`: {', '.join(models)}" for change, models in changed.items()]
+    return "\n".join([*lines, ""])
+
+
+def report(results: Mapping[str, Result]) -> str:
+    """Returns the rest of the page: parts, and tests that failed."""
+    lines: list[str] = []
     lines += ["", "| part | verdict | passed | failed | skipped | s |", "|---|---|---|---|---|---|"]
     for part, result in results.items():
         counts = f"{result.passed} | {len(result.failed)} | {result.skipped}"
@@ -161,10 +200,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     pinned, candidate = (versions(each, pins) for each in (Path(sys.executable), python))
     if unmet := {name: wanted for name, wanted in pins.items() if candidate.get(name) != wanted}:
         raise SystemExit(f"candidate: asked for {unmet}, installed are {candidate}")
+    places = {Path(sys.executable): folder / "pinned.json", python: folder / "candidate.json"}
+    configured = [fields(each, folder / "models", out) for each, out in places.items()]
+    begin = heading(pinned, candidate, changes(*configured))
     results: dict[str, Result] = {}
     for part in given.only:
         results[part] = prove(python, part, folder / f"{part.replace(' ', '_')}.log")
-        (folder / "report.md").write_text(report(pinned, candidate, results))
+        (folder / "report.md").write_text(begin + report(results))
         print(f"{part}: {'holds' if results[part].holds else 'fails'}", flush=True)
     print((folder / "report.md").read_text())
     return 0 if all(each.holds for each in results.values()) else 1

@@ -33,10 +33,19 @@ def test_a_report_names_versions_parts_and_tests_that_failed(tmp_path: Path) -> 
     assert (found.passed, found.skipped, found.holds) == (1, 1, False)
     broken = candidate.read(tmp_path / "missing.xml", 1.0, 0)
     assert not broken.holds, "a part of which no test ran proves nothing"
-    held = {"torch": "2", "vllm": "1"}
-    text = candidate.report(held, held | {"vllm": "2"}, {"gaps": found, "runs": broken})
-    assert "| vllm | 1 | 2 |" in text
-    assert "torch" not in text
+    text = candidate.report({"gaps": found, "runs": broken})
     assert "| gaps | **fails** | 1 | 1 | 1 | 3 |" in text
     assert "- `tests.a::test_three`: it" in text
     assert "Not run: patches, " in text
+
+
+def test_versions_and_fields_that_differ_are_named_with_their_models() -> None:
+    held = {"torch": "2", "vllm": "1"}
+    norm = {"qk_layernorm": "False", "num_layers": "2"}
+    before, after = {"a": norm, "b": norm}, {"a": norm, "b": norm | {"qk_layernorm": "True"}}
+    changed = candidate.changes(before, after)
+    text = candidate.heading(held, held | {"vllm": "2"}, changed)
+    assert "| vllm | 1 | 2 |" in text
+    assert "torch" not in text
+    assert "- `qk_layernorm: False -> True`: b" in text
+    assert "differ: none." in candidate.heading(held, held, candidate.changes(before, before))
