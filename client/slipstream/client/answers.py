@@ -20,8 +20,8 @@ from slipstream.client.environment import (
 from slipstream.client.environment_loader import environment_failed
 from slipstream.client.messages import read_message, show
 from slipstream.core.errors import ProtocolError
-from slipstream.core.machine.owned_folder import read_left
 from slipstream.core.models.vision.pixels import data_of_url
+from slipstream.core.regular_files import read_regular
 from slipstream.core.template_values import tools_json
 from slipstream.protocol.bounds import check_bounds
 from slipstream.v1 import environment_pb2 as pb
@@ -282,7 +282,7 @@ def _part(part: object) -> pb.ContentPart:
         return pb.ContentPart(image=part["data"])
     if kind == "image" and isinstance(part.get("path"), str | Path):
         try:
-            data = read_left(Path(part["path"]), MAX_IMAGE_BYTES, follow_link=True)
+            data = read_regular(Path(part["path"]), most_bytes=MAX_IMAGE_BYTES)
             return pb.ContentPart(image=data)
         except OSError as error:
             raise ValueError(f"an image cannot be read: {error}") from error

@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import JsonValue
-from slipstream.client.run_files import lines_of, parsed, read_bounded
+from slipstream.client.run_files import lines_of, parsed
 from slipstream.client.run_folder import settings_of
 from slipstream.client.terminal import say
 from slipstream.core.configuration.toml_text import parse_toml
 from slipstream.core.errors import ConfigError
-from slipstream.core.regular_files import open_regular
+from slipstream.core.regular_files import open_regular, read_regular
 from slipstream.core.run_folder import CONFIG, METRICS, SAMPLES, SUMMARY, SUSPENDED
 from slipstream.core.settings.config import told_settings
 
@@ -126,7 +126,7 @@ def write_page(folders: Sequence[Path], path: Path, *, period_s: float) -> None:
 
 def _settings(folder: Path) -> dict[str, JsonValue]:
     with contextlib.suppress(OSError, ValueError):
-        data = read_bounded(folder / CONFIG, MOST_TABLE_BYTES)
+        data = read_regular(folder / CONFIG, most_bytes=MOST_TABLE_BYTES)
         return told_settings(parse_toml(data.decode()))
     return {}
 
@@ -140,7 +140,7 @@ def _run(name: str, folder: Path) -> dict[str, object]:
 
 def _table(path: Path) -> dict[str, JsonValue]:
     try:
-        found = parsed(read_bounded(path, MOST_TABLE_BYTES))
+        found = parsed(read_regular(path, most_bytes=MOST_TABLE_BYTES))
     except OSError:
         return {}
     return found if isinstance(found, dict) else {}

@@ -1,29 +1,15 @@
-"""Reads the files of a run's folder, which may be a stranger's: each line and file is bounded.
-
-Only regular files are opened, without waiting: a pipe or a device is refused.
-"""
+"""Reads lines and JSON of a run's folder, which may be a stranger's: each line is bounded."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import BinaryIO
 
 from pydantic import JsonValue
-from slipstream.core.regular_files import open_regular
 
 LINE_BYTES = 16 << 20
-
-
-def read_bounded(path: Path, most_bytes: int) -> bytes:
-    """Returns the bytes of a regular file; raises OSError if it has more than `most_bytes`."""
-    with open_regular(path) as file:
-        data = file.read(most_bytes + 1)
-    if len(data) > most_bytes:
-        raise OSError(f"{path} has more than {most_bytes} bytes")
-    return data
 
 
 def lines_of(file: BinaryIO) -> Iterator[bytes]:

@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from google.protobuf.message import DecodeError
-from slipstream.client.run_files import lines_of, parsed, read_bounded
+from slipstream.client.run_files import lines_of, parsed
 from slipstream.client.run_folder import LOCK, settings_of
 from slipstream.client.terminal import plain, say
 from slipstream.core import run_folder
 from slipstream.core.configuration.toml_text import parse_toml
 from slipstream.core.errors import DONE, FAILED, ConfigError
-from slipstream.core.regular_files import open_regular
+from slipstream.core.regular_files import open_regular, read_regular
 from slipstream.core.run_folder import CONFIG, GROUPS, METRICS, SAMPLES, SUMMARY
 from slipstream.v1 import trainer_pb2
 
@@ -111,7 +111,7 @@ def examine(folder: Path, bounds: Bounds | None = None) -> Findings:
 
 
 def _read_bounds(path: Path) -> Bounds:
-    data = read_bounded(path, MOST_BYTES)
+    data = read_regular(path, most_bytes=MOST_BYTES)
     first = _FIRST_LINE.match(data)
     text = data[first.end() :] if first is not None else data
     if first and hashlib.blake2b(text, digest_size=16).hexdigest() != first[1].decode():
@@ -163,7 +163,9 @@ def read_batch(folder: Path, record: Record) -> trainer_pb2.RecordedBatch:
     """Returns the batch of a record; raises OSError if it is missing, ValueError if damaged."""
     attempt = record["batch_id"].partition("-")[2]
     name = f"step-{int(record['step']):06d}{f'-{int(attempt)}' if attempt else ''}.pb"
-    data = read_bounded(folder / run_folder.JOURNAL / run_folder.BATCHES / name, MOST_BATCH_BYTES)
+    data = read_regular(
+        folder / run_folder.JOURNAL / run_folder.BATCHES / name, most_bytes=MOST_BATCH_BYTES
+    )
     with suppress(DecodeError):
         if zlib.crc32(data) == record["crc32"]:
             return trainer_pb2.RecordedBatch.FromString(data)
@@ -389,7 +391,7 @@ class _Oracle:
         for path in sorted(self._folder.glob("checkpoints/step-*/manifest.json")):
             name = path.parent.name
             with self._found.reading(f"the manifest of {name}"):
-                manifest: Any = parsed(read_bounded(path, MOST_BYTES))
+                manifest: Any = parsed(read_regular(path, most_bytes=MOST_BYTES))
                 version = (manifest["incarnation"], manifest["step"])
                 self._same("a checkpoint", name, f"step-{version[1]:06d}")
                 self._same_weights(name, version, manifest["weight_digest"])
@@ -400,7 +402,7 @@ class _Oracle:
                     self._same(f"bytes of {name}/{entry['path']}", size, entry["num_bytes"])
 
     def _summary(self) -> None:
-        summary: Any = parsed(read_bounded(self._folder / SUMMARY, MOST_BYTES))
+        summary: Any = parsed(read_regular(self._folder / SUMMARY, most_bytes=MOST_BYTES))
         ledger, lags = summary["ledger"], self._found.lags
         self._same("the ledger's difference", ledger["difference"], 0)
         self._same("the ledger's gaps", ledger["gaps"], [])

@@ -13,8 +13,9 @@ from urllib.parse import urlsplit
 
 from slipstream.client.environment import AgentEnvironment, AgentOutcome, Endpoint
 from slipstream.core.errors import ConfigError
-from slipstream.core.machine.owned_folder import OwnedFolder, read_left
+from slipstream.core.machine.owned_folder import OwnedFolder
 from slipstream.core.machine.process import open_variables
+from slipstream.core.regular_files import read_regular
 from slipstream.environments.arguments import FIELD, check_above_0, filled
 from slipstream.environments.question_files import Row, named_rows
 from slipstream.environments.sandbox.kept_program import ProgramEnd, ProgramLimits, run_program
@@ -200,7 +201,7 @@ class Command(AgentEnvironment[Row]):
         try:
             if not path.resolve().is_relative_to(folder.resolve()):
                 raise OSError("it leads out of the folder")
-            text = read_left(path, MAX_SCORE_BYTES).decode()
+            text = read_regular(path, most_bytes=MAX_SCORE_BYTES, follow_link=False).decode()
         except (OSError, UnicodeDecodeError) as error:
             how = ended.cause or "exit status 0"
             what = f"no score in {self._score_file} ({error}) after {how}"

@@ -86,24 +86,3 @@ def _remove(path: Path) -> None:
         # The rest is in folders that are not writable, or that are too deep for Python.
         for command in (["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
             subprocess.run([*command, "--", str(path)], stderr=subprocess.DEVNULL, check=False)
-
-
-def read_left(path: Path, most_bytes: int, *, follow_link: bool = False) -> bytes:
-    """Returns the content of the file that a program may have left at `path`; never blocks.
-
-    Raises OSError if the path is missing, is no regular file, or has more than `most_bytes` bytes.
-    A symbolic link also raises OSError, unless `follow_link` is true.
-    """
-    flags = os.O_RDONLY | os.O_NONBLOCK | (0 if follow_link else os.O_NOFOLLOW)
-    descriptor = os.open(path, flags)
-    # A file of Python would not close the descriptor of a folder, which it refuses.
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError("it is no regular file")
-        with open(descriptor, "rb", closefd=False) as file:
-            data = file.read(most_bytes + 1)
-    finally:
-        os.close(descriptor)
-    if len(data) > most_bytes:
-        raise OSError(f"it has more than {most_bytes} bytes")
-    return data
