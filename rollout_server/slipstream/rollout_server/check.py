@@ -7,39 +7,32 @@ is started.
 
 import os
 import sys
-import tomllib
 from collections.abc import Iterator
 from itertools import chain
 
-from slipstream.core.configuration.config_file import parse_config
-from slipstream.core.errors import USAGE_ERROR, WARNING
+from slipstream.core.configuration.config_file import run_check
+from slipstream.core.errors import WARNING, ConfigError
 from slipstream.core.models.model_files import missing_tokenizer
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.engine_table import SECTION
 from slipstream.rollout_server import process
 
 
-def main() -> int:
-    """Checks the settings on stdin.
-
-    Returns 0, or 2 after printing the first fault as the last line of stderr.
-    """
-    config = parse_config(tomllib.loads(sys.stdin.read()), source="the resolved settings")
+def check_settings(config: Config) -> None:
+    """Prints warnings; raises ConfigError for the first value that vLLM would not take."""
     server = config.rollout_server
     # vLLM reads these variables when it is imported.
     os.environ.update(process.engine_environment(config, on_cpu=process.is_cpu_build()))
     try:
         from slipstream.rollout_server.vllm.passed_table import parser_problems, table_problems
     except ImportError as error:
-        problem: str | None = f"{SECTION} cannot be checked: {error}; vLLM 0.32.0 was tested"
-    else:
-        problem = next(chain(table_problems(server.engine), parser_problems(server)), None)
-    if problem is not None:
-        print(f"slipstream: {problem}", file=sys.stderr)
-        return USAGE_ERROR
+        raise ConfigError(
+            f"{SECTION} cannot be checked: {error}; vLLM 0.32.0 was tested"
+        ) from error
+    for problem in chain(table_problems(server.engine), parser_problems(server)):
+        raise ConfigError(problem)
     for warning in _tool_warnings(config):
         print(f"{WARNING}{warning}", file=sys.stderr)
-    return 0
 
 
 def _tool_warnings(config: Config) -> Iterator[str]:
@@ -67,4 +60,4 @@ def _tool_warnings(config: Config) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_check(check_settings))

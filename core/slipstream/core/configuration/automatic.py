@@ -52,7 +52,6 @@ MIB = 1 << 20
 
 Hub: TypeAlias = Literal["no", "small", "whole"]
 T = TypeVar("T")
-S = TypeVar("S", bound=BaseModel)
 
 
 def completed(
@@ -81,35 +80,26 @@ def completed(
         # The check of the model reports this error later.
         sizes = ModelSizes.of({})
     if recorded := _recorded(before):
-        kept = _filled(whole, tables, chosen_settings(tables, sizes, recorded))
         # Settings stated now may conflict with settings that were chosen for other values.
         with contextlib.suppress(ValidationError):
+            kept = _filled(whole, tables, sizes, recorded)
             Config.model_validate(kept)
             return kept
-    return _filled(whole, tables, chosen_settings(tables, sizes, {}))
+    return _filled(whole, tables, sizes, {})
 
 
 def _filled(
-    table: Mapping[str, Any], tables: Tables, chosen: Mapping[str, JsonValue]
+    table: Mapping[str, Any],
+    tables: Tables,
+    sizes: ModelSizes,
+    recorded: Mapping[str, JsonValue],
 ) -> dict[str, Any]:
-    """Returns a copy of `table` with the chosen settings, and their names under `automatic`."""
-    whole = copy.deepcopy(dict(table))
-    for key, value in chosen.items():
-        *parents, last = key.split(".")
-        reduce(lambda place, name: place.setdefault(name, {}), parents, whole)[last] = value
-    if chosen:
-        whole["automatic"] = sorted({*tables.automatic, *chosen})
-    return whole
+    """Returns a copy of `table` with each setting that a run chooses and `table` lacks.
 
-
-def chosen_settings(
-    tables: Tables, sizes: ModelSizes, recorded: Mapping[str, JsonValue]
-) -> dict[str, JsonValue]:
-    """Returns a value, by dotted name, for each setting that a run chooses and `tables` lacks.
-
-    A setting in `recorded` keeps that value.
+    The names of these settings are under `automatic`; one in `recorded` keeps that value. `tables`
+    are the sections of `table`.
     """
-    choice = _Choice(tables, recorded)
+    choice = _Choice(table, tables, recorded)
     parameters = sizes.parameters
     model_bytes = parameters * (4 if tables.model.dtype == "float32" else 2)
     is_large = parameters >= LARGE
@@ -173,7 +163,9 @@ def chosen_settings(
     choice("queue.max_bytes", max(256 * MIB, ahead))
 
     _choose_weights(choice, parameters, model_bytes)
-    return choice.made
+    if choice.made:
+        choice.whole["automatic"] = sorted({*tables.automatic, *choice.made})
+    return choice.whole
 
 
 def _choose_weights(choice: _Choice, parameters: int, model_bytes: float) -> None:
@@ -193,34 +185,31 @@ def describe_choices(tables: Tables) -> str:
 
 
 class _Choice:
-    """Chooses a setting's value: the stated one, else the recorded one, else the caller's."""
+    """Chooses a setting's value: the stated one, else the recorded one, else the caller's.
 
-    def __init__(self, tables: Tables, recorded: Mapping[str, JsonValue]) -> None:
-        self._tables, self._recorded = tables, recorded
-        self.made: dict[str, JsonValue] = {}
+    `whole` has the stated settings and the choices made so far, `made` the names of the latter.
+    """
+
+    def __init__(
+        self, table: Mapping[str, Any], tables: Tables, recorded: Mapping[str, JsonValue]
+    ) -> None:
+        self.whole, self.made = copy.deepcopy(dict(table)), list[str]()
+        self._stated, self._recorded = tables, recorded
 
     def __call__(self, key: str, value: T) -> T:
-        place, _, name = key.rpartition(".")
-        section = _value(self._tables, place)
+        *parents, name = key.split(".")
+        section = _value(self._stated, ".".join(parents))
         assert isinstance(section, BaseModel)
         if name in section.model_fields_set:
-            found = getattr(section, name)
-        else:
-            found = self.made[key] = self._recorded.get(key, cast("JsonValue", value))
+            return cast("T", getattr(section, name))
+        found = self._recorded.get(key, cast("JsonValue", value))
+        reduce(lambda place, name: place.setdefault(name, {}), parents, self.whole)[name] = found
+        self.made.append(key)
         return cast("T", found)
 
     def applied(self) -> Tables:
-        """Returns the tables with the choices made so far."""
-        tables = self._tables
-        for key, value in self.made.items():
-            tables = _replaced(tables, key.split("."), value)
-        return tables
-
-
-def _replaced(section: S, path: list[str], value: JsonValue) -> S:
-    first, *rest = path
-    inner = _replaced(getattr(section, first), rest, value) if rest else value
-    return section.model_copy(update={first: inner})
+        """Returns the sections with the choices made so far."""
+        return Tables.model_validate(self.whole)
 
 
 def _value(tables: Tables, key: str) -> object:

@@ -7,10 +7,11 @@ file may still be valid TOML, and the settings that it lost would become default
 import hashlib
 import itertools
 import re
+import sys
 import tomllib
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import tomli_w
@@ -21,7 +22,7 @@ from slipstream.core.configuration.function_sources import source_digests
 from slipstream.core.configuration.other_trainers import VALUES, ours_of
 from slipstream.core.configuration.roles import missing_weights, role_folders, role_problems
 from slipstream.core.configuration.toml_text import MAX_KEY_PARTS, Table, check_values, parse_toml
-from slipstream.core.errors import ConfigError
+from slipstream.core.errors import USAGE_ERROR, ConfigError, SlipstreamError
 from slipstream.core.models.family import refusals
 from slipstream.core.models.model_fields import field_problems, unknown_fields
 from slipstream.core.models.model_files import missing_files
@@ -142,6 +143,20 @@ def parse_config(table: Mapping[str, JsonValue], *, source: str) -> Config:
         return Config.model_validate(table)
     except ValidationError as error:
         raise ConfigError(f"{source}: {_worst(error)}") from None
+
+
+def run_check(check: Callable[[Config], None]) -> int:
+    """Runs the program of a check, which reads the resolved settings of a run from stdin as TOML.
+
+    Returns 0, or 2 after printing the fault as the last line of stderr.
+    """
+    config = parse_config(tomllib.loads(sys.stdin.read()), source="the resolved settings")
+    try:
+        check(config)
+    except SlipstreamError as error:
+        print(f"slipstream: {error}", file=sys.stderr)
+        return USAGE_ERROR
+    return 0
 
 
 def dump_config(config: Config) -> str:

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import tomllib
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
-from slipstream.core.configuration.config_file import parse_config, vocabulary_size
-from slipstream.core.errors import USAGE_ERROR, ConfigError
+from slipstream.core.configuration.config_file import run_check, vocabulary_size
+from slipstream.core.errors import ConfigError
 from slipstream.core.openai_client import faults_as, key_in, openai_client
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.role_sections import ReferenceServerSection
@@ -229,21 +228,12 @@ def _short(text: object) -> str:
     return shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
 
 
-def main() -> int:
-    """Checks the reference model's server.
-
-    Returns 0, or 2 after printing the first fault as the last line of stderr.
-    """
-    config = parse_config(tomllib.loads(sys.stdin.read()), source="the resolved settings")
+def check_settings(config: Config) -> None:
+    """Raises ConfigError for the first reason why the reference model's server cannot serve."""
     settings = config.reference.server if config.reference is not None else None
     assert settings is not None, "the settings name no server of a reference"
-    try:
-        asyncio.run(check_reference_server(config, settings))
-    except ConfigError as error:
-        print(f"slipstream: {error}", file=sys.stderr)
-        return USAGE_ERROR
-    return 0
+    asyncio.run(check_reference_server(config, settings))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_check(check_settings))

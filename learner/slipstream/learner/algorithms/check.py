@@ -9,30 +9,23 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-import tomllib
 
-from slipstream.core.configuration.config_file import parse_config
-from slipstream.core.errors import USAGE_ERROR, SlipstreamError
+from slipstream.core.configuration.config_file import run_check
+from slipstream.core.settings.config import Config
 from slipstream.learner.algorithms.functions import load_functions
 
 
-def main() -> int:
-    """Checks the functions; returns 0, or 2 after it prints the fault as last line of stderr."""
-    config = parse_config(tomllib.loads(sys.stdin.read()), source="the resolved settings")
-    try:
-        # A controller's host may have no torch.
-        if importlib.util.find_spec("torch") is None:
-            load_functions(config, ("reward", "filter"))
-            return 0
-        from slipstream.learner.algorithms.token_functions import step_columns
+def check_functions(config: Config) -> None:
+    """Raises ConfigError for the first function that cannot work."""
+    # A controller's host may have no torch.
+    if importlib.util.find_spec("torch") is None:
+        load_functions(config, ("reward", "filter"))
+        return
+    from slipstream.learner.algorithms.token_functions import step_columns
 
-        load_functions(config)
-        step_columns(config.algorithms.distinct, has_reference=config.needs_reference)
-    except SlipstreamError as error:
-        print(f"slipstream: {error}", file=sys.stderr)
-        return USAGE_ERROR
-    return 0
+    load_functions(config)
+    step_columns(config.algorithms.distinct, has_reference=config.needs_reference)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_check(check_functions))

@@ -5,25 +5,12 @@ as a rank does, but without ranks, weights or a GPU. It reads only config.json o
 """
 
 import sys
-import tomllib
 
-from slipstream.core.configuration.config_file import parse_config
+from slipstream.core.configuration.config_file import run_check
 from slipstream.core.configuration.roles import named, role_settings
-from slipstream.core.errors import USAGE_ERROR, ConfigError
 from slipstream.core.settings.config import Config
 from slipstream.learner.trainer.ranks import compat
 from slipstream.protocol.weights.transports import check_storage
-
-
-def main() -> int:
-    """Checks the settings; returns 0, or 2 after printing the fault as the last line of stderr."""
-    config = parse_config(tomllib.loads(sys.stdin.read()), source="the resolved settings")
-    try:
-        check_settings(config)
-    except ConfigError as error:
-        print(f"slipstream: {error}", file=sys.stderr)
-        return USAGE_ERROR
-    return 0
 
 
 def check_settings(config: Config) -> None:
@@ -55,4 +42,4 @@ def _check(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_check(check_settings))
