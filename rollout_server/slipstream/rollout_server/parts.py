@@ -14,10 +14,10 @@ from slipstream.core.types import ServerId
 from slipstream.protocol.access.security import Credentials, redis_url_of
 from slipstream.protocol.queue.base import TrajectorySender
 from slipstream.rollout_server.episodes.play import Spans
-from slipstream.rollout_server.fetches import Fetches, OpenFetches
 
 if TYPE_CHECKING:
     from slipstream.extensions.reference_server.server import ReferenceServer
+    from slipstream.rollout_server.session import OpenFetches
 
 
 async def open_sender(
@@ -76,13 +76,13 @@ def open_reference(stack: AsyncExitStack, config: Config) -> ReferenceServer | N
     return opened
 
 
-def open_fetches(config: Config, server: ServerId) -> OpenFetches:
-    """Returns what opens the orders to fetch of each session.
+def open_fetches(config: Config, server: ServerId) -> OpenFetches | None:
+    """Returns what opens the orders to fetch of each session; None if the trainer sends weights.
 
     Raises ConfigError if the storage cannot be opened.
     """
     if config.weights.storage_url is None:
-        return Fetches
+        return None
     from slipstream.extensions.stored_weights.server import FetchOrders, StoredWeights
 
     stored = StoredWeights(config.weights, config.run_dir / FETCHED / server)

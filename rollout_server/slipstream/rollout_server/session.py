@@ -11,9 +11,10 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING, TypeAlias
 
 import grpc.aio
 from slipstream.core.machine.gpus import gpu_names
@@ -28,10 +29,17 @@ from slipstream.rollout_server.episodes.dispatcher import Dispatcher
 from slipstream.rollout_server.episodes.epoch_counters import EpochCounters
 from slipstream.rollout_server.episodes.lease import Identity, Lease
 from slipstream.rollout_server.episodes.play import EpisodeServices
-from slipstream.rollout_server.fetches import OpenFetches
 from slipstream.rollout_server.process import is_cpu_build
 from slipstream.rollout_server.weight_orders import WeightOrders
 from slipstream.v1 import fleet_pb2, weights_pb2
+
+if TYPE_CHECKING:
+    from slipstream.extensions.stored_weights.server import FetchOrders
+
+    # Opens the orders of one session, which reports on publishes, and whose tasks are in the group.
+    OpenFetches: TypeAlias = Callable[
+        [Callable[[fleet_pb2.PublishReport], None], asyncio.TaskGroup], FetchOrders
+    ]
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +88,8 @@ class Session:
             self._publish_report,
             rested=lambda answer: outbox.put_nowait(fleet_pb2.ServerMessage(rested=answer)),
         )
-        self._fetches = services.open_fetches(self._tell_publish, group)
+        open_fetches = services.open_fetches
+        self._fetches = open_fetches and open_fetches(self._tell_publish, group)
         self._group = group
         self._drain_ordered = asyncio.Event()
         # Set by a drain order that leaves running episodes no time.
@@ -150,10 +159,12 @@ class Session:
                 if not message.drain.finish:
                     self._leave_at_once.set()
                 self._drain_ordered.set()
-            case "prepare" if message.prepare.HasField("stored"):
+            case "prepare" if self._fetches is not None:
                 self._fetches.start(message.prepare)
             case "prepare" | "receive" | "commit" | "abort" | "probe_verdict" | "rest" | "wake":
-                self._orders.put(self._fetches.completed(message))
+                if self._fetches is not None:
+                    message = self._fetches.completed(message)
+                self._orders.put(message)
 
     async def _beat(self) -> None:
         while True:
@@ -161,7 +172,8 @@ class Session:
             self._outbox.put_nowait(fleet_pb2.ServerMessage(heartbeat=self._report()))
 
     async def _end_episodes(self, publishing: asyncio.Task[None], *, carry_out: bool) -> None:
-        self._fetches.close()
+        if self._fetches is not None:
+            self._fetches.close()
         self._orders.close(carry_out=carry_out)
         await asyncio.wait((publishing,))
         await self.dispatcher.cancel_all()
@@ -180,7 +192,8 @@ class Session:
         )
 
     def _publish_report(self, report: fleet_pb2.PublishReport) -> None:
-        self._fetches.note(report)
+        if self._fetches is not None:
+            self._fetches.note(report)
         self._services.of_episodes.traces.publish(report)
         self._tell_publish(report)
 
@@ -213,7 +226,8 @@ class SessionServices:
 
     config: Config
     sender: TrajectorySender
-    open_fetches: OpenFetches
+    # None if the trainer sends the weights.
+    open_fetches: OpenFetches | None
     of_episodes: EpisodeServices
 
 

@@ -13,11 +13,10 @@ import numpy as np
 from slipstream.core.errors import WeightSyncError
 from slipstream.core.settings.config import WeightsSection
 from slipstream.core.types import PolicyVersion
-from slipstream.extensions.stored_weights.server import FetchOrders, StoredWeights
+from slipstream.extensions.stored_weights.server import FAILED, FetchOrders, StoredWeights
 from slipstream.protocol.codec import version_to_pb
 from slipstream.protocol.weights.buckets import layout_from_pb
 from slipstream.rollout_server.engine_interface import LoadedWeights, Sampling
-from slipstream.rollout_server.fetches import FAILED
 from slipstream.v1 import fleet_pb2, weights_pb2
 
 from support.fakes.gloo_sender import layout_of, pack

@@ -15,7 +15,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -29,10 +29,10 @@ from slipstream.extensions.stored_weights.storage import Storage, Until
 from slipstream.protocol.bounds import check_bounds
 from slipstream.protocol.weights.buckets import Bucket, layout_from_pb
 from slipstream.protocol.weights.digests import bucket_digest, bucket_tensor_digests
-from slipstream.rollout_server.fetches import FAILED, Fetches, Report
 from slipstream.v1 import fleet_pb2, weights_pb2
 
 log = logging.getLogger(__name__)
+FAILED = fleet_pb2.PUBLISH_PHASE_FAILED
 _DIGEST_BYTES = 32
 
 
@@ -204,7 +204,7 @@ def _lacking(links: Sequence[weights_pb2.StoredLink], held: bytes) -> list[weigh
     return list(links)
 
 
-class FetchOrders(Fetches):
+class FetchOrders:
     """Fetches one version at a time, and completes the order to load it.
 
     fetches = FetchOrders(stored, report, group)
@@ -213,9 +213,14 @@ class FetchOrders(Fetches):
     fetches.close()
     """
 
-    def __init__(self, stored: StoredWeights, report: Report, group: asyncio.TaskGroup) -> None:
-        super().__init__(report, group)
-        self._stored = stored
+    def __init__(
+        self,
+        stored: StoredWeights,
+        report: Callable[[fleet_pb2.PublishReport], None],
+        group: asyncio.TaskGroup,
+    ) -> None:
+        """Reports on publishes by `report`; the tasks of one session run in `group`."""
+        self._stored, self._report, self._group = stored, report, group
         self._abandoned = threading.Event()
         # The publish whose version is in the file.
         self._ready: tuple[str, Fetched] | None = None

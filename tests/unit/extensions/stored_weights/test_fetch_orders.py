@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from slipstream.core.settings.config import WeightsSection
 from slipstream.extensions.stored_weights.server import FetchOrders, StoredWeights
-from slipstream.rollout_server.fetches import Fetches
 from slipstream.v1 import fleet_pb2, weights_pb2
 from support.rigs.stored_versions import StoredVersions, changed_content, first_content
 from support.rigs.waiting import LIMIT_S, until
@@ -151,10 +150,3 @@ async def test_after_weights_that_were_wrong_all_is_fetched_again(tmp_path, is_j
             scene.orders.note(fleet_pb2.PublishReport(publish_id="s2", phase=FAILED))
         await scene.order_after("s3")
         assert scene.reports[-1].stages.fetched_bytes > first
-
-
-async def test_a_server_of_the_trainer_fetches_nothing() -> None:
-    reports: list[fleet_pb2.PublishReport] = []
-    async with asyncio.TaskGroup() as tasks:
-        Fetches(reports.append, tasks).start(fleet_pb2.PreparePublish(publish_id="s1"))
-    assert reports[0].phase == FAILED
