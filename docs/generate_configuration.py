@@ -15,37 +15,28 @@ from pathlib import Path
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
-from slipstream.core.configuration.automatic import chosen_settings
-from slipstream.core.models.model_sizes import ModelSizes
+from slipstream.core.configuration.automatic import completed
 from slipstream.core.settings.algorithm_functions import FUNCTIONS, FunctionKind
 from slipstream.core.settings.config import (
     Config,
-    CriticSection,
-    ModelSection,
-    ParallelSection,
-    ReferenceSection,
-    RunSection,
 )
 from slipstream.core.settings.environment_algorithm import OWN
 from slipstream.core.settings.measurement_sections import PlayedSection
 from slipstream.core.settings.section import Section
 from slipstream.core.settings.sections import QueueUserSection
-from slipstream.core.settings.tables import Tables
 
 # Settings that a run of the smallest file chooses by itself, and names.
 AUTOMATIC = {
     "run.name",
     "environments.name",
-    *chosen_settings(
-        Tables(
-            run=RunSection(name="run", steps=1),
-            model=ModelSection(path=Path("model")),
-            reference=ReferenceSection(parallel=ParallelSection()),
-            critic=CriticSection(learning_rate=1, parallel=ParallelSection()),
-        ),
-        ModelSizes.of({}),
-        {},
-    ),
+    *completed(
+        {
+            "run": {"name": "run", "steps": 1, "resume": "never"},
+            "model": {"path": "model"},
+            "reference": {"parallel": {}},
+            "critic": {"learning_rate": 1, "parallel": {}},
+        }
+    )["automatic"],
 }
 # Settings that mean the same in another table, by the paths of both tables.
 LIKE = {
