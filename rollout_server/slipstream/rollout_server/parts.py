@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import grpc.aio
 from slipstream.core.configuration.config_file import vocabulary_size
@@ -17,7 +19,13 @@ from slipstream.rollout_server.episodes.play import Spans
 
 if TYPE_CHECKING:
     from slipstream.extensions.reference_server.server import ReferenceServer
-    from slipstream.rollout_server.session import OpenFetches
+    from slipstream.extensions.stored_weights.server import FetchOrders
+    from slipstream.v1 import fleet_pb2
+
+    # Opens the orders of one session, which reports on publishes, and whose tasks are in the group.
+    OpenFetches: TypeAlias = Callable[
+        [Callable[[fleet_pb2.PublishReport], None], asyncio.TaskGroup], FetchOrders
+    ]
 
 
 async def open_sender(

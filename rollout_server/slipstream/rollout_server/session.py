@@ -11,10 +11,10 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import grpc.aio
 from slipstream.core.machine.gpus import gpu_names
@@ -34,12 +34,7 @@ from slipstream.rollout_server.weight_orders import WeightOrders
 from slipstream.v1 import fleet_pb2, weights_pb2
 
 if TYPE_CHECKING:
-    from slipstream.extensions.stored_weights.server import FetchOrders
-
-    # Opens the orders of one session, which reports on publishes, and whose tasks are in the group.
-    OpenFetches: TypeAlias = Callable[
-        [Callable[[fleet_pb2.PublishReport], None], asyncio.TaskGroup], FetchOrders
-    ]
+    from slipstream.rollout_server.parts import OpenFetches
 
 log = logging.getLogger(__name__)
 
