@@ -46,6 +46,7 @@ CONTENTS = {
     "Guides": [
         "docs/guides/environments",
         "docs/guides/environment-runs",
+        "docs/guides/notebook",
         "docs/guides/questions",
         "docs/guides/frameworks",
         "docs/guides/agents",

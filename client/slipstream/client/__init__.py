@@ -1,4 +1,4 @@
-"""The names that users of Slipstream import, and `__version__`.
+"""The names that users of Slipstream import.
 
 `Client` is imported on its first use, so that importing the other names is fast.
 """
@@ -21,8 +21,6 @@ from slipstream.client.environment import (
 if TYPE_CHECKING:
     from slipstream.client.client import Client
 
-    __version__: str
-
 __all__ = [
     "AgentEnvironment",
     "AgentOutcome",
@@ -43,8 +41,4 @@ def __getattr__(name: str) -> object:
         from slipstream.client.client import Client
 
         return Client
-    if name == "__version__":
-        from importlib.metadata import version
-
-        return version("slipstream-rl")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

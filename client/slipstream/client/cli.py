@@ -85,9 +85,9 @@ class _Print(argparse.Action):
 
 
 def _version(parser: argparse.ArgumentParser, values: object) -> str:
-    from slipstream.client import __version__
+    from importlib.metadata import version
 
-    return f"slipstream {__version__}"
+    return f"slipstream {version('slipstream-rl')}"
 
 
 def _completion(parser: argparse.ArgumentParser, shell: str) -> str:

@@ -57,6 +57,9 @@ def discard(stream: TextIO) -> None:
 def this_command() -> str:
     """Returns the command line of this program, quoted for a shell in the same folder."""
     program, *arguments = sys.argv
+    if not arguments:
+        # A call in Python.
+        return program
     if Path(program).name != "slipstream":
         return shlex.join([sys.executable, "-m", "slipstream.client.cli", *arguments])
     if shutil.which("slipstream") == os.path.abspath(program):

@@ -264,14 +264,13 @@ class _Check:
 
 def _known(options: argparse.Namespace, digest: str) -> Path | None:
     """Returns the file that exists if the same tasks, code and arguments were played before."""
-    from slipstream.client import __version__
     from slipstream.client.environment_loader import is_of_environment, is_ours
 
     files = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
     sources = sorted(
         {file for file in files if file and (is_of_environment(file) or is_ours(file))}
     )
-    played = [__version__, repr(sorted(vars(options).items())), digest, *sources]
+    played = [repr(sorted(vars(options).items())), digest, *sources]
     key = hashlib.sha256("\0".join(played).encode())
     try:
         for file in sources:

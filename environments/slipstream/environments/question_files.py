@@ -64,11 +64,20 @@ class Files(tuple[Path, ...]):
         Raises ConfigError if there is no path, or no file for a pattern.
         """
         if not paths or not all(isinstance(path, str) for path in paths):
-            raise ConfigError(f"path must be a file, a pattern or a list of these, got {paths!r}")
+            raise ConfigError(
+                f"path must be a file, a pattern, a list of these or of rows, got {paths!r:.80}"
+            )
         return cls(Path(name) for path in paths for name in _matching(path))
 
     def __str__(self) -> str:
         return ", ".join(map(str, self))
+
+
+class Rows(tuple[Row, ...]):
+    """Rows in memory."""
+
+    def __str__(self) -> str:
+        return "the given rows"
 
 
 def _matching(path: str) -> list[str]:
@@ -211,8 +220,8 @@ class Columns:
         return Question(messages, text, row, value)
 
 
-def read_questions(path: Path | HubData | Files, columns: Columns) -> list[Question]:
-    """Returns the questions of a file or of a hub data set in their order.
+def read_questions(path: Path | HubData | Files | Rows, columns: Columns) -> list[Question]:
+    """Returns the questions of files, of rows or of a hub data set in their order.
 
     If the file cannot be used, raises ConfigError, which names the row and the column.
     """
@@ -256,13 +265,14 @@ class Asked(Environment[Question]):
         return [*([] if system is None else [Message("system", system)]), *self._asked]
 
 
-def named_rows(path: Path | HubData | Files) -> Iterator[tuple[str, Row]]:
+def named_rows(path: Path | HubData | Files | Rows) -> Iterator[tuple[str, Row]]:
     """Yields rows of `read_rows`, each with its name in errors. Raises ConfigError without any."""
     if isinstance(path, Files):
         yield from itertools.chain.from_iterable(map(named_rows, path))
         return
     number = 0
-    for number, row in enumerate(read_rows(path), start=1):
+    rows = path if isinstance(path, Rows) else read_rows(path)
+    for number, row in enumerate(rows, start=1):
         yield f"{path}, row {number}", row
     if not number:
         raise ConfigError(f"{path} has no rows")

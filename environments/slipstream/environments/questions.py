@@ -1,4 +1,4 @@
-"""Questions from a file or from the Hugging Face hub, judged by an answer or by a function."""
+"""Questions from files, memory or the Hugging Face hub, judged by an answer or by a function."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ import os
 import random
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from pathlib import Path
-from typing import Literal, SupportsFloat
+from typing import Literal, SupportsFloat, cast
 
 from slipstream.client.environment import Message, Reply, StepResult, answer_of
 from slipstream.client.environment_loader import environment_failed
@@ -32,6 +31,8 @@ from slipstream.environments.question_files import (
     Files,
     HubData,
     Question,
+    Row,
+    Rows,
     read_questions,
 )
 
@@ -48,7 +49,7 @@ ARGUMENTS = ("reply", "question", "answer", "row")
 
 
 class Questions(Asked):
-    """Asks the questions of a parquet or JSON-lines file, or of a data set on the hub.
+    """Asks the questions of parquet or JSON-lines files, of rows, or of a data set on the hub.
 
     Each question gets one reply. A subclass with a `step` of its own can read the question, its
     answer and its row from `self.question`.
@@ -57,7 +58,7 @@ class Questions(Asked):
     of the reply counts. "exact" compares as text; "contains" looks for the answer in the reply.
     These three give reward 1 or 0. "module:function" names a function, plain or async, that takes
     `reply` and any of `question`, `answer` and `row` by these names; it returns the reward, or a
-    mapping of metrics with the reward under "reward".
+    mapping of metrics with the reward under "reward". In Python `judge` may be the function itself.
 
     A hash of the text holds out one in `heldout_one_in` questions, whatever seed and order are.
     `split` "heldout" takes the held-out questions, "train" all others, and "all" both.
@@ -65,11 +66,11 @@ class Questions(Asked):
 
     def __init__(
         self,
-        path: str | Sequence[str],
+        path: str | Iterable[str] | Iterable[Row],
         *,
         question: str = "question",
         answer: str = "answer",
-        judge: str = "math_verify",
+        judge: str | Callable[..., object] = "math_verify",
         system: str | None = None,
         instruction: str = "{question}",
         answer_after: str | None = None,
@@ -85,7 +86,8 @@ class Questions(Asked):
     ) -> None:
         """`path` is a file, a pattern such as "data/*.jsonl", a list of these, or "hf:OWNER/NAME".
 
-        The `hub_` arguments are for the last one.
+        The `hub_` arguments are for the last one. In Python it may be the rows, as a list of dicts
+        or whatever else gives dicts.
 
         `question` and `answer` are columns; "a.b" is the field b of the objects in column a. The
         column `answer` is not read for a function that does not take the answer.
@@ -96,8 +98,9 @@ class Questions(Asked):
         keeps only the first questions of the split, after shuffling. Raises ConfigError for wrong
         arguments.
         """
-        self._function = JudgeFunction(judge) if ":" in judge else None
-        if self._function is None:
+        is_named = isinstance(judge, str) and ":" not in judge
+        self._function = None if is_named else JudgeFunction(judge)
+        if is_named:
             check_choice("judge", judge, (*JUDGES, "module:function"))
         check_choice("split", split, ("all", "train", "heldout"))
         check_choice("duplicates", duplicates, ("refuse", "drop"))
@@ -173,15 +176,17 @@ class Questions(Asked):
 class JudgeFunction:
     """A user's function that judges replies."""
 
-    def __init__(self, reference: str) -> None:
-        """Imports the function that `reference` names as "module:function".
+    def __init__(self, judge: str | Callable[..., object]) -> None:
+        """Takes the function, or imports the one that is named as "module:function".
 
         Raises ConfigError if there is no such function, or it requires an argument not in
         `ARGUMENTS`.
         """
-        self._reference = reference
-        self._call = import_function("judge", reference)
-        self._taken = _taken(reference, self._call)
+        if isinstance(judge, str):
+            self._reference, self._call = judge, import_function("judge", judge)
+        else:
+            self._reference, self._call = getattr(judge, "__qualname__", repr(judge)), judge
+        self._taken = _taken(self._reference, self._call)
         # Whether it takes the answer by a parameter of this name.
         self.names_answer = "answer" in inspect.signature(self._call).parameters
 
@@ -234,13 +239,16 @@ def _taken(reference: str, function: Callable[..., object]) -> tuple[str, ...]:
 
 
 def _source(
-    path: str | Sequence[str], config: str | None, split: str, revision: str | None
-) -> Path | HubData | Files:
+    path: str | Iterable[str] | Iterable[Row], config: str | None, split: str, revision: str | None
+) -> HubData | Files | Rows:
     if isinstance(path, str) and path.startswith(DATA_PREFIX):
         return HubData(path.removeprefix(DATA_PREFIX), config, split, revision)
     if config is not None or split != "train" or revision is not None:
         raise ConfigError(f"hub_config, hub_split and hub_revision are for hf: names, got {path!r}")
-    return Files.of([path] if isinstance(path, str) else path)
+    given = (path,) if isinstance(path, str) else tuple(path)
+    if given and all(isinstance(each, Mapping) for each in given):
+        return Rows(cast(Iterable[Row], given))
+    return Files.of(cast(Sequence[str], given))
 
 
 class MathJudge:

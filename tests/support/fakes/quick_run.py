@@ -1,7 +1,8 @@
 """`slipstream run` with stand-ins for an engine and a step, and all else as a user has it.
 
 `python -m support.fakes.quick_run run CONFIG.toml` starts the command; its ranks and servers are
-`quick_rank` and `quick_server`. `replay RUN` computes the recorded steps again. `chaos CONFIG.toml
+`quick_rank` and `quick_server`. `started PARENT CONFIG.toml` does so for a program of
+Python. `replay RUN` computes the recorded steps again. `chaos CONFIG.toml
 --kills 60` does faults to such a run, with `tests` on PYTHONPATH.
 """
 
@@ -17,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from slipstream.client import cli
+from slipstream.client import cli, started_run
 from slipstream.client.launch import launcher, run_processes, trainer_ranks
 from slipstream.core.configuration.config_file import load_config
 from slipstream.core.types import PolicyVersion
@@ -180,6 +181,9 @@ def main() -> int:
     trainer_ranks.TRAINER = replace(trainer_ranks.TRAINER, module=MODULES["rank"])
     server = replace(run_processes.SERVER, module=MODULES["server"])
     launcher.SERVER_PROGRAM = run_processes.SERVER = server
+    if sys.argv[1] == "started":
+        del sys.argv[1]
+        return started_run.main()
     return cli.main(sys.argv[1:])
 
 

@@ -12,8 +12,10 @@ def bare_python(folder: Path) -> Path:
 
 
 def furnished_python(folder: Path) -> Path:
-    """Makes one that has this one's packages, but not Slipstream's own folders."""
+    """Makes one that has this one's packages, but not Slipstream."""
     python = bare_python(folder)
     (site,) = folder.glob("lib/*/site-packages")
-    (site / "more.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    for package in Path(sysconfig.get_path("purelib")).iterdir():
+        if not package.name.strip("_").startswith("slipstream"):
+            (site / package.name).symlink_to(package)
     return python

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import slipstream.client
+import slipstream
 from slipstream.client.cli import EXAMPLES, _parser, named, parse
 from slipstream.core.errors import ConfigError
 from support.rigs.completed import completed
@@ -34,10 +34,10 @@ def test_the_example_of_a_command_is_one_that_it_takes(name, capsys):
 
 def test_the_version_is_that_of_the_project(capsys: pytest.CaptureFixture[str]) -> None:
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
-    assert slipstream.client.__version__ == project["project"]["version"]
+    assert slipstream.__version__ == project["project"]["version"]
     with pytest.raises(SystemExit, match="0"):
         parse(["--version"])
-    assert capsys.readouterr().out == f"slipstream {slipstream.client.__version__}\n"
+    assert capsys.readouterr().out == f"slipstream {slipstream.__version__}\n"
 
 
 def test_every_command_has_an_example() -> None:

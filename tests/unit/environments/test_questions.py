@@ -44,6 +44,21 @@ def test_questions_of_a_file_are_tasks_in_its_order(tmp_path: Path, write):
     assert environment.reset(tasks[3]) == [Message("user", "What is 3 + 3?")]
 
 
+async def test_rows_and_the_judge_may_be_objects_of_this_process():
+    def judge(reply, row):
+        return {"reward": float(row["answer"] in reply), "length": len(reply)}
+
+    environment = Questions((dict(row) for row in SUMS), judge=judge)
+    environment.reset(environment.tasks()[3])
+    assert await environment.step(Reply("6!")) == StepResult(1.0, metrics={"length": 2})
+    assert refusal([{"question": "b"}]) == (
+        "the given rows, row 1 has no column 'answer'; its columns are 'question'"
+    )
+    assert refusal([*SUMS, "a.jsonl"]).startswith("path must be a file, a pattern, a list")
+    with pytest.raises(ConfigError, match="judge .*<lambda> must take the argument reply"):
+        Questions(SUMS, judge=lambda answer: 1.0)
+
+
 @pytest.mark.parametrize("write", [json_lines, parquet])
 def test_columns_may_lie_in_objects_and_questions_may_be_messages(tmp_path: Path, write):
     row = {
@@ -201,7 +216,7 @@ def test_what_is_wrong_with_a_file_is_one_line(tmp_path: Path, monkeypatch):
     assert (
         refusal(["hf:a/b"]) == "a data set of the hub stands alone in path, got 'hf:a/b' in a list"
     )
-    assert refusal([]) == "path must be a file, a pattern or a list of these, got []"
+    assert refusal([]) == "path must be a file, a pattern, a list of these or of rows, got ()"
     assert refusal(str(tmp_path)).startswith(f"{tmp_path} is a folder, not a file; the working")
     json_lines(tmp_path, [{"prompt": "a", "solution": "b"}])
     assert refusal("data.jsonl") == (

@@ -65,7 +65,7 @@ def completed(
     invalid section, and ConfigError like `bring_files`.
     """
     whole: dict[str, Any] = copy.deepcopy(dict(table))
-    _name(whole)
+    add_names(whole)
     lora = whole.get("lora")
     if isinstance(lora, dict) and lora.get("adapters"):
         lora.setdefault("publish", "adapters")
@@ -222,7 +222,7 @@ def _shown(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _name(table: dict[str, Any]) -> None:
+def add_names(table: dict[str, Any]) -> None:
     """Adds missing names: environments are named by class, the run by model and environments."""
     names: list[str] = []
     for place, end in (("environments", ""), ("evaluations", "-evaluation")):

@@ -40,9 +40,8 @@ def worker_program(python: str) -> tuple[str, ...]:
     """
     if not python:
         return (sys.executable, "-m", WORKER)
-    package = importlib.util.find_spec("slipstream")
-    folders = package.submodule_search_locations if package is not None else None
-    return (python, os.path.abspath(__file__), os.pathsep.join(folders or ()))
+    folders = os.pathsep.join(sys.modules["slipstream"].__path__)
+    return (python, os.path.abspath(__file__), folders)
 
 
 def main() -> None:

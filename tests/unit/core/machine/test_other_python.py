@@ -26,9 +26,9 @@ def furnished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return furnished_python(tmp_path_factory.mktemp("furnished") / "venv")
 
 
-def check(python: Path, reference: str) -> subprocess.CompletedProcess[str]:
+def check(python: Path, reference: str, *options: object) -> subprocess.CompletedProcess[str]:
     command = [*worker_program(str(python)), "--check", reference, "--search-path", FAKES]
-    return completed(command, timeout=LIMIT_S)
+    return completed([*command, *map(str, options)], timeout=LIMIT_S)
 
 
 def test_a_worker_runs_with_another_interpreter_that_lacks_slipstream(furnished: Path) -> None:
@@ -37,6 +37,14 @@ def test_a_worker_runs_with_another_interpreter_that_lacks_slipstream(furnished:
     ended = check(furnished, "fake_workers:Good")
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.startswith(READY)
+
+
+def test_what_another_interpreter_has_checked_is_not_checked_again(
+    furnished: Path, tmp_path: Path
+) -> None:
+    said = [check(furnished, "fake_workers:Good", "--cached", tmp_path) for _ in range(2)]
+    assert [ended.returncode for ended in said] == [0, 0], said[0].stderr
+    assert said[1].stdout == "environment fake_workers:Good is ready, as before\n"
 
 
 def test_a_check_goes_on_with_another_interpreter(furnished: Path, tmp_path: Path) -> None:

@@ -1,0 +1,438 @@
+"""Starts a run from Python, and plays the environments of the calling process for it.
+
+    python -m slipstream.client.started_run PARENT SETTINGS.toml
+
+This program is `slipstream run` for the process PARENT, and stops the run when PARENT ends.
+
+Consumes: metrics.jsonl of the run. Produces: its rows. All runs of a process share one thread,
+which starts the commands and answers the commands of their rollout servers. It lives as long as the
+process does, as `die_with_parent` needs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import codecs
+import concurrent.futures
+import functools
+import os
+import signal
+import sys
+import tempfile
+import threading
+import weakref
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import tomli_w
+from pydantic import JsonValue
+from slipstream.client.client import LOOK_S, Client, NoController
+from slipstream.client.environment import AnyEnvironment, Environment
+from slipstream.client.episode_host import EpisodeHost
+from slipstream.client.page import PAGE
+from slipstream.client.run_files import parsed
+from slipstream.client.run_folder import FoundRun, read_summary
+from slipstream.client.status import RunStatus
+from slipstream.core.configuration.automatic import add_names, completed
+from slipstream.core.configuration.config_file import parse_config
+from slipstream.core.configuration.toml_text import check_values
+from slipstream.core.errors import FAILED, USAGE_ERROR, ConfigError, RunFailed
+from slipstream.core.machine.process import die_with_parent, send_signal
+from slipstream.core.run_folder import ADDRESS, METRICS
+from slipstream.core.settings.config import Config
+
+SOURCE = "slipstream.run"
+COMMAND = (sys.executable, "-m", "slipstream.client.started_run")
+# Options of an environment of this process, as `Client.serve` has them, and the class's arguments.
+OPTIONS = (
+    *("name", "args", "weight", "timeout_s", "episodes", "chat_template_kwargs", "adapter"),
+    "reference",
+)
+# Seconds in which runs end in order when their process exits; then Linux ends them.
+EXIT_LIMIT_S = 120.0
+TAIL_CHARACTERS = 8192
+CHUNK_BYTES = 65536
+
+Result = TypeVar("Result")
+
+
+def run(*, environments: object = (), show: bool = True, **settings: object) -> Run:
+    """Starts a run on this machine and returns its handle; waits for nothing but the start.
+
+    `settings` are the tables of a configuration file: `model={"path": "models/tiny"}`.
+    `environments` is one environment or a list: an instance of a class, a class that needs no
+    arguments, or a table as in a file. The `reference` of a table may be such an object, too. These
+    objects stay in this process, and their methods are called in a thread of it. Other options of
+    their tables are those of `Client.serve`, and `args` for a class. `show` prints what the command
+    `slipstream run` would print.
+
+    The run ends in order when the handle is garbage or the process ends: keep the handle. Raises
+    ConfigError for wrong settings.
+    """
+    tables: list[object] = []
+    served: list[_Served] = []
+    for each in environments if isinstance(environments, list | tuple) else (environments,):
+        table = dict(each) if isinstance(each, Mapping) else {"reference": each}
+        if isinstance(table.get("reference"), str):
+            tables.append(table)
+        else:
+            served.append(_Served.of(table))
+    given = _table(settings | {"environments": tables})
+    names = _table(settings | {"environments": [*tables, *({"name": one.name} for one in served)]})
+    add_names(names)
+    # The run has by default the names of all environments, wherever they are.
+    if isinstance(stated := given.setdefault("run", {}), dict):
+        stated.setdefault("name", names["run"]["name"])
+    config = parse_config(completed(given), source=SOURCE)
+    return Run(_Plan(given, config, tuple(served), show))
+
+
+class Run:
+    """A run that this process has started.
+
+    Iterating yields each row of its metrics once, as a dict, as soon as its step is done: the first
+    iteration begins with the first row of this start. The iteration ends with the run, and raises
+    what `wait` raises. A KeyboardInterrupt while a method waits stops the run in order. At the end
+    of a `with` block the run is stopped.
+    """
+
+    def __init__(self, plan: _Plan) -> None:
+        self._plan = plan
+        metrics = self.folder / METRICS
+        rows = metrics.read_bytes() if metrics.is_file() else b""
+        # A torn last line is removed when the run goes on.
+        self._offset = rows.rfind(b"\n") + 1
+        self._begin()
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def __repr__(self) -> str:
+        return f"<slipstream.Run {self.folder}: {'ended' if self._end.done() else 'goes on'}>"
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        return self._plan.config.run_dir
+
+    @property
+    def page(self) -> Path:
+        """The page with curves and replies, which is written anew while the run goes on."""
+        return self.folder / PAGE
+
+    def status(self) -> RunStatus:
+        """Returns the state of the run at this moment; raises ConfigError unless it goes on."""
+
+        async def ask(plan: _Plan) -> RunStatus:
+            async with plan.client() as client:
+                return await client.status()
+
+        return _submit(ask(self._plan)).result()
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        while True:
+            is_last = self._end.done()
+            yield from self._new_rows()
+            if is_last:
+                break
+            self._until_end(LOOK_S)
+        self.wait()
+
+    def wait(self) -> dict[str, Any]:
+        """Waits for the end of the run and returns its summary, as summary.json has it.
+
+        Raises ConfigError if this machine cannot carry out the run, EnvironmentFailed for an
+        environment without tasks, and RunFailed with the cause and its log if the run failed.
+        """
+        self._until_end(None)
+        self._end.result()
+        return read_summary(self.folder) or {}
+
+    def stop(self) -> None:
+        """Ends the run after the current step, unless it has ended, and waits for the end.
+
+        A KeyboardInterrupt while it waits ends the run at once.
+        """
+        self._start.ask_end()
+        try:
+            concurrent.futures.wait([self._end])
+        except KeyboardInterrupt:
+            self._start.ask_end(signal.SIGINT)
+            concurrent.futures.wait([self._end])
+            raise
+
+    def resume(self) -> None:
+        """Starts the ended run again, from its newest checkpoint.
+
+        Raises ConfigError while it goes on.
+        """
+        if not self._end.done():
+            raise ConfigError(f"{self.folder} is a run that goes on; stop it before it is resumed")
+        self._begin()
+
+    def _begin(self) -> None:
+        starting = _submit(_start(self._plan))
+        try:
+            self._start, self._end = starting.result()
+        except KeyboardInterrupt:
+            starting.add_done_callback(lambda started: started.result()[0].ask_end())
+            raise
+        self._finalizer = weakref.finalize(self, self._start.ask_end)
+        self._finalizer.atexit = False
+
+    def _until_end(self, limit_s: float | None) -> None:
+        try:
+            concurrent.futures.wait([self._end], limit_s)
+        except KeyboardInterrupt:
+            self.stop()
+            raise
+
+    def _new_rows(self) -> Iterator[dict[str, Any]]:
+        path = self.folder / METRICS
+        if not path.is_file():
+            return
+        with path.open("rb") as file:
+            file.seek(self._offset)
+            for line in file:
+                row = parsed(line)
+                if not line.endswith(b"\n") or not isinstance(row, dict):
+                    return
+                self._offset += len(line)
+                yield row
+
+
+@dataclass(frozen=True)
+class _Served:
+    """An environment of this process."""
+
+    environment: AnyEnvironment
+    name: str
+    # Arguments of `Client.serve`.
+    options: Mapping[str, Any]
+
+    @staticmethod
+    def of(table: dict[str, Any]) -> _Served:
+        """Returns the environment of a table whose `reference` is an object."""
+        for key in table:
+            if key not in OPTIONS:
+                raise ConfigError(
+                    f"{SOURCE}: environments: an environment of this process has no option {key}, "
+                    f"only {', '.join(OPTIONS)}"
+                )
+        found, args = table.pop("reference", None), table.pop("args", {})
+        if isinstance(found, type) and issubclass(found, Environment):
+            found = found(**args)
+        elif args:
+            raise ConfigError(f"{SOURCE}: environments: args are for a class, got {found!r}")
+        if not isinstance(found, Environment):
+            hint = "; a function judges questions: Questions(rows, judge=function)"
+            raise ConfigError(
+                f"{SOURCE}: environments must be classes or instances of "
+                f"slipstream.client.Environment, got {found!r}{hint * callable(found)}"
+            )
+        # Whoever gives no tasks is refused before anything starts.
+        EpisodeHost(found)
+        return _Served(found, table.pop("name", type(found).__name__.lower()), table)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What is started."""
+
+    # The settings as given.
+    table: Mapping[str, JsonValue]
+    config: Config
+    served: tuple[_Served, ...]
+    show: bool
+
+    @property
+    def address(self) -> tuple[int, str]:
+        """When the address of the controller was written, and the address; (0, "") without it."""
+        path = self.config.run_dir / ADDRESS
+        try:
+            return path.stat().st_mtime_ns, path.read_text()
+        except FileNotFoundError:
+            return 0, ""
+
+    def client(self) -> Client:
+        """Returns a client of the run's newest controller."""
+        address = self.address[1].strip()
+        if not address:
+            raise NoController(f"{self.config.run_dir} has no controller yet")
+        return Client.of_run(FoundRun(address, self.config.security))
+
+
+@dataclass(frozen=True, eq=False)
+class _Start:
+    """One start of the command."""
+
+    process: asyncio.subprocess.Process
+    # Signals that somebody has asked the run to end.
+    asked: list[signal.Signals] = field(default_factory=list)
+
+    def ask_end(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """Sends a signal to the command unless it has ended or got the same one before."""
+        if number not in self.asked:
+            self.asked.append(number)
+            _loop().call_soon_threadsafe(send_signal, self.process, number)
+
+
+async def _start(plan: _Plan) -> tuple[_Start, concurrent.futures.Future[None]]:
+    """Starts the command; returns it with what its end will be."""
+    before = plan.address
+    settings = tempfile.TemporaryDirectory(prefix="slipstream-")
+    path = Path(settings.name, "settings.toml")
+    path.write_text(tomli_w.dumps(plan.table))
+    process = await asyncio.create_subprocess_exec(
+        *(*COMMAND, str(os.getpid()), str(path)),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        # An interrupted cell interrupts its process group.
+        start_new_session=True,
+    )
+    start = _Start(process)
+    end = _submit(_conduct(plan, start, before, settings))
+    _ends[end] = start
+    end.add_done_callback(_ends.pop)
+    return start, end
+
+
+async def _conduct(
+    plan: _Plan,
+    start: _Start,
+    before: tuple[int, str],
+    settings: tempfile.TemporaryDirectory[str],
+) -> None:
+    """Serves the environments until the command has ended; raises why the run failed, if it did."""
+    process = start.process
+    assert process.stdout is not None
+    assert process.stderr is not None
+    said: list[str] = []
+    failure: BaseException | None = None
+    with settings:
+        serving = asyncio.ensure_future(_serve(plan, before))
+        reading = asyncio.gather(
+            _read(process.stdout, _show if plan.show else None),
+            _read(process.stderr, said.append),
+        )
+        ended = asyncio.ensure_future(process.wait())
+        await asyncio.wait((serving, ended), return_when=asyncio.FIRST_COMPLETED)
+        if not ended.done():
+            # The run cannot go on without the environments of this process.
+            failure = serving.exception()
+            if failure is not None:
+                send_signal(process, signal.SIGTERM)
+        code = await ended
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+        await reading
+    if failure is not None:
+        raise failure
+    # A number above 128 is that of a signal, after which the run was stopped in order.
+    if code == 0 or start.asked or code > 128:
+        return
+    cause = "".join(said)[-TAIL_CHARACTERS:].rpartition("slipstream: ")[2].strip()
+    if code not in (FAILED, USAGE_ERROR):
+        cause = f"the command ended with code {code}: {cause}"
+    raise (ConfigError if code == USAGE_ERROR else RunFailed)(cause)
+
+
+async def _serve(plan: _Plan, before: tuple[int, str]) -> None:
+    if not plan.served:
+        return
+    while plan.address[0] == before[0] or not plan.address[1].endswith("\n"):
+        await asyncio.sleep(LOOK_S)
+    async with plan.client() as client:
+        has_answered = False
+        while not has_answered:
+            try:
+                await client.status()
+                has_answered = True
+            except NoController:
+                await asyncio.sleep(LOOK_S)
+        try:
+            async with asyncio.TaskGroup() as group:
+                for one in plan.served:
+                    group.create_task(client.serve(one.environment, name=one.name, **one.options))
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+
+async def _read(stream: asyncio.StreamReader, take: Callable[[str], object] | None) -> None:
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    while data := await stream.read(CHUNK_BYTES):
+        text = decoder.decode(data)
+        if take is not None:
+            take(text)
+
+
+def _show(text: str) -> None:
+    # In a notebook `sys.stdout` is the newest cell's.
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _table(settings: Mapping[str, object]) -> dict[str, Any]:
+    """Returns a copy of settings as TOML could write them; raises ConfigError if it could not."""
+    table = _plain(settings, SOURCE)
+    check_values(table, SOURCE)
+    return cast(dict[str, Any], table)
+
+
+def _plain(value: object, place: str) -> JsonValue:
+    """Returns a copy of a setting with lists for tuples and texts for paths."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each, f"{place}: {key}") for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each, place) for each in value]
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, str | bool | int | float):
+        return value
+    raise ConfigError(f"{place} must be a text, number, list or table, got {value!r}")
+
+
+# What each start that has not ended will end with.
+_ends: dict[concurrent.futures.Future[None], _Start] = {}
+
+
+@functools.cache
+def _loop() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="slipstream", daemon=True).start()
+    atexit.register(_end_all)
+    return loop
+
+
+def _submit(call: Coroutine[Any, Any, Result]) -> concurrent.futures.Future[Result]:
+    return asyncio.run_coroutine_threadsafe(call, _loop())
+
+
+def _end_all() -> None:
+    for start in tuple(_ends.values()):
+        start.ask_end()
+    concurrent.futures.wait(tuple(_ends), EXIT_LIMIT_S)
+
+
+def main() -> int:
+    """Runs the command for the process that started this one; returns its exit code."""
+    parent, settings = sys.argv[1:]
+    die_with_parent(signal.SIGTERM)
+    if os.getppid() != int(parent):
+        return FAILED
+    # The command says by this how a run is resumed.
+    sys.argv = ["resume()"]
+    from slipstream.client.cli import main as command
+
+    return command(["run", settings])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,202 @@
+"""Runs that a program of Python starts with its own environments, as a notebook does."""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import slipstream
+from slipstream.client import started_run
+from slipstream.core.errors import ConfigError, EnvironmentFailed, RunFailed
+from slipstream.environments.questions import Questions
+from support.fakes.example_environments import Repeat
+from support.rigs.run_processes import QUICKSTART, ROOT, descendants
+from support.rigs.waiting import LIMIT_S, wait_until
+
+pytestmark = pytest.mark.usefixtures("nothing_survives")
+
+ROWS = [{"question": f"What is {n} + {n}?", "sum": 2 * n} for n in range(20)]
+QUICK = (sys.executable, "-m", "support.fakes.quick_run", "started")
+
+
+def reward(reply: str, row: dict[str, int]) -> float:
+    return float(str(row["sum"]) in reply)
+
+
+def settings(folder: Path, model: Path, steps: int) -> dict[str, object]:
+    table = tomllib.loads(QUICKSTART.read_text())
+    del table["environments"], table["evaluations"]
+    table["algorithm"] |= {"group_size": 4, "groups_per_step": 4}
+    return table | {"run": {"steps": steps, "dir": folder}, "model": {"path": model}}
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_model: Path) -> dict[str, object]:
+    """Settings of 10,000 steps, for runs with stand-ins for an engine and a trainer's step."""
+    monkeypatch.setattr(started_run, "COMMAND", QUICK)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"))
+    return settings(tmp_path, tiny_model, 10_000)
+
+
+@pytest.fixture(autouse=True)
+def _ended() -> Iterator[None]:
+    yield
+    started_run._end_all()
+
+
+def commands() -> list[psutil.Process]:
+    return [each for each in descendants(os.getpid()) if "started" in " ".join(each.cmdline())]
+
+
+async def test_rows_come_while_a_run_asks_questions_of_this_process(quick, tmp_path, capfd) -> None:
+    threads = set()
+
+    def judge(reply: str, row: dict[str, int]) -> float:
+        threads.add(threading.current_thread().name)
+        return reward(reply, row)
+
+    table = {"reference": Questions(ROWS, judge=judge), "name": "sums", "timeout_s": 20.0}
+    # A notebook has a running event loop, too.
+    quick["run"]["steps"] = 5
+    run = slipstream.run(environments=table, **quick)
+    assert run.folder == tmp_path / "tiny-sums"
+    assert [row["step"] for row in run if "reward_mean" in row] == [1, 2, 3, 4, 5]
+    assert run.wait()["state"] == "finished"
+    assert list(run) == []
+    assert threads == {"slipstream"}
+    assert run.page.is_file()
+    assert "step 5/5" in capfd.readouterr().out
+    run.stop()
+    with pytest.raises(ConfigError, match="is finished with 5 steps; raise run.steps to go on"):
+        run.resume()
+        run.wait()
+
+
+def test_a_stopped_run_is_resumed_and_yields_what_comes_then(quick) -> None:
+    run = slipstream.run(environments=[Repeat], show=False, **quick)
+    rows = iter(run)
+    first = next(rows)
+    assert run.status().state == "training"
+    with pytest.raises(ConfigError, match="is a run that goes on; stop it before it is resumed"):
+        run.resume()
+    with pytest.raises(ConfigError, match="is written by a run that goes on"):
+        slipstream.run(environments=[Repeat], show=False, **quick).wait()
+    run.stop()
+    *_, last = rows
+    assert last["step"] >= first["step"]
+    assert run.wait()["state"] == "stopped"
+    assert not commands()
+    run.resume()
+    with run:
+        assert next(iter(run))["step"] > first["step"]
+    assert not commands()
+
+
+def test_the_end_of_a_failed_run_says_what_its_log_says(quick) -> None:
+    def wrong(reply: str) -> float:
+        raise ValueError("no judge today")
+
+    quick["controller"] = {"max_failed_groups": 1}
+    run = slipstream.run(environments=Questions(ROWS, answer="sum", judge=wrong), **quick)
+    cause = r"no environment is left: questions: .*ValueError: no judge today \(test_started_run.py"
+    for _ in range(2):
+        with pytest.raises(RunFailed, match=cause):
+            list(run)
+
+
+def test_what_cannot_work_is_refused_before_anything_starts(quick) -> None:
+    def refusal(environments: object = Repeat, **changes: object) -> str:
+        with pytest.raises(ConfigError) as caught:
+            slipstream.run(environments=environments, **(quick | changes))
+        return str(caught.value)
+
+    assert refusal(run={"stepz": 3}).startswith("slipstream.run: run: unknown key 'stepz'; did")
+    assert refusal(model={"path": None}) == (
+        "slipstream.run: model: path must be a text, number, list or table, got None"
+    )
+    assert "Questions(rows, judge=function)" in refusal(reward)
+    assert "has no option python, only name," in refusal({"reference": Repeat, "python": "x"})
+    assert "args are for a class, got" in refusal({"reference": Repeat(3), "args": {"a": 1}})
+
+    class Empty(Repeat):
+        def tasks(self) -> list[int]:
+            return []
+
+    with pytest.raises(EnvironmentFailed, match="gives no task"):
+        slipstream.run(environments=Empty, **quick)
+    assert not commands()
+
+
+def test_an_interrupted_cell_stops_its_run_in_order(quick) -> None:
+    def judge(reply: str) -> float:
+        if not interrupted:
+            interrupted.append(os.kill(os.getpid(), signal.SIGINT))
+        return 0.0
+
+    interrupted: list[None] = []
+    run = slipstream.run(environments=Questions(ROWS, answer="sum", judge=judge), **quick)
+    with pytest.raises(KeyboardInterrupt):
+        run.wait()
+    assert not commands()
+    assert run.wait()["state"] == "stopped"
+
+
+def test_a_handle_that_nobody_has_any_more_ends_its_run(quick) -> None:
+    run = slipstream.run(environments=Repeat, **quick)
+    next(iter(run))
+    assert commands()
+    del run
+    gc.collect()
+    wait_until(lambda: not commands(), LIMIT_S)
+
+
+@pytest.mark.parametrize("end", ["", "os._exit(0)", "os.kill(os.getpid(), 9)", "raise ValueError"])
+def test_a_program_that_ends_leaves_no_process(quick, tmp_path: Path, tiny_model, end) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        textwrap.dedent(
+            f"""
+            import os
+            from pathlib import Path
+            import slipstream
+            from integration.test_started_run import QUICK, Repeat, settings
+            from slipstream.client import started_run
+
+            started_run.COMMAND = QUICK
+            given = settings(Path({str(tmp_path)!r}), Path({str(tiny_model)!r}), 10_000)
+            run = slipstream.run(environments=Repeat, show=False, **given)
+            print(next(iter(run))["step"], flush=True)
+            {end}
+            """
+        )
+    )
+    ended = subprocess.run([sys.executable, program], stdout=subprocess.PIPE, timeout=LIMIT_S)
+    assert ended.stdout == b"1\n"
+    wait_until(lambda: not commands(), LIMIT_S)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_the_cells_of_the_page_from_a_notebook_run(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("vllm")
+    from support.fakes.page_reader import BLOCK
+
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "tiny").symlink_to(tiny_model)
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs" / "guides" / "notebook.md").read_text()
+    cells = "\n".join(block[2] for block in BLOCK.finditer(page) if block[1] == "python")
+    (tmp_path / "cells.py").write_text(cells)
+    ended = subprocess.run([sys.executable, "cells.py"], stdout=subprocess.PIPE, timeout=800)
+    assert ended.returncode == 0
+    assert ended.stdout
