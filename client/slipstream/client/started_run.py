@@ -36,7 +36,7 @@ from slipstream.client.page import PAGE
 from slipstream.client.run_files import parsed
 from slipstream.client.run_folder import FoundRun, read_summary
 from slipstream.client.status import RunStatus
-from slipstream.core.configuration.automatic import add_names, completed
+from slipstream.core.configuration.automatic import add_names
 from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.configuration.toml_text import check_values
 from slipstream.core.errors import FAILED, USAGE_ERROR, ConfigError, RunFailed
@@ -86,7 +86,7 @@ def run(*, environments: object = (), show: bool = True, **settings: object) -> 
     # The run has by default the names of all environments, wherever they are.
     if isinstance(stated := given.setdefault("run", {}), dict):
         stated.setdefault("name", names["run"]["name"])
-    config = parse_config(completed(given), source=SOURCE)
+    config = parse_config(given, source=SOURCE, complete=False)
     return Run(_Plan(given, config, tuple(served), show))
 
 

@@ -134,13 +134,14 @@ def _source(path: Path | None, overrides: Sequence[str], error: ValidationError)
     return f"{path}{' and command line' * is_within}"
 
 
-def parse_config(table: Mapping[str, JsonValue], *, source: str) -> Config:
+def parse_config(table: Mapping[str, JsonValue], *, source: str, complete: bool = True) -> Config:
     """Returns the checked settings of `table`, which comes from `source`.
 
+    If they are not `complete`, the others are chosen as for a file.
     Raises ConfigError with one line that names `source`, the value and the rule.
     """
     try:
-        return Config.model_validate(table)
+        return Config.model_validate(table if complete else completed(table))
     except ValidationError as error:
         raise ConfigError(f"{source}: {_worst(error)}") from None
 
