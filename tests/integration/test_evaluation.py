@@ -176,7 +176,7 @@ async def test_the_newest_round_is_in_the_status_before_and_after_a_restart(tmp_
             await asyncio.sleep(0.01)
         found.append(first)
         trainer.gate.set()
-        await until(lambda: controller._parts.results.evaluations[-1].step >= 2)
+        await until(lambda: controller._books.state.evaluations[-1].version >= 2)
         controller.stop("test")
 
     await play(config, FakeServer(address, judge=hold), trainer=trainer, during=look)

@@ -220,7 +220,7 @@ async def test_between_intake_and_batch(tmp_path, caplog, monkeypatch, times):
 async def test_between_batch_and_journal(tmp_path, caplog, monkeypatch, kind, times):
     third, write, append = Third(times), Journal.write_batch, Journal.append
 
-    def write_faultily(journal, batch) -> int:
+    def write_faultily(journal, batch) -> kinds.Batch:
         changed = trainer_pb2.RecordedBatch(header=batch.header)
         for trajectory in batch.trajectories:
             changed.trajectories.extend(trajectory for _ in third)

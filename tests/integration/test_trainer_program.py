@@ -353,7 +353,7 @@ def record_run(folder: Path, batches: list[Batch], digests: list[str]) -> None:
                 header=batch_order(batch)[0].batch,
                 trajectories=map(trajectory_to_pb, batch.trajectories),
             )
-            journal.write_batch(message)
+            journal.append(journal.write_batch(message))
             version = [0, batch.step + 1]
             journal.append(
                 kinds.Step(step=batch.step, version=version, digest=digest, lags=[], several=0)

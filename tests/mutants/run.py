@@ -18,7 +18,15 @@ from pathlib import Path
 
 from table import ROOT, Mutant, Row, rows
 
-SOURCE_ROOTS = ("protos", "core", "client", "environments", "rollout_server", "learner")
+SOURCE_ROOTS = (
+    "protos",
+    "core",
+    "client",
+    "environments",
+    "rollout_server",
+    "learner",
+    "extensions",
+)
 ALL_PASSED, SOME_FAILED = 0, 1
 # Longest time of one call of pytest.
 LIMIT_S = 3600

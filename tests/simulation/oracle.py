@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from slipstream.client.verify import Bounds, Findings, examine, read_batch, read_journal
 from slipstream.core.types import PolicyVersion, Trajectory
+from slipstream.learner.controller.records.history import read_history
+from slipstream.learner.controller.records.journal import read_records
+from slipstream.learner.controller.records.state import RunState
 from slipstream.protocol.codec import trajectory_from_pb
 
 from simulation.fleet import NUM_TASKS, text_of, verdict_on
@@ -44,6 +48,7 @@ class _Judge:
             found.faults = [text for text in found.faults if not text.startswith(open_ledger)]
         self._wrong += found.faults
         self._read_journal()
+        self._check_state()
         self._check_acknowledged()
         self._check_leased()
         if self._foreign > self._world.fired["told foreign run"]:
@@ -56,6 +61,21 @@ class _Judge:
         self._wrong += [f"unhandled: {text}" for text in self._world.loop.unhandled]
         self.trained += Counter(steps=found.steps, tokens=found.lags.total())
         return self.trained
+
+    def _check_state(self) -> None:
+        """The last controller knew what the next one would know from the journal."""
+        known = self._world.state
+        if known is None:
+            return
+        told = read_history(read_records(self._folder / "journal"))
+        told.forget(min(known.batches, default=known.next_step))
+        for name in known.environments:
+            # One without a record has counted nothing.
+            told.environments[name]
+        for name in (each.name for each in fields(RunState)):
+            ours, theirs = getattr(known, name), getattr(told, name)
+            if ours != theirs:
+                self._wrong.append(f"{name} is {ours} live, and {theirs} after a restart")
 
     def _read_journal(self) -> None:
         batches: dict[int, dict[str, Any]] = {}

@@ -30,6 +30,7 @@ from slipstream.core.settings.config import Config
 from slipstream.core.types import ServerId, Trajectory
 from slipstream.extensions.redis import queue as redis
 from slipstream.learner.controller import application
+from slipstream.learner.controller.records.state import RunState
 from slipstream.learner.controller.services import status_service
 from slipstream.learner.trainer import controller_client
 from slipstream.learner.trainer.ranks import activity
@@ -253,6 +254,8 @@ class World:
         # Number of trajectories that each server still spoils, by the lie and its process.
         self.lies: Counter[tuple[str, Process]] = Counter()
         self.violations: list[str] = []
+        # What the last controller knew at its end; None if none came to an end.
+        self.state: RunState | None = None
         self.fired: Counter[str] = Counter()
         self.causes: list[str] = []
         self._numbers = 0
@@ -353,6 +356,7 @@ class World:
                 self._controller_failed(f"{type(error).__name__}: {error}")
                 code = None
             if code == 0:
+                self.state = controller._books.state
                 self._finished.set_result(None)
                 return
             if code == 1:

@@ -50,7 +50,7 @@ RECORDS = (
     },
     {"kind": "gave_up", "group": "g000003", "members": [1], "cause": "x"},
     {"kind": "closed", "group": "g000001", "how": "filtered", "solved": True, "reward": 1.0},
-    {"kind": "set_aside", "group": "g000002", "task": 2, "cause": "x"},
+    {"kind": "set_aside", "group": "g000002", "task": 2, "cause": "x", "blamed": False},
     batch_record(0, "g000000", "g000003", **EMPTY, tokens=[["s", 7, 9]]),
     {
         "kind": "batch_set_aside",
@@ -72,6 +72,7 @@ RECORDS = (
     {"kind": "checkpoint", "version": [0, 1]},
     {"kind": "evaluation", "version": 1, "episodes": 2, "failed": 0, "reward_mean": 0.5},
     {"kind": "solved", "step": 1, "cause": "x"},
+    {"kind": "head_start", "environment": "new", "head_start": 2.5},
     {"kind": "unsubmitted", "environment": "new"},
 )
 VALUES = (None, True, -1, 0, 2**70, 1.5, "", "g000009", "zz", [], [1], [0, 1], {}, {"a": 1})

@@ -6,7 +6,7 @@ from pathlib import Path
 
 # Not within the time of a reading.
 from slipstream.learner.controller.events import EventLog
-from slipstream.learner.controller.records.history import RunHistory
+from slipstream.learner.controller.records.state import RunState
 from slipstream.learner.controller.reporting.metrics import RunRecorder
 from slipstream.learner.controller.reporting.result_files import COLUMNS
 from slipstream.learner.controller.reporting.trackers import RunIds, Trackers
@@ -45,16 +45,13 @@ def _lines(honest: bytes, draw: random.Random) -> bytes:
 
 def _recorded(path: Path) -> object:
     """What a controller makes of the results of the start before, up to its own summary."""
-    config, events, history = config_of(path.parents[1]), EventLog(), RunHistory()
+    config, events = config_of(path.parents[1]), EventLog()
     recorder = RunRecorder(path.parent, config, Trackers({}, events.add), None, events)
-    recorder.restore(history)
     recorder.look({})
     assert recorder.has_row(1) in (True, False)
     summary = recorder.summary(
         ledger=status_pb2.Ledger(),
-        filtered_groups=0,
-        set_aside_batches=0,
-        evaluations=[],
+        state=RunState(),
         publish={},
         weight_digest="",
         trainer_ranks=1,

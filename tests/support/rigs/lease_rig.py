@@ -15,6 +15,7 @@ from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.records.kinds import Record, fields_of
 from slipstream.learner.controller.records.ledger import AccountedReceiver, TokenLedger
+from slipstream.learner.controller.records.state import RunState
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.fleet import Fleet, FleetHandlers
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
@@ -34,7 +35,7 @@ def books_of(run: Run, **given: object) -> Books:
 
     Without a journal nothing may be recorded.
     """
-    algorithm, fleet = run.config.algorithm, Fleet(run)
+    algorithm, fleet, state = run.config.algorithm, Fleet(run), RunState()
     made: dict[str, Any] = {
         "leases": LeaseBook(
             attempts_per_lease=7,
@@ -43,13 +44,17 @@ def books_of(run: Run, **given: object) -> Books:
             max_staleness=algorithm.max_staleness,
             num_steps=run.config.run.steps,
         ),
-        "environments": EnvironmentBook(seed=0, max_failed_groups=3),
+        "environments": EnvironmentBook(state, seed=0, max_failed_groups=3),
         "fleet": fleet,
         "journal": None,
+        "state": state,
         "ledger": ledger_of(fleet.epochs),
         "queue": AccountedReceiver(MemoryQueue(1000).receiver()),
     }
-    return Books(**made | given)
+    books = Books(**made | given)
+    if books.journal is not None:
+        books.journal.state = books.state
+    return books
 
 
 def ledger_of(

@@ -22,8 +22,8 @@ from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.leasing.scheduler import Scheduler
 from slipstream.learner.controller.part import OrderTimes, Part, Tasks
 from slipstream.learner.controller.publishing.publish import Publisher
+from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.history import RunHistory
-from slipstream.learner.controller.reporting.run_facts import EvaluationResult
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.session import ServerSession
 from slipstream.learner.controller.trajectories.batch_statistics import means_of_metrics
@@ -144,7 +144,7 @@ class Evaluator(Part):
         publisher: Publisher,
         scheduler: Scheduler,
         *,
-        on_result: Callable[[EvaluationResult], None],
+        on_result: Callable[[kinds.Evaluation], None],
     ) -> None:
         """Takes `on_result`, which is called with the result of every finished round."""
         self._run, self._progress = run, run.progress
@@ -346,9 +346,11 @@ class Evaluator(Part):
         self._publisher.pinned.discard(round_.session.key)
         self._scheduler.reserved.pop(round_.session.key, None)
         rewards = [e.reward for episodes in round_.episodes.values() for e in episodes]
-        result = EvaluationResult(
-            step=round_.version.step,
-            reward_mean=statistics.fmean(rewards) if rewards else float("nan"),
+        result = kinds.Evaluation(
+            version=round_.version.step,
+            episodes=len(rewards),
+            failed=round_.failed.total(),
+            reward_mean=statistics.fmean(rewards) if rewards else None,
             evaluations={
                 section.name: evaluation_statistics(
                     round_.episodes.get(section.name, []),
@@ -358,13 +360,11 @@ class Evaluator(Part):
                 )
                 for section in self._sections
             },
-            num_episodes=len(rewards),
-            num_failed=round_.failed.total(),
             wall_s=time.monotonic() - round_.started_s,
         )
         self._on_result(result)
         for name, values in result.evaluations.items():
-            self._run.events.add(_line(result.step, name, values))
+            self._run.events.add(_line(result.version, name, values))
         self._run.signal.notify()
 
 

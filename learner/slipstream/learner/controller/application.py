@@ -150,12 +150,9 @@ class Controller:
             attempts_per_lease=config.controller.max_attempts + MAX_EXCUSED_ATTEMPTS,
             min_group_share=config.controller.min_group_share,
         )
-        self._environments = EnvironmentBook(
-            seed=config.run.seed,
-            max_failed_groups=config.controller.max_failed_groups,
-        )
         self._fleet = Fleet(self._run)
         # Made by `run`.
+        self._environments: EnvironmentBook
         self._books: Books
         self._parts: Parts
 
@@ -167,7 +164,11 @@ class Controller:
             history = begin(journal, folder / JOURNAL, self._run)
             if self._config.tracking.traces_url is not None:
                 self._open_traces(stack, self._config.tracking.traces_url)
-            self._environments.restore(history)
+            self._environments = EnvironmentBook(
+                history,
+                seed=self._config.run.seed,
+                max_failed_groups=self._config.controller.max_failed_groups,
+            )
             recorder = await open_recorder(self._config, self._run.events)
             stack.callback(recorder.close)
             server = create_server(self._credentials, run_id=self._progress.run_id)
@@ -179,7 +180,13 @@ class Controller:
             async with RunTasks(self._progress.fail) as tasks:
                 ledger = TokenLedger(self._fleet.epochs, self._book.held, journal, receiver)
                 self._books = books = Books(
-                    self._book, self._environments, self._fleet, journal, ledger, receiver
+                    leases=self._book,
+                    environments=self._environments,
+                    fleet=self._fleet,
+                    journal=journal,
+                    state=history,
+                    ledger=ledger,
+                    queue=receiver,
                 )
                 self._parts = parts = self._make_parts(self._run, books, recorder, tasks)
                 parts.checkpoints.begin(history.checkpoint.step)

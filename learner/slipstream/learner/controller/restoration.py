@@ -56,7 +56,7 @@ def begin(journal: Journal, folder: Path, run: Run) -> RunHistory:
     history = read_history([] if first is None else itertools.chain([first], records))
     history.add(start)
     _check_end(journal, history, folder)
-    journal.settled = history.settled
+    journal.settled, journal.state = history.settled, history
     journal.append(start)
     journal.sync()
     try:

@@ -15,7 +15,6 @@ from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.reporting.metrics import RunRecorder
 from slipstream.learner.controller.reporting.result_files import write_result
-from slipstream.learner.controller.reporting.run_facts import EvaluationResult
 from slipstream.learner.controller.reporting.step_times import StepTimes, trace
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.session import ServerSession
@@ -45,25 +44,14 @@ class Results(Part):
         self._intake, self._former = intake, former
         self._publisher, self._scheduler = publisher, scheduler
         self._folder, self._times = run.config.run_dir, StepTimes()
-        self.evaluations: list[EvaluationResult] = []
         # Done when the last evaluation is on disk; never done after a failure of the disk.
         self._evaluated: asyncio.Future[None] | None = None
 
     def restore(self, history: RunHistory) -> None:
-        """Restores the sums over the whole run, and its evaluations."""
-        self._recorder.restore(history)
-        for record in history.evaluations:
-            mean = record.reward_mean
-            self._keep(
-                EvaluationResult(
-                    step=record.version,
-                    reward_mean=float("nan") if mean is None else mean,
-                    evaluations=record.evaluations,
-                    num_episodes=record.episodes,
-                    num_failed=record.failed,
-                    wall_s=record.wall_s,
-                )
-            )
+        """Takes over the work of earlier servers, and what was measured last."""
+        self._recorder.rate.earlier = history.servers.generated
+        for result in history.evaluations:
+            self._books.environments.measured(result.version, result.evaluations)
 
     def tasks(self) -> Tasks:
         """Returns the task that compares the counts of tokens."""
@@ -105,8 +93,8 @@ class Results(Part):
                 "missing_members": float(
                     max(books.leases.group_size * len(batch.groups) - len(batch.trajectories), 0)
                 ),
-                "filtered_groups": float(self._intake.group_filter.by_step[batch.step]),
-                "set_aside_batches": float(self._former.num_set_aside),
+                "filtered_groups": float(books.state.filtered_groups[batch.step]),
+                "set_aside_batches": float(len(books.state.set_aside)),
                 "quarantined_trajectories": float(self._intake.inspector.quarantine.total),
                 **books.environments.gauges(),
                 **self._publisher.totals.gauges(),
@@ -146,27 +134,14 @@ class Results(Part):
         for line in self._books.ledger.news():
             self._run.events.add(f"the ledger is open, {line}", Severity.ERROR)
 
-    def evaluated(self, result: EvaluationResult) -> None:
+    def evaluated(self, result: kinds.Evaluation) -> None:
         """Writes the result of an evaluation round."""
-        self._keep(result)
-        journal = self._books.journal
-        journal.append(
-            kinds.Evaluation(
-                version=result.step,
-                episodes=result.num_episodes,
-                failed=result.num_failed,
-                reward_mean=result.reward_mean if result.num_episodes else None,
-                evaluations={name: dict(values) for name, values in result.evaluations.items()},
-                wall_s=result.wall_s,
-            )
-        )
+        books = self._books
+        books.journal.append(result)
         # While the trainer writes its last model, no other record would take this one to the disk.
-        self._evaluated = journal.durable()
+        self._evaluated = books.journal.durable()
+        books.environments.measured(result.version, result.evaluations)
         self._recorder.evaluation(result)
-
-    def _keep(self, result: EvaluationResult) -> None:
-        self.evaluations.append(result)
-        self._books.environments.measured(result.step, result.evaluations)
 
     def is_done(self) -> bool:
         """Whether each result that was passed to `evaluated` is written to disk."""
@@ -188,9 +163,7 @@ class Results(Part):
         state = status_pb2.RunState.Name(progress.state)
         self._recorder.summary(
             ledger=books.ledger.snapshot(),
-            filtered_groups=self._intake.group_filter.by_step.total(),
-            set_aside_batches=self._former.num_set_aside,
-            evaluations=self.evaluations,
+            state=books.state,
             publish=self._publisher.totals.summary(),
             weight_digest=goodbye.weight_digest.hex() if goodbye is not None else "",
             trainer_ranks=hello.world_size if hello is not None else 0,

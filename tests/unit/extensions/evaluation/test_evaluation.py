@@ -10,13 +10,13 @@ import pytest
 from slipstream.core.types import PolicyVersion
 from slipstream.extensions.evaluation.controller import (
     EvaluatedEpisode,
-    EvaluationResult,
     Evaluator,
     evaluation_statistics,
     pass_at_k,
 )
 from slipstream.learner.controller.leasing.scheduler import Scheduler
 from slipstream.learner.controller.publishing.publish import Publisher
+from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.records.ledger import AccountedReceiver, Endings
 from slipstream.learner.controller.servers.fleet import FleetHandlers
@@ -36,7 +36,7 @@ class Rig:
     def __init__(self, folder: Path, journal: Journal, tasks: asyncio.TaskGroup) -> None:
         algorithm = {"group_size": 2, "groups_per_step": 1, "max_staleness": 1}
         self.journal = journal
-        self.tasks, self.results = tasks, list[EvaluationResult]()
+        self.tasks, self.results = tasks, list[kinds.Evaluation]()
         self.run = run_of(
             run={"name": "r", "steps": 10, "dir": str(folder)},
             algorithm={**algorithm, "learning_rate": 1e-3},

@@ -8,7 +8,7 @@ from enum import Enum
 
 from slipstream.core.errors import ProtocolError
 from slipstream.core.types import GroupId, Purpose, Trajectory
-from slipstream.learner.controller.records.history import OpenGroup
+from slipstream.learner.controller.records.state import OpenGroup
 from slipstream.learner.controller.servers.server_states import ServerKey
 
 

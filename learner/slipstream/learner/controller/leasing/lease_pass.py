@@ -218,7 +218,10 @@ class NewLeases:
         self._full: set[int] = set()
 
     def next(self) -> Grant | LeaseWait:
-        """Returns the next grant, or the reason why there is none."""
+        """Returns the next grant, or the reason why there is none.
+
+        The caller journals a grant before it asks for the next one.
+        """
         if not self._num_servers:
             return LeaseWait.SERVER
         size = self._book.group_size
@@ -265,9 +268,7 @@ class NewLeases:
 
     def _lease_new(self, room: ServerRoom, turn: EnvironmentEntry) -> Grant:
         task_index, seed = self._environments.next_task(turn)
-        number = turn.next_number - 1
-        turn.groups_leased += 1
         group = self._book.lease(
             turn.spec.name, task_index, seed, room.session.key, room.served_step
         )
-        return Grant(room.session, group, number)
+        return Grant(room.session, group, turn.counts.next_number)

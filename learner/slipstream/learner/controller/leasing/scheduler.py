@@ -76,12 +76,12 @@ class Scheduler:
         are durable, or None if no lease was granted and no group abandoned.
         """
         granted, num_abandoned = self._lease_orphans(limit)
+        for grant in granted:
+            self._record(grant)
         if len(granted) + num_abandoned < limit:
             granted += self._lease_new(limit - len(granted))
         if not granted and not num_abandoned:
             return None
-        for grant in granted:
-            self._record(grant)
         durable = self._journal.durable()
         for grant in granted:
             message = fleet_pb2.ControllerMessage(lease=self.lease_message(grant.group))
@@ -146,6 +146,7 @@ class Scheduler:
             if isinstance(lease, LeaseWait):
                 self._note(lease)
                 break
+            self._record(lease)
             granted.append(lease)
         return granted
 

@@ -45,8 +45,9 @@ from slipstream.core.run_folder import (
 )
 from slipstream.core.types import GroupId, Trajectory
 from slipstream.learner.controller.records import kinds
-from slipstream.learner.controller.records.history import REMEDY, attempt_of, settled_by
+from slipstream.learner.controller.records.history import REMEDY, settled_by
 from slipstream.learner.controller.records.kinds import Record, ServerTokens, fields_of
+from slipstream.learner.controller.records.state import RunState, attempt_of
 from slipstream.protocol.bounds import check_bounds
 from slipstream.protocol.checkpoints import sync_folder
 from slipstream.protocol.queue.base import Amount
@@ -64,9 +65,9 @@ class Journal:
     """A context manager that writes the journal of a run; its log continues the earlier logs.
 
     with Journal(folder) as journal:
-        journal.append(kinds.Solved(step=3, cause="why"))  # in memory only
+        record = journal.write_batch(batch)       # blocks until the file of a batch is durable
+        journal.append(record)                    # in memory only
         await journal.durable()                   # on disk
-        journal.write_batch(batch)                # file, then record; blocks until both are durable
 
     The first failed write is final: each later `sync` raises its error and `trouble` names it.
     Raises ConfigError while another process of this machine writes the journal of this folder, or
@@ -100,7 +101,9 @@ class Journal:
             raise ConfigError(f"{folder} cannot be written: {error.strerror}") from None
         self._path = Path(str(self._file.name))
         self._num_lines = _count_lines(folder)
-        # A thread writes batches while the event loop appends records.
+        # What each appended record changes; None if nobody follows the records.
+        self.state: RunState | None = None
+        # A thread writes records while the event loop appends others.
         self._lock, self._syncing = threading.Lock(), threading.Lock()
         self._num_appended = self._num_durable = 0
         # The trajectories that ended or are in a batch, according to the records.
@@ -122,7 +125,13 @@ class Journal:
             self._lock_file.close()
 
     def append(self, record: Record) -> None:
-        """Adds one record in memory without waiting; the next sync writes it to disk."""
+        """Adds one record in memory without waiting, and applies it to `state`.
+
+        The next sync writes it to disk. Raises ProtocolError, and adds nothing, if the record
+        contradicts the records before it.
+        """
+        if self.state is not None:
+            self.state.apply(record)
         with self._lock:
             self._num_lines += 1
             self.settled = settled_by(self.settled, record)
@@ -200,15 +209,13 @@ class Journal:
             )
         return None
 
-    def write_batch(self, batch: trainer_pb2.RecordedBatch) -> int:
-        """Makes the batch of a step durable before its training: first its file, then its record.
+    def write_batch(self, batch: trainer_pb2.RecordedBatch) -> kinds.Batch:
+        """Makes the file of a batch durable; returns its record, which the caller appends.
 
-        Blocks on the disk and returns the CRC-32 of the file. Raises RunFailed if the disk or the
-        folder fails.
+        Blocks on the disk. Raises RunFailed if the disk or the folder fails.
         """
         step = batch.header.step
         data = batch.SerializeToString(deterministic=True)
-        crc32 = zlib.crc32(data)
         path = self.path(step, attempt_of(batch.header.batch_id))
         with self._syncing:
             try:
@@ -220,18 +227,14 @@ class Journal:
             except OSError as error:
                 self._failure = self._failure or self._vanished() or _unwritten(path, error)
                 raise self._failure from error
-        self.append(
-            kinds.Batch(
-                step=step,
-                batch_id=batch.header.batch_id,
-                crc32=crc32,
-                groups=list(dict.fromkeys(GroupId(t.group_id) for t in batch.trajectories)),
-                trajectories=len(batch.trajectories),
-                tokens=tokens_by_server(batch.trajectories),
-            )
+        return kinds.Batch(
+            step=step,
+            batch_id=batch.header.batch_id,
+            crc32=zlib.crc32(data),
+            groups=list(dict.fromkeys(GroupId(t.group_id) for t in batch.trajectories)),
+            trajectories=len(batch.trajectories),
+            tokens=tokens_by_server(batch.trajectories),
         )
-        self.sync()
-        return crc32
 
     def read_batch(self, step: int, crc32: int, attempt: int = 0) -> trainer_pb2.RecordedBatch:
         """Reads a batch from this journal's folder; see the module's function `read_batch`."""

@@ -121,6 +121,8 @@ class GroupSetAside(Record, frozen=True, tag="set_aside"):
     group: GroupId
     task: int | None = None
     cause: str | None = None
+    # Whether its environment has failed: not in an outage, or if the prompt is too long.
+    blamed: bool = True
 
 
 class Closed(Record, frozen=True, tag="closed"):
@@ -212,6 +214,13 @@ class Unsubmitted(Record, frozen=True, tag="unsubmitted"):
     """An environment that was submitted and that no server could load."""
 
     environment: str
+
+
+class HeadStart(Record, frozen=True, tag="head_start"):
+    """The share that counts as given to an environment that joined a running mixture."""
+
+    environment: str
+    head_start: float
 
 
 class Tasks(Record, frozen=True, tag="tasks"):

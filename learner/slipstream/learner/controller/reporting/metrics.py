@@ -13,7 +13,8 @@ from slipstream.core.run_folder import GROUPS, METRICS, SAMPLES, SUMMARY, SUSPEN
 from slipstream.core.settings.config import Config
 from slipstream.learner.controller.events import EventLog
 from slipstream.learner.controller.leasing.groups import Group
-from slipstream.learner.controller.records.history import RunHistory
+from slipstream.learner.controller.records import kinds
+from slipstream.learner.controller.records.state import RunState
 from slipstream.learner.controller.reporting.readable import (
     TokenTexts,
     group_line,
@@ -27,12 +28,7 @@ from slipstream.learner.controller.reporting.result_files import (
     read_rows,
     write_result,
 )
-from slipstream.learner.controller.reporting.run_facts import (
-    EvaluationResult,
-    GenerationRate,
-    Interval,
-    RunFacts,
-)
+from slipstream.learner.controller.reporting.run_facts import GenerationRate, Interval, RunFacts
 from slipstream.learner.controller.reporting.trackers import Trackers, open_trackers
 from slipstream.learner.controller.trajectories.batch import FormedBatch
 from slipstream.learner.controller.trajectories.batch_statistics import (
@@ -103,14 +99,6 @@ class RunRecorder:
         self.newest = row
         self.facts.count_row(row)
 
-    def restore(self, history: RunHistory) -> None:
-        """Restores the sums over the whole run from its journal."""
-        facts = self.facts
-        self.rate.earlier = history.servers.generated
-        facts.lag_counts.update(history.lags)
-        facts.with_several_versions = history.with_several_versions
-        facts.steps = history.version.step
-
     def has_row(self, version: int) -> bool:
         """Whether the row of the step that makes version `version` is already written."""
         return version < len(self._written) and self._written[version] == 1
@@ -175,7 +163,6 @@ class RunRecorder:
         }
         row |= environment_means(batch.trajectories)
         row |= equal_rewards([group.in_order() for group in batch.groups], self._config)
-        self._count(batch)
         if self.has_row(batch.version):
             # A crash left the row of a step whose journal record it lost.
             return row
@@ -202,10 +189,11 @@ class RunRecorder:
         self._groups.append(b"".join(map(_line, groups)))
         self._trackers.samples(batch.version, lines, groups)
 
-    def evaluation(self, result: EvaluationResult) -> None:
+    def evaluation(self, result: kinds.Evaluation) -> None:
         """Writes the result of one evaluation round."""
+        mean = result.reward_mean
         numbers = {
-            "reward_heldout": result.reward_mean,
+            "reward_heldout": math.nan if mean is None else mean,
             "evaluation_s": result.wall_s,
             **{
                 f"{evaluation}/{name}": value
@@ -214,22 +202,20 @@ class RunRecorder:
             },
         }
         row = {
-            "evaluation_step": result.step,
+            "evaluation_step": result.version,
             "wall_s": time.monotonic() - self._started_s,
-            "num_episodes": result.num_episodes,
-            "num_failed": result.num_failed,
+            "num_episodes": result.episodes,
+            "num_failed": result.failed,
             **numbers,
         }
         self._metrics.append(_line(_finite(row)))
-        self._trackers.log(result.step, numbers)
+        self._trackers.log(result.version, numbers)
 
     def summary(
         self,
         *,
         ledger: status_pb2.Ledger,
-        filtered_groups: int,
-        set_aside_batches: int,
-        evaluations: list[EvaluationResult],
+        state: RunState,
         publish: Mapping[str, float],
         weight_digest: str,
         trainer_ranks: int,
@@ -237,39 +223,39 @@ class RunRecorder:
     ) -> dict[str, JsonValue]:
         """Writes summary.json, the main facts of an ended run, and returns its content.
 
-        `ending` has the final state of the run and its cause.
+        `state` is that of the journal; `ending` has the final state of the run and its cause.
         """
-        facts = self.facts
+        facts, evaluations = self.facts, state.evaluations
         heldout = [result.reward_mean for result in evaluations]
-        first_rewards, last_rewards = facts.edge_rewards()
+        first_rewards, last_rewards = facts.edge_rewards(state.version.step)
         summary: dict[str, JsonValue] = {
             "run": self._config.run.name,
             **ending,
-            "steps": facts.steps,
+            "steps": state.version.step,
             "reward_first": _mean(first_rewards),
             "reward_last": _mean(last_rewards),
             "reward_steps": len(last_rewards),
             "reward_heldout_first": heldout[0] if heldout else None,
             "reward_heldout": heldout[-1] if heldout else None,
-            "reward_heldout_first_step": evaluations[0].step if evaluations else None,
-            "reward_heldout_step": evaluations[-1].step if evaluations else None,
+            "reward_heldout_first_step": evaluations[0].version if evaluations else None,
+            "reward_heldout_step": evaluations[-1].version if evaluations else None,
             "evaluations": (
                 {name: _finite(values) for name, values in evaluations[-1].evaluations.items()}
                 if evaluations
                 else {}
             ),
             "max_staleness": self._config.algorithm.max_staleness,
-            "max_lag_seen": max(facts.lag_counts, default=0),
-            "tokens_by_lag": {str(lag): n for lag, n in sorted(facts.lag_counts.items())},
-            "trajectories_with_several_versions": facts.with_several_versions,
+            "max_lag_seen": max(state.lags, default=0),
+            "tokens_by_lag": {str(lag): n for lag, n in sorted(state.lags.items())},
+            "trajectories_with_several_versions": state.with_several_versions,
             "generated_tokens": ledger.generated,
             "trained_tokens": ledger.trained,
             "ledger": {
                 **{field.name: getattr(ledger, field.name) for field in ledger.DESCRIPTOR.fields},
                 "gaps": list(ledger.gaps),
             },
-            "filtered_groups": filtered_groups,
-            "set_aside_batches": set_aside_batches,
+            "filtered_groups": state.filtered_groups.total(),
+            "set_aside_batches": len(state.set_aside),
             "gradient_overflows": facts.gradient_overflows,
             **publish,
             "logprob_gap_mean": facts.gap_sum / facts.gap_tokens if facts.gap_tokens else None,
@@ -286,14 +272,6 @@ class RunRecorder:
         # Closing adds events about lost lines while clients still follow the events.
         self._close_files()
         return finite
-
-    def _count(self, batch: FormedBatch) -> None:
-        facts = self.facts
-        # Restored counts already contain a step that is trained again because its row was lost.
-        if batch.version > facts.steps:
-            facts.steps = batch.version
-            facts.with_several_versions += batch.num_with_several_versions
-            facts.lag_counts += batch.token_lags
 
 
 async def open_recorder(config: Config, events: EventLog) -> RunRecorder:

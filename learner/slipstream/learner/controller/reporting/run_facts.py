@@ -1,7 +1,7 @@
 """The facts in a run's summary: counts, sums, times, resources and the way the run ended."""
 
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -17,19 +17,6 @@ PEAKS = ("trainer_rss_bytes", "gpu_reserved_bytes", "rollout_rss_bytes")
 # Seconds over which the rate is averaged: heartbeats are too rare for a single step.
 WINDOW_S = 5.0
 EDGE_STEPS = 5
-
-
-@dataclass(frozen=True)
-class EvaluationResult:
-    """The result of one round; `reward_mean` is the mean over its episodes, or NaN without any."""
-
-    step: int
-    reward_mean: float
-    # The statistics of each evaluation.
-    evaluations: Mapping[str, Mapping[str, float]]
-    num_episodes: int
-    num_failed: int
-    wall_s: float
 
 
 class RunTotals:
@@ -117,24 +104,20 @@ class GenerationRate:
 class RunFacts:
     """Counts and sums of a run, restored from its journal and from the rows of its metrics."""
 
-    # Number of the newest version that was made.
-    steps: int = 0
     first_rewards: list[float] = field(default_factory=list)
     last_rewards: deque[float] = field(default_factory=lambda: deque(maxlen=EDGE_STEPS))
     totals: RunTotals = field(default_factory=RunTotals)
-    lag_counts: Counter[int] = field(default_factory=Counter)
-    with_several_versions: int = 0
     gap_sum: float = 0.0
     gap_tokens: float = 0.0
     gap_max: float = 0.0
     gradient_overflows: int = 0
 
-    def edge_rewards(self) -> tuple[list[float], list[float]]:
-        """Returns the mean rewards of the first and of the last steps, up to five of each.
+    def edge_rewards(self, steps: int) -> tuple[list[float], list[float]]:
+        """Returns the mean rewards of the first and of the last of `steps`, up to five of each.
 
         No step is in both lists, except in a run of one step.
         """
-        num_edge = max(1, min(EDGE_STEPS, self.steps // 2))
+        num_edge = max(1, min(EDGE_STEPS, steps // 2))
         return self.first_rewards[:num_edge], list(self.last_rewards)[-num_edge:]
 
     def count_row(self, row: Mapping[str, float]) -> None:

@@ -67,7 +67,6 @@ class EnvironmentServicer(Part, environment_pb2_grpc.EnvironmentServiceServicer)
                 self._environments.add(spec)
         known = self._environments.entries
         for group in [g for g in self._book.groups.values() if g.environment not in known]:
-            del history.open_groups[group.group_id]
             self._intake.withdraw([group], f"environment {group.environment} is not in the run")
 
     def lost(self, session: ServerSession) -> None:
@@ -91,7 +90,8 @@ class EnvironmentServicer(Part, environment_pb2_grpc.EnvironmentServiceServicer)
             return
         is_elsewhere = entry is not None and bool(entry.loaded_on - {session.key})
         # Tasks are leased by their number, which must name the same task on every server.
-        has_others = bool(report.digest) and entry is not None and entry.digest != report.digest
+        known = entry.counts.digest if entry is not None else report.digest
+        has_others = bool(report.digest) and known != report.digest
         if not cause and entry and is_elsewhere and entry.num_tasks != report.num_tasks:
             cause = (
                 f"it has {report.num_tasks} tasks here and {entry.num_tasks} on other rollout "
@@ -116,7 +116,8 @@ class EnvironmentServicer(Part, environment_pb2_grpc.EnvironmentServiceServicer)
     def _take_tasks(self, entry: EnvironmentEntry, num_tasks: int, digest: str) -> None:
         """Journals the tasks of an environment; tells if they are others than at the last start."""
         name = entry.spec.name
-        if self._environments.has_other_tasks(entry, digest):
+        if entry.counts.digest:
+            self._environments.begin_tasks_again(entry)
             text = f"the tasks of environment {name} have changed since the run began: there are "
             text += f"{num_tasks:,} now" if num_tasks else "others now"
             if entry.is_training:
@@ -144,9 +145,9 @@ class EnvironmentServicer(Part, environment_pb2_grpc.EnvironmentServiceServicer)
         if problem:
             code = grpc.StatusCode.INVALID_ARGUMENT
             await abort(context, code, problem, Reason.BAD_ARGUMENT, {"environment": spec.name})
-        entry = self._environments.add(spec)
         text = json_format.MessageToJson(spec, indent=None)
         self._journal.append(kinds.Submitted(environment=spec.name, spec=text))
+        entry = self._enter(spec)
         self._fleet.broadcast(_load_order(spec, try_reset=True))
         self._run.events.add(f"environment {spec.name} was submitted")
         clock = self._run.clock
@@ -249,6 +250,14 @@ class EnvironmentServicer(Part, environment_pb2_grpc.EnvironmentServiceServicer)
                 )
         return ""
 
+    def _enter(self, spec: pb.EnvironmentSpec) -> EnvironmentEntry:
+        """Adds an environment to the running mixture, level with the others."""
+        entry = self._environments.add(spec)
+        head_start = self._environments.head_start(entry)
+        if head_start > entry.counts.head_start:
+            self._journal.append(kinds.HeadStart(environment=spec.name, head_start=head_start))
+        return entry
+
     def _client_came(self, client: ClientSession) -> str:
         group_size = self._run.config.algorithm.group_size
         problem = self._problem(client.spec)
@@ -258,10 +267,10 @@ class EnvironmentServicer(Part, environment_pb2_grpc.EnvironmentServiceServicer)
             return (
                 f"episodes must be at least the group size {group_size}, got {client.max_episodes}"
             )
-        entry = self._environments.add(client.spec)
+        entry = self._enter(client.spec)
         entry.client_episodes = client.max_episodes
         entry.num_tasks = client.num_tasks
-        if client.digest and client.digest != entry.digest:
+        if client.digest and client.digest != entry.counts.digest:
             self._take_tasks(entry, client.num_tasks, client.digest)
         entry.state = pb.ENVIRONMENT_STATE_READY
         self._run.events.add(f"a client serves environment {client.spec.name}")

@@ -8,12 +8,7 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from slipstream.core.types import GroupId
-from slipstream.learner.controller.records.history import (
-    EnvironmentHistory,
-    OpenGroup,
-    RunHistory,
-)
+from slipstream.learner.controller.records.state import EnvironmentCounts, RunState
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.v1 import environment_pb2 as pb
 from slipstream.v1 import trajectory_pb2
@@ -34,6 +29,8 @@ class EnvironmentEntry:
     """One environment of the run."""
 
     spec: pb.EnvironmentSpec
+    # What the journal has of its groups.
+    counts: EnvironmentCounts
     state: pb.EnvironmentState = pb.ENVIRONMENT_STATE_PENDING
     num_tasks: int = 0
     cause: str = ""
@@ -41,11 +38,6 @@ class EnvironmentEntry:
     failed_on: dict[ServerKey, str] = field(default_factory=dict)
     # Episodes that the serving client takes. None if servers host the environment.
     client_episodes: int | None = None
-    groups_leased: int = 0
-    groups_accepted: int = 0
-    # Accepted groups that dynamic sampling left out of batches.
-    groups_filtered: int = 0
-    groups_failed: int = 0
     # Number of each group that failed since the last complete group.
     failed_in_a_row: list[int] = field(default_factory=list)
     # Number of tasks skipped because their prompt is too long.
@@ -58,11 +50,6 @@ class EnvironmentEntry:
     told_set_aside: dict[int, str] = field(default_factory=dict)
     reward_sum: float = 0.0
     rewards: int = 0
-    # Smallest share of the other environments when this one was added.
-    head_start: float = 0.0
-    next_number: int = 0
-    # Digest of the tasks; "" before a server has told it.
-    digest: str = ""
     # The order of the tasks in the round `order_round`.
     order: list[int] = field(default_factory=list)
     order_round: int = 0
@@ -85,10 +72,10 @@ class EnvironmentEntry:
 
         At least 1 / `MAX_ENDED_PER_TRAINED` of the ended groups count as trained.
         """
-        trained = self.groups_accepted - self.groups_filtered
-        ended = self.groups_accepted + self.groups_failed
-        dealt = self.groups_leased + max(trained, ended / MAX_ENDED_PER_TRAINED)
-        return self.head_start + dealt / self.spec.weight
+        counts = self.counts
+        trained, ended = counts.accepted - counts.filtered, counts.accepted + counts.failed
+        dealt = counts.leased + max(trained, ended / MAX_ENDED_PER_TRAINED)
+        return counts.head_start + dealt / self.spec.weight
 
     def runs_on(self, key: ServerKey) -> bool:
         """Whether a server can run the environment's episodes now."""
@@ -118,8 +105,8 @@ class EnvironmentEntry:
             state=pb.EnvironmentState.Name(self.state),
             num_tasks=self.num_tasks,
             cause=self.cause,
-            groups_accepted=self.groups_accepted,
-            groups_failed=self.groups_failed,
+            groups_accepted=self.counts.accepted,
+            groups_failed=self.counts.failed,
             episodes_failed=self.episodes_failed,
             reward_mean=self.reward_sum / self.rewards if self.rewards else 0.0,
             newest_round=self.newest_round,
@@ -127,35 +114,30 @@ class EnvironmentEntry:
 
 
 class EnvironmentBook:
-    """All environments of a run, by name; the book uses no clock and no I/O."""
+    """All environments of a run, by name; the book uses no clock and no I/O.
 
-    def __init__(self, *, seed: int, max_failed_groups: int) -> None:
+    After a restart, suspended environments are active again.
+    """
+
+    def __init__(self, state: RunState, *, seed: int, max_failed_groups: int) -> None:
         """Suspends an environment after `max_failed_groups` failed groups in a row."""
-        self._seed, self._max_failed_groups = seed, max_failed_groups
+        self._state, self._seed, self._max_failed_groups = state, seed, max_failed_groups
         self.entries: dict[str, EnvironmentEntry] = {}
-        # Counts of each environment, and open groups, from the journal of an earlier start.
-        self._earlier: dict[str, EnvironmentHistory] = {}
-        self._open_groups: dict[GroupId, OpenGroup] = {}
-
-    def restore(self, history: RunHistory) -> None:
-        """Keeps the journaled counts for `add`; suspended environments become active again."""
-        self._earlier, self._open_groups = history.environments, history.open_groups
 
     def add(self, spec: pb.EnvironmentSpec) -> EnvironmentEntry:
         """Adds an environment, or replaces a suspended one with its name."""
-        entry = EnvironmentEntry(spec)
-        earlier = self._earlier.pop(spec.name, None)
-        if earlier is not None:
-            open_groups = self._open_groups.values()
-            entry.groups_leased = sum(g.environment == spec.name for g in open_groups)
-            entry.next_number = earlier.next_number
-            entry.groups_accepted, entry.groups_failed = earlier.accepted, earlier.failed
-            entry.groups_filtered, entry.digest = earlier.filtered, earlier.digest
-        else:
-            shares = [other.share for other in self.training() if other.is_ready]
-            entry.head_start = min(shares, default=0.0)
+        entry = EnvironmentEntry(spec, self._state.environments[spec.name])
         self.entries[spec.name] = entry
         return entry
+
+    def head_start(self, latecomer: EnvironmentEntry) -> float:
+        """Returns the head start that gives a latecomer the smallest share of the others, or more.
+
+        It then gets its part of the groups from now on, and does not catch up first.
+        """
+        others = [e.share for e in self.training() if e.is_ready and e is not latecomer]
+        behind = min(others, default=0.0) - latecomer.share
+        return latecomer.counts.head_start + max(behind, 0.0)
 
     def remove(self, name: str) -> None:
         """Forgets an environment."""
@@ -204,13 +186,12 @@ class EnvironmentBook:
         return entry.is_ready and entry.runs_on(key) and has_room
 
     def next_task(self, entry: EnvironmentEntry) -> tuple[int, int]:
-        """Returns index and seed of the next task, and adds 1 to the entry's `next_number`.
+        """Returns index and seed of the entry's next task.
 
         Each task is returned once in a round; each round has a seeded random order.
         """
-        number = entry.next_number
+        number = entry.counts.next_number
         task_index = self._in_order(entry, number)
-        entry.next_number += 1
         seed = random.Random(f"{self._seed}/{entry.spec.name}/{number}").getrandbits(48)
         return task_index, seed
 
@@ -242,18 +223,11 @@ class EnvironmentBook:
         if entry.state == pb.ENVIRONMENT_STATE_PENDING:
             entry.state = pb.ENVIRONMENT_STATE_READY
 
-    def has_other_tasks(self, entry: EnvironmentEntry, digest: str) -> bool:
-        """Takes the digest of an environment's tasks; returns whether they have changed.
-
-        Then each task comes once before one comes again, as at the start.
-        """
-        is_changed = bool(entry.digest)
-        entry.digest = digest
-        if is_changed:
-            entry.next_number, entry.skipped_in_a_row = 0, 0
-            entry.order.clear()
-            entry.told_set_aside.clear()
-        return is_changed
+    def begin_tasks_again(self, entry: EnvironmentEntry) -> None:
+        """Notes that an environment has other tasks: each of them comes once, as at the start."""
+        entry.skipped_in_a_row = 0
+        entry.order.clear()
+        entry.told_set_aside.clear()
 
     def load_failed(self, name: str, key: ServerKey, cause: str) -> None:
         """Notes that a server cannot run the environment.
@@ -280,26 +254,16 @@ class EnvironmentBook:
             entry.failed_in_a_row.clear()
             entry.skipped_in_a_row = 0
 
-    def group_accepted(self, name: str, *, is_filtered: bool = False) -> None:
-        """Counts a complete group as accepted into a batch or, with `is_filtered`, as filtered."""
-        self.group_withdrawn(name)
-        entry = self.entries.get(name)
-        if entry is not None:
-            entry.groups_accepted += 1
-            entry.groups_filtered += is_filtered
-
     def group_failed(self, name: str, number: int, cause: str, *, oldest_open: float) -> bool:
-        """Counts a set-aside group; returns True if this suspends its environment.
+        """Notes a set-aside group; returns True if this suspends its environment.
 
         `number` is the group's number in the order of leases, and `oldest_open` is the number of
         the environment's oldest incomplete group. Only failed groups with smaller numbers count,
         because failures end sooner than successes.
         """
-        self.group_withdrawn(name)
         entry = self.entries.get(name)
         if entry is None:
             return False
-        entry.groups_failed += 1
         entry.failed_in_a_row.append(number)
         entry.cause = cause
         decided = sum(each < oldest_open for each in entry.failed_in_a_row)
@@ -321,7 +285,6 @@ class EnvironmentBook:
 
     def task_skipped(self, name: str, cause: str) -> bool:
         """Counts a task with too long a prompt; returns True if this suspends its environment."""
-        self.group_withdrawn(name)
         entry = self.entries.get(name)
         if entry is None:
             return False
@@ -332,20 +295,3 @@ class EnvironmentBook:
             return False
         entry.state, entry.cause = pb.ENVIRONMENT_STATE_SUSPENDED, cause
         return True
-
-    def group_left_batch(self, name: str, *, is_put_back: bool) -> None:
-        """Notes that an accepted group of environment `name` left its batch.
-
-        The group was returned for another batch if `is_put_back`, else it was set aside.
-        """
-        entry = self.entries.get(name)
-        if entry is not None:
-            entry.groups_accepted = max(entry.groups_accepted - 1, 0)
-            entry.groups_leased += is_put_back
-            entry.groups_failed += not is_put_back
-
-    def group_withdrawn(self, name: str) -> None:
-        """Notes that a group was withdrawn, which is no fault of the environment."""
-        entry = self.entries.get(name)
-        if entry is not None:
-            entry.groups_leased = max(entry.groups_leased - 1, 0)

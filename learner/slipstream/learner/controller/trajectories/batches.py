@@ -6,7 +6,6 @@ acknowledged.
 
 import asyncio
 import time
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,8 +15,9 @@ from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.groups import sampled_tokens
 from slipstream.learner.controller.loop_clock import Stopwatch
 from slipstream.learner.controller.records import kinds
-from slipstream.learner.controller.records.history import JournaledStep, RunHistory, batch_name
+from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.records.kinds import TrajectoryEnd
+from slipstream.learner.controller.records.state import JournaledStep, batch_name
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.trajectories.batch import FormedBatch, SetAside, from_record
 from slipstream.protocol.codec import version_from_pb
@@ -61,52 +61,23 @@ class BatchFormer:
     """
 
     def __init__(self, books: Books, tasks: asyncio.TaskGroup, *, keep_batches: bool) -> None:
-        self._book, self._environments = books.leases, books.environments
-        self._journal, self._ledger, self._receiver = books.journal, books.ledger, books.queue
+        self._book, self._journal, self._state = books.leases, books.journal, books.state
+        self._ledger, self._receiver = books.ledger, books.queue
         self._tasks, self._keep_batches = tasks, keep_batches
         # The task that writes a batch: it finishes even when the trainer's call breaks off.
         self._forming: asyncio.Task[FormedBatch | RunFailed] | None = None
-        # Checksum of each kept batch, by step.
-        self._crc32: dict[int, int] = {}
-        self._steps: dict[int, JournaledStep] = {}
-        self._newest_incarnation = 0
-        # Step of the newest checkpoint. Batches before it are removed at the next checkpoint.
-        self._covered_step = 0
-        # Step of the oldest batch that this controller has not removed.
-        self._first_kept = 0
         # The batch that the trainer has.
         self.training: FormedBatch | None = None
         # Last report of the trainer and the answered version, in case the answer was lost.
         self._reported: tuple[trainer_pb2.StepReport, PolicyVersion] | None = None
-        # Number of batches of each step that were set aside, and number of batches in a row that
-        # the trainer's reports set aside.
-        self._attempts: Counter[int] = Counter()
-        self._set_aside_in_a_row = 0
-        # Id and step of the newest batch that was set aside, in case the answer was lost.
-        self._set_aside: tuple[str, int] | None = None
-        self.num_set_aside = 0
         # Runs while the trainer waits for groups.
         self.waits = Stopwatch()
 
     def restore(self, history: RunHistory) -> None:
-        """Takes over the batches and steps in the journal."""
-        kept = self._journal.kept_batches()
-        self._crc32 = {s: b.crc32 for s, b in history.batches.items() if (s, b.attempt) in kept}
-        first = min(self._crc32, default=history.next_step)
-        self._attempts.update(batch.step for batch in history.set_aside)
-        self._set_aside_in_a_row = history.set_aside_in_a_row
-        self.num_set_aside = len(history.set_aside)
-        if history.set_aside:
-            newest = history.set_aside[-1]
-            self._set_aside = newest.batch_id, newest.step
-        self._restore_put_back(history)
-        # A trainer may go back to the version before the first kept batch.
-        self._steps = {step: s for step, s in history.steps.items() if step >= first - 1}
-        self._newest_incarnation = history.incarnation
-        self._covered_step = history.checkpoint.step
-
-    def _restore_put_back(self, history: RunHistory) -> None:
         """Restores the trajectories of open groups from the files of set-aside batches."""
+        kept = self._journal.kept_batches()
+        there = [step for step, b in history.batches.items() if (step, b.attempt) in kept]
+        history.forget(min(there, default=history.next_step))
         files = {
             (b.step, b.attempt): b for g, b in history.put_back.items() if g in self._book.groups
         }
@@ -137,12 +108,12 @@ class BatchFormer:
         A batch that is still being written does not count as missing: `recorded` waits for it.
         """
         steps = range(step, self._book.step - (self._forming is not None))
-        paths = (self._journal.path(step, self._attempts[step]) for step in steps)
+        paths = (self._journal.path(step, self._state.attempts[step]) for step in steps)
         return next((path for path in paths if not path.is_file()), None)
 
     def identify(self, version: PolicyVersion, digest: str) -> PolicyVersion:
         """Returns the run's version for the trainer's weights; see `version_of`."""
-        recorded, newest = self._steps.get(version.step - 1), self._newest_incarnation
+        recorded, newest = self._state.steps.get(version.step - 1), self._state.version.incarnation
         trainer = version.incarnation
         return version_of(version.step, digest, recorded, trainer=trainer, newest=newest)
 
@@ -151,9 +122,10 @@ class BatchFormer:
         if self._forming is not None:
             await self.form()
         if self.training is None or self.training.step != step:
-            crc32 = self._crc32[step]
-            attempt = self._attempts[step]
-            message = await asyncio.to_thread(self._journal.read_batch, step, crc32, attempt)
+            batch = self._state.batches[step]
+            message = await asyncio.to_thread(
+                self._journal.read_batch, step, batch.crc32, batch.attempt
+            )
             self.training, self._message = from_record(message), message
         return self.training
 
@@ -165,9 +137,9 @@ class BatchFormer:
         """
         if self.training is not None or self._reported is not None:
             return
-        step = message.step
-        if step in self._crc32 and message.batch_id == batch_name(step, self._attempts[step]):
-            await self.recorded(step)
+        batch = self._state.batches.get(message.step)
+        if batch is not None and batch.batch_id == message.batch_id:
+            await self.recorded(batch.step)
 
     async def form(self) -> FormedBatch | None:
         """Returns the trainer's next batch, durable and acknowledged, or None if none is ready.
@@ -180,7 +152,7 @@ class BatchFormer:
             self.waits.note(time.monotonic(), running=groups is None)
             if groups is None:
                 return None
-            batch = FormedBatch(step, batch_name(step, self._attempts[step]), tuple(groups))
+            batch = FormedBatch(step, batch_name(step, self._state.attempts[step]), tuple(groups))
             self._ledger.batch_begins(batch.trajectories)
             self._forming = self._tasks.create_task(self._write(batch))
         written = await asyncio.shield(self._forming)
@@ -191,13 +163,11 @@ class BatchFormer:
         return written
 
     async def _write(self, batch: FormedBatch) -> FormedBatch | RunFailed:
-        for group in batch.groups:
-            self._environments.group_accepted(group.environment)
         try:
             # Encoding and the disk take long.
-            self._crc32[batch.step] = await asyncio.to_thread(
-                lambda: self._journal.write_batch(batch.record)
-            )
+            record = await asyncio.to_thread(lambda: self._journal.write_batch(batch.record))
+            self._journal.append(record)
+            await asyncio.to_thread(self._journal.sync)
         except RunFailed as failure:
             # Returned, not raised: the caller raises it in the trainer's call, which fails the run.
             return failure
@@ -237,11 +207,9 @@ class BatchFormer:
         batch, self.training = self.training, None
         assert batch is not None
         assert _batch_of(batch) == _batch_of(report)
-        earlier = self._steps.get(batch.step)
+        earlier = self._state.steps.get(batch.step)
         version = self.identify(version_from_pb(report.version), report.weight_digest.hex())
         if earlier is None or earlier.version != version:
-            self._newest_incarnation = max(self._newest_incarnation, version.incarnation)
-            self._steps[batch.step] = JournaledStep(version, report.weight_digest.hex())
             self._journal.append(
                 kinds.Step(
                     step=report.step,
@@ -255,7 +223,6 @@ class BatchFormer:
             tokens = sampled_tokens(batch.trajectories)
             self._ledger.end_batched(TrajectoryEnd.TRAINED, tokens)
         self._reported = report, version
-        self._set_aside_in_a_row = 0
         return Trained(batch, version, again=earlier is not None)
 
     def set_aside(
@@ -271,43 +238,37 @@ class BatchFormer:
         """
         batch = self.training
         if batch is None or _batch_of(batch) != _batch_of(fault):
-            if self._set_aside == _batch_of(fault):
+            aside = self._state.set_aside
+            if aside and (aside[-1].batch_id, aside[-1].step) == _batch_of(fault):
+                # The answer was lost.
                 return None
             raise ProtocolError(
                 f"the trainer was not given batch {fault.batch_id} of step {fault.step + 1}"
             )
-        if batch.step in self._steps:
+        if batch.step in self._state.steps:
             raise RunFailed(
                 f"step {batch.version} was made from batch {batch.batch_id} before, and cannot be "
                 f"made again: {cause}"
             )
-        if self._set_aside_in_a_row >= most_in_a_row:
+        if (in_a_row := self._state.set_aside_in_a_row) >= most_in_a_row:
             raise RunFailed(
                 f"batch {batch.batch_id} of step {batch.version} cannot be trained: {cause}; "
                 f"controller.max_set_aside_batches = {most_in_a_row} allows no other one, "
-                f"{self._set_aside_in_a_row} in a row were set aside before"
+                f"{in_a_row} in a row were set aside before"
             )
         found = SetAside.of(batch, fault.group_ids, cause, by="trainer")
         self._journal.append(found.record())
-        self.training, self._set_aside = None, _batch_of(batch)
-        self._attempts[batch.step] += 1
-        self.num_set_aside += 1
-        self._set_aside_in_a_row += 1
-        self._crc32.pop(batch.step)
+        self.training = None
         self._ledger.end_batched(TrajectoryEnd.SET_ASIDE, sampled_tokens(found.trajectories))
         self._ledger.take_back(found.waiting)
         self._book.put_back(batch.step, found.put_back)
-        for group in found.groups:
-            self._environments.group_left_batch(group.environment, is_put_back=False)
-        for group in found.put_back:
-            self._environments.group_left_batch(group.environment, is_put_back=True)
         return found
 
     @property
     def untried(self) -> FormedBatch | None:
         """The trainer's batch if no version was ever made from it, else None."""
         batch = self.training
-        return None if batch is None or batch.step in self._steps else batch
+        return None if batch is None or batch.step in self._state.steps else batch
 
     async def durable(self) -> None:
         """Waits until all records journaled so far are on the disk."""
@@ -319,17 +280,15 @@ class BatchFormer:
         Removes no batch if `keep_batches` is set.
         """
         version, digest = version_from_pb(report.version), report.weight_digest.hex()
+        covered = self._state.checkpoint.step
         self._journal.append(kinds.Checkpoint(version=version, digest=digest, path=report.path))
         await self.durable()
-        covered_step, self._covered_step = self._covered_step, version.step
         # Batches since the checkpoint before it stay: a trainer may have to go back to that one. A
         # repeated report, or one from an older checkpoint, covers nothing new.
-        if not self._keep_batches and version.step > covered_step:
-            for covered in range(self._first_kept, covered_step):
-                self._journal.path(covered, self._attempts[covered]).unlink(missing_ok=True)
-                self._crc32.pop(covered, None)
-                self._steps.pop(covered - 1, None)
-            self._first_kept = covered_step
+        if not self._keep_batches and version.step > covered:
+            for step in [step for step in self._state.batches if step < covered]:
+                self._journal.path(step, self._state.attempts[step]).unlink(missing_ok=True)
+            self._state.forget(covered)
 
 
 def _batch_of(

@@ -9,7 +9,6 @@ import asyncio
 import logging
 import statistics
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 
 from slipstream.core.errors import ProtocolError, RunFailed
@@ -26,15 +25,11 @@ from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.groups import Fate, Group
 from slipstream.learner.controller.records import kinds
-from slipstream.learner.controller.records.history import (
-    FilteredGroups,
-    FilterVerdict,
-    RunHistory,
-    is_solved,
-)
+from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.records.kinds import TrajectoryEnd
 from slipstream.learner.controller.records.ledger import Endings
 from slipstream.learner.controller.records.seen_ids import group_number
+from slipstream.learner.controller.records.state import FilterVerdict, is_solved
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.trajectories.feed import Feed
 from slipstream.learner.controller.trajectories.inspection import Inspector
@@ -72,7 +67,6 @@ class Intake:
     def restore(self, history: RunHistory) -> None:
         """Takes over the journal's state; an earlier controller's trajectories may come again."""
         self.inspector.restore(history)
-        self.group_filter.restore(history)
 
     async def consume(self) -> None:
         """Takes deliveries until the task is cancelled."""
@@ -126,7 +120,6 @@ class Intake:
         for group in groups:
             if self._book.remove(group.group_id) is None:
                 continue
-            self._environments.group_withdrawn(group.environment)
             if group.purpose is Purpose.TRAINING and not self._progress.is_over:
                 # At the end of a run groups stay open: the run may be resumed.
                 self._journal.append(
@@ -285,9 +278,12 @@ class Intake:
 
     def _set_aside(self, group: Group, member: int, failure: Failure) -> None:
         cause = failure.message
+        blamed = failure.kind not in (*OUTAGES, FailureKind.PROMPT_TOO_LONG)
         self._book.remove(group.group_id)
         self._journal.append(
-            kinds.GroupSetAside(group=group.group_id, task=group.task_index, cause=cause)
+            kinds.GroupSetAside(
+                group=group.group_id, task=group.task_index, cause=cause, blamed=blamed
+            )
         )
         self._cancel_members(group, f"member {member} failed for good")
         if group.purpose is Purpose.EVALUATION:
@@ -301,9 +297,7 @@ class Intake:
                 f"task {group.task_index} of environment {group.environment} is set aside: "
                 f"episode {member} of {group.group_id} had its last attempt: {cause}"
             )
-        if failure.kind in OUTAGES:
-            self._environments.group_withdrawn(group.environment)
-        elif self._environments.group_failed(
+        if blamed and self._environments.group_failed(
             group.environment,
             group_number(group.group_id) or 0,
             cause,
@@ -363,17 +357,8 @@ class GroupFilter:
     ) -> None:
         """Takes `withdraw`, which takes groups out of the run and gets the cause."""
         self._run, self._progress = run, run.progress
-        self._book, self._environments = books.leases, books.environments
-        self._journal, self._endings, self._withdraw = books.journal, endings, withdraw
-        # Number of filtered groups, by the step whose batch was being formed.
-        self.by_step: Counter[int] = Counter()
-        # The groups that were left out while the batch of this step was formed.
-        self._newest, self._newest_step = FilteredGroups(), 0
-
-    def restore(self, history: RunHistory) -> None:
-        """Takes over the journal's counts."""
-        self.by_step = history.filtered_groups
-        self._newest, self._newest_step = history.filtered, history.next_step
+        self._book, self._journal, self._state = books.leases, books.journal, books.state
+        self._endings, self._withdraw = endings, withdraw
 
     def filter(self, group: Group) -> None:
         """Leaves a complete group out if the filter of its environment does not keep it.
@@ -388,16 +373,9 @@ class GroupFilter:
         except RunFailed as error:
             self._progress.fail(str(error))
             return
-        step = self._book.step
-        if self._newest_step != step:
-            self._newest.clear()
-            self._newest_step = step
         rewards = [trajectory.reward for trajectory in group.in_order()]
         solved, mean = is_solved(rewards, algorithm.solved_reward), statistics.fmean(rewards)
-        self._newest.add(group.environment, mean, solved=solved)
-        self.by_step[step] += 1
         self._book.remove(group.group_id)
-        self._environments.group_accepted(group.environment, is_filtered=True)
         cause = f"left out by {algorithm.filter}"
         if algorithm.filter == "unequal_rewards":
             cause = "all rewards of its group are equal"
@@ -408,15 +386,16 @@ class GroupFilter:
         )
         for trajectory in group.in_order():
             self._endings.end(trajectory, TrajectoryEnd.FILTERED, cause)
-        self._judge(step)
+        self._judge()
 
-    def _judge(self, step: int) -> None:
-        algorithm, filtered = self._run.config.algorithm, self._newest
+    def _judge(self) -> None:
+        algorithm, filtered = self._run.config.algorithm, self._state.filtered
+        step = self._state.next_step
         verdict = filtered.verdict(algorithm.max_filtered_batches * algorithm.groups_per_step)
         if verdict is FilterVerdict.GO_ON or self._progress.is_over or self._progress.solved:
             return
-        if self._book.has_whole_batch:
-            # The next batch is complete already: the trainer is slow, not the tasks stuck.
+        if self._book.has_whole_batch or self._book.step > step:
+            # A batch is complete or being written: the trainer is slow, not the tasks stuck.
             return
         count = (
             f"{filtered.total} groups were left out by algorithm.filter while the batch of "

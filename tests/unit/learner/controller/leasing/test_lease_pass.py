@@ -26,8 +26,11 @@ class PlainScheduler(Scheduler):
     def lease_all(self, limit: int = 10**9) -> asyncio.Future[None] | None:
         num_abandoned = len(self._again)
         granted = self._orphans()
+        for grant in granted:
+            self._record(grant)
         num_abandoned = len(self._again) - num_abandoned
         while not isinstance(lease := self._next(), LeaseWait):
+            self._record(lease)
             granted.append(lease)
         self._note(lease)
         return self._journal.durable() if granted or num_abandoned else None
@@ -118,9 +121,8 @@ class PlainScheduler(Scheduler):
                 self._again.remove(old)
                 group = book.lease(old.environment, old.task_index, old.seed, session.key, step)
                 return Grant(session, group, replaces=old.group_id)
-            number = turn.next_number
+            number = turn.counts.next_number
             task_index, seed = environments.next_task(turn)
-            turn.groups_leased += 1
             group = book.lease(turn.spec.name, task_index, seed, session.key, step)
             return Grant(session, group, number)
         return wait

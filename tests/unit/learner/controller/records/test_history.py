@@ -10,22 +10,20 @@ from slipstream.core.types import GroupId, PolicyVersion, ServerId, TrajectoryId
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.records import kinds
-from slipstream.learner.controller.records.history import (
+from slipstream.learner.controller.records.history import RunHistory, read_history
+from slipstream.learner.controller.records.journal import Journal, read_records
+from slipstream.learner.controller.records.kinds import TrajectoryEnd, fields_of, parsed
+from slipstream.learner.controller.records.state import (
     FilteredGroups,
     FilterVerdict,
     JournaledStep,
-    RunHistory,
     batch_name,
     is_solved,
-    read_history,
 )
-from slipstream.learner.controller.records.journal import Journal, read_records
-from slipstream.learner.controller.records.kinds import TrajectoryEnd, fields_of, parsed
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.server_states import ServerKey
-from slipstream.learner.controller.tasks.environments import EnvironmentBook
 from slipstream.learner.controller.trajectories.batches import version_of
-from slipstream.v1 import environment_pb2, trainer_pb2
+from slipstream.v1 import trainer_pb2
 from support.fakes.journal_records import batch_record, lease_record
 from support.rigs.fuzz_files import RECORDS
 from support.rigs.lease_rig import ledger_of
@@ -126,7 +124,7 @@ class Run:
             batch.trajectories.add(
                 group_id=group.group_id, server_id="s", server_epoch=7, run_lengths=[1, 5]
             )
-        self.journal.write_batch(batch)
+        self.journal.append(self.journal.write_batch(batch))
         if self.random.random() < 0.3:
             self.set_aside(step, name, groups)
             return
@@ -223,15 +221,13 @@ def check(history: RunHistory, records: list[dict]) -> None:
         if record["kind"] == "end":
             assert not ledger.receive(SERVER, TrajectoryId(record["id"]), 3)
 
-    environments = EnvironmentBook(seed=0, max_failed_groups=3)
-    environments.restore(history)
-    entry = environments.add(environment_pb2.EnvironmentSpec(name="e", weight=1.0))
-    assert entry.next_number == len(leased)
-    assert entry.groups_leased == len(still_open)
+    counts = history.environments["e"]
+    assert counts.next_number == len(leased)
+    assert counts.leased == len(still_open)
     accepted = sum(r["kind"] == "closed" for r in records) + len(trained)
-    assert entry.groups_accepted == accepted
+    assert counts.accepted == accepted
     in_batches = sum(len(r["groups"]) for r in aside)
-    assert entry.groups_failed == sum(r["kind"] == "set_aside" for r in records) + in_batches
+    assert counts.failed == sum(r["kind"] == "set_aside" for r in records) + in_batches
 
 
 def start(**changes):
@@ -405,6 +401,14 @@ def test_what_was_made_up_for_a_group_does_not_count_as_its_attempt() -> None:
     assert group.next_attempt == 2
     assert [group.excess(epoch, 13) == "" for epoch in (1, 2, 3)] == [True, True, False]
     assert group.excess(1, 14) == "attempt 14 of g000000, which was leased for attempts 0 to 13"
+
+
+def test_only_a_group_for_which_its_environment_is_to_blame_counts_as_failed() -> None:
+    aside = {"kind": "set_aside", "task": 0, "cause": "x"}
+    records = [start(), lease_record("g000000"), lease_record("g000001", 1)]
+    records += [aside | {"group": "g000000", "blamed": False}, aside | {"group": "g000001"}]
+    counts = read_history(records).environments["e"]
+    assert (counts.leased, counts.accepted, counts.failed) == (0, 0, 1)
 
 
 def test_members_that_were_given_up_are_not_leased_again() -> None:

@@ -18,13 +18,14 @@ from slipstream.core.types import (
     TrajectoryId,
     VersionSpan,
 )
-from slipstream.learner.controller.records.history import RecordedBatch, RunHistory
+from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.records.journal import (
     Journal,
     batch_path,
     read_batch,
     read_records,
 )
+from slipstream.learner.controller.records.state import RecordedBatch
 from slipstream.learner.controller.trajectories.inspection import EarlierIds
 from slipstream.protocol.codec import trajectory_to_pb
 from slipstream.v1 import trainer_pb2, trajectory_pb2
@@ -221,7 +222,7 @@ def test_a_controller_of_another_machine_acknowledges_nothing_after_a_later_one_
 @pytest.mark.usefixtures("no_locks")
 def test_a_fenced_controller_replaces_no_batch_of_its_successor(tmp_path):
     old, new = Journal(tmp_path), Journal(tmp_path)
-    crc32 = new.write_batch(batch_of(0, "new"))
+    crc32 = new.write_batch(batch_of(0, "new")).crc32
     with pytest.raises(RunFailed, match="was started later"):
         old.write_batch(batch_of(0, "old"))
     assert new.read_batch(0, crc32).trajectories[0].group_id == "new"
@@ -231,11 +232,14 @@ def test_a_fenced_controller_replaces_no_batch_of_its_successor(tmp_path):
 def test_the_file_of_a_batch_that_a_fenced_controller_left_is_written_anew(tmp_path):
     old, new = Journal(tmp_path), Journal(tmp_path)
     # It forms its batch before it knows.
+    old.append(old.write_batch(batch_of(0, "old")))
     with pytest.raises(RunFailed, match="was started later"):
-        old.write_batch(batch_of(0, "old"))
+        old.sync()
     assert new.path(0).is_file()
-    crc32 = new.write_batch(batch_of(0, "new"))
-    assert new.read_batch(0, crc32).trajectories[0].group_id == "new"
+    record = new.write_batch(batch_of(0, "new"))
+    new.append(record)
+    new.sync()
+    assert new.read_batch(0, record.crc32).trajectories[0].group_id == "new"
     assert [record["kind"] for record in read_records(tmp_path)] == ["batch"]
 
 
@@ -290,7 +294,7 @@ def test_a_full_disk_is_one_line_and_the_journal_goes_on_when_there_is_room(tmp_
 def test_a_batch_is_a_file_and_a_record_that_names_its_checksum(tmp_path):
     batch = trainer_pb2.RecordedBatch(header=trainer_pb2.BatchHeader(step=3, batch_id="b3"))
     with Journal(tmp_path) as journal:
-        journal.write_batch(batch)
+        journal.append(journal.write_batch(batch))
     (record,) = read_records(tmp_path)
     assert read_batch(tmp_path, 3, record["crc32"]) == batch
     path = batch_path(tmp_path, 3)
@@ -393,7 +397,7 @@ def test_what_an_earlier_controller_journaled_needs_no_other_record(tmp_path):
     message.trajectories.append(trajectory_to_pb(trained))
     history = RunHistory(ended={TrajectoryId("g000002.0.0.7")}, trained_in={trained.group_id: 0})
     with Journal(tmp_path) as journal:
-        crc32 = journal.write_batch(message)
+        crc32 = journal.write_batch(message).crc32
         history.batches[0] = RecordedBatch(0, "b0", crc32)
         earlier = EarlierIds(history, journal)
         assert earlier.holds(GroupId("g000002"), TrajectoryId("g000002.0.0.7"))
@@ -403,7 +407,7 @@ def test_what_an_earlier_controller_journaled_needs_no_other_record(tmp_path):
         assert not earlier.holds(GroupId("g000003"), TrajectoryId("g000003.0.0.7"))
         # The batch was set aside, and the next one of the step has a file of its own.
         header = trainer_pb2.BatchHeader(step=0, batch_id="b000000-1")
-        next_crc32 = journal.write_batch(trainer_pb2.RecordedBatch(header=header))
+        next_crc32 = journal.write_batch(trainer_pb2.RecordedBatch(header=header)).crc32
         assert journal.kept_batches() == {(0, 0), (0, 1)}
         assert journal.read_batch(0, next_crc32, 1).header == header
         earlier = EarlierIds(history, journal)

@@ -147,7 +147,6 @@ GROUP = Group(
 @pytest.mark.parametrize("jump_s", [-3600.0, 3600.0])
 def test_a_clock_that_is_set_changes_no_length_of_time(tmp_path, monkeypatch, jump_s):
     recorder = RunRecorder(tmp_path, config_of(tmp_path), Trackers({}, print), None, EventLog())
-    recorder.restore(RunHistory())
     report = fleet_pb2.ServerReport(busy_s=1.0)
     recorder.server_report(report)
     clock = time.time
@@ -169,7 +168,6 @@ def test_a_step_that_was_lost_after_its_row_was_written_has_one_row(tmp_path):
     # A controller is killed before the record of the step is in the journal: the step comes again.
     for step in (0, 0, 1):
         recorder = RunRecorder(tmp_path, config_of(tmp_path), Trackers({}, print), None, EventLog())
-        recorder.restore(RunHistory())
         recorder.step(
             FormedBatch(step, f"b{step:06d}", (GROUP,)),
             {"reward_mean": 0.5, "lag_mean": 0.0, "lag_max": 0.0},
@@ -178,8 +176,6 @@ def test_a_step_that_was_lost_after_its_row_was_written_has_one_row(tmp_path):
             gauges={},
         )
         # The journal has none of the steps before: all that is counted comes from this one.
-        assert recorder.facts.steps == step + 1
-        assert sum(recorder.facts.lag_counts.values()) == GOOD.num_sampled_tokens
         assert len(recorder.facts.first_rewards) == step + 1
         recorder.close()
     rows = (tmp_path / "metrics.jsonl").read_text().splitlines()
@@ -271,9 +267,8 @@ def test_what_is_no_file_is_one_warning(tmp_path: Path) -> None:
 def test_first_and_last_rewards_are_those_of_other_steps(rewards, first, last):
     facts = RunFacts()
     for reward in rewards:
-        facts.steps += 1
         facts.count_row({"reward_mean": reward})
-    assert facts.edge_rewards() == (first, last)
+    assert facts.edge_rewards(len(rewards)) == (first, last)
 
 
 def test_the_time_of_a_run_is_that_of_its_steps() -> None:
@@ -330,7 +325,7 @@ def test_a_run_that_goes_on_knows_what_its_earlier_starts_generated(tmp_path: Pa
         count = history.servers.join(ServerKey(ServerId("a"), epoch))
         count.reported, count.received = reported, received
     history.servers.all_died()
-    recorder.restore(history)
+    recorder.rate.earlier = history.servers.generated
     report = fleet_pb2.ServerReport()
     before_s, report.busy_s = time.monotonic(), 100.0
     recorder.server_report(report)
@@ -343,7 +338,6 @@ def test_a_run_that_goes_on_knows_what_its_earlier_starts_generated(tmp_path: Pa
 
 def test_the_groups_of_a_step_that_a_death_cut_off_are_told_and_written_again(tmp_path):
     def step(recorder: RunRecorder, number: int) -> None:
-        recorder.restore(RunHistory())
         recorder.step(
             FormedBatch(number, f"b{number:06d}", (GROUP, GROUP, GROUP)),
             {"reward_mean": 0.5, "lag_mean": 0.0, "lag_max": 0.0},

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.records import kinds
-from slipstream.learner.controller.records.history import RunHistory
+from slipstream.learner.controller.records.state import RunState
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.fleet import FleetHandlers
 from slipstream.learner.controller.servers.session import ServerSession
@@ -15,11 +15,9 @@ from slipstream.learner.controller.services.environment_service import (
     environment_specs,
 )
 from slipstream.learner.controller.tasks.environments import EnvironmentEntry
-from slipstream.v1 import fleet_pb2
+from slipstream.v1 import environment_pb2, fleet_pb2
 from support.rigs.lease_rig import books_of
 from support.rigs.publishing_scene import joined, nothing, run_of
-
-START = kinds.Start(format=1, run_id="r")
 
 
 class Records:
@@ -27,8 +25,10 @@ class Records:
 
     def __init__(self) -> None:
         self.records: list[kinds.Record] = []
+        self.state = RunState()
 
     def append(self, record: kinds.Record) -> None:
+        self.state.apply(record)
         self.records.append(record)
 
 
@@ -39,10 +39,8 @@ class Scene:
         self.run: Run = run_of(environments=[{"name": "e", "reference": "ours:Sums"}])
         self.journal = Records()
         books = books_of(self.run, journal=self.journal)
-        history = RunHistory()
-        for record in (START, *earlier):
-            history.add(record)
-        books.environments.restore(history)
+        for record in earlier:
+            books.state.apply(record)
         (spec,) = environment_specs(self.run.config, search_path="")
         self.entry: EnvironmentEntry = books.environments.add(spec)
         self.fleet = books.fleet
@@ -82,22 +80,22 @@ def test_the_tasks_of_a_run_are_journaled_once() -> None:
 def test_a_resumed_run_with_the_same_tasks_goes_on() -> None:
     scene = Scene(tasks("abc"), LEASE)
     scene.report(joined(scene.fleet, "a"), "abc")
-    assert (scene.entry.next_number, scene.told, scene.journal.records) == (4, [], [])
+    assert (scene.entry.counts.next_number, scene.told, scene.journal.records) == (4, [], [])
 
 
 def test_a_resumed_run_with_other_tasks_says_so_and_begins_them_afresh() -> None:
     scene = Scene(tasks("abc"), LEASE)
-    assert scene.entry.next_number == 4
+    assert scene.entry.counts.next_number == 4
     scene.report(joined(scene.fleet, "a"), "def", num_tasks=6)
     assert scene.told == [
         "the tasks of environment e have changed since the run began: there are 6 now; 0 open "
         "groups are withdrawn, and each task comes afresh"
     ]
     assert scene.withdrawn == ["the tasks of environment e have changed"]
-    assert (scene.entry.next_number, scene.entry.is_ready) == (0, True)
+    assert (scene.entry.counts.next_number, scene.entry.is_ready) == (0, True)
     # A third start goes on from there.
     again = Scene(tasks("abc"), LEASE, *scene.journal.records)
-    assert (again.entry.next_number, again.entry.digest) == (0, "def")
+    assert (again.entry.counts.next_number, again.entry.counts.digest) == (0, "def")
 
 
 @pytest.mark.parametrize("is_same", [True, False])
@@ -110,4 +108,16 @@ def test_a_process_with_other_tasks_cannot_run_the_environment(is_same: bool) ->
     where = "in another process of this server" if is_same else "on other rollout servers"
     assert scene.entry.failed_on[second.key].startswith(f"it has other tasks than {where}")
     assert second.key not in scene.entry.loaded_on
-    assert scene.entry.digest == "abc"
+    assert scene.entry.counts.digest == "abc"
+
+
+def test_a_latecomer_is_still_level_with_the_others_after_a_restart() -> None:
+    scene = Scene(LEASE)
+    scene.entry.state = environment_pb2.ENVIRONMENT_STATE_READY
+    spec = environment_pb2.EnvironmentSpec(name="late", weight=2.0)
+    late = scene.servicer._enter(spec)
+    assert late.share == scene.entry.share == 1.0
+    # One that leaves and comes again is behind by nothing.
+    assert scene.servicer._enter(spec).share == 1.0
+    again = Scene(LEASE, *scene.journal.records)
+    assert again.servicer._environments.add(spec).share == again.entry.share == 1.0

@@ -3,6 +3,7 @@ from collections import Counter
 
 import pytest
 from slipstream.core.types import ServerId
+from slipstream.learner.controller.records.state import RunState
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.tasks.environments import EnvironmentBook
 from slipstream.v1 import environment_pb2, trajectory_pb2
@@ -11,7 +12,7 @@ KEY = ServerKey(ServerId("a"), 1)
 
 
 def make_book(*weights: float, num_tasks: int = 5) -> EnvironmentBook:
-    book = EnvironmentBook(seed=1, max_failed_groups=2)
+    book = EnvironmentBook(RunState(), seed=1, max_failed_groups=2)
     for index, weight in enumerate(weights):
         add(book, f"e{index}", weight, num_tasks)
     return book
@@ -28,8 +29,7 @@ def accept(book, count):
     dealt = Counter()
     for _ in range(count):
         entry = book.next_for(KEY, {}, 4)
-        entry.groups_leased += 1
-        book.group_accepted(entry.spec.name)
+        entry.counts.accepted += 1
         dealt[entry.spec.name] += 1
     return dealt
 
@@ -46,18 +46,17 @@ def test_shares_are_of_trained_groups_within_twice_the_leases(how, one_in, train
     book, counts = make_book(1.0, 1.0), Counter()
     while counts.total() < 40 if one_in <= 2 else counts["e1"] < 27:
         entry = book.next_for(KEY, {}, 4)
-        entry.groups_leased += 1
-        name, number = entry.spec.name, entry.groups_accepted + entry.groups_failed + 1
+        name, number = entry.spec.name, entry.counts.accepted + entry.counts.failed + 1
         if name == "e1" or number % one_in == 0:
-            book.group_accepted(name)
+            entry.counts.accepted += 1
             counts[name] += 1
         elif how == "filtered":
-            book.group_accepted(name, is_filtered=True)
+            entry.counts.accepted += 1
+            entry.counts.filtered += 1
         else:
-            book.group_complete(name)
-            book.group_failed(name, number, "broken", oldest_open=0)
+            entry.counts.failed += 1
     entry = book.entries["e0"]
-    ended = entry.groups_accepted + entry.groups_failed
+    ended = entry.counts.accepted + entry.counts.failed
     assert abs(counts["e0"] - trained) <= 1
     assert abs(ended - leased) <= 1
 
@@ -65,27 +64,37 @@ def test_shares_are_of_trained_groups_within_twice_the_leases(how, one_in, train
 def test_a_latecomer_gets_its_share_from_now_on():
     book = make_book(1.0)
     accept(book, 100)
-    add(book, "late")
+    late = add(book, "late")
+    late.counts.head_start = book.head_start(late)
+    # One that comes again is level with the others already.
+    assert book.head_start(late) == late.counts.head_start == 100.0
     assert accept(book, 10) == {"e0": 5, "late": 5}
+
+
+def tasks(book, number):
+    """The next tasks of the first environment, each leased, and their seeds."""
+    entry, found = book.entries["e0"], []
+    for _ in range(number):
+        found.append(book.next_task(entry))
+        entry.counts.next_number += 1
+    return found
 
 
 def test_every_task_comes_once_before_any_comes_again():
     book = make_book(1.0, num_tasks=7)
-    entry = book.entries["e0"]
-    rounds = [[book.next_task(entry)[0] for _ in range(7)] for _ in range(3)]
-    assert all(sorted(tasks) == list(range(7)) for tasks in rounds)
+    rounds = [[task for task, _ in tasks(book, 7)] for _ in range(3)]
+    assert all(sorted(each) == list(range(7)) for each in rounds)
     assert rounds[0] != rounds[1]
 
 
 def test_the_order_of_tasks_and_their_seeds_follow_from_the_seed():
     first, second = make_book(1.0), make_book(1.0)
-    tasks = [[b.next_task(b.entries["e0"]) for _ in range(9)] for b in (first, second)]
-    assert tasks[0] == tasks[1]
+    assert tasks(first, 9) == tasks(second, 9)
 
 
 def test_an_environment_without_end_goes_on_counting():
     book = make_book(1.0, num_tasks=0)
-    assert [book.next_task(book.entries["e0"])[0] for _ in range(4)] == [0, 1, 2, 3]
+    assert [task for task, _ in tasks(book, 4)] == [0, 1, 2, 3]
 
 
 def fail(book, number, *, oldest_open=math.inf):
@@ -105,7 +114,6 @@ def test_a_complete_group_clears_the_count_of_failures_long_before_its_batch():
     fail(book, 0)
     book.group_complete("e0")
     assert not fail(book, 2)
-    assert book.entries["e0"].groups_failed == 2
 
 
 def test_failures_do_not_count_before_older_groups_have_ended():

@@ -13,16 +13,12 @@ from slipstream.core.errors import ProtocolError
 from slipstream.core.types import GroupId, Purpose, ServerId
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.leasing.leases import LeaseBook
-from slipstream.learner.controller.records.history import (
-    RunHistory,
-    TrajectoryEnd,
-    attempt_of,
-    batch_name,
-    read_history,
-)
+from slipstream.learner.controller.records import kinds
+from slipstream.learner.controller.records.history import RunHistory, read_history
 from slipstream.learner.controller.records.journal import Journal, read_records
-from slipstream.learner.controller.records.kinds import fields_of
+from slipstream.learner.controller.records.kinds import TrajectoryEnd, fields_of, parsed
 from slipstream.learner.controller.records.ledger import Endings
+from slipstream.learner.controller.records.state import attempt_of, batch_name
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.trajectories.batch import (
     FormedBatch,
@@ -166,6 +162,29 @@ def test_history_closes_the_ledger_of_what_is_over_and_opens_what_waits() -> Non
     assert history.trained_in.get(GroupId("g000003")) is None
 
 
+async def test_a_step_that_is_made_again_does_not_begin_the_count_anew(tmp_path: Path) -> None:
+    # Else a trainer that goes back to its checkpoint after each fault would never reach the limit.
+    async with asyncio.TaskGroup() as tasks:
+        with Journal(tmp_path) as journal:
+            books = books_of(run_of(), journal=journal)
+            step = {"kind": "step", "step": 0, "version": [0, 1], "digest": "ab", "several": 0}
+            faulty = [
+                lease_record("g000008", 8),
+                batch_record(1, "g000008"),
+                aside() | {"step": 1, "batch_id": "b000001", "groups": [], "put_back": []},
+            ]
+            for record in records(step | {"lags": []}, *faulty):
+                books.state.apply(parsed(record))
+            former = BatchFormer(books, tasks, keep_batches=True)
+            former.training = BATCH
+            version = trajectory_pb2.PolicyVersion(step=1)
+            report = trainer_pb2.StepReport(
+                batch_id="b000000", version=version, weight_digest=b"\xab"
+            )
+            assert former.trained(report).again
+            assert books.state.set_aside_in_a_row == 1
+
+
 def test_the_users_word_begins_the_count_anew() -> None:
     assert read_history(records(aside(by="user"))).set_aside_in_a_row == 0
 
@@ -225,10 +244,11 @@ async def kept_after(folder: Path, *versions: int) -> list[int]:
     """Steps, of ten, whose batches are kept after checkpoints of `versions`."""
     async with asyncio.TaskGroup() as tasks:
         with Journal(folder) as journal:
+            books = books_of(run_of(), journal=journal)
             for step in range(10):
                 header = trainer_pb2.BatchHeader(step=step, batch_id=f"b{step}")
-                journal.write_batch(trainer_pb2.RecordedBatch(header=header))
-            books = books_of(run_of(), journal=journal)
+                batch = trainer_pb2.RecordedBatch(header=header)
+                journal.append(journal.write_batch(batch))
             former = BatchFormer(books, tasks, keep_batches=False)
             for version in versions:
                 await former.saved(saved(version))
@@ -254,7 +274,7 @@ class SlowJournal(Journal):
         super().__init__(folder)
         self.disk = threading.Event()
 
-    def write_batch(self, batch: trainer_pb2.RecordedBatch) -> int:
+    def write_batch(self, batch: trainer_pb2.RecordedBatch) -> kinds.Batch:
         assert self.disk.wait(LIMIT_S)
         return super().write_batch(batch)
 

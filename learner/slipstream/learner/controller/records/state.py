@@ -1,0 +1,371 @@
+"""The part of a run's state that only records change, live and after a restart.
+
+The journal applies each record that is appended; a restart applies the same records again. So what
+is here cannot differ between a controller that ran on and one that was started again. The module
+uses no clock and no I/O.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+from slipstream.core.errors import ProtocolError
+from slipstream.core.types import GroupId, PolicyVersion, TrajectoryId, TrajectoryName
+from slipstream.learner.controller.records import kinds
+from slipstream.learner.controller.records.kinds import Record, TrajectoryEnd
+
+START = PolicyVersion(0, 0)
+
+
+class FilterVerdict(Enum):
+    """The conclusion from the groups that dynamic sampling left out of one batch."""
+
+    # Too few groups were left out to judge.
+    GO_ON = "go on"
+    # Every group that was left out had full rewards: nothing is left to learn.
+    SOLVED = "solved"
+    # Too many groups had equal rewards that were not full: no batch comes together.
+    STUCK = "stuck"
+
+
+@dataclass
+class Tally:
+    """Counts of the groups of one environment that dynamic sampling left out."""
+
+    groups: int = 0
+    # Number of groups in which every episode has the full reward.
+    solved: int = 0
+    # Sum over the groups of the mean reward of their episodes.
+    reward_sum: float = 0.0
+
+
+@dataclass
+class FilteredGroups:
+    """The groups that dynamic sampling left out since the last batch, counted by environment."""
+
+    tallies: dict[str, Tally] = field(default_factory=dict)
+
+    def add(self, environment: str, reward_mean: float, *, solved: bool) -> None:
+        """Counts a group with its mean reward; `solved` says whether all its rewards are full."""
+        tally = self.tallies.setdefault(environment, Tally())
+        tally.groups += 1
+        tally.solved += solved
+        tally.reward_sum += reward_mean
+
+    def clear(self) -> None:
+        """Resets the counts, when a batch has been formed."""
+        self.tallies.clear()
+
+    @property
+    def total(self) -> int:
+        """Number of groups that were left out."""
+        return sum(tally.groups for tally in self.tallies.values())
+
+    def verdict(self, limit: int) -> FilterVerdict:
+        """Returns GO_ON if fewer than `limit` groups were left out, else SOLVED or STUCK.
+
+        One group that is not solved is enough for STUCK: the run has not learnt that task.
+        """
+        if self.total < limit:
+            return FilterVerdict.GO_ON
+        solved = all(tally.solved == tally.groups for tally in self.tallies.values())
+        return FilterVerdict.SOLVED if solved else FilterVerdict.STUCK
+
+    def describe(self) -> str:
+        """Returns the counts and the mean reward of each environment as text."""
+        return "; ".join(
+            f"{name}: {tally.solved} of {tally.groups} solved, mean reward "
+            f"{tally.reward_sum / tally.groups:.3g}"
+            for name, tally in sorted(self.tallies.items())
+        )
+
+
+def is_solved(rewards: Iterable[float], solved_reward: float) -> bool:
+    """Whether each episode of a group has the full reward or more."""
+    return all(reward >= solved_reward for reward in rewards)
+
+
+@dataclass(slots=True)
+class OpenGroup:
+    """A group that was leased and has not ended, so that a restarted controller leases it again."""
+
+    group_id: GroupId
+    environment: str
+    task_index: int
+    seed: int
+    deadline_step: int
+    # The last attempt that ended, by member.
+    attempts: dict[int, int] = field(default_factory=dict)
+    # Members that had their last attempt.
+    failed: set[int] = field(default_factory=set)
+    # Epochs of the servers that the group was leased to, and the last server.
+    epochs: set[int] = field(default_factory=set)
+    server: str = ""
+    num_leases: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedBatch:
+    """The journal's record of the batch of a step."""
+
+    step: int
+    batch_id: str
+    crc32: int
+    # Number of its sampled tokens.
+    tokens: int = 0
+
+    @property
+    def attempt(self) -> int:
+        """Number of earlier batches of the same step that were set aside."""
+        return attempt_of(self.batch_id)
+
+
+@dataclass(frozen=True, slots=True)
+class JournaledStep:
+    """The version that the trainer made from a batch."""
+
+    version: PolicyVersion
+    digest: str
+
+
+@dataclass
+class EnvironmentCounts:
+    """Counts of an environment's groups."""
+
+    # Number of the next task.
+    next_number: int = 0
+    leased: int = 0
+    # Groups that were in a batch or filtered, and the filtered groups among them.
+    accepted: int = 0
+    filtered: int = 0
+    failed: int = 0
+    # Smallest share of the other environments when this one joined the mixture.
+    head_start: float = 0.0
+    # Digest of the tasks; "" before a server has told it.
+    digest: str = ""
+
+
+@dataclass
+class RunState:
+    """The state of a run after the records that were applied."""
+
+    next_group: int = 0
+    # The first step whose batch is not in the journal.
+    next_step: int = 0
+    open_groups: dict[GroupId, OpenGroup] = field(default_factory=dict)
+    # Batches that were not set aside, and the newest record of each step, without those forgotten.
+    batches: dict[int, RecordedBatch] = field(default_factory=dict)
+    steps: dict[int, JournaledStep] = field(default_factory=dict)
+    # The newest version that the trainer made. A step that is repeated and gives other weights
+    # begins an incarnation, which is the newest one from then on.
+    version: PolicyVersion = START
+    environments: defaultdict[str, EnvironmentCounts] = field(
+        default_factory=lambda: defaultdict(EnvironmentCounts)
+    )
+    # Specification of each submitted environment, as JSON.
+    submitted: dict[str, str] = field(default_factory=dict)
+    # Tokens of the trajectories that ended in each way.
+    ends: Counter[TrajectoryEnd] = field(default_factory=Counter)
+    # Number of trained tokens of each lag.
+    lags: Counter[int] = field(default_factory=Counter)
+    # Number of trained trajectories that more than one version sampled.
+    with_several_versions: int = 0
+    evaluations: list[kinds.Evaluation] = field(default_factory=list)
+    # The newest version with a whole checkpoint.
+    checkpoint: PolicyVersion = START
+    # Groups that were filtered since the last batch.
+    filtered: FilteredGroups = field(default_factory=FilteredGroups)
+    # Number of filtered groups, by the step whose batch was being formed.
+    filtered_groups: Counter[int] = field(default_factory=Counter)
+    # Why the tasks count as solved, which ended training early. Empty if it did not.
+    solved: str = ""
+    # The step whose batch was being formed when the task was solved.
+    solved_step: int = 0
+    # Batches that could not be trained: all, how many of each step, and how many in a row the
+    # trainer's reports set aside.
+    set_aside: list[RecordedBatch] = field(default_factory=list)
+    attempts: Counter[int] = field(default_factory=Counter)
+    set_aside_in_a_row: int = 0
+    # Open groups that a set-aside batch held; its file has all their trajectories.
+    put_back: dict[GroupId, RecordedBatch] = field(default_factory=dict)
+    # The groups of the newest batch, which may be put back.
+    batched: dict[GroupId, OpenGroup] = field(default_factory=dict)
+
+    def apply(self, record: Record) -> None:
+        """Applies the next record; raises ProtocolError if it contradicts the records before it."""
+        match record:
+            case kinds.Lease():
+                self._lease(record)
+            case kinds.End():
+                self._end(record)
+            case kinds.GaveUp():
+                if (group := self.open_groups.get(record.group)) is not None:
+                    group.failed.update(record.members)
+            case kinds.GroupSetAside():
+                if (ended := self._take(record.group)) is not None:
+                    self.environments[ended.environment].failed += record.blamed
+            case kinds.Closed():
+                self._close(record)
+            case kinds.Batch():
+                self._batch(record)
+            case kinds.BatchSetAside():
+                self._set_batch_aside(record)
+            case kinds.Step():
+                self._step(record)
+            case kinds.Solved():
+                self.solved, self.solved_step = record.cause, record.step
+            case kinds.Checkpoint():
+                self.checkpoint = record.version
+            case kinds.Submitted():
+                self.submitted[record.environment] = record.spec
+                leased = self.environments[record.environment].leased
+                self.environments[record.environment] = EnvironmentCounts(leased=leased)
+            case kinds.Unsubmitted():
+                self.submitted.pop(record.environment, None)
+            case kinds.HeadStart():
+                self.environments[record.environment].head_start = record.head_start
+            case kinds.Tasks():
+                tasks = self.environments[record.environment]
+                if tasks.digest:
+                    # Other tasks: each of them comes once before one comes again.
+                    tasks.next_number = 0
+                tasks.digest = record.digest
+            case kinds.Evaluation():
+                self.evaluations.append(record)
+
+    def forget(self, before: int) -> None:
+        """Forgets the batches of the steps before `before`, whose files are gone.
+
+        A trainer can go back at most to the version that `before` starts from.
+        """
+        self.batches = {s: batch for s, batch in self.batches.items() if s >= before}
+        self.steps = {s: made for s, made in self.steps.items() if s >= before - 1}
+
+    def _lease(self, record: kinds.Lease) -> None:
+        number = int(record.group.removeprefix("g"))
+        if number < self.next_group:
+            # New groups get rising numbers: this lease gives an old group to another server.
+            if (group := self.open_groups.get(record.group)) is not None:
+                group.epochs.add(record.epoch)
+                group.server = record.server
+                group.num_leases += 1
+            return
+        if record.replaces is not None:
+            # The task was leased before, as a group that was abandoned.
+            self._take(record.replaces)
+        self.next_group = number + 1
+        counts = self.environments[record.environment]
+        counts.next_number = max(counts.next_number, record.number + 1)
+        counts.leased += 1
+        self.open_groups[record.group] = OpenGroup(
+            record.group,
+            record.environment,
+            record.task,
+            record.seed,
+            record.deadline,
+            epochs={record.epoch},
+            server=record.server,
+        )
+
+    def _take(self, group_id: GroupId) -> OpenGroup | None:
+        """Takes an open group out and returns it, or None if it is not open."""
+        group = self.open_groups.pop(group_id, None)
+        if group is not None:
+            self.environments[group.environment].leased -= 1
+        return group
+
+    def _end(self, record: kinds.End) -> None:
+        if record.end is None or record.tokens is None:
+            return
+        self.ends[record.end] += record.tokens
+        name = TrajectoryName.parse(TrajectoryId(record.id))
+        group = None if name is None else self.open_groups.get(name.group_id)
+        is_attempt = record.end is not TrajectoryEnd.QUARANTINED
+        if name is not None and group is not None and is_attempt:
+            before = group.attempts.get(name.member, -1)
+            group.attempts[name.member] = max(before, name.attempt)
+
+    def _close(self, record: kinds.Closed) -> None:
+        group = self._take(record.group)
+        if group is None or record.how != "filtered":
+            return
+        counts = self.environments[group.environment]
+        counts.accepted += 1
+        counts.filtered += 1
+        self.filtered.add(group.environment, record.reward or 0.0, solved=bool(record.solved))
+        self.filtered_groups[self.next_step] += 1
+
+    def _batch(self, record: kinds.Batch) -> None:
+        step = record.step
+        if step != self.next_step:
+            raise ProtocolError(
+                f"the journal holds the batch of step {step + 1} after that of {self.next_step}"
+            )
+        self.batched.clear()
+        for group_id in record.groups:
+            group = self._take(group_id)
+            if group is None:
+                raise ProtocolError(
+                    f"the batch of step {step + 1} holds {group_id}, which is not open"
+                )
+            self.batched[group_id] = group
+            self.put_back.pop(group_id, None)
+            self.environments[group.environment].accepted += 1
+        self.filtered.clear()
+        if step >= self.solved_step:
+            # Training continued under other settings. The batch before was being written.
+            self.solved = ""
+        tokens = sum(tokens for *_, tokens in record.tokens)
+        self.batches[step] = RecordedBatch(step, record.batch_id, record.crc32, tokens)
+        self.next_step += 1
+
+    def _set_batch_aside(self, record: kinds.BatchSetAside) -> None:
+        step = record.step
+        batch = self.batches.get(step)
+        is_last = step == self.next_step - 1 and step not in self.steps
+        if batch is None or batch.batch_id != record.batch_id or not is_last:
+            raise ProtocolError(
+                f"the journal sets batch {record.batch_id} of step {step + 1} aside, "
+                "which does not wait for the trainer"
+            )
+        del self.batches[step]
+        self.next_step -= 1
+        self.set_aside.append(batch)
+        self.attempts[step] += 1
+        self.set_aside_in_a_row = 0 if record.by == "user" else self.set_aside_in_a_row + 1
+        for _, environment, _ in record.groups:
+            counts = self.environments[environment]
+            counts.accepted, counts.failed = counts.accepted - 1, counts.failed + 1
+        for group_id, environment, *_ in record.put_back:
+            counts = self.environments[environment]
+            counts.accepted, counts.leased = counts.accepted - 1, counts.leased + 1
+            self.put_back[group_id] = batch
+            self.open_groups[group_id] = replace(self.batched[group_id], deadline_step=step)
+        self.ends[TrajectoryEnd.SET_ASIDE] += record.tokens
+
+    def _step(self, record: kinds.Step) -> None:
+        step = record.step
+        if step not in self.batches:
+            raise ProtocolError(f"the journal holds step {step + 1} without its batch")
+        if step not in self.steps:
+            self.ends[TrajectoryEnd.TRAINED] += self.batches[step].tokens
+            self.lags.update(dict(record.lags))
+            self.with_several_versions += record.several
+        self.steps[step] = JournaledStep(record.version, record.digest)
+        incarnation = max(self.version.incarnation, record.version.incarnation)
+        self.version = PolicyVersion(incarnation, max(self.version.step, record.version.step))
+        self.set_aside_in_a_row = 0
+
+
+def batch_name(step: int, attempt: int) -> str:
+    """Returns the id of a batch of `step` after `attempt` earlier batches were set aside."""
+    return f"b{step:06d}-{attempt}" if attempt else f"b{step:06d}"
+
+
+def attempt_of(batch_id: str) -> int:
+    """Returns the attempt in a batch id that `batch_name` made."""
+    number = batch_id.partition("-")[2]
+    return int(number) if number.isdecimal() else 0
