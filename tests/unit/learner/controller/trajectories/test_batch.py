@@ -6,6 +6,7 @@ import itertools
 import json
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from slipstream.core import staleness
@@ -28,14 +29,14 @@ from slipstream.learner.controller.trajectories.batch import (
     header,
 )
 from slipstream.learner.controller.trajectories.batches import BatchFormer
-from slipstream.learner.controller.trajectories.intake import Intake
+from slipstream.learner.controller.trajectories.intake import GroupFilter, Intake
 from slipstream.protocol.codec import trajectory_to_pb
 from slipstream.v1 import trainer_pb2, trajectory_pb2
 from support.fakes.fake_controller import make_batch
 from support.fakes.fake_trajectories import GOOD
 from support.fakes.journal_records import batch_record, lease_record
 from support.rigs.lease_rig import books_of
-from support.rigs.publishing_scene import run_of
+from support.rigs.publishing_scene import nothing, run_of
 from support.rigs.waiting import LIMIT_S
 
 
@@ -327,3 +328,19 @@ def test_what_a_group_holds_ends_when_its_environment_does_not_come_again(tmp_pa
         assert books.ledger.snapshot().cancelled == held.num_sampled_tokens
     ends = [record for record in read_records(tmp_path) if record["kind"] == "end"]
     assert [end["id"] for end in ends] == [held.trajectory_id]
+
+
+def test_groups_that_are_left_out_while_a_batch_is_written_do_not_end_the_run() -> None:
+    run = run_of(algorithm={"group_size": 2, "groups_per_step": 1, "max_staleness": 1})
+    books = books_of(run)
+    endings: Any = None
+    group_filter = GroupFilter(run, books, endings, withdraw=nothing)
+    for _ in range(run.config.algorithm.max_filtered_batches):
+        books.state.filtered.add("e", 0.0, solved=False)
+    # The batch of the first step has its groups and no record yet.
+    books.leases.step = 1
+    group_filter._judge()
+    assert not run.progress.has_failed
+    books.state.next_step = 1
+    group_filter._judge()
+    assert run.progress.has_failed
