@@ -182,10 +182,21 @@ def report(results: Mapping[str, Result]) -> str:
     for part, result in results.items():
         if not result.holds:
             lines += ["", f"## {part}: pytest ended with {result.code}", ""]
-            lines += [f"- `{name}`: {said}" for name, said in result.failed]
+            lines += _grouped(result.failed)
     left_out = [part for part in PARTS if part not in results]
     lines += ["", f"Not run: {', '.join(left_out)}."] if left_out else []
     return "\n".join([*lines, ""])
+
+
+def _grouped(failed: Iterable[tuple[str, str]]) -> list[str]:
+    """Returns a line for each cause, with the first of its tests."""
+    causes: dict[str, list[str]] = {}
+    for name, said in failed:
+        causes.setdefault(said, []).append(name)
+    return [
+        f"- `{names[0]}`{f' and {len(names) - 1} more' if names[1:] else ''}: {said}"
+        for said, names in causes.items()
+    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

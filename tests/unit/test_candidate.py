@@ -9,6 +9,7 @@ JUNIT = """<testsuites><testsuite>
 <testcase classname="tests.a" name="test_one"/>
 <testcase classname="tests.a" name="test_two"><skipped message="no GPU"/></testcase>
 <testcase classname="tests.a" name="test_three"><failure message="it&#10;differs"/></testcase>
+<testcase classname="tests.a" name="test_four"><error message="it&#10;is gone"/></testcase>
 </testsuite></testsuites>"""
 
 
@@ -34,8 +35,8 @@ def test_a_report_names_versions_parts_and_tests_that_failed(tmp_path: Path) -> 
     broken = candidate.read(tmp_path / "missing.xml", 1.0, 0)
     assert not broken.holds, "a part of which no test ran proves nothing"
     text = candidate.report({"gaps": found, "runs": broken})
-    assert "| gaps | **fails** | 1 | 1 | 1 | 3 |" in text
-    assert "- `tests.a::test_three`: it" in text
+    assert "| gaps | **fails** | 1 | 2 | 1 | 3 |" in text
+    assert "- `tests.a::test_three` and 1 more: it" in text
     assert "Not run: patches, " in text
 
 

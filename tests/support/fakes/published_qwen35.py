@@ -23,7 +23,7 @@ def write_as_published(folder: Path) -> None:
         "mtp_use_dedicated_embeddings": False,
     }
     # The part of a head that is turned stands in its table alone.
-    del values["text_config"]["partial_rotary_factor"]
+    values["text_config"].pop("partial_rotary_factor", None)
     values["vision_config"] |= {"deepstack_visual_indexes": [], "model_type": family}
     path.write_text(json.dumps(values))
     file = folder / "model.safetensors"
