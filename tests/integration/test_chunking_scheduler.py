@@ -338,11 +338,11 @@ def test_a_step_with_a_request_that_takes_more_than_tokens_is_vllms(start, overl
     assert len(own_plans) > 30
 
 
-def test_every_step_is_vllms_in_another_version_and_with_windows(start) -> None:
+def test_every_step_is_vllms_with_another_scheduler_and_with_windows(start) -> None:
     full, windowed = (start(ours=True, overlapping=True, windowed=each) for each in (False, True))
-    assert decodes_plainly(full.scheduler, "0.32.0+cu130")
-    assert not decodes_plainly(full.scheduler, "0.32.1")
-    assert not decodes_plainly(windowed.scheduler, "0.32.0")
+    assert decodes_plainly(full.scheduler)
+    assert not decodes_plainly(full.scheduler, "of another source")
+    assert not decodes_plainly(windowed.scheduler)
 
 
 @both

@@ -9,11 +9,14 @@ their state changes as vLLM would change it. vLLM still handles the first and th
 reply, and all unusual steps.
 """
 
+import hashlib
+import inspect
 import logging
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
-import vllm
+from vllm import __version__ as VERSION
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -26,14 +29,15 @@ from vllm.v1.request import Request, RequestStatus
 
 log = logging.getLogger(__name__)
 _RUNNING = RequestStatus.RUNNING
-# The version of vLLM whose scheduler this module follows; it is no public interface.
-_FOLLOWED = "0.32.0"
+# The digest of vLLM 0.32.0's modules that this one follows; they are no public interface.
+_FOLLOWED = "1e4a9d611bea13a4d06bf5e90383347a05a564c488df47325cf193f59d0e5f3d"
+_SOURCES = (Scheduler, AsyncScheduler, KVCacheManager, FullAttentionManager, Request)
 
 
-def decodes_plainly(scheduler: Scheduler, version: str = vllm.__version__) -> bool:
+def decodes_plainly(scheduler: Scheduler, followed: str = _FOLLOWED) -> bool:
     """Returns whether this module can handle requests of `scheduler` in the middle of a reply."""
-    if version.partition("+")[0] != _FOLLOWED:
-        log.warning("all steps are vLLM's: it is %s, not %s", version, _FOLLOWED)
+    if source_digest() != followed:
+        log.warning("all steps are vLLM's: the scheduler of %s is not that of 0.32.0", VERSION)
         return False
     # Full attention frees no block, and each block that fills up is one unit of prefix lookup.
     simple_cache = all(
@@ -51,6 +55,12 @@ def decodes_plainly(scheduler: Scheduler, version: str = vllm.__version__) -> bo
         and scheduler.dcp_world_size == scheduler.pcp_world_size == 1
         and not any(others)
     )
+
+
+def source_digest() -> str:
+    """Returns the SHA-256 of the installed vLLM's modules that this module follows."""
+    files = (Path(inspect.getfile(source)) for source in _SOURCES)
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 class KnownSlots:
