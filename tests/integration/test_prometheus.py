@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.metadata
 import json
+import platform
 import re
 import shutil
 import signal
@@ -17,6 +19,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import slipstream
 from prometheus_client.parser import text_string_to_metric_families
 from slipstream.client.launch.preflight import free_port
 from slipstream.core.run_folder import TARGETS
@@ -140,12 +143,23 @@ def test_the_numbers_are_those_of_the_status_and_the_newest_row(run):
     assert scrape(run)[1]["slipstream_disk_size_bytes",] == usage.total
 
 
+def test_versions_of_each_process_are_labels_of_a_metric(run):
+    (info,) = (f for f in text_string_to_metric_families(scrape(run)[0]) if "build" in f.name)
+    (sample,) = info.samples
+    assert (sample.name, sample.value) == ("slipstream_build_info", 1.0)
+    assert sample.labels["version"] == slipstream.__version__
+    assert sample.labels["torch"] == importlib.metadata.version("torch")
+    assert sample.labels["python"] == platform.python_version()
+
+
 def test_every_metric_has_a_meaning_a_base_unit_and_only_few_labels(run):
     text, _ = scrape(run)
     for family in text_string_to_metric_families(text):
         assert family.documentation
         assert not UNITS.search(family.name), family.name
         for sample in family.samples:
+            if sample.name == "slipstream_build_info":
+                continue
             others = sample.labels.keys() - {
                 *("run", "server", "environment", "state", "fate", "cause")
             }

@@ -140,6 +140,15 @@ def test_what_cannot_work_is_refused_before_anything_starts(quick) -> None:
     assert not commands()
 
 
+def test_engines_of_a_run_start_beside_each_other(quick, monkeypatch) -> None:
+    monkeypatch.setenv("QUICK_TOGETHER", "2")
+    quick["run"]["steps"] = 2
+    quick["rollout_server"] |= {"count": 2}
+    run = slipstream.run(environments=Repeat, **quick)
+    assert run.wait()["state"] == "finished"
+    assert len(list(run.folder.glob("engine-*"))) == 2
+
+
 @pytest.mark.long
 def test_an_interrupted_cell_stops_its_run_in_order(quick) -> None:
     def judge(reply: str) -> float:

@@ -11,6 +11,7 @@ import asyncio
 import hashlib
 import importlib.util
 import json
+import os
 import sys
 import time
 import types
@@ -29,6 +30,7 @@ from support.fakes.fake_engine import FakeEngine
 from support.fakes.fake_server import LAYOUT
 from support.fakes.fake_trainer import PROBE, START, trained
 from support.rigs import chaos
+from support.rigs.waiting import until
 
 MODULES = {"rank": "support.fakes.quick_rank", "server": "support.fakes.quick_server"}
 STATE = "state.json"
@@ -48,7 +50,11 @@ class QuickEngine(FakeEngine):
 
     @classmethod
     async def start(cls, config, *, seed: int) -> "QuickEngine":
-        del config, seed
+        """Waits until as many engines start as the variable QUICK_TOGETHER says."""
+        del seed
+        (config.run_dir / f"engine-{os.getpid()}").touch()
+        together = int(os.environ.get("QUICK_TOGETHER", "1"))
+        await until(lambda: len(list(config.run_dir.glob("engine-*"))) >= together)
         engine = cls()
         engine.probe = np.full(3, -2.0, np.float32)
         return engine

