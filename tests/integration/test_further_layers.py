@@ -12,45 +12,63 @@ import pytest
 import pytest_asyncio
 import torch
 from safetensors.torch import load_file, save_file
+from slipstream.learner.trainer.tiny_model import make_tokenizer
 from slipstream.rollout_server.engine_interface import Generation
 from slipstream.rollout_server.episodes.renderer import Renderer
+from support.fakes.field_models import make_field_model
 from support.fakes.small_configs import config_of_engine
-from support.fakes.tiny_models import SIZES, make_model_folder
 from support.rigs.engine_rig import SAMPLING, Rig, Weights, random_weights
 from support.rigs.running_replies import until_generated
 from support.rigs.started_engine import started_engine
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 GREEDY = dataclasses.replace(SAMPLING, ignore_eos=True, temperature=0.0)
-FURTHER = "model.mtp_layers.0."
 MTP = {"method": "mtp", "num_speculative_tokens": 1}
 PROMPTS = [[1, 4 + n, 5 + n] for n in range(8)]
+OF_DEEPSEEK = (
+    {"moe_intermediate_size": 64, "num_nextn_predict_layers": 1},
+    "model.layers.{}.",
+    ("eh_proj.weight", 0),
+    ("enorm", "hnorm", "shared_head.norm"),
+)
+# Case of field_models -> sizes that vLLM's kernels for a CPU take, prefix of the further layer,
+# its matrix of embedding and hidden state, of which it takes one, and its norms.
+CASES = {
+    "mimo.default": (
+        {"num_attention_heads": 2, "num_key_value_heads": 1, "num_nextn_predict_layers": 1},
+        "model.mtp_layers.0.",
+        ("input_proj.weight", 1),
+        ("token_layernorm", "hidden_layernorm", "final_layernorm"),
+    ),
+    "glm.glm": OF_DEEPSEEK,
+    "deepseek.latent": OF_DEEPSEEK,
+}
 
 
-def make_folder(folder: Path) -> Weights:
-    """A MiMo whose next token depends on the last one alone; returns its tensors.
+def make_folder(folder: Path, case: str) -> Weights:
+    """A model whose next token depends on the last one alone; returns its own tensors.
 
     Its further layer computes the same from the token that was sampled. So it drafts what the
     model would sample, as long as both have the same embeddings and the same output layer.
     """
-    make_model_folder(folder)
+    sizes, prefix, (projection, place), norms = CASES[case]
+    make_field_model(folder.parent, case, **sizes)
+    (folder.parent / case).rename(folder)
     path = folder / "config.json"
-    values = json.loads(path.read_text()) | {"num_nextn_predict_layers": 1}
-    values |= {"model_type": "mimo", "architectures": ["MiMoForCausalLM"]}
-    path.write_text(json.dumps(values))
-    weights = load_file(folder / "model.safetensors")
-    weights |= {
-        name.replace(".weight", ".bias"): torch.zeros(len(tensor))
-        for name, tensor in weights.items()
-        if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))
-    }
-    weights = other_weights(weights, seed=1)
-    hidden, first = SIZES["hidden_size"], "model.layers.0."
-    further = {k.removeprefix(first): v.clone() for k, v in weights.items() if first in k}
-    for norm in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
-        further[f"{norm}.weight"] = torch.ones(hidden)
-    further["input_proj.weight"] = torch.cat([torch.zeros(hidden, hidden), torch.eye(hidden)], 1)
-    layer = {f"{FURTHER}{name}": tensor for name, tensor in further.items()}
+    settings = path.read_text()
+    make_tokenizer(folder)
+    path.write_text(settings)
+    values = json.loads(settings)
+    weights = other_weights(load_file(folder / "model.safetensors"), seed=1)
+    hidden, layers = values["hidden_size"], values["num_hidden_layers"]
+    last = f"model.layers.{layers - 1}."
+    further = {k.removeprefix(last): v.clone() for k, v in weights.items() if k.startswith(last)}
+    further |= {f"{norm}.weight": torch.ones(hidden) for norm in norms}
+    further[f"{norms[-1]}.weight"] = weights["model.norm.weight"].clone()
+    halves = [torch.zeros(hidden, hidden)] * 2
+    halves[place] = torch.eye(hidden)
+    further[projection] = torch.cat(halves, dim=1)
+    layer = {prefix.format(layers) + name: tensor for name, tensor in further.items()}
     save_file(weights | layer, folder / "model.safetensors", metadata={"format": "pt"})
     return weights
 
@@ -64,21 +82,35 @@ def other_weights(like: Weights, seed: int) -> Weights:
     }
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def rig(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
-    folder = tmp_path_factory.mktemp("model")
-    old = make_folder(folder)
-    config = config_of_engine(folder, rollout_server={"engine": {"speculative_config": MTP}})
-    async with started_engine(config) as engine:
+@pytest_asyncio.fixture(
+    scope="module",
+    loop_scope="module",
+    params=[
+        "mimo.default",
+        pytest.param("glm.glm", marks=pytest.mark.long),
+        pytest.param("deepseek.latent", marks=pytest.mark.long),
+    ],
+)
+async def rig(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Rig]:
+    folder = tmp_path_factory.mktemp("models") / "model"
+    old = make_folder(folder, request.param)
+    # vLLM's first choice for latent attention knows no float32.
+    chosen = {"attention_backend": "CPU_MLA"} if "latent" in request.param else {}
+    engine = {"speculative_config": MTP} | chosen
+    config = config_of_engine(folder, rollout_server={"engine": engine})
+    async with started_engine(config) as started:
         new = other_weights(old, seed=2)
         nothing: Any = None
-        yield Rig(engine, nothing, old, new, Renderer(folder))
+        yield Rig(started, nothing, old, new, Renderer(folder))
 
 
 def next_token(weights: Weights, token: int) -> int:
     embedded = weights["model.embed_tokens.weight"][token]
-    normed = torch.nn.functional.rms_norm(embedded, embedded.shape, eps=1e-6)
-    return int((weights["lm_head.weight"] @ normed).argmax())
+    normed = torch.nn.functional.rms_norm(embedded, embedded.shape)
+    output = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
+    return int((output @ (normed * weights["model.norm.weight"])).argmax())
 
 
 def ask(rig: Rig, name: str, num_tokens: int) -> list[asyncio.Task[Generation]]:
