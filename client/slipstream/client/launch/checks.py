@@ -42,7 +42,12 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import address_parts
 from slipstream.core.settings.measurement_sections import check_trackers
 from slipstream.protocol.access.certificates import check_certificates, check_own_certificate
-from slipstream.protocol.access.exposure import check_private, describe_exposure
+from slipstream.protocol.access.exposure import (
+    check_private,
+    describe_exposure,
+    interface_to,
+    local_address,
+)
 from slipstream.protocol.access.security import (
     Credentials,
     check_address,
@@ -297,17 +302,13 @@ def check_interfaces(scene: Scene) -> str | None:
     if learner.ranks_per_node in (None, learner.world_size) or scene.parts == SERVER:
         return None
     try:
-        family, kind, _, _, address = socket.getaddrinfo(learner.host, 1, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            # This sends nothing, and lets the kernel choose the route.
-            probe.connect(address)
-            ours = probe.getsockname()[0]
+        ours = local_address(learner.host)
     except OSError as error:
         raise ConfigError(
             f"learner.master {learner.master} cannot be reached from this host: {error.strerror}"
         ) from error
-    name = next((n for n, parts in present.items() if any(p.address == ours for p in parts)), "")
-    return f"{name or ours} leads to learner.master {learner.master}"
+    way = interface_to(learner.host) or ours
+    return f"{way} leads to learner.master {learner.master}"
 
 
 def _match(value: str, present: list[str], *, takes_beginning: bool) -> list[str]:

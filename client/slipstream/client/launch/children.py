@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from slipstream.client.terminal import say
-from slipstream.core.errors import FINAL_ERROR, NOT_STARTED, USAGE_ERROR, ConfigError
+from slipstream.core.errors import FINAL_ERROR, NOT_STARTED, USAGE_ERROR, ConfigError, RunFailed
 from slipstream.core.machine.descendants import kernel_oom_kills
 from slipstream.core.machine.process import below_this
 
@@ -105,6 +105,11 @@ class Child:
             said = f"{_LESS_MEMORY}: {said}"
         ending = f"{self.name} {how}" + (f": {said}" if said else "") + f" (log: {self.log_path})"
         return with_full_disk(ending, self.log_path.parent)
+
+    def failure(self) -> ConfigError | RunFailed:
+        """Returns the error that says how the program ended, ConfigError if it refused to run."""
+        error = ConfigError if self.process.returncode == USAGE_ERROR else RunFailed
+        return error(self.describe_end())
 
     def signal(self, number: signal.Signals) -> None:
         """Sends a signal to the program's process group."""

@@ -223,8 +223,7 @@ async def run_rollout_server(
     if child.process.returncode == 0:
         say(f"rollout server {name} has left")
         return 0
-    error = ConfigError if child.process.returncode == 2 else RunFailed
-    raise error(child.describe_end())
+    raise child.failure()
 
 
 async def run_check(
@@ -303,8 +302,7 @@ async def run_replay(folder: Path, overrides: Sequence[str], *, step: int | None
         ended.set()
         await show
     if failed is not None:
-        error = ConfigError if failed.process.returncode == 2 else RunFailed
-        raise error(failed.describe_end())
+        raise failed.failure()
     return int(any(rank.process.returncode for rank in ranks))
 
 

@@ -29,7 +29,7 @@ from slipstream.client.run_folder import identity_overrides, node_folder, write_
 from slipstream.client.status import RunStatus, run_from_pb
 from slipstream.core.configuration.automatic import describe_choices
 from slipstream.core.configuration.config_file import model_warnings
-from slipstream.core.errors import FAILED, USAGE_ERROR, ConfigError, QueueError, RunFailed
+from slipstream.core.errors import FAILED, QueueError, RunFailed
 from slipstream.core.machine.owned_folder import remove_abandoned
 from slipstream.core.run_folder import LOGS, log_path
 from slipstream.core.settings.config import Config
@@ -310,8 +310,7 @@ class RunProcesses:
             if cause == self._display.told_failure:
                 return FAILED
             raise RunFailed(with_full_disk(cause, self._logs))
-        error = ConfigError if controller.process.returncode == USAGE_ERROR else RunFailed
-        raise error(controller.describe_end())
+        raise controller.failure()
 
     @property
     def _signalled(self) -> int:

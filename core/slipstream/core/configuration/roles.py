@@ -1,7 +1,6 @@
 """The settings of the reference and critic models, each checked like the policy's."""
 
 import contextlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +14,12 @@ from slipstream.core.models.model_rules import (
     sees_images,
     vision_layout_problems,
 )
-from slipstream.core.models.model_sizes import ModelSizes, read_model_sizes, read_model_table
+from slipstream.core.models.model_sizes import (
+    ModelSizes,
+    read_model_sizes,
+    read_model_table,
+    read_table,
+)
 from slipstream.core.models.vision.processors import row_tokens
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.role_sections import (
@@ -235,17 +239,8 @@ def _processor(folder: Path) -> dict[str, object]:
 
 
 def _read_table(path: Path) -> dict[str, object]:
-    """Returns the table in the JSON file `path`, or {} if there is no such file.
-
-    Raises ConfigError if the file cannot be read or holds no table.
-    """
-    try:
-        found = json.loads(path.read_text()) if path.is_file() else {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: {error}") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path} must hold a table, got a {type(found).__name__}")
-    return found
+    """Returns the table in a JSON file, or {} if there is no such file."""
+    return read_table(path) if path.is_file() else {}
 
 
 def _in_place_of_policy(config: Config, section: RoleSection) -> Config:

@@ -232,14 +232,20 @@ def read_model_table(folder: Path) -> dict[str, Any]:
         raise ConfigError(
             f"model.path must be a Hugging Face folder, but {folder} has no config.json"
         )
-    try:
-        values = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: {error}") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path} must hold a table, got a {type(values).__name__}")
+    values = read_table(path)
     _check_ties(values)
     return decoder_table(values)
+
+
+def read_table(path: Path) -> dict[str, Any]:
+    """Returns the table in a JSON file; raises ConfigError if it cannot be read or holds none."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} must hold a table, got a {type(found).__name__}")
+    return found
 
 
 def _check_ties(values: Mapping[str, Any]) -> None:

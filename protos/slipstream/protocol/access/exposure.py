@@ -69,6 +69,7 @@ def local_address(host: str, port: int = 1) -> str:
     """
     family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        # This sends nothing, and lets the kernel choose the route.
         probe.connect(target)
         return str(probe.getsockname()[0])
 

@@ -17,7 +17,6 @@ import grpc.aio
 from grpc.experimental import ChannelOptions
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.address import is_loopback as is_loopback_host
-from slipstream.core.regular_files import read_regular
 from slipstream.core.settings.config import Config, QueueSection, SecuritySection, address_parts
 from slipstream.core.settings.sections import QueueEnd
 from slipstream.protocol.access.certificates import check_certificates, check_shown
@@ -36,6 +35,8 @@ from slipstream.protocol.access.tokens import (
     Tokens,
     may_call,
     needs_run,
+    read_secret,
+    read_text,
     read_tokens,
     role_token,
 )
@@ -243,7 +244,7 @@ def redis_url_of(queue: QueueSection, end: QueueEnd) -> str:
     if user is None:
         return queue.redis_url
     what = f"queue.{end}.password_file"
-    password = _read_text(user.password_file, what).strip()
+    password = read_text(user.password_file, what).strip()
     if not password:
         raise ConfigError(f"{what}: {user.password_file} is empty")
     between = "&" if parts.query else "?"
@@ -397,23 +398,9 @@ def _client_tls(credentials: Credentials, address: str) -> bool:
     return not address.startswith("unix:") and (credentials.ca is not None or credentials.has_tls)
 
 
-def _read(path: Path, what: str) -> bytes:
-    try:
-        return read_regular(path)
-    except OSError as error:
-        raise ConfigError(f"{what}: {path}: {error.strerror}") from error
-
-
-def _read_text(path: Path, what: str) -> str:
-    try:
-        return _read(path, what).decode()
-    except UnicodeDecodeError:
-        raise ConfigError(f"{what} must hold text in UTF-8, {path} does not") from None
-
-
 def _first_token(path: Path | None, what: str) -> str | None:
     return None if path is None else read_tokens(path, what)[0]
 
 
 def _read_optional(path: Path | None, what: str) -> bytes | None:
-    return None if path is None else _read(path, what)
+    return None if path is None else read_secret(path, what)

@@ -72,6 +72,22 @@ def may_call(role: str | None, method: str) -> bool:
     return method.removeprefix(_PREFIX).startswith((*_READS, *RIGHTS[role]))
 
 
+def read_secret(path: Path, what: str) -> bytes:
+    """Returns the bytes of the file of a setting; raises ConfigError if it cannot be read."""
+    try:
+        return read_regular(path)
+    except OSError as error:
+        raise ConfigError(f"{what}: {path}: {error.strerror}") from error
+
+
+def read_text(path: Path, what: str) -> str:
+    """Returns the text of the file of a setting; raises ConfigError if there is none."""
+    try:
+        return read_secret(path, what).decode()
+    except UnicodeDecodeError:
+        raise ConfigError(f"{what} must hold text in UTF-8, {path} does not") from None
+
+
 def read_tokens(path: Path, what: str = "security.token_file") -> tuple[str, ...]:
     """Returns the tokens of a file, one per line.
 
@@ -79,12 +95,7 @@ def read_tokens(path: Path, what: str = "security.token_file") -> tuple[str, ...
     setting `what`, if the file cannot be read, or a token is too short or has characters other than
     printable ASCII, or if another line than that of a role's token begins with "-".
     """
-    try:
-        text = read_regular(path).decode()
-    except OSError as error:
-        raise ConfigError(f"{what}: {path}: {error.strerror}") from error
-    except UnicodeDecodeError:
-        raise ConfigError(f"{what} must hold text in UTF-8, {path} does not") from None
+    text = read_text(path, what)
     lines = tuple(line.strip() for line in text.strip().splitlines()) or ("",)
     if len(lines) > MAX_TOKENS:
         raise ConfigError(f"{what} must hold at most {MAX_TOKENS} lines, {path} has {len(lines)}")

@@ -34,7 +34,7 @@ from slipstream.client.launch.preflight import (
 )
 from slipstream.client.run_folder import write_config
 from slipstream.core.configuration.config_file import load_config
-from slipstream.core.errors import ConfigError, RunFailed, SlipstreamError
+from slipstream.core.errors import WARNING, ConfigError, RunFailed, SlipstreamError
 from slipstream.core.settings.config import Config, EnvironmentSection, SecuritySection
 from slipstream.core.settings.sections import QueueSection, QueueUserSection
 from slipstream.extensions.redis.embedded import EmbeddedServer
@@ -632,6 +632,8 @@ async def test_what_an_environment_printed_last_is_kept_of_its_newest_check_alon
         # The first one that is kept may be a part of a line.
         title, _, *lines = path.read_text().splitlines()
         assert title == "environment e:"
+        # A busy machine has no time for all plays, which is a warning behind these lines.
+        lines = [line for line in lines if not line.startswith(WARNING)]
         assert lines == [f"line {n}" for n in range(200_000 - len(lines), 200_000)]
         assert len(lines) > 1000
         assert path.stat().st_size < 1 << 17
