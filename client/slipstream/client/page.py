@@ -195,6 +195,14 @@ def _numbers(row: Mapping[str, Any]) -> Iterator[tuple[float, str, float]]:
             yield step, name, float(f"{value:.5g}")
 
 
+def reply_lines(folder: Path, most: int) -> list[str]:
+    """Returns a line for each of the `most` newest kept replies, with its prompt and reward."""
+    rows = [row for row in _replies(folder) if isinstance(row, dict)]
+    names = ("prompt", "reply", "reward")
+    shown = ([repr(row.get(name)) for name in names] for row in rows[:most])
+    return [f"{prompt} got {reply}, reward {reward}" for prompt, reply, reward in shown]
+
+
 def _replies(folder: Path) -> list[JsonValue]:
     """Returns the newest kept episodes, newest first, with texts of limited length."""
     lines: list[bytes] = []

@@ -12,7 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from slipstream.client.page import MOST_POINTS, NEWEST, page_kept, write_page, write_pages
+from slipstream.client.page import (
+    MOST_POINTS,
+    NEWEST,
+    page_kept,
+    reply_lines,
+    write_page,
+    write_pages,
+)
 from slipstream.core.configuration.config_file import dump_config
 from slipstream.core.errors import ConfigError
 from support.fakes.small_configs import small_config
@@ -121,6 +128,16 @@ def test_the_newest_replies_are_shown_with_texts_of_limited_length(tmp_path: Pat
     (run,) = page_of(folder)["runs"]
     assert [row["step"] for row in run["replies"]][:2] == [199, 198]
     assert (tmp_path / "out.html").stat().st_size < 1 << 20
+
+
+def test_the_newest_replies_have_lines(tmp_path: Path) -> None:
+    rows = [{"prompt": f"p{n}", "reply": "a\nb", "reward": n / 2} for n in range(5)]
+    (tmp_path / "trajectories.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    assert reply_lines(tmp_path, 2) == [
+        r"'p4' got 'a\nb', reward 2.0",
+        r"'p3' got 'a\nb', reward 1.5",
+    ]
+    assert reply_lines(tmp_path / "none", 2) == []
 
 
 def test_pipes_in_a_stranger_s_folder_are_passed_over(tmp_path: Path) -> None:

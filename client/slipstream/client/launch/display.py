@@ -155,15 +155,13 @@ def loading_line(config: Config, num_servers: int) -> str:
 
 
 def step_line(event: status_pb2.Event, num_steps: int) -> str:
-    """Returns the progress of one step in one line."""
+    """Returns the progress of one step in one line, which with its time fits a terminal."""
     metrics = event.metrics
     return (
         f"step {event.step:>{len(str(num_steps))}}/{num_steps}  "
         f"reward {metrics['reward_mean']:6.3f}  "
-        f"lag {metrics['lag_mean']:.2f} (max {metrics['lag_max']:.0f})  "
-        f"tokens/s {metrics['generated_tokens_per_s']:,.0f} generated, "
-        f"{metrics['trained_tokens_per_s']:,.0f} trained  "
-        f"queue {metrics['queued_tokens']:,.0f} tokens  "
+        f"lag {metrics['lag_mean']:.1f}, max {metrics['lag_max']:.0f}  "
+        f"{metrics['generated_tokens_per_s']:,.0f} tok/s  "
         f"{metrics['step_s']:.2f} s"
     )
 

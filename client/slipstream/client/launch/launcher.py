@@ -37,7 +37,7 @@ from slipstream.client.launch.run_processes import GRACE_S, RunProcesses
 from slipstream.client.launch.share import SERVER as SERVER_PROGRAM
 from slipstream.client.launch.share import Share, learner_node, server_grace_s
 from slipstream.client.launch.trainer_ranks import rank_environments
-from slipstream.client.page import PAGE, page_kept
+from slipstream.client.page import PAGE, page_kept, reply_lines
 from slipstream.client.run_folder import (
     begin_run,
     check_unwritten,
@@ -74,6 +74,8 @@ if TYPE_CHECKING:
 
 REPLAY = "slipstream.learner.trainer.replay"
 EXPORT = "slipstream.learner.trainer.export_checkpoint"
+# Replies that the end of the quickstart shows.
+SHOWN_REPLIES = 3
 # Seconds in which a queue that another program starts must answer.
 QUEUE_LIMIT_S = 30.0
 TINY_MODEL = "slipstream.learner.trainer.tiny_model"
@@ -101,8 +103,10 @@ async def run_quickstart(overrides: Sequence[str]) -> int:
         log.unlink()
     code = await run_all(path, overrides, dry_run=False)
     if code == 0:
-        page = load_config(path, overrides).run_dir / PAGE
-        say(f"\n  see curves and replies: {page}; next: docs/tutorial.md")
+        folder = load_config(path, overrides).run_dir
+        replies = "".join(f"\n  {line}" for line in reply_lines(folder, SHOWN_REPLIES))
+        say(f"{replies}\n  see curves and more replies: {folder / PAGE}")
+        say(f"  next: slipstream export {folder} --out model, and docs/tutorial.md")
     return code
 
 

@@ -129,9 +129,20 @@ def test_a_cause_of_failure_is_shown_once_and_at_once(tmp_path: Path) -> None:
     assert (out.getvalue(), err.getvalue()) == ("", "slipstream: no server\n")
 
 
+def test_the_line_of_a_step_fits_a_terminal(tmp_path: Path) -> None:
+    metrics = {"reward_mean": -0.5, "lag_mean": 1.25, "lag_max": 2.0, "step_s": 12.25}
+    event = status_pb2.Event(
+        number=1, step=100, metrics=metrics | {"generated_tokens_per_s": 95_426.0}
+    )
+    out = io.StringIO()
+    Display(config_of(tmp_path, steps=1000), out).show(event)
+    (line,) = out.getvalue().splitlines()
+    assert line.endswith("step  100/1000  reward -0.500  lag 1.2, max 2  95,426 tok/s  12.25 s")
+    assert len(line) <= 79
+
+
 def test_fast_steps_are_shown_now_and_then_and_the_last_one_always(tmp_path: Path, monkeypatch):
-    names = ("reward_mean", "lag_mean", "lag_max", "generated_tokens_per_s")
-    names += ("trained_tokens_per_s", "queued_tokens", "step_s")
+    names = ("reward_mean", "lag_mean", "lag_max", "generated_tokens_per_s", "step_s")
     events = [
         status_pb2.Event(number=step, step=step, metrics=dict.fromkeys(names, 0.0))
         for step in (1, 2, 3)
