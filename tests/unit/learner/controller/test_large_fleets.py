@@ -49,7 +49,7 @@ async def publish(scene: Scene, servers: list[ServerSession]) -> None:
             if phase == SERVING and order.verify:
                 values = {"probe_logprobs": LOGPROBS}
             scene.say(order.publish_id, phase, server, **values)
-    assert len((await finishing).serving) == len(servers)
+    assert not (await finishing).discard_communicator
     while not all(server.is_serving for server in servers):
         await asyncio.sleep(0)
     scene.trainer.communicator_id = order.communicator.communicator_id
