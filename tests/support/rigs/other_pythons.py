@@ -1,6 +1,6 @@
 """Virtual environments with and without what a worker needs."""
 
-import sysconfig
+import sys
 import venv
 from pathlib import Path
 
@@ -15,7 +15,10 @@ def furnished_python(folder: Path) -> Path:
     """Makes one that has this one's packages, but not Slipstream."""
     python = bare_python(folder)
     (site,) = folder.glob("lib/*/site-packages")
-    for package in Path(sysconfig.get_path("purelib")).iterdir():
-        if not package.name.strip("_").startswith("slipstream"):
+    # An environment may have another one behind it, as that of `make candidate`.
+    behind = [Path(path) for path in sys.path if path.endswith("site-packages")]
+    for package in (each for folder in behind for each in folder.iterdir()):
+        is_ours = package.name.strip("_").startswith("slipstream") or package.suffix == ".pth"
+        if not is_ours and not (site / package.name).exists():
             (site / package.name).symlink_to(package)
     return python
