@@ -35,7 +35,7 @@ def books_of(run: Run, **given: object) -> Books:
 
     Without a journal nothing may be recorded.
     """
-    algorithm, fleet, state = run.config.algorithm, Fleet(run), RunState()
+    algorithm, fleet, state = run.config.algorithm, Fleet(run), given.get("state", RunState())
     made: dict[str, Any] = {
         "leases": LeaseBook(
             attempts_per_lease=7,
@@ -99,6 +99,7 @@ class Rig:
         kind: type[Scheduler] = Scheduler,
         *,
         algorithm: Mapping[str, object] | None = None,
+        state: RunState | None = None,
         **changes: dict[str, object],
     ) -> None:
         sizes = {"group_size": 2, "groups_per_step": 1, "max_staleness": 1} | dict(algorithm or {})
@@ -107,7 +108,7 @@ class Rig:
             algorithm={**sizes, "learning_rate": 1e-3},
             **changes,
         )
-        self.books = books_of(self.run, journal=journal)
+        self.books = books_of(self.run, journal=journal, state=state or RunState())
         self.book, self.environments = self.books.leases, self.books.environments
         self.fleet, self.queue = self.books.fleet, self.books.queue
         self.fleet.handlers = FleetHandlers(*[nothing] * 8)

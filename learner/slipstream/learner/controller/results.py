@@ -48,10 +48,8 @@ class Results(Part):
         self._evaluated: asyncio.Future[None] | None = None
 
     def restore(self, history: RunHistory) -> None:
-        """Takes over the work of earlier servers, and what was measured last."""
+        """Takes over the work of earlier servers."""
         self._recorder.rate.earlier = history.servers.generated
-        for result in history.evaluations:
-            self._books.environments.measured(result.version, result.evaluations)
 
     def tasks(self) -> Tasks:
         """Returns the task that compares the counts of tokens."""
@@ -136,11 +134,10 @@ class Results(Part):
 
     def evaluated(self, result: kinds.Evaluation) -> None:
         """Writes the result of an evaluation round."""
-        books = self._books
-        books.journal.append(result)
+        journal = self._books.journal
+        journal.append(result)
         # While the trainer writes its last model, no other record would take this one to the disk.
-        self._evaluated = books.journal.durable()
-        books.environments.measured(result.version, result.evaluations)
+        self._evaluated = journal.durable()
         self._recorder.evaluation(result)
 
     def is_done(self) -> bool:

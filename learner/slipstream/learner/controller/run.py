@@ -91,8 +91,6 @@ class RunProgress:
         self.newest_incarnation = 0
         # The last version of the training, and why training ends before the configured step, or "".
         self.last_step, self.solved = num_steps, ""
-        # The newest version with a reported checkpoint. 0 before the first.
-        self.checkpoint_step = 0
         self.has_trainer = False
         # The place of each trainer rank; empty before a trainer has registered.
         self.learner_places: tuple[Place, ...] = ()
@@ -179,10 +177,6 @@ class RunProgress:
         self._suspect = ""
         self.version = version
         self.newest_incarnation = max(self.newest_incarnation, version.incarnation)
-
-    def saved(self, step: int) -> None:
-        """Notes that version `step` has a checkpoint."""
-        self.checkpoint_step = step
 
     def moved(self) -> None:
         """Notes progress of the run: resets the idle time to 0 and wakes waiting tasks."""

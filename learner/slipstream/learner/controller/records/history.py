@@ -52,10 +52,6 @@ class RunHistory(RunState):
         self.apply(record)
         self.settled = settled_by(self.settled, record)
         match record:
-            case kinds.Start():
-                self._start(record)
-            case kinds.Queue():
-                self.queue_added = record.added or 0
             case kinds.Lease() | kinds.EvaluationLease():
                 self.servers.join(ServerKey(ServerId(record.server), record.epoch))
             case kinds.End():
@@ -75,6 +71,10 @@ class RunHistory(RunState):
                 self._receive(record.put_back_tokens, sign=-1)
             case kinds.Servers():
                 self._servers(record)
+            case kinds.Start():
+                self._start(record)
+            case kinds.Queue():
+                self.queue_added = record.added or 0
 
     def _receive(self, tokens: Iterable[ServerTokens], *, sign: int = 1) -> None:
         for name, epoch, number in tokens:

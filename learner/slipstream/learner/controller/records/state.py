@@ -146,6 +146,8 @@ class EnvironmentCounts:
     head_start: float = 0.0
     # Digest of the tasks; "" before a server has told it.
     digest: str = ""
+    # The newest round in which the environment was evaluated.
+    measured: kinds.Evaluation | None = None
 
 
 @dataclass
@@ -235,6 +237,8 @@ class RunState:
                 tasks.digest = record.digest
             case kinds.Evaluation():
                 self.evaluations.append(record)
+                for name in record.evaluations:
+                    self.environments[name].measured = record
 
     def forget(self, before: int) -> None:
         """Forgets the batches of the steps before `before`, whose files are gone.

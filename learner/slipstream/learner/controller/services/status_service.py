@@ -33,7 +33,7 @@ class StatusServicer(status_pb2_grpc.StatusServiceServicer):
     ) -> None:
         self._run, self._progress = run, run.progress
         self._book, self._environments = books.leases, books.environments
-        self._fleet, self._ledger = books.fleet, books.ledger
+        self._fleet, self._ledger, self._state = books.fleet, books.ledger, books.state
         self._scheduler, self._newest_metrics = scheduler, newest_metrics
         mark = f"{run.config.run.name}/{JOURNAL}/{JOURNAL_LOG}"
         self._setup = describe_setup(run.config, run_id=self._progress.run_id, mark=mark)
@@ -69,7 +69,7 @@ class StatusServicer(status_pb2_grpc.StatusServiceServicer):
             metrics=self._newest_metrics(),
             lease_wait="" if progress.is_over else self._scheduler.lease_wait,
             reserved_bytes=self._scheduler.reserved_bytes,
-            checkpoint_step=progress.checkpoint_step,
+            checkpoint_step=self._state.checkpoint.step,
         )
 
     async def GetSetup(self, request: pb.GetSetupRequest, context: CallContext) -> pb.Setup:  # noqa: N802

@@ -296,7 +296,6 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         """Handles the report that a checkpoint is complete."""
         await self.place.check(context)
         await self._former.saved(request)
-        self._progress.saved(request.version.step)
         self._on_checkpoint(request.version.step)
         self._run.events.add(
             f"checkpoint of version {request.version.step}: {request.num_bytes / 1e6:,.1f} MB, "

@@ -53,8 +53,6 @@ class EnvironmentEntry:
     # The order of the tasks in the round `order_round`.
     order: list[int] = field(default_factory=list)
     order_round: int = 0
-    # Newest result, if this is an evaluation.
-    newest_round: pb.EvaluationRound | None = None
 
     @property
     def is_training(self) -> bool:
@@ -100,6 +98,10 @@ class EnvironmentEntry:
         spec = pb.EnvironmentSpec()
         spec.CopyFrom(self.spec)
         spec.ClearField("args_json")
+        newest_round = None
+        if (measured := self.counts.measured) is not None:
+            numbers = measured.evaluations[spec.name]
+            newest_round = pb.EvaluationRound(step=measured.version, numbers=numbers)
         return pb.EnvironmentStatus(
             spec=spec,
             state=pb.EnvironmentState.Name(self.state),
@@ -109,7 +111,7 @@ class EnvironmentEntry:
             groups_failed=self.counts.failed,
             episodes_failed=self.episodes_failed,
             reward_mean=self.reward_sum / self.rewards if self.rewards else 0.0,
-            newest_round=self.newest_round,
+            newest_round=newest_round,
         )
 
 
@@ -271,17 +273,6 @@ class EnvironmentBook:
             entry.state = pb.ENVIRONMENT_STATE_SUSPENDED
             return True
         return False
-
-    def measured(self, step: int, evaluations: Mapping[str, Mapping[str, float]]) -> None:
-        """Stores the metrics of evaluations of version `step`: evaluation -> metric -> value.
-
-        Evaluations that the book does not have are ignored.
-        """
-        for name, numbers in evaluations.items():
-            # The configuration may lack an evaluation of an earlier start.
-            entry = self.entries.get(name)
-            if entry is not None:
-                entry.newest_round = pb.EvaluationRound(step=step, numbers=numbers)
 
     def task_skipped(self, name: str, cause: str) -> bool:
         """Counts a task with too long a prompt; returns True if this suspends its environment."""

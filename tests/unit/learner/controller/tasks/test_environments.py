@@ -3,6 +3,7 @@ from collections import Counter
 
 import pytest
 from slipstream.core.types import ServerId
+from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.state import RunState
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.tasks.environments import EnvironmentBook
@@ -160,8 +161,10 @@ def test_an_evaluation_tells_its_newest_round_only():
     held = book.add(spec)
     assert not held.describe().HasField("newest_round")
     # The second is in the configuration no more.
-    book.measured(0, {"held": {"reward_mean": 0.25, "pass_at_1": 0.5}, "gone": {"reward_mean": 1}})
-    book.measured(50, {"held": {"reward_mean": 0.75}})
+    first = {"held": {"reward_mean": 0.25, "pass_at_1": 0.5}, "gone": {"reward_mean": 1.0}}
+    for version, found in ((0, first), (50, {"held": {"reward_mean": 0.75}})):
+        record = kinds.Evaluation(version=version, episodes=1, failed=0, evaluations=found)
+        book._state.apply(record)
     newest = held.describe().newest_round
     assert (newest.step, dict(newest.numbers)) == (50, {"reward_mean": 0.75})
     assert not book.entries["e0"].describe().HasField("newest_round")
