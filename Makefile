@@ -149,9 +149,11 @@ type: $(STAMP)
 
 protos: $(STAMP)
 	$(BIN)/python protos/generate.py protos
+	$(BIN)/python protos/generate.py extensions
 
 protos-check: $(STAMP)
 	$(BIN)/python protos/generate.py --check protos
+	$(BIN)/python protos/generate.py --check extensions
 
 $(DOCS_STAMP): $(STAMP) requirements/docs.txt
 	@$(call pip,--no-deps --requirement requirements/docs.txt)

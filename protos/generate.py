@@ -1,4 +1,4 @@
-"""Generates the Python code of slipstream/v1/*.proto, or checks the committed code."""
+"""Generates the Python code of all .proto files below a root, or checks the committed code."""
 
 import argparse
 import filecmp
@@ -9,15 +9,17 @@ from pathlib import Path
 
 from grpc_tools import protoc
 
+ENDS = (".py", ".pyi", "_grpc.py")
+
 
 def generate(root: Path, out: Path) -> list[Path]:
     """Writes the code of every .proto file below `root`; returns the paths written, under `out`."""
-    files = sorted(path.relative_to(root) for path in root.glob("slipstream/v1/*.proto"))
+    files = sorted(path.relative_to(root) for path in root.rglob("*.proto"))
     include = importlib.resources.files("grpc_tools") / "_proto"
     outputs = [f"--{kind}_out={out}" for kind in ("python", "pyi", "grpc_python")]
     if protoc.main(["protoc", f"-I{root}", f"-I{include}", *outputs, *map(str, files)]) != 0:
         raise SystemExit("protoc failed")
-    return sorted(out.glob("slipstream/v1/*_pb2*"))
+    return sorted(out / f"{path.with_suffix('')}_pb2{end}" for path in files for end in ENDS)
 
 
 def main() -> int:
@@ -31,11 +33,8 @@ def main() -> int:
         return 0
     with tempfile.TemporaryDirectory() as folder:
         made = generate(arguments.root, Path(folder))
-        committed = arguments.root / "slipstream/v1"
-        names = [path.name for path in made]
-        _, changed, missing = filecmp.cmpfiles(
-            Path(folder) / "slipstream/v1", committed, names, shallow=False
-        )
+        names = [str(path.relative_to(folder)) for path in made]
+        _, changed, missing = filecmp.cmpfiles(folder, arguments.root, names, shallow=False)
         stale = sorted(changed + missing)
     if stale:
         print(

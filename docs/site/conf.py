@@ -53,6 +53,7 @@ CONTENTS = {
         "docs/guides/demonstrations",
         "docs/guides/distillation",
         "docs/guides/own-algorithms",
+        "docs/guides/own-loop",
         "docs/guides/sandbox",
         "docs/guides/judges",
         "docs/guides/watching",

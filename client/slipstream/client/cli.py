@@ -20,6 +20,7 @@ _LAUNCHER = "slipstream.client.launch.launcher"
 EXAMPLES = {
     "quickstart": "slipstream quickstart run.steps=50",
     "run": "slipstream run deploy/configs/quickstart.toml run.name=second run.steps=50",
+    "tinker": "slipstream tinker deploy/configs/smallest.toml environments=[] --port 8000",
     "learner": "slipstream learner run.toml --node-rank 1 --master 10.0.0.1:29500",
     "rollout-server": "slipstream rollout-server run.toml --controller 10.0.0.1:7070",
     "submit": "slipstream submit my_tasks:Reverse --args '{\"length\": 3}' --weight 0.5",
@@ -152,6 +153,13 @@ def _add_services(commands: argparse._SubParsersAction[_Parser]) -> None:
     run.add_argument("--environment", metavar="MODULE:CLASS", help="for the only environment")
     run.add_argument("--steps", type=int, help="for run.steps")
     run.set_defaults(execute=_run)
+
+    tinker = commands.add_parser("tinker", help="a run for a loop of your own: the Tinker API")
+    _add_start(tinker)
+    tinker.add_argument(
+        "--port", type=int, default=0, help="of the HTTP process; default: a free one"
+    )
+    _set_program(tinker, f"{_LAUNCHER}:run_tinker")
 
     learner = commands.add_parser(
         "learner", help="the trainer ranks of this node; on node 0 the controller too"

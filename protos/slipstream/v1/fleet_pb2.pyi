@@ -78,7 +78,7 @@ class SamplingSettings(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., max_reply_tokens: _Optional[int] = ..., max_turns: _Optional[int] = ..., max_episode_tokens: _Optional[int] = ..., ignore_eos: bool = ..., max_prompt_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., stop: _Optional[_Iterable[str]] = ..., max_total_tokens: _Optional[int] = ..., max_branches: _Optional[int] = ..., max_images: _Optional[int] = ..., max_image_bytes: _Optional[int] = ..., adapter: _Optional[str] = ...) -> None: ...
 
 class Lease(_message.Message):
-    __slots__ = ("group_id", "environment", "task_index", "seed", "members", "deadline_step", "purpose", "sampling", "max_attempts", "first_attempt", "timeout_s", "chat_template_kwargs_json")
+    __slots__ = ("group_id", "environment", "task_index", "seed", "members", "deadline_step", "purpose", "sampling", "max_attempts", "first_attempt", "timeout_s", "chat_template_kwargs_json", "prompt_token_ids")
     GROUP_ID_FIELD_NUMBER: _ClassVar[int]
     ENVIRONMENT_FIELD_NUMBER: _ClassVar[int]
     TASK_INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -91,6 +91,7 @@ class Lease(_message.Message):
     FIRST_ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     CHAT_TEMPLATE_KWARGS_JSON_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     group_id: str
     environment: str
     task_index: int
@@ -103,7 +104,8 @@ class Lease(_message.Message):
     first_attempt: int
     timeout_s: float
     chat_template_kwargs_json: str
-    def __init__(self, group_id: _Optional[str] = ..., environment: _Optional[str] = ..., task_index: _Optional[int] = ..., seed: _Optional[int] = ..., members: _Optional[_Iterable[int]] = ..., deadline_step: _Optional[int] = ..., purpose: _Optional[_Union[_trajectory_pb2.EpisodePurpose, str]] = ..., sampling: _Optional[_Union[SamplingSettings, _Mapping]] = ..., max_attempts: _Optional[int] = ..., first_attempt: _Optional[int] = ..., timeout_s: _Optional[float] = ..., chat_template_kwargs_json: _Optional[str] = ...) -> None: ...
+    prompt_token_ids: bytes
+    def __init__(self, group_id: _Optional[str] = ..., environment: _Optional[str] = ..., task_index: _Optional[int] = ..., seed: _Optional[int] = ..., members: _Optional[_Iterable[int]] = ..., deadline_step: _Optional[int] = ..., purpose: _Optional[_Union[_trajectory_pb2.EpisodePurpose, str]] = ..., sampling: _Optional[_Union[SamplingSettings, _Mapping]] = ..., max_attempts: _Optional[int] = ..., first_attempt: _Optional[int] = ..., timeout_s: _Optional[float] = ..., chat_template_kwargs_json: _Optional[str] = ..., prompt_token_ids: _Optional[bytes] = ...) -> None: ...
 
 class ServerHello(_message.Message):
     __slots__ = ("server_id", "server_epoch", "protocol_version", "max_episodes", "engine_workers", "max_model_len", "host", "queue_bytes", "place", "from_storage", "process", "undelivered")

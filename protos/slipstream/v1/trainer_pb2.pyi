@@ -60,30 +60,125 @@ class NextRequest(_message.Message):
     def __init__(self, version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ..., communicator_id: _Optional[str] = ..., bucket_digests: _Optional[_Iterable[bytes]] = ..., can_store: bool = ...) -> None: ...
 
 class BatchHeader(_message.Message):
-    __slots__ = ("step", "batch_id", "num_groups", "num_trajectories")
+    __slots__ = ("step", "batch_id", "num_groups", "num_trajectories", "given")
     STEP_FIELD_NUMBER: _ClassVar[int]
     BATCH_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_GROUPS_FIELD_NUMBER: _ClassVar[int]
     NUM_TRAJECTORIES_FIELD_NUMBER: _ClassVar[int]
+    GIVEN_FIELD_NUMBER: _ClassVar[int]
     step: int
     batch_id: str
     num_groups: int
     num_trajectories: int
-    def __init__(self, step: _Optional[int] = ..., batch_id: _Optional[str] = ..., num_groups: _Optional[int] = ..., num_trajectories: _Optional[int] = ...) -> None: ...
+    given: GivenStep
+    def __init__(self, step: _Optional[int] = ..., batch_id: _Optional[str] = ..., num_groups: _Optional[int] = ..., num_trajectories: _Optional[int] = ..., given: _Optional[_Union[GivenStep, _Mapping]] = ...) -> None: ...
+
+class GivenStep(_message.Message):
+    __slots__ = ("adam", "load", "num_passes", "id")
+    ADAM_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    NUM_PASSES_FIELD_NUMBER: _ClassVar[int]
+    ID_FIELD_NUMBER: _ClassVar[int]
+    adam: AdamNumbers
+    load: LoadedState
+    num_passes: int
+    id: str
+    def __init__(self, adam: _Optional[_Union[AdamNumbers, _Mapping]] = ..., load: _Optional[_Union[LoadedState, _Mapping]] = ..., num_passes: _Optional[int] = ..., id: _Optional[str] = ...) -> None: ...
+
+class AdamNumbers(_message.Message):
+    __slots__ = ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "max_grad_norm")
+    LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
+    BETA1_FIELD_NUMBER: _ClassVar[int]
+    BETA2_FIELD_NUMBER: _ClassVar[int]
+    EPS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_DECAY_FIELD_NUMBER: _ClassVar[int]
+    MAX_GRAD_NORM_FIELD_NUMBER: _ClassVar[int]
+    learning_rate: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    max_grad_norm: float
+    def __init__(self, learning_rate: _Optional[float] = ..., beta1: _Optional[float] = ..., beta2: _Optional[float] = ..., eps: _Optional[float] = ..., weight_decay: _Optional[float] = ..., max_grad_norm: _Optional[float] = ...) -> None: ...
+
+class LoadedState(_message.Message):
+    __slots__ = ("step", "without_optimizer")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    WITHOUT_OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    without_optimizer: bool
+    def __init__(self, step: _Optional[int] = ..., without_optimizer: bool = ...) -> None: ...
+
+class Pass(_message.Message):
+    __slots__ = ("id", "backward", "loss", "loss_args_json", "sequences")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    BACKWARD_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    LOSS_ARGS_JSON_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    backward: bool
+    loss: str
+    loss_args_json: str
+    sequences: _containers.RepeatedCompositeFieldContainer[PassSequence]
+    def __init__(self, id: _Optional[str] = ..., backward: bool = ..., loss: _Optional[str] = ..., loss_args_json: _Optional[str] = ..., sequences: _Optional[_Iterable[_Union[PassSequence, _Mapping]]] = ...) -> None: ...
+
+class PassSequence(_message.Message):
+    __slots__ = ("token_ids", "targets", "advantages", "behavior_logprobs")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TARGETS_FIELD_NUMBER: _ClassVar[int]
+    ADVANTAGES_FIELD_NUMBER: _ClassVar[int]
+    BEHAVIOR_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    token_ids: bytes
+    targets: bytes
+    advantages: bytes
+    behavior_logprobs: bytes
+    def __init__(self, token_ids: _Optional[bytes] = ..., targets: _Optional[bytes] = ..., advantages: _Optional[bytes] = ..., behavior_logprobs: _Optional[bytes] = ...) -> None: ...
+
+class PassReport(_message.Message):
+    __slots__ = ("id", "logprobs", "metrics", "error")
+    class MetricsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    ID_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    logprobs: _containers.RepeatedScalarFieldContainer[bytes]
+    metrics: _containers.ScalarMap[str, float]
+    error: str
+    def __init__(self, id: _Optional[str] = ..., logprobs: _Optional[_Iterable[bytes]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., error: _Optional[str] = ...) -> None: ...
+
+class PassReceipt(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class SaveOrder(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class TrajectoryChunk(_message.Message):
-    __slots__ = ("trajectories",)
+    __slots__ = ("trajectories", "passes")
     TRAJECTORIES_FIELD_NUMBER: _ClassVar[int]
+    PASSES_FIELD_NUMBER: _ClassVar[int]
     trajectories: _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.Trajectory]
-    def __init__(self, trajectories: _Optional[_Iterable[_Union[_trajectory_pb2.Trajectory, _Mapping]]] = ...) -> None: ...
+    passes: _containers.RepeatedCompositeFieldContainer[Pass]
+    def __init__(self, trajectories: _Optional[_Iterable[_Union[_trajectory_pb2.Trajectory, _Mapping]]] = ..., passes: _Optional[_Iterable[_Union[Pass, _Mapping]]] = ...) -> None: ...
 
 class RecordedBatch(_message.Message):
-    __slots__ = ("header", "trajectories")
+    __slots__ = ("header", "trajectories", "passes")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     TRAJECTORIES_FIELD_NUMBER: _ClassVar[int]
+    PASSES_FIELD_NUMBER: _ClassVar[int]
     header: BatchHeader
     trajectories: _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.Trajectory]
-    def __init__(self, header: _Optional[_Union[BatchHeader, _Mapping]] = ..., trajectories: _Optional[_Iterable[_Union[_trajectory_pb2.Trajectory, _Mapping]]] = ...) -> None: ...
+    passes: _containers.RepeatedCompositeFieldContainer[Pass]
+    def __init__(self, header: _Optional[_Union[BatchHeader, _Mapping]] = ..., trajectories: _Optional[_Iterable[_Union[_trajectory_pb2.Trajectory, _Mapping]]] = ..., passes: _Optional[_Iterable[_Union[Pass, _Mapping]]] = ...) -> None: ...
 
 class StopOrder(_message.Message):
     __slots__ = ("reason", "without_model")
@@ -106,20 +201,24 @@ class StoreOrder(_message.Message):
     def __init__(self, version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ..., folder: _Optional[str] = ...) -> None: ...
 
 class Directive(_message.Message):
-    __slots__ = ("batch", "chunk", "publish", "stop", "wait", "store")
+    __slots__ = ("batch", "chunk", "publish", "stop", "wait", "store", "compute", "save")
     BATCH_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     PUBLISH_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
     WAIT_FIELD_NUMBER: _ClassVar[int]
     STORE_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_FIELD_NUMBER: _ClassVar[int]
+    SAVE_FIELD_NUMBER: _ClassVar[int]
     batch: BatchHeader
     chunk: TrajectoryChunk
     publish: _weights_pb2.PublishOrder
     stop: StopOrder
     wait: WaitOrder
     store: StoreOrder
-    def __init__(self, batch: _Optional[_Union[BatchHeader, _Mapping]] = ..., chunk: _Optional[_Union[TrajectoryChunk, _Mapping]] = ..., publish: _Optional[_Union[_weights_pb2.PublishOrder, _Mapping]] = ..., stop: _Optional[_Union[StopOrder, _Mapping]] = ..., wait: _Optional[_Union[WaitOrder, _Mapping]] = ..., store: _Optional[_Union[StoreOrder, _Mapping]] = ...) -> None: ...
+    compute: Pass
+    save: SaveOrder
+    def __init__(self, batch: _Optional[_Union[BatchHeader, _Mapping]] = ..., chunk: _Optional[_Union[TrajectoryChunk, _Mapping]] = ..., publish: _Optional[_Union[_weights_pb2.PublishOrder, _Mapping]] = ..., stop: _Optional[_Union[StopOrder, _Mapping]] = ..., wait: _Optional[_Union[WaitOrder, _Mapping]] = ..., store: _Optional[_Union[StoreOrder, _Mapping]] = ..., compute: _Optional[_Union[Pass, _Mapping]] = ..., save: _Optional[_Union[SaveOrder, _Mapping]] = ...) -> None: ...
 
 class StepReport(_message.Message):
     __slots__ = ("step", "batch_id", "version", "weight_digest", "metrics", "wall_s", "advantages")

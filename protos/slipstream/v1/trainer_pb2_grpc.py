@@ -54,6 +54,11 @@ class TrainerServiceStub(object):
                 request_serializer=slipstream_dot_v1_dot_trainer__pb2.StepReport.SerializeToString,
                 response_deserializer=slipstream_dot_v1_dot_trainer__pb2.StepReceipt.FromString,
                 _registered_method=True)
+        self.ReportPass = channel.unary_unary(
+                '/slipstream.v1.TrainerService/ReportPass',
+                request_serializer=slipstream_dot_v1_dot_trainer__pb2.PassReport.SerializeToString,
+                response_deserializer=slipstream_dot_v1_dot_trainer__pb2.PassReceipt.FromString,
+                _registered_method=True)
         self.StartPublish = channel.unary_unary(
                 '/slipstream.v1.TrainerService/StartPublish',
                 request_serializer=slipstream_dot_v1_dot_trainer__pb2.PublishStart.SerializeToString,
@@ -115,6 +120,12 @@ class TrainerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ReportStep(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReportPass(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -187,6 +198,11 @@ def add_TrainerServiceServicer_to_server(servicer, server):
                     servicer.ReportStep,
                     request_deserializer=slipstream_dot_v1_dot_trainer__pb2.StepReport.FromString,
                     response_serializer=slipstream_dot_v1_dot_trainer__pb2.StepReceipt.SerializeToString,
+            ),
+            'ReportPass': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportPass,
+                    request_deserializer=slipstream_dot_v1_dot_trainer__pb2.PassReport.FromString,
+                    response_serializer=slipstream_dot_v1_dot_trainer__pb2.PassReceipt.SerializeToString,
             ),
             'StartPublish': grpc.unary_unary_rpc_method_handler(
                     servicer.StartPublish,
@@ -332,6 +348,33 @@ class TrainerService(object):
             '/slipstream.v1.TrainerService/ReportStep',
             slipstream_dot_v1_dot_trainer__pb2.StepReport.SerializeToString,
             slipstream_dot_v1_dot_trainer__pb2.StepReceipt.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportPass(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slipstream.v1.TrainerService/ReportPass',
+            slipstream_dot_v1_dot_trainer__pb2.PassReport.SerializeToString,
+            slipstream_dot_v1_dot_trainer__pb2.PassReceipt.FromString,
             options,
             channel_credentials,
             insecure,

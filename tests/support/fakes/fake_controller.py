@@ -211,6 +211,9 @@ class FakeController(trainer_pb2_grpc.TrainerServiceServicer):
         self._on_stored(request)
         return pb.StoredReceipt()
 
+    def ReportPass(self, request: pb.PassReport, context: grpc.ServicerContext) -> pb.PassReceipt:
+        return pb.PassReceipt()
+
     def ReportWork(self, request: pb.WorkReport, context: grpc.ServicerContext) -> pb.WorkReceipt:
         self.num_signs += 1
         self.loaded_bytes = request.loaded_bytes

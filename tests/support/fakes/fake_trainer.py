@@ -64,6 +64,11 @@ class FakeTrainer:
         self.stored: list[PolicyVersion] = []
         self.storage_error = ""
         self.lags: list[int] = []
+        # Passes by id, each once, since the newest step; those of the newest batch; steps that a
+        # client has ordered.
+        self.computed: dict[str, trainer_pb2.Pass] = {}
+        self.given: list[trainer_pb2.Pass] = []
+        self.ordered: list[tuple[trainer_pb2.GivenStep, list[str]]] = []
         self.stop_reason = ""
         self.communicator_id = ""
         # Says which groups of a batch it cannot train, an empty list for all, None for a good one.
@@ -125,12 +130,17 @@ class FakeTrainer:
         first = directives[0]
         match first.WhichOneof("directive"):
             case "batch":
+                self.given = [one for d in directives[1:] for one in d.chunk.passes]
                 messages = [t for d in directives[1:] for t in d.chunk.trajectories]
                 await self._train(first.batch, [codec.trajectory_from_pb(m) for m in messages])
             case "publish":
                 started_s = time.monotonic()
                 await self._publish(first.publish)
                 self._publish_s += time.monotonic() - started_s
+            case "compute":
+                await self._compute(first.compute)
+            case "save":
+                await self._save()
             case "store":
                 await self._store(first.store)
             case "wait":
@@ -174,6 +184,10 @@ class FakeTrainer:
         self.batches.append(batch)
         self.version = PolicyVersion(self.version.incarnation, header.step + 1)
         self.digest = trained(self.digest, batch, self.noise)
+        if header.HasField("given"):
+            self.ordered.append((header.given, [one.id for one in self.given]))
+            self.digest = trained(self.digest, [], header.given.SerializeToString())
+            self.computed.clear()
         tokens = sum(t.num_sampled_tokens for t in batch)
         report = trainer_pb2.StepReport(
             step=header.step,
@@ -191,14 +205,25 @@ class FakeTrainer:
         receipt = await self.report(report)
         self.version = codec.version_from_pb(receipt.version)
         if self.checkpoint_every and self.version.step % self.checkpoint_every == 0:
-            self.newest_checkpoint = (self.version, self.digest)
-            await self.stub.ReportCheckpoint(
-                trainer_pb2.CheckpointReport(
-                    version=codec.version_to_pb(self.version), weight_digest=self.digest
-                ),
-                timeout=60,
-                metadata=self.epoch,
-            )
+            await self._save()
+
+    async def _compute(self, one: trainer_pb2.Pass) -> None:
+        self.computed.setdefault(one.id, one)
+        logprobs = [np.full(len(s.targets) // 4, -1.5, "<f4").tobytes() for s in one.sequences]
+        report = trainer_pb2.PassReport(
+            id=one.id, logprobs=logprobs, metrics={"loss:sum": float(len(one.sequences))}
+        )
+        await self.stub.ReportPass(report, timeout=60, metadata=self.epoch)
+
+    async def _save(self) -> None:
+        self.newest_checkpoint = (self.version, self.digest)
+        await self.stub.ReportCheckpoint(
+            trainer_pb2.CheckpointReport(
+                version=codec.version_to_pb(self.version), weight_digest=self.digest
+            ),
+            timeout=60,
+            metadata=self.epoch,
+        )
 
     async def _refuse(self, header: trainer_pb2.BatchHeader, group_ids: list[str]) -> None:
         """Reports a data fault like the real trainer: stops unless the batch is set aside."""

@@ -35,6 +35,8 @@ def make_config(tmp_path, *evaluations: dict, **changes) -> Config:
     for key, value in changes.items():
         section, name = key.split("__")
         table.setdefault(section, {})[name] = value
+    if changes.get("controller__client_loop"):
+        del table["environments"]
     table["evaluations"] = [{"reference": "m:E", **settings} for settings in evaluations]
     return parse_config(table, source="test")
 

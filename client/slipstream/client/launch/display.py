@@ -157,6 +157,9 @@ def loading_line(config: Config, num_servers: int) -> str:
 def step_line(event: status_pb2.Event, num_steps: int) -> str:
     """Returns the progress of one step in one line, which with its time fits a terminal."""
     metrics = event.metrics
+    if "reward_mean" not in metrics:
+        norm, rate = metrics["grad_norm"], metrics["learning_rate"]
+        return f"step {event.step}  gradient norm {norm:.3g}, learning rate {rate:.3g}"
     return (
         f"step {event.step:>{len(str(num_steps))}}/{num_steps}  "
         f"reward {metrics['reward_mean']:6.3f}  "

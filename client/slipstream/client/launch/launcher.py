@@ -32,10 +32,10 @@ from slipstream.client.launch.placement import (
     place_here,
     uses_gpus,
 )
-from slipstream.client.launch.preflight import hold_address, prove_algorithms
+from slipstream.client.launch.preflight import free_port, hold_address, prove_algorithms
 from slipstream.client.launch.run_processes import GRACE_S, RunProcesses
 from slipstream.client.launch.share import SERVER as SERVER_PROGRAM
-from slipstream.client.launch.share import Share, learner_node, server_grace_s
+from slipstream.client.launch.share import TINKER, Program, Share, learner_node, server_grace_s
 from slipstream.client.launch.trainer_ranks import rank_environments
 from slipstream.client.page import PAGE, page_kept, reply_lines
 from slipstream.client.run_folder import (
@@ -82,6 +82,7 @@ TINY_MODEL = "slipstream.learner.trainer.tiny_model"
 SET_ASIDE = "slipstream.learner.controller.set_aside_batch"
 # All ranks of a replay are on this machine, wherever the run's ranks were.
 _HERE = 'learner.master="127.0.0.1:0"'
+_CLIENT_LOOP = ("controller.client_loop=true", "learner.shared_prefix_tokens=0")
 
 
 async def run_all(path: Path | None, overrides: Sequence[str], *, dry_run: bool) -> int:
@@ -90,6 +91,18 @@ async def run_all(path: Path | None, overrides: Sequence[str], *, dry_run: bool)
     config = load_config(path, overrides, hub="small" if dry_run else "whole")
     share = Share(range(config.learner.world_size), config.rollout_server.count)
     return await _carry_out(config, share, dry_run=dry_run)
+
+
+async def run_tinker(path: Path, overrides: Sequence[str], *, port: int, dry_run: bool) -> int:
+    """Runs `slipstream tinker`: a run whose loop is a client's own, behind an HTTP process."""
+    raise_open_files()
+    overrides = [*_CLIENT_LOOP, *overrides]
+    config = load_config(path, overrides, hub="small" if dry_run else "whole")
+    share = Share(range(config.learner.world_size), config.rollout_server.count)
+    port = port or free_port("127.0.0.1")
+    say(f"base_url=http://127.0.0.1:{port} and any api_key that begins with tml-")
+    beside = (TINKER, ["--port", str(port)])
+    return await _carry_out(config, share, dry_run=dry_run, beside=beside)
 
 
 async def run_quickstart(overrides: Sequence[str]) -> int:
@@ -133,6 +146,7 @@ async def _carry_out(
     connect_timeout_s: float | None = None,
     *,
     dry_run: bool,
+    beside: tuple[Program, Sequence[str]] | None = None,
 ) -> int:
     scene = scene_of(config, share, connect_timeout_s, dry_run=dry_run)
     await require(scene, Stage.SETTINGS)
@@ -173,6 +187,8 @@ async def _carry_out(
         processes.keep_trainers(share.ranks)
         for number in range(share.servers):
             processes.keep_rollout_server(number)
+        if beside is not None:
+            processes.keep_beside(*beside)
         if share.has_controller:
             await stack.enter_async_context(page_kept(config.run_dir, processes.warn))
         return await processes.wait()

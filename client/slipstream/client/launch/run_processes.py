@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import grpc.aio
@@ -23,7 +23,7 @@ from slipstream.client.launch.children import (
 )
 from slipstream.client.launch.display import Display, loading_line
 from slipstream.client.launch.placement import Placement, describe_sharing
-from slipstream.client.launch.share import CONTROLLER, SERVER
+from slipstream.client.launch.share import CONTROLLER, SERVER, Program
 from slipstream.client.launch.trainer_ranks import Milestones, TrainerRanks
 from slipstream.client.run_folder import identity_overrides, node_folder, write_config
 from slipstream.client.status import RunStatus, run_from_pb
@@ -272,6 +272,11 @@ class RunProcesses:
         keeping = self._told(f"rollout server {name}", self._keep(name, environ, episodes))
         self._servers[name] = asyncio.ensure_future(keeping)
 
+    def keep_beside(self, program: Program, arguments: Sequence[str]) -> None:
+        """Starts a program that only calls the controller, and restarts it when it dies."""
+        keeping = self._told(program.name, self._keep_beside(program, arguments))
+        self._servers[program.name] = asyncio.ensure_future(keeping)
+
     async def wait(self) -> int:
         """Shows progress until the run is over; raises RunFailed with the cause if it failed.
 
@@ -410,6 +415,20 @@ class RunProcesses:
             others = [each for each in self._children if each.name.startswith(SERVER.name)]
             if not any(each.is_running for each in others):
                 self._display.tell(f"no rollout server is left here: {name} loads its engine again")
+
+    async def _keep_beside(self, program: Program, arguments: Sequence[str]) -> None:
+        policy = RestartPolicy(program.restarts)
+        while not self._over:
+            log = log_path(self._config.run_dir, program.name)
+            given = [*arguments, *self._config_arguments]
+            child = await start_child(program.name, program.module, given, log_path=log)
+            self._children.append(child)
+            await child.process.wait()
+            if self._over or self._display.is_over:
+                return
+            if not await self._may_restart(policy, child):
+                await self._stop_run(child.describe_end(), failed=True)
+                return
 
     async def _may_restart(self, policy: RestartPolicy, ended: Child) -> bool:
         """Waits before a process starts again; returns False if it must not start again."""

@@ -31,6 +31,7 @@ class Program:
 CONTROLLER = Program("controller", "slipstream.learner.controller", restarts=5)
 TRAINER = Program("trainer-rank", "slipstream.learner.trainer", restarts=3)
 SERVER = Program("server", "slipstream.rollout_server", restarts=5)
+TINKER = Program("tinker", "slipstream.extensions.tinker.front", restarts=5)
 
 
 @dataclass(frozen=True)

@@ -286,6 +286,9 @@ class ControllerSection(Section):
     # `sleep` each also gives memory back while the other computes. `auto` is pause on such a GPU,
     # and off elsewhere.
     turns: Literal["auto", "off", "pause", "sleep"] = "auto"
+    # Whether a client decides what is sampled and trained, call by call: `slipstream tinker`. The
+    # run then has no environments.
+    client_loop: bool = False
 
     @property
     def heartbeat_s(self) -> float:

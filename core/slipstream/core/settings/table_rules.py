@@ -344,7 +344,29 @@ def extension_problems(config: Tables) -> Iterator[str]:
                 yield f"{place}: {each['msg']}, got {each['input']!r}"
 
 
+def client_loop_problems(config: Tables) -> Iterator[str]:
+    """Yields one line for each setting that does not fit a client's own loop."""
+    if not config.controller.client_loop:
+        return
+    learner, dtype = config.learner, config.model.dtype
+    unfit: dict[str, object] = {
+        "environments": [each.name for each in config.environments],
+        "evaluations": [each.name for each in config.evaluations],
+        "critic": config.critic,
+        "reference": config.reference,
+        "lora.adapters": config.lora.adapters,
+        "weights.storage_url": config.weights.storage_url,
+        "model.dtype = float16": dtype == "float16",
+        "learner.offload.gradients": learner.offload.gradients,
+        "learner.shared_prefix_tokens": learner.shared_prefix_tokens,
+    }
+    for name, value in unfit.items():
+        if value:
+            yield f"controller.client_loop needs no {name}, got {value!r}"
+
+
 TABLE_RULES = (
+    client_loop_problems,
     size_problems,
     precision_problems,
     agreement_problems,

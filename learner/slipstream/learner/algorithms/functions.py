@@ -112,6 +112,14 @@ def function_of(algorithm: AlgorithmSection, kind: FunctionKind) -> Function:
     return _loaded(kind, getattr(algorithm, kind), json.dumps(arguments, sort_keys=True))
 
 
+def named_loss(name: str, arguments: Mapping[str, float]) -> Function:
+    """Returns the loss `name`, built-in or `module:function`, with `arguments`.
+
+    Raises ConfigError if it does not load.
+    """
+    return _loaded("loss", name, json.dumps(arguments, sort_keys=True))
+
+
 def load_functions(config: Config, kinds: Sequence[FunctionKind] = KINDS) -> None:
     """Loads the functions of these `kinds` of all environments' algorithms.
 

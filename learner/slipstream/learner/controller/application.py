@@ -281,6 +281,8 @@ class Controller:
         trainer_pb2_grpc.add_TrainerServiceServicer_to_server(parts.trainer, server)
         status_pb2_grpc.add_StatusServiceServicer_to_server(parts.status, server)
         environment_pb2_grpc.add_EnvironmentServiceServicer_to_server(parts.environments, server)
+        for part in parts.all:
+            part.serve(server)
         modules = (environment_pb2, fleet_pb2, status_pb2, trainer_pb2, trajectory_pb2)
         return ServiceHealth(server, modules)
 

@@ -115,7 +115,10 @@ class TrainerOrders:
             if (order := part.order(request)) is not None:
                 return order
         if not progress.all_steps_done:
-            batch = await self.former.form()
+            given = None
+            for part in self.parts:
+                given = given or part.next_step()
+            batch = await self.former.form(given)
             if batch is not None:
                 progress.waits_for(f"the trainer to make version {batch.version}")
                 progress.moved()

@@ -6,8 +6,10 @@ from collections.abc import Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import grpc.aio
 from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.servers.session import ServerSession
+from slipstream.learner.controller.trajectories.batch import SetAside, StepOrder
 from slipstream.learner.controller.trajectories.batches import Trained
 from slipstream.v1 import fleet_pb2, trainer_pb2
 
@@ -46,6 +48,22 @@ class Part:
     def order(self, trainer: trainer_pb2.NextRequest) -> trainer_pb2.Directive | None:
         """Returns an order of this part for a trainer without servers to send weights to."""
         return None
+
+    def next_step(self) -> StepOrder | None:
+        """Returns the step that a client orders, in place of a batch of groups."""
+        return None
+
+    def computed(self, report: trainer_pb2.PassReport) -> None:
+        """Handles the result of a pass."""
+
+    def saved(self, step: int) -> None:
+        """Handles a checkpoint of version `step`."""
+
+    def set_aside(self, found: SetAside) -> None:
+        """Handles a batch that the trainer could not train."""
+
+    def serve(self, server: grpc.aio.Server) -> None:
+        """Adds the services of this part to the controller's server."""
 
     async def before_batch(self) -> None:
         """Returns when the trainer may compute; it then gets its batch."""

@@ -78,6 +78,10 @@ def make_parts(
 
         on_result = results.evaluated
         evaluators += [Evaluator(run, books, intake, publisher, scheduler, on_result=on_result)]
+    if run.config.controller.client_loop:
+        from slipstream.extensions.tinker.controller import Operations
+
+        evaluators.append(Operations(run, books, intake, publisher, scheduler))
     optional = _optional_parts(run, books.fleet, publisher, tasks)
     every = (results, *evaluators, environments, publisher, *optional, *others)
 

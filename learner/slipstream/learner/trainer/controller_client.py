@@ -204,6 +204,10 @@ class ControllerClient:
             self._hello.weight_digest = report.weight_digest
         return version_from_pb(receipt.version)
 
+    def report_pass(self, report: pb.PassReport) -> None:
+        """Reports the result of a pass."""
+        self._call("ReportPass", report)
+
     def start_publish(self, start: pb.PublishStart, *, join_deadline_s: float) -> pb.PublishStarted:
         """Announces a publish; returns once the receivers are about to join.
 
@@ -323,7 +327,15 @@ def _describe(error: grpc.RpcError) -> str:
     return f"{_code(error).name}: {call.details()}"
 
 
-Order: TypeAlias = Batch | weights_pb2.PublishOrder | pb.StoreOrder | pb.StopOrder | pb.WaitOrder
+Order: TypeAlias = (
+    Batch
+    | weights_pb2.PublishOrder
+    | pb.StoreOrder
+    | pb.Pass
+    | pb.SaveOrder
+    | pb.StopOrder
+    | pb.WaitOrder
+)
 
 
 def pack_directives(directives: Iterable[pb.Directive]) -> bytes:
@@ -351,7 +363,7 @@ def read_order(directives: Sequence[pb.Directive]) -> Order:
     kind = first.WhichOneof("directive")
     if kind == "batch":
         return _read_batch(first.batch, directives[1:])
-    if kind in ("publish", "store", "stop", "wait"):
+    if kind in ("publish", "store", "compute", "save", "stop", "wait"):
         order: Order = getattr(first, kind)
         return order
     raise ProtocolError(f"an answer begins with an order, got {kind}")
@@ -368,8 +380,14 @@ def _read_batch(header: pb.BatchHeader, chunks: Sequence[pb.Directive]) -> Batch
     except ProtocolError as error:
         # The message may contain names that nothing has checked.
         raise ProtocolError(one_line(f"batch {batch_id}: {error}", 1000)) from error
-    batch = Batch(header.step, header.batch_id, trajectories)
+    passes = tuple(one for chunk in chunks for one in chunk.chunk.passes)
+    given = header.given if header.HasField("given") else None
+    batch = Batch(header.step, header.batch_id, trajectories, given, passes)
     found = (len(set(batch.group_ids)), len(trajectories))
+    if len(passes) != header.given.num_passes:
+        raise ProtocolError(
+            f"batch {batch_id}: {header.given.num_passes} passes were announced, {len(passes)} came"
+        )
     if found != (header.num_groups, header.num_trajectories):
         raise ProtocolError(
             f"batch {batch_id}: {header.num_groups} groups of {header.num_trajectories} "

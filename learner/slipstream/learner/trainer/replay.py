@@ -102,20 +102,29 @@ def replay(config: Config, steps: list[RecordedStep]) -> int:
     Returns 1 on rank 0 if a digest differs on a CPU, else 0: sums on a GPU have no fixed order.
     """
     from slipstream.learner.trainer.batches.batch import Batch
+    from slipstream.learner.trainer.checkpoints.checkpoint import Checkpointer
+    from slipstream.learner.trainer.checkpoints.stored_model import stored_policy
     from slipstream.learner.trainer.opening import open_policy
     from slipstream.learner.trainer.parts import step_parts
+    from slipstream.learner.trainer.passes import Passes
     from slipstream.learner.trainer.ranks.parallel import Launch
     from slipstream.learner.trainer.step import TrainingStep
     from slipstream.learner.trainer.weights.published import open_published
 
     policy = open_policy(config, Launch.from_environment())
     training = TrainingStep(policy, config, step_parts(config, policy))
+    saved = Checkpointer(config, policy.ranks, stored_policy(policy))
+    passes = Passes(policy, config, saved.load)
     published = open_published(policy, config)
     different = 0
     for recorded in steps:
         header = recorded.batch.header
         trajectories = tuple(trajectory_from_pb(t) for t in recorded.batch.trajectories)
-        training.run(Batch(header.step, header.batch_id, trajectories))
+        if header.HasField("given"):
+            given = tuple(recorded.batch.passes)
+            passes.run(Batch(header.step, header.batch_id, (), header.given, given))
+        else:
+            training.run(Batch(header.step, header.batch_id, trajectories))
         digest = published.digests().identity.hex()
         if not policy.ranks.is_main:
             continue

@@ -6,6 +6,8 @@ Only rank 0 calls the controller. It broadcasts the orders, so that all ranks ta
       ^                                         | PublishOrder  send the buckets of the weights
       |                                         | any order     publish a checkpoint that is written
       |                                         | StoreOrder    copy the weights, to be written
+      |                                         | Pass          compute gradients that stay
+      |                                         | SaveOrder     save now
       |                                         | Batch         train, export, report, save if due
       +------- next order --------------------- | WaitOrder     nothing
                                                 | StopOrder     last checkpoint, final model, end
@@ -46,6 +48,7 @@ from slipstream.learner.trainer.model.memory import Part
 from slipstream.learner.trainer.model.model import Policy
 from slipstream.learner.trainer.part import around
 from slipstream.learner.trainer.parts import open_writer, step_parts
+from slipstream.learner.trainer.passes import Passes
 from slipstream.learner.trainer.step import TrainingStep
 from slipstream.learner.trainer.step_cost import StepCost
 from slipstream.learner.trainer.weights.export import RunChat, save_adapters, save_hf_folder
@@ -82,6 +85,7 @@ class Trainer:
         self._cost = StepCost(config, policy)
         stored = [model for part in self._parts for model in part.stored_models()]
         self._checkpointer = Checkpointer(config, self._ranks, [*stored_policy(policy), *stored])
+        self._passes = Passes(policy, config, self._checkpointer.load)
         with policy.memory.resident(Part.PARAMETERS, Part.OPTIMIZER):
             loaded = self._checkpointer.load_newest()
         self._version = PolicyVersion(0, 0) if loaded is None else loaded.version
@@ -117,6 +121,15 @@ class Trainer:
             if isinstance(order, trainer_pb2.StoreOrder):
                 with self.stages.measure("publish"):
                     self._store(order)
+            elif isinstance(order, trainer_pb2.Pass):
+                report = self._passes.compute(order)
+                if self._ranks.is_main:
+                    self._client.report_pass(report)
+                self._ranks.activity.note()
+            elif isinstance(order, trainer_pb2.SaveOrder):
+                with self.stages.measure("checkpoint"):
+                    self._save()
+                    self._tell(self._checkpointer.finish())
             elif isinstance(order, Batch):
                 with around(self._parts, order.step + 1):
                     self._train(order)
@@ -185,13 +198,16 @@ class Trainer:
             )
         with self._policy.memory.resident(Part.PARAMETERS):
             try:
-                result = self._step.run(batch)
+                step = self._step if batch.given is None else self._passes
+                result = step.run(batch)
             except UntrainableBatch as fault:
                 self._set_aside(batch, fault)
                 return
             version = PolicyVersion(self._version.incarnation, batch.step + 1)
-            self._last_batch = batch
-            cost = self._cost.metrics(batch, result)
+            cost: dict[str, float] = {}
+            if batch.given is None:
+                self._last_batch = batch
+                cost = self._cost.metrics(batch, result)
             self._digests = self._export()
         self._ranks.activity.note()
         times = self.stages.take()

@@ -15,7 +15,7 @@ from slipstream.rollout_server.engine_interface import EngineDied, GenerationFai
 from slipstream.rollout_server.episodes.calls import MAX_MESSAGE_CHARACTERS
 from slipstream.rollout_server.episodes.environment_talk import PromptTooLong
 from slipstream.rollout_server.episodes.epoch_counters import EpochCounters
-from slipstream.rollout_server.episodes.kinds import talk
+from slipstream.rollout_server.episodes.kinds import reply_alone, talk
 from slipstream.rollout_server.episodes.lease import EpisodeTask, trajectory_of
 from slipstream.rollout_server.episodes.play import Cancelled, EpisodeServices, Play, ServiceFailed
 from slipstream.rollout_server.episodes.recording import Recording
@@ -66,6 +66,8 @@ class Episode:
     async def _played(self) -> Status:
         """Plays the episode in its environment; returns how it ended."""
         play, lease, session = self._play, self._task.lease, None
+        if lease.prompt:
+            return await reply_alone(play)
         try:
             opened = self._services.environments.open(
                 lease.environment,

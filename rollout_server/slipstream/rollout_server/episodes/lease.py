@@ -18,7 +18,7 @@ from slipstream.core.types import (
     Status,
     Trajectory,
 )
-from slipstream.protocol.codec import merge_spans
+from slipstream.protocol.codec import merge_spans, unpack_tokens
 from slipstream.rollout_server.engine_interface import Sampling
 from slipstream.rollout_server.episodes.recording import Recording
 from slipstream.rollout_server.episodes.renderer import Renderer
@@ -44,12 +44,15 @@ class Lease:
     timeout_s: float
     # The environment's values for the chat template, a JSON object; "" for no values.
     template_values: str = ""
+    # The whole prompt of an episode without an environment; () if the environment gives it.
+    prompt: tuple[int, ...] = ()
 
     @classmethod
     def from_pb(cls, message: fleet_pb2.Lease, defaults: SamplingSection) -> Lease:
         """Returns the lease in `message`; `defaults` apply if it has no sampling settings.
 
-        Raises ProtocolError for an unknown purpose, or for invalid values for the chat template.
+        Raises ProtocolError for an unknown purpose, a torn prompt, or invalid values for the chat
+        template.
         """
         if message.purpose not in _PURPOSES:
             raise ProtocolError(
@@ -72,6 +75,7 @@ class Lease:
             max_attempts=message.max_attempts,
             timeout_s=message.timeout_s,
             template_values=message.chat_template_kwargs_json,
+            prompt=tuple(unpack_tokens(message.prompt_token_ids).tolist()),
         )
 
 

@@ -129,6 +129,7 @@ def test_every_call_carries_the_token(tmp_path: Path) -> None:
         client.register(pb.TrainerHello(world_size=1))
         ask(client)
         client.report_step(pb.StepReport())
+        client.report_pass(pb.PassReport())
         client.start_publish(pb.PublishStart(publish_id="p"), join_deadline_s=1.0)
         client.has_all_receivers("p", 1)
         client.finish_publish(pb.PublishResult())

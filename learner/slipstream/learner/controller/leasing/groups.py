@@ -10,11 +10,21 @@ from slipstream.core.errors import ProtocolError
 from slipstream.core.types import GroupId, Purpose, Trajectory
 from slipstream.learner.controller.records.state import OpenGroup
 from slipstream.learner.controller.servers.server_states import ServerKey
+from slipstream.v1 import fleet_pb2
+
+
+@dataclass(frozen=True)
+class RawPrompt:
+    """The tokens of a prompt, and how its only reply is sampled, without an environment."""
+
+    # uint32, little endian.
+    token_ids: bytes
+    sampling: fleet_pb2.SamplingSettings
 
 
 @dataclass(eq=False)
 class Group:
-    """A group that is leased and not trained yet, or one episode of an evaluation."""
+    """A group that is leased and not trained yet, or one episode that is not trained."""
 
     group_id: GroupId
     environment: str
@@ -52,6 +62,8 @@ class Group:
     # group of an earlier controller.
     leased_s: float = 0.0
     back_s: dict[int, float] = field(default_factory=dict)
+    # None if the environment gives the prompt.
+    prompt: RawPrompt | None = None
 
     @property
     def is_complete(self) -> bool:

@@ -10,7 +10,13 @@ from dataclasses import dataclass, field
 
 from slipstream.core import staleness
 from slipstream.core.types import GroupId, Purpose, Trajectory, TrajectoryName
-from slipstream.learner.controller.leasing.groups import Fate, Group, fewest_members, reopened
+from slipstream.learner.controller.leasing.groups import (
+    Fate,
+    Group,
+    RawPrompt,
+    fewest_members,
+    reopened,
+)
 from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.records.seen_ids import group_number
 from slipstream.learner.controller.servers.server_states import ServerKey
@@ -135,6 +141,14 @@ class LeaseBook:
     ) -> Group:
         """Leases one episode of an evaluation, which is never trained."""
         return self._add(environment, task_index, seed, Purpose.EVALUATION, holder, served_step)
+
+    def lease_prompt(
+        self, environment: str, prompt: RawPrompt, holder: ServerKey, served_step: int
+    ) -> Group:
+        """Leases one reply to a prompt of a client; no step of the run takes it as an episode."""
+        group = self._add(environment, 0, 0, Purpose.EVALUATION, holder, served_step)
+        group.prompt = prompt
+        return group
 
     def may_reassign(self, group: Group, served_step: int) -> bool:
         """Whether a server of version `served_step` may finish an orphan by its deadline step."""
@@ -331,6 +345,10 @@ class LeaseBook:
             return None
         self.step += 1
         return [self._take(GroupId(view.group_id)) for view in chosen]
+
+    def begin_step(self) -> None:
+        """Moves to the next step without groups."""
+        self.step += 1
 
     def put_back(self, step: int, groups: Iterable[Group]) -> None:
         """Puts `groups` of the last batch back into the book, so that `step` can be formed again.

@@ -28,7 +28,7 @@ from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.servers.session import ServerSession
-from slipstream.v1 import fleet_pb2, trajectory_pb2
+from slipstream.v1 import environment_pb2, fleet_pb2, trajectory_pb2
 
 RECHECK_S = 1.0
 # Bound that lets the event loop serve other tasks between two passes.
@@ -152,7 +152,9 @@ class Scheduler:
 
     def lease_message(self, group: Group) -> fleet_pb2.Lease:
         """Returns the message that leases the missing members of `group` to its holder."""
-        entry = self._environments.entries[group.environment]
+        spec, prompt = environment_pb2.EnvironmentSpec(), group.prompt
+        if prompt is None:
+            spec = self._environments.entries[group.environment].spec
         return fleet_pb2.Lease(
             group_id=group.group_id,
             environment=group.environment,
@@ -161,11 +163,12 @@ class Scheduler:
             members=group.missing,
             deadline_step=group.deadline_step,
             purpose=trajectory_pb2.EpisodePurpose.Name(group.purpose.value),
-            sampling=self._sampling(group),
+            sampling=self._sampling(group) if prompt is None else prompt.sampling,
             max_attempts=group.first_attempt + self._config.controller.max_attempts,
             first_attempt=group.first_attempt,
-            timeout_s=entry.spec.timeout_s,
-            chat_template_kwargs_json=entry.spec.chat_template_kwargs_json,
+            timeout_s=spec.timeout_s,
+            chat_template_kwargs_json=spec.chat_template_kwargs_json,
+            prompt_token_ids=b"" if prompt is None else prompt.token_ids,
         )
 
     def send_evaluation(self, session: ServerSession, groups: Sequence[Group]) -> None:

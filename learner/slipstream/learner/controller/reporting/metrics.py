@@ -161,8 +161,9 @@ class RunRecorder:
             "trained_tokens_per_s": metrics.get("trained_tokens", 0.0) / elapsed,
             "training_s": training[1] - training[0],
         }
-        row |= environment_means(batch.trajectories)
-        row |= equal_rewards([group.in_order() for group in batch.groups], self._config)
+        if batch.given is None:
+            row |= environment_means(batch.trajectories)
+            row |= equal_rewards([group.in_order() for group in batch.groups], self._config)
         if self.has_row(batch.version):
             # A crash left the row of a step whose journal record it lost.
             return row

@@ -116,7 +116,11 @@ def parse_row(line: bytes) -> dict[str, float] | None:
         return None
     if (step := row.get("step")) is None:
         return row
-    is_step = step.is_integer() and 1 <= step <= MAX_STEP and row.keys() >= set(COLUMNS)
+    is_step = (
+        step.is_integer()
+        and 1 <= step <= MAX_STEP
+        and ("passes" in row or row.keys() >= set(COLUMNS))
+    )
     return row if is_step else None
 
 

@@ -124,9 +124,11 @@ class RunFacts:
         """Adds the row of one step to the counts and sums of the run."""
         self.totals.add(row)
         self.gradient_overflows += int(row.get("gradient_overflows", 0))
-        self.last_rewards.append(row["reward_mean"])
+        # A step that a client has ordered has no rewards here.
+        rewards = [row["reward_mean"]] if "reward_mean" in row else []
+        self.last_rewards.extend(rewards)
         if len(self.first_rewards) < EDGE_STEPS:
-            self.first_rewards.append(row["reward_mean"])
+            self.first_rewards.extend(rewards)
         tokens, mean, most = (
             row.get(f"logprob_gap_{name}", math.nan) for name in ("tokens", "mean", "max")
         )

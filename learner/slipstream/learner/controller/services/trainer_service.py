@@ -276,6 +276,14 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self._progress.moved()
         return pb.StepReceipt(version=version_to_pb(trained.version))
 
+    async def ReportPass(self, request: pb.PassReport, context: CallContext) -> pb.PassReceipt:  # noqa: N802
+        """Handles the result of a pass."""
+        await self.place.check(context)
+        for part in self._parts:
+            part.computed(request)
+        self._progress.moved()
+        return pb.PassReceipt()
+
     async def StartPublish(  # noqa: N802
         self, request: pb.PublishStart, context: CallContext
     ) -> pb.PublishStarted:
@@ -297,6 +305,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         await self.place.check(context)
         await self._former.saved(request)
         self._on_checkpoint(request.version.step)
+        for part in self._parts:
+            part.saved(request.version.step)
         self._run.events.add(
             f"checkpoint of version {request.version.step}: {request.num_bytes / 1e6:,.1f} MB, "
             f"{request.wall_s:.1f} s"
@@ -360,6 +370,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         if found is not None:
             self._progress.trainer_failed("")
             self._run.events.warn(found.describe())
+            for part in self._parts:
+                part.set_aside(found)
             self._progress.waits_for("the trainer to ask for its next batch")
         self._progress.moved()
         return True

@@ -15,7 +15,7 @@ from slipstream.learner.controller.leasing.groups import Group, sampled_tokens
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.journal import tokens_by_server
 from slipstream.protocol.codec import trajectory_from_pb, trajectory_to_pb
-from slipstream.v1 import trainer_pb2
+from slipstream.v1 import trainer_pb2, trajectory_pb2
 
 # Largest number of groups that a message names; further groups are only counted.
 MAX_TOLD_GROUPS = 5
@@ -84,6 +84,9 @@ class SetAside:
 
     def describe(self) -> str:
         """Returns the groups that were set aside and the cause as one line of text."""
+        begin = f"batch {self.batch.batch_id} of step {self.batch.version} is set aside: "
+        if self.batch.given is not None:
+            return f"{begin}{self.cause}; the client that ordered the step is told"
         tasks = Counter(group.environment for group in self.groups)
         told = ", ".join(
             f"{group.group_id} (environment {group.environment}, task {group.task_index})"
@@ -94,10 +97,7 @@ class SetAside:
             rest = ", ".join(f"{count} of {name}" for name, count in sorted(tasks.items()))
             told += f" and {more} more, in all {rest}"
         kept = f"; its other {len(self.put_back)} groups stay" if self.put_back else ""
-        return (
-            f"batch {self.batch.batch_id} of step {self.batch.version} is set aside: "
-            f"{self.cause}; never trained: {told}{kept}"
-        )
+        return f"{begin}{self.cause}; never trained: {told}{kept}"
 
 
 def way_past(batch: FormedBatch, config: Config) -> str:
@@ -113,6 +113,31 @@ def _trajectories(groups: Sequence[Group]) -> list[Trajectory]:
 
 
 @dataclass(frozen=True)
+class StepOrder:
+    """A step that a client orders: Adam's numbers for the gradients of passes, or a checkpoint."""
+
+    id: str
+    step: trainer_pb2.AdamNumbers | trainer_pb2.LoadedState
+    passes: tuple[trainer_pb2.Pass, ...] = ()
+
+    def to_pb(self) -> trainer_pb2.GivenStep:
+        """Returns the message of the step, without the passes."""
+        found = trainer_pb2.GivenStep(id=self.id, num_passes=len(self.passes))
+        is_adam = isinstance(self.step, trainer_pb2.AdamNumbers)
+        getattr(found, "adam" if is_adam else "load").CopyFrom(self.step)
+        return found
+
+    @classmethod
+    def from_record(cls, message: trainer_pb2.RecordedBatch) -> StepOrder | None:
+        """Returns the order in a recorded batch, or None if it has groups in its place."""
+        given = message.header.given
+        kind = given.WhichOneof("step")
+        if kind is None:
+            return None
+        return cls(given.id, getattr(given, kind), tuple(message.passes))
+
+
+@dataclass(frozen=True)
 class FormedBatch:
     """The complete groups of one step, in the order of their leases."""
 
@@ -120,6 +145,8 @@ class FormedBatch:
     step: int
     batch_id: str
     groups: tuple[Group, ...]
+    # What a client asks of the step, in place of groups; None if the groups are trained.
+    given: StepOrder | None = None
 
     @property
     def version(self) -> int:
@@ -135,7 +162,10 @@ class FormedBatch:
     def record(self) -> trainer_pb2.RecordedBatch:
         """The message for the journal, which the trainer gets in chunks; encoded only once."""
         trajectories = [trajectory_to_pb(trajectory) for trajectory in self.trajectories]
-        return trainer_pb2.RecordedBatch(header=header(self), trajectories=trajectories)
+        passes = () if self.given is None else self.given.passes
+        return trainer_pb2.RecordedBatch(
+            header=header(self), trajectories=trajectories, passes=passes
+        )
 
     @functools.cached_property
     def token_lags(self) -> Counter[int]:
@@ -162,6 +192,7 @@ def header(batch: FormedBatch) -> trainer_pb2.BatchHeader:
         batch_id=batch.batch_id,
         num_groups=len(batch.groups),
         num_trajectories=sum(len(group.finished) for group in batch.groups),
+        given=None if batch.given is None else batch.given.to_pb(),
     )
 
 
@@ -185,18 +216,31 @@ def from_record(message: trainer_pb2.RecordedBatch) -> FormedBatch:
     for group in groups.values():
         group.size = max(group.finished) + 1
         group.fail_all_but(group.finished)
-    return FormedBatch(message.header.step, message.header.batch_id, tuple(groups.values()))
+    return FormedBatch(
+        message.header.step,
+        message.header.batch_id,
+        tuple(groups.values()),
+        StepOrder.from_record(message),
+    )
 
 
 def chunks(
     batch: FormedBatch, *, chunk_bytes: int = CHUNK_BYTES
 ) -> Iterator[trainer_pb2.TrajectoryChunk]:
-    """Yields the trajectories in messages of about `chunk_bytes`, each with at least one."""
+    """Yields the trajectories, or the passes, in messages of about `chunk_bytes`.
+
+    Each has at least one.
+    """
     chunk, size = trainer_pb2.TrajectoryChunk(), 0
-    for message in batch.record.trajectories:
+    messages: Sequence[trajectory_pb2.Trajectory | trainer_pb2.Pass]
+    messages = [*batch.record.trajectories, *batch.record.passes]
+    for message in messages:
         if size and size + message.ByteSize() > chunk_bytes:
             yield chunk
             chunk, size = trainer_pb2.TrajectoryChunk(), 0
-        chunk.trajectories.append(message)
+        if isinstance(message, trainer_pb2.Pass):
+            chunk.passes.append(message)
+        else:
+            chunk.trajectories.append(message)
         size += message.ByteSize()
     yield chunk

@@ -23,7 +23,12 @@ HINT_AFTER_STEPS = 10
 
 
 def batch_statistics(batch: FormedBatch) -> dict[str, float]:
-    """Returns statistics of rewards, lags, lengths and times, by their names in docs/metrics.md."""
+    """Returns statistics of rewards, lags, lengths and times, by their names in docs/metrics.md.
+
+    Of a step that a client has ordered, it returns the number of passes.
+    """
+    if batch.given is not None:
+        return {"passes": float(len(batch.given.passes))}
     trajectories = batch.trajectories
     lags, num_sampled = batch.token_lags, batch.token_lags.total()
     rewards = [t.reward for t in trajectories]

@@ -12,14 +12,19 @@ from pathlib import Path
 from slipstream.core.errors import ProtocolError, RunFailed
 from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.leasing.books import Books
-from slipstream.learner.controller.leasing.groups import sampled_tokens
+from slipstream.learner.controller.leasing.groups import Group, sampled_tokens
 from slipstream.learner.controller.loop_clock import Stopwatch
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.records.kinds import TrajectoryEnd
 from slipstream.learner.controller.records.state import JournaledStep, batch_name
 from slipstream.learner.controller.servers.server_states import ServerKey
-from slipstream.learner.controller.trajectories.batch import FormedBatch, SetAside, from_record
+from slipstream.learner.controller.trajectories.batch import (
+    FormedBatch,
+    SetAside,
+    StepOrder,
+    from_record,
+)
 from slipstream.protocol.codec import version_from_pb
 from slipstream.v1 import trainer_pb2
 
@@ -141,18 +146,24 @@ class BatchFormer:
         if batch is not None and batch.batch_id == message.batch_id:
             await self.recorded(batch.step)
 
-    async def form(self) -> FormedBatch | None:
+    async def form(self, given: StepOrder | None = None) -> FormedBatch | None:
         """Returns the trainer's next batch, durable and acknowledged, or None if none is ready.
 
-        Raises RunFailed if the journal cannot be written.
+        With `given` the batch has no groups, and is what a client orders. Raises RunFailed if the
+        journal cannot be written.
         """
         if self._forming is None:
             step = self._book.step
-            groups = self._book.take_batch()
+            groups: list[Group] | None = []
+            if given is None:
+                groups = self._book.take_batch()
+            else:
+                self._book.begin_step()
             self.waits.note(time.monotonic(), running=groups is None)
             if groups is None:
                 return None
-            batch = FormedBatch(step, batch_name(step, self._state.attempts[step]), tuple(groups))
+            name = batch_name(step, self._state.attempts[step])
+            batch = FormedBatch(step, name, tuple(groups), given)
             self._ledger.batch_begins(batch.trajectories)
             self._forming = self._tasks.create_task(self._write(batch))
         written = await asyncio.shield(self._forming)

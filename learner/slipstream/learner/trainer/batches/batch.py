@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from slipstream.core.errors import RunFailed
 from slipstream.core.types import Trajectory
+from slipstream.v1 import trainer_pb2
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,10 @@ class Batch:
     step: int
     batch_id: str
     trajectories: tuple[Trajectory, ...]
+    # What a client asks of the step, and the passes whose gradients it takes, in place of
+    # trajectories.
+    given: trainer_pb2.GivenStep | None = None
+    passes: tuple[trainer_pb2.Pass, ...] = ()
 
     @property
     def group_ids(self) -> list[str]:

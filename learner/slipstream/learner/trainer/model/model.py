@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import types
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,6 +23,7 @@ from slipstream.learner.trainer.outputs.logprobs import (
 )
 from slipstream.learner.trainer.ranks import compat
 from slipstream.learner.trainer.ranks.parallel import Ranks
+from slipstream.v1 import trainer_pb2
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -30,6 +31,24 @@ if TYPE_CHECKING:
     from slipstream.learner.trainer.families.vision import Vision
     from slipstream.learner.trainer.model.named_adapters import NamedAdapters
     from slipstream.learner.trainer.model.recompute import Recompute
+
+
+@dataclass(frozen=True)
+class AdamNumbers:
+    """The numbers of one step of Adam, in place of those of the settings."""
+
+    learning_rate: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    # Largest norm of the gradient; 0 is no limit.
+    max_grad_norm: float
+
+    @classmethod
+    def from_pb(cls, message: trainer_pb2.AdamNumbers) -> AdamNumbers:
+        """Returns the numbers in `message`, whose fields have the same names."""
+        return cls(**{name.name: getattr(message, name.name) for name in fields(cls)})
 
 
 @dataclass(frozen=True)
@@ -129,9 +148,12 @@ class TrainedModel(ParallelModel):
         """The factor of the loss in the backward pass, 1 without a loss scaler."""
         return 1.0 if self.scaler is None else float(self.scaler.scale)
 
-    def optimizer_step(self, learning_rate: float, again: Callable[[], object]) -> float:
+    def optimizer_step(
+        self, learning_rate: float, again: Callable[[], object], *, adam: AdamNumbers | None = None
+    ) -> float:
         """Clips and applies the gradients; returns their norm before clipping. Collective.
 
+        `adam` has the numbers of this step; None takes those of the settings.
         `again` recomputes the same gradients. It is called, at a lower loss scale, as long as
         float16 gradients overflow on any rank, so no batch is skipped. Raises UntrainableBatch,
         with unchanged weights and scale, if the norm is not finite.
@@ -141,7 +163,7 @@ class TrainedModel(ParallelModel):
             while True:
                 with self.memory.resident(Part.PARAMETERS, Part.OPTIMIZER):
                     if self._prepare_gradients():
-                        return self._optimizer_step(learning_rate)
+                        return self._optimizer_step(learning_rate, adam)
                 again()
         except UntrainableBatch:
             if before is not None:
@@ -168,7 +190,7 @@ class TrainedModel(ParallelModel):
         self.scaler.update(overflowed)
         return not (overflowed and can_fall)
 
-    def _optimizer_step(self, learning_rate: float) -> float:
+    def _optimizer_step(self, learning_rate: float, adam: AdamNumbers | None) -> float:
         """Clips the gradients and updates the weights; returns the gradient norm before clipping.
 
         It replaces the rest of Megatron's `step`. Raises UntrainableBatch, before weights change,
@@ -186,9 +208,22 @@ class TrainedModel(ParallelModel):
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate * (group["max_lr"] / base.lr)
             group["weight_decay"] = base.weight_decay * group["wd_mult"]
-        self._clip(norm)
+            if adam is not None:
+                group["betas"], group["eps"] = (adam.beta1, adam.beta2), adam.eps
+                group["weight_decay"] = adam.weight_decay * group["wd_mult"]
+        self._clip(norm, base.clip_grad if adam is None else adam.max_grad_norm)
         self.optimizer.step_with_ready_grads()
         return norm
+
+    def forget_moments(self) -> None:
+        """Makes the optimizer begin anew, with the weights as they are."""
+        for group in self.optimizer.param_groups:
+            group["step"] = 0
+        for part in self.optimizer.chained_optimizers:
+            if not part.is_stub_optimizer:
+                for state in part.optimizer.state.values():
+                    for value in state.values():
+                        value.zero_()
 
     def _faulty(self) -> str:
         """Returns text on this rank's parameters with infinite or NaN gradients, or "" if none."""
@@ -203,15 +238,15 @@ class TrainedModel(ParallelModel):
             return ""
         return f", not finite in {len(names)} of {len(trained)} parameters, first in {names[0]}"
 
-    def _clip(self, norm: float) -> None:
+    def _clip(self, norm: float, most: float) -> None:
         from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
         for part in self.optimizer.chained_optimizers:
             trained = [] if part.is_stub_optimizer else part.get_parameters()
-            if trained and part.config.clip_grad > 0:
+            if trained and most > 0:
                 clip_grad_by_total_norm_fp32(
                     trained,
-                    max_norm=part.config.clip_grad,
+                    max_norm=most,
                     total_norm=norm,
                     use_decoupled_grad=part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
                 )

@@ -1,0 +1,252 @@
+"""The HTTP process of `slipstream tinker`: the Tinker API in front of the controller.
+
+It keeps nothing. Consumes: requests of the SDK. Produces: operations of the controller, answers.
+Waits for: the end of an operation, at most `HOLD_S`. Unblocked by: the controller; the SDK then
+asks again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import secrets
+import sys
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import grpc.aio
+import uvicorn
+from google.protobuf.message import DecodeError
+from slipstream.core.configuration.config_file import load_config
+from slipstream.core.errors import USAGE_ERROR, SlipstreamError
+from slipstream.core.settings.config import Config
+from slipstream.extensions.tinker import operations, wire_pb2
+from slipstream.extensions.tinker.operations import Refused
+from slipstream.protocol.access.security import Credentials, call_metadata, open_channel
+from slipstream.v1 import operations_pb2 as pb
+from slipstream.v1 import operations_pb2_grpc
+
+HOST = "127.0.0.1"
+# Seconds for which an answer is held back until the operation has ended.
+HOLD_S = 20.0
+CALL_S = 30.0
+MAX_BODY_BYTES = 24 << 20
+_PREFIX = "/api/v1"
+_STATUS = {grpc.StatusCode.UNAVAILABLE: 503, grpc.StatusCode.INVALID_ARGUMENT: 400}
+_JSON, _PROTOBUF = "application/json", "application/x-protobuf"
+
+Receive: TypeAlias = Callable[[], Awaitable[dict[str, Any]]]
+Send: TypeAlias = Callable[[dict[str, Any]], Awaitable[None]]
+Body: TypeAlias = dict[str, Any]
+# Status, content type and body.
+Answer: TypeAlias = tuple[int, str, bytes]
+
+
+class Front:
+    """Answers requests; an ASGI application."""
+
+    def __init__(self, config: Config, stub: Any, metadata: Any) -> None:  # noqa: ANN401 - gRPC's
+        self._config, self._stub, self._metadata = config, stub, metadata
+        self._at_once: Mapping[str, Callable[[Body], Body]] = {
+            "client/config": lambda _: {},
+            "client/dynamic_config": lambda _: {},
+            "healthz": lambda _: {"status": "ok"},
+            "telemetry": lambda _: {"status": "accepted"},
+            "session_heartbeat": lambda _: {"type": "session_heartbeat"},
+            "create_session": self._create_session,
+            "get_server_capabilities": self._capabilities,
+            "get_info": self._info,
+            "create_sampling_session": self._create_sampling_session,
+        }
+        self._orders: Mapping[str, Callable[[Body], pb.Operation]] = {
+            "create_model": lambda body: operations.create_model(body, config),
+            "load_weights": operations.load_weights,
+            "optim_step": operations.optim_step,
+            "save_weights_for_sampler": operations.save_weights_for_sampler,
+            "save_weights": operations.save_weights,
+        }
+
+    async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
+        """Answers one request of HTTP."""
+        if scope["type"] != "http":
+            return
+        try:
+            status, kind, body = await self._answer(scope, await _body(receive))
+        except Refused as refusal:
+            status, kind, body = _error(400, str(refusal))
+        except (ArithmeticError, DecodeError, LookupError, TypeError, ValueError) as error:
+            status, kind, body = _error(400, f"the request is malformed: {error!r}")
+        except grpc.aio.AioRpcError as error:
+            # The SDK asks again: the controller may be about to come back.
+            status = _STATUS.get(error.code(), 500)
+            status, kind, body = _error(status, error.details() or "")
+        headers = [(b"content-type", kind.encode()), (b"content-length", b"%d" % len(body))]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    async def _answer(self, scope: Mapping[str, Any], data: bytes) -> Answer:
+        path = str(scope["path"]).removeprefix(f"{_PREFIX}/")
+        headers = {name.decode(): value.decode() for name, value in scope["headers"]}
+        # A page in a browser can send neither: the first needs the server's leave, and the second
+        # has the page's own host.
+        host = headers.get("host", "").partition(":")[0]
+        if not headers.get("x-api-key", "").startswith("tml-") or host not in (HOST, "localhost"):
+            return _error(401, f"a request needs an api_key that begins with tml-, and {HOST}")
+        if encoding := headers.get("content-encoding"):
+            return _error(415, f"a body is sent as it is, not in {encoding}")
+        if path in ("forward_backward", "forward"):
+            return await self._pass(data)
+        body: Body = json.loads(data) if data else {}
+        if not isinstance(body, dict):
+            raise Refused("a body is a JSON object")
+        if path.startswith("sessions/") and path.endswith("/finish"):
+            # Nothing is kept of a session.
+            return _json({})
+        if path in self._at_once:
+            return _json(self._at_once[path](body))
+        if path in self._orders:
+            return await self._submit(path, body)
+        if path == "asample":
+            return await self._sample(body)
+        if path == "retrieve_future":
+            return await self._retrieve(str(body["request_id"]))
+        return _error(404, f'{path} is not served; the guide "Your own loop" has what is')
+
+    def _create_session(self, _: Body) -> Body:
+        lora = self._config.lora
+        told = (
+            f"an adapter has rank {lora.rank} on {', '.join(lora.target_modules)}"
+            if lora.rank
+            else "the whole model is trained, not an adapter, whatever rank is asked for"
+        )
+        name = f"s{secrets.token_hex(8)}"
+        return {"type": "create_session", "session_id": name, "warning_message": told}
+
+    def _capabilities(self, _: Body) -> Body:
+        model = {
+            "model_name": str(self._config.model.path),
+            "max_context_length": self._config.sampling.max_episode_tokens,
+            "trainable": True,
+            "sampleable": True,
+        }
+        return {"supported_models": [model]}
+
+    def _info(self, body: Body) -> Body:
+        name, rank = str(self._config.model.path), self._config.lora.rank
+        return {
+            "type": "get_info",
+            "model_id": body["model_id"],
+            "model_data": {"model_name": name, "tokenizer_id": name},
+            "model_name": name,
+            "is_lora": bool(rank),
+            "lora_rank": rank,
+        }
+
+    def _create_sampling_session(self, body: Body) -> Body:
+        name = operations.sampling_session(body, self._config)
+        return {"type": "create_sampling_session", "sampling_session_id": name}
+
+    async def _pass(self, data: bytes) -> Answer:
+        request = wire_pb2.ForwardBackwardRequest.FromString(data)
+        kind = "forward_backward"
+        try:
+            operation = operations.forward_backward(request)
+        except Refused as refusal:
+            operation = operations.refused(request.model_id, request.seq_id, kind, str(refusal))
+        return await self._future(operation)
+
+    async def _submit(self, path: str, body: Body) -> Answer:
+        try:
+            operation = self._orders[path](body)
+        except Refused as refusal:
+            model = body.get("model_id") or operations.training_run(body)
+            number = body.get("seq_id") or 0
+            operation = operations.refused(model, number, path, str(refusal))
+        return await self._future(operation)
+
+    async def _future(self, operation: pb.Operation) -> Answer:
+        await self._stub.Submit(operation, metadata=self._metadata, timeout=CALL_S)
+        return _json({"request_id": operation.id, "model_id": operation.stream})
+
+    async def _sample(self, body: Body) -> Answer:
+        operation = operations.sample(body, self._config)
+        await self._stub.Submit(operation, metadata=self._metadata, timeout=CALL_S)
+        names = [f"{operation.id}:{n}" for n in range(operation.sample.num_samples)]
+        return _json({"request_id": operation.id, "sample_sequence_ids": names})
+
+    async def _retrieve(self, name: str) -> Answer:
+        asked = pb.AwaitRequest(id=name, limit_s=HOLD_S)
+        result: pb.OperationResult = await self._stub.Await(
+            asked, metadata=self._metadata, timeout=HOLD_S + CALL_S
+        )
+        if result.is_unknown:
+            return _error(410, f"request {name} is not known: send it again")
+        if not result.is_done:
+            again = {"type": "try_again", "request_id": name, "queue_state": "active"}
+            return _json(again)
+        if result.error:
+            return _json({"error": result.error, "category": "user"})
+        kind = name.rpartition(":")[2]
+        if kind == "sample":
+            return 200, _PROTOBUF, operations.sampled(result).SerializeToString()
+        if kind == "forward_backward":
+            return 200, _PROTOBUF, operations.computed(result).SerializeToString()
+        return _json(operations.answer(name, result))
+
+
+async def _body(receive: Receive) -> bytes:
+    parts, size = [], 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise Refused("the client has gone")
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
+        if size > MAX_BODY_BYTES:
+            raise Refused(f"a request has at most {MAX_BODY_BYTES} bytes")
+        if not message.get("more_body"):
+            return b"".join(parts)
+
+
+def _json(body: Mapping[str, Any]) -> Answer:
+    return 200, _JSON, json.dumps(body).encode()
+
+
+def _error(status: int, cause: str) -> Answer:
+    return status, _JSON, json.dumps({"error": cause}).encode()
+
+
+async def serve(config: Config, port: int) -> None:
+    """Serves on loopback until a signal."""
+    credentials = Credentials.load(config.security)
+    async with open_channel(config.controller.address, credentials) as channel:
+        stub = operations_pb2_grpc.OperationServiceStub(channel)
+        front = Front(config, stub, call_metadata(credentials, config.run.id))
+        settings = uvicorn.Config(
+            front, host=HOST, port=port, log_level="warning", lifespan="off", access_log=False
+        )
+        await uvicorn.Server(settings).serve()
+
+
+def main() -> int:
+    """Runs the process; returns 2 for settings that cannot work."""
+    import asyncio
+
+    parser = argparse.ArgumentParser(prog="slipstream-tinker", description=__doc__)
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO)
+    try:
+        asyncio.run(serve(load_config(arguments.config, arguments.overrides), arguments.port))
+    except (SlipstreamError, OSError) as error:
+        print(f"slipstream: {error}", file=sys.stderr)
+        return USAGE_ERROR
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

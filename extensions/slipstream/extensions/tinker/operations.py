@@ -1,0 +1,301 @@
+"""What requests of the Tinker API mean as operations, and results as its answers; no I/O.
+
+Identities come from the client's own numbers, so that a request that is sent twice is one
+operation, and the HTTP process needs no memory.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from slipstream.core.settings.config import Config
+from slipstream.extensions.tinker import wire_pb2 as wire
+from slipstream.v1 import fleet_pb2, trainer_pb2
+from slipstream.v1 import operations_pb2 as pb
+
+OWN = "slipstream.extensions.tinker.trainer"
+# The loss of each loss_fn: its name, its fixed arguments, and the argument of each of its settings
+# with the number that the setting is subtracted from, or that is subtracted from it.
+_CLIPPED = {"ratio": "behavior"}
+LOSSES: Mapping[str, tuple[str, dict[str, str]]] = {
+    "cross_entropy": ("reinforce", {}),
+    "importance_sampling": (f"{OWN}:importance_sampling", {}),
+    "ppo": ("ppo", _CLIPPED),
+    "cispo": ("cispo", _CLIPPED),
+    "dro": (f"{OWN}:dro", {}),
+}
+_INPUTS = {"cross_entropy": ("weights", None)}
+_RL_INPUTS = ("advantages", "logprobs")
+_DTYPES = {wire.FLOAT32: "<f4", wire.INT64: "<i8"}
+_NAME = re.compile(r"[A-Za-z0-9._:/+-]{1,200}")
+# Stands between the id of a sampling session and the name of its weights.
+_OF = "+"
+
+
+class Refused(ValueError):
+    """Raised for a request that this server does not carry out; the text names what can."""
+
+
+def training_run(body: Mapping[str, Any]) -> str:
+    """Returns the id of the model that a request creates, as the SDK makes it."""
+    return f"{body['session_id']}:train:{body['model_seq_id']}"
+
+
+def sampling_session(body: Mapping[str, Any], config: Config) -> str:
+    """Returns the id of a sampling session, which holds the name of its weights."""
+    begin = f"{body['session_id']}:sample:{body['sampling_session_seq_id']}"
+    if path := body.get("model_path"):
+        return f"{begin}{_OF}{_checked_name(path)}"
+    check_model(body.get("base_model"), config)
+    return f"{begin}{_OF}"
+
+
+def check_model(name: str | None, config: Config) -> None:
+    """Raises Refused unless `name` is the run's model."""
+    path = config.model.path
+    if name not in (str(path), path.name):
+        raise Refused(f"this server has {path} only, not {name}")
+
+
+def create_model(body: Mapping[str, Any], config: Config) -> pb.Operation:
+    """Returns the operation of create_model."""
+    check_model(body.get("base_model"), config)
+    asked, rank = body.get("lora_config"), config.lora.rank
+    # The SDK has no word for training the whole model; `create_session` has told of it.
+    if rank and (asked is None or asked["rank"] != rank):
+        wanted = "the whole model" if asked is None else f"an adapter of rank {asked['rank']}"
+        raise Refused(f"this run trains an adapter of rank {rank} (lora.rank), not {wanted}")
+    _check_optimizer(body.get("optimizer_config"))
+    model = training_run(body)
+    return pb.Operation(id=f"{model}:0:create_model", stream=model, begin=pb.Begin())
+
+
+def load_weights(body: Mapping[str, Any]) -> pb.Operation:
+    """Returns the operation of load_weights, of a model or as the first of a new one."""
+    has_model = body.get("model_id") is not None
+    model = str(body["model_id"]) if has_model else training_run(body)
+    number = int(body["seq_id"]) if has_model else 0
+    _check_optimizer(body.get("optimizer_config"))
+    load = pb.Load(name=_checked_name(body["path"]), without_optimizer=not body["optimizer"])
+    return _operation(model, number, "load_weights", load=load)
+
+
+def forward_backward(request: wire.ForwardBackwardRequest) -> pb.Operation:
+    """Returns the operation of forward_backward, or of forward."""
+    config = {name: value for name, value in request.loss_fn_config.items()}
+    for name, value in request.loss_fn_config_v2.items():
+        if value.WhichOneof("value") != "number":
+            raise Refused(f"loss_fn_config has {name} = {value.text!r}; all settings are numbers")
+        config[name] = value.number
+    loss, arguments = _loss(request.loss_fn, config)
+    sequences = [
+        _sequence(place, datum, request.loss_fn) for place, datum in enumerate(request.data)
+    ]
+    compute = trainer_pb2.Pass(
+        id=f"{request.model_id}:{request.seq_id}:forward_backward",
+        backward=not request.forward_only,
+        loss=loss,
+        loss_args_json=json.dumps(arguments),
+        sequences=sequences,
+    )
+    return _operation(request.model_id, request.seq_id, "forward_backward", compute=compute)
+
+
+def optim_step(body: Mapping[str, Any]) -> pb.Operation:
+    """Returns the operation of optim_step."""
+    given = body.get("adam_params")
+    if given is None:
+        raise Refused("this server has Adam only (adam_params)")
+    numbers = trainer_pb2.AdamNumbers(
+        learning_rate=given.get("learning_rate", 1e-4),
+        beta1=given.get("beta1", 0.9),
+        beta2=given.get("beta2", 0.95),
+        eps=given.get("eps", 1e-12),
+        weight_decay=given.get("weight_decay", 0.0),
+        max_grad_norm=max(0.0, given.get("grad_clip_norm", 0.0)),
+    )
+    return _operation(body["model_id"], body["seq_id"], "optim_step", step=numbers)
+
+
+def save_weights_for_sampler(body: Mapping[str, Any]) -> pb.Operation:
+    """Returns the publish of save_weights_for_sampler."""
+    model, path = str(body["model_id"]), body.get("path")
+    if path is None:
+        session = model.partition(":")[0]
+        name = f"{session}:sample:{body['sampling_session_seq_id']}"
+    else:
+        name = _checked_name(f"tinker://{model}/sampler_weights/{path}")
+    if body.get("kind", "snapshot") != "snapshot":
+        raise Refused(f"a sampling client of kind {body['kind']} is not served, a snapshot is")
+    publish = pb.Publish(name=name)
+    return _operation(model, body["seq_id"], "save_weights_for_sampler", publish=publish)
+
+
+def save_weights(body: Mapping[str, Any]) -> pb.Operation:
+    """Returns the checkpoint of save_weights."""
+    model, path = str(body["model_id"]), body.get("path") or f"step-{body['seq_id']}"
+    save = pb.Save(name=_checked_name(f"tinker://{model}/weights/{path}"))
+    return _operation(model, body["seq_id"], "save_weights", save=save)
+
+
+def refused(model: str, number: int, kind: str, cause: str) -> pb.Operation:
+    """Returns an operation that fails in its turn, so that later ones have theirs."""
+    return _operation(model, number, kind, refused=pb.Refused(cause=cause))
+
+
+def sample(body: Mapping[str, Any], config: Config) -> pb.Operation:
+    """Returns the operation of asample."""
+    session = body.get("sampling_session_id")
+    if session is None:
+        raise Refused("a sample needs a sampling session: create_sampling_client makes one")
+    for name in ("prompt_logprobs", "topk_prompt_logprobs", "topk_sample_logprobs"):
+        if body.get(name):
+            raise Refused(
+                f"{name} is not served; forward of a training client has log-probabilities"
+            )
+    for name in ("target_prompt_logprobs", "prompt_alt_tokens_k", "record_stability_info"):
+        if body.get(name):
+            raise Refused(f"{name} is not served")
+    prompt = [token for chunk in body["prompt"]["chunks"] for token in _tokens(chunk)]
+    _, of, name = session.partition(_OF)
+    return pb.Operation(
+        id=f"{session}:{body['seq_id']}:sample",
+        sample=pb.Sample(
+            prompt_token_ids=np.asarray(prompt, dtype="<u4").tobytes(),
+            num_samples=body.get("num_samples", 1),
+            sampling=_sampling(body.get("sampling_params") or {}, config, len(prompt)),
+            name=name if of else session,
+        ),
+    )
+
+
+def sampled(result: pb.OperationResult) -> wire.SampleResponse:
+    """Returns the answer to asample."""
+    return wire.SampleResponse(
+        sequences=[
+            wire.SampledSequence(
+                stop_reason=wire.LENGTH if one.truncated else wire.STOP,
+                tokens=one.token_ids,
+                logprobs=one.logprobs,
+            )
+            for one in result.samples
+        ]
+    )
+
+
+def computed(result: pb.OperationResult) -> wire.ForwardBackwardOutput:
+    """Returns the answer to forward_backward."""
+    found = result.compute
+    ends = np.cumsum([0, *map(len, found.logprobs)], dtype="<i8")
+    logprobs = wire.BatchedTensor(
+        data=b"".join(found.logprobs), offsets=ends.tobytes(), dtype=wire.FLOAT32
+    )
+    record = wire.ArrayRecord(fields={"logprobs": logprobs}, num_datums=len(found.logprobs))
+    return wire.ForwardBackwardOutput(
+        loss_fn_output_type="TensorData", loss_fn_outputs=[record], metrics=found.metrics
+    )
+
+
+def answer(request_id: str, result: pb.OperationResult) -> dict[str, Any]:
+    """Returns the answer to all other operations; the SDK reads the fields of its kind."""
+    model, _, kind = request_id.rpartition(":")
+    where = "path" if result.name.startswith("tinker://") else "sampling_session_id"
+    found = {"type": kind, "model_id": model.rpartition(":")[0], "metrics": dict(result.metrics)}
+    return found | ({where: result.name} if result.name else {})
+
+
+def _operation(model: str, number: int, kind: str, **operation: Any) -> pb.Operation:  # noqa: ANN401
+    return pb.Operation(id=f"{model}:{number}:{kind}", stream=model, number=number, **operation)
+
+
+def _checked_name(path: str) -> str:
+    if not _NAME.fullmatch(path):
+        raise Refused(f"a path has letters, digits and . _ : / + -, at most 200, got {path[:80]!r}")
+    return path
+
+
+def _check_optimizer(asked: Mapping[str, Any] | None) -> None:
+    if asked is not None and asked.get("type", "adamw") != "adamw":
+        raise Refused(f"this server has the optimizer adamw only, not {asked['type']}")
+
+
+def _loss(name: str, config: Mapping[str, float]) -> tuple[str, dict[str, float | str]]:
+    if name not in LOSSES:
+        raise Refused(f"loss_fn {name} is not served; there are {', '.join(LOSSES)}")
+    loss, fixed = LOSSES[name]
+    found: dict[str, float | str] = dict(fixed)
+    for key, value in config.items():
+        if key == "clip_low_threshold" and fixed:
+            found["clip_low"] = 1.0 - value
+        elif key == "clip_high_threshold" and fixed:
+            found["clip_high"] = value - 1.0
+        elif key == "beta" and name == "dro":
+            found["beta"] = value
+        else:
+            raise Refused(f"loss_fn {name} has no setting {key}")
+    return loss, found
+
+
+def _sequence(place: int, datum: wire.Datum, loss_fn: str) -> trainer_pb2.PassSequence:
+    tokens = []
+    for chunk in datum.model_input:
+        if not chunk.HasField("encoded_text"):
+            raise Refused(f"datum {place} has an image or sound; this server takes text")
+        tokens.append(chunk.encoded_text.tokens)
+    advantages, behavior = _INPUTS.get(loss_fn, _RL_INPUTS)
+    known = {"target_tokens", advantages, behavior}
+    if strange := sorted(datum.loss_fn_inputs.keys() - known):
+        raise Refused(f"datum {place}: loss_fn {loss_fn} has no input {strange[0]}")
+    arrays = {name: _array(place, name, one) for name, one in datum.loss_fn_inputs.items()}
+    for name in sorted(filter(None, known)):
+        if name not in arrays:
+            raise Refused(f"datum {place}: loss_fn {loss_fn} needs {name}")
+    return trainer_pb2.PassSequence(
+        token_ids=b"".join(tokens),
+        targets=arrays["target_tokens"].astype("<u4").tobytes(),
+        advantages=arrays[advantages].astype("<f4").tobytes(),
+        behavior_logprobs=b"" if behavior is None else arrays[behavior].astype("<f4").tobytes(),
+    )
+
+
+def _array(place: int, name: str, tensor: wire.Tensor) -> npt.NDArray[Any]:
+    if tensor.dtype not in _DTYPES or tensor.sparse_csr or len(tensor.shape) > 1:
+        raise Refused(f"datum {place}: {name} must be a dense tensor of one dimension")
+    return np.frombuffer(tensor.dense, dtype=_DTYPES[tensor.dtype])
+
+
+def _tokens(chunk: Mapping[str, Any]) -> list[int]:
+    if chunk.get("type", "encoded_text") != "encoded_text":
+        raise Refused(f"a prompt is text here, got a chunk of type {chunk['type']}")
+    found: list[int] = chunk["tokens"]
+    return found
+
+
+def _sampling(asked: Mapping[str, Any], config: Config, prompt: int) -> fleet_pb2.SamplingSettings:
+    settings = config.sampling.to_pb()
+    if asked.get("seed") is not None:
+        raise Refused("a sample takes no seed: replies depend on what is sampled beside them")
+    most = min(config.sampling.max_reply_tokens, config.sampling.max_episode_tokens - prompt)
+    wanted = asked.get("max_tokens")
+    if most < 1 or (wanted or 0) > most:
+        raise Refused(
+            f"a prompt of {prompt} tokens leaves room for {max(0, most)} of a reply, got "
+            f"max_tokens = {wanted}: set sampling.max_reply_tokens and sampling.max_episode_tokens"
+        )
+    settings.max_reply_tokens = most if wanted is None else wanted
+    settings.temperature = asked.get("temperature", 1.0)
+    settings.top_p, settings.top_k = asked.get("top_p", 1.0), max(0, asked.get("top_k", -1))
+    del settings.stop[:], settings.stop_token_ids[:]
+    stop = asked.get("stop")
+    settings.ignore_eos = stop == []
+    for each in [stop] if isinstance(stop, str) else stop or ():
+        if isinstance(each, str):
+            settings.stop.append(each)
+        else:
+            settings.stop_token_ids.append(each)
+    return settings

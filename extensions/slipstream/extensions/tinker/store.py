@@ -1,0 +1,47 @@
+"""Operations of clients on the disk: requests before they begin, results before they are told.
+
+Consumes: operations and results. Produces: files, and all of them again after a restart.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from google.protobuf.message import Message
+from slipstream.protocol.checkpoints import sync_folder
+from slipstream.v1 import operations_pb2 as pb
+
+
+class OperationStore:
+    """The operations of a run, in the order in which they came; every method blocks on the disk."""
+
+    def __init__(self, folder: Path) -> None:
+        """Takes the folder, which is made if it is missing."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+
+    def read(self) -> Iterator[tuple[int, pb.Operation, pb.OperationResult]]:
+        """Yields number, operation and result of each; the result is not done if there is none."""
+        for path in sorted(self._folder.glob("*.request")):
+            result = pb.OperationResult()
+            if (found := path.with_suffix(".result")).exists():
+                result.ParseFromString(found.read_bytes())
+            yield int(path.stem), pb.Operation.FromString(path.read_bytes()), result
+
+    def write(self, number: int, operation: pb.Operation) -> None:
+        """Writes an operation, in place of an earlier one of this number."""
+        self._write(f"{number:09d}.request", operation)
+
+    def end(self, number: int, result: pb.OperationResult) -> None:
+        """Writes the result of an operation."""
+        self._write(f"{number:09d}.result", result)
+
+    def _write(self, name: str, message: Message) -> None:
+        path = self._folder / name
+        partial = path.with_name(f".{name}")
+        with partial.open("wb") as file:
+            file.write(message.SerializeToString())
+            file.flush()
+            os.fsync(file.fileno())
+        partial.rename(path)
+        sync_folder(self._folder)

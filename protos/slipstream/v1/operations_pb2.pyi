@@ -1,0 +1,130 @@
+from slipstream.v1 import bounds_pb2 as _bounds_pb2
+from slipstream.v1 import fleet_pb2 as _fleet_pb2
+from slipstream.v1 import trainer_pb2 as _trainer_pb2
+from slipstream.v1 import trajectory_pb2 as _trajectory_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Operation(_message.Message):
+    __slots__ = ("id", "stream", "number", "begin", "compute", "step", "publish", "save", "load", "refused", "sample")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    STREAM_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    PUBLISH_FIELD_NUMBER: _ClassVar[int]
+    SAVE_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    stream: str
+    number: int
+    begin: Begin
+    compute: _trainer_pb2.Pass
+    step: _trainer_pb2.AdamNumbers
+    publish: Publish
+    save: Save
+    load: Load
+    refused: Refused
+    sample: Sample
+    def __init__(self, id: _Optional[str] = ..., stream: _Optional[str] = ..., number: _Optional[int] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., compute: _Optional[_Union[_trainer_pb2.Pass, _Mapping]] = ..., step: _Optional[_Union[_trainer_pb2.AdamNumbers, _Mapping]] = ..., publish: _Optional[_Union[Publish, _Mapping]] = ..., save: _Optional[_Union[Save, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., sample: _Optional[_Union[Sample, _Mapping]] = ...) -> None: ...
+
+class Begin(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Publish(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class Save(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class Load(_message.Message):
+    __slots__ = ("name", "without_optimizer")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    WITHOUT_OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    without_optimizer: bool
+    def __init__(self, name: _Optional[str] = ..., without_optimizer: bool = ...) -> None: ...
+
+class Refused(_message.Message):
+    __slots__ = ("cause",)
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
+    cause: str
+    def __init__(self, cause: _Optional[str] = ...) -> None: ...
+
+class Sample(_message.Message):
+    __slots__ = ("prompt_token_ids", "num_samples", "sampling", "name")
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    prompt_token_ids: bytes
+    num_samples: int
+    sampling: _fleet_pb2.SamplingSettings
+    name: str
+    def __init__(self, prompt_token_ids: _Optional[bytes] = ..., num_samples: _Optional[int] = ..., sampling: _Optional[_Union[_fleet_pb2.SamplingSettings, _Mapping]] = ..., name: _Optional[str] = ...) -> None: ...
+
+class OperationReceipt(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class AwaitRequest(_message.Message):
+    __slots__ = ("id", "limit_s")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_S_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    limit_s: float
+    def __init__(self, id: _Optional[str] = ..., limit_s: _Optional[float] = ...) -> None: ...
+
+class Sampled(_message.Message):
+    __slots__ = ("token_ids", "logprobs", "truncated", "version_spans")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    TRUNCATED_FIELD_NUMBER: _ClassVar[int]
+    VERSION_SPANS_FIELD_NUMBER: _ClassVar[int]
+    token_ids: bytes
+    logprobs: bytes
+    truncated: bool
+    version_spans: _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.VersionSpan]
+    def __init__(self, token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., truncated: bool = ..., version_spans: _Optional[_Iterable[_Union[_trajectory_pb2.VersionSpan, _Mapping]]] = ...) -> None: ...
+
+class OperationResult(_message.Message):
+    __slots__ = ("is_unknown", "is_done", "error", "step", "compute", "metrics", "samples", "name")
+    class MetricsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    IS_UNKNOWN_FIELD_NUMBER: _ClassVar[int]
+    IS_DONE_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    is_unknown: bool
+    is_done: bool
+    error: str
+    step: int
+    compute: _trainer_pb2.PassReport
+    metrics: _containers.ScalarMap[str, float]
+    samples: _containers.RepeatedCompositeFieldContainer[Sampled]
+    name: str
+    def __init__(self, is_unknown: bool = ..., is_done: bool = ..., error: _Optional[str] = ..., step: _Optional[int] = ..., compute: _Optional[_Union[_trainer_pb2.PassReport, _Mapping]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., samples: _Optional[_Iterable[_Union[Sampled, _Mapping]]] = ..., name: _Optional[str] = ...) -> None: ...

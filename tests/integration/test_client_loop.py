@@ -1,0 +1,278 @@
+"""A client's own loop over HTTP: real controller and front, servers and a trainer that are none."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+from slipstream.client.launch.preflight import free_port
+from slipstream.core.settings.config import Config
+from slipstream.extensions.tinker.front import serve
+from slipstream.learner.controller.application import Controller
+from slipstream.learner.controller.records.journal import read_batch, read_records
+from support.fakes.fake_server import OPEN, FakeServer
+from support.fakes.fake_trainer import FakeTrainer
+from support.fakes.small_checkpoints import save_checkpoint
+from support.rigs.controller_runs import make_config, play
+from support.rigs.loop_client import LoopClient, logprobs_of, metrics_of, replies
+from support.rigs.waiting import until
+
+DATUM = ([1, 2, 3], [2, 3, 4], {"weights": [0.0, 1.0, 1.0]})
+
+
+def loop_config(tmp_path) -> Config:
+    own = {"controller__client_loop": True, "learner__shared_prefix_tokens": 0}
+    return make_config(tmp_path, **own, model__dtype="float32", run__steps=1000)
+
+
+@contextlib.asynccontextmanager
+async def fronted(config: Config) -> AsyncIterator[LoopClient]:
+    """A client of an HTTP process that ends with it."""
+    port = free_port("127.0.0.1")
+    front = asyncio.ensure_future(serve(config, port))
+    client = LoopClient(port)
+    try:
+        async with asyncio.timeout(60):
+            while True:
+                with contextlib.suppress(httpx.TransportError):
+                    await client.http.get("healthz")
+                    break
+                await asyncio.sleep(0.02)
+        yield client
+    finally:
+        await client.http.aclose()
+        front.cancel()
+        await asyncio.gather(front, return_exceptions=True)
+
+
+async def played(config: Config, script, **options: object) -> dict:
+    """Runs `script(client)` against a whole controller; returns the summary and the fakes."""
+    server = FakeServer(config.controller.address, **options)
+    trainer = FakeTrainer(config.controller.address)
+
+    async def during(controller: Controller, _tasks) -> None:
+        async with fronted(config) as client:
+            await script(client, server, trainer)
+        controller.stop("the client has done")
+
+    summary = await play(config, server, trainer=trainer, during=during)
+    return summary | {"server": server, "trainer": trainer}
+
+
+async def test_a_loop_samples_passes_steps_and_publishes(tmp_path) -> None:
+    async def script(client: LoopClient, server: FakeServer, trainer: FakeTrainer) -> None:
+        made = await client.begin()
+        assert made["model_id"] == f"{client.session}:train:0"
+        for step in range(3):
+            session = await client.publish()
+            future = await client.ask(session, [1, 2, 3], num_samples=3)
+            assert len(set(future["sample_sequence_ids"])) == 3
+            found = replies(await client.result(future))
+            assert [len(tokens) for tokens, _, _ in found] == [5, 5, 5]
+            # Submitted together, as by a client that does not wait.
+            passed = await client.send(client.passed([DATUM, DATUM], "cross_entropy"))
+            stepped = await client.order("optim_step", adam_params={"learning_rate": 0.5})
+            result = await client.result(passed)
+            assert logprobs_of(result) == [[-1.5] * 3] * 2
+            assert metrics_of(result) == {"loss:sum": 2.0}
+            assert (await client.result(stepped))["type"] == "optim_step"
+            assert trainer.version.step == step + 1
+        assert await client.post(f"sessions/{client.session}/finish", {"status": "x"}) == {}
+        leases = server.leases
+        assert all(lease.environment == "client" for lease in leases)
+        assert leases[0].prompt_token_ids == b"\1\0\0\0\2\0\0\0\3\0\0\0"
+
+    config = loop_config(tmp_path)
+    found = await played(config, script)
+    assert (found["code"], found["steps"], found["ledger"]["difference"]) == (0, 3, 0)
+    assert found["ledger"]["generated"] == found["ledger"]["evaluated"] == 3 * 3 * 5
+    # A version is published when it is asked for, and not before.
+    assert [version.step for version in found["server"].loaded_versions] == [0, 1, 2]
+    given, passes = found["trainer"].ordered[0]
+    assert (given.adam.learning_rate, given.adam.eps) == (0.5, 1e-12)
+    assert [name.rpartition(":")[2] for name in passes] == ["forward_backward"]
+    # The journal holds the passes of each step.
+    folder = config.run_dir / "journal"
+    record = next(r for r in read_records(folder) if r["kind"] == "batch")
+    batch = read_batch(folder, 0, record["crc32"])
+    assert [len(one.sequences) for one in batch.passes] == [2]
+
+
+async def test_an_operation_that_is_sent_twice_happens_once_and_in_the_order_of_numbers(tmp_path):
+    async def script(client: LoopClient, server: FakeServer, trainer: FakeTrainer) -> None:
+        await client.begin()
+        late = client.passed([DATUM], "cross_entropy", number=2)
+        later = await client.send(late)
+        step = {"model_id": client.model, "seq_id": 3, "adam_params": {}}
+        stepped = [await client.post("optim_step", step) for _ in range(2)]
+        first = await client.send(client.passed([DATUM], "cross_entropy", number=1))
+        assert await client.send(late) == later
+        assert stepped[0] == stepped[1]
+        results = [await client.result(later) for _ in range(2)]
+        assert results[0] == results[1]
+        await client.result(stepped[0])
+        await client.result(first)
+        assert trainer.version.step == 1
+        client.numbers = iter([4, 5])
+        await client.step()
+        assert [len(passes) for _, passes in trainer.ordered] == [2, 0]
+        numbers = [name.split(":")[-2] for name in trainer.ordered[0][1]]
+        assert numbers == ["1", "2"]
+
+    assert (await played(loop_config(tmp_path), script))["steps"] == 2
+
+
+async def test_what_is_refused_fails_in_its_turn_with_one_line(tmp_path) -> None:
+    async def script(client: LoopClient, server: FakeServer, trainer: FakeTrainer) -> None:
+        other = {"session_id": "s", "model_seq_id": 0, "base_model": "x"}
+        made = await client.result(await client.post("create_model", other))
+        assert made["error"] == "this server has nowhere only, not x"
+        await client.begin()
+        bad = await client.result(await client.send(client.passed([DATUM], "gspo")))
+        assert bad["error"].startswith("loss_fn gspo is not served; there are cross_entropy")
+        assert bad["category"] == "user"
+        saved = await client.result(await client.order("save_weights", path="x"))
+        assert "no step was made" in saved["error"]
+        # Later operations have their turn.
+        await client.step()
+        refused = await client.ask("nothing", [1])
+        assert "nothing is no name of a publish" in (await client.result(refused))["error"]
+        refusal = await client.ask("s", [1], prompt_logprobs=True)
+        assert (refusal.status_code, "forward of" in refusal.text) == (400, True)
+        for path, status in (("weights_info", 404), ("optim_step", 400)):
+            assert (await client.post(path, {})).status_code == status
+        malformed = (b"\xff", client.passed([], "ppo", number=9)[:-1] + b"\xff")
+        for torn in malformed:
+            assert (await client.post("forward_backward", torn)).status_code == 400
+        for body in ([], {"seq_id": "x"}, {"seq_id": 1, "model_id": "\n", "adam_params": {}}):
+            assert (await client.http.post("optim_step", json=body)).status_code == 400
+        zipped = await client.http.post("forward", headers={"content-encoding": "zstd"})
+        assert zipped.status_code == 415
+        for strange in ({"x-api-key": ""}, {"host": "elsewhere.example"}):
+            answer = await client.http.post("create_session", json={}, headers=strange)
+            assert answer.status_code == 401
+        unknown = await client.http.post("retrieve_future", json={"request_id": "a:1:sample"})
+        assert unknown.status_code == 410
+
+    assert (await played(loop_config(tmp_path), script))["steps"] == 1
+
+
+async def test_a_session_samples_by_its_version_alone(tmp_path) -> None:
+    async def script(client: LoopClient, server: FakeServer, trainer: FakeTrainer) -> None:
+        await client.begin()
+        old = await client.publish()
+        server.gate.clear()
+        under_way = await client.ask(old, [1])
+        await until(lambda: len(server.leases) == 1)
+        await client.step()
+        publish = asyncio.ensure_future(client.publish())
+        # It waits for the sample, which has one version.
+        waits = trainer.num_waits
+        await until(lambda: trainer.num_waits > waits + 1)
+        assert server.loaded_versions[-1].step == 0
+        server.gate.set()
+        assert len(replies(await client.result(under_way))) == 1
+        new = await publish
+        gone = await client.result(await client.ask(old, [2]))
+        assert gone["error"].startswith("version 0 is not served any more, version 1 is")
+        assert len(replies(await client.result(await client.ask(new, [3])))) == 1
+
+    assert (await played(loop_config(tmp_path), script))["ledger"]["difference"] == 0
+
+
+async def test_a_saved_state_is_loaded_as_a_step_and_a_new_model_takes_over(tmp_path) -> None:
+    config = loop_config(tmp_path)
+
+    async def script(client: LoopClient, server: FakeServer, trainer: FakeTrainer) -> None:
+        await client.begin()
+        await client.step()
+        path = (await client.result(await client.order("save_weights", path="x")))["path"]
+        await client.step()
+        removed = await client.result(await client.order("load_weights", path=path, optimizer=True))
+        assert removed["error"].startswith("the checkpoint of tinker://")
+        save_checkpoint(config.run_dir / "checkpoints", 1)
+        loaded = await client.order("load_weights", path=path, optimizer=False)
+        assert (await client.result(loaded))["path"] == path
+        assert (await client.begin())["error"].startswith("the model was trained for 3 steps")
+        missing = await client.begin_from("tinker://other/weights/y")
+        assert "is no state that this run saved" in missing["error"]
+        before = client.model
+        assert (await client.begin_from(path))["model_id"] != before
+        await client.step()
+        given = [one for one, _ in trainer.ordered if one.WhichOneof("step") == "load"]
+        assert [(one.load.step, one.load.without_optimizer) for one in given] == [
+            (1, True),
+            (1, False),
+        ]
+        client.model, client.numbers = before, iter([9])
+        assert "is not trained by this run any more" in (await client.step())["error"]
+
+    assert (await played(config, script))["steps"] == 5
+
+
+async def test_a_step_that_cannot_be_made_fails_and_the_loop_goes_on(tmp_path) -> None:
+    async def script(client: LoopClient, server: FakeServer, trainer: FakeTrainer) -> None:
+        await client.begin()
+        await client.result(await client.send(client.passed([DATUM], "cross_entropy")))
+        trainer.poisoned = lambda _: []
+        assert (await client.step())["error"] == "the loss is nan"
+        trainer.poisoned = lambda _: None
+        assert (await client.step())["type"] == "optim_step"
+        # The passes of the failed step are gone.
+        assert [passes for _, passes in trainer.ordered] == [[]]
+
+    found = await played(loop_config(tmp_path), script)
+    assert (found["steps"], found["set_aside_batches"]) == (1, 1)
+
+
+async def test_futures_outlive_the_http_process_and_the_controller(tmp_path) -> None:
+    config = loop_config(tmp_path)
+    server, trainer = (kind(config.controller.address) for kind in (FakeServer, FakeTrainer))
+    others = [asyncio.ensure_future(server.run())]
+    running = asyncio.ensure_future(Controller(config, OPEN).run())
+    training = asyncio.ensure_future(trainer.run())
+    async with asyncio.timeout(120):
+        async with fronted(config) as client:
+            await client.begin()
+            first = await client.send(client.passed([DATUM], "cross_entropy"))
+            result = await client.result(first)
+            trainer.hold_at(0)
+            stepped = await client.order("optim_step", adam_params={})
+            await until(lambda: trainer.holds)
+            waiting = await client.send(client.passed([DATUM, DATUM], "cross_entropy"))
+            session = client.session, client.model
+        for task in (running, training, *others):
+            task.cancel()
+        await asyncio.gather(running, training, *others, return_exceptions=True)
+        # All come back: the trainer without gradients, from its start.
+        trainer = FakeTrainer(config.controller.address)
+        server = FakeServer(config.controller.address)
+        others = [asyncio.ensure_future(one.run()) for one in (server, trainer)]
+        controller = Controller(config, OPEN)
+        running = asyncio.ensure_future(controller.run())
+        async with fronted(config) as client:
+            client.session, client.model = session
+            assert await client.result(first) == result
+            assert (await client.result(stepped))["type"] == "optim_step"
+            assert len(logprobs_of(await client.result(waiting))) == 2
+            client.numbers = iter([4])
+            await client.step()
+        controller.stop("the client has done")
+        assert await running == 0
+    await asyncio.gather(*others, return_exceptions=True)
+    # The step has the pass of before, and the next one that which had waited.
+    assert [[one.split(":")[-2] for one in passes] for _, passes in trainer.ordered] == [
+        ["1"],
+        ["3"],
+    ]
+
+
+def test_no_setting_of_other_loops_fits_a_client(tmp_path) -> None:
+    from slipstream.core.configuration.config_file import parse_config
+    from slipstream.core.errors import ConfigError
+
+    table = loop_config(tmp_path).model_dump(mode="json", exclude_unset=True)
+    table["environments"] = [{"name": "e", "reference": "m:E"}]
+    with pytest.raises(ConfigError, match=r"client_loop needs no environments, got \['e'\]"):
+        parse_config(table, source="test")

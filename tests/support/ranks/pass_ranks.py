@@ -1,0 +1,121 @@
+"""The program of ranks that carry out a client's passes and steps.
+
+What a job saw lies in FOLDER/JOB.pt afterwards; the test computes the same with plain PyTorch.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from slipstream.core.settings.config import Config
+from slipstream.v1 import trainer_pb2 as pb
+
+from support.fakes.parity_models import VOCAB
+from support.ranks.rank_program import kept, opened, settings_of, weights_of
+
+OWN = "slipstream.extensions.tinker.trainer"
+# name -> (loss, its arguments)
+LOSSES: dict[str, tuple[str, dict[str, float | str]]] = {
+    "cross_entropy": ("reinforce", {}),
+    "importance_sampling": (f"{OWN}:importance_sampling", {}),
+    "ppo": ("ppo", {"ratio": "behavior", "clip_low": 0.1, "clip_high": 0.3}),
+    "cispo": ("cispo", {"ratio": "behavior", "clip_low": 0.1, "clip_high": 0.3}),
+    "dro": (f"{OWN}:dro", {"beta": 0.3}),
+}
+# Three steps: the second has other numbers, and the third a gradient that is cut.
+ADAM = (
+    pb.AdamNumbers(learning_rate=0.01, beta1=0.9, beta2=0.95, eps=1e-3),
+    pb.AdamNumbers(learning_rate=0.02, beta1=0.8, beta2=0.9, eps=1e-2, weight_decay=0.1),
+    pb.AdamNumbers(learning_rate=0.01, beta1=0.9, beta2=0.95, eps=1e-3, max_grad_norm=0.05),
+)
+# name -> (ranks, changes of the learner)
+LAYOUTS: dict[str, tuple[int, dict]] = {
+    "one": (1, {}),
+    "dp2": (2, {}),
+    "dp2-distributed": (2, {"ddp": {"use_distributed_optimizer": True}}),
+    "cp2": (2, {"parallel": {"cp": 2}}),
+    "tp2": (2, {"parallel": {"tp": 2}, "transformer": {"sequence_parallel": False}}),
+    "pp2": (2, {"parallel": {"pp": 2}}),
+}
+
+
+def config_of(layout: str, folder: Path) -> Config:
+    ranks, changes = LAYOUTS[layout]
+    return settings_of(folder / "llama", {"learner": {"world_size": ranks} | changes})
+
+
+def passes_of(loss: str, step: int) -> list[pb.Pass]:
+    """Two passes of sequences whose targets are not all the tokens that follow."""
+    random = np.random.default_rng(step)
+    name, arguments = LOSSES[loss]
+    passes = []
+    for number in range(2):
+        sequences = []
+        for length in (7, 12, 1, 20):
+            tokens = random.integers(0, VOCAB, length + 1)
+            tokens[-1] = random.integers(0, VOCAB)
+            sequences.append(
+                pb.PassSequence(
+                    token_ids=tokens[:-1].astype("<u4").tobytes(),
+                    targets=tokens[1:].astype("<u4").tobytes(),
+                    advantages=random.normal(size=length).astype("<f4").tobytes(),
+                    behavior_logprobs=random.normal(-3.5, 0.3, length).astype("<f4").tobytes(),
+                )
+            )
+        passes.append(
+            pb.Pass(
+                id=f"{loss}-{step}-{number}",
+                backward=True,
+                loss=name,
+                loss_args_json=json.dumps(arguments),
+                sequences=sequences,
+            )
+        )
+    return passes
+
+
+def _no_load(step: int) -> None:
+    raise AssertionError(f"no step loads version {step}")
+
+
+def run_rank(folder: Path, job: str) -> None:
+    """What every rank of a job, "LAYOUT LOSS", does."""
+    from slipstream.learner.trainer.batches.batch import Batch
+    from slipstream.learner.trainer.passes import Passes
+
+    layout, loss = job.split()
+    config = config_of(layout, folder)
+    policy = opened(config)
+    passes = Passes(policy, config, _no_load)
+    before, steps = weights_of(policy), []
+    for step, numbers in enumerate(ADAM):
+        given = passes_of(loss, step)
+        forward = pb.Pass()
+        forward.CopyFrom(given[0])
+        forward.id, forward.backward = "forward", False
+        bad = pb.Pass(id="bad", backward=True, loss="reinforce", sequences=given[0].sequences)
+        bad.sequences[0].targets = np.full(7, VOCAB, dtype="<u4").tobytes()
+        reports = [passes.compute(one) for one in (given[0], given[0], forward, bad, given[1])]
+        batch = Batch(step, f"b{step}", (), pb.GivenStep(adam=numbers), tuple(given))
+        if step == 1:
+            # A restart has lost the gradients.
+            passes = Passes(policy, config, _no_load)
+        metrics = passes.run(batch).metrics
+        steps.append(
+            {
+                "logprobs": [
+                    [torch.frombuffer(bytearray(one), dtype=torch.float32) for one in r.logprobs]
+                    for r in reports
+                ],
+                "losses": [r.metrics["loss:sum"] for r in reports],
+                "errors": [r.error for r in reports],
+                "grad_norm": metrics["grad_norm"],
+                "weights": weights_of(policy),
+            }
+        )
+    empty = Batch(3, "b3", (), pb.GivenStep(adam=ADAM[0]), ())
+    norm = passes.run(empty).metrics["grad_norm"]
+    kept(policy, {"before": before, "steps": steps, "empty": norm}, folder / f"{job}.pt")

@@ -1,0 +1,167 @@
+"""A client of the Tinker API: the requests of SDK 0.38, in its order and with its numbers."""
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+import numpy as np
+from slipstream.extensions.tinker import wire_pb2 as wire
+
+PROTOBUF = "application/x-protobuf"
+ADAM = {"learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.0}
+
+
+class LoopClient:
+    """A session and its model; close `http` after use."""
+
+    def __init__(self, port: int, *, base_model: str = "nowhere") -> None:
+        address = f"http://127.0.0.1:{port}/api/v1/"
+        self.http = httpx.AsyncClient(
+            base_url=address, headers={"x-api-key": "tml-any"}, timeout=120, trust_env=False
+        )
+        self._base_model = base_model
+        self.session = self.model = ""
+        self.numbers, self.models = itertools.count(1), itertools.count()
+        self.sampling, self.samples = itertools.count(), itertools.count()
+
+    async def post(self, path: str, body: dict[str, Any] | bytes) -> Any:  # noqa: ANN401
+        """The answer to a request: JSON, or an `httpx.Response` that is none of success."""
+        while True:
+            if isinstance(body, bytes):
+                kind = {"content-type": PROTOBUF}
+                answer = await self.http.post(path, content=body, headers=kind)
+            else:
+                answer = await self.http.post(path, json=body)
+            if answer.status_code != 503:
+                return answer.json() if answer.status_code == 200 else answer
+            # The controller is away, or not there yet.
+            await asyncio.sleep(0.05)
+
+    async def result(self, future: dict[str, Any]) -> Any:  # noqa: ANN401
+        """The result of a future: JSON, or the bytes of a protobuf."""
+        while True:
+            asked = {"request_id": future["request_id"], "allow_metadata_only": True}
+            answer = await self.http.post("retrieve_future", json=asked)
+            if answer.status_code == 503:
+                # The controller is away.
+                await asyncio.sleep(0.05)
+                continue
+            assert answer.status_code == 200, answer.text
+            if answer.headers["content-type"] == PROTOBUF:
+                return answer.content
+            if (found := answer.json()).get("type") != "try_again":
+                return found
+
+    async def begin(self, rank: int = 4) -> dict[str, Any]:
+        """Creates the session, if there is none, and a model."""
+        if not self.session:
+            made = await self.post("create_session", {"sdk_version": "0.38.0"})
+            self.session = made["session_id"]
+        asked = {
+            "session_id": self.session,
+            "model_seq_id": next(self.models),
+            "base_model": self._base_model,
+            "lora_config": {"rank": rank},
+        }
+        return await self._began(await self.result(await self.post("create_model", asked)))
+
+    async def begin_from(self, path: str, *, optimizer: bool = True) -> dict[str, Any]:
+        """Creates a model from a saved state."""
+        asked = {
+            "session_id": self.session,
+            "model_seq_id": next(self.models),
+            "path": path,
+            "optimizer": optimizer,
+        }
+        return await self._began(await self.result(await self.post("load_weights", asked)))
+
+    async def _began(self, made: dict[str, Any]) -> dict[str, Any]:
+        if "model_id" in made:
+            self.model, self.numbers = made["model_id"], itertools.count(1)
+        return made
+
+    def passed(
+        self,
+        data: Sequence[tuple[list[int], list[int], dict[str, list[float]]]],
+        loss: str,
+        *,
+        number: int | None = None,
+        forward_only: bool = False,
+    ) -> bytes:
+        """A pass over (tokens, targets, inputs of the loss by name)."""
+        request = wire.ForwardBackwardRequest(
+            model_id=self.model,
+            seq_id=next(self.numbers) if number is None else number,
+            loss_fn=loss,
+            forward_only=forward_only,
+        )
+        for tokens, targets, inputs in data:
+            datum = request.data.add()
+            datum.model_input.add().encoded_text.tokens = np.array(tokens, "<i4").tobytes()
+            arrays = {"target_tokens": np.array(targets, "<i8")}
+            arrays |= {name: np.array(values, "<f4") for name, values in inputs.items()}
+            for name, array in arrays.items():
+                datum.loss_fn_inputs[name].dense = array.tobytes()
+                is_float = array.dtype == np.float32
+                datum.loss_fn_inputs[name].dtype = wire.FLOAT32 if is_float else wire.INT64
+                datum.loss_fn_inputs[name].shape.append(len(array))
+        return request.SerializeToString()
+
+    async def send(self, body: bytes) -> dict[str, Any]:
+        """Sends a pass; returns its future."""
+        return await self.post("forward_backward", body)
+
+    async def order(self, path: str, /, **body: Any) -> dict[str, Any]:  # noqa: ANN401
+        """Sends an operation of the model in its order; returns its future."""
+        given = {"model_id": self.model, "seq_id": next(self.numbers)}
+        return await self.post(path, given | body)
+
+    async def step(self, **numbers: float) -> dict[str, Any]:
+        """Makes a step."""
+        return await self.result(await self.order("optim_step", adam_params=ADAM | numbers))
+
+    async def publish(self) -> str:
+        """Publishes; returns the id of the sampling session."""
+        number = next(self.sampling)
+        future = await self.order("save_weights_for_sampler", sampling_session_seq_id=number)
+        return (await self.result(future))["sampling_session_id"]
+
+    async def ask(self, session: str, prompt: list[int], **asked: Any) -> Any:  # noqa: ANN401
+        """Sends a sample; returns its future, or the refusal."""
+        body = {
+            "sampling_session_id": session,
+            "seq_id": next(self.samples),
+            "num_samples": 1,
+            "prompt": {"chunks": [{"tokens": prompt, "type": "encoded_text"}]},
+            "sampling_params": {"max_tokens": 4, "temperature": 1.0},
+        }
+        return await self.post("asample", body | asked)
+
+
+def replies(result: bytes) -> list[tuple[list[int], list[float], int]]:
+    """Tokens, log-probabilities and stop reason of each reply of a sample."""
+    found = wire.SampleResponse.FromString(result).sequences
+    return [
+        (
+            np.frombuffer(one.tokens, "<i4").tolist(),
+            np.frombuffer(one.logprobs, "<f4").tolist(),
+            one.stop_reason,
+        )
+        for one in found
+    ]
+
+
+def logprobs_of(result: bytes) -> list[list[float]]:
+    """The log-probabilities of each datum of a pass."""
+    (record,) = wire.ForwardBackwardOutput.FromString(result).loss_fn_outputs
+    found = record.fields["logprobs"]
+    values = np.frombuffer(found.data, "<f4")
+    ends = np.frombuffer(found.offsets, "<i8") // 4
+    return [values[a:b].tolist() for a, b in itertools.pairwise(ends)]
+
+
+def metrics_of(result: bytes) -> dict[str, float]:
+    """The metrics of a pass."""
+    return dict(wire.ForwardBackwardOutput.FromString(result).metrics)

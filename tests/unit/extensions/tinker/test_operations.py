@@ -1,0 +1,246 @@
+"""The wire of the Tinker API, with what SDK 0.38 sends and what it reads, byte for byte."""
+
+import json
+
+import numpy as np
+import pytest
+from slipstream.core.configuration.config_file import parse_config
+from slipstream.core.settings.config import Config
+from slipstream.extensions.tinker import operations
+from slipstream.extensions.tinker import wire_pb2 as wire
+from slipstream.extensions.tinker.operations import Refused
+from slipstream.v1 import operations_pb2 as pb
+from slipstream.v1 import trainer_pb2
+
+# forward_backward of the tokens 1, 2, 3 with ppo, thresholds 0.9 and 1.3, as the SDK encodes it.
+SENT = bytes.fromhex(
+    "0a0a73313a747261696e3a3010031a88010a100a0e0a0c01000000020000000300000012210a0a616476616e74616765"
+    "7312130a0c000000000000003f0000803f1801220103121f0a086c6f6770726f627312130a0c000080bf000000c00000"
+    "40c0180122010312300a0d7461726765745f746f6b656e73121f0a180200000000000000030000000000000004000000"
+    "000000001802220103220370706f2a1e0a13636c69705f686967685f7468726573686f6c6411cdccccccccccf43f2a1d"
+    "0a12636c69705f6c6f775f7468726573686f6c6411cdccccccccccec3f3a200a13636c69705f686967685f7468726573"
+    "686f6c64120909cdccccccccccf43f3a1f0a12636c69705f6c6f775f7468726573686f6c64120909cdccccccccccec3f"
+)
+# What the SDK reads as two replies, and as the log-probabilities of two data.
+READ_REPLIES = "0a14120804000000090000001a08000000bf000080be0a0e08011204070000001a04000080bf"
+READ_PASS = (
+    "0a0a54656e736f7244617461123a12360a086c6f6770726f6273122a0a0c000080bf000000c0000040c0121800000000"
+    "0000000008000000000000000c00000000000000180118021a130a086c6f73733a73756d11000000000000f83f"
+)
+OPTIM_STEP = json.loads(
+    '{"model_id":"s1:train:0","seq_id":4,"type":"optim_step","adam_params":{"learning_rate":0.001,'
+    '"beta1":0.9,"beta2":0.95,"eps":1e-12,"weight_decay":0.0,"grad_clip_norm":2.0}}'
+)
+SAMPLE = json.loads(
+    '{"num_samples":2,"prompt":{"chunks":[{"tokens":[5,6],"type":"encoded_text"}]},'
+    '"sampling_params":{"max_tokens":4,"stop":["x"],"temperature":1.0,"top_k":-1,"top_p":1.0},'
+    '"sampling_session_id":"s1:sample:0","seq_id":7,"prompt_logprobs":false,'
+    '"topk_prompt_logprobs":0,"topk_sample_logprobs":0,"prompt_alt_tokens_k":0,"type":"sample"}'
+)
+CREATE = json.loads(
+    '{"session_id":"s1","model_seq_id":0,"base_model":"tiny","lora_config":{"rank":8,'
+    '"train_unembed":true,"train_mlp":true,"train_attn":true},'
+    '"optimizer_config":{"type":"adamw"},"type":"create_model"}'
+)
+
+
+def floats(*values: float) -> bytes:
+    return np.array(values, "<f4").tobytes()
+
+
+def ids(*values: int) -> bytes:
+    return np.array(values, "<u4").tobytes()
+
+
+def config_of(**tables: dict) -> Config:
+    table = {
+        "run": {"name": "own", "steps": 10},
+        "model": {"path": "models/tiny", "dtype": "float32"},
+        "sampling": {"max_reply_tokens": 8, "max_episode_tokens": 16},
+        "controller": {"client_loop": True},
+        "learner": {"shared_prefix_tokens": 0},
+    }
+    return parse_config(table | tables, source="test")
+
+
+def test_forward_backward_is_a_pass_with_the_sdks_number_as_its_identity() -> None:
+    operation = operations.forward_backward(wire.ForwardBackwardRequest.FromString(SENT))
+    assert (operation.stream, operation.number) == ("s1:train:0", 3)
+    assert operation.id == operation.compute.id == "s1:train:0:3:forward_backward"
+    assert operation.compute.backward
+    assert operation.compute.loss == "ppo"
+    arguments = json.loads(operation.compute.loss_args_json)
+    assert arguments.pop("ratio") == "behavior"
+    assert arguments == pytest.approx({"clip_low": 0.1, "clip_high": 0.3})
+    (sequence,) = operation.compute.sequences
+    assert sequence == trainer_pb2.PassSequence(
+        token_ids=ids(1, 2, 3),
+        targets=ids(2, 3, 4),
+        advantages=floats(0, 0.5, 1),
+        behavior_logprobs=floats(-1, -2, -3),
+    )
+
+
+def test_forward_alone_leaves_no_gradient() -> None:
+    request = wire.ForwardBackwardRequest.FromString(SENT)
+    request.forward_only = True
+    assert not operations.forward_backward(request).compute.backward
+
+
+def test_optim_step_has_its_own_numbers_of_adam() -> None:
+    operation = operations.optim_step(OPTIM_STEP)
+    assert (operation.id, operation.number) == ("s1:train:0:4:optim_step", 4)
+    assert operation.step == trainer_pb2.AdamNumbers(
+        learning_rate=1e-3, beta1=0.9, beta2=0.95, eps=1e-12, max_grad_norm=2.0
+    )
+
+
+def test_a_sample_asks_for_the_version_of_its_session() -> None:
+    operation = operations.sample(SAMPLE, config_of())
+    assert operation.id == "s1:sample:0:7:sample"
+    sample = operation.sample
+    assert (sample.name, sample.num_samples) == ("s1:sample:0", 2)
+    assert sample.prompt_token_ids == ids(5, 6)
+    settings = sample.sampling
+    assert (settings.max_reply_tokens, settings.temperature, settings.top_p) == (4, 1.0, 1.0)
+    assert (settings.top_k, list(settings.stop), settings.ignore_eos) == (0, ["x"], False)
+
+
+@pytest.mark.parametrize(
+    ("stop", "texts", "tokens", "ignores"),
+    [(None, [], [], False), ("a", ["a"], [], False), ([3], [], [3], False), ([], [], [], True)],
+)
+def test_replies_stop_as_the_sdk_says(stop, texts, tokens, ignores) -> None:
+    asked = SAMPLE | {"sampling_params": {"stop": stop}}
+    settings = operations.sample(asked, config_of()).sample.sampling
+    assert (list(settings.stop), list(settings.stop_token_ids)) == (texts, tokens)
+    assert (settings.ignore_eos, settings.max_reply_tokens) == (ignores, 8)
+
+
+def test_a_sampling_session_names_its_weights() -> None:
+    asked = {"session_id": "s1", "sampling_session_seq_id": 3}
+    path = "tinker://s1:train:0/sampler_weights/best"
+    for given, name in (({"model_path": path}, path), ({"base_model": "tiny"}, "")):
+        session = operations.sampling_session(asked | given, config_of())
+        sample = operations.sample(SAMPLE | {"sampling_session_id": session}, config_of()).sample
+        assert sample.name == name
+
+
+def test_saves_and_loads_are_named_by_their_paths() -> None:
+    asked = {"model_id": "s1:train:0", "seq_id": 5, "path": "x"}
+    save, load = operations.save_weights(asked), {"path": "tinker://s1:train:0/weights/x"}
+    assert save.save.name == load["path"]
+    new = {"session_id": "s1", "model_seq_id": 1, "optimizer": True}
+    first = operations.load_weights(load | new)
+    assert (first.stream, first.number) == ("s1:train:1", 0)
+    assert first.load == pb.Load(name=load["path"])
+    later = operations.load_weights(load | {"model_id": "m", "seq_id": 9, "optimizer": False})
+    assert (later.stream, later.number, later.load.without_optimizer) == ("m", 9, True)
+
+
+def test_a_publish_is_named_by_its_sampling_session_or_its_path() -> None:
+    asked = {"model_id": "s1:train:0", "seq_id": 5, "sampling_session_seq_id": 2}
+    plain = operations.save_weights_for_sampler(asked)
+    assert plain.publish == pb.Publish(name="s1:sample:2")
+    with pytest.raises(Refused, match="of kind inflight is not served, a snapshot is"):
+        operations.save_weights_for_sampler(asked | {"kind": "inflight"})
+    named = operations.save_weights_for_sampler(asked | {"path": "best"})
+    assert named.publish.name == "tinker://s1:train:0/sampler_weights/best"
+
+
+def test_the_sdk_reads_replies_and_passes() -> None:
+    replies = pb.OperationResult(
+        samples=[
+            pb.Sampled(token_ids=ids(4, 9), logprobs=floats(-0.5, -0.25)),
+            pb.Sampled(token_ids=ids(7), logprobs=floats(-1), truncated=True),
+        ]
+    )
+    assert operations.sampled(replies).SerializeToString().hex() == READ_REPLIES
+    report = trainer_pb2.PassReport(
+        logprobs=[floats(-1, -2), floats(-3)], metrics={"loss:sum": 1.5}
+    )
+    found = operations.computed(pb.OperationResult(compute=report))
+    assert found.SerializeToString(deterministic=True).hex() == READ_PASS
+
+
+def test_other_results_are_told_by_the_kind_in_their_id() -> None:
+    step = pb.OperationResult(metrics={"grad_norm": 2.0})
+    told = operations.answer("s1:train:0:4:optim_step", step)
+    assert (told["type"], told["metrics"]) == ("optim_step", {"grad_norm": 2.0})
+    made = operations.answer("s1:train:0:0:create_model", pb.OperationResult())
+    assert made["model_id"] == "s1:train:0"
+    served = pb.OperationResult(name="s1:sample:2")
+    told = operations.answer("s1:train:0:5:save_weights_for_sampler", served)
+    assert told["sampling_session_id"] == "s1:sample:2"
+    saved = pb.OperationResult(name="tinker://s1:train:0/weights/x")
+    assert operations.answer("s1:train:0:6:save_weights", saved)["path"] == saved.name
+
+
+def spoiled(**changes: object) -> wire.ForwardBackwardRequest:
+    request = wire.ForwardBackwardRequest.FromString(SENT)
+    inputs = request.data[0].loss_fn_inputs
+    for name, value in changes.items():
+        if name == "without":
+            del inputs[value]
+        elif name == "extra":
+            inputs[value].CopyFrom(inputs["advantages"])
+        elif name == "shape":
+            inputs["target_tokens"].shape.append(2)
+        elif name == "image":
+            request.data[0].model_input.add()
+        elif name == "config":
+            request.loss_fn_config[value] = 1.0
+        else:
+            setattr(request, name, value)
+    return request
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        ({"loss_fn": "stable_reinforce"}, "stable_reinforce is not served; there are cross_en"),
+        ({"loss_fn": "cross_entropy"}, "loss_fn cross_entropy has no setting clip_"),
+        ({"config": "beta"}, "loss_fn ppo has no setting beta"),
+        ({"without": "logprobs"}, "datum 0: loss_fn ppo needs logprobs"),
+        ({"extra": "mask"}, "datum 0: loss_fn ppo has no input mask"),
+        ({"shape": 0}, "datum 0: target_tokens must be a dense tensor of one dimension"),
+        ({"image": 0}, "datum 0 has an image or sound; this server takes text"),
+    ],
+)
+def test_a_pass_that_cannot_be_is_refused_in_one_line(change: dict, cause: str) -> None:
+    with pytest.raises(Refused) as error:
+        operations.forward_backward(spoiled(**change))
+    assert cause in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        ({"prompt_logprobs": True}, "prompt_logprobs is not served; forward of a training client"),
+        ({"prompt_alt_tokens_k": 2}, "prompt_alt_tokens_k is not served"),
+        ({"sampling_params": {"seed": 1}}, "a sample takes no seed"),
+        ({"sampling_params": {"max_tokens": 9}}, "room for 8 of a reply, got max_tokens = 9"),
+        ({"prompt": {"chunks": [{"tokens": [1] * 16}]}}, "of 16 tokens leaves room for 0"),
+        ({"prompt": {"chunks": [{"type": "image"}]}}, "got a chunk of type image"),
+        ({"sampling_session_id": None}, "create_sampling_client makes one"),
+    ],
+)
+def test_a_sample_that_cannot_be_is_refused_in_one_line(change: dict, cause: str) -> None:
+    with pytest.raises(Refused, match=cause):
+        operations.sample(SAMPLE | change, config_of())
+
+
+def test_a_model_is_created_as_the_run_trains_it() -> None:
+    assert operations.create_model(CREATE, config_of()).stream == "s1:train:0"
+    assert operations.create_model(CREATE, config_of(lora={"rank": 8})).number == 0
+    with pytest.raises(Refused, match=r"an adapter of rank 4 \(lora.rank\), not an adapter of ra"):
+        operations.create_model(CREATE, config_of(lora={"rank": 4}))
+    with pytest.raises(Refused, match="this server has models/tiny only, not other"):
+        operations.create_model(CREATE | {"base_model": "other"}, config_of())
+    with pytest.raises(Refused, match="the optimizer adamw only, not dimuon"):
+        operations.create_model(CREATE | {"optimizer_config": {"type": "dimuon"}}, config_of())
+    with pytest.raises(Refused, match="Adam only"):
+        operations.optim_step({"model_id": "m", "seq_id": 1, "optimizer_params": {}})
+    with pytest.raises(Refused, match="a path has letters, digits and"):
+        operations.save_weights({"model_id": "m", "seq_id": 1, "path": "a b"})
