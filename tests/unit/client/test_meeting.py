@@ -21,6 +21,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import Config
 from support.fakes.small_configs import small_config
 from support.rigs.loopbacks import own_loopback
+from support.rigs.waiting import LIMIT_S
 
 ADDRESS = f"{own_loopback()}:7070"
 
@@ -97,3 +98,18 @@ async def test_servers_need_less_alike_than_ranks(parts: frozenset[Part], tmp_pa
     met, told = await asyncio.gather(meet(config), compare(other, parts), return_exceptions=True)
     assert isinstance(told, str) == (parts == SERVER)
     assert parts == SERVER or str(told).startswith("learner.grad_clip is 0.5 here and 1.0 at the")
+
+
+async def test_a_rollout_server_that_comes_first_waits_for_the_controller(tmp_path: Path) -> None:
+    config, came = config_of(tmp_path), asyncio.Event()
+
+    def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+        came.set()
+
+    async with asyncio.timeout(LIMIT_S):
+        async with await asyncio.start_server(hang_up, *ADDRESS.split(":")):
+            waiting = asyncio.create_task(compare(config, SERVER))
+            await came.wait()
+        _, told = await asyncio.gather(meet(config), waiting)
+    assert str(told).startswith(f"{ADDRESS} answers: same versions")
