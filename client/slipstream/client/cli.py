@@ -17,6 +17,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 _LAUNCHER = "slipstream.client.launch.launcher"
+CONNECTION_FILES = {
+    "--token-file": "the caller's token",
+    "--tls-ca": "the authority of the controller's certificate",
+    "--tls-certificate": "the caller's certificate",
+    "--tls-key": "its private key",
+}
 EXAMPLES = {
     "quickstart": "slipstream quickstart run.steps=50",
     "run": "slipstream run deploy/configs/quickstart.toml run.name=second run.steps=50",
@@ -142,7 +148,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_services(commands: argparse._SubParsersAction[_Parser]) -> None:
     first = commands.add_parser("quickstart", help="make a tiny model here and train it")
-    first.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
+    first.add_argument(
+        "overrides", nargs="*", default=[], metavar="section.key=value", help="a setting"
+    )
     _set_program(first, f"{_LAUNCHER}:run_quickstart")
 
     run = commands.add_parser("run", help="everything on this machine")
@@ -190,7 +198,9 @@ def _add_services(commands: argparse._SubParsersAction[_Parser]) -> None:
 def _add_folder_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
     replay = commands.add_parser("replay", help="train a run again from its journal and compare")
     _add_folder(replay)
-    replay.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
+    replay.add_argument(
+        "overrides", nargs="*", default=[], metavar="section.key=value", help="a setting"
+    )
     replay.add_argument("--step", type=int, help="the last step to train; default: all")
     _set_program(replay, f"{_LAUNCHER}:run_replay")
 
@@ -234,8 +244,10 @@ def _add_folder_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
     check = commands.add_parser(
         "check", help="what environments would teach; proves own functions of the algorithm too"
     )
-    check.add_argument("path", type=Path, metavar="CONFIG.toml|MODULE:CLASS")
-    check.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
+    check.add_argument("path", type=Path, metavar="CONFIG.toml|MODULE:CLASS", help="what to check")
+    check.add_argument(
+        "overrides", nargs="*", default=[], metavar="section.key=value", help="a setting"
+    )
     check.add_argument("--args", metavar="JSON", help="keyword arguments of the class")
     check.add_argument("--python", metavar="PATH", help="another interpreter for the class")
     check.add_argument("--timeout-s", type=float, help="limit of one call to it; default: 60")
@@ -252,7 +264,7 @@ def _add_folder_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
 
 def _add_requests(commands: argparse._SubParsersAction[_Parser]) -> None:
     submit = commands.add_parser("submit", help="add an environment to a run")
-    submit.add_argument("reference", metavar="MODULE:CLASS")
+    submit.add_argument("reference", metavar="MODULE:CLASS", help="where the servers find it")
     submit.add_argument(
         "--args", default="{}", metavar="JSON", help="keyword arguments of the class"
     )
@@ -277,20 +289,22 @@ def _add_requests(commands: argparse._SubParsersAction[_Parser]) -> None:
 
     drain = commands.add_parser("drain", help="let one rollout server leave a run in order")
     drain.add_argument("server_id", metavar="SERVER", help="its name, as slipstream status has it")
-    drain.add_argument("--reason", default="a client asked for it")
+    drain.add_argument("--reason", default="a client asked for it", help="for the log")
     _add_connection(drain)
     _set_program(drain, "slipstream.client.requests:drain", whole=True)
 
     stop = commands.add_parser("stop", help="end a run in order")
-    stop.add_argument("--reason", default="a client asked for it")
+    stop.add_argument("--reason", default="a client asked for it", help="for the log")
     _add_connection(stop)
     _set_program(stop, "slipstream.client.requests:stop", whole=True)
 
 
 def _add_settings(parser: argparse.ArgumentParser, *, is_optional: bool = False) -> None:
     number = "?" if is_optional else None
-    parser.add_argument("path", type=Path, nargs=number, metavar="CONFIG.toml")
-    parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
+    parser.add_argument("path", type=Path, nargs=number, metavar="CONFIG.toml", help="settings")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="section.key=value", help="a setting"
+    )
 
 
 def _add_start(parser: argparse.ArgumentParser, *, is_optional: bool = False) -> None:
@@ -343,8 +357,8 @@ def _add_connection(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--controller", metavar="HOST:PORT", help="in place of RUN: the address of its controller"
     )
-    for option in ("--token-file", "--tls-ca", "--tls-certificate", "--tls-key"):
-        parser.add_argument(option, type=Path)
+    for option, what in CONNECTION_FILES.items():
+        parser.add_argument(option, type=Path, metavar="FILE", help=f"{what}; default: RUN's")
 
 
 def _set_program(parser: argparse.ArgumentParser, reference: str, *, whole: bool = False) -> None:

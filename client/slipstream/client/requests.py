@@ -125,7 +125,8 @@ def find_fault(run: RunStatus, server_id: str) -> str | None:
 def status_lines(run: RunStatus) -> list[str]:
     """Returns the lines of text that show the state of a run."""
     lines = [f"run {run.run_id} is {run.state}" + (f": {run.cause}" if run.cause else "")]
-    lines.append(f"version {run.step} of {run.num_steps}, up for {run.uptime_s:.0f} s")
+    reward = f"reward {run.metrics['reward_mean']:.3f}, " if "reward_mean" in run.metrics else ""
+    lines.append(f"{reward}version {run.step} of {run.num_steps}, up for {run.uptime_s:.0f} s")
     if run.waiting_for:
         lines.append(f"waits for {run.waiting_for}")
     if run.lease_wait:

@@ -95,3 +95,8 @@ async def test_one_environment_is_checked_without_settings(tmp_path, monkeypatch
         else:
             with pytest.raises(ConfigError, match=problem):
                 await arguments.execute(arguments)
+
+
+def test_every_argument_says_what_it_is_for() -> None:
+    commands = next(a.choices for a in _parser()._actions if isinstance(a.choices, dict))
+    assert not [(n, a.dest) for n, each in commands.items() for a in each._actions if not a.help]

@@ -97,6 +97,13 @@ def test_a_server_is_healthy_while_it_loads_serves_or_drains_in_any_of_its_epoch
     assert find_fault(run_from_pb(run), "a") == "run r-1 failed: no disk"
 
 
+def test_the_reward_stands_above_all_numbers_once_there_is_one() -> None:
+    run = status_pb2.RunStatus(run_id="r", step=3, num_steps=9, uptime_s=5.0)
+    assert status_lines(run_from_pb(run))[1] == "version 3 of 9, up for 5 s"
+    run.metrics["reward_mean"] = 0.25
+    assert status_lines(run_from_pb(run))[1] == "reward 0.250, version 3 of 9, up for 5 s"
+
+
 def test_a_suspended_environment_shows_its_cause() -> None:
     entry = environment("broken", environment_pb2.ENVIRONMENT_STATE_SUSPENDED, 3)
     entry.cause = "KeyError: 'a'"
