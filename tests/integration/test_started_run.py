@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from slipstream.client import started_run
 from slipstream.core.errors import ConfigError, EnvironmentFailed, RunFailed
 from slipstream.environments.questions import Questions
 from support.fakes.example_environments import Repeat
+from support.fakes.page_reader import BLOCK
 from support.rigs.run_processes import QUICKSTART, ROOT, descendants, describe
 from support.rigs.waiting import LIMIT_S, wait_until
 
@@ -202,20 +204,25 @@ def test_a_program_that_ends_leaves_no_process(quick, tmp_path: Path, tiny_model
         command.wait(LIMIT_S)
 
 
-@pytest.mark.long
 @pytest.mark.timeout(900)
-def test_the_cells_of_the_page_from_a_notebook_run(
-    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("vllm")
-    from support.fakes.page_reader import BLOCK
-
+@pytest.mark.parametrize("is_real", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_cells_of_the_page_from_a_notebook_run(tmp_path, tiny_model, quick, is_real) -> None:
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "tiny").symlink_to(tiny_model)
-    monkeypatch.chdir(tmp_path)
     page = (ROOT / "docs" / "guides" / "notebook.md").read_text()
-    cells = "\n".join(block[2] for block in BLOCK.finditer(page) if block[1] == "python")
-    (tmp_path / "cells.py").write_text(cells)
-    ended = subprocess.run([sys.executable, "cells.py"], stdout=subprocess.PIPE, timeout=800)
+    cells = [block[2] for block in BLOCK.finditer(page) if block[1] == "python"]
+    if not is_real:
+        start = f"from slipstream.client import started_run\nstarted_run.COMMAND = {QUICK}\n"
+        cells.insert(0, start)
+    (tmp_path / "cells.py").write_text("\n".join(cells))
+    ended = subprocess.run(
+        [sys.executable, "cells.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True, timeout=800
+    )
     assert ended.returncode == 0
-    assert ended.stdout
+    said = ended.stdout.splitlines()
+    assert [line.split()[0] for line in said if re.fullmatch(r"\d\.0 [\d.]+", line)] == [
+        f"{step}.0" for step in range(1, 6)
+    ]
+    assert [line for line in said if line.startswith("finished ")]
+    first, second = (float(line) for line in said if re.fullmatch(r"\d+\.0", line))
+    assert 5 < first <= second
