@@ -77,7 +77,7 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
         self, run: Run, books: Books, intake: Intake, publisher: Publisher, scheduler: Scheduler
     ) -> None:
         self._run, self._progress, self._fleet = run, run.progress, books.fleet
-        self._book, self._journal = books.leases, books.journal
+        self._book, self._journal, self._state = books.leases, books.journal, books.state
         self._intake, self._publisher, self._scheduler = intake, publisher, scheduler
         self._store = OperationStore(run.config.run_dir / "operations")
         self._checkpoints = run.config.run_dir / CHECKPOINTS
@@ -292,7 +292,7 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
                 self._publish(entry)
             case "save" if not version:
                 self._fail(entry, "no step was made: version 0 is the model of the settings")
-            case "save" if self._progress.checkpoint_step == version:
+            case "save" if self._state.checkpoint.step == version:
                 self._end(entry, pb.OperationResult(step=version))
             case "load" if not entry.is_begun:
                 if cause := self._unloadable(entry.operation.load.name):
