@@ -55,6 +55,21 @@ _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(?=\w))")
 _TAGGED = re.compile(
     r"<answer>(.*?)</answer>|<\|begin_of_box\|>(.*?)<\|end_of_box\|>", re.DOTALL | re.IGNORECASE
 )
+# A reply, or a block, that is an object of JSON with the answer in it.
+_OBJECT = re.compile(
+    r"\s*(?:```)?(?:json)?\s*\{[^{}]*\"(?:final_)?answer\"\s*:"
+    r"\s*(\"(?:[^\"\\]|\\.)*\"|[^,{}]*)[^{}]*\}\s*(?:```)?\s*",
+    re.IGNORECASE,
+)
+# An answer alone in the first line, before what explains it and does not take it back.
+_FIRST = re.compile(
+    r"\s*((?:(?!\n|=|(?<![\\A-Za-z])[A-Za-z]{2}).)+)\n\W*(?:explanation|because|since|reason\w*|why"
+    r"|note|check|steps?|work\w*|proof|solution|calculation|rationale|details|here|this|we|as|to)\b"
+    r"(?!.*\b(?:wait|actually|correction|sorry|mistake)\b)",
+    re.DOTALL | re.IGNORECASE,
+)
+_FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}|\s*/\s*")
+_EITHER = re.compile(r"\d\S*\s*(?:\bor\b|/)\s*\S*\d\D*")
 _JOINED = re.compile(r"[\s$,.;]*(and|or)?[\s$,.;]*")
 _SAID = re.compile(
     r"(?:\b(?:answer|option|choice)(?: is|\s*:| =)|答案[是为]?)\s*:?\s*(.*?)(?=[.!?](?:\s|$)|\n|$)",
@@ -83,7 +98,7 @@ def _is_formula(rest: str | None, closing: str | None) -> bool:
 
 def bare(text: str) -> str:
     """Returns `text` as `plain` does, without what surrounds an answer, in single spaces."""
-    text = " ".join(plain(text).split())
+    text = _unpacked(" ".join(plain(text).split()))
     for _ in range(_MAX_WRAPPERS):
         if (found := _WRAPPERS.fullmatch(text)) is not None:
             text = next(group for group in found.groups() if group is not None).strip()
@@ -96,9 +111,17 @@ def numbers(text: str) -> list[str]:
 
 
 def last_number(text: str) -> int | float | None:
-    """Returns the last number in `text`, or None if there is none or it is absurdly long."""
-    found = numbers(text)[-1:]
-    return number_of(found[0]) if found else None
+    """Returns the number that a reply says last, or None.
+
+    There is none in "6 or 7" and in a fraction, and an absurdly long one is none.
+    """
+    said = final_of(text)
+    said = plain(said if numbers(said) else text)
+    at = max(0, len(said) - 4 * _MAX_DIGITS)
+    found = numbers(said)[-1:]
+    if not found or any(each.end() == len(said) for each in _EITHER.finditer(said, at)):
+        return None
+    return number_of(found[0])
 
 
 def number_of(text: str) -> int | float | None:
@@ -109,22 +132,32 @@ def number_of(text: str) -> int | float | None:
 
 
 def contains(text: str, answer: str) -> bool:
-    """Whether `answer` stands in `text` as whole words and numbers, in upper or lower case."""
-    looked_for, within = bare(answer).casefold(), " ".join(plain(text).split()).casefold()
+    """Whether `answer` stands in `text` as whole words and numbers, in upper or lower case.
+
+    In "6 or 7" neither does, and no number is a part of a fraction.
+    """
+    looked_for, within = (
+        _FRACTION.sub(lambda f: f"{f[1]}/{f[2]}" if f[2] else "/", said).casefold()
+        for said in (bare(answer), " ".join(plain(text).split()))
+    )
     if not looked_for:
         return False
     word = "[0-9a-zà-ɏͰ-ԯ]"
-    before = rf"(?<!{word})" + r"(?<![\d][.,])(?<!-)" * looked_for[0].isdecimal()
-    after = r"(?:\.0+)?(?![.,]?\d)" * looked_for[-1].isdecimal() + rf"(?!{word})"
+    before = rf"(?<!{word})" + r"(?<![\d][.,/:])(?<!-)" * looked_for[0].isdecimal()
+    after = r"(?:\.0+)?(?![.,/:]?\d)" * looked_for[-1].isdecimal() + rf"(?!{word})"
     begins, ends = (re.match(word, looked_for[at]) for at in (0, -1))
     pattern = f"{before if begins else ''}{re.escape(looked_for)}{after if ends else ''}"
-    return re.search(pattern, within) is not None
+    return re.search(rf"(?<!\bor ){pattern}(?!,? or )", within) is not None
 
 
 def final_of(text: str) -> str:
-    """Returns what a reply says last: in tags, boxes, behind "answer is", or in its only line."""
+    """Returns what a reply says last: in tags, JSON, boxes, behind "answer is", alone in a line.
+
+    Such a line is the only one, or the first one before an explanation.
+    """
     if tagged := _TAGGED.findall(text):
         text = "".join(tagged[-1]).strip()
+    text = _unpacked(text)
     boxes = list(_BOX.finditer(text))
     if boxes:
         said, start = _inside(text, boxes[-1].end())[0], boxes[-1].start()
@@ -135,8 +168,17 @@ def final_of(text: str) -> str:
             said, start = f"{inside}{' or ' if joined[1] == 'or' else ', '}{said}", box.start()
         return said
     named = _SAID.findall(text)
-    lines = [line for line in text.splitlines() if line.strip()]
-    return str(named[-1]).strip() if named else lines[0].strip() if len(lines) == 1 else ""
+    if named:
+        return str(named[-1]).strip()
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    first = _FIRST.match(text)
+    return lines[0] if len(lines) == 1 else first[1].strip() if first is not None else ""
+
+
+def _unpacked(text: str) -> str:
+    """Returns the answer in a text that is an object of JSON, else the text."""
+    found = _OBJECT.fullmatch(text)
+    return text if found is None else found[1].strip().strip('"')
 
 
 def is_named(text: str) -> bool:
@@ -168,13 +210,15 @@ def code_of(reply: str, names: Iterable[str] = ()) -> str:
     blocks = [textwrap.dedent(found[1]) for found in _BLOCK.findall(reply)]
     if not blocks:
         return reply
-    needed, taken = set(names), list[str]()
-    for block in reversed(blocks):
-        defined, used = names_in(block)
-        if needed & defined:
-            taken.insert(0, block)
-            needed = (needed | used) - defined - set(dir(builtins))
-    return "\n".join(taken or blocks[-1:])
+    pairs = [names_in(block) for block in blocks]
+    needed, known, taken = set(names), set(dir(builtins)), set[int]()
+    # A helper may stand below what uses it.
+    while found := [at for at in range(len(blocks)) if at not in taken and needed & pairs[at][0]]:
+        defined, used = pairs[found[-1]]
+        taken.add(found[-1])
+        known |= defined
+        needed = (needed | used) - known
+    return "\n".join(blocks[at] for at in sorted(taken or {len(blocks) - 1}))
 
 
 def names_in(code: str) -> tuple[set[str], set[str]]:

@@ -30,7 +30,9 @@ _UNIT = re.compile(
 _MEASURED = re.compile(r"\d\s*(?:\\\w+\{)?\s*[A-Za-z]")
 # What a reply says that the answer is not.
 _REJECTED = re.compile(
-    r",?\s*\bnot\b[^.]*?\bbut\b|,?\s+(?:and |but )?(?:not|rather than|instead of)\b.*$", re.DOTALL
+    r",?\s*\bnot\b[^.]*?\bbut\b"
+    r"|,?\s+(?:(?:and |but )?(?:not|rather than|instead of)|because|since)\b.*$",
+    re.DOTALL,
 )
 # Words before a number that make it a bound, a guess or no answer.
 _BOUND = re.compile(
