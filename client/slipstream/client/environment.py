@@ -193,8 +193,9 @@ class Environment(Generic[Task]):
     # A reply that earns the most. `slipstream check` plays it, and without it the answer in usual
     # forms. Set it in `reset`, or in `step` for a next turn.
     right_reply: str = ""
-    # A reply that is wrong, in a right form, for `slipstream check`: else another task's answer.
-    wrong_reply: str = ""
+    # A reply that is wrong, in a right form, or several, for `slipstream check`: else another
+    # task's answer.
+    wrong_reply: str | Sequence[str] = ""
 
     def tasks(self) -> TaskSequence[Task] | Iterable[Task]:
         """Returns a sequence, or an iterator that gives the same tasks at every call.

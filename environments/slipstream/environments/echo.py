@@ -55,8 +55,11 @@ class Echo(Environment[Pair]):
     def reset(self, task: Pair) -> list[Message]:
         """Returns the prompt: the two letters of the task."""
         self._letters, self.right_reply = task, self._words(task)
-        self.wrong_reply = self._words(sorted(self._symbols - set(task)))
+        self.wrong_reply = self._others(task)
         return [Message("user", " ".join(task))]
+
+    def _others(self, letters: Pair) -> str:
+        return self._words(sorted(self._symbols - set(letters)))
 
     def _words(self, letters: Sequence[str]) -> str:
         """Returns a reply of the judged length with these letters."""
@@ -80,7 +83,7 @@ class Others(Echo):
     def reset(self, task: Pair) -> list[Message]:
         """Returns the prompt: the two letters of the task."""
         messages = super().reset(task)
-        self.right_reply, self.wrong_reply = self.wrong_reply, self.right_reply
+        self.right_reply, self.wrong_reply = self._others(task), self._words(task)
         return messages
 
     def step(self, reply: str) -> StepResult:

@@ -4,13 +4,16 @@ import ast
 import asyncio
 import builtins
 import contextlib
+import itertools
 import json
 import os
 import re
 import sys
+import sysconfig
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Literal
 
@@ -40,13 +43,17 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Exam:
-    """One task: its row, question, code before the tests, tests, functions, and a solution."""
+    """One task: its row, question, code before the tests, tests, functions, and a solution.
+
+    `modules` are those from which tests import functions, although only a reply defines them.
+    """
 
     where: str
     question: str
     setup: str
     tests: tuple[str, ...]
     functions: tuple[str, ...]
+    modules: tuple[str, ...] = ()
     solution: str = ""
 
 
@@ -79,28 +86,55 @@ def _read_exam(
             f"function = 'entry_point'"
         )
     texts = [f"{text}\n\ncheck({name})\n" if _CHECK.search(text) else text for text in texts]
-    names = (name,) if name else _names_under_test(before, texts, where)
-    return Exam(where, asked, before, tuple(texts), names, solved)
+    imported = _imported(texts, where)
+    names = {name} if name else _names_under_test(before, texts, where)
+    names |= imported.keys()
+    if not names:
+        raise ConfigError(f"{where}: the tests use no name that they do not define themselves")
+    modules = sorted(set(imported.values()))
+    return Exam(where, asked, before, tuple(texts), tuple(sorted(names)), tuple(modules), solved)
 
 
-def _names_under_test(setup: str, tests: Sequence[str], where: str) -> tuple[str, ...]:
-    """Returns the names that setup and tests use, without names that they or Python define.
-
-    Raises ConfigError if there are none, or a text is no Python.
-    """
+def _names_under_test(setup: str, tests: Sequence[str], where: str) -> set[str]:
+    """Returns the names that setup and tests use, without names that they or Python define."""
     used: set[str] = set()
     defined = set(dir(builtins))
     for text in (setup, *tests):
-        try:
-            ast.parse(text)
-        except (SyntaxError, ValueError) as error:
-            raise ConfigError(f"{where}: a test is no Python: {error}") from error
+        _parsed(text, where)
         here, there = names_in(text)
         defined, used = defined | here, used | there
-    names = tuple(sorted(used - defined))
-    if not names:
-        raise ConfigError(f"{where}: the tests use no name that they do not define themselves")
-    return names
+    return used - defined
+
+
+def _parsed(text: str, where: str) -> ast.Module:
+    try:
+        return ast.parse(text)
+    except (SyntaxError, ValueError) as error:
+        raise ConfigError(f"{where}: a test is no Python: {error}") from error
+
+
+def _imported(tests: Sequence[str], where: str) -> dict[str, str]:
+    """Returns the names that tests take from modules that are not there, with the modules."""
+    installed = [sysconfig.get_path(name) for name in ("purelib", "platlib")]
+    found: dict[str, str] = {}
+    for node in itertools.chain.from_iterable(ast.walk(_parsed(text, where)) for text in tests):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            top = node.module.partition(".")[0]
+            if top not in sys.stdlib_module_names and not PathFinder.find_spec(top, installed):
+                found |= {each.name: node.module for each in node.names if each.name != "*"}
+    return found
+
+
+def _check_own_tests(exams: Sequence[Exam], instruction: str) -> None:
+    """Raises ConfigError for tests of functions that only the question of another row names."""
+    called = {n: e.where for e in exams for n in re.findall(r"\w+(?= ?\()", e.question)}
+    for exam in exams:
+        own = {*re.findall(r"\w+", exam.question + instruction)} & {*exam.functions}
+        others = called.keys() & {*exam.functions}
+        for name in () if own else sorted(others)[:1]:
+            other = called[name].rpartition(", ")[2]
+            what = f"{name}, which its question does not name, and the question of {other} does"
+            raise ConfigError(f"{exam.where}: the tests call {what}")
 
 
 class Functions(Environment[Exam]):
@@ -156,6 +190,13 @@ class Functions(Environment[Exam]):
             )
             for where, row in named_rows(Path(path))
         ]
+        _check_own_tests(self._exams, instruction)
+        # The solution of the next row of the same functions, by the row's name.
+        self._neighbour = {
+            one.where: other.solution
+            for one, other in itertools.pairwise([*self._exams, self._exams[0]])
+            if one.functions == other.functions and one.solution != other.solution != ""
+        }
         seconds = START_LIMIT_S + 2 * limit_s * max(len(exam.tests) for exam in self._exams)
         self._sandbox = Sandbox(
             Limits(seconds=seconds, processor_s=int(seconds) + 1, memory_bytes=memory_mib * MIB)
@@ -170,8 +211,12 @@ class Functions(Environment[Exam]):
         """Returns the prompt with the task's question."""
         self._exam = task
         self.right_reply = _as_code(task.solution) if task.solution else ""
-        nothing = "\n".join(f"def {name}(*_, **__): return None" for name in task.functions)
-        self.wrong_reply = _as_code(nothing)
+        programs = [
+            "\n".join(f"def {name}(*a, **_): return {value}" for name in task.functions)
+            for value in ("None", "a[0] if a else True")
+        ]
+        programs += [self._neighbour[task.where]] if task.where in self._neighbour else []
+        self.wrong_reply = [_as_code(program) for program in programs]
         return [Message("user", self._instruction.replace("{question}", task.question))]
 
     async def step(self, reply: str) -> StepResult:
@@ -200,7 +245,8 @@ class Functions(Environment[Exam]):
         """Returns the outcome of each test: "passed", "failed", "error" or "timeout"."""
         exam = self._exam
         files = {f"test_{number}.py": text for number, text in enumerate(exam.tests)}
-        facts = {"functions": exam.functions, "num_tests": len(exam.tests)}
+        facts: dict[str, object] = {"functions": exam.functions, "modules": exam.modules}
+        facts |= {"num_tests": len(exam.tests)}
         files |= {"exam.json": json.dumps(facts), "setup.py": exam.setup}
         files |= {PROGRAM.name: PROGRAM_TEXT}
         candidate = _Candidate(self._sandbox, f"{exam.setup}\n{code}\n", self._limit_s)
