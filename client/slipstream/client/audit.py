@@ -9,15 +9,18 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from slipstream.client.task_digest import spaced
+from slipstream.client.audit_data import Row
+from slipstream.client.task_digest import MAX_LISTED, spaced
 from slipstream.core.errors import EnvironmentFailed
 
 if TYPE_CHECKING:
+    from slipstream.client.environment import AnyEnvironment
     from slipstream.client.episode_host import EpisodeHost
     from slipstream.v1 import environment_pb2 as pb
 
@@ -29,9 +32,9 @@ MAX_TASKS = 100
 FIRST_TASKS = 32
 # Plays at once, for judges that wait.
 AT_ONCE = 8
-# Turns of an episode that are played.
-MAX_TURNS = 8
-# Tasks whose right answer is played again in the same words, or in other forms.
+# Turns of an episode that are played, and of one that shows whether it ever ends.
+MAX_TURNS, MOST_TURNS = 8, 1000
+# Tasks that are played for what depends on the judge alone, or in other forms.
 MAX_AGAIN = 8
 # The reply that the environment names, and the forms in which its answer is tried: `{}` stands for
 # it. A prompt may ask for others.
@@ -66,32 +69,32 @@ class Kind(Enum):
     BEHIND = "the right answer behind thoughts"
     BARE = "the right answer without its mark"
     CUT = "the right answer cut in the middle"
+    HEDGED = "the right answer or another one"
+    LONGER = "the right answer with more words"
     AGAIN = "the right answer once more"
 
 
-@dataclass
-class Task:
+@dataclass(kw_only=True)
+class Task(Row):
     """One task of the sample."""
 
-    index: int
     opening: pb.Observation
-    # The right answer, and a reply that gives it if the environment names one.
-    answer: str = ""
-    reply: str = ""
-    # A reply that is wrong, if the environment names one.
-    wrong: str = ""
-    # A task with another answer.
+    # Replies that are wrong, if the environment names some.
+    wrong: Sequence[str]
+    # A task with another answer, and whether this one is named first where both are.
     other: Task | None = None
+    is_first: bool = True
 
-    @property
-    def prompt(self) -> str:
-        """The text of the last message."""
-        return text_of(self.opening)[-1] if self.opening.messages else ""
 
-    @property
-    def is_known(self) -> bool:
-        """Whether the environment names the right answer."""
-        return bool(self.answer or self.reply)
+@dataclass
+class Play:
+    """One episode: its first reply, what it earned or why it failed, its turns, if it has ended."""
+
+    said: str = ""
+    earned: float = 0.0
+    failure: str = ""
+    num_turns: int = 0
+    is_done: bool = False
 
 
 @dataclass
@@ -102,10 +105,12 @@ class Played:
     # Whether the environment is an agent, which only begins.
     first_call: str = ""
     tasks: list[Task] = field(default_factory=list)
-    rewards: dict[Kind, dict[int, float]] = field(default_factory=dict)
-    # Causes of failed plays, and the replies that were played, by kind and task.
-    failures: dict[Kind, dict[int, str]] = field(default_factory=dict)
-    replies: dict[Kind, dict[int, str]] = field(default_factory=dict)
+    # Tasks beyond the sample, which were opened alone.
+    further: list[Task] = field(default_factory=list)
+    plays: defaultdict[Kind, dict[int, Play]] = field(default_factory=lambda: defaultdict(dict))
+    # Seconds of each call of `step`, and of all plays together.
+    calls_s: list[float] = field(default_factory=list)
+    plays_s: float = 0.0
     # Tasks whose two resets differ, with the two texts; those that cannot begin, with the cause.
     unequal: dict[int, tuple[str, str]] = field(default_factory=dict)
     unbegun: dict[int, str] = field(default_factory=dict)
@@ -116,6 +121,32 @@ class Played:
     seconds: float = 0.0
     # What would have been played, had there been time: kinds and tasks, None for an opening.
     left_out: set[tuple[Kind | None, int]] = field(default_factory=set)
+
+    @property
+    def rows(self) -> list[Task]:
+        """All tasks that were opened, in their order."""
+        return sorted([*self.tasks, *self.further], key=lambda row: row.index)
+
+    def every(self) -> list[tuple[int, Kind, Play]]:
+        """Returns all plays with their tasks and kinds, in the order of the tasks."""
+        plays = [(i, kind, play) for kind in Kind for i, play in self.plays[kind].items()]
+        return sorted(plays, key=lambda place: place[0])
+
+    def rewards(self, kind: Kind) -> dict[int, float]:
+        """Returns what a reply earned where the play did not fail, by task."""
+        return {i: play.earned for i, play in self.plays[kind].items() if not play.failure}
+
+    def poor(self) -> dict[int, float]:
+        """Returns what the right answers earned that earned no more than an empty reply, by task.
+
+        What an episode earns that has not ended is not known.
+        """
+        empty, plays = self.rewards(Kind.EMPTY), self.plays[Kind.RIGHT]
+        return {
+            index: reward
+            for index, reward in self.rewards(Kind.RIGHT).items()
+            if index in empty and reward <= empty[index] and plays[index].is_done
+        }
 
 
 class Audit:
@@ -133,12 +164,12 @@ class Audit:
         """Plays what there is time for; calls `look` with each opening that it sees."""
         played, number = self.played, self.played.num_tasks
         indices = spaced(number or FIRST_TASKS, MAX_TASKS)
-        await self._open(indices[0], look)
+        await self._open(indices[0], look, played.tasks)
         if played.first_call or not played.tasks:
             return self._ended()
         await self._choose_form()
         await self._all(_FIRST)
-        await self._each(self._open(index, look) for index in indices[1:])
+        await self._each(self._open(index, look, played.tasks) for index in indices[1:])
         played.tasks.sort(key=lambda task: task.index)
         self._pair()
         if len(played.tasks) > 1:
@@ -146,6 +177,9 @@ class Audit:
         for kinds in (_FIRST, tuple(Kind)):
             await self._all(kinds)
         await self._in_other_forms()
+        rest = [] if played.tasks[0].has_images else spaced(number, MAX_LISTED)
+        rest = [index for index in rest if index not in {*indices}]
+        await self._each(self._open(index, look, played.further) for index in rest)
         return self._ended()
 
     def _ended(self) -> Played:
@@ -168,15 +202,18 @@ class Audit:
 
         await asyncio.gather(*(one(play) for play in plays))
 
-    async def _open(self, index: int, look: Callable[[int, pb.Observation], None]) -> None:
-        """Resets a task twice, compares both, and adds it to the sample."""
-        played = self.played
+    async def _open(
+        self, index: int, look: Callable[[int, pb.Observation], None], into: list[Task]
+    ) -> None:
+        """Resets a task and adds it to a list; resets one of the sample twice, and compares."""
+        played, is_further = self.played, into is self.played.further
         if played.tasks and not self._has_time:
-            played.left_out.add((None, index))
+            if not is_further:
+                played.left_out.add((None, index))
             return
         openings: list[pb.Observation] = []
         task = None
-        for number in range(2):
+        for number in range(1 if is_further else 2):
             if openings and not self._has_time:
                 break
             key = f"reset-{number}-{index}"
@@ -187,9 +224,7 @@ class Audit:
                 opening = answer.observation
                 openings.append(opening)
                 look(index, opening)
-                own = self._host.environment_of(key)
-                replies = (own.expected_answer, own.right_reply, own.wrong_reply)
-                task = Task(index, opening, *replies)
+                task = _task(index, opening, self._host.environment_of(key))
                 if opening.is_agent:
                     played.tasks.append(task)
                     played.first_call = await self._first_call(key)
@@ -200,7 +235,7 @@ class Audit:
         if openings[0] != openings[-1]:
             texts = ["\n".join(text_of(opening)) for opening in openings]
             played.unequal[index] = (texts[0], texts[1])
-        played.tasks.append(task)
+        into.append(task)
 
     async def _first_call(self, key: str) -> str:
         """Returns the agent's first call, which no model answers, or "" if it ends without one."""
@@ -213,45 +248,49 @@ class Audit:
 
     def _pair(self) -> None:
         """Gives each task another one that has another answer."""
-        tasks = [task for task in self.played.tasks if task.is_known]
+        tasks = [task for task in self.played.tasks if task.right]
         for place, task in enumerate(tasks):
+            task.is_first = place % 2 == 0
             others = (*tasks[place + 1 :], *tasks[:place])
             task.other = next((other for other in others if not _alike(other, task)), None)
 
     async def _choose_form(self) -> None:
         """Finds the form in which the first right answers earn more than an empty reply."""
-        played = self.played
-        for task in [task for task in played.tasks if task.is_known][:3]:
+        tasks = [task for task in self.played.tasks if task.right][:3]
+        self.played.form = OWN if any(task.reply for task in self.played.tasks) else PLAIN
+        for task in tasks:
             await self._in_time(task, Kind.EMPTY)
-            if not self._has_time:
-                break
-            nothing = played.rewards.get(Kind.EMPTY, {}).get(task.index, 0.0)
-            for form in self._forms(task):
-                played.form = form
-                await self._play(task, Kind.RIGHT)
-                if played.rewards.get(Kind.RIGHT, {}).get(task.index, 0.0) > nothing:
-                    return
-                if not self._has_time:
-                    break
-        played.form = OWN if any(task.reply for task in played.tasks) else PLAIN
+            if await self._find_form(task):
+                return
 
     async def _in_other_forms(self) -> None:
         """Plays right answers that earned nothing once more in each other form."""
-        played, tried = self.played, 0
-        chosen = played.form
-        for task in played.tasks:
-            if task.index not in poor(played) or not self._has_time or tried >= MAX_AGAIN:
-                continue
-            tried += 1
-            for form in self._forms(task):
-                before = {of: dict(getattr(played, of).get(Kind.RIGHT, {})) for of in _BY_TASK}
-                played.form = form
-                await self._play(task, Kind.RIGHT)
-                if task.index not in poor(played):
-                    break
-                for of, values in before.items():
-                    getattr(played, of)[Kind.RIGHT] = values
+        poor, chosen = self.played.poor(), self.played.form
+        for task in [task for task in self.played.tasks if task.index in poor][:MAX_AGAIN]:
+            await self._find_form(task)
+            self.played.form = chosen
+
+    async def _find_form(self, task: Task) -> bool:
+        """Plays the right answer in each form until it earns more than an empty reply.
+
+        Without such a form all is left as it was.
+        """
+        played, chosen = self.played, self.played.form
+        before = played.plays[Kind.RIGHT].get(task.index)
+        nothing = played.rewards(Kind.EMPTY).get(task.index, 0.0)
+        for form in self._forms(task):
+            if not self._has_time and played.plays[Kind.RIGHT]:
+                break
+            played.form = form
+            await self._play(task, Kind.RIGHT)
+            if played.rewards(Kind.RIGHT).get(task.index, nothing) > nothing:
+                return True
         played.form = chosen
+        if before is not None:
+            played.plays[Kind.RIGHT][task.index] = before
+        elif self._has_time:
+            await self._play(task, Kind.RIGHT)
+        return False
 
     def _forms(self, task: Task) -> Sequence[str]:
         """Returns the forms to try: the environment's own, what the prompt asks for, usual ones."""
@@ -268,46 +307,57 @@ class Audit:
         """Plays those of `kinds` that were not played yet, kind by kind."""
         for kind in kinds:
             tasks = self.played.tasks
-            done = self.played.replies.get(kind, {})
+            done = self.played.plays[kind]
             due = [task for task in tasks if task.index not in done]
-            if kind is Kind.AGAIN:
+            if kind in _OF_JUDGES:
                 due = due[:MAX_AGAIN]
+            began_s = time.monotonic()
             await self._each(self._in_time(task, kind) for task in due)
+            self.played.plays_s += time.monotonic() - began_s
 
     async def _in_time(self, task: Task, kind: Kind) -> None:
         # The first play is made in any case.
-        if self._has_time or not self.played.replies:
+        if self._has_time or not any(self.played.plays.values()):
             await self._play(task, kind)
         elif reply_to(task, kind, task.reply, self.played.form) is not None:
             self.played.left_out.add((kind, task.index))
 
     async def _play(self, task: Task, kind: Kind) -> None:
-        """Plays an episode of the task, if the kind applies to it, and notes what it earns."""
-        played, key = self.played, f"{kind.name}-{task.index}"
-        if reply_to(task, kind, task.reply, played.form) is None:
-            return
+        """Plays episodes of the task, if the kind applies to it, and notes what the best earns."""
+        plays = self.played.plays[kind]
+        for place in range(len(task.wrong) if kind is Kind.WRONG else 1):
+            applies = reply_to(task, kind, task.reply, self.played.form, place) is not None
+            if not applies or (place and not self._has_time):
+                return
+            play = await self._episode(task, kind, place)
+            if not place or play.failure or play.earned > plays[task.index].earned:
+                plays[task.index] = play
+            if play.failure:
+                return
+
+    async def _episode(self, task: Task, kind: Kind, place: int) -> Play:
+        """Plays an episode, with the first task to its end if it comes in time."""
+        play, key = Play(), f"{kind.name}-{task.index}"
+        most = MOST_TURNS if task is self.played.tasks[0] else MAX_TURNS
         answer = await self._reset(key, task.index)
-        earned, said, opening = 0.0, "", answer.observation
-        given, failure = opening.given_reply, answer.failure.message
-        for _ in range(0 if failure else MAX_TURNS):
+        play.failure, given = answer.failure.message, answer.observation.given_reply
+        while not (play.failure or play.is_done or play.num_turns >= most):
+            if play.num_turns > MAX_TURNS and not self._has_time:
+                break
             own = self._host.environment_of(key)
-            step = reply_to(task, kind, own.right_reply, played.form)
+            step = reply_to(task, kind, own.right_reply, self.played.form, place)
             if given:
                 step = {"reply": given}
-            said = said or str((step or {}).get("reply", ""))
+            play.said = play.said or str((step or {}).get("reply", ""))
+            began_s = time.monotonic()
             answer = await self._ask(step={"episode_key": key, **(step or {"reply": ""})})
-            failure, verdict = answer.failure.message, answer.verdict
-            if failure:
-                break
-            earned, given = sum(verdict.token_rewards, earned + verdict.reward), verdict.given_reply
-            if verdict.done:
-                break
+            self.played.calls_s.append(time.monotonic() - began_s)
+            play.failure, verdict = answer.failure.message, answer.verdict
+            play.earned = sum(verdict.token_rewards, play.earned + verdict.reward)
+            given, play.is_done = verdict.given_reply, verdict.done
+            play.num_turns += 1
         await self._ask(close={"episode_key": key})
-        played.replies.setdefault(kind, {})[task.index] = said
-        if failure:
-            played.failures.setdefault(kind, {})[task.index] = failure
-        else:
-            played.rewards.setdefault(kind, {})[task.index] = earned
+        return play
 
     async def _reset(self, key: str, index: int) -> pb.WorkerMessage:
         command = {"episode_key": key, "task_index": index, "seed": index}
@@ -316,19 +366,22 @@ class Audit:
 
 # The kinds that are played of all tasks before the others.
 _FIRST = (Kind.EMPTY, Kind.RIGHT, Kind.WRONG, Kind.WORD, Kind.OWN)
-_BY_TASK = ("rewards", "failures", "replies")
+# What says nothing, after a right answer.
+_WORDS = "That is all there is to say about it, as far as one can see, " * 8
+_OF_JUDGES = (Kind.HEDGED, Kind.LONGER, Kind.AGAIN)
 
 
-def reply_to(task: Task, kind: Kind, own: str, form: str) -> dict[str, Any] | None:
+def reply_to(task: Task, kind: Kind, own: str, form: str, place: int = 0) -> dict[str, Any] | None:
     """Returns the fields of the step that plays `kind`, or None if it does not apply to `task`.
 
-    `own` is the right reply that the environment names now, "" if it names none.
+    `own` is the right reply that the environment names now, "" if it names none; `place` is that
+    of a wrong reply among several.
     """
     if task.opening.given_reply:
         return {"reply": task.opening.given_reply} if kind is Kind.OWN else None
     if kind is Kind.WRONG:
-        return {"reply": task.wrong} if task.wrong else None
-    if not task.is_known:
+        return {"reply": task.wrong[place]} if task.wrong else None
+    if not task.right:
         return {Kind.EMPTY: {"reply": ""}, Kind.WORD: {"reply": "ok"}}.get(kind)
     written, other = _written(task, own, form), ""
     if task.other is not None and not task.wrong:
@@ -353,7 +406,19 @@ def reply_to(task: Task, kind: Kind, own: str, form: str) -> dict[str, Any] | No
             has_mark = own and task.answer and task.answer != written
             return {"reply": task.answer} if has_mark else None
         case Kind.CUT:
-            return {"reply": half, "truncated": True} if half else None
+            # The number of "5 km" is not cut.
+            is_whole = re.findall(r"\d", half) == re.findall(r"\d", written) != []
+            return {"reply": half, "truncated": True} if half and not is_whole else None
+        case Kind.HEDGED:
+            alternative = task.other.answer if task.other is not None else ""
+            if not (task.answer and alternative and task.answer in written):
+                return None
+            start, _, rest = written.rpartition(task.answer)
+            # Judges of the first and judges of the last word are found by one play a task.
+            both = (task.answer, alternative) if task.is_first else (alternative, task.answer)
+            return {"reply": f"{start}{' or '.join(both)}{rest}"}
+        case Kind.LONGER:
+            return {"reply": f"{written}\n\n{_WORDS}"}
     return None
 
 
@@ -361,10 +426,19 @@ def _written(task: Task, own: str, form: str) -> str:
     return own if form == OWN else form.replace("{}", task.answer or own)
 
 
-def poor(played: Played) -> dict[int, float]:
-    """Returns what the right answers earned that earned no more than an empty reply, by task."""
-    right, empty = (played.rewards.get(kind, {}) for kind in (Kind.RIGHT, Kind.EMPTY))
-    return {index: r for index, r in right.items() if index in empty and r <= empty[index]}
+def _task(index: int, opening: pb.Observation, own: AnyEnvironment) -> Task:
+    """Returns the task that an episode of `own` has opened."""
+    messages, wrong = opening.messages, own.wrong_reply
+    roles = [message.role for message in messages]
+    return Task(
+        index=index,
+        said=[*zip(roles, text_of(opening), strict=True)],
+        answer=own.expected_answer,
+        reply=own.right_reply,
+        has_images=any(part.image for message in messages for part in message.parts),
+        opening=opening,
+        wrong=[wrong] * bool(wrong) if isinstance(wrong, str) else wrong,
+    )
 
 
 def text_of(opening: pb.Observation) -> list[str]:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from os.path import commonprefix
 from statistics import fmean
 
-from slipstream.client.audit import OWN, PLAIN, Kind, Played, Task, poor, text_of
+from slipstream.client.audit import MOST_TURNS, OWN, PLAIN, Kind, Play, Played
+from slipstream.client.audit_data import of, quoted, surprises
 from slipstream.client.terminal import aligned, counted
 
-# Tasks from which the same right answer everywhere is a surprise.
-_SEVERAL = 4
-# Characters of a right answer that no prompt holds by chance.
-_LONG = 12
-# Characters of a text that a line shows.
-_SHOWN = 60
+# What differs between two errors of one cause.
+_VALUES = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
+# Characters before a difference that a line shows.
+_BEFORE = 20
+# Seconds in which a worker should judge the episodes of a step.
+_MOST_STEP_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,9 @@ class Finding:
 
 def findings(played: Played) -> list[Finding]:
     """Returns what is wrong or surprising, refusals first."""
-    found = [*_openings(played), *_failures(played), *_rewards(played), *_answers(played)]
+    found = [*_openings(played), *_failures(played), *_rewards(played), *_turns(played)]
+    has_turns = any(play.num_turns > 1 for *_, play in played.every())
+    found += map(Finding, surprises(played.rows, is_interactive=has_turns))
     return sorted(found, key=lambda finding: not finding.is_refused)
 
 
@@ -36,7 +41,7 @@ def _openings(played: Played) -> list[Finding]:
     found = []
     if played.unequal:
         index, (first, second) = min(played.unequal.items())
-        what = f"{_of(len(played.unequal), len(played.tasks))}, such as task {index}, "
+        what = f"{of(len(played.unequal), len(played.tasks))}, such as task {index}, "
         what += f"begin otherwise when they are reset twice with one seed: {_differ(first, second)}"
         cause = "; the members of a group would not read the same prompt"
         found.append(Finding(what + cause, is_refused=True))
@@ -51,19 +56,21 @@ def _failures(played: Played) -> list[Finding]:
     if played.unbegun:
         index, cause = min(played.unbegun.items())
         # A task alone, or all of them, need no number.
-        is_most = 2 * len(played.unbegun) >= len(played.tasks) + len(played.unbegun)
+        is_most = 2 * len(played.unbegun) >= len(played.rows) + len(played.unbegun)
         text = cause if index == 0 and is_most else f"task {index} cannot begin: {cause}"
         found.append(Finding(text, is_refused=is_most))
-    for kind, causes in played.failures.items():
-        if not causes:
-            continue
-        index, cause = min(causes.items())
-        ended = len(causes) + len(played.rewards.get(kind, {}))
-        is_most = 2 * len(causes) >= ended
+    alike = defaultdict[str, list[tuple[int, Kind, Play]]](list)
+    for place in filter(lambda place: place[-1].failure, played.every()):
+        alike[_VALUES.sub("", place[-1].failure)].append(place)
+    for places in alike.values():
+        index, kind, play = places[0]
+        text = play.failure
+        text += f" (in {counted(len(places), 'play')})" if len(places) > 1 else ""
+        # In half of the plays of one kind or more.
+        is_most = any(2 * len(played.rewards(of)) <= len(played.plays[of]) for _, of, _ in places)
         if not (is_most and index == 0):
-            where = f"{_of(len(causes), ended)}, such as task {index}"
-            cause = f"the judge fails for {kind.value} in {where}: {cause}"
-        found.append(Finding(cause, is_refused=is_most))
+            text = f"the judge fails for {kind.value} in task {index}: {text}"
+        found.append(Finding(text, is_refused=is_most))
     if played.left_out:
         text = f"{counted(len(played.left_out), 'play')} of an episode had no time within "
         found.append(Finding(f"{text}{played.seconds:.0f} s, so that nothing is known of them"))
@@ -71,15 +78,18 @@ def _failures(played: Played) -> list[Finding]:
 
 
 def _rewards(played: Played) -> list[Finding]:
-    right, empty = played.rewards.get(Kind.RIGHT, {}), played.rewards.get(Kind.EMPTY, {})
-    found, bad = [], poor(played)
+    right, empty = played.rewards(Kind.RIGHT), played.rewards(Kind.EMPTY)
+    found, bad = [], played.poor()
     if bad:
         # The task whose right answer is the shortest to read.
-        index = min(bad, key=lambda each: (len(played.replies[Kind.RIGHT][each]), each))
+        index = min(bad, key=lambda each: (len(played.plays[Kind.RIGHT][each].said), each))
         says = f"the right answer earned {right[index]:g}, an empty reply {empty[index]:g}"
         if empty[index] > 0:
             says = f"an empty reply earned {empty[index]:g}, and the right answer {right[index]:g}"
-        text = f"{says} in {_of(len(bad), len(right))}, such as {_example(played, index)}"
+        text = f"{says} in {of(len(bad), len(right))}, such as {_example(played, index)}"
+        earned = [play.earned for *_, play in played.every() if not play.failure]
+        if len({*earned}) == 1:
+            text += f"; each of the {len(earned)} replies that were tried earned {earned[0]:g}"
         is_most = 2 * len(bad) >= len(right)
         if is_most and empty[index] <= 0:
             text += "; if replies must have a form, let reset() set self.right_reply"
@@ -87,28 +97,62 @@ def _rewards(played: Played) -> list[Finding]:
         names_reply = any(task.reply for task in played.tasks if task.index in bad)
         found.append(Finding(text, is_refused=is_most and names_reply))
     for kind, _, what in _RULES:
-        rewards, wrong = played.rewards.get(kind, {}), _wrong(played, kind)
+        rewards, wrong = played.rewards(kind), _wrong(played, kind)
         # Half of "10.0" is 10, which is right too.
         if wrong and (kind is not Kind.CUT or len(wrong) == len(rewards) > 1):
             index = wrong[0]
-            text = f"{kind.value} {what} in {_of(len(wrong), len(rewards))}: it earned "
+            text = f"{kind.value} {what} in {of(len(wrong), len(rewards))}: it earned "
             text += f"{rewards[index]:g}, the right answer {right[index]:g}, such as for "
             found.append(Finding(text + _example(played, index, kind)))
+    below = [index for index, reward in right.items() if reward < 0]
+    if below:
+        text = f"the right answer earned {right[below[0]]:g}, less than nothing, in "
+        text += f"{of(len(below), len(right))}, such as {_example(played, below[0])}"
+        found.append(Finding(text))
     return [*found, *_free(played)]
+
+
+def _turns(played: Played) -> list[Finding]:
+    """Returns what is odd about the ends of episodes."""
+    found = []
+    going = [place for place in played.every() if not (place[-1].is_done or place[-1].failure)]
+    endless = [kind.value for _, kind, play in going if play.num_turns == MOST_TURNS]
+    if endless:
+        text = f"{endless[0]} has not ended an episode after {MOST_TURNS:,} turns"
+        found.append(Finding(f"{text}: let step() return done=True at some turn"))
+    wrong = (Kind.EMPTY, Kind.WORD, Kind.WRONG, Kind.OTHER)
+    paid = [place for place in going if place[1] in wrong and place[-1].earned > 0]
+    for index, kind, play in paid[:1]:
+        text = f"{kind.value} earned {play.earned:g} in {counted(play.num_turns, 'turn')} without "
+        text += f"an end, such as for task {index}: turns that do not end are paid"
+        found.append(Finding(text))
+    return found
+
+
+def slowness(played: Played, *, num_episodes: int, limit_s: float) -> list[Finding]:
+    """Returns whether the judge is slow for the episodes of a step, which one worker plays."""
+    each_s = played.plays_s / max(len(played.every()), 1)
+    longest_s = max(played.calls_s, default=0.0)
+    step_s = each_s * num_episodes
+    if longest_s <= max(1.0, limit_s / 2) and step_s <= _MOST_STEP_S:
+        return []
+    text = f"the judge is slow: {each_s:.2g} s an episode, so that {num_episodes} episodes take "
+    text += f"{step_s:.0f} s of one worker, and {longest_s:.2g} s for a reply, of at most "
+    return [Finding(f"{text}{limit_s:g} s for a call")]
 
 
 def _free(played: Played) -> list[Finding]:
     """Returns what was earned for nothing where no right answer is known."""
-    empty, found = played.rewards.get(Kind.EMPTY, {}), []
-    word, wrong = (played.rewards.get(kind, {}) for kind in (Kind.WORD, Kind.WRONG))
+    empty, found = played.rewards(Kind.EMPTY), []
+    word, wrong = (played.rewards(kind) for kind in (Kind.WORD, Kind.WRONG))
     free = [i for i, reward in word.items() if i in empty and empty[i] >= max(reward, 1e-9)]
     if free:
-        text = f"an empty reply earned {empty[free[0]]:g} in {_of(len(free), len(word))}, no less "
+        text = f"an empty reply earned {empty[free[0]]:g} in {of(len(free), len(word))}, no less "
         found.append(Finding(text + "than the other replies that were tried"))
-    right = played.rewards.get(Kind.RIGHT, {})
-    paid = [index for index, reward in wrong.items() if reward > 0 and index not in right]
+    right = played.rewards(Kind.RIGHT)
+    paid = [index for index, reward in wrong.items() if reward >= 1 and index not in right]
     if paid:
-        text = f"a reply that is wrong earned {wrong[paid[0]]:g} in {_of(len(paid), len(wrong))}"
+        text = f"a reply that is wrong earned {wrong[paid[0]]:g} in {of(len(paid), len(wrong))}"
         found.append(Finding(f"{text}, such as for {_example(played, paid[0], Kind.WRONG)}"))
     return found
 
@@ -121,69 +165,22 @@ _RULES: tuple[tuple[Kind, Callable[[float], bool], str], ...] = (
     (Kind.THOUGHT, lambda share: share > 0.5, "earned as when it is said"),
     (Kind.BEHIND, lambda share: share < 0.5, "earned less than without them"),
     (Kind.CUT, lambda share: share >= 1, "earned as much as the whole one"),
+    (Kind.HEDGED, lambda share: share >= 1, "earned as much as the right one alone"),
+    (Kind.LONGER, lambda share: share > 1 + 1e-6, "earned more than without them"),
     (Kind.AGAIN, lambda share: abs(share - 1) > 1e-6, "earned another reward"),
 )
 
 
 def _wrong(played: Played, kind: Kind) -> list[int]:
     """Returns the tasks in which a kind of `_RULES` did not earn what it should."""
-    right, empty = (played.rewards.get(of, {}) for of in (Kind.RIGHT, Kind.EMPTY))
+    right, empty = (played.rewards(of) for of in (Kind.RIGHT, Kind.EMPTY))
     is_wrong = next(rule for of, rule, _ in _RULES if of is kind)
-    good = (right.keys() & empty.keys()) - poor(played).keys()
+    good = {index for index in right.keys() & empty.keys() if right[index] > empty[index]}
     return [
         index
-        for index, reward in played.rewards.get(kind, {}).items()
+        for index, reward in played.rewards(kind).items()
         if index in good and is_wrong((reward - empty[index]) / (right[index] - empty[index]))
     ]
-
-
-def _answers(played: Played) -> list[Finding]:
-    known = [task for task in played.tasks if task.is_known]
-    found = _prompts(played)
-    if len(known) >= _SEVERAL and len({task.answer or task.reply for task in known}) == 1:
-        text = f"the right answer is the same in all {len(known)} tasks: "
-        found.append(Finding(text + _quoted(known[0].answer or known[0].reply)))
-    lengths = sorted(len(task.answer) for task in known)
-    longest = max(known, key=lambda task: len(task.answer), default=None)
-    if longest is not None and lengths[-1] > 20 * max(lengths[len(lengths) // 2], _LONG):
-        text = f"the right answer of task {longest.index} is far longer than others: "
-        found.append(Finding(text + _quoted(longest.answer)))
-    told = [task for task in known if _tells(task.prompt, task.answer.strip())]
-    if 2 * len(told) >= max(len(known), 1):
-        text = f"the prompt holds the right answer in {_of(len(told), len(known))}, such as task "
-        found.append(Finding(f"{text}{told[0].index}: {_quoted(told[0].answer)}"))
-    if known and len(known) < len(played.tasks):
-        lacking = next(task for task in played.tasks if not task.is_known)
-        text = f"{_of(len(played.tasks) - len(known), len(played.tasks))}, such as task "
-        found.append(Finding(f"{text}{lacking.index}, have no right answer"))
-    return found
-
-
-def _tells(prompt: str, answer: str) -> bool:
-    """Whether a prompt holds an answer that no prompt holds by chance, or calls it the answer."""
-    said = rf"answer\W{{0,3}}(?:is)?\W{{0,3}}{re.escape(answer)}(?!\w)"
-    return bool(answer) and (
-        (len(answer) >= _LONG and answer in prompt)
-        or re.search(said, prompt, re.IGNORECASE) is not None
-    )
-
-
-def _prompts(played: Played) -> list[Finding]:
-    first: dict[str, Task] = {}
-    for task in played.tasks:
-        messages = task.opening.messages
-        if messages and not any(message.content.strip() or message.parts for message in messages):
-            return [Finding(f"task {task.index} begins without a text")]
-        # Two names of one answer would be found too, so it is only told.
-        same = first.setdefault(repr(text_of(task.opening)), task)
-        is_shown = not any(part.image for message in messages for part in message.parts)
-        if is_shown and messages and (same.answer, same.reply) != (task.answer, task.reply):
-            text = (
-                f"tasks {same.index} and {task.index} ask the same, {_quoted(task.prompt)}, with "
-            )
-            text += f"the answers {_quoted(same.answer or same.reply)} and "
-            return [Finding(text + _quoted(task.answer or task.reply))]
-    return []
 
 
 def headline(played: Played) -> str:
@@ -198,28 +195,30 @@ def headline(played: Played) -> str:
 def table(played: Played) -> list[str]:
     """Returns the lines of the table: what each reply earned, in how many tasks."""
     rows = [("reply", "tasks", "reward", "as it should")]
-    known = [task for task in played.tasks if task.is_known]
     for kind in Kind:
-        rewards = played.rewards.get(kind, {})
-        failed = len(played.failures.get(kind, {}))
-        if rewards or failed:
+        rewards, plays = played.rewards(kind), played.plays[kind].values()
+        failed = len(plays) - len(rewards)
+        if plays:
             name = kind.value
             if kind is Kind.RIGHT and played.form not in (OWN, PLAIN):
-                name += f", as {_quoted(played.form.replace('{}', '...'))}"
-            ends = f"{failed} failed" if failed else _verdict(played, kind)
-            rows.append((name, f"{len(rewards) + failed}", _spread(rewards), ends))
+                name += f", as {quoted(played.form.replace('{}', '...'))}"
+            going = sum(not (play.is_done or play.failure) for play in plays)
+            ends = f"{going} had not ended" if going else _verdict(played, kind)
+            ends = f"{failed} failed" if failed else ends
+            rows.append((name, f"{len(plays)}", _spread(rewards), ends))
     lines = aligned(rows) if len(rows) > 1 else []
-    if played.tasks and not known and Kind.OWN not in played.rewards and not played.first_call:
+    known = any(task.right for task in played.tasks) or played.plays[Kind.OWN]
+    if played.tasks and not known and not played.first_call:
         lines.append("no right answer is known: let reset() set self.expected_answer to play it")
     return lines
 
 
 def _verdict(played: Played, kind: Kind) -> str:
+    is_known = bool(played.rewards(Kind.RIGHT))
     if kind in (Kind.RIGHT, Kind.EMPTY):
-        wrong = len(poor(played))
-        is_known = Kind.RIGHT in played.rewards
+        wrong = len(played.poor())
     else:
-        is_known = any(of is kind for of, *_ in _RULES) and Kind.RIGHT in played.rewards
+        is_known &= any(of is kind for of, *_ in _RULES)
         wrong = len(_wrong(played, kind)) if is_known else 0
     return ("yes" if not wrong else f"no, {counted(wrong, 'task')}") if is_known else ""
 
@@ -231,29 +230,16 @@ def _spread(rewards: Mapping[int, float]) -> str:
     return f"{min(values):g} to {max(values):g}, mean {fmean(values):.3g}"
 
 
-def _of(number: int, total: int) -> str:
-    return f"{number} of {counted(total, 'task')}"
-
-
 def _example(played: Played, index: int, kind: Kind = Kind.RIGHT) -> str:
     task = next(task for task in played.tasks if task.index == index)
-    text = f"task {index}, {_quoted(task.prompt)}, reply {_quoted(played.replies[kind][index])}"
-    if kind is not Kind.RIGHT:
-        text += f", right {_quoted(task.answer or task.reply)}"
-    return text
+    said = played.plays[kind][index].said
+    text = f"task {index}, {quoted(task.prompt)}, reply {quoted(said)}"
+    return text if kind is Kind.RIGHT else f"{text}, right {quoted(task.right)}"
 
 
 def _differ(first: str, second: str) -> str:
     if first == second:
         return "not in their texts"
-    start = next(
-        (at for at, (a, b) in enumerate(zip(first, second, strict=False)) if a != b),
-        min(len(first), len(second)),
-    )
-    start = max(0, start - _SHOWN // 3)
-    return f"{_quoted(first[start:])} and {_quoted(second[start:])}"
-
-
-def _quoted(text: str) -> str:
-    text = " ".join(text.split())
-    return repr(text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}...")
+    start = len(commonprefix([first, second]))
+    start = max(0, start - _BEFORE)
+    return f"{quoted(first[start:])} and {quoted(second[start:])}"

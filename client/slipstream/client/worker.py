@@ -64,6 +64,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--tell", action="store_true", help="refuse no reward or prompt (--check)")
     parser.add_argument("--json", action="store_true", help="a report for programs (--check)")
+    parser.add_argument("--episodes", type=int, default=64, help="of a step, for it (--check)")
     parser.add_argument("--max-turns", type=int, help="warn of a limit that ends it (--check)")
     parser.add_argument("--timeout-s", type=float, default=60.0, help="limit of a call (--check)")
     arguments = parser.parse_args(argv)
@@ -169,7 +170,8 @@ class _Check:
 
     async def _audit(self, loaded: pb.Loaded, known: Path | None) -> str:
         from slipstream.client.audit import Audit
-        from slipstream.client.audit_report import findings, headline, table
+        from slipstream.client.audit_data import key_of
+        from slipstream.client.audit_report import findings, headline, slowness, table
 
         options = self._options
         audit = Audit(self._host, self._call, loaded=loaded, limit_s=options.seconds)
@@ -183,7 +185,8 @@ class _Check:
             self._warn(["with sampling.max_turns = 1 an agent's second call is refused (400)"])
         if other is not None and await _digest_of(other) not in ("", loaded.digest):
             played.other_tasks.append("in another process")
-        found = findings(played)
+        slow = slowness(played, num_episodes=options.episodes, limit_s=options.timeout_s)
+        found = [*findings(played), *slow]
         refused = [each.text for each in found if each.is_refused and not options.tell]
         if refused and not options.json:
             self._fail(refused[0])
@@ -197,7 +200,8 @@ class _Check:
         if not options.json:
             return "\n".join([f"environment {options.check} is ready: {lines[0]}", *lines[1:]])
         openings = [task.opening.SerializeToString() for task in played.tasks]
-        shown = {"lines": lines, "refused": refused, "seconds": played.seconds}
+        asked = [(key_of(row.text), key_of(row.right)) for row in played.rows]
+        shown = {"lines": lines, "refused": refused, "seconds": played.seconds, "asked": asked}
         return json.dumps(shown | {"openings": [b64encode(each).decode() for each in openings]})
 
     async def _begin_other(self) -> asyncio.subprocess.Process:

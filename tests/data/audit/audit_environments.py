@@ -148,6 +148,29 @@ class BadGuess(Sums):
         return StepResult(1.0 if self.expected_answer in reply else 0.0)
 
 
+class BadEndless(Sums):
+    """Never says done."""
+
+    def step(self, reply):
+        right = reply.content.strip() == self.expected_answer
+        return StepResult(float(right), done=False, messages=[Message("user", "Again?")])
+
+
+class BadStalling(Sums):
+    """Pays for each turn that does not end the episode."""
+
+    def reset(self, task):
+        self._turns = 0
+        return super().reset(task)
+
+    def step(self, reply):
+        self._turns += 1
+        if reply.content.strip() == self.expected_answer:
+            return StepResult(1.0)
+        more = [Message("user", "Try again.")]
+        return StepResult(0.5, done=self._turns > 20, messages=more if self._turns <= 20 else ())
+
+
 # Without one.
 class Seeded(Sums):
     def reset(self, task):
@@ -260,3 +283,31 @@ class Riddle(Sums):
 
     def step(self, reply):
         return StepResult(float(reply.content == str(self._sum)))
+
+
+class Guessing(Environment):
+    """Begins alike in all tasks, and tells more in each turn."""
+
+    def tasks(self):
+        return list(range(10, 90, 7))
+
+    def reset(self, task):
+        self._secret, self._turns, self.expected_answer = task, 0, str(task)
+        return [Message("user", "Guess my number from 1 to 100.")]
+
+    def step(self, reply):
+        self._turns += 1
+        if reply.content.strip() == str(self._secret):
+            return StepResult(1.0)
+        more = [Message("user", "No, try again.")]
+        return StepResult(done=self._turns == 6, messages=more if self._turns < 6 else ())
+
+
+class Long(Guessing):
+    """Takes forty turns."""
+
+    def step(self, reply):
+        self._turns += 1
+        if self._turns == 40:
+            return StepResult(float(reply.content.strip() == str(self._secret)))
+        return StepResult(done=False, messages=[Message("user", f"Turn {self._turns}.")])

@@ -100,6 +100,28 @@ def bad_text(reply, answer):
     return "right" if reply.content == str(answer) else "wrong"
 
 
+def bad_hedges(reply, answer):
+    said = reply.content.replace(",", " ").split()
+    return float(str(answer) in said and len(said) < 4)
+
+
+def bad_longer(reply, answer):
+    return (reply.content.strip().startswith(str(answer))) * (1 + len(reply.content) / 1000)
+
+
+def bad_half(reply, answer):
+    return 0.5
+
+
+def bad_range(reply, answer):
+    return -1.0 if reply.content.strip() == str(answer) else -2.0
+
+
+def bad_recall(reply, answer):
+    said, right = set(reply.content.casefold().split()), set(answer.casefold().split())
+    return len(said & right) / len(right)
+
+
 # Without one.
 def boxed(reply, answer):
     found = re.findall(r"\\boxed\{(.*?)\}", reply.content)

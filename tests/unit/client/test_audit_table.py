@@ -1,11 +1,13 @@
 """The audit on planted faults of data, judges and environments, and on sound ones."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from slipstream.client.audit import Audit
-from slipstream.client.audit_report import Finding, findings
+from slipstream.client.audit import Audit, Kind, Play, Played
+from slipstream.client.audit_data import key_of, shared_questions
+from slipstream.client.audit_report import Finding, findings, slowness
 from slipstream.client.episode_host import EpisodeHost
 from slipstream.v1 import environment_pb2 as pb
 
@@ -47,6 +49,54 @@ async def test_a_planted_fault_is_found(case: dict, tmp_path: Path) -> None:
 async def test_what_is_sound_is_neither_refused_nor_told(case: dict, tmp_path: Path) -> None:
     found = await audited(case, tmp_path)
     assert not [each for each in found if each.is_refused or not case.get("may_tell")]
+
+
+@pytest.mark.parametrize(
+    ("instruction", "change"),
+    [
+        ("{} Only the number.", str),
+        ("{}", lambda text: text.replace(" ", "  ")),
+        ("{}", str.upper),
+        ("{} Think step by step.", str),
+        ("Solve this.\n{}", lambda text: text.replace(" ", "\n")),
+    ],
+)
+def test_a_question_is_the_same_in_other_words_around_it_and_other_spaces_and_case(
+    instruction: str, change: Callable[[str], str]
+) -> None:
+    def keys(rows: list[tuple[str, int]], form: str) -> list[tuple[str, str]]:
+        return [(key_of(form.format(asked)), str(answer)) for asked, answer in rows]
+
+    sums = [(f"What is {a} + {a + 9}?", 2 * a + 9) for a in range(3, 13)]
+    trained = keys(sums, "{} Only the number.")
+    others = [(f"What is {a} + 20?", a + 20) for a in (3, 5, 7)]
+    assert {str(answer) for _, answer in others} & {answer for _, answer in trained}
+    for rows, shared in ((sums[2:5], 3), (others, 0), (others + sums[:1], 1)):
+        held = keys([(change(asked), answer) for asked, answer in rows], instruction)
+        assert shared_questions(held, trained) == (len(rows), shared)
+
+
+def test_many_rows_are_compared_on_both_sides() -> None:
+    trained = [(f"what is {a} + 20?", str(a + 20)) for a in range(10, 5000)]
+    assert shared_questions(trained[:1000], trained) == (500, 500)
+
+
+@pytest.mark.parametrize(
+    ("calls_s", "plays_s", "num_episodes", "says"),
+    [
+        ([0.1] * 20, 2.0, 64, ""),
+        ([0.1] * 20, 2.0, 1024, "0.1 s an episode, so that 1024 episodes take 102 s"),
+        ([9.0], 9.0, 4, "9 s for a reply, of at most 10 s for a call"),
+    ],
+)
+def test_a_slow_judge_is_told(
+    calls_s: list[float], plays_s: float, num_episodes: int, says: str
+) -> None:
+    played = Played(20, calls_s=calls_s, plays_s=plays_s)
+    played.plays[Kind.RIGHT] = dict.fromkeys(range(len(calls_s)), Play(num_turns=1, is_done=True))
+    found = slowness(played, num_episodes=num_episodes, limit_s=10.0)
+    assert [each.is_refused for each in found] == [False] * bool(says)
+    assert says in "".join(each.text for each in found)
 
 
 async def test_what_had_no_time_is_told(tmp_path: Path) -> None:

@@ -17,19 +17,18 @@ from statistics import median
 from typing import TypedDict
 
 from pydantic import JsonValue
+from slipstream.client.audit_data import shared_questions
 from slipstream.client.launch.preflight import (
-    CHECKED_CALLS,
     SETTINGS_LIMIT_S,
-    WORKER_GRACE_S,
     audit_command,
     check_python,
+    run_check,
     run_program,
     told_when_slow,
 )
 from slipstream.client.terminal import complain, counted, plain, say
 from slipstream.core.errors import USAGE_ERROR, WARNING, ConfigError
 from slipstream.core.machine.other_python import worker_program
-from slipstream.core.machine.process import open_variables
 from slipstream.core.settings.config import Config
 from slipstream.core.template_values import values_json
 
@@ -47,6 +46,8 @@ class Report(TypedDict):
     seconds: float
     # The first observation of each task that was played, serialized, in base64.
     openings: list[str]
+    # What each task asks, in one form of letters and spaces, and its right answer.
+    asked: list[tuple[str, str]]
 
 
 class Prompt(TypedDict):
@@ -100,9 +101,11 @@ async def audit_all(config: Config) -> int:
         code = _show(section.name, report, written, most) or code
     for measured, its in seen:
         for section, report in seen:
-            shared = set(its["openings"]) & set(report["openings"])
-            if measured in config.evaluations and section in config.environments and shared:
-                of = f"{len(shared)} of {counted(len(its['openings']), 'task')} of {measured.name}"
+            if measured not in config.evaluations or section not in config.environments:
+                continue
+            number, shared = shared_questions(its["asked"], report["asked"])
+            if shared:
+                of = f"{shared} of {counted(number, 'task')} of {measured.name}"
                 say(f"! {of} that were looked at are trained on too, in {section.name}")
     return code
 
@@ -110,17 +113,14 @@ async def audit_all(config: Config) -> int:
 async def _played(name: str, command: Sequence[str], *, timeout_s: float) -> Report | None:
     """Returns the worker's report, or None after showing why there is none."""
     with told_when_slow(f"{name} is audited, each call within {timeout_s:g} s"):
-        ended = await run_program(
-            [*command, "--json", "--seconds", str(PLAYED_S)],
-            limit_s=CHECKED_CALLS * timeout_s + WORKER_GRACE_S + PLAYED_S,
-            # A rollout server's workers get the same variables.
-            environ=open_variables(os.environ),
-        )
-    for line in ended.lines:
+        command = [*command, "--json", "--seconds", str(PLAYED_S)]
+        ended = await run_check(command, timeout_s=timeout_s, played_s=PLAYED_S)
+    is_late = ended.code is None
+    for line in ended.lines[: len(ended.lines) - is_late]:
         print(plain(line.removeprefix(WARNING)), file=sys.stderr)
-    if ended.code is None:
-        complain(f"{name}: no answer within {timeout_s:g} s", sys.stderr)
-    if ended.code:
+    if is_late:
+        complain(f"{name}: {ended.lines[-1]}", sys.stderr)
+    if ended.code != 0:
         return None
     report: Report | None = json.loads(ended.output) if ended.output else None
     return report

@@ -12,6 +12,7 @@ import contextlib
 import errno
 import importlib.util
 import json
+import math
 import os
 import random
 import shutil
@@ -20,7 +21,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from slipstream.client.launch.findings import Finding, Scene, problem
@@ -33,7 +34,7 @@ from slipstream.core.machine.other_python import worker_program
 from slipstream.core.machine.process import open_variables, send_signal
 from slipstream.core.run_folder import log_path
 from slipstream.core.settings.config import Config, address_parts
-from slipstream.core.settings.measurement_sections import PlayedSection
+from slipstream.core.settings.measurement_sections import EvaluationSection, PlayedSection
 
 TAIL_BYTES = 65536
 FUNCTIONS_CHECK = "slipstream.learner.algorithms.check"
@@ -265,19 +266,23 @@ async def _check_environment(
     command += audited if play else ["--no-play"]
     async with places:
         with told_when_slow(f"environment {name} is checked, each call within {timeout_s:g} s"):
-            checked = await run_program(
-                command,
-                limit_s=CHECKED_CALLS * timeout_s + WORKER_GRACE_S,
-                # A rollout server's workers get the same variables.
-                environ=open_variables(os.environ),
-            )
+            checked = await run_check(command, timeout_s=timeout_s)
     _pass_on(checked.lines, f"environment {name}: ")
     if checked.code == 0:
         return "", checked.lines
-    cause = f"no answer within {timeout_s:g} s"
-    if checked.code is not None:
-        cause = checked.lines[-1] if checked.lines else f"exited with code {checked.code}"
+    cause = checked.lines[-1] if checked.lines else f"exited with code {checked.code}"
     return cause.removeprefix(f"environment {reference}: "), checked.lines
+
+
+async def run_check(command: Sequence[str], *, timeout_s: float, played_s: float = 0.0) -> Ended:
+    """Runs an environment's check, which makes several calls; its last line says why it failed."""
+    limit_s = CHECKED_CALLS * timeout_s + WORKER_GRACE_S + played_s
+    # A rollout server's workers get the same variables.
+    ended = await run_program(command, limit_s=limit_s, environ=open_variables(os.environ))
+    if ended.code is None:
+        late = f"its check did not end within {limit_s:g} s, {timeout_s:g} s for each call"
+        return replace(ended, lines=(*ended.lines, late))
+    return ended
 
 
 def check_python(environment: str, python: Path | None) -> None:
@@ -293,6 +298,10 @@ def audit_command(section: PlayedSection, config: Config) -> list[str]:
     command += ["--timeout-s", str(section.timeout_s)]
     command += ["--max-images", str(config.sampling.max_images)]
     command += ["--max-turns", str(config.sampling.max_turns)]
+    of_step = max(each.groups_per_step * each.group_size for each in config.algorithms.distinct)
+    number = section.num_episodes if isinstance(section, EvaluationSection) else of_step
+    workers = section.num_workers * config.rollout_server.count
+    command += ["--episodes", str(math.ceil(number / workers))]
     options = {
         "--no-tools": config.rollout_server.tool_parser is None,
         "--no-start": not config.lora.publishes_adapters,

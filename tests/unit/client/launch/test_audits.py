@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from slipstream.client.launch.audits import audit_all, audit_class
+from slipstream.client.launch.preflight import audit_command
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.measurement_sections import EvaluationSection
 from slipstream.learner.trainer.tiny_model import make_tokenizer
@@ -81,6 +82,47 @@ async def test_tasks_that_are_trained_and_measured_are_told(
     assert await audit_all(config.model_copy(update={"evaluations": (held,)})) == 0
     told = "! 2 of 2 tasks of held that were looked at are trained on too, in sums"
     assert capsys.readouterr().out.splitlines()[-1] == told
+
+
+async def test_one_error_is_one_line_with_its_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = (
+        "from slipstream.client import Environment, Message, StepResult\n"
+        "class Fails(Environment):\n"
+        "    def tasks(self): return [3, 4, 5]\n"
+        "    def reset(self, task):\n"
+        "        self.expected_answer = str(task)\n"
+        "        return [Message('user', f'Say {task}')]\n"
+        "    def step(self, reply): raise ValueError(f'no {reply[:9]!r}')\n"
+        "class Large(Fails):\n"
+        "    def step(self, reply):\n"
+        "        return StepResult(1e30 if reply == self.expected_answer else 0.0)\n"
+    )
+    (tmp_path / "failing.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    for name, said, number in (
+        ("Fails", "ValueError: no ", 24),
+        ("Large", "Verdict.reward must be between -1e+06 and 1e+06, got 1e+30", 6),
+    ):
+        reference = f"failing:{name}"
+        assert await audit_class(reference, [], python="", timeout_s=60.0, model=None) == 2
+        shown = capsys.readouterr()
+        (line,) = shown.err.splitlines()
+        assert line.startswith(f"slipstream: {reference}: {said}")
+        assert line.endswith(f"(in {number} plays)")
+        assert "! " not in shown.out
+
+
+def test_the_episodes_of_a_step_are_shared_by_the_workers(asking: Callable[..., Config]) -> None:
+    config = asking([row("a", ("user", "b c"))])
+    (section,) = config.environments
+    algorithm, servers = config.algorithms.distinct[0], config.rollout_server.count
+    section = section.model_copy(update={"num_workers": 2})
+    command = audit_command(section, config)
+    number = int(command[command.index("--episodes") + 1])
+    most = algorithm.groups_per_step * algorithm.group_size / (2 * servers)
+    assert most <= number < most + 1
 
 
 async def test_an_environment_that_cannot_be_meant_is_refused_after_its_table(

@@ -1,0 +1,255 @@
+"""Looks at what the tasks of an environment ask, and at what they call the right answer."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from os.path import commonprefix
+
+from slipstream.client.terminal import counted
+
+# Tasks from which the same right answer everywhere is a surprise.
+_SEVERAL = 4
+# Characters of a text that no other text holds by chance, and those that a line shows.
+_LONG, _SHOWN = 12, 60
+# Tasks of one environment that are looked for in another one.
+_MAX_COMPARED = 512
+
+_NUMBER = r"[-+−]?\s?\\?[$€£]?\s?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+|(?<=\d))(?:[eE][-+]?\d+)?"
+_UNIT = r"(?:%|°\s?[CFK]?|[mgshlVWKCFJN]|[A-Za-zµ]{2,12})[²³23]?(?:/[a-z]+|\s[a-z]+)?"
+_NOTHING = r"n/?a|none|null|nan|nil|unknown|undefined|missing|tbd|todo|no answer|not known"
+# The kinds of answers, of which the first that fits counts.
+_KINDS = {
+    "no answer": rf"(?i:{_NOTHING})\.?|[-–?.\s]+",
+    "JSON": r"\{.*[\"'].*:.*\}|\[.*[\"{].*\]",
+    "several answers": rf"(?:{_NUMBER}|[A-Z]) or (?:{_NUMBER}|[A-Z])",
+    "a number": rf"{_NUMBER}\.?",
+    "a letter": r"\(?[A-Z]\)?[.:]?",
+    "a number with a unit": rf"{_NUMBER}\s?{_UNIT}",
+    "a formula": r".*[\\^=+*/_{}()\[\]<>|].*|[a-z]|\d*[a-z]",
+}
+# Kinds of one value each: beside most answers of one of them, another kind is odd.
+_STRICT = {"a number", "a letter", "a number with a unit"}
+_ASKS_NUMBER = re.compile(
+    r"\bhow many\b|\bnumber (?:only|alone)\b|\binteger\b|\b(?:a|one|only the|just the) number\b",
+    re.IGNORECASE,
+)
+_OPTIONS = re.compile(
+    r"(?:^|(?<=[\s(]))\(?([A-H])[).:]\s*(\S.*?)\s*(?=$|[\s(]\(?[A-H][).:])", re.DOTALL
+)
+# An answer that the prompt calls so, one alone behind a question, and one among other words.
+_CALLED = (
+    r"(?:answer|solution|result|hint|key|label|target|correct|expected)\W{{0,3}}(?:is)?\W{{0,3}}{0}"
+    r"(?!\w|\s*(?:[,/|]|or\b)\s*\w)"
+)
+_ALONE = r"[.?!]\W*(?<!\w){0}\W*$"
+_NAMED = r"(?<!\w){0}(?!\w)"
+
+
+@dataclass
+class Row:
+    """One task: its messages, each with role and text, and its right answer and reply."""
+
+    index: int
+    said: Sequence[tuple[str, str]]
+    answer: str = ""
+    reply: str = ""
+    has_images: bool = False
+
+    @property
+    def prompt(self) -> str:
+        """The text of the last message."""
+        return self.said[-1][1] if self.said else ""
+
+    @property
+    def text(self) -> str:
+        """The texts of all messages."""
+        return "\n".join(text for _, text in self.said)
+
+    @property
+    def right(self) -> str:
+        """What is right, as a text; "" if it is not known."""
+        return self.answer or self.reply
+
+
+def surprises(rows: Sequence[Row], *, is_interactive: bool) -> Iterator[str]:
+    """Yields a line for each thing that is odd about `rows`.
+
+    Tasks with several turns may begin alike, and differ later.
+    """
+    known = [row for row in rows if row.right]
+    blank = [row for row in rows if row.said and not row.text.strip() and not row.has_images]
+    if blank:
+        yield f"task {blank[0].index} begins without a text"
+    elif not is_interactive:
+        yield from _repeated(rows)
+    if len(known) >= _SEVERAL and len({row.right for row in known}) == 1:
+        yield f"the right answer is the same in all {len(known)} tasks: {quoted(known[0].right)}"
+    longest = sorted(known, key=lambda row: len(row.answer))
+    if longest and len(longest[-1].answer) > 20 * max(
+        len(longest[len(longest) // 2].answer), _LONG
+    ):
+        what = f"task {longest[-1].index} is far longer than others"
+        yield f"the right answer of {what}: {quoted(longest[-1].answer)}"
+    answered = [row for row in known if row.answer.strip()]
+    yield from _odd(answered)
+    if told := _told(answered):
+        yield f"the prompt holds the right answer in {_such_as(told, known)}"
+    if known and len(known) < len(rows):
+        lacking = [row.index for row in rows if not row.right]
+        yield f"{of(len(lacking), len(rows))}, such as task {lacking[0]}, have no right answer"
+
+
+def _repeated(rows: Sequence[Row]) -> Iterator[str]:
+    first: dict[str, Row] = {}
+    shown = [row for row in rows if row.said and not row.has_images]
+    pairs = [(first.setdefault(key_of(row.text), row), row) for row in shown]
+    for one, other in pairs:
+        if key_of(one.right) != key_of(other.right):
+            what = f"tasks {one.index} and {other.index} ask the same, {quoted(one.prompt)}, with"
+            yield f"{what} the answers {quoted(one.right)} and {quoted(other.right)}"
+            return
+    alike = [(one, other) for one, other in pairs if one.text != other.text]
+    for one, other in alike[:1]:
+        what = f"{of(len(alike), len(rows))} ask what another one asks but for spaces and case"
+        yield f"{what}, such as tasks {one.index} and {other.index}, {quoted(one.prompt)}"
+
+
+def _odd(rows: Sequence[Row]) -> Iterator[str]:
+    """Yields lines on answers of another kind than the prompt asks, or than most others have."""
+    if asked := [row for row in rows if not _fits(row)]:
+        yield f"the right answer is not of the kind that the prompt asks in {_such_as(asked, rows)}"
+    kinds = [_kind(row.answer) for row in rows]
+    count = Counter(kinds)
+    most = count.most_common(1)[0][0] if rows else ""
+    odd = {"no answer", "JSON"}
+    if most in odd:
+        odd = {*count}
+    elif most in _STRICT:
+        # Mathematics has answers of many kinds, and few texts among numbers are no answers.
+        odd |= {"several answers"} | (_STRICT if count["a formula"] * 10 < len(rows) else set())
+        odd |= {"a text"} if count["a text"] * 4 <= len(rows) else set()
+    elif most == "a text" and 2 * len({row.answer for row in rows}) <= len(rows):
+        # One of a few labels.
+        odd -= {"no answer"}
+    found = [
+        (row, kind) for row, kind in zip(rows, kinds, strict=True) if kind in odd and kind != most
+    ]
+    if found:
+        what = " or ".join(sorted({kind for _, kind in found}))
+        where = _such_as([row for row, _ in found], rows)
+        yield f"the right answer is {what}, where most are {most}, in {where}"
+
+
+def _kind(answer: str) -> str:
+    fits = (kind for kind, form in _KINDS.items() if re.fullmatch(form, answer.strip(), re.DOTALL))
+    return next(fits, "a text")
+
+
+def _fits(row: Row) -> bool:
+    """Whether the answer is of the kind that the prompt asks: an option of it, or a number."""
+    if options := _options(row.prompt):
+        letters = {*re.findall(r"\b[A-H]\b", row.answer)}
+        text = key_of(row.answer)
+        return (
+            bool(letters)
+            and letters <= options.keys()
+            or any(re.match(rf"{re.escape(text)}(?!\w)", key_of(each)) for each in options.values())
+        )
+    is_number = _kind(row.answer) in ("a number", "a formula")
+    return is_number or _ASKS_NUMBER.search(row.prompt) is None
+
+
+def _options(prompt: str) -> dict[str, str]:
+    """Returns the lettered options of a prompt, by their letters, or {}."""
+    found = dict(_OPTIONS.findall(prompt))
+    return found if {"A", "B"} <= found.keys() else {}
+
+
+def _told(rows: Sequence[Row]) -> list[Row]:
+    """Returns rows whose prompts hold the answer, more often than they hold that of others."""
+    common = Counter(said for row in rows for said in row.said)
+    # What instructions tell about one row.
+    own = [
+        "\n".join(said[1] for said in row.said if said[0] == "system" and common[said] == 1)
+        for row in rows
+    ]
+    texts = [row.text for row in rows]
+    found = {
+        row.index
+        for row in rows
+        if len(row.answer) >= _LONG and row.answer in row.text and not _options(row.prompt)
+    }
+    for form, places in ((_CALLED, texts), (_ALONE, texts), (_NAMED, own)):
+        told = {
+            row.index
+            for row, text in zip(rows, places, strict=True)
+            if _holds(text, form, row.answer)
+        }
+        by_chance = sum(
+            _holds(text, form, other.answer) and key_of(row.answer) != key_of(other.answer)
+            for row, other, text in zip(rows, [*rows[1:], *rows[:1]], places, strict=True)
+        )
+        found |= told if len(told) > 2 * by_chance else set()
+    return [row for row in rows if row.index in found]
+
+
+def _holds(text: str, form: str, answer: str) -> bool:
+    said = re.escape(answer.strip())
+    return bool(text) and re.search(form.format(said), text, re.IGNORECASE) is not None
+
+
+def key_of(text: str) -> str:
+    """Returns a text in single spaces and small letters, but for words of one letter."""
+    return re.sub(r"\w{2,}", lambda word: word[0].casefold(), " ".join(text.split()))
+
+
+def shared_questions(
+    held: Sequence[tuple[str, str]], trained: Sequence[tuple[str, str]]
+) -> tuple[int, int]:
+    """Returns how many of `held` were looked at, and how many of these are in `trained` too.
+
+    Each is the key of a prompt and the right answer. What all prompts of one side begin and end
+    with, such as an instruction, makes no difference.
+    """
+    held = held[:: max(1, -(-len(held) // _MAX_COMPARED))]
+    known: dict[str, list[tuple[str, str]]] = {}
+    for (text, answer), core in zip(trained, _cores(trained), strict=True):
+        known.setdefault(answer, []).append((text, core))
+    shared = sum(
+        any(
+            text == other
+            or (len(other) >= _LONG and other in text)
+            or (len(text) >= _LONG and text in other)
+            or (" " in core and " " in its and its in text and core in other)
+            for other, its in known.get(answer, ())
+        )
+        for (text, answer), core in zip(held, _cores(held), strict=True)
+    )
+    return len(held), shared
+
+
+def _cores(rows: Sequence[tuple[str, str]]) -> list[str]:
+    """Returns the texts without what all of them begin and end with."""
+    texts = [text for text, _ in rows]
+    start = len(commonprefix(texts)) if len(texts) > 1 else 0
+    end = len(commonprefix([text[start:][::-1] for text in texts])) if len(texts) > 1 else 0
+    return [text[start : len(text) - end].strip() for text in texts]
+
+
+def of(number: int, total: int) -> str:
+    """Returns how many of all tasks."""
+    return f"{number} of {counted(total, 'task')}"
+
+
+def _such_as(some: Sequence[Row], rows: Sequence[Row]) -> str:
+    where = f"{of(len(some), len(rows))}, such as task {some[0].index}"
+    return f"{where}, {quoted(some[0].prompt)}, right {quoted(some[0].right)}"
+
+
+def quoted(text: str) -> str:
+    """Returns a text in quotes on one line, cut where it is long."""
+    text = " ".join(text.split())
+    return repr(text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}...")
