@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import codecs
 import concurrent.futures
 import functools
 import os
@@ -22,7 +21,7 @@ import sys
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -54,7 +53,6 @@ OPTIONS = (
 # Seconds in which runs end in order when their process exits; then Linux ends them.
 EXIT_LIMIT_S = 120.0
 TAIL_CHARACTERS = 8192
-CHUNK_BYTES = 65536
 
 Result = TypeVar("Result")
 
@@ -286,62 +284,59 @@ class _Start:
 async def _start(plan: _Plan) -> tuple[_Start, concurrent.futures.Future[None]]:
     """Starts the command; returns it with what its end will be."""
     before = plan.address
-    settings = tempfile.TemporaryDirectory(prefix="slipstream-")
-    path = Path(settings.name, "settings.toml")
-    path.write_text(tomli_w.dumps(plan.table))
-    process = await asyncio.create_subprocess_exec(
-        *(*COMMAND, str(os.getpid()), str(path)),
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        # An interrupted cell interrupts its process group.
-        start_new_session=True,
-    )
+    folder = tempfile.TemporaryDirectory(prefix="slipstream-")
+    settings, stderr = Path(folder.name, "settings.toml"), Path(folder.name, "stderr")
+    settings.write_text(tomli_w.dumps(plan.table))
+    with stderr.open("wb") as file:
+        process = await asyncio.create_subprocess_exec(
+            *(*COMMAND, str(os.getpid()), str(settings)),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=None if plan.show else asyncio.subprocess.DEVNULL,
+            stderr=file,
+            # An interrupted cell interrupts its process group.
+            start_new_session=True,
+        )
     start = _Start(process)
-    end = _submit(_conduct(plan, start, before, settings))
+
+    async def conduct() -> None:
+        with folder:
+            failure = await _served(plan, process, before)
+            # A number above 128 is that of a signal, after which the run was stopped in order.
+            code = process.returncode or 0
+            if failure is not None:
+                raise failure
+            if code and not start.asked and code <= 128:
+                raise _failure(code, stderr.read_text(errors="replace"))
+
+    end = _submit(conduct())
     _ends[end] = start
     end.add_done_callback(_ends.pop)
     return start, end
 
 
-async def _conduct(
-    plan: _Plan,
-    start: _Start,
-    before: tuple[int, str],
-    settings: tempfile.TemporaryDirectory[str],
-) -> None:
-    """Serves the environments until the command has ended; raises why the run failed, if it did."""
-    process = start.process
-    assert process.stdout is not None
-    assert process.stderr is not None
-    said: list[str] = []
-    failure: BaseException | None = None
-    with settings:
-        serving = asyncio.ensure_future(_serve(plan, before))
-        reading = asyncio.gather(
-            _read(process.stdout, _show if plan.show else None),
-            _read(process.stderr, said.append),
-        )
-        ended = asyncio.ensure_future(process.wait())
-        await asyncio.wait((serving, ended), return_when=asyncio.FIRST_COMPLETED)
-        if not ended.done():
-            # The run cannot go on without the environments of this process.
-            failure = serving.exception()
-            if failure is not None:
-                send_signal(process, signal.SIGTERM)
-        code = await ended
-        serving.cancel()
-        await asyncio.gather(serving, return_exceptions=True)
-        await reading
-    if failure is not None:
-        raise failure
-    # A number above 128 is that of a signal, after which the run was stopped in order.
-    if code == 0 or start.asked or code > 128:
-        return
-    cause = "".join(said)[-TAIL_CHARACTERS:].rpartition("slipstream: ")[2].strip()
+def _failure(code: int, said: str) -> ConfigError | RunFailed:
+    """Returns the error of a command that ended with `code` and wrote `said` to stderr."""
+    cause = said[-TAIL_CHARACTERS:].rpartition("slipstream: ")[2].strip()
     if code not in (FAILED, USAGE_ERROR):
         cause = f"the command ended with code {code}: {cause}"
-    raise (ConfigError if code == USAGE_ERROR else RunFailed)(cause)
+    return (ConfigError if code == USAGE_ERROR else RunFailed)(cause)
+
+
+async def _served(
+    plan: _Plan, process: asyncio.subprocess.Process, before: tuple[int, str]
+) -> BaseException | None:
+    """Serves the environments until the command has ended; returns why that failed, if it did."""
+    serving = asyncio.ensure_future(_serve(plan, before))
+    ended = asyncio.ensure_future(process.wait())
+    await asyncio.wait((serving, ended), return_when=asyncio.FIRST_COMPLETED)
+    failure = None if ended.done() else serving.exception()
+    if failure is not None:
+        # The run cannot go on without the environments of this process.
+        send_signal(process, signal.SIGTERM)
+    await ended
+    serving.cancel()
+    await asyncio.gather(serving, return_exceptions=True)
+    return failure
 
 
 async def _serve(plan: _Plan, before: tuple[int, str]) -> None:
@@ -363,20 +358,6 @@ async def _serve(plan: _Plan, before: tuple[int, str]) -> None:
                     group.create_task(client.serve(one.environment, name=one.name, **one.options))
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
-
-
-async def _read(stream: asyncio.StreamReader, take: Callable[[str], object] | None) -> None:
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    while data := await stream.read(CHUNK_BYTES):
-        text = decoder.decode(data)
-        if take is not None:
-            take(text)
-
-
-def _show(text: str) -> None:
-    # In a notebook `sys.stdout` is the newest cell's.
-    sys.stdout.write(text)
-    sys.stdout.flush()
 
 
 def _table(settings: Mapping[str, object]) -> dict[str, Any]:
