@@ -199,13 +199,17 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
                 f"the model was trained for {version} steps already: load a saved state, or start "
                 "a run with another run.name"
             )
-        return first.operation.refused.cause or self._unloadable(first.operation.load.name)
+        if first.kind == "load":
+            return self._unloadable(first.operation.load.name)
+        return first.operation.refused.cause
 
     def _unloadable(self, name: str) -> str:
         """Returns why the state `name` cannot be loaded, or "" if it can, or if there is none."""
         step = self._named.get(name)
         if step is None:
             return f"{name} is no state that this run saved"
+        if not step and self._progress.version.step:
+            return f"{name} is version 0, with which only a run of another run.name begins"
         if step and step not in complete_steps(self._checkpoints):
             return f"the checkpoint of {name} was removed, as checkpoint.keep_last says"
         return ""
@@ -290,13 +294,14 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
                 self._fail(entry, entry.operation.refused.cause)
             case "publish":
                 self._publish(entry)
-            case "save" if not version:
-                self._fail(entry, "no step was made: version 0 is the model of the settings")
+            # Nothing is written of version 0, the model of the settings.
             case "save" if self._state.checkpoint.step == version:
                 self._end(entry, pb.OperationResult(step=version))
             case "load" if not entry.is_begun:
                 if cause := self._unloadable(entry.operation.load.name):
                     self._fail(entry, cause)
+                elif not version:
+                    self._end(entry, pb.OperationResult())
 
     def _publish(self, entry: Entry) -> None:
         if any(each in self._samples for each in self._before_publish):
@@ -340,7 +345,7 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
             passes = tuple(each.operation.compute for each in self._passes)
             entry.is_begun = True
             return StepOrder(operation.id, operation.step, passes)
-        if self._unloadable(operation.load.name):
+        if not self._progress.version.step or self._unloadable(operation.load.name):
             return None
         step, entry.is_begun = self._named[operation.load.name], True
         without = operation.load.without_optimizer
