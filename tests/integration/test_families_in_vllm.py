@@ -34,6 +34,11 @@ CASES = [
     "minimax.glm",
     "exaone4.default",
     "exaone4-full.llama3",
+    "cwm.default",
+    "seed-oss.default",
+    "smollm3.llama3",
+    "flex-olmo.default",
+    "k-exaone.default",
 ]
 # vLLM's kernels for a CPU take no smaller heads, and pad smaller experts.
 WIDER_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
@@ -45,6 +50,8 @@ WIDER_EXPERTS = {
     "glm-lite": {"moe_intermediate_size": 64},
     "minimax": {"intermediate_size": 64},
     "gpt-oss": {"intermediate_size": 64},
+    "flex-olmo": {"intermediate_size": 64},
+    "k-exaone": {"moe_intermediate_size": 64},
 }
 
 # vLLM's convolution for a CPU takes the published width alone.
@@ -54,7 +61,7 @@ DELTA_NETS = {"moe_intermediate_size": 64, "linear_conv_kernel_dim": 4}
 @pytest.mark.parametrize("case", CASES)
 def test_an_engine_computes_what_transformers_does(case: str, tmp_path: Path) -> None:
     sizes = WIDER_EXPERTS.get(case.split(".")[0], {})
-    if case.startswith(("olmo", "mimo")):
+    if case.startswith(("olmo", "mimo", "smollm3", "flex")):
         sizes = sizes | WIDER_HEADS
     for name, seed in (("first", 0), ("second", 1)):
         make_field_model(tmp_path / name, case, seed=seed, **sizes)

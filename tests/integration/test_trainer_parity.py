@@ -82,7 +82,9 @@ def test_one_rank_trains_like_plain_transformers(layout, folder, one_rank):
         trained = {module_name(name): tensor for name, tensor in trained.items()}
         weights = {module_name(name): tensor for name, tensor in weights.items()}
     elif model != "gpt-oss":
-        trained = one_by_one(trained, is_mixtral=model in ("mixtral", "minimax"))
+        trained = one_by_one(
+            trained, is_mixtral=model in ("mixtral", "minimax"), is_k_exaone=model == "k-exaone"
+        )
     for name, tensor in weights.items():
         torch.testing.assert_close(tensor, trained[name], rtol=1e-6, atol=1e-6)
 
@@ -108,13 +110,17 @@ def module_name(name: str) -> str:
     return name.replace("model.language_model.", "").replace("language_model.model.", "")
 
 
-def one_by_one(weights: dict[str, torch.Tensor], *, is_mixtral: bool) -> dict[str, torch.Tensor]:
+def one_by_one(
+    weights: dict[str, torch.Tensor], *, is_mixtral: bool, is_k_exaone: bool
+) -> dict[str, torch.Tensor]:
     """transformers keeps the experts of a layer in one tensor; in files each has its own."""
     names = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
     found = {}
     for name, tensor in weights.items():
         if is_mixtral:
             name = name.replace(".mlp.", ".block_sparse_moe.")
+        if is_k_exaone:
+            name = name.replace("gate.e_score", "e_score")
         if name.endswith(".experts.gate_up_proj"):
             for expert, both in enumerate(tensor):
                 for part, own in zip(names, both.chunk(2), strict=False):
@@ -240,6 +246,11 @@ FAMILIES = [
     "one-glm-lite",
     "one-minimax",
     "one-exaone4",
+    "one-cwm",
+    "one-seed-oss",
+    "one-smollm3",
+    "one-flex-olmo",
+    "one-k-exaone",
 ]
 
 

@@ -232,6 +232,39 @@ FAMILIES = {
         "Exaone4ForCausalLM",
         {"head_dim": 32, "sliding_window": None, "layer_types": ["full_attention"] * 2},
     ),
+    "cwm": Family(
+        "CwmConfig",
+        "CwmForCausalLM",
+        WINDOWS | {"head_dim": 32},
+        {"sliding_window": 101, "layer_types": ["full_attention", "sliding_attention"]},
+    ),
+    "seed-oss": Family("SeedOssConfig", "SeedOssForCausalLM", {"head_dim": 32}),
+    "smollm3": Family(
+        "SmolLM3Config",
+        "SmolLM3ForCausalLM",
+        {"no_rope_layers": [1, 0]},
+        {"no_rope_layers": [0, 1]},
+    ),
+    "flex-olmo": Family(
+        "FlexOlmoConfig",
+        "FlexOlmoForCausalLM",
+        {"num_experts": 4, "num_experts_per_tok": 3, "norm_topk_prob": True},
+        {"num_experts_per_tok": 2, "norm_topk_prob": False},
+    ),
+    "k-exaone": Family(
+        "ExaoneMoeConfig",
+        "ExaoneMoeForCausalLM",
+        WINDOWS
+        | MIXTURE
+        | {"head_dim": 32, "num_shared_experts": 2, "first_k_dense_replace": 1}
+        | {"routed_scaling_factor": 1.7},
+        {
+            "sliding_window": 101,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "num_experts_per_tok": 2,
+            "routed_scaling_factor": 1.0,
+        },
+    ),
     "mistral": Family(
         "MistralConfig",
         "MistralForCausalLM",
@@ -270,6 +303,8 @@ _OTHERS = (
     "minimax",
     "exaone4",
     "exaone4-full",
+    "cwm",
+    "k-exaone",
     "qwen3-next",
     "qwen35",
     "qwen35-moe",
@@ -295,6 +330,8 @@ CASES = [
     "minimax.glm",
     "exaone4.default",
     "exaone4-full.llama3",
+    "cwm.default",
+    "k-exaone.default",
     "qwen3-next.glm",
     "qwen35.glm",
     "qwen35-moe.glm",

@@ -19,12 +19,18 @@ OTHER_KINDS = {
 
 def make_models(folder: Path, *, num_layers: int = NUM_LAYERS) -> None:
     from transformers import (
+        CwmConfig,
+        CwmForCausalLM,
         DeepseekV3Config,
         DeepseekV3ForCausalLM,
         Ernie4_5Config,
         Ernie4_5ForCausalLM,
         Exaone4Config,
         Exaone4ForCausalLM,
+        ExaoneMoeConfig,
+        ExaoneMoeForCausalLM,
+        FlexOlmoConfig,
+        FlexOlmoForCausalLM,
         Gemma3Config,
         Gemma3ForCausalLM,
         Gemma3ForConditionalGeneration,
@@ -65,6 +71,10 @@ def make_models(folder: Path, *, num_layers: int = NUM_LAYERS) -> None:
         Qwen3MoeForCausalLM,
         Qwen3NextConfig,
         Qwen3NextForCausalLM,
+        SeedOssConfig,
+        SeedOssForCausalLM,
+        SmolLM3Config,
+        SmolLM3ForCausalLM,
     )
 
     sizes = {
@@ -309,6 +319,23 @@ def make_models(folder: Path, *, num_layers: int = NUM_LAYERS) -> None:
                 rope_parameters=scaled,
                 sliding_window=6,
                 layer_types=gemma["layer_types"],
+            )
+        )
+        windows = {"sliding_window": 6, "layer_types": gemma["layer_types"]}
+        models["cwm"] = CwmForCausalLM(CwmConfig(**sizes, **rope, **windows))
+        models["seed-oss"] = SeedOssForCausalLM(SeedOssConfig(**sizes, **rope))
+        models["smollm3"] = SmolLM3ForCausalLM(
+            SmolLM3Config(**sizes, **rope, no_rope_layers=[1, 0] * num_layers)
+        )
+        models["flex-olmo"] = FlexOlmoForCausalLM(
+            FlexOlmoConfig(**sizes, **rope, num_experts=4, num_experts_per_tok=2)
+        )
+        models["k-exaone"] = ExaoneMoeForCausalLM(
+            ExaoneMoeConfig(
+                **mixture | windows,
+                num_shared_experts=2,
+                first_k_dense_replace=1,
+                routed_scaling_factor=1.7,
             )
         )
     for name, model in models.items():

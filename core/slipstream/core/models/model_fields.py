@@ -22,6 +22,7 @@ HONOURED = frozenset(
         *("moe_intermediate_size", "shared_expert_intermediate_size"),
         # These are refused if they describe more than one kind of layer.
         *("decoder_sparse_step", "mlp_only_layers", "first_k_dense_replace", "n_shared_experts"),
+        "num_shared_experts",
         *("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"),
         *("sliding_window_pattern", "_sliding_window_pattern", "rope_local_base_freq"),
         "query_pre_attn_scalar",
@@ -57,6 +58,7 @@ HARMLESS = frozenset(
         "repetition_penalty",
         # Dropout, jitter and losses of training; neither trainer nor rollout servers apply them.
         *("attention_dropout", "classifier_dropout", "embd_pdrop", "hidden_dropout", "resid_pdrop"),
+        "residual_dropout",
         *("router_jitter_noise", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux"),
         # How a fresh model is made.
         "initializer_range",
@@ -69,6 +71,7 @@ _LEFT_OUT = (
     # Positions and attention.
     *("rotary_emb_base", "original_max_position_embeddings", "mrope_section", "xdrope_section"),
     *("dual_chunk_attention_config", "clip_qkv", "rotary_dim", "qk_norm_type"),
+    *("no_rope_layers", "no_rope_layer_interval"),
     *("final_logit_softcapping", "attn_logit_softcapping"),
     # Latent attention.
     *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_nope_head_dim", "qk_rope_head_dim"),
@@ -81,7 +84,7 @@ _LEFT_OUT = (
 )
 # Fields that must be false, 1 or 0 if config.json has them.
 _FALSE = (
-    *("attention_bias", "bias", "qkv_bias", "mlp_bias", "use_bias"),
+    *("attention_bias", "attention_out_bias", "bias", "qkv_bias", "mlp_bias", "use_bias"),
     *("attn_output_gate", "qk_norm", "use_qk_norm", "use_bidirectional_attention"),
     *("rope_interleaved", "use_mrope", "layer_scale"),
 )

@@ -109,7 +109,8 @@ def _is_sparse(config: Mapping[str, JsonValue], layer: int) -> bool:
 def _active_experts(config: Mapping[str, JsonValue], hidden: int) -> int:
     intermediate = _number(config, "moe_intermediate_size", _number(config, "intermediate_size", 0))
     shared = _number(config, "shared_expert_intermediate_size", 0)
-    shared += _number(config, "n_shared_experts", 0) * intermediate
+    for name in ("n_shared_experts", "num_shared_experts"):
+        shared += _number(config, name, 0) * intermediate
     chosen = _number(config, "num_experts_per_tok")
     router = hidden * _num_experts(config)
     return router + 3 * hidden * (chosen * intermediate + shared)

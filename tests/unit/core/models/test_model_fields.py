@@ -21,14 +21,16 @@ from support.fakes.small_configs import config_with, refusals
 
 TEXT = ("Llama", "Qwen2", "Qwen3", "Qwen3Moe", "Qwen2Moe", "Mixtral", "Mistral", "Olmoe")
 LATER = ("Gemma3", "Glm4Moe", "DeepseekV3", "GptOss", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe")
-LATEST = ("Glm4MoeLite", "MiniMaxM2", "Exaone4")
+LATEST = ("Glm4MoeLite", "MiniMaxM2", "Exaone4", "ExaoneMoe", "SeedOss", "SmolLM3", "Cwm")
 LLAMA, QWEN2, QWEN3, QWEN3_MOE, QWEN2_MOE, MIXTRAL, MISTRAL, OLMOE = (
     f"{name}ForCausalLM" for name in TEXT
 )
 GEMMA3, GLM, DEEPSEEK, GPT_OSS, QWEN3_NEXT, QWEN35, QWEN35_MOE = (
     f"{name}ForCausalLM" for name in LATER
 )
-GLM_LITE, MINIMAX, EXAONE = (f"{name}ForCausalLM" for name in LATEST)
+GLM_LITE, MINIMAX, EXAONE, K_EXAONE, SEED_OSS, SMOLLM3, CWM = (
+    f"{name}ForCausalLM" for name in LATEST
+)
 SEEING = [
     f"{name}ForConditionalGeneration"
     for name in ("Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe")
@@ -53,6 +55,7 @@ WRITTEN = {
     DEEPSEEK: {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     GPT_OSS: {"rope_parameters": GPT_OSS_YARN},
     GLM_LITE: {"first_k_dense_replace": 1},
+    K_EXAONE: {"first_k_dense_replace": 1},
     MINIMAX: {
         "scoring_func": "sigmoid",
         "use_routing_bias": True,
@@ -134,7 +137,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (QWEN3_NEXT, {"layer_types": ["sliding_attention"]}, "got 'sliding_attention'"),
     (QWEN3_NEXT, {"rope_scaling": YARN}, "must be default, got 'yarn'"),
     (GLM_LITE, {"first_k_dense_replace": 2}, "first_k_dense_replace of a Glm4MoeLiteForCausalLM"),
-    (GLM_LITE, {"mlp_layer_types": ["dense", "dense", "sparse"]}, "must be dense for the first la"),
+    (
+        GLM_LITE,
+        {"mlp_layer_types": ["dense", "dense", "sparse"]},
+        "must be dense for the first 1 la",
+    ),
     (GLM_LITE, {"mlp_layer_types": ["sparse", "sparse"]}, "got ['sparse', 'sparse']"),
     (GLM_LITE, {"rope_scaling": LATENT_YARN | {"mscale": 0.7}}, "mscale_all_dim of latent attent"),
     (GLM_LITE, {"norm_topk_prob": False}, "norm_topk_prob"),
@@ -224,6 +231,11 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [
     (EXAONE, {"rope_scaling": LLAMA3, "sliding_window": 4096, "sliding_window_pattern": "LLLG"}),
     (EXAONE, {"layer_types": ["sliding_attention", "full_attention"]}),
     (EXAONE, {"layer_types": ["full_attention"], "sliding_window": None}),
+    (K_EXAONE, {"num_shared_experts": 1, "routed_scaling_factor": 2.5, "sliding_window": 128}),
+    (K_EXAONE, {"mlp_layer_types": ["dense", "sparse", "sparse"], "scoring_func": "sigmoid"}),
+    (SEED_OSS, {"attention_bias": True, "residual_dropout": 0.1, "attention_dropout": 0.1}),
+    (SMOLLM3, {"no_rope_layers": [1, 1, 1, 0], "no_rope_layer_interval": 4}),
+    (CWM, {"rope_scaling": LLAMA3, "layer_types": ["full_attention", "sliding_attention"]}),
     (GPT_OSS, {"rope_parameters": GPT_OSS_YARN | {"truncate": False}, "swiglu_limit": 7.0}),
     (GPT_OSS, {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 128}),
     (GPT_OSS, {"experts_per_token": 4, "initial_context_length": 4096, "attention_bias": True}),

@@ -1,10 +1,12 @@
-"""Records of DeepSeek V3, and of GLM 4.5 to 4.7 and MiniMax M2, which route like it."""
+"""Records of DeepSeek V3, and of GLM 4.5 to 4.7, MiniMax M2 and K-EXAONE, which route like it."""
 
 from collections.abc import Iterator, Mapping
 
 from slipstream.core.models.family import (
     ANY_BIAS,
+    FULL,
     OFF,
+    SLIDING,
     UNSHARED,
     Experts,
     Family,
@@ -46,12 +48,12 @@ def _rope_problems(kind: str, table: Table, _: Table) -> Iterator[str]:
 
 
 def _dense_problems(values: Table) -> Iterator[str]:
-    """Yields a line if transformers and vLLM would have other layers without experts."""
-    kinds = values.get("mlp_layer_types") or ()
-    if kinds and ("dense" in kinds[1:] or kinds[0] != "dense"):
+    """Yields a line if the programs would have other layers without experts."""
+    kinds, dense = values.get("mlp_layer_types") or [], values.get("first_k_dense_replace") or 0
+    if kinds and kinds != ["dense"] * dense + ["sparse"] * (len(kinds) - dense):
         yield (
-            "model.path: mlp_layer_types of a Glm4MoeLiteForCausalLM must be dense for the first "
-            f"layer and sparse for all others, as first_k_dense_replace says, got {kinds}"
+            f"model.path: mlp_layer_types must be dense for the first {dense} layers and sparse "
+            f"for all others, as first_k_dense_replace says, got {kinds}"
         )
 
 
@@ -148,6 +150,23 @@ FAMILIES = (
         problems=_turned_problems,
         rope=Rope(is_partial=True),
         query_norm="whole",
+        experts=Experts(is_normalized=True),
+    ),
+    Family(
+        architecture="ExaoneMoeForCausalLM",
+        model_type="exaone_moe",
+        values=_SIGMOID,
+        read=(
+            *("routed_scaling_factor", "mlp_layer_types"),
+            # The layers that predict further tokens are neither loaded nor sampled from.
+            "num_nextn_predict_layers",
+        ),
+        # transformers has one such layer if config.json does not say how many.
+        written=("first_k_dense_replace",),
+        layer_kinds=(FULL, SLIDING),
+        problems=_dense_problems,
+        query_norm="head",
+        has_windows=True,
         experts=Experts(is_normalized=True),
     ),
 )

@@ -1,4 +1,4 @@
-"""Records of OLMo 2 and OLMoE."""
+"""Records of OLMo 2, OLMoE and FlexOlmo."""
 
 from slipstream.core.models.family import DENSE, OFF, UNSHARED, Experts, Family
 
@@ -20,6 +20,14 @@ FAMILIES = (
             "rms_norm_eps": (None, 1e-5),
             "tie_word_embeddings": OFF,
         },
+        has_head_dim=False,
+        query_norm="whole",
+        experts=Experts(),
+    ),
+    Family(
+        architecture="FlexOlmoForCausalLM",
+        model_type="flex_olmo",
+        values=UNSHARED,
         has_head_dim=False,
         query_norm="whole",
         experts=Experts(),

@@ -34,9 +34,12 @@ from slipstream.learner.trainer.families.mappings import (
 )
 from torch import Tensor
 from transformers import (
+    CwmForCausalLM,
     DeepseekV3ForCausalLM,
     Ernie4_5ForCausalLM,
     Exaone4ForCausalLM,
+    ExaoneMoeForCausalLM,
+    FlexOlmoForCausalLM,
     Gemma3ForCausalLM,
     Glm4MoeForCausalLM,
     Glm4MoeLiteForCausalLM,
@@ -48,6 +51,8 @@ from transformers import (
     Olmo2ForCausalLM,
     OlmoeForCausalLM,
     Qwen2MoeForCausalLM,
+    SeedOssForCausalLM,
+    SmolLM3ForCausalLM,
 )
 
 
@@ -65,6 +70,40 @@ class MistralBridge(DenseBridge):
     Bridge's own recipe has windows of one token more than transformers and vLLM.
     Source: arXiv:2310.06825, section 2.
     """
+
+
+@recipe_for(CwmForCausalLM, "cwm")
+class CwmBridge(DenseBridge):
+    """CWM: a Llama most of whose layers have sliding windows.
+
+    Source: arXiv:2510.02387, section 3.
+    """
+
+
+@recipe_for(SmolLM3ForCausalLM, "smollm3")
+class SmolLM3Bridge(DenseBridge):
+    """SmolLM3: a Llama some of whose layers have no positions.
+
+    Source: the class of this model in transformers 5.19.
+    """
+
+    def _adjust(self, provider: Megatron, settings: Megatron) -> None:
+        have_rope = settings.no_rope_layers[: settings.num_hidden_layers]
+        provider.no_rope_freq = [int(not has_rope) for has_rope in have_rope]
+
+
+@recipe_for(SeedOssForCausalLM, "seed_oss")
+class SeedOssBridge(FamilyBridge):
+    """Seed-OSS: a Llama whose queries, keys and values have biases.
+
+    Source: the class of this model in transformers 5.19.
+    """
+
+    def _adjust(self, provider: Megatron, settings: Megatron) -> None:
+        provider.add_qkv_bias = settings.attention_bias
+
+    def _mappings(self) -> list[Megatron]:
+        return [*ends(), *norms_before(), *attention(biases=True), *gated()]
 
 
 @recipe_for("MiMoForCausalLM", "mimo")
@@ -138,6 +177,12 @@ class Olmo2Bridge(FamilyBridge):
         return [*ends(), *norms_after(), *attention(normed_heads=True), *gated()]
 
 
+def _turn_in_windows(provider: Megatron, settings: Megatron) -> None:
+    """Takes positions away from layers without windows, if the model has windows."""
+    if settings.sliding_window is not None:
+        provider.no_rope_freq = [int(kind == "full_attention") for kind in settings.layer_types]
+
+
 @recipe_for(Exaone4ForCausalLM, "exaone4")
 class Exaone4Bridge(FamilyBridge):
     """EXAONE 4: norms as in OLMo 2, but of single heads; layers without windows have no positions.
@@ -148,8 +193,7 @@ class Exaone4Bridge(FamilyBridge):
     def _adjust(self, provider: Megatron, settings: Megatron) -> None:
         provider.qk_layernorm = True
         place_norms(provider, "after")
-        if settings.sliding_window is not None:
-            provider.no_rope_freq = [int(kind == "full_attention") for kind in settings.layer_types]
+        _turn_in_windows(provider, settings)
 
     def _mappings(self) -> list[Megatron]:
         return [*ends(), *norms_after(), *attention(normed_heads=True), *gated()]
@@ -168,6 +212,21 @@ class OlmoeBridge(FamilyBridge):
 
     def _mappings(self) -> list[Megatron]:
         return [*ends(), *norms_before(), *attention(normed_heads=True), *experts()]
+
+
+@recipe_for(FlexOlmoForCausalLM, "flex_olmo")
+class FlexOlmoBridge(OlmoeBridge):
+    """FlexOlmo: an OLMoE with norms as in OLMo 2.
+
+    Source: arXiv:2507.07024, section 3.
+    """
+
+    def _adjust(self, provider: Megatron, settings: Megatron) -> None:
+        super()._adjust(provider, settings)
+        place_norms(provider, "after", whole=True)
+
+    def _mappings(self) -> list[Megatron]:
+        return [*ends(), *norms_after(), *attention(normed_heads=True), *experts()]
 
 
 @recipe_for(MixtralForCausalLM, "mixtral")
@@ -216,12 +275,14 @@ class ErnieBridge(DenseBridge):
 class _SharedBridge(FamilyBridge):
     """The common parts of decoders with shared experts, whose first layers are dense."""
 
+    # The field of config.json with the number of shared experts.
+    shared_count = "n_shared_experts"
+
     def _adjust(self, provider: Megatron, settings: Megatron) -> None:
         dense = settings.first_k_dense_replace
         provider.moe_layer_freq = [0] * dense + [1] * (settings.num_hidden_layers - dense)
-        provider.moe_shared_expert_intermediate_size = (
-            settings.moe_intermediate_size * settings.n_shared_experts
-        )
+        shared = getattr(settings, self.shared_count)
+        provider.moe_shared_expert_intermediate_size = settings.moe_intermediate_size * shared
         provider.mtp_num_layers = None
         place_norms(provider, "before")
 
@@ -248,12 +309,15 @@ def _expert_bias(theirs: str) -> list[Megatron]:
 class _SigmoidBridge(_SharedBridge):
     """The common parts of decoders with shared experts whose router has sigmoid scores."""
 
+    # The folder of the router's biases in a layer of the files.
+    bias_folder = "mlp.gate"
+
     def _adjust(self, provider: Megatron, settings: Megatron) -> None:
         super()._adjust(provider, settings)
         _score_by_sigmoid(provider)
 
     def _mappings(self) -> list[Megatron]:
-        return [*super()._mappings(), *_expert_bias("mlp.gate")]
+        return [*super()._mappings(), *_expert_bias(self.bias_folder)]
 
 
 @recipe_for(MiniMaxM2ForCausalLM, "minimax_m2")
@@ -288,6 +352,24 @@ class Glm4MoeBridge(_SigmoidBridge):
 
     def _mappings(self) -> list[Megatron]:
         return [*super()._mappings(), *attention(biases=True, normed_heads=True)]
+
+
+@recipe_for(ExaoneMoeForCausalLM, "exaone_moe")
+class ExaoneMoeBridge(_SigmoidBridge):
+    """K-EXAONE: experts as in GLM-4.5, windows and positions as in EXAONE 4.
+
+    Source: the class of this model in transformers 5.19.
+    """
+
+    shared_count, bias_folder = "num_shared_experts", "mlp"
+
+    def _adjust(self, provider: Megatron, settings: Megatron) -> None:
+        super()._adjust(provider, settings)
+        provider.qk_layernorm = True
+        _turn_in_windows(provider, settings)
+
+    def _mappings(self) -> list[Megatron]:
+        return [*super()._mappings(), *attention(normed_heads=True)]
 
 
 def _make_latent(provider: Megatron, settings: Megatron) -> None:
