@@ -74,7 +74,7 @@ def install() -> None:
     substitute(torch, {name: _on_cpu(getattr(torch, name)) for name in _FACTORIES})
     _replace_cuda()
     _replace_tensor_methods()
-    _replace_uneven_collectives()
+    _replace_all_gather()
     hide_triton_kernels()
     _replace_megatron()
     # Deterministic sums over duplicate indices make the same batches give the same bits.
@@ -193,12 +193,12 @@ def _replace_tensor_methods() -> None:
     substitute(torch.nn.Module, {"cuda": identity})
 
 
-def _replace_uneven_collectives() -> None:
-    """Makes `all_gather` and `reduce_scatter` accept parts of different sizes, which gloo rejects.
+def _replace_all_gather() -> None:
+    """Makes `all_gather` accept parts of different sizes, which gloo rejects.
 
     Parts differ where ranks share the matrices of experts: each rank has its own number of tokens.
     """
-    real_gather, real_reduce_scatter = dist.all_gather, dist.reduce_scatter
+    real_gather = dist.all_gather
 
     def padded(tensor: torch.Tensor, length: int) -> torch.Tensor:
         return torch.cat([tensor, tensor.new_zeros(length - len(tensor), *tensor.shape[1:])])
@@ -216,20 +216,7 @@ def _replace_uneven_collectives() -> None:
             part.copy_(found[: len(part)])
         return None
 
-    def reduce_scatter(
-        output: torch.Tensor, input_list: list[torch.Tensor], *args: Any, **kwargs: Any
-    ) -> Any:
-        if len({part.shape for part in input_list}) == 1:
-            return real_reduce_scatter(output, input_list, *args, **kwargs)
-        length = max(len(part) for part in input_list)
-        found = output.new_empty(length, *output.shape[1:])
-        parts = [padded(part, length) for part in input_list]
-        work = real_reduce_scatter(found, parts, *args, **kwargs)
-        assert work is None, "only the synchronous form is replaced"
-        output.copy_(found[: len(output)])
-        return None
-
-    substitute(dist, {"all_gather": all_gather, "reduce_scatter": reduce_scatter})
+    substitute(dist, {"all_gather": all_gather})
 
 
 def hide_triton_kernels() -> None:
