@@ -242,13 +242,13 @@ FAMILIES = {
     "smollm3": Family(
         "SmolLM3Config",
         "SmolLM3ForCausalLM",
-        {"no_rope_layers": [1, 0]},
+        {"no_rope_layers": [1, 0], "pad_token_id": None},
         {"no_rope_layers": [0, 1]},
     ),
     "flex-olmo": Family(
         "FlexOlmoConfig",
         "FlexOlmoForCausalLM",
-        {"num_experts": 4, "num_experts_per_tok": 3, "norm_topk_prob": True},
+        {"num_experts": 4, "num_experts_per_tok": 3, "norm_topk_prob": True, "pad_token_id": None},
         {"num_experts_per_tok": 2, "norm_topk_prob": False},
     ),
     "k-exaone": Family(
