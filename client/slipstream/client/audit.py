@@ -108,9 +108,9 @@ class Played:
     # Tasks beyond the sample, which were opened alone.
     further: list[Task] = field(default_factory=list)
     plays: defaultdict[Kind, dict[int, Play]] = field(default_factory=lambda: defaultdict(dict))
-    # Seconds of each call of `step`, and of all plays together.
+    # Seconds of each call of `step`; seconds and calls of plays that were made at once.
     calls_s: list[float] = field(default_factory=list)
-    plays_s: float = 0.0
+    timed: list[tuple[float, int]] = field(default_factory=list)
     # Tasks whose two resets differ, with the two texts; those that cannot begin, with the cause.
     unequal: dict[int, tuple[str, str]] = field(default_factory=dict)
     unbegun: dict[int, str] = field(default_factory=dict)
@@ -311,9 +311,10 @@ class Audit:
             due = [task for task in tasks if task.index not in done]
             if kind in _OF_JUDGES:
                 due = due[:MAX_AGAIN]
-            began_s = time.monotonic()
+            began_s, before = time.monotonic(), len(self.played.calls_s)
             await self._each(self._in_time(task, kind) for task in due)
-            self.played.plays_s += time.monotonic() - began_s
+            number = len(self.played.calls_s) - before
+            self.played.timed.append((time.monotonic() - began_s, number))
 
     async def _in_time(self, task: Task, kind: Kind) -> None:
         # The first play is made in any case.

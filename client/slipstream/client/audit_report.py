@@ -131,7 +131,10 @@ def _turns(played: Played) -> list[Finding]:
 
 def slowness(played: Played, *, num_episodes: int, limit_s: float) -> list[Finding]:
     """Returns whether the judge is slow for the episodes of a step, which one worker plays."""
-    each_s = played.plays_s / max(len(played.every()), 1)
+    seconds, calls = (sum(each) for each in zip((0.0, 0), *played.timed, strict=True))
+    plays = played.every()
+    replies = sum(play.num_turns for *_, play in plays) / max(len(plays), 1)
+    each_s = seconds / max(calls, 1) * replies
     longest_s = max(played.calls_s, default=0.0)
     step_s = each_s * num_episodes
     if longest_s <= max(1.0, limit_s / 2) and step_s <= _MOST_STEP_S:

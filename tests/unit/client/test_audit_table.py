@@ -82,7 +82,7 @@ def test_many_rows_are_compared_on_both_sides() -> None:
 
 
 @pytest.mark.parametrize(
-    ("calls_s", "plays_s", "num_episodes", "says"),
+    ("calls_s", "timed_s", "num_episodes", "says"),
     [
         ([0.1] * 20, 2.0, 64, ""),
         ([0.1] * 20, 2.0, 1024, "0.1 s an episode, so that 1024 episodes take 102 s"),
@@ -90,9 +90,10 @@ def test_many_rows_are_compared_on_both_sides() -> None:
     ],
 )
 def test_a_slow_judge_is_told(
-    calls_s: list[float], plays_s: float, num_episodes: int, says: str
+    calls_s: list[float], timed_s: float, num_episodes: int, says: str
 ) -> None:
-    played = Played(20, calls_s=calls_s, plays_s=plays_s)
+    # What was played to choose a form is not timed.
+    played = Played(20, calls_s=[*calls_s, 0.1], timed=[(timed_s, len(calls_s)), (0.0, 0)])
     played.plays[Kind.RIGHT] = dict.fromkeys(range(len(calls_s)), Play(num_turns=1, is_done=True))
     found = slowness(played, num_episodes=num_episodes, limit_s=10.0)
     assert [each.is_refused for each in found] == [False] * bool(says)
