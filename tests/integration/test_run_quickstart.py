@@ -201,8 +201,14 @@ def test_the_resolved_settings_are_kept(run: Path) -> None:
     assert (run / "config.toml").stat().st_mode & 0o077 == 0
 
 
+def of_any_stack(stderr: str) -> str:
+    """What a command wrote there, but for the warning of `make candidate`'s versions."""
+    lines = stderr.splitlines(keepends=True)
+    return "".join(line for line in lines if "nobody has proved this stack" not in line)
+
+
 def test_the_screen_shows_only_our_own_lines(result: subprocess.CompletedProcess[str], run: Path):
-    assert result.stderr == ""
+    assert of_any_stack(result.stderr) == ""
     lines = result.stdout.splitlines()
     assert [line for line in lines if SHOWN.fullmatch(line) is None] == []
     steps = [line for line in lines if "  step " in line]
@@ -234,7 +240,7 @@ def test_the_exported_model_is_the_last_version(run: Path, summary: dict) -> Non
 def test_a_finished_run_is_not_started_again(run: Path) -> None:
     again = run_command("run", "config.toml", cwd=run.parent)
     assert again.returncode == 2
-    assert again.stderr == (
+    assert of_any_stack(again.stderr) == (
         f"slipstream: {run} is finished with {summary_of(run)['steps']} steps; "
         "raise run.steps to go on, or choose another run.name\n"
     )
