@@ -8,9 +8,9 @@ taken: neither its first steps nor its end, where places stay empty.
 Two engines take turns, each with a whole rollout server around it: `ours`, and one that captures
 the CUDA graphs of vLLM's own choice. What prompts do is chosen anew for each turn: `wait-0-32`
 takes each at once; `wait-32-16` lets them wait until there is one for every 16 replies under way,
-32 steps at most. With `-vllms-plans` its scheduler plans every step; else ours plans those without
-prompts. Before that our engine proves that its replies are those that vLLM hands out token
-by token.
+32 steps at most. With `-vllms-plans` vLLM's own code plans every step and takes every token; else
+ours does where replies only go on. Before that our engine proves that its replies are those that
+vLLM hands out token by token.
 
     python -m benchmarks.rollout.flow                                  # one GPU, 7 minutes
     python -m benchmarks.rollout.flow --device cpu --repeats 1         # a rehearsal
@@ -71,6 +71,7 @@ VLLMS = "-vllms-plans"
 # Engine, lever, whether it is a wave: a round takes all of them.
 ROUND = (
     ("ours", CHOSEN, True),
+    ("ours", CHOSEN + VLLMS, True),
     ("ours", CHOSEN, False),
     ("vllm's graphs", OFF + VLLMS, True),
     ("vllm's graphs", OFF + VLLMS, False),

@@ -86,18 +86,28 @@ def timed(scheduler_class: Any, board: Board) -> Any:  # noqa: ANN401 - vLLM's
         def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's
             super().__init__(*args, **kwargs)
             self._added_s: dict[str, float] = {}
-            self._own_planner = self._planner
+            manager = self.kv_cache_manager
+            self._own = self._planner, self._decodes_plainly, manager.allocate_slots
             _time_worker(self, board)
 
         def add_request(self, request: Any) -> None:  # noqa: ANN401 - vLLM's
             self._added_s[request.request_id] = time.perf_counter()
+            self._pull()
             super().add_request(request)
+
+        def _pull(self) -> None:
+            planner, decodes, slots = self._own
+            *_, is_ours = board.lever
+            self._planner = planner if is_ours else None
+            self._decodes_plainly = bool(is_ours) and decodes
+            own = slots if is_ours else getattr(slots, "_allocate", slots)
+            self.kv_cache_manager.allocate_slots = own
 
         def schedule(self, throttle_prefills: bool = False) -> Any:  # noqa: ANN401 - vLLM's
             began_s = time.perf_counter()
             gathering = self._gathering
-            gathering.most_steps, gathering.replies_per_prompt, plans = board.lever
-            self._planner = self._own_planner if plans else None
+            gathering.most_steps, gathering.replies_per_prompt, _ = board.lever
+            self._pull()
             plan = super().schedule(throttle_prefills)
             num_replies = len(plan.num_scheduled_tokens)
             if self._began_s is not None:
@@ -198,7 +208,7 @@ class Measured(Ours):
         async def report(_: Turn) -> dict[str, Any]:
             began_s, tokens, values = self._before
             return {
-                "tokens": self._vllm.use().generated_tokens - tokens,
+                "tokens": self._vllm.requests.use().generated_tokens - tokens,
                 "window_s": time.perf_counter() - began_s,
                 **self.board.since(values),
             }
@@ -207,7 +217,7 @@ class Measured(Ours):
         return super().runs() | levers | {"mark": mark, "report": report}
 
     def _mark(self) -> None:
-        tokens = self._vllm.use().generated_tokens
+        tokens = self._vllm.requests.use().generated_tokens
         self._before = time.perf_counter(), tokens, self.board.values.copy()
 
 

@@ -331,7 +331,7 @@ class OffloadSection(Section):
 
 # Share of a GPU's memory that a micro batch's logits may take. If they would take more, the
 # backward pass computes them again in chunks.
-KEPT_LOGITS_SHARE = 0.08
+KEPT_LOGITS_SHARE = 0.12
 
 
 class LearnerSection(Section):

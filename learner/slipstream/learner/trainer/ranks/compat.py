@@ -20,6 +20,7 @@ from slipstream.core.machine.process import without_collections
 from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.ranks import cpu
 from slipstream.learner.trainer.ranks.cpu import hide_transformer_engine, substitute
+from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
@@ -91,6 +92,7 @@ def _install() -> Megatron:
     torch.backends.cuda.enable_cudnn_sdp(False)
     _cure_retries()
     _cure_latent_norms()
+    _cure_router_biases()
     # A checkpoint may be loaded with another learning rate, which is no mark of a group.
     for name in ("optimizer", "distrib_optimizer"):
         part: Megatron = importlib.import_module(f"megatron.core.optimizer.{name}")
@@ -146,6 +148,19 @@ def _cure_latent_norms() -> None:
     latent: Megatron = importlib.import_module("megatron.core.transformer.multi_latent_attention")
     whole: dict[str, object] = {"_resolve_qk_norm_config": lambda _, parts: vars(parts)}
     substitute(latent.MLASelfAttention, whole)
+
+
+def _cure_router_biases() -> None:
+    # TransformerEngine's product would read a router's bias in 16 bits as float32, the type of the
+    # logits: wrong values, without an error.
+    router: Megatron = importlib.import_module("megatron.core.transformer.moe.router")
+    gating = router.router_gating_linear
+
+    def biased(inp: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        logits: Tensor = gating(inp, weight, None, dtype)
+        return logits if bias is None else logits + bias.to(dtype)
+
+    substitute(router, {"router_gating_linear": biased})
 
 
 class GroupStepAdamW(torch.optim.Optimizer):

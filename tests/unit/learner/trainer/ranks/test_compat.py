@@ -1,9 +1,11 @@
 """Cures of Megatron's faults that ranks on a CPU do not need."""
 
+import importlib
 import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 from slipstream.learner.trainer.ranks import compat
 
 clipping = pytest.importorskip("megatron.core.optimizer.clip_grads")
@@ -19,3 +21,31 @@ def test_gradient_norms_take_the_kernels_that_transformer_engine_has(monkeypatch
     compat._cure_clipping()
     for name, kernel in zip(bound, kernels, strict=True):
         assert getattr(clipping, name) is getattr(engine, kernel)
+
+
+def test_a_routers_bias_in_16_bits_stays_out_of_a_product_with_32(monkeypatch) -> None:
+    """TransformerEngine's product takes a bias for one of the type of what it computes."""
+    compat.install()
+    utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    router = importlib.import_module("megatron.core.transformer.moe.router")
+
+    def product(first, second, dtype, layout, bias=None, grad=False):
+        assert bias is None or bias.dtype == dtype
+        first, second = first.to(dtype), second.to(dtype)
+        first, second = (
+            (first.mT if layout[0] == "T" else first),
+            (second.mT if layout[1] == "T" else second),
+        )
+        return second @ first, grad
+
+    monkeypatch.setattr(utils, "te_general_gemm", product)
+    shapes = ((5, 1, 8), (4, 8), (4,))
+    given = [torch.randn(shape).bfloat16().requires_grad_() for shape in shapes]
+    logits = router.router_gating_linear(*given, torch.float32)
+    tokens, weight, bias = (tensor.detach().float().requires_grad_() for tensor in given)
+    expected = torch.nn.functional.linear(tokens, weight, bias)
+    torch.testing.assert_close(logits, expected)
+    logits.square().sum().backward()
+    expected.square().sum().backward()
+    for ours, plain in zip(given, (tokens, weight, bias), strict=True):
+        torch.testing.assert_close(ours.grad, plain.grad.bfloat16())
