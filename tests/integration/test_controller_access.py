@@ -34,9 +34,13 @@ def services() -> Iterator[ServiceDescriptor]:
 
 
 async def call(channel: grpc.aio.Channel, method: MethodDescriptor, token: str | None) -> None:
-    """Sends one empty request, whatever the method's shape."""
+    """Sends one empty request, or opens a stream of requests that never comes to the first one.
+
+    A request that is sent when the answer has come already ends a call of grpc with INTERNAL.
+    """
 
     async def requests() -> AsyncIterator[bytes]:
+        await asyncio.Event().wait()
         yield b""
 
     shapes = {
