@@ -33,7 +33,7 @@ from slipstream.learner.controller.reporting.result_files import read_rows
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.fleet import Fleet
 from slipstream.learner.controller.servers.session import ServerSession
-from slipstream.learner.controller.trajectories.batch import FormedBatch
+from slipstream.learner.controller.trajectories.batch import FormedBatch, StepOrder
 from slipstream.learner.controller.trajectories.batches import BatchFormer
 from slipstream.protocol.access.security import Credentials
 from slipstream.v1 import fleet_pb2, trainer_pb2, weights_pb2
@@ -165,9 +165,9 @@ class HeldFormer(BatchFormer):
     # Whether the trainer has asked for a batch and has none yet.
     batch_waits = False
 
-    async def form(self) -> FormedBatch | None:
+    async def form(self, given: StepOrder | None = None) -> FormedBatch | None:
         """Gives the trainer no batch while it is held."""
-        batch = None if self.hold else await super().form()
+        batch = None if self.hold else await super().form(given)
         self.batch_waits = batch is None
         return batch
 
