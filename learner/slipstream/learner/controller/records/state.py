@@ -340,12 +340,13 @@ class RunState:
         self.set_aside.append(batch)
         self.attempts[step] += 1
         self.set_aside_in_a_row = 0 if record.by == "user" else self.set_aside_in_a_row + 1
+        # One that was submitted again while the trainer had the batch has counted none of it.
         for _, environment, _ in record.groups:
             counts = self.environments[environment]
-            counts.accepted, counts.failed = counts.accepted - 1, counts.failed + 1
+            counts.accepted, counts.failed = max(counts.accepted - 1, 0), counts.failed + 1
         for group_id, environment, *_ in record.put_back:
             counts = self.environments[environment]
-            counts.accepted, counts.leased = counts.accepted - 1, counts.leased + 1
+            counts.accepted, counts.leased = max(counts.accepted - 1, 0), counts.leased + 1
             self.put_back[group_id] = batch
             self.open_groups[group_id] = replace(self.batched[group_id], deadline_step=step)
         self.ends[TrajectoryEnd.SET_ASIDE] += record.tokens

@@ -411,6 +411,13 @@ def test_only_a_group_for_which_its_environment_is_to_blame_counts_as_failed() -
     assert (counts.leased, counts.accepted, counts.failed) == (0, 0, 1)
 
 
+def test_an_environment_that_is_submitted_again_counts_nothing_of_the_batch_before() -> None:
+    # Readers get the counts as unsigned numbers.
+    records = records_up_to({"kind": "submitted", "environment": "e", "spec": "{}"})
+    counts = read_history([*records, SET_ASIDE]).environments["e"]
+    assert (counts.leased, counts.accepted, counts.failed) == (1, 0, 1)
+
+
 def test_members_that_were_given_up_are_not_leased_again() -> None:
     history = RunHistory()
     history.add(parsed(lease_record("g000000")))
