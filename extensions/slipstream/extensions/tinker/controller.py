@@ -26,6 +26,7 @@ from slipstream.learner.controller.leasing.scheduler import Scheduler
 from slipstream.learner.controller.part import OrderTimes, Part, Tasks
 from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.records.history import RunHistory
+from slipstream.learner.controller.records.state import RecordedBatch
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.session import CallContext, ServerSession
 from slipstream.learner.controller.trajectories.batch import SetAside, StepOrder
@@ -91,6 +92,8 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
         self._current: Entry | None = None
         # The passes since the newest step whose gradients the trainer holds.
         self._passes: list[Entry] = []
+        # The operation that ended last; its result may not be on the disk yet.
+        self._before: Entry | None = None
         # The version of each named publish and checkpoint.
         self._named: dict[str, int] = {"": 0}
         # Samples that are not over, in order, and those that the current publish waits for.
@@ -132,19 +135,26 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
     # Turns.
 
     def restore(self, history: RunHistory) -> None:
-        """Takes over operations and results on the disk."""
-        formed = self._formed(history)
+        """Takes over operations and results on the disk, and results that a kill has lost."""
+        formed = self._given_of(history.batches.get(history.next_step - 1))
+        is_made = history.version.step == history.next_step
+        waiting = (batch for batch in history.set_aside if batch.step == history.next_step)
+        aside = {self._given_of(batch): batch.batch_id for batch in waiting}
         for place, operation, result in self._store.read():
             entry = Entry(operation, place, result)
             self._num_stored = place + 1
             self._entries[operation.id] = entry
-            if operation.id == formed:
-                # The trainer has, or gets, the batch of this step; the step may be journaled.
-                entry.is_begun = True
-                if history.version.step == history.next_step:
-                    result.MergeFrom(pb.OperationResult(is_done=True, step=history.version.step))
+            # The trainer has, or gets, the batch of this step; the step may be journaled.
+            entry.is_begun = operation.id == formed
             if result.is_done:
                 entry.ended.set()
+            elif operation.id in aside:
+                result.error = f"batch {aside[operation.id]} was set aside"
+                self._store_end(entry)
+            elif entry.is_begun and is_made:
+                result.step = history.version.step
+                self._store_end(entry)
+            if result.is_done:
                 if operation.number == 0 and not result.error:
                     self._take_over(operation.stream)
                 if operation.stream == self._stream and operation.number == self._next:
@@ -152,13 +162,12 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
             else:
                 self._queue(entry)
 
-    def _formed(self, history: RunHistory) -> str:
-        """Returns the id of the operation whose batch is the newest in the journal, or ""."""
-        newest = history.batches.get(history.next_step - 1)
-        if newest is None or (newest.step, newest.attempt) not in self._journal.kept_batches():
+    def _given_of(self, batch: RecordedBatch | None) -> str:
+        """Returns the id of the operation that a batch carries out, or "" without its file."""
+        if batch is None or (batch.step, batch.attempt) not in self._journal.kept_batches():
             return ""
-        batch = self._journal.read_batch(newest.step, newest.crc32, newest.attempt)
-        return batch.header.given.id
+        message = self._journal.read_batch(batch.step, batch.crc32, batch.attempt)
+        return message.header.given.id
 
     def _queue(self, entry: Entry) -> None:
         operation = entry.operation
@@ -220,7 +229,7 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
     def _note_end(self, entry: Entry) -> None:
         """Moves on behind the operation whose turn it was, which is done."""
         operation, result = entry.operation, entry.result
-        self._next = operation.number + 1
+        self._next, self._before = operation.number + 1, entry
         if entry.kind in ("step", "load"):
             self._passes = []
         if result.error:
@@ -232,10 +241,8 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
 
     def _end(self, entry: Entry, result: pb.OperationResult) -> None:
         """Ends an operation, whose result is told once it is on the disk."""
-        result.is_done = True
-        if entry.kind in ("publish", "save", "load"):
-            result.name = getattr(entry.operation, entry.kind).name
         entry.result = result
+        self._store_end(entry)
         if entry is self._current:
             self._current = None
             passes = self._passes
@@ -245,8 +252,13 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
                     # The batch of the step holds the sequences.
                     each.operation.compute.ClearField("sequences")
                     self._ends.put_nowait(each)
-        self._ends.put_nowait(entry)
         self._run.signal.notify()
+
+    def _store_end(self, entry: Entry) -> None:
+        entry.result.is_done = True
+        if entry.kind in ("publish", "save", "load"):
+            entry.result.name = getattr(entry.operation, entry.kind).name
+        self._ends.put_nowait(entry)
 
     def _fail(self, entry: Entry, cause: str) -> None:
         self._end(entry, pb.OperationResult(error=cause))
@@ -263,6 +275,7 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
                 if entry.ended.is_set():
                     await asyncio.to_thread(self._store.write, entry.place, entry.operation)
             entry.ended.set()
+            self._run.signal.notify()
 
     async def _turns(self) -> None:
         while True:
@@ -339,6 +352,9 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
         """Returns the step whose turn it is, once; the journal has it from then on."""
         entry = self._current
         if entry is None or entry.is_begun or entry.kind not in ("step", "load"):
+            return None
+        if self._before is not None and not self._before.ended.is_set():
+            # After a kill the journal tells the result of its newest step alone.
             return None
         operation = entry.operation
         if entry.kind == "step":
