@@ -51,6 +51,7 @@ class Entry:
     operation: pb.Operation
     # Its number on the disk; None for a sample.
     place: int | None = None
+    # Empty again when the disk has it: a long loop has more results than memory.
     result: pb.OperationResult = field(default_factory=pb.OperationResult)
     # Set when the result may be told.
     ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -130,7 +131,11 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(request.limit_s):
                 await entry.ended.wait()
-        return entry.result if entry.ended.is_set() else pb.OperationResult()
+        if not entry.ended.is_set():
+            return pb.OperationResult()
+        if entry.place is None:
+            return entry.result
+        return await asyncio.to_thread(self._store.result, entry.place)
 
     # Turns.
 
@@ -159,6 +164,8 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
                     self._take_over(operation.stream)
                 if operation.stream == self._stream and operation.number == self._next:
                     self._note_end(entry)
+                if entry.ended.is_set():
+                    entry.result = pb.OperationResult()
             else:
                 self._queue(entry)
 
@@ -245,11 +252,12 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
         self._store_end(entry)
         if entry is self._current:
             self._current = None
-            passes = self._passes
+            held = self._passes
             self._note_end(entry)
-            if entry.kind == "step" and not result.error:
-                for each in passes:
-                    # The batch of the step holds the sequences.
+            over = held if entry.kind in ("step", "load") else [entry]
+            for each in over:
+                if each.kind == "compute" and each not in self._passes:
+                    # A step's batch holds the sequences of its passes.
                     each.operation.compute.ClearField("sequences")
                     self._ends.put_nowait(each)
         self._run.signal.notify()
@@ -270,10 +278,13 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
     async def _write_results(self) -> None:
         while True:
             entry = await self._ends.get()
+            if entry.ended.is_set():
+                assert entry.place is not None
+                await asyncio.to_thread(self._store.write, entry.place, entry.operation)
+                continue
             if entry.place is not None:
                 await asyncio.to_thread(self._store.end, entry.place, entry.result)
-                if entry.ended.is_set():
-                    await asyncio.to_thread(self._store.write, entry.place, entry.operation)
+                entry.result = pb.OperationResult()
             entry.ended.set()
             self._run.signal.notify()
 

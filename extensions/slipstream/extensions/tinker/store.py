@@ -23,10 +23,14 @@ class OperationStore:
     def read(self) -> Iterator[tuple[int, pb.Operation, pb.OperationResult]]:
         """Yields number, operation and result of each; the result is not done if there is none."""
         for path in sorted(self._folder.glob("*.request")):
-            result = pb.OperationResult()
-            if (found := path.with_suffix(".result")).exists():
-                result.ParseFromString(found.read_bytes())
+            has_ended = path.with_suffix(".result").exists()
+            result = self.result(int(path.stem)) if has_ended else pb.OperationResult()
             yield int(path.stem), pb.Operation.FromString(path.read_bytes()), result
+
+    def result(self, number: int) -> pb.OperationResult:
+        """Returns the result of an operation that has ended."""
+        path = self._folder / f"{number:09d}.result"
+        return pb.OperationResult.FromString(path.read_bytes())
 
     def write(self, number: int, operation: pb.Operation) -> None:
         """Writes an operation, in place of an earlier one of this number."""

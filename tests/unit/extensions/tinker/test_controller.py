@@ -1,21 +1,24 @@
 """Steps of a client's loop, when kills come between the journal and the results on the disk."""
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from slipstream.core.types import PolicyVersion
-from slipstream.extensions.tinker.controller import Operations
+from slipstream.extensions.tinker.controller import Entry, Operations
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.history import read_history
 from slipstream.learner.controller.records.journal import Journal, read_records
 from slipstream.learner.controller.trajectories.batch import FormedBatch, SetAside
 from slipstream.learner.controller.trajectories.batches import Trained
 from slipstream.v1 import operations_pb2, trainer_pb2
+from slipstream.v1.operations_pb2 import Operation
 from support.rigs.lease_rig import books_of
 from support.rigs.publishing_scene import run_of
 from support.rigs.waiting import LIMIT_S
 
+ADAM = trainer_pb2.AdamNumbers(learning_rate=0.1)
 STEPS = ["step1", "step2", "step3"]
 
 
@@ -32,25 +35,26 @@ class Loop:
         self.operations = Operations(self.run, books, unused, unused, unused)
         self.operations.restore(self.history)
 
-    async def submit(self) -> None:
-        begin = operations_pb2.Operation(id="begin", stream="s", begin=operations_pb2.Begin())
+    async def submit(self, operations: Sequence[Operation]) -> None:
         context: Any = None
-        await self.operations.Submit(begin, context)
-        for number, name in enumerate(STEPS, start=1):
-            step = operations_pb2.Operation(id=name, stream="s", number=number)
-            step.step.learning_rate = 0.1
-            await self.operations.Submit(step, context)
+        for number, operation in enumerate(operations):
+            operation.stream, operation.number = "s", number
+            await self.operations.Submit(operation, context)
         self.operations._look()
 
     async def write_results(self) -> None:
-        """Lets all results reach the disk."""
-        results = asyncio.create_task(self.operations._write_results())
-        known = self.operations._entries.values()
+        """Lets all that is to be written reach the disk."""
+        written = asyncio.create_task(self.operations._write_results())
+        last = Entry(Operation())
+        self.operations._ends.put_nowait(last)
         async with asyncio.timeout(LIMIT_S):
-            for entry in known:
-                if entry.result.is_done:
-                    await entry.ended.wait()
-        results.cancel()
+            await last.ended.wait()
+        written.cancel()
+
+    async def result(self, name: str) -> operations_pb2.OperationResult:
+        context: Any = None
+        asked = operations_pb2.AwaitRequest(id=name, limit_s=LIMIT_S)
+        return await self.operations.Await(asked, context)
 
     def form(self) -> FormedBatch | None:
         """Journals the batch of the step whose turn it is; None if there is no such step."""
@@ -66,8 +70,11 @@ class Loop:
     def step(self) -> str:
         """Makes the step whose turn it is, up to its record; returns its id, or ""."""
         batch = self.form()
-        if batch is None or batch.given is None:
-            return ""
+        return "" if batch is None else self.made(batch)
+
+    def made(self, batch: FormedBatch) -> str:
+        """Journals and reports the step of a batch; returns its id."""
+        assert batch.given is not None
         version = PolicyVersion(0, batch.version)
         self.journal.append(kinds.Step(batch.step, version, "abc", lags=[], several=0))
         self.run.progress.reached(version)
@@ -76,11 +83,13 @@ class Loop:
         return batch.given.id
 
 
-async def begun(journal: Journal, folder: Path) -> Loop:
+async def begun(journal: Journal, folder: Path, operations: Sequence[Operation] = ()) -> Loop:
+    """The first start, with these operations or three steps behind that which begins."""
     journal.append(kinds.Start(format=1, run_id="r"))
     journal.sync()
     loop = Loop(journal, folder)
-    await loop.submit()
+    steps = [Operation(id=name, step=ADAM) for name in STEPS]
+    await loop.submit([Operation(id="begin", begin=operations_pb2.Begin()), *(operations or steps)])
     return loop
 
 
@@ -115,5 +124,38 @@ async def test_a_step_that_a_user_sets_aside_fails(tmp_path: Path) -> None:
     with Journal(tmp_path / "r" / "journal") as journal:
         loop = Loop(journal, tmp_path)
         await loop.write_results()
-        assert loop.operations._entries["step1"].result.error.startswith("batch b000000 was set")
+        assert (await loop.result("step1")).error == "batch b000000 was set aside"
         assert loop.step() == "step2"
+
+
+async def test_a_long_loop_keeps_neither_sequences_nor_results_in_memory(tmp_path: Path) -> None:
+    data = b"1234" * 1000
+    sequences = [trainer_pb2.PassSequence(token_ids=data)]
+    given = [
+        Operation(
+            id=name, compute=trainer_pb2.Pass(id=name, backward=backward, sequences=sequences)
+        )
+        for name, backward in (("forward", False), ("backward", True))
+    ]
+
+    async def check(loop: Loop) -> None:
+        entries = loop.operations._entries.values()
+        assert max(e.operation.ByteSize() + e.result.ByteSize() for e in entries) < 100
+        for name in ("forward", "backward"):
+            assert (await loop.result(name)).compute.logprobs[0] == data
+
+    with Journal(tmp_path / "r" / "journal") as journal:
+        loop = await begun(journal, tmp_path, [*given, Operation(id="step", step=ADAM)])
+        for each in given:
+            loop.operations._look()
+            loop.operations.computed(trainer_pb2.PassReport(id=each.id, logprobs=[data]))
+        await loop.write_results()
+        batch = loop.form()
+        assert batch is not None
+        assert batch.given is not None
+        assert [one.sequences[0].token_ids for one in batch.given.passes] == [data]
+        loop.made(batch)
+        await loop.write_results()
+        await check(loop)
+    with Journal(tmp_path / "r" / "journal") as journal:
+        await check(Loop(journal, tmp_path))
