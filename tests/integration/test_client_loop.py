@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 
 import httpx
 import pytest
+from slipstream.client.client import Client
 from slipstream.client.launch.preflight import free_port
 from slipstream.core.settings.config import Config
 from slipstream.extensions.tinker.front import serve
@@ -16,7 +17,7 @@ from support.fakes.fake_trainer import FakeTrainer
 from support.fakes.small_checkpoints import save_checkpoint
 from support.rigs.controller_runs import make_config, play
 from support.rigs.loop_client import LoopClient, logprobs_of, metrics_of, replies
-from support.rigs.waiting import until
+from support.rigs.waiting import LIMIT_S, until
 
 DATUM = ([1, 2, 3], [2, 3, 4], {"weights": [0.0, 1.0, 1.0]})
 
@@ -123,6 +124,26 @@ async def test_an_operation_that_is_sent_twice_happens_once_and_in_the_order_of_
     assert (await played(loop_config(tmp_path), script))["steps"] == 2
 
 
+async def test_status_names_the_operation_that_a_loop_waits_for(tmp_path) -> None:
+    config = loop_config(tmp_path)
+
+    async def script(client: LoopClient, server: FakeServer, trainer: FakeTrainer) -> None:
+        async with Client(config.controller.address) as asked:
+
+            async def said(words: str) -> None:
+                async with asyncio.timeout(LIMIT_S):
+                    while (status := await asked.status()).waiting_for != words:
+                        await asyncio.sleep(0.01)
+                assert not status.lease_wait
+
+            await client.begin()
+            await said("the next training operation of the client")
+            await client.send(client.passed([DATUM], "cross_entropy", number=2))
+            await said(f"operation 1 of {client.model}, behind which later ones wait")
+
+    await played(config, script)
+
+
 async def test_what_is_refused_fails_in_its_turn_with_one_line(tmp_path) -> None:
     async def script(client: LoopClient, server: FakeServer, trainer: FakeTrainer) -> None:
         other = {"session_id": "s", "model_seq_id": 0, "base_model": "x"}
@@ -136,7 +157,14 @@ async def test_what_is_refused_fails_in_its_turn_with_one_line(tmp_path) -> None
         saved = await client.result(await client.order("save_weights", path="x"))
         loaded = await client.order("load_weights", path=saved["path"], optimizer=True)
         assert (await client.result(loaded))["path"] == saved["path"]
-        # Later operations have their turn.
+        # Later operations have their turn, also behind what the controller refuses to take.
+        assert (
+            "learning_rate must be between 0 and"
+            in (await client.step(learning_rate=-1.0))["error"]
+        )
+        # What is not finite is null in the SDK's JSON.
+        infinite = await client.step(learning_rate=None)
+        assert infinite["error"] == "adam_params.learning_rate must be a finite number"
         await client.step()
         loaded = await client.order("load_weights", path=saved["path"], optimizer=True)
         assert "is version 0, with which only" in (await client.result(loaded))["error"]
@@ -144,6 +172,7 @@ async def test_what_is_refused_fails_in_its_turn_with_one_line(tmp_path) -> None
         assert "nothing is no name of a publish" in (await client.result(refused))["error"]
         refusal = await client.ask("s", [1], prompt_logprobs=True)
         assert (refusal.status_code, "forward of" in refusal.text) == (400, True)
+        assert "one token at least" in (await client.ask("s", [])).text
         for path, status in (("weights_info", 404), ("optim_step", 400)):
             assert (await client.post(path, {})).status_code == status
         malformed = (b"\xff", client.passed([], "ppo", number=9)[:-1] + b"\xff")

@@ -181,7 +181,10 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
         if operation.number == 0:
             self._first.append(entry)
         elif operation.stream != self._stream and operation.stream not in self._coming:
-            self._fail(entry, f"model {operation.stream} is not trained by this run any more")
+            self._fail(
+                entry,
+                f"model {operation.stream} is not trained by this run any more: a newer one is",
+            )
         else:
             self._waiting[operation.stream, operation.number] = entry
 
@@ -345,6 +348,14 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
         if entry is not None and entry.kind == "save":
             return trainer_pb2.Directive(save=trainer_pb2.SaveOrder())
         return None
+
+    def waits_for(self) -> str:
+        """Returns the operation that is under way, or that the client has not sent."""
+        if self._current is not None:
+            return f"the end of the operation {self._current.operation.id}"
+        if any(stream == self._stream for stream, _ in self._waiting):
+            return f"operation {self._next} of {self._stream}, behind which later ones wait"
+        return "the next training operation of the client"
 
     def computed(self, report: trainer_pb2.PassReport) -> None:
         """Ends the pass of the report; a report that is repeated ends none."""

@@ -167,7 +167,17 @@ class Front:
         return await self._future(operation)
 
     async def _future(self, operation: pb.Operation) -> Answer:
-        await self._stub.Submit(operation, metadata=self._metadata, timeout=CALL_S)
+        try:
+            await self._stub.Submit(operation, metadata=self._metadata, timeout=CALL_S)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.INVALID_ARGUMENT:
+                raise
+            # It fails in its turn: the SDK counts it, and later ones wait for their number.
+            kind = operation.id.rpartition(":")[2]
+            operation = operations.refused(
+                operation.stream, operation.number, kind, error.details() or ""
+            )
+            await self._stub.Submit(operation, metadata=self._metadata, timeout=CALL_S)
         return _json({"request_id": operation.id, "model_id": operation.stream})
 
     async def _sample(self, body: Body) -> Answer:

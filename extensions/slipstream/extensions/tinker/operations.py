@@ -32,6 +32,8 @@ LOSSES: Mapping[str, tuple[str, dict[str, str]]] = {
 _INPUTS = {"cross_entropy": ("weights", None)}
 _RL_INPUTS = ("advantages", "logprobs")
 _DTYPES = {wire.FLOAT32: "<f4", wire.INT64: "<i8"}
+# The token ids that a message can hold are below this.
+_TOKENS = 1 << 32
 _NAME = re.compile(r"[A-Za-z0-9._:/+-]{1,200}")
 # Stands between the id of a sampling session and the name of its weights.
 _OF = "+"
@@ -111,6 +113,10 @@ def optim_step(body: Mapping[str, Any]) -> pb.Operation:
     given = body.get("adam_params")
     if given is None:
         raise Refused("this server has Adam only (adam_params)")
+    for name, value in given.items():
+        # JSON of the SDK has null for what is not finite.
+        if value is None:
+            raise Refused(f"adam_params.{name} must be a finite number")
     numbers = trainer_pb2.AdamNumbers(
         learning_rate=given.get("learning_rate", 1e-4),
         beta1=given.get("beta1", 0.9),
@@ -255,9 +261,17 @@ def _sequence(place: int, datum: wire.Datum, loss_fn: str) -> trainer_pb2.PassSe
     for name in sorted(filter(None, known)):
         if name not in arrays:
             raise Refused(f"datum {place}: loss_fn {loss_fn} needs {name}")
+    targets = arrays["target_tokens"]
+    if targets.dtype.kind != "i":
+        raise Refused(f"datum {place}: target_tokens must be integers")
+    if strange := targets[(targets < 0) | (targets >= _TOKENS)].tolist():
+        raise Refused(
+            f"datum {place}: target_tokens has {strange[0]}, which is no token; {advantages} of 0 "
+            "leave a token out"
+        )
     return trainer_pb2.PassSequence(
         token_ids=b"".join(tokens),
-        targets=arrays["target_tokens"].astype("<u4").tobytes(),
+        targets=targets.astype("<u4").tobytes(),
         advantages=arrays[advantages].astype("<f4").tobytes(),
         behavior_logprobs=b"" if behavior is None else arrays[behavior].astype("<f4").tobytes(),
     )
@@ -282,6 +296,8 @@ def _sampling(asked: Mapping[str, Any], config: Config, prompt: int) -> fleet_pb
         raise Refused("a sample takes no seed: replies depend on what is sampled beside them")
     most = min(config.sampling.max_reply_tokens, config.sampling.max_episode_tokens - prompt)
     wanted = asked.get("max_tokens")
+    if not prompt:
+        raise Refused("a prompt has one token at least, got none")
     if most < 1 or (wanted or 0) > most:
         raise Refused(
             f"a prompt of {prompt} tokens leaves room for {max(0, most)} of a reply, got "

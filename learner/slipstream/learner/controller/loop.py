@@ -126,7 +126,8 @@ class TrainerOrders:
                 version = progress.version
                 self.publisher.ask_ahead(PolicyVersion(version.incarnation, batch.version))
                 return batch
-            progress.waits_for(batch_wait(self._book))
+            waits = filter(None, (part.waits_for() for part in self.parts))
+            progress.waits_for(next(waits, "") or batch_wait(self._book))
             return None
         if all(part.is_done() for part in self.parts):
             progress.complete()

@@ -53,6 +53,10 @@ class Part:
         """Returns the step that a client orders, in place of a batch of groups."""
         return None
 
+    def waits_for(self) -> str:
+        """Returns what the next step waits for, for users, or "" if that are groups."""
+        return ""
+
     def computed(self, report: trainer_pb2.PassReport) -> None:
         """Handles the result of a pass."""
 

@@ -186,6 +186,10 @@ def spoiled(**changes: object) -> wire.ForwardBackwardRequest:
             inputs[value].CopyFrom(inputs["advantages"])
         elif name == "shape":
             inputs["target_tokens"].shape.append(2)
+        elif name == "targets":
+            inputs["target_tokens"].dense = np.array(value, "<i8").tobytes()
+        elif name == "floats":
+            inputs["target_tokens"].dtype = wire.FLOAT32
         elif name == "image":
             request.data[0].model_input.add()
         elif name == "config":
@@ -204,6 +208,9 @@ def spoiled(**changes: object) -> wire.ForwardBackwardRequest:
         ({"without": "logprobs"}, "datum 0: loss_fn ppo needs logprobs"),
         ({"extra": "mask"}, "datum 0: loss_fn ppo has no input mask"),
         ({"shape": 0}, "datum 0: target_tokens must be a dense tensor of one dimension"),
+        ({"targets": [2, -100, 4]}, "target_tokens has -100, which is no token; advantages of 0 "),
+        ({"targets": [2, 3, 1 << 32]}, "target_tokens has 4294967296, which is no token"),
+        ({"floats": 0}, "datum 0: target_tokens must be integers"),
         ({"image": 0}, "datum 0 has an image or sound; this server takes text"),
     ],
 )

@@ -57,10 +57,12 @@ class Scheduler:
     async def lease_forever(self, *, recheck_s: float = RECHECK_S) -> None:
         """Grants all allowed leases after each change of the state, until the task is cancelled.
 
-        Tries again after `recheck_s` seconds without a change.
+        Tries again after `recheck_s` seconds without a change. A client's own loop has no leases
+        of tasks.
         """
+        client_loop = self._config.controller.client_loop
         while True:
-            may_lease = not self._progress.is_over and not self._progress.solved
+            may_lease = not (self._progress.is_over or self._progress.solved or client_loop)
             if not (self._progress.has_trainer and may_lease):
                 self._note(LeaseWait.NOTHING)
             elif (durable := self.lease_all()) is not None:
