@@ -133,6 +133,16 @@ def test_what_cannot_work_is_refused_before_anything_starts(quick) -> None:
     assert "has no option python, only name," in refusal({"reference": Repeat, "python": "x"})
     assert "args are for a class, got" in refusal({"reference": Repeat(3), "args": {"a": 1}})
 
+    class Needs(Repeat):
+        def __init__(self, letters: str) -> None:
+            self.letters = letters
+
+    missing = "slipstream.run: environments: args of Needs: missing a required argument: 'letters'"
+    assert refusal(Needs) == missing
+    assert "unexpected keyword argument 'x'" in refusal(
+        {"reference": Needs, "args": {"letters": "a", "x": 1}}
+    )
+
     class Empty(Repeat):
         def tasks(self) -> list[int]:
             return []

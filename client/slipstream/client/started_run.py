@@ -15,6 +15,7 @@ import asyncio
 import atexit
 import concurrent.futures
 import functools
+import inspect
 import os
 import signal
 import sys
@@ -225,6 +226,11 @@ class _Served:
                 )
         found, args = table.pop("reference", None), table.pop("args", {})
         if isinstance(found, type) and issubclass(found, Environment):
+            try:
+                inspect.signature(found).bind(**args)
+            except TypeError as error:
+                name = found.__name__
+                raise ConfigError(f"{SOURCE}: environments: args of {name}: {error}") from None
             found = found(**args)
         elif args:
             raise ConfigError(f"{SOURCE}: environments: args are for a class, got {found!r}")

@@ -63,7 +63,9 @@ class Files(tuple[Path, ...]):
 
         Raises ConfigError if there is no path, or no file for a pattern.
         """
-        if not paths or not all(isinstance(path, str) for path in paths):
+        if not paths:
+            raise ConfigError("path is an empty list; it must have files or rows")
+        if not all(isinstance(path, str) for path in paths):
             raise ConfigError(
                 f"path must be a file, a pattern, a list of these or of rows, got {paths!r:.80}"
             )

@@ -186,6 +186,8 @@ class JudgeFunction:
             self._reference, self._call = judge, import_function("judge", judge)
         else:
             self._reference, self._call = getattr(judge, "__qualname__", repr(judge)), judge
+        if not callable(self._call):
+            raise ConfigError(f"judge must be a function, or the name of one, got {self._call!r}")
         self._taken = _taken(self._reference, self._call)
         # Whether it takes the answer by a parameter of this name.
         self.names_answer = "answer" in inspect.signature(self._call).parameters

@@ -38,7 +38,7 @@ from slipstream.core.models.model_sizes import ModelSizes, read_model_sizes, rea
 from slipstream.core.models.model_tensors import tensor_problems
 from slipstream.core.names import did_you_mean, near_names
 from slipstream.core.regular_files import read_regular
-from slipstream.core.settings.config import Config
+from slipstream.core.settings.config import NOTES, Config
 from slipstream.core.settings.sections import RUN_NAME
 from slipstream.core.settings.table_rules import trajectory_problems
 
@@ -376,7 +376,7 @@ def _describe(error: ErrorDetails) -> str:
     where = ".".join(str(part) for part in error["loc"] if part not in _FORMS)
     if error["type"] == "extra_forbidden":
         table = _table_at(error["loc"][:-1])
-        known = [] if table is None else list(table.model_fields)
+        known = [] if table is None else [each for each in table.model_fields if each not in NOTES]
         # The cutoff is higher for tables: another trainer's `trainer` does not mean `tracking`.
         cutoff = 0.5 if len(error["loc"]) > 1 else 0.7
         name = str(error["loc"][-1])

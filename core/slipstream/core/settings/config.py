@@ -119,7 +119,7 @@ def _is_below(module: str, packages: Iterable[str]) -> bool:
 
 # Tables that hold or locate secrets, and notes on settings that are none themselves.
 _UNTOLD = ("queue.redis_url", "queue.controller", "queue.rollout_server", "security")
-_NOTES = ("automatic", "sources")
+NOTES = ("automatic", "sources")
 # Settings whose values are secrets, by the end of their names.
 _SECRET_NAME = re.compile(
     r"(?:^|[_-])(?:(?:api|access|secret|private|service|signing|openai|anthropic)[_-]?keys?"
@@ -139,7 +139,7 @@ def told_settings(settings: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
 
     def flatten(name: str, value: JsonValue) -> None:
         key = name.rpartition(".")[2]
-        if name in (*_UNTOLD, *_NOTES) or _SECRET_NAME.search(key):
+        if name in (*_UNTOLD, *NOTES) or _SECRET_NAME.search(key):
             return
         if isinstance(value, list) and any(isinstance(inner, dict) for inner in value):
             value = {str(place): inner for place, inner in enumerate(value)}

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import grpc.aio
 import uvicorn
 from google.protobuf.message import DecodeError
-from slipstream.core.configuration.config_file import load_config
+from slipstream.core.configuration.config_file import load_config, vocabulary_size
 from slipstream.core.errors import USAGE_ERROR, SlipstreamError
 from slipstream.core.settings.config import Config
 from slipstream.extensions.tinker import operations, wire_pb2
@@ -49,6 +49,7 @@ class Front:
 
     def __init__(self, config: Config, stub: Any, metadata: Any) -> None:  # noqa: ANN401 - gRPC's
         self._config, self._stub, self._metadata = config, stub, metadata
+        self._vocabulary = vocabulary_size(config)
         self._at_once: Mapping[str, Callable[[Body], Body]] = {
             "client/config": lambda _: {},
             "client/dynamic_config": lambda _: {},
@@ -181,7 +182,7 @@ class Front:
         return _json({"request_id": operation.id, "model_id": operation.stream})
 
     async def _sample(self, body: Body) -> Answer:
-        operation = operations.sample(body, self._config)
+        operation = operations.sample(body, self._config, self._vocabulary)
         await self._stub.Submit(operation, metadata=self._metadata, timeout=CALL_S)
         names = [f"{operation.id}:{n}" for n in range(operation.sample.num_samples)]
         return _json({"request_id": operation.id, "sample_sequence_ids": names})

@@ -154,8 +154,8 @@ def refused(model: str, number: int, kind: str, cause: str) -> pb.Operation:
     return _operation(model, number, kind, refused=pb.Refused(cause=cause))
 
 
-def sample(body: Mapping[str, Any], config: Config) -> pb.Operation:
-    """Returns the operation of asample."""
+def sample(body: Mapping[str, Any], config: Config, vocabulary: int) -> pb.Operation:
+    """Returns the operation of asample; `vocabulary` is 0 if it is unknown."""
     session = body.get("sampling_session_id")
     if session is None:
         raise Refused("a sample needs a sampling session: create_sampling_client makes one")
@@ -168,6 +168,8 @@ def sample(body: Mapping[str, Any], config: Config) -> pb.Operation:
         if body.get(name):
             raise Refused(f"{name} is not served")
     prompt = [token for chunk in body["prompt"]["chunks"] for token in _tokens(chunk)]
+    if strange := [token for token in prompt if not 0 <= token < (vocabulary or _TOKENS)]:
+        raise Refused(f"a prompt has token {strange[0]}, the vocabulary has {vocabulary}")
     _, of, name = session.partition(_OF)
     return pb.Operation(
         id=f"{session}:{body['seq_id']}:sample",

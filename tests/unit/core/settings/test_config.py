@@ -79,7 +79,10 @@ def test_context_parallel_ranks_share_an_episode_that_is_too_long_for_one() -> N
     ],
 )
 def test_an_unknown_key_is_refused_with_the_nearest_right_one(path: str, message: str) -> None:
-    assert refusal_of({path: 1}).startswith(message)
+    said = refusal_of({path: 1})
+    assert said.startswith(message)
+    # Notes on settings are none themselves.
+    assert "automatic" not in said
 
 
 def test_an_unknown_key_between_several_right_ones_is_refused_with_them() -> None:

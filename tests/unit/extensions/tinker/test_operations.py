@@ -96,7 +96,7 @@ def test_optim_step_has_its_own_numbers_of_adam() -> None:
 
 
 def test_a_sample_asks_for_the_version_of_its_session() -> None:
-    operation = operations.sample(SAMPLE, config_of())
+    operation = operations.sample(SAMPLE, config_of(), 7)
     assert operation.id == "s1:sample:0:7:sample"
     sample = operation.sample
     assert (sample.name, sample.num_samples) == ("s1:sample:0", 2)
@@ -112,7 +112,7 @@ def test_a_sample_asks_for_the_version_of_its_session() -> None:
 )
 def test_replies_stop_as_the_sdk_says(stop, texts, tokens, ignores) -> None:
     asked = SAMPLE | {"sampling_params": {"stop": stop}}
-    settings = operations.sample(asked, config_of()).sample.sampling
+    settings = operations.sample(asked, config_of(), 7).sample.sampling
     assert (list(settings.stop), list(settings.stop_token_ids)) == (texts, tokens)
     assert (settings.ignore_eos, settings.max_reply_tokens) == (ignores, 8)
 
@@ -122,7 +122,8 @@ def test_a_sampling_session_names_its_weights() -> None:
     path = "tinker://s1:train:0/sampler_weights/best"
     for given, name in (({"model_path": path}, path), ({"base_model": "tiny"}, "")):
         session = operations.sampling_session(asked | given, config_of())
-        sample = operations.sample(SAMPLE | {"sampling_session_id": session}, config_of()).sample
+        asked_by = SAMPLE | {"sampling_session_id": session}
+        sample = operations.sample(asked_by, config_of(), 0).sample
         assert sample.name == name
 
 
@@ -229,13 +230,15 @@ def test_a_pass_that_cannot_be_is_refused_in_one_line(change: dict, cause: str) 
         ({"sampling_params": {"seed": 1}}, "a sample takes no seed"),
         ({"sampling_params": {"max_tokens": 9}}, "room for 8 of a reply, got max_tokens = 9"),
         ({"prompt": {"chunks": [{"tokens": [1] * 16}]}}, "of 16 tokens leaves room for 0"),
+        ({"prompt": {"chunks": [{"tokens": [6, 7]}]}}, "has token 7, the vocabulary has 7"),
+        ({"prompt": {"chunks": []}}, "one token at least"),
         ({"prompt": {"chunks": [{"type": "image"}]}}, "got a chunk of type image"),
         ({"sampling_session_id": None}, "create_sampling_client makes one"),
     ],
 )
 def test_a_sample_that_cannot_be_is_refused_in_one_line(change: dict, cause: str) -> None:
     with pytest.raises(Refused, match=cause):
-        operations.sample(SAMPLE | change, config_of())
+        operations.sample(SAMPLE | change, config_of(), 7)
 
 
 def test_a_model_is_created_as_the_run_trains_it() -> None:
