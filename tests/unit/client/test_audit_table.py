@@ -100,6 +100,14 @@ def test_a_slow_judge_is_told(
     assert says in "".join(each.text for each in found)
 
 
+def test_a_judge_that_is_too_slow_to_be_timed_is_told() -> None:
+    for call_s, says in ((3.0, "3 s for a reply, so that none were judged at once"), (0.5, "")):
+        played = Played(20, calls_s=[call_s] * 4, timed=[(0.0, 0)])
+        found = slowness(played, num_episodes=64, limit_s=60.0)
+        assert says in "".join(each.text for each in found)
+        assert len(found) == bool(says)
+
+
 async def test_what_had_no_time_is_told(tmp_path: Path) -> None:
     case = next(case for case in cases("sound.jsonl") if len(case["rows"] or ()) > 1)
     assert not [each for each in await audited(case, tmp_path) if "had no time" in each.text]
