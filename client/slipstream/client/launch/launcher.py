@@ -96,13 +96,26 @@ async def run_all(path: Path | None, overrides: Sequence[str], *, dry_run: bool)
 async def run_tinker(path: Path, overrides: Sequence[str], *, port: int, dry_run: bool) -> int:
     """Runs `slipstream tinker`: a run whose loop is a client's own, behind an HTTP process."""
     raise_open_files()
+    port = _free_to_listen(port) if port else free_port("127.0.0.1")
     overrides = [*_CLIENT_LOOP, *overrides]
     config = load_config(path, overrides, hub="small" if dry_run else "whole")
     share = Share(range(config.learner.world_size), config.rollout_server.count)
-    port = port or free_port("127.0.0.1")
     say(f"base_url=http://127.0.0.1:{port} and any api_key that begins with tml-")
     beside = (TINKER, ["--port", str(port)])
     return await _carry_out(config, share, dry_run=dry_run, beside=beside)
+
+
+def _free_to_listen(port: int) -> int:
+    with socket.socket() as probe:
+        # The HTTP process binds so, too: connections of a run that has ended do not count.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except (OSError, OverflowError) as error:
+            raise ConfigError(
+                f"--port: cannot listen on 127.0.0.1:{port}: {error}; choose another port, or none"
+            ) from error
+    return port
 
 
 async def run_quickstart(overrides: Sequence[str]) -> int:

@@ -23,7 +23,7 @@ from slipstream.client.launch.checks import (
     require,
 )
 from slipstream.client.launch.findings import CONTROLLER, LEARNER, SERVER, WHOLE_RUN, Scene, Verdict
-from slipstream.client.launch.launcher import run_all, run_learner
+from slipstream.client.launch.launcher import run_all, run_learner, run_tinker
 from slipstream.client.launch.machine import check_packages
 from slipstream.client.launch.meeting import ask_controller, ask_queue
 from slipstream.client.launch.preflight import (
@@ -719,3 +719,17 @@ async def test_a_proof_says_how_far_it_is_while_it_goes_on(tmp_path, monkeypatch
     assert shown[0] == said
     (tmp_path / "read").touch()
     assert (await proving).code == 0
+
+
+async def test_a_loop_begins_only_where_its_http_process_can_listen(tmp_path: Path) -> None:
+    async def refusal(port: int) -> str:
+        with pytest.raises(ConfigError) as caught:
+            await run_tinker(tmp_path / "own.toml", [], port=port, dry_run=True)
+        return str(caught.value)
+
+    taken = free_port("127.0.0.1")
+    with socket.create_server(("127.0.0.1", taken)):
+        assert f"--port: cannot listen on 127.0.0.1:{taken}: " in await refusal(taken)
+    # It is free now.
+    assert "no such file" in await refusal(taken)
+    assert "choose another port, or none" in await refusal(99999)
