@@ -165,7 +165,8 @@ def test_engines_of_a_run_start_beside_each_other(quick, monkeypatch) -> None:
 def test_an_interrupted_cell_stops_its_run_in_order(quick) -> None:
     def judge(reply: str) -> float:
         if not interrupted:
-            interrupted.append(os.kill(os.getpid(), signal.SIGINT))
+            # Linux may give a signal of the process to any thread: here to one that does not wait.
+            interrupted.append(signal.pthread_kill(threading.get_ident(), signal.SIGINT))
         return 0.0
 
     interrupted: list[None] = []

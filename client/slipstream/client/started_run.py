@@ -132,7 +132,7 @@ class Run:
             async with plan.client() as client:
                 return await client.status()
 
-        return _submit(ask(self._plan)).result()
+        return _awaited(_submit(ask(self._plan))).result()
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         while True:
@@ -160,10 +160,10 @@ class Run:
         """
         self._start.ask_end()
         try:
-            concurrent.futures.wait([self._end])
+            _awaited(self._end)
         except KeyboardInterrupt:
             self._start.ask_end(signal.SIGINT)
-            concurrent.futures.wait([self._end])
+            _awaited(self._end)
             raise
 
     def resume(self) -> None:
@@ -178,7 +178,7 @@ class Run:
     def _begin(self) -> None:
         starting = _submit(_start(self._plan))
         try:
-            self._start, self._end = starting.result()
+            self._start, self._end = _awaited(starting).result()
         except KeyboardInterrupt:
             starting.add_done_callback(lambda started: started.result()[0].ask_end())
             raise
@@ -187,7 +187,10 @@ class Run:
 
     def _until_end(self, limit_s: float | None) -> None:
         try:
-            concurrent.futures.wait([self._end], limit_s)
+            if limit_s is None:
+                _awaited(self._end)
+            else:
+                concurrent.futures.wait([self._end], limit_s)
         except KeyboardInterrupt:
             self.stop()
             raise
@@ -396,6 +399,19 @@ def _loop() -> asyncio.AbstractEventLoop:
     threading.Thread(target=loop.run_forever, name="slipstream", daemon=True).start()
     atexit.register(_end_all)
     return loop
+
+
+def _awaited(
+    future: concurrent.futures.Future[Result],
+) -> concurrent.futures.Future[Result]:
+    """Waits until `future` is done, and returns it.
+
+    Looks up now and then: Linux may give a signal to another thread, which wakes no thread that
+    waits for a lock, so a KeyboardInterrupt would come at the end of the run.
+    """
+    while not future.done():
+        concurrent.futures.wait([future], LOOK_S)
+    return future
 
 
 def _submit(call: Coroutine[Any, Any, Result]) -> concurrent.futures.Future[Result]:
