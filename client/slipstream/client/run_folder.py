@@ -317,7 +317,8 @@ def find_run(run: str | None, runs: Path = Path("runs")) -> FoundRun:
             )
         folder = going[0]
     else:
-        folder = Path(run) if (Path(run) / CONFIG).is_file() else runs / run
+        is_path = "/" in run or (Path(run) / CONFIG).is_file()
+        folder = Path(run) if is_path else runs / run
     path = settings_of(folder)
     try:
         settings: dict[str, Any] = parse_toml(read_regular(path).decode())

@@ -102,6 +102,7 @@ def test_the_settings_of_a_run_can_be_those_of_another_one(config: Config) -> No
     ("run", "line"),
     [
         ("missing", "runs/missing: no such folder"),
+        ("runs/missing", "runs/missing: no such folder"),
         ("runs", "runs/runs: no such folder"),
         ("test", "runs/test/controller.address: No such file or directory; give --controller"),
     ],

@@ -54,7 +54,10 @@ def batch_wait(book: LeaseBook) -> str:
         )
     training = book.training_groups()
     if not training:
-        return "a rollout server that serves, with an environment that is loaded"
+        return (
+            "a rollout server that serves, with an environment that is loaded, of the settings or "
+            "of a client (slipstream submit)"
+        )
     complete = sum(group.is_complete for group in training)
     return (
         f"groups for step {book.step + 1}: {complete} of "
