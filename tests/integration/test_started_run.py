@@ -170,9 +170,14 @@ def test_an_interrupted_cell_stops_its_run_in_order(quick) -> None:
         return 0.0
 
     interrupted: list[None] = []
-    run = slipstream.run(environments=Questions(ROWS, answer="sum", judge=judge), **quick)
-    with pytest.raises(KeyboardInterrupt):
-        run.wait()
+    # A program in the background of a shell ignores the signal.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        run = slipstream.run(environments=Questions(ROWS, answer="sum", judge=judge), **quick)
+        with pytest.raises(KeyboardInterrupt):
+            run.wait()
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert not commands()
     assert run.wait()["state"] == "stopped"
 

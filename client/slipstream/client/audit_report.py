@@ -27,6 +27,8 @@ class Finding:
 
     text: str
     is_refused: bool = False
+    # Whether it tells of plays without time, of which a run's first second has some.
+    is_of_time: bool = False
 
 
 def findings(played: Played) -> list[Finding]:
@@ -73,7 +75,8 @@ def _failures(played: Played) -> list[Finding]:
         found.append(Finding(text, is_refused=is_most))
     if played.left_out:
         text = f"{counted(len(played.left_out), 'play')} of an episode had no time within "
-        found.append(Finding(f"{text}{played.seconds:.0f} s, so that nothing is known of them"))
+        text += f"{played.seconds:.0f} s, so that nothing is known of them"
+        found.append(Finding(text, is_of_time=True))
     return found
 
 

@@ -34,7 +34,7 @@ from slipstream.client.launch.preflight import (
 )
 from slipstream.client.run_folder import write_config
 from slipstream.core.configuration.config_file import load_config
-from slipstream.core.errors import WARNING, ConfigError, RunFailed, SlipstreamError
+from slipstream.core.errors import ConfigError, RunFailed, SlipstreamError
 from slipstream.core.settings.config import Config, EnvironmentSection, SecuritySection
 from slipstream.core.settings.sections import QueueSection, QueueUserSection
 from slipstream.extensions.redis.embedded import EmbeddedServer
@@ -612,6 +612,24 @@ async def test_right_answers_that_earn_nothing_are_refused_unless_they_are_only_
     assert len(known) == is_told
 
 
+PLAIN = """
+from slipstream.environments.echo import Echo as Plain
+"""
+
+
+@pytest.mark.process
+async def test_plays_for_which_a_start_has_no_time_are_in_the_log_alone(
+    playing: Callable[..., Config],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(preflight, "RUN_AUDIT_S", 0.0)
+    config = playing(PLAIN, "Plain")
+    await check_environments(Scene(config))
+    assert capsys.readouterr().err == ""
+    assert "had no time within 0 s" in (config.run_dir / "logs" / "preflight.log").read_text()
+
+
 PRINTING = """
 import os
 from slipstream.environments.echo import Echo
@@ -632,8 +650,8 @@ async def test_what_an_environment_printed_last_is_kept_of_its_newest_check_alon
         # The first one that is kept may be a part of a line.
         title, _, *lines = path.read_text().splitlines()
         assert title == "environment e:"
-        # A busy machine has no time for all plays, which is a warning behind these lines.
-        lines = [line for line in lines if not line.startswith(WARNING)]
+        # A busy machine has no time for all plays, which a line behind these says.
+        lines = [line for line in lines if "had no time" not in line]
         assert lines == [f"line {n}" for n in range(200_000 - len(lines), 200_000)]
         assert len(lines) > 1000
         assert path.stat().st_size < 1 << 17
