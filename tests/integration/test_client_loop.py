@@ -165,6 +165,8 @@ async def test_what_is_refused_fails_in_its_turn_with_one_line(tmp_path) -> None
         # What is not finite is null in the SDK's JSON.
         infinite = await client.step(learning_rate=None)
         assert infinite["error"] == "adam_params.learning_rate must be a finite number"
+        strange = await client.step(eps="small")
+        assert strange["error"].startswith("the request is malformed")
         await client.step()
         loaded = await client.order("load_weights", path=saved["path"], optimizer=True)
         assert "is version 0, with which only" in (await client.result(loaded))["error"]

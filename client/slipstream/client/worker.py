@@ -198,9 +198,11 @@ class _Check:
                 print(line, file=sys.stderr)
             told = [line for line in told if line not in late]
             self._warn(told)
-            with contextlib.suppress(OSError):
-                known.parent.mkdir(parents=True, exist_ok=True)
-                known.write_text("".join(f"{line}\n" for line in told), encoding="utf-8")
+            # What had no time is tried again at the next start.
+            if not late:
+                with contextlib.suppress(OSError):
+                    known.parent.mkdir(parents=True, exist_ok=True)
+                    known.write_text("".join(f"{line}\n" for line in told), encoding="utf-8")
         lines = [headline(played), *table(played), *(f"! {line}" for line in told)]
         if not options.json:
             return "\n".join([f"environment {options.check} is ready: {lines[0]}", *lines[1:]])

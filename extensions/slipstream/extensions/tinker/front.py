@@ -35,6 +35,8 @@ CALL_S = 30.0
 MAX_BODY_BYTES = 24 << 20
 _PREFIX = "/api/v1"
 _STATUS = {grpc.StatusCode.UNAVAILABLE: 503, grpc.StatusCode.INVALID_ARGUMENT: 400}
+# What reading a request raises whose fields are not those of the SDK.
+_MALFORMED = (ArithmeticError, DecodeError, LookupError, TypeError, ValueError)
 _JSON, _PROTOBUF = "application/json", "application/x-protobuf"
 
 Receive: TypeAlias = Callable[[], Awaitable[dict[str, Any]]]
@@ -75,10 +77,8 @@ class Front:
             return
         try:
             status, kind, body = await self._answer(scope, await _body(receive))
-        except Refused as refusal:
-            status, kind, body = _error(400, str(refusal))
-        except (ArithmeticError, DecodeError, LookupError, TypeError, ValueError) as error:
-            status, kind, body = _error(400, f"the request is malformed: {error!r}")
+        except _MALFORMED as error:
+            status, kind, body = _error(400, _cause(error))
         except grpc.aio.AioRpcError as error:
             # The SDK asks again: the controller may be about to come back.
             status = _STATUS.get(error.code(), 500)
@@ -154,17 +154,18 @@ class Front:
         kind = "forward_backward"
         try:
             operation = operations.forward_backward(request)
-        except Refused as refusal:
-            operation = operations.refused(request.model_id, request.seq_id, kind, str(refusal))
+        except _MALFORMED as error:
+            operation = operations.refused(request.model_id, request.seq_id, kind, _cause(error))
         return await self._future(operation)
 
     async def _submit(self, path: str, body: Body) -> Answer:
         try:
             operation = self._orders[path](body)
-        except Refused as refusal:
+        except _MALFORMED as error:
+            # It fails in its turn, for which later ones wait.
             model = body.get("model_id") or operations.training_run(body)
             number = body.get("seq_id") or 0
-            operation = operations.refused(model, number, path, str(refusal))
+            operation = operations.refused(model, number, path, _cause(error))
         return await self._future(operation)
 
     async def _future(self, operation: pb.Operation) -> Answer:
@@ -205,6 +206,10 @@ class Front:
         if kind == "forward_backward":
             return 200, _PROTOBUF, operations.computed(result).SerializeToString()
         return _json(operations.answer(name, result))
+
+
+def _cause(error: Exception) -> str:
+    return str(error) if isinstance(error, Refused) else f"the request is malformed: {error!r}"
 
 
 async def _body(receive: Receive) -> bytes:
