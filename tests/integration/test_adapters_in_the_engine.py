@@ -1,6 +1,7 @@
 """A real engine that is sent weights and adapters apart, against transformers with both merged."""
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
@@ -106,14 +107,26 @@ async def test_replies_go_on_with_new_adapters_and_say_where_these_began(rig: Ri
         assert gaps.mean() < 1e-4
 
 
+async def test_a_reply_brings_the_log_probabilities_of_its_prompt(rig: Rig) -> None:
+    await rig.publish(rig.base, adapters_for(rig.base, 1))
+    scored = dataclasses.replace(SAMPLING, prompt_logprobs=True)
+    for adapters, by_start in ((adapters_for(rig.base, 1), False), ({}, True)):
+        sampling = dataclasses.replace(scored, by_start=by_start)
+        reply = await rig.engine.requests.generate("p", SEQUENCE, sampling, 3)
+        assert len(reply.token_ids) == 3
+        expected = rig.expected(rig.base, adapters, SEQUENCE)
+        assert np.abs(expected - reply.prompt_logprobs).mean() < 1e-4
+
+
 async def test_the_start_replies_beside_the_adapters_and_is_counted_apart(rig: Rig) -> None:
     first = adapters_for(rig.base, 1)
     await rig.publish(rig.base, first)
     before, prompt = rig.engine.requests.use(), [(3 * n) % 20 + 4 for n in range(40)]
 
     async def start(name: str) -> Generation:
-        options = TextOptions(by_start=True)
-        stream = rig.engine.requests.stream(name, prompt, SAMPLING, 60, options=options)
+        sampling = dataclasses.replace(SAMPLING, by_start=True)
+        options = TextOptions()
+        stream = rig.engine.requests.stream(name, prompt, sampling, 60, options=options)
         return [part async for part in stream][-1].generation
 
     judged, policy, *more = await asyncio.gather(

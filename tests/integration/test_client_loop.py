@@ -10,9 +10,10 @@ from slipstream.client.client import Client
 from slipstream.client.launch.preflight import free_port
 from slipstream.core.settings.config import Config
 from slipstream.extensions.tinker.front import serve
+from slipstream.extensions.tinker.wire_pb2 import SampleResponse
 from slipstream.learner.controller.application import Controller
 from slipstream.learner.controller.records.journal import read_batch, read_records
-from support.fakes.fake_server import OPEN, FakeServer
+from support.fakes.fake_server import OPEN, PROMPT_LOGPROBS, FakeServer
 from support.fakes.fake_trainer import FakeTrainer
 from support.fakes.small_checkpoints import save_checkpoint
 from support.rigs.controller_runs import make_config, play
@@ -22,8 +23,8 @@ from support.rigs.waiting import LIMIT_S, until
 DATUM = ([1, 2, 3], [2, 3, 4], {"weights": [0.0, 1.0, 1.0]})
 
 
-def loop_config(tmp_path) -> Config:
-    own = {"controller__client_loop": True, "learner__shared_prefix_tokens": 0}
+def loop_config(tmp_path, **settings: object) -> Config:
+    own = settings | {"controller__client_loop": True, "learner__shared_prefix_tokens": 0}
     return make_config(tmp_path, **own, model__dtype="float32", run__steps=1000)
 
 
@@ -172,8 +173,8 @@ async def test_what_is_refused_fails_in_its_turn_with_one_line(tmp_path) -> None
         assert "is version 0, with which only" in (await client.result(loaded))["error"]
         refused = await client.ask("nothing", [1])
         assert "nothing is no name of a publish" in (await client.result(refused))["error"]
-        refusal = await client.ask("s", [1], prompt_logprobs=True)
-        assert (refusal.status_code, "forward of" in refusal.text) == (400, True)
+        refusal = await client.ask("s", [1], topk_prompt_logprobs=2)
+        assert (refusal.status_code, "prompt_logprobs has" in refusal.text) == (400, True)
         for path, status in (("weights_info", 404), ("optim_step", 400)):
             assert (await client.post(path, {})).status_code == status
         malformed = (b"\xff", client.passed([], "ppo", number=9)[:-1] + b"\xff")
@@ -213,6 +214,41 @@ async def test_a_session_samples_by_its_version_alone(tmp_path) -> None:
         assert len(replies(await client.result(await client.ask(new, [3])))) == 1
 
     assert (await played(loop_config(tmp_path), script))["ledger"]["difference"] == 0
+
+
+async def test_a_session_in_flight_samples_by_what_is_served(tmp_path) -> None:
+    async def script(client: LoopClient, server: FakeServer, trainer: FakeTrainer) -> None:
+        await client.begin()
+        newest = await client.publish(kind="inflight")
+        server.gate.clear()
+        under_way = await client.ask(newest, [1])
+        await until(lambda: len(server.leases) == 1)
+        await client.step()
+        # It does not wait for the sample, which may have tokens of several versions.
+        await client.publish(kind="inflight")
+        assert server.loaded_versions[-1].step == 1
+        server.gate.set()
+        assert len(replies(await client.result(under_way))) == 1
+        assert len(replies(await client.result(await client.ask(newest, [2])))) == 1
+
+    assert (await played(loop_config(tmp_path), script))["ledger"]["difference"] == 0
+
+
+async def test_the_start_is_sampled_and_scores_prompts_beside_adapters(tmp_path) -> None:
+    async def script(client: LoopClient, server: FakeServer, trainer: FakeTrainer) -> None:
+        await client.begin(rank=8)
+        start = await client.publish()
+        for _ in range(2):
+            future = await client.ask(start, [1, 2, 3], prompt_logprobs=True)
+            found = SampleResponse.FromString(await client.result(future))
+            assert found.prompt_logprobs[4:] == PROMPT_LOGPROBS
+            await client.step()
+            newest = await client.publish()
+        await client.result(await client.ask(newest, [1, 2, 3]))
+        assert [lease.sampling.by_start for lease in server.leases] == [True, True, False]
+
+    lora = {"lora__rank": 8, "lora__publish": "adapters"}
+    assert (await played(loop_config(tmp_path, **lora), script))["ledger"]["difference"] == 0
 
 
 async def test_a_saved_state_is_loaded_as_a_step_and_a_new_model_takes_over(tmp_path) -> None:

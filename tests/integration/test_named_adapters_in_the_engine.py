@@ -88,12 +88,11 @@ async def test_adapters_alone_replace_all_and_no_cached_prefix_crosses_them(rig:
 async def test_the_start_replies_beside_several_adapters(rig: NamedRig) -> None:
     await rig.publish_all(rig.base, [adapters_for(rig.base, seed) for seed in (1, 2, 3)])
     math = dataclasses.replace(SAMPLING, adapter="math")
-    options = TextOptions(by_start=True)
+    by_start, options = dataclasses.replace(math, by_start=True), TextOptions()
 
     async def start() -> np.ndarray:
-        parts = [
-            p async for p in rig.engine.requests.stream("j", SEQUENCE, math, 40, options=options)
-        ]
+        stream = rig.engine.requests.stream("j", SEQUENCE, by_start, 40, options=options)
+        parts = [p async for p in stream]
         found = parts[-1].generation
         tokens = SEQUENCE + found.token_ids.tolist()
         return np.abs(rig.expected(rig.base, {}, tokens)[-40:] - found.logprobs)

@@ -228,6 +228,9 @@ class Trajectory:
     max_reply_tokens: int = 0
     # The right answer as text, or "" if the environment told none.
     expected_answer: str = ""
+    # float32, little endian: the log-probability at temperature 1 of each token before the first
+    # reply but the first token; b"" if the lease did not ask for them.
+    prompt_logprobs: bytes = b""
 
     @property
     def trajectory_id(self) -> TrajectoryId:

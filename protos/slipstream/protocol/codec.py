@@ -36,7 +36,7 @@ from slipstream.v1 import trajectory_pb2 as pb
 MAX_TRAJECTORY_BYTES = max_message_bytes(pb.Trajectory)
 # Metadata of the trainer's calls; see trainer.proto.
 TRAINER_EPOCH = "slipstream-trainer-epoch"
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 _TOKENS, _LOGPROBS = np.dtype("<u4"), np.dtype("<f4")
 _OTHER_FIELDS = {"token_ids", "checksum", *SAMPLED_ARRAYS}
 # Fields that have the same name and value in both forms, and whether they hold several values.
@@ -106,6 +106,9 @@ def check_trajectory(trajectory: Trajectory) -> None:
     if reference is not None and (fault := check_reference(reference, trajectory.unpredicted())):
         raise ProtocolError(f"{name}: {fault}")
     _check_images(trajectory)
+    scored, prompt = len(unpack_logprobs(trajectory.prompt_logprobs)), trajectory.run_lengths[:1]
+    if scored and prompt != (scored + 1,):
+        raise ProtocolError(f"{name}: {scored} values of prompt_logprobs for runs {prompt}")
 
 
 def version_to_pb(version: PolicyVersion) -> pb.PolicyVersion:

@@ -41,10 +41,12 @@ class Begin(_message.Message):
     def __init__(self) -> None: ...
 
 class Publish(_message.Message):
-    __slots__ = ("name",)
+    __slots__ = ("name", "in_flight")
     NAME_FIELD_NUMBER: _ClassVar[int]
+    IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
     name: str
-    def __init__(self, name: _Optional[str] = ...) -> None: ...
+    in_flight: bool
+    def __init__(self, name: _Optional[str] = ..., in_flight: bool = ...) -> None: ...
 
 class Save(_message.Message):
     __slots__ = ("name",)
@@ -91,16 +93,18 @@ class AwaitRequest(_message.Message):
     def __init__(self, id: _Optional[str] = ..., limit_s: _Optional[float] = ...) -> None: ...
 
 class Sampled(_message.Message):
-    __slots__ = ("token_ids", "logprobs", "truncated", "version_spans")
+    __slots__ = ("token_ids", "logprobs", "truncated", "version_spans", "prompt_logprobs")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     TRUNCATED_FIELD_NUMBER: _ClassVar[int]
     VERSION_SPANS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     token_ids: bytes
     logprobs: bytes
     truncated: bool
     version_spans: _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.VersionSpan]
-    def __init__(self, token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., truncated: bool = ..., version_spans: _Optional[_Iterable[_Union[_trajectory_pb2.VersionSpan, _Mapping]]] = ...) -> None: ...
+    prompt_logprobs: bytes
+    def __init__(self, token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., truncated: bool = ..., version_spans: _Optional[_Iterable[_Union[_trajectory_pb2.VersionSpan, _Mapping]]] = ..., prompt_logprobs: _Optional[bytes] = ...) -> None: ...
 
 class OperationResult(_message.Message):
     __slots__ = ("is_unknown", "is_done", "error", "step", "compute", "metrics", "samples", "name")

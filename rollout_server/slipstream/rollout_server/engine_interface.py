@@ -49,7 +49,8 @@ class Sampling:
     limits the context before the first reply; with 0, that context need only leave room for one
     token of the reply. A reply also ends at the first token in `stop_token_ids`, and at the token
     that completes one of the texts in `stop`. `adapter` names the adapter that samples, or is "" if
-    the run has at most one.
+    the run has at most one. With `by_start` the initial model samples (`Requests.keeps_start`).
+    `prompt_logprobs` asks for `Generation.prompt_logprobs`.
     """
 
     temperature: float
@@ -67,6 +68,8 @@ class Sampling:
     max_images: int = 0
     max_image_bytes: int = 0
     adapter: str = ""
+    by_start: bool = False
+    prompt_logprobs: bool = False
 
     @classmethod
     def from_pb(cls, message: fleet_pb2.SamplingSettings) -> Sampling:
@@ -108,7 +111,8 @@ class Generation:
     the number of prompt tokens that came from the prefix cache. `expert_ids` is [tokens, layers,
     experts per token], or None if the engine does not record experts. It has the experts of the
     tokens of prompt and reply from the request's index `experts_from` on, as they were first
-    computed. The last sampled token was never computed and is left out.
+    computed. The last sampled token was never computed and is left out. `prompt_logprobs` has the
+    log-probability at temperature 1 of each token of the prompt but the first, if asked for.
     """
 
     token_ids: TokenArray
@@ -117,6 +121,7 @@ class Generation:
     finish_reason: FinishReason
     cached_tokens: int = 0
     expert_ids: npt.NDArray[np.unsignedinteger] | None = None
+    prompt_logprobs: LogprobArray | None = None
 
     @property
     def sampled_arrays(self) -> dict[str, LogprobArray]:
@@ -141,13 +146,11 @@ class TextOptions:
     `stop` has stop texts in addition to those in `Sampling`. `num_logprobs` is the number of most
     probable tokens that are returned for each position in addition to the sampled token; with None,
     parts have no `top_logprobs`. With `is_streamed`, parts of the size `parts` are yielded while
-    the reply is sampled. With `by_start` the initial model samples (`Requests.keeps_start`). With
-    `with_stop` the text includes the stop text.
+    the reply is sampled. With `with_stop` the text includes the stop text.
     """
 
     is_streamed: bool = False
     parts: PartSize = "chunks"
-    by_start: bool = False
     stop: tuple[str, ...] = ()
     seed: int | None = None
     num_logprobs: int | None = None

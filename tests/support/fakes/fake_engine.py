@@ -128,6 +128,9 @@ class FakeEngine:
             version_spans=merge_spans(request.spans),
             finish_reason=reason,
             expert_ids=self._experts(experts_from, len(prompt_token_ids) + len(request.tokens)),
+            prompt_logprobs=np.arange(1 - len(prompt_token_ids), 0, dtype=np.float32)
+            if sampling.prompt_logprobs
+            else None,
         )
 
     async def stream(
@@ -145,7 +148,7 @@ class FakeEngine:
             request_id, prompt_token_ids, sampling, max_tokens, experts_from=experts_from
         )
         tokens = generation.token_ids.tolist()
-        self._judged += len(tokens) if options.by_start else 0
+        self._judged += len(tokens) if sampling.by_start else 0
         yield engine_interface.TextPart(tokens, " ".join(map(str, tokens)), generation=generation)
 
     async def cancel(self, request_id: str) -> None:

@@ -29,6 +29,8 @@ from slipstream.v1 import fleet_pb2, fleet_pb2_grpc, trajectory_pb2, weights_pb2
 from support.fakes.named_channel import OPEN, open_named
 
 QUEUE_BYTES = 256 << 20
+# What the prompts of three tokens that it makes up score.
+PROMPT_LOGPROBS = np.array([-0.5, -0.25], "<f4").tobytes()
 LAYOUT = layout_to_pb([TensorSpec("w", "float32", (4, 4))], 1 << 20)
 
 Judge = Callable[[fleet_pb2.Lease, int, int], float | Failure]
@@ -356,6 +358,7 @@ class FakeServer:
             behavior_logprobs=np.full(tokens, -1.0, np.float32),
             version_spans=(VersionSpan(tokens, version or PolicyVersion(0, 0)),),
             reward=reward,
+            prompt_logprobs=PROMPT_LOGPROBS if lease.sampling.prompt_logprobs else b"",
         )
         data = encode_trajectory(self.spoil(trajectory))
         name = trajectory.trajectory_id

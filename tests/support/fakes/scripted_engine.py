@@ -116,7 +116,7 @@ class ScriptedEngine(FakeEngine):
         )
         self._generated += len(done)
         self._returned += len(done)
-        self._judged += len(done) if options.by_start else 0
+        self._judged += len(done) if sampling.by_start else 0
         text = self.tokenizer.decode(done, skip_special_tokens=options.skip_special_tokens)
         text = text.removesuffix("<|im_end|>")
         generation = Generation(

@@ -122,10 +122,10 @@ class LoopClient:
         """Makes a step."""
         return await self.result(await self.order("optim_step", adam_params=ADAM | numbers))
 
-    async def publish(self) -> str:
+    async def publish(self, **asked: str) -> str:
         """Publishes; returns the id of the sampling session."""
-        number = next(self.sampling)
-        future = await self.order("save_weights_for_sampler", sampling_session_seq_id=number)
+        asked |= {"sampling_session_seq_id": next(self.sampling)}
+        future = await self.order("save_weights_for_sampler", **asked)
         return (await self.result(future))["sampling_session_id"]
 
     async def ask(self, session: str, prompt: list[int], **asked: Any) -> Any:  # noqa: ANN401

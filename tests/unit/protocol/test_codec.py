@@ -129,6 +129,7 @@ def test_every_flipped_bit_in_the_arrays_is_noticed() -> None:
             "a value of behavior_logprobs is not a finite number",
         ),
         ({"token_rewards": np.zeros(3, np.float32)}, "3 values of token_rewards for 4 sampled"),
+        ({"prompt_logprobs": bytes(16)}, "4 values of prompt_logprobs for runs "),
         (
             {"token_rewards": np.array([0, np.nan, 0, 1], np.float32)},
             "a value of token_rewards is not a finite number",

@@ -3,6 +3,7 @@ import contextlib
 import logging
 import re
 
+import numpy as np
 import pytest
 from slipstream.core.errors import ConfigError, RunFailed
 from slipstream.core.types import FailureKind, PolicyVersion, Purpose, Status
@@ -212,6 +213,15 @@ async def test_a_prompt_at_its_limit_is_answered(server) -> None:
     sampling = limits_of(max_turns=1, max_episode_tokens=5, max_prompt_tokens=4)
     (trajectory,) = await server.played(sampling=sampling)
     assert trajectory.run_lengths == (4, 1)
+
+
+async def test_a_prompt_without_an_environment_is_scored_if_asked(server) -> None:
+    sampling = limits_of(max_turns=1, max_episode_tokens=32)
+    sampling.prompt_logprobs = True
+    prompt = np.array([1, 4, 5, 3], "<u4").tobytes()
+    (trajectory,) = await server.played(sampling=sampling, prompt_token_ids=prompt)
+    assert np.frombuffer(trajectory.prompt_logprobs, "<f4").tolist() == [-3, -2, -1]
+    assert trajectory.token_ids[:4].tolist() == [1, 4, 5, 3]
 
 
 async def test_failed_members_run_again_and_every_attempt_is_delivered(server) -> None:

@@ -101,13 +101,12 @@ class SamplingSection(Section):
     def to_pb(self) -> fleet_pb2.SamplingSettings:
         """Returns these settings as a message, whose fields have the settings' names.
 
-        The fields `adapter` and `ignore_eos` stay unset: they come from an environment and from
-        `debug`.
+        The other fields stay unset: an environment, `debug` or a client's own loop sets them.
         """
         values: dict[str, Any] = {
             name: getattr(self, name)
             for name in fleet_pb2.SamplingSettings.DESCRIPTOR.fields_by_name
-            if name not in ("adapter", "ignore_eos")
+            if name in type(self).model_fields
         }
         return fleet_pb2.SamplingSettings(**values)
 

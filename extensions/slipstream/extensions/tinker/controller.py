@@ -42,6 +42,8 @@ CLIENT = "client"
 # Most samples that are kept for clients that have not asked for them.
 MAX_KEPT = 65536
 LOOK_S = 0.5
+# The version of names that stand for whatever is served.
+NEWEST = -1
 
 
 @dataclass(eq=False)
@@ -83,6 +85,8 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
         self._intake, self._publisher, self._scheduler = intake, publisher, scheduler
         self._store = OperationStore(run.config.run_dir / "operations")
         self._checkpoints = run.config.run_dir / CHECKPOINTS
+        # Whether servers sample by version 0, too, whatever they serve.
+        self._keeps_start = run.config.lora.publishes_adapters
         self._entries: dict[str, Entry] = {}
         self._num_stored = 0
         # The stream that has the model, and the number of its next operation.
@@ -208,7 +212,7 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
                 self._queue(self._waiting.pop((stream, number)))
         if entry is not None:
             self._current = entry
-            self._before_publish = list(self._samples)
+            self._before_publish = [one for one in self._samples if not self._is_newest(one)]
 
     def _refusal(self, first: Entry) -> str:
         """Returns why the stream of its `first` operation may not have the model, or ""."""
@@ -247,7 +251,8 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
         if entry.kind == "compute" and operation.compute.backward:
             self._passes.append(entry)
         elif entry.kind in ("publish", "save"):
-            self._named[getattr(operation, entry.kind).name] = result.step
+            is_newest = operation.publish.in_flight
+            self._named[getattr(operation, entry.kind).name] = NEWEST if is_newest else result.step
 
     def _end(self, entry: Entry, result: pb.OperationResult) -> None:
         """Ends an operation, whose result is told once it is on the disk."""
@@ -419,8 +424,8 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
         for entry in list(self._samples):
             sample = entry.operation.sample
             publishes = self._current is not None and self._current.kind == "publish"
-            if publishes and entry not in self._before_publish:
-                return
+            if publishes and entry not in self._before_publish and not self._is_newest(entry):
+                continue
             if sample.name not in self._named:
                 self._over(entry, f"{sample.name} is no name of a publish of this run")
                 continue
@@ -433,9 +438,13 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
                     return
                 self._send(entry, session)
 
+    def _is_newest(self, entry: Entry) -> bool:
+        return self._named.get(entry.operation.sample.name) == NEWEST
+
     def _sessions(self, sample: pb.Sample) -> list[ServerSession]:
-        step = self._named[sample.name]
-        serving = self._fleet.serving()
+        step, serving = self._named[sample.name], self._fleet.serving()
+        if step == NEWEST or (not step and self._keeps_start):
+            return serving
         return [one for one in serving if one.version is not None and one.version.step == step]
 
     def _gone(self, sample: pb.Sample) -> str:
@@ -452,6 +461,7 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
     def _send(self, entry: Entry, session: ServerSession) -> None:
         sample = entry.operation.sample
         assert session.version is not None
+        sample.sampling.by_start = self._keeps_start and not self._named[sample.name]
         prompt = RawPrompt(sample.prompt_token_ids, sample.sampling)
         group = self._book.lease_prompt(CLIENT, prompt, session.key, session.version.step)
         entry.groups[group.group_id] = group
@@ -497,4 +507,5 @@ def _sampled(trajectory: Trajectory) -> pb.Sampled:
             trajectory_pb2.VersionSpan(length=span.length, version=version_to_pb(span.version))
             for span in trajectory.version_spans
         ],
+        prompt_logprobs=trajectory.prompt_logprobs,
     )

@@ -32,6 +32,16 @@ LOSSES: Mapping[str, tuple[str, dict[str, str]]] = {
 _INPUTS = {"cross_entropy": ("weights", None)}
 _RL_INPUTS = ("advantages", "logprobs")
 _DTYPES = {wire.FLOAT32: "<f4", wire.INT64: "<i8"}
+# Settings of a sample without which a client would get something else.
+_UNSERVED = (
+    "topk_prompt_logprobs",
+    "topk_sample_logprobs",
+    "target_prompt_logprobs",
+    "prompt_alt_tokens_k",
+    "prompt_logprobs_last_n",
+    "record_stability_info",
+)
+_NOT_A_NUMBER = np.float32(np.nan).tobytes()
 # The token ids that a message can hold are below this.
 _TOKENS = 1 << 32
 _NAME = re.compile(r"[A-Za-z0-9._:/+-]{1,200}")
@@ -136,9 +146,7 @@ def save_weights_for_sampler(body: Mapping[str, Any]) -> pb.Operation:
         name = f"{session}:sample:{body['sampling_session_seq_id']}"
     else:
         name = _checked_name(f"tinker://{model}/sampler_weights/{path}")
-    if body.get("kind", "snapshot") != "snapshot":
-        raise Refused(f"a sampling client of kind {body['kind']} is not served, a snapshot is")
-    publish = pb.Publish(name=name)
+    publish = pb.Publish(name=name, in_flight=body.get("kind") == "inflight")
     return _operation(model, body["seq_id"], "save_weights_for_sampler", publish=publish)
 
 
@@ -159,24 +167,21 @@ def sample(body: Mapping[str, Any], config: Config, vocabulary: int) -> pb.Opera
     session = body.get("sampling_session_id")
     if session is None:
         raise Refused("a sample needs a sampling session: create_sampling_client makes one")
-    for name in ("prompt_logprobs", "topk_prompt_logprobs", "topk_sample_logprobs"):
+    for name in _UNSERVED:
         if body.get(name):
-            raise Refused(
-                f"{name} is not served; forward of a training client has log-probabilities"
-            )
-    for name in ("target_prompt_logprobs", "prompt_alt_tokens_k", "record_stability_info"):
-        if body.get(name):
-            raise Refused(f"{name} is not served")
+            raise Refused(f"{name} is not served; prompt_logprobs has those of the whole prompt")
     prompt = [token for chunk in body["prompt"]["chunks"] for token in _tokens(chunk)]
     if strange := [token for token in prompt if not 0 <= token < (vocabulary or _TOKENS)]:
         raise Refused(f"a prompt has token {strange[0]}, the vocabulary has {vocabulary}")
     _, of, name = session.partition(_OF)
+    settings = _sampling(body.get("sampling_params") or {}, config, len(prompt))
+    settings.prompt_logprobs = bool(body.get("prompt_logprobs"))
     return pb.Operation(
         id=f"{session}:{body['seq_id']}:sample",
         sample=pb.Sample(
             prompt_token_ids=np.asarray(prompt, dtype="<u4").tobytes(),
             num_samples=body.get("num_samples", 1),
-            sampling=_sampling(body.get("sampling_params") or {}, config, len(prompt)),
+            sampling=settings,
             name=name if of else session,
         ),
     )
@@ -184,7 +189,9 @@ def sample(body: Mapping[str, Any], config: Config, vocabulary: int) -> pb.Opera
 
 def sampled(result: pb.OperationResult) -> wire.SampleResponse:
     """Returns the answer to asample."""
+    found = result.samples[0].prompt_logprobs if result.samples else b""
     return wire.SampleResponse(
+        prompt_logprobs=_NOT_A_NUMBER + found if found else None,
         sequences=[
             wire.SampledSequence(
                 stop_reason=wire.LENGTH if one.truncated else wire.STOP,
@@ -192,7 +199,7 @@ def sampled(result: pb.OperationResult) -> wire.SampleResponse:
                 logprobs=one.logprobs,
             )
             for one in result.samples
-        ]
+        ],
     )
 
 

@@ -24,10 +24,12 @@ FLOAT32: DType
 INT64: DType
 
 class SampleResponse(_message.Message):
-    __slots__ = ("sequences",)
+    __slots__ = ("sequences", "prompt_logprobs")
     SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     sequences: _containers.RepeatedCompositeFieldContainer[SampledSequence]
-    def __init__(self, sequences: _Optional[_Iterable[_Union[SampledSequence, _Mapping]]] = ...) -> None: ...
+    prompt_logprobs: bytes
+    def __init__(self, sequences: _Optional[_Iterable[_Union[SampledSequence, _Mapping]]] = ..., prompt_logprobs: _Optional[bytes] = ...) -> None: ...
 
 class SampledSequence(_message.Message):
     __slots__ = ("stop_reason", "tokens", "logprobs")

@@ -14,7 +14,7 @@ MAX_JUDGE_CALLS = 64
 
 
 def judge_sampling(sampling: Sampling) -> Sampling:
-    """Returns `sampling` changed for a judge's replies: greedy, and with other limits.
+    """Returns `sampling` changed for a judge's replies: greedy, by the initial model.
 
     `max_episode_tokens` limits each conversation with the judge, and MAX_JUDGE_CALLS the number of
     replies and of conversations.
@@ -28,6 +28,7 @@ def judge_sampling(sampling: Sampling) -> Sampling:
         max_total_tokens=MAX_JUDGE_CALLS * sampling.max_episode_tokens,
         ignore_eos=False,
         stop=(),
+        by_start=True,
     )
 
 

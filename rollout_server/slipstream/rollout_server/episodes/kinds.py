@@ -1,6 +1,7 @@
 """The kinds of episodes: an environment judges replies, or an agent or a client asks for them."""
 
 from slipstream.core.types import Status
+from slipstream.protocol.codec import pack_logprobs
 from slipstream.rollout_server.engine_interface import FinishReason
 from slipstream.rollout_server.episodes.calls import Opening, StreamSession
 from slipstream.rollout_server.episodes.environment_talk import EnvironmentTalk, PromptTooLong
@@ -28,5 +29,7 @@ async def reply_alone(play: Play) -> Status:
             f"sampling.max_episode_tokens = {lease.sampling.max_episode_tokens}"
         )
     generation = await play.generate(min(room, lease.sampling.max_reply_tokens))
+    if generation.prompt_logprobs is not None:
+        recording.prompt_logprobs = pack_logprobs(generation.prompt_logprobs)
     is_cut = generation.finish_reason is FinishReason.LENGTH
     return Status.TRUNCATED if is_cut else Status.COMPLETED

@@ -172,4 +172,5 @@ def trajectory_of(
         adapter=lease.sampling.adapter,
         max_reply_tokens=recording.max_reply_tokens,
         expected_answer=recording.expected_answer,
+        prompt_logprobs=recording.prompt_logprobs,
     )

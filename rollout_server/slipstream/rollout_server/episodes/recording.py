@@ -50,6 +50,8 @@ class Recording(TokenRecord):
     max_reply_tokens: int = 0
     expected_answer: str = ""
     prompt_tokens: int = 0
+    # Packed as in a trajectory; b"" unless the lease asks for them.
+    prompt_logprobs: bytes = b""
     last_reply: list[int] = field(default_factory=list)
     # Text of `last_reply`; None until it is decoded.
     last_text: str | None = None

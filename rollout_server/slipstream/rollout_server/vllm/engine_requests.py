@@ -105,7 +105,7 @@ class EngineRequests:
         async with self._admitted(request_id) as is_wanted:
             if not is_wanted:
                 return Generation.unbegun()
-            adapter = self._adapters.request(sampling.adapter)
+            adapter = self._adapter(sampling)
             collector = await self.add(request_id, prompt_token_ids, asked, adapter, images)
             output = await self.next(request_id, collector)
         record = ReplyRecord()
@@ -124,7 +124,6 @@ class EngineRequests:
         images: Sequence[PlacedImage] = (),
     ) -> AsyncGenerator[TextPart, None]:
         """Samples a reply, and yields its tokens and text in parts."""
-        assert self.keeps_start or not options.by_start, "the start's weights are overwritten"
         with as_ours():
             asked = parameters(sampling, max_tokens, experts_from=experts_from, options=options)
         record = ReplyRecord()
@@ -136,7 +135,7 @@ class EngineRequests:
 
         async with self._admitted(request_id) as is_wanted:
             if is_wanted:
-                adapter = self._adapters.request(sampling.adapter, by_start=options.by_start)
+                adapter = self._adapter(sampling)
                 collector = await self.add(request_id, prompt_token_ids, asked, adapter, images)
                 while not (output := await self.next(request_id, collector)).finished:
                     for part in read(output):
@@ -147,8 +146,12 @@ class EngineRequests:
         *others, last = read(output)
         for part in others:
             yield part
-        end = self._returned(record, output, asked, is_judged=options.by_start)
+        end = self._returned(record, output, asked, is_judged=sampling.by_start)
         yield dataclasses.replace(last, generation=end)
+
+    def _adapter(self, sampling: Sampling) -> LoRARequest | None:
+        assert self.keeps_start or not sampling.by_start, "the start's weights are overwritten"
+        return self._adapters.request(sampling.adapter, by_start=sampling.by_start)
 
     @contextlib.asynccontextmanager
     async def _admitted(self, request_id: str) -> AsyncIterator[bool]:

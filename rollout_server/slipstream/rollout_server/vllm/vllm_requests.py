@@ -72,6 +72,7 @@ def parameters(
         skip_special_tokens=text.skip_special_tokens,
         spaces_between_special_tokens=text.spaces_between_special_tokens,
         logprobs=text.num_logprobs or 0,
+        prompt_logprobs=0 if sampling.prompt_logprobs else None,
         flat_logprobs=True,
         output_kind=RequestOutputKind.DELTA if is_streamed else RequestOutputKind.FINAL_ONLY,
         stream_interval=LARGE_PART_TOKENS if is_streamed and text.parts == "large" else None,
@@ -141,6 +142,9 @@ class ReplyRecord:
             finish_reason=_FINISH_REASONS.get(completion.finish_reason, FinishReason.FAILED),
             cached_tokens=last.num_cached_tokens or 0,
             expert_ids=completion.routed_experts,
+            prompt_logprobs=None
+            if last.prompt_logprobs is None
+            else scores_of([last], [last.prompt_token_ids]),
         )
 
 

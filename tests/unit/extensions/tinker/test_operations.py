@@ -104,6 +104,9 @@ def test_a_sample_asks_for_the_version_of_its_session() -> None:
     settings = sample.sampling
     assert (settings.max_reply_tokens, settings.temperature, settings.top_p) == (4, 1.0, 1.0)
     assert (settings.top_k, list(settings.stop), settings.ignore_eos) == (0, ["x"], False)
+    assert not settings.prompt_logprobs
+    scored = operations.sample(SAMPLE | {"prompt_logprobs": True}, config_of(), 7)
+    assert scored.sample.sampling.prompt_logprobs
 
 
 @pytest.mark.parametrize(
@@ -143,8 +146,8 @@ def test_a_publish_is_named_by_its_sampling_session_or_its_path() -> None:
     asked = {"model_id": "s1:train:0", "seq_id": 5, "sampling_session_seq_id": 2}
     plain = operations.save_weights_for_sampler(asked)
     assert plain.publish == pb.Publish(name="s1:sample:2")
-    with pytest.raises(Refused, match="of kind inflight is not served, a snapshot is"):
-        operations.save_weights_for_sampler(asked | {"kind": "inflight"})
+    in_flight = operations.save_weights_for_sampler(asked | {"kind": "inflight"})
+    assert in_flight.publish == pb.Publish(name="s1:sample:2", in_flight=True)
     named = operations.save_weights_for_sampler(asked | {"path": "best"})
     assert named.publish.name == "tinker://s1:train:0/sampler_weights/best"
 
@@ -157,6 +160,9 @@ def test_the_sdk_reads_replies_and_passes() -> None:
         ]
     )
     assert operations.sampled(replies).SerializeToString().hex() == READ_REPLIES
+    replies.samples[0].prompt_logprobs = floats(-2, -3)
+    scored = np.frombuffer(operations.sampled(replies).prompt_logprobs, "<f4")
+    assert np.array_equal(scored, [np.nan, -2, -3], equal_nan=True)
     report = trainer_pb2.PassReport(
         logprobs=[floats(-1, -2), floats(-3)], metrics={"loss:sum": 1.5}
     )
@@ -225,7 +231,8 @@ def test_a_pass_that_cannot_be_is_refused_in_one_line(change: dict, cause: str) 
 @pytest.mark.parametrize(
     ("change", "cause"),
     [
-        ({"prompt_logprobs": True}, "prompt_logprobs is not served; forward of a training client"),
+        ({"topk_prompt_logprobs": 3}, "topk_prompt_logprobs is not served; prompt_logprobs has"),
+        ({"prompt_logprobs_last_n": 2}, "prompt_logprobs_last_n is not served"),
         ({"prompt_alt_tokens_k": 2}, "prompt_alt_tokens_k is not served"),
         ({"sampling_params": {"seed": 1}}, "a sample takes no seed"),
         ({"sampling_params": {"max_tokens": 9}}, "room for 8 of a reply, got max_tokens = 9"),

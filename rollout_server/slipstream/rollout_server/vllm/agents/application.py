@@ -380,7 +380,6 @@ class RecordingClient:
         options = TextOptions(
             is_streamed=sampling_params.output_kind is RequestOutputKind.DELTA,
             parts=size,
-            by_start=recorder.is_judge,
             stop=tuple(sampling_params.stop or ()),
             seed=sampling_params.seed,
             num_logprobs=sampling_params.logprobs,
