@@ -23,7 +23,6 @@ import pytest
 from slipstream.client.launch import machine
 from slipstream.client.launch.checks import Stage, require
 from slipstream.client.launch.findings import CONTROLLER, Scene
-from slipstream.client.launch.meeting import MeetingServicer
 from slipstream.client.launch.placement import uses_gpus
 from slipstream.client.launch.preflight import free_port
 from slipstream.client.run_folder import hold_run_folder
@@ -33,6 +32,7 @@ from slipstream.extensions.redis.embedded import EmbeddedServer
 from slipstream.protocol.access.security import Credentials, bind, create_server
 from slipstream.protocol.setup import describe_setup
 from slipstream.v1 import status_pb2, status_pb2_grpc
+from support.fakes.setup_answers import SetupAnswers
 from support.rigs.completed import completed
 from support.rigs.loopbacks import own_loopback
 from support.rigs.run_processes import (
@@ -289,8 +289,7 @@ def answering(site: Site, change: Callable[[status_pb2.Setup], None]) -> Iterato
 
     async def serve() -> None:
         server = create_server(credentials)
-        servicer = MeetingServicer(setup, others=1)
-        status_pb2_grpc.add_StatusServiceServicer_to_server(servicer, server)
+        status_pb2_grpc.add_StatusServiceServicer_to_server(SetupAnswers(setup), server)
         bind(server, site.address, credentials)
         await server.start()
         started.set()

@@ -174,6 +174,11 @@ def _add_services(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
     _add_start(learner)
     _add_node(learner)
+    learner.add_argument(
+        "--connect-timeout-s",
+        type=float,
+        help="how long to wait for the first node, and for a queue that another program starts",
+    )
     _set_program(learner, f"{_LAUNCHER}:run_learner")
 
     server = commands.add_parser("rollout-server", help="one vLLM engine and its episodes")
@@ -235,7 +240,7 @@ def _add_folder_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
     doctor.add_argument(
         "--role",
         choices=("learner", "rollout-server"),
-        help="all that one instance of this role needs, compared with the first node's",
+        help="all that one instance of this role needs",
     )
     _add_node(doctor)
     doctor.add_argument("--controller", metavar="HOST:PORT", help="as of rollout-server")
@@ -339,11 +344,6 @@ def _add_node(parser: argparse.ArgumentParser) -> None:
         "--master",
         metavar="HOST:PORT",
         help="where the ranks of all nodes meet; default: MASTER_ADDR and MASTER_PORT",
-    )
-    parser.add_argument(
-        "--connect-timeout-s",
-        type=float,
-        help="how long to wait for the first node, and for a queue that another program starts",
     )
 
 

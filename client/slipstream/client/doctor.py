@@ -1,6 +1,6 @@
 """Implements `slipstream doctor`, which says what to change on a machine before a run fails on it.
 
-This process checks the machine itself; checks that need heavy imports run as other programs.
+It looks at this machine alone; of others only the controller and the queue are asked.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from slipstream.client.launch.checks import find_all
+from slipstream.client.launch.checks import DOCTOR_LIMIT_S, find_all
 from slipstream.client.launch.findings import Finding, Scene, Verdict
 from slipstream.client.launch.launcher import learner_overrides, scene_of
 from slipstream.client.launch.share import LEARNER, Share, learner_node
@@ -19,9 +19,6 @@ from slipstream.client.terminal import say
 from slipstream.core.configuration.config_file import load_config
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.process import raise_open_files
-
-# Seconds in which all nodes of a learner must have started their examination.
-MEETING_LIMIT_S = 300.0
 
 
 async def run_doctor(arguments: argparse.Namespace) -> int:
@@ -58,9 +55,7 @@ def _scene_of_instance(arguments: argparse.Namespace) -> Scene:
         overrides = [*overrides, f'controller.address="{arguments.controller}"']
     config = load_config(arguments.path, overrides, hub="small", apart=True)
     share = learner_node(config, arguments.node_rank) if is_learner else Share(servers=1)
-    given_s = arguments.connect_timeout_s
-    limit_s = MEETING_LIMIT_S if given_s is None else given_s
-    return replace(scene_of(config, share, limit_s), leaves_nothing=True)
+    return replace(scene_of(config, share, DOCTOR_LIMIT_S), leaves_nothing=True)
 
 
 def conclusion(findings: Sequence[Finding]) -> str:

@@ -200,12 +200,8 @@ class DrainServerResponse(_message.Message):
     def __init__(self, warning: _Optional[str] = ...) -> None: ...
 
 class GetSetupRequest(_message.Message):
-    __slots__ = ("asker", "has_compared")
-    ASKER_FIELD_NUMBER: _ClassVar[int]
-    HAS_COMPARED_FIELD_NUMBER: _ClassVar[int]
-    asker: str
-    has_compared: bool
-    def __init__(self, asker: _Optional[str] = ..., has_compared: bool = ...) -> None: ...
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class Setup(_message.Message):
     __slots__ = ("run_id", "protocol_version", "versions", "settings", "unix_time_s", "model_digest", "mark")

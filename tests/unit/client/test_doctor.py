@@ -6,7 +6,6 @@ import json
 import os
 import re
 import socket
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -15,9 +14,10 @@ import redis.asyncio
 from make_lock import pins_of
 from slipstream.client.cli import main
 from slipstream.client.doctor import conclusion, table
-from slipstream.client.launch import machine, preflight
-from slipstream.client.launch.checks import CHECKS
+from slipstream.client.launch import checks, machine, preflight
+from slipstream.client.launch.checks import CHECKS, Check, Stage
 from slipstream.client.launch.findings import (
+    ANY,
     CONTROLLER,
     SERVER,
     Finding,
@@ -30,14 +30,18 @@ from slipstream.client.launch.findings import (
 )
 from slipstream.client.launch.fit import check_disk
 from slipstream.client.launch.meeting import check_queue
-from slipstream.client.launch.preflight import Ended, check_torch, free_port
+from slipstream.client.launch.preflight import Ended, free_port
 from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.gpus import list_gpus
 from slipstream.core.settings.config import Config
 from slipstream.extensions.redis.embedded import RIGHTS, EmbeddedServer
+from slipstream.protocol.access.security import Credentials, bind, create_server
 from slipstream.protocol.access.tokens import role_token
+from slipstream.protocol.setup import describe_setup
+from slipstream.v1 import status_pb2_grpc
 from support.fakes.model_folders import write_loadable_files
+from support.fakes.setup_answers import SetupAnswers
 
 
 def config_of(tmp_path: Path, **sections: dict) -> Config:
@@ -92,11 +96,6 @@ def demand(config: Config, area: str, parts: frozenset[Part]) -> None:
             asyncio.run(check.found(Scene(config, parts)))
 
 
-def test_findings_survive_their_line_of_json() -> None:
-    finding = problem('a "quoted" path', "remove it", area="disk")
-    assert Finding.read(finding.write()) == finding
-
-
 def test_table_shows_the_remedy_below_its_finding() -> None:
     lines = table(
         [ok("one", area="a long area"), problem("full", "make room", area="disk")]
@@ -120,7 +119,7 @@ def test_this_machine_can_run_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     monkeypatch.setattr(machine, "MIN_MEMORY_GIB", 0)
     monkeypatch.chdir(tmp_path)
-    own = [check for check in CHECKS if check.of_machine and check.area not in ("torch", "imports")]
+    own = [check for check in CHECKS if check.of_machine and check.area != "imports"]
     findings = [found for check in own for found in asyncio.run(check.find(Scene()))]
     verdicts = {found.area: found.verdict for found in findings}
     for area in ("python", "processors", "memory", "shared memory", "open files", "disk"):
@@ -449,35 +448,43 @@ async def test_password_of_another_host_is_no_problem(tmp_path: Path) -> None:
     assert "is not here: user rollout was not tried" in rollout_server.seen
 
 
-@pytest.mark.process
-async def test_program_that_fails_is_one_finding(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "TORCH_CHECK", "slipstream.no_such_module")
-    (finding,) = await check_torch(Scene())
-    assert finding.verdict is Verdict.PROBLEM
-    assert "No module named" in finding.seen
-
-
-@pytest.mark.process
-async def test_program_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    endless = tmp_path / "endless"
-    endless.write_text("#!/bin/sh\nexec sleep 60\n")
-    endless.chmod(0o700)
-    monkeypatch.setattr(sys, "executable", str(endless))
-    monkeypatch.setattr(preflight, "TORCH_LIMIT_S", 0.2)
-    (finding,) = await check_torch(Scene())
-    assert "did not end within 0.2 s" in finding.seen
-
-
-@pytest.mark.process
-def test_command_prints_findings_and_fails_on_a_problem(tmp_path, capsys, monkeypatch):
+def test_command_prints_findings_and_fails_on_a_problem(capsys, monkeypatch):
     gone = problem("gone", "look for it", area="gpu")
-    (tmp_path / "sees_no_gpu.py").write_text(f"print({gone.write()!r})")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setattr(preflight, "TORCH_CHECK", "sees_no_gpu")
+    monkeypatch.setattr(
+        checks, "CHECKS", (Check("gpu", Stage.DOCTOR, ANY, lambda _: gone, of_machine=True),)
+    )
     assert main(["doctor", "--json"]) == 1
-    lines = [Finding.read(line) for line in capsys.readouterr().out.splitlines()]
-    assert gone in lines
+    assert json.loads(capsys.readouterr().out) == {
+        "area": "gpu",
+        "verdict": "problem",
+        "seen": "gone",
+        "remedy": "look for it",
+    }
+
+
+async def test_a_controller_elsewhere_is_asked_with_the_token(tmp_path, monkeypatch):
+    (tmp_path / "token").write_text("t" * 40)
+    (tmp_path / "other").write_text("o" * 40)
+    config = config_of(tmp_path, security={"token_file": tmp_path / "token"})
+    credentials = Credentials.load(config.security)
+    server = create_server(credentials)
+    answers = SetupAnswers(describe_setup(config, run_id="run-0", mark="none"))
+    status_pb2_grpc.add_StatusServiceServicer_to_server(answers, server)
+    bind(server, config.controller.address, credentials)
+    await server.start()
+    monkeypatch.setattr(checks, "_is_ours", lambda _: False)
+    try:
+        seen = await checks.check_controller(Scene(config))
+        assert seen == f"{config.controller.address} answers"
+        wrong = config_of(
+            tmp_path,
+            security={"token_file": tmp_path / "other"},
+            controller={"address": config.controller.address},
+        )
+        with pytest.raises(ConfigError, match="the token is missing or wrong"):
+            await checks.check_controller(Scene(wrong))
+    finally:
+        await server.stop(None)
 
 
 def test_wrong_file_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from slipstream.client.launch import fit, machine, placement
@@ -27,11 +27,18 @@ RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 GPUS = tuple(Gpu(n, f"GPU-{n}aaa", "NVIDIA H200", 140 * GIB) for n in range(3))
 
 
+class Memory(NamedTuple):
+    total: int
+    free: int
+
+
 class FakeNvml:
     """GPUs 0 and 1 have NVLink; GPU 2 is behind another processor, `apart`: out of reach."""
 
     def __init__(self, *, apart: bool = False) -> None:
         self.apart = apart
+        # The GPU whose memory another program holds.
+        self.taken = -1
 
     def __enter__(self) -> FakeNvml:
         return self
@@ -44,6 +51,8 @@ class FakeNvml:
             return "580.1"
         if name == "nvmlDeviceGetHandleByIndex":
             return arguments[0]
+        if name == "nvmlDeviceGetMemoryInfo":
+            return Memory(140 * GIB, (130 - 100 * (arguments[0] == self.taken)) * GIB)
         linked = set(arguments[:2]) == {0, 1}
         if name == "nvmlDeviceGetTopologyCommonAncestor":
             return 50
@@ -78,6 +87,13 @@ def test_driver_and_gpus_are_named(nvml: FakeNvml) -> None:
     assert found(2)["driver"].seen == "580.1 shows 2 x NVIDIA H200 with 140 GiB"
     assert found(2)["visible GPUs"].seen == "all: 0, 1"
     assert "links" not in found(1)
+
+
+def test_a_gpu_that_another_program_holds_is_named(nvml: FakeNvml) -> None:
+    assert "GPU in use" not in found(2)
+    nvml.taken = 1
+    taken = found(2)["GPU in use"]
+    assert (taken.verdict, taken.seen) == (Verdict.ADVICE, "1: 30 of 140 GiB are free")
 
 
 def test_entry_that_names_no_gpu_is_a_problem(nvml: FakeNvml) -> None:
@@ -144,6 +160,10 @@ def test_a_build_for_cpus_is_a_problem_for_settings_of_gpus(sections, wanted, mo
         assert "docs/guides/gpus.md" in beside.remedy
     monkeypatch.setattr(machine, "uses_gpus", lambda: True)
     assert check_build(Scene(config)) is None
+    monkeypatch.setattr(machine, "list_gpus", lambda: ())
+    gone = check_build(Scene(config))
+    assert gone.verdict is Verdict.PROBLEM
+    assert gone.seen.endswith("is a build for GPUs, and the driver shows none")
 
 
 def fits(config, monkeypatch, gpus, billions):

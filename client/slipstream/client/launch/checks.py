@@ -59,7 +59,8 @@ from slipstream.protocol.access.tokens import check_own, is_open_to_all
 if TYPE_CHECKING:
     from slipstream.extensions.prometheus.endpoint import Role
 
-CONNECT_LIMIT_S = 3.0
+# Seconds in which the controller must answer the doctor.
+DOCTOR_LIMIT_S = 3.0
 # Variable -> whether it takes the beginning of a name, as NCCL does.
 INTERFACES = {"NCCL_SOCKET_IFNAME": True, "GLOO_SOCKET_IFNAME": False}
 FILES = "deploy/make_certificates.sh makes all files"
@@ -228,8 +229,8 @@ def check_folder(scene: Scene) -> str:
     return f"{scene.config.run_dir} {'holds a run to go on with' if holds_run else 'is free'}"
 
 
-def check_controller(scene: Scene) -> str | None:
-    """Checks that the controller can listen here; the doctor connects to a remote controller.
+async def check_controller(scene: Scene) -> str | None:
+    """Checks that the controller can listen here; the doctor asks a remote controller.
 
     Parts that are started separately must know its port.
     """
@@ -243,13 +244,10 @@ def check_controller(scene: Scene) -> str | None:
     if parts and "controller" not in parts:
         return None
     if not parts and not _is_ours(host):
-        try:
-            with socket.create_connection((host, port), timeout=CONNECT_LIMIT_S):
-                return f"{host}:{port} answers"
-        except OSError as error:
-            raise ConfigError(
-                f"{host}:{port}: {error}: start the controller there, or open the port"
-            ) from error
+        await meeting.ask_controller(
+            address, Credentials.load(scene.config.security), DOCTOR_LIMIT_S
+        )
+        return f"{address} answers"
     with hold_address(address):
         return f"{address} is of this machine and free"
 
@@ -335,7 +333,6 @@ CHECKS = (
     Check("stack", Stage.DOCTOR, ANY, machine.check_stack, of_machine=True),
     Check("driver", Stage.DOCTOR, ANY, machine.check_gpus, of_machine=True),
     Check("gpu", Stage.DOCTOR, ANY, machine.check_build, of_machine=True),
-    Check("torch", Stage.DOCTOR, LEARNER, preflight.check_torch, of_machine=True),
     Check("model", Stage.SETTINGS, ANY, check_files),
     Check("security", Stage.SETTINGS, WHOLE_RUN, check_security, FILES),
     Check("open sockets", Stage.SETTINGS, ANY, check_exposure, "use a private network or a tunnel"),
@@ -362,5 +359,4 @@ CHECKS = (
     Check("queue server", Stage.START, CONTROLLER | SERVER, meeting.check_queue),
     Check("environments", Stage.START, CONTROLLER | SERVER, preflight.check_environments),
     Check("placement", Stage.DOCTOR, ANY, fit.check_fit),
-    Check("nodes", Stage.DOCTOR, CONTROLLER, meeting.check_nodes),
 )

@@ -74,12 +74,6 @@ class Finding:
     # The change to make; empty when there is nothing to do.
     remedy: str = ""
 
-    @classmethod
-    def read(cls, line: str) -> Finding:
-        """Returns the finding in a line that `write` made; raises ValueError if it is not JSON."""
-        values = json.loads(line)
-        return cls(**values | {"verdict": Verdict(values["verdict"])})
-
     def write(self) -> str:
         """Returns the finding as one line of JSON."""
         return json.dumps(asdict(self))

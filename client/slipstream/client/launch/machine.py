@@ -126,6 +126,15 @@ def check_gpus(_: Scene) -> Iterator[Finding]:
         version = nvml.ask("nvmlSystemGetDriverVersion") or "of an unknown version"
         yield ok(f"{version} shows {_names(gpus)}")
         yield _visible(gpus)
+        for gpu in gpus:
+            handle = nvml.ask("nvmlDeviceGetHandleByIndex", gpu.index)
+            memory = nvml.ask("nvmlDeviceGetMemoryInfo", handle)
+            if memory is not None and memory.free < memory.total / 2:
+                seen = (
+                    f"{gpu.index}: {memory.free / GIB:.0f} of {memory.total / GIB:.0f} GiB are free"
+                )
+                remedy = "another program holds its memory: see nvidia-smi"
+                yield advice(seen, remedy, area="GPU in use")
         if len(gpus) > 1:
             yield _links(nvml, gpus)
     others = [
@@ -144,10 +153,14 @@ def check_gpus(_: Scene) -> Iterator[Finding]:
 
 
 def check_build(scene: Scene) -> Finding | None:
-    """Checks that torch is no build for CPUs where the settings need GPUs."""
+    """Checks that torch is no build for CPUs where the settings need GPUs, nor one without GPUs."""
     version, gpus = installed(["torch"]).get("torch"), list_gpus()
-    if version is None or uses_gpus():
+    if version is None:
         return None
+    if uses_gpus():
+        seen = f"torch {version} is a build for GPUs, and the driver shows none"
+        remedy = "check nvidia-smi and the driver, or install torch's CPU build"
+        return None if gpus else problem(seen, remedy)
     seen = f"none is used: torch {version} is a build for CPUs"
     remedy = "install a stack for GPUs: docs/guides/gpus.md"
     if gpus:

@@ -1,7 +1,7 @@
-"""Compares this host with those that it will meet: the controller, the learner's nodes, the queue.
+"""Compares this host with those that it will meet: the controller and the queue.
 
-Waits for: a controller and a queue that others start, the learner's other nodes. Unblocked by:
-their answers, or the scene's time limit.
+Waits for: a controller and a queue that others start. Unblocked by: their answers, or the scene's
+time limit.
 """
 
 from __future__ import annotations
@@ -9,28 +9,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import secrets
-import socket
 import time
-from collections.abc import Iterator
 
 import grpc
 import grpc.aio
 from slipstream.client.launch.findings import Finding, Scene, advice, ok, problem
 from slipstream.client.launch.preflight import told_when_slow
-from slipstream.client.launch.share import learner_nodes
 from slipstream.core.errors import ConfigError, QueueError
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.sections import QueueEnd
 from slipstream.protocol.access.security import (
     Credentials,
-    bind,
     call_metadata,
-    create_server,
     open_channel,
     redis_url_of,
 )
-from slipstream.protocol.setup import Answer, describe_setup, differences, holds_mark
+from slipstream.protocol.setup import Answer, differences, holds_mark
 from slipstream.v1 import status_pb2, status_pb2_grpc
 
 RETRY_S = 0.2
@@ -41,9 +35,7 @@ UNTRUSTED = ("CERTIFICATE_VERIFY_FAILED", "Hostname Verification Check failed")
 # Seconds in which a file of another host must appear: network file systems cache for a while that
 # there was none.
 SHOW_LIMIT_S = 5.0
-GOODBYE_S = 5.0
 QUEUE_LIMIT_S = 3.0
-GRACE_S = 1.0
 LINES = "docs/security.md has the ACL SETUSER line"
 
 # The checks report the warnings that the connection would log.
@@ -53,30 +45,18 @@ logging.getLogger("slipstream.extensions.redis.connection").addHandler(logging.N
 async def check_setup(scene: Scene) -> str | None:
     """Waits for a controller that another command starts; compares its setup with this host's.
 
-    Trainer ranks must share the run's folder if checkpoints are saved. The first node's doctor
-    waits until this host's doctor reports the end of the comparison.
+    Trainer ranks must share the run's folder if checkpoints are saved.
     """
     if not scene.parts or "controller" in scene.parts:
         return None
     config, limit_s, of_ranks = scene.config, scene.connect_timeout_s, "learner" in scene.parts
-    who = f"learner node {scene.share.node_rank}" if of_ranks else "rollout server"
-    asker = f"{who} on {socket.gethostname()}"
-    address, credentials = config.controller.address, Credentials.load(config.security)
+    address = config.controller.address
     with told_when_slow(f"waiting for the controller at {address}, for up to {limit_s:g} s"):
-        answer = await ask_controller(address, credentials, limit_s, asker=asker)
-    try:
-        for difference in differences(answer, config, of_ranks=of_ranks):
-            raise ConfigError(difference)
-        if of_ranks and config.checkpoint.every_steps:
-            await _check_shared(config, answer.setup)
-    finally:
-        if scene.leaves_nothing:
-            request = status_pb2.GetSetupRequest(asker=asker, has_compared=True)
-            with contextlib.suppress(grpc.aio.AioRpcError):
-                async with open_channel(address, credentials) as channel:
-                    await status_pb2_grpc.StatusServiceStub(channel).GetSetup(
-                        request, timeout=GOODBYE_S, metadata=call_metadata(credentials)
-                    )
+        answer = await ask_controller(address, Credentials.load(config.security), limit_s)
+    for difference in differences(answer, config, of_ranks=of_ranks):
+        raise ConfigError(difference)
+    if of_ranks and config.checkpoint.every_steps:
+        await _check_shared(config, answer.setup)
     # The largest difference that the times of the call allow.
     apart_s = max(abs(t - answer.setup.unix_time_s) for t in (answer.asked_s, answer.answered_s))
     same = "same versions and settings"
@@ -113,13 +93,12 @@ async def ask_controller(
     credentials: Credentials,
     limit_s: float,
     *,
-    asker: str = "",
     run_id: str | None = None,
 ) -> Answer:
     """Asks the controller for its setup until it answers.
 
     Raises ConfigError if the controller refuses, as that of another run than `run_id` does, or does
-    not answer within `limit_s` seconds. `asker` names this host to the controller.
+    not answer within `limit_s` seconds.
     """
     cause = ""
     async with open_channel(address, credentials) as channel:
@@ -129,7 +108,7 @@ async def ask_controller(
             asked_s = time.time()
             try:
                 setup = await stub.GetSetup(
-                    status_pb2.GetSetupRequest(asker=asker),
+                    status_pb2.GetSetupRequest(),
                     timeout=left_s,
                     metadata=call_metadata(credentials, run_id),
                 )
@@ -146,77 +125,6 @@ async def ask_controller(
         f"no controller answers at {address} within {limit_s:g} s: {cause}; start the learner, and "
         "let no firewall stand between"
     )
-
-
-class MeetingServicer(status_pb2_grpc.StatusServiceServicer):
-    """Serves this node's setup to the other nodes, and records the nodes that have compared it."""
-
-    def __init__(self, setup: status_pb2.Setup, others: int) -> None:
-        """Takes this node's setup, and the number of other nodes, which all ask for the setup."""
-        self._setup, self._others = setup, others
-        self.askers: set[str] = set()
-        self.all_asked = asyncio.Event()
-
-    async def GetSetup(  # noqa: N802
-        self, request: status_pb2.GetSetupRequest, context: object
-    ) -> status_pb2.Setup:
-        """Returns the setup with the current time; records a caller that has compared setups."""
-        if request.has_compared:
-            self.askers.add(request.asker)
-            if len(self.askers) >= self._others:
-                self.all_asked.set()
-        setup = status_pb2.Setup(unix_time_s=time.time())
-        setup.MergeFrom(self._setup)
-        return setup
-
-
-async def check_nodes(scene: Scene) -> Finding | None:
-    """Serves this node's setup until all other nodes have compared their setups with it."""
-    config, limit_s = scene.config, scene.connect_timeout_s
-    nodes, _ = learner_nodes(config)
-    if not scene.share.has_controller or nodes == 1:
-        return None
-    credentials = Credentials.load(config.security)
-    server = create_server(credentials)
-    with _marked_folder(config) as (run_id, mark):
-        setup = describe_setup(config, run_id=run_id, mark=mark)
-        servicer = MeetingServicer(setup, nodes - 1)
-        status_pb2_grpc.add_StatusServiceServicer_to_server(servicer, server)
-        bind(server, config.controller.address, credentials)
-        await server.start()
-        try:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(servicer.all_asked.wait(), limit_s)
-        finally:
-            await server.stop(GRACE_S)
-    came = ", ".join(sorted(servicer.askers)) or "none"
-    if servicer.all_asked.is_set():
-        return ok(f"all {nodes} are here: this one, {came}")
-    return problem(
-        f"{len(servicer.askers)} of {nodes - 1} other nodes asked within {limit_s:g} s: {came}",
-        "start this command on all nodes of the learner at once, and see what the others say",
-    )
-
-
-@contextlib.contextmanager
-def _marked_folder(config: Config) -> Iterator[tuple[str, str]]:
-    """Keeps a file in run.dir during the block; yields its content, a new run id, and its name."""
-    run_id = f"{config.run.name}-{secrets.token_hex(4)}"
-    path = config.run.dir / f".{run_id}"
-    made = [folder for folder in (config.run.dir, *config.run.dir.parents) if not folder.exists()]
-    try:
-        config.run.dir.mkdir(parents=True, exist_ok=True)
-        path.write_text(run_id)
-        yield run_id, path.name
-    except OSError as error:
-        raise ConfigError(
-            f"run.dir: cannot write into {config.run.dir}: {error.strerror}"
-        ) from error
-    finally:
-        with contextlib.suppress(OSError):
-            path.unlink(missing_ok=True)
-            for folder in made:
-                folder.rmdir()
 
 
 async def check_queue(scene: Scene) -> list[Finding]:

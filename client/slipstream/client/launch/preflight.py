@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from slipstream.client.launch.findings import Finding, Scene, problem
+from slipstream.client.launch.findings import Scene
 from slipstream.client.run_folder import make_folder, make_run_folder
 from slipstream.client.terminal import complain
 from slipstream.core.configuration.config_file import dump_config
@@ -42,8 +42,6 @@ MEGATRON_CHECK = "slipstream.learner.trainer.check"
 ENGINE_CHECK = "slipstream.rollout_server.check"
 REFERENCE_CHECK = "slipstream.extensions.reference_server.server"
 ALGORITHMS_CHECK = "slipstream.extensions.proofs.trainer"
-TORCH_CHECK = "slipstream.learner.trainer.doctor"
-TORCH_LIMIT_S = 120.0
 # Limit of a check by Megatron or vLLM, most of it for imports on a busy machine.
 SETTINGS_LIMIT_S = 300.0
 # Limit of the proof of an algorithm's functions: a minute, on a busy machine several.
@@ -172,19 +170,6 @@ async def check_reference(scene: Scene) -> None:
     reference = scene.config.reference
     if scene.parts and reference is not None and reference.server is not None:
         _accept(await _ask(REFERENCE_CHECK, scene.config, late="reference.server did not answer"))
-
-
-async def check_torch(_: Scene) -> Sequence[Finding]:
-    """Returns the findings of the program that examines torch, NCCL and TransformerEngine."""
-    if importlib.util.find_spec("torch") is None:
-        return ()
-    ended = await run_program([sys.executable, "-m", TORCH_CHECK], limit_s=TORCH_LIMIT_S)
-    if ended.code is None:
-        return [problem(f"{TORCH_CHECK} did not end within {TORCH_LIMIT_S:g} s", "see nvidia-smi")]
-    if ended.code != 0:
-        said = ended.lines[-1] if ended.lines else f"exit code {ended.code}"
-        return [problem(f"{TORCH_CHECK}: {said}", "install the tested versions")]
-    return [Finding.read(line) for line in ended.output.splitlines()]
 
 
 async def _ask(

@@ -103,11 +103,11 @@ async def test_parts_that_are_started_apart_need_the_controllers_port(part: str)
     config = small_config(controller={"address": "127.0.0.1:0"})
     line = "controller.address must name a port where .* separately, .* got 127.0.0.1:0"
     with pytest.raises(ConfigError, match=line):
-        check_controller(Scene(config, frozenset({part})))
+        await check_controller(Scene(config, frozenset({part})))
     said = "127.0.0.1:0 is of this machine and free"
-    assert check_controller(Scene(config, WHOLE_RUN)) == said
+    assert await check_controller(Scene(config, WHOLE_RUN)) == said
     stated = small_config(controller={"address": "127.0.0.1:7070"})
-    assert check_controller(Scene(stated, frozenset({part}))) is None
+    assert await check_controller(Scene(stated, frozenset({part}))) is None
 
 
 @pytest.fixture(scope="module")
