@@ -238,7 +238,7 @@ def test_torchvision_is_a_problem_only_where_it_cannot_be_imported(tmp_path, mon
 
 def test_parameters_are_counted_from_the_headers(tmp_path: Path) -> None:
     # 500,000 parameters in fp32: 4 of weight, 4 of gradient, 8 of moments each.
-    assert "500.0 k parameters: 8.0 MB" in fit_of(config_of(tmp_path), "learner memory").seen
+    assert "0.5 M parameters: 8.0 MB" in fit_of(config_of(tmp_path), "learner memory").seen
 
 
 def test_distributed_optimizer_divides_the_moments(tmp_path: Path) -> None:

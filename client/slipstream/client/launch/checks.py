@@ -198,11 +198,6 @@ def check_queue_settings(scene: Scene) -> str | None:
     return "`slipstream run` starts a Valkey server of its own"
 
 
-def check_tracking(scene: Scene) -> None:
-    """Checks that the trackers' packages are installed."""
-    check_trackers(scene.config.tracking)
-
-
 def check_metrics_ports(scene: Scene) -> None:
     """Checks that the processes which start here can serve their metrics."""
     address = scene.config.tracking.prometheus
@@ -216,11 +211,6 @@ def check_metrics_ports(scene: Scene) -> None:
         roles += ["controller", "trainer"]
     for role in roles:
         listen_for(role, address).close()
-
-
-def check_certificate(scene: Scene) -> None:
-    """Checks that clients would take this machine's certificate for the controller's."""
-    check_own_certificate(scene.config)
 
 
 def check_folder(scene: Scene) -> str:
@@ -338,7 +328,13 @@ CHECKS = (
     Check("open sockets", Stage.SETTINGS, ANY, check_exposure, "use a private network or a tunnel"),
     Check("queue", Stage.SETTINGS, WHOLE_RUN, check_queue_settings),
     Check("packages", Stage.SETTINGS, ANY, machine.check_packages, of_machine=True),
-    Check("tracking", Stage.SETTINGS, CONTROLLER, check_tracking, elsewhere=NOT_HERE),
+    Check(
+        "tracking",
+        Stage.SETTINGS,
+        CONTROLLER,
+        lambda s: check_trackers(s.config.tracking),
+        elsewhere=NOT_HERE,
+    ),
     Check("engine", Stage.SETTINGS, SERVER, fit.check_engine),
     Check("for vLLM", Stage.SETTINGS, WHOLE_RUN, preflight.check_vllm),
     Check("algorithm", Stage.SETTINGS, ANY - SERVER, preflight.check_functions),
@@ -351,7 +347,7 @@ CHECKS = (
     Check("run folder", Stage.PLACE, CONTROLLER, check_folder),
     Check("controller", Stage.PLACE, WHOLE_RUN, check_controller),
     Check("metrics", Stage.PLACE, CONTROLLER | SERVER, check_metrics_ports, "choose another port"),
-    Check("certificate", Stage.PLACE, CONTROLLER, check_certificate, FILES),
+    Check("certificate", Stage.PLACE, CONTROLLER, lambda s: check_own_certificate(s.config), FILES),
     Check("learner.master", Stage.PLACE, CONTROLLER, check_master),
     Check("setup", Stage.START, SERVER | LEARNER, meeting.check_setup),
     Check("proofs", Stage.START, LEARNER, preflight.check_proofs),

@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import combinations
 from pathlib import Path
 
 from slipstream.client.launch.findings import (
@@ -31,19 +30,8 @@ from slipstream.core.machine.description import PACKAGES, installed
 from slipstream.core.machine.gpus import VISIBLE, Gpu, Nvml, list_gpus, visible_ids
 from slipstream.core.machine.memory import free_memory
 from slipstream.core.machine.process import MAX_OPEN_FILES
-from slipstream.core.settings.config import Config
 from slipstream.protocol.weights.nccl_group import NCCL_ENVIRONMENT
 
-# Indices of nvmlDeviceGetP2PStatus, for which the answer 0 means yes.
-_READ, _NVLINK = 0, 2
-# The answers of nvmlDeviceGetTopologyCommonAncestor.
-_PATHS = {
-    10: "one PCIe switch",
-    20: "several PCIe switches",
-    30: "a PCIe host bridge",
-    40: "the host bridges of one NUMA node",
-    50: "the link between NUMA nodes",
-}
 # vLLM imports these wherever they are installed, and their builds may not fit the installed torch.
 COMPANIONS = ("torchvision", "torchaudio")
 GIB = 1 << 30
@@ -125,18 +113,18 @@ def check_gpus(_: Scene) -> Iterator[Finding]:
     with Nvml() as nvml:
         version = nvml.ask("nvmlSystemGetDriverVersion") or "of an unknown version"
         yield ok(f"{version} shows {_names(gpus)}")
-        yield _visible(gpus)
         for gpu in gpus:
             handle = nvml.ask("nvmlDeviceGetHandleByIndex", gpu.index)
             memory = nvml.ask("nvmlDeviceGetMemoryInfo", handle)
             if memory is not None and memory.free < memory.total / 2:
-                seen = (
-                    f"{gpu.index}: {memory.free / GIB:.0f} of {memory.total / GIB:.0f} GiB are free"
-                )
+                of = f"{memory.free / GIB:.0f} of {memory.total / GIB:.0f} GiB are free"
                 remedy = "another program holds its memory: see nvidia-smi"
-                yield advice(seen, remedy, area="GPU in use")
-        if len(gpus) > 1:
-            yield _links(nvml, gpus)
+                yield advice(f"{gpu.index}: {of}", remedy, area="GPU in use")
+    ids, listed = visible_ids(os.environ, gpus), os.environ.get(VISIBLE)
+    if listed is not None and (not ids or len(ids) < len(listed.split(","))):
+        seen = f"{VISIBLE} is {listed!r}: {', '.join(ids) or 'none'}"
+        remedy = "CUDA stops at the first entry that names no GPU"
+        yield problem(seen, remedy, area="visible GPUs")
     others = [
         f"{name}={os.environ[name]}"
         for name, value in NCCL_ENVIRONMENT.items()
@@ -146,88 +134,24 @@ def check_gpus(_: Scene) -> Iterator[Finding]:
         tested = ", ".join(f"{name}={value}" for name, value in NCCL_ENVIRONMENT.items())
         remedy = f"tested with {tested}, which is set where nothing is; set yours on every host "
         yield advice(", ".join(others), f"{remedy}alike", area="nccl settings")
-    else:
-        found = sorted(name for name in os.environ if name.startswith("NCCL_"))
-        also = f", and of yours {', '.join(found)}" if found else ""
-        yield ok(f"ours{also}", area="nccl settings")
 
 
-def check_build(scene: Scene) -> Finding | None:
-    """Checks that torch is no build for CPUs where the settings need GPUs, nor one without GPUs."""
+def check_build(_: Scene) -> Finding | None:
+    """Compares torch's build, for CPUs or for GPUs, with the GPUs that the driver shows."""
     version, gpus = installed(["torch"]).get("torch"), list_gpus()
-    if version is None:
+    if version is None or uses_gpus() == bool(gpus):
         return None
-    if uses_gpus():
-        seen = f"torch {version} is a build for GPUs, and the driver shows none"
-        remedy = "check nvidia-smi and the driver, or install torch's CPU build"
-        return None if gpus else problem(seen, remedy)
-    seen = f"none is used: torch {version} is a build for CPUs"
-    remedy = "install a stack for GPUs: docs/guides/gpus.md"
     if gpus:
-        seen += f", and this machine has {_names(gpus)}"
-    if scene.stated is not None and (wanted := _wanted(scene.stated)):
-        return problem(f"{seen}; the configuration is for GPUs: {wanted}", remedy)
-    return advice(seen, f"nothing, if runs are to use CPUs; else {remedy}") if gpus else ok(seen)
-
-
-def _wanted(config: Config) -> str:
-    learner, server = config.learner, config.rollout_server
-    named = {
-        "learner.devices": learner.devices is not None,
-        "learner.gpu_memory_fraction": learner.gpu_memory_fraction is not None,
-        "rollout_server.devices": server.devices is not None,
-        "rollout_server.gpu_memory_utilization": "gpu_memory_utilization"
-        in server.model_fields_set,
-        'weights.transport = "nccl"': config.weights.transport == "nccl",
-    }
-    ranks, cores = learner.ranks_per_node or learner.world_size, len(os.sched_getaffinity(0))
-    if ranks > cores:
-        named[f"{ranks} trainer ranks on {cores} cores"] = True
-    return ", ".join(name for name, is_set in named.items() if is_set)
+        seen = f"torch {version} is a build for CPUs, and this machine has {_names(gpus)}"
+        remedy = "nothing, if runs are to use CPUs; else install a stack for GPUs: "
+        return advice(seen, f"{remedy}docs/guides/gpus.md")
+    seen = f"torch {version} is a build for GPUs, and the driver shows none"
+    return problem(seen, "check nvidia-smi and the driver, or install torch's CPU build")
 
 
 def _names(gpus: Sequence[Gpu]) -> str:
     kinds = Counter((gpu.name, gpu.memory_bytes // GIB) for gpu in gpus)
     return ", ".join(f"{n} x {name} with {gib} GiB" for (name, gib), n in sorted(kinds.items()))
-
-
-def _visible(gpus: Sequence[Gpu]) -> Finding:
-    ids, listed, area = visible_ids(os.environ, gpus), os.environ.get(VISIBLE), "visible GPUs"
-    if listed is None:
-        return ok(f"all: {', '.join(ids)}", area=area)
-    seen = f"{VISIBLE} is {listed!r}: {', '.join(ids) or 'none'}"
-    if not ids or len(ids) < len(listed.split(",")):
-        return problem(seen, "CUDA stops at the first entry that names no GPU", area=area)
-    return ok(seen, area=area)
-
-
-def _links(nvml: Nvml, gpus: Sequence[Gpu]) -> Finding:
-    by_nvlink, others, apart = 0, set(), []
-    for one, other in combinations(gpus, 2):
-        pair = [nvml.ask("nvmlDeviceGetHandleByIndex", gpu.index) for gpu in (one, other)]
-        if _can(nvml, pair, _NVLINK):
-            by_nvlink += 1
-        else:
-            level = nvml.ask("nvmlDeviceGetTopologyCommonAncestor", *pair)
-            others.add(_PATHS.get(level or 0, "PCIe"))
-            if not _can(nvml, pair, _READ):
-                apart.append(f"{one.index}-{other.index}")
-    parts = [f"{by_nvlink} pairs of GPUs by NVLink"] if by_nvlink else []
-    parts += [f"others over {path}" for path in sorted(others)]
-    seen = "; ".join(parts)
-    if apart:
-        seen += f"; no direct access between {', '.join(apart[:4])}"
-        remedy = "weights between them go through main memory: place both ends on linked GPUs by "
-        remedy += "learner.devices and rollout_server.devices"
-    elif others:
-        remedy = "keep ranks of one tensor parallel group and their servers on GPUs with NVLink"
-    else:
-        return ok(seen, area="links")
-    return advice(seen, remedy, area="links")
-
-
-def _can(nvml: Nvml, pair: Sequence[object], what: int) -> bool:
-    return bool(nvml.ask("nvmlDeviceGetP2PStatus", *pair, what) == 0)
 
 
 QUEUE = "redis queue"

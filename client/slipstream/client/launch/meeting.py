@@ -15,6 +15,7 @@ import grpc
 import grpc.aio
 from slipstream.client.launch.findings import Finding, Scene, advice, ok, problem
 from slipstream.client.launch.preflight import told_when_slow
+from slipstream.client.launch.share import QUEUE_ENDS
 from slipstream.core.errors import ConfigError, QueueError
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.sections import QueueEnd
@@ -135,49 +136,49 @@ async def check_queue(scene: Scene) -> list[Finding]:
     config, patience_s = scene.config, scene.connect_timeout_s
     if config.queue.kind != "redis" or config.queue.redis_url is None:
         return []
-    from slipstream.extensions.redis.connection import USERS
+    found = []
+    for end in QUEUE_ENDS:
+        if end in scene.parts:
+            found.append(ok(await ask_queue(config, end, patience_s=patience_s)))
+        elif not scene.parts:
+            found.append(await _try_end(config, end))
+    return found
 
-    if not scene.parts:
-        return [await _try_end(config, end) for end in USERS]
-    ends = [end for end in USERS if end in scene.parts]
-    return [ok(await ask_queue(config, end, patience_s=patience_s)) for end in ends]
 
-
-async def ask_queue(config: Config, end: QueueEnd, *, patience_s: float) -> str:
+async def ask_queue(
+    config: Config, end: QueueEnd, *, patience_s: float, looks_at_settings: bool = False
+) -> str:
     """Checks that the user of `end` may write to the queue; returns a line that names the user.
 
-    Raises ConfigError if that user may not write, or if no server answers within `patience_s`.
+    Raises ConfigError if that user may not write, or if no server answers within `patience_s`; with
+    `looks_at_settings` also if the server would lose data.
     """
-    from slipstream.extensions.redis.connection import USERS, RedisConnection
+    from slipstream.extensions.redis.connection import USERS, RedisConnection, check_settings
 
     url = redis_url_of(config.queue, end)
     connection = RedisConnection(url, "probe", reconnect_timeout_s=patience_s)
     try:
         async with contextlib.aclosing(connection.client):
             await connection.probe(USERS[end].probe)
+            if looks_at_settings:
+                await check_settings(connection)
     except QueueError as error:
         raise ConfigError(f"{error}; check queue.redis_url too") from None
     return f"redis at {connection.name} lets user {connection.user} write"
 
 
 async def _try_end(config: Config, end: QueueEnd) -> Finding:
-    from slipstream.extensions.redis.connection import RedisConnection, check_settings
-
     who, own = end.replace("_", " "), config.queue.user_of(end)
-    area = f"queue, {who}"
+    area, is_read = f"queue, {who}", end == "controller"
     if own is not None and not own.password_file.exists():
         # A host has only the passwords of its own role.
         seen = f"{own.password_file} is not here: user {own.user} was not tried"
         return advice(seen, f"nothing, unless a {who} starts here", area=area)
     try:
         async with asyncio.timeout(QUEUE_LIMIT_S):
-            seen = await ask_queue(config, end, patience_s=0.0)
-            if end == "controller":
-                connection = RedisConnection(redis_url_of(config.queue, end), "probe")
-                async with contextlib.aclosing(connection.client):
-                    await check_settings(connection)
+            asked = ask_queue(config, end, patience_s=0.0, looks_at_settings=is_read)
+            return ok(await asked, area=area)
     except TimeoutError:
         return problem(f"redis does not answer within {QUEUE_LIMIT_S:g} s", LINES, area=area)
-    except (QueueError, ConfigError) as error:
+    except ConfigError as error:
         return problem(str(error), LINES, area=area)
-    return ok(seen, area=area)

@@ -20,7 +20,7 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -59,8 +59,6 @@ UNASSIGNED_PORTS = range(10000, 32768)
 FREE_PORT_ATTEMPTS = 100
 # Seconds after which a check that still runs is announced, and between two further lines.
 SLOW_S, AGAIN_S = 3.0, 30.0
-# The same of a proof, whose lines say how far it is.
-PROOF_AGAIN_S = 5.0
 
 
 @contextlib.contextmanager
@@ -128,24 +126,10 @@ async def prove_algorithms(config: Config, *options: str) -> Ended:
     # The tiny models would only wait for a GPU that others use.
     environ = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     late = "the functions were not proved"
-    with tempfile.NamedTemporaryFile("r", prefix="slipstream-") as file:
-
-        def progress() -> str:
-            said = Path(file.name).read_text(encoding="utf-8")
-            return (
-                f"the proof of the algorithm's functions takes a minute{f': {said}' * bool(said)}"
-            )
-
-        options = ("--progress", file.name, *options)
-        with told_when_slow(progress, again_s=PROOF_AGAIN_S):
-            return await _ask(
-                ALGORITHMS_CHECK,
-                config,
-                *options,
-                late=late,
-                limit_s=PROOF_LIMIT_S,
-                environ=environ,
-            )
+    with told_when_slow("the proof of the algorithm's functions takes a minute"):
+        return await _ask(
+            ALGORITHMS_CHECK, config, *options, late=late, limit_s=PROOF_LIMIT_S, environ=environ
+        )
 
 
 async def check_vllm(scene: Scene) -> str | None:
@@ -304,15 +288,14 @@ def _keep_printed(config: Config, lines: Sequence[str]) -> Path:
 
 
 @contextlib.contextmanager
-def told_when_slow(what: str | Callable[[], str], *, again_s: float = AGAIN_S) -> Iterator[None]:
-    """Prints `what` once the block has lasted longer than `SLOW_S`, and again every `again_s`."""
+def told_when_slow(what: str) -> Iterator[None]:
+    """Prints `what` once the block has lasted longer than `SLOW_S`, and again every `AGAIN_S`."""
 
     async def tell() -> None:
-        pause_s = SLOW_S
+        await asyncio.sleep(SLOW_S)
         while True:
-            await asyncio.sleep(pause_s)
-            print(what() if callable(what) else what, flush=True)
-            pause_s = again_s
+            print(what, flush=True)
+            await asyncio.sleep(AGAIN_S)
 
     telling = asyncio.create_task(tell())
     try:

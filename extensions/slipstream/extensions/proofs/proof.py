@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from slipstream.core.errors import RunFailed
 from slipstream.learner.algorithms.functions import Function
+from torch import Tensor
 
 Scene = TypeVar("Scene")
-Results = TypeVar("Results")
 
 
 class Disproved(RunFailed):
@@ -53,11 +53,7 @@ def implementation(function: Function) -> Callable[..., object]:
     return found
 
 
-def check_state(
-    scenes: Sequence[Scene],
-    compute: Callable[[Scene], Results],
-    difference: Callable[[Results, Results], str],
-) -> None:
+def check_state(scenes: Sequence[Scene], compute: Callable[[Scene], Mapping[str, Tensor]]) -> None:
     """Raises Disproved if `compute` differs in later calls, which have other random seeds.
 
     Between two calls with a scene there is one with another scene.
@@ -71,10 +67,35 @@ def check_state(
             results.append(compute(scene))
             compute(scenes[place - 1])
         for again in results[1:]:
-            if found := difference(results[0], again):
+            if found := difference(results[0], again, exactly=True):
                 raise Disproved(
                     f"{found}, in a later call with the same inputs and other random seeds: {scene}"
                 )
+
+
+def difference(
+    one: Mapping[str, Tensor],
+    other: Mapping[str, Tensor],
+    mask: Tensor | None = None,
+    *,
+    exactly: bool = False,
+) -> str:
+    """Describes the first value in which `other` differs from `one`, inside of `mask` if given.
+
+    Returns "" if no value differs. Values may differ by rounding, unless `exactly` is set.
+    """
+    for name, mine in one.items():
+        theirs = other.get(name)
+        if theirs is None or theirs.shape != mine.shape:
+            return f"{name} is not there each time"
+        is_same = torch.isclose(mine, theirs, rtol=1e-5, atol=1e-6, equal_nan=True)
+        if exactly:
+            is_same = (mine == theirs) | (mine.isnan() & theirs.isnan())
+        if mask is not None:
+            is_same |= ~mask
+        for place in torch.nonzero(~is_same)[:1, 0].tolist():
+            return f"{name} {place} is {theirs[place]:.9g}, not {mine[place]:.9g}"
+    return ""
 
 
 def _kept_by(function: Function) -> dict[str, str]:

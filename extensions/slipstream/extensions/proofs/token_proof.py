@@ -1,7 +1,8 @@
 """Proofs of a loss or a weight over layouts, ratios and repeated calls.
 
 A property that fails gives one line with a small example. Layouts are compared in float64, extreme
-values are tried in float32.
+values are tried in float32. A layout reorders the tokens of a scene, splits them into micro
+batches, pads them, or shares them between simulated context parallel ranks.
 
 Values that a loss detaches by `detach`, `no_grad`, `item` or the sums of sequences are held
 constant when its gradient is compared with finite differences. So CISPO, GSPO and REINFORCE pass,
@@ -18,18 +19,23 @@ import itertools
 import math
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
+from itertools import chain
 from types import CodeType
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from slipstream.core.errors import RunFailed
-from slipstream.extensions.proofs.proof import Disproved, check_state, faults, implementation
-from slipstream.extensions.proofs.scenes import LONG, SEQUENCES, Inputs, Layout, Scene
+from slipstream.extensions.proofs.proof import (
+    Disproved,
+    check_state,
+    difference,
+    faults,
+    implementation,
+)
 from slipstream.learner.algorithms.functions import Function
 from slipstream.learner.algorithms.inputs import LossInputs, SequenceSums
 from slipstream.learner.algorithms.token_functions import token_terms, token_weights
@@ -37,6 +43,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+# The index of a padding token in a layout.
+FILLER = -1
+# Indices of tokens, by micro batch and context parallel rank.
+Layout: TypeAlias = list[list[list[int]]]
+# Sequences of scenes: x is a trained token, any other is not.
+SEQUENCES = (("x",), ("x", ".x"), ("..xx", ".x.xx"), ("..xxx", "....", "x.xxxx.xx", ".xxxx"))
+LONG = ("." * 200 + "x" * 4800, ".xxx")
 # Log ratios to the proximal and the behavior policy, advantage and entropy of a token.
 Case: TypeAlias = tuple[float, float, float, float]
 # Logarithms of ratios from 1e-20 to 1e20.
@@ -47,9 +60,215 @@ MOST = 250
 NEIGHBOURS = np.arange(-4, 5, dtype=np.float32)
 # Steps of finite differences with their tolerance: a function may compute in float32.
 STEPS = ((1e-5, 1e-4), (1e-3, 1e-2))
-# The code in which a custom autograd Function computes, and the file of sums over sequences.
+# The code in which a custom autograd Function computes.
 _APPLY: CodeType = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
-_SUMS = SequenceSums.sums.__code__.co_filename
+
+
+class Inputs(NamedTuple):
+    """The inputs of a function, and the tensors needed to take its gradient."""
+
+    tokens: LossInputs
+    # The leaf of the tokens' log-probabilities.
+    leaf: Tensor
+    # Weights of the tokens in the sum whose gradient is taken.
+    shares: Tensor
+
+    def summed(self, values: Tensor) -> Tensor:
+        """Returns the weighted sum of the trained tokens' values."""
+        return torch.where(self.tokens.mask, values * self.shares, 0.0).sum()
+
+    def gradient(self, total: Tensor) -> Tensor:
+        """Returns the gradient of a sum by the tokens' log-probabilities; 0 without one."""
+        some = None
+        if total.requires_grad:
+            (some,) = torch.autograd.grad(total, self.leaf, allow_unused=True)
+        return torch.zeros_like(self.leaf) if some is None else some
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A few test sequences, whose token fields are random.
+
+    In `sequences` the letter x is a trained token, any other letter is a masked token.
+    """
+
+    sequences: tuple[str, ...]
+    has_reference: bool
+    dtype: torch.dtype = torch.float64
+    # Standard deviation of the log ratios. 0: the policy is that which sampled the tokens. From 1
+    # on every third sequence is much nearer, and advantages are larger.
+    spread: float = 0.3
+
+    def __str__(self) -> str:
+        shown = [one if len(one) < 20 else f"{one[:8]}...({len(one)})" for one in self.sequences]
+        more = " ..." if len(shown) > 6 else ""
+        wide = f", log ratios of deviation {self.spread:g}" if self.spread >= 1 else ""
+        return f"sequences {' '.join(shown[:6])}{more} (x is a trained token){wide}"
+
+    @functools.cached_property
+    def mask(self) -> Tensor:
+        """The mask of the trained tokens, bool [tokens]."""
+        return torch.tensor([letter == "x" for one in self.sequences for letter in one])
+
+    @functools.cached_property
+    def ids(self) -> Tensor:
+        """The index of each token's sequence, [tokens]."""
+        return torch.tensor([i for i, one in enumerate(self.sequences) for _ in one])
+
+    @functools.cached_property
+    def fields(self) -> dict[str, Tensor]:
+        """The values of all tokens by field name, such as `logprobs`; each tensor is [tokens].
+
+        Masked tokens have values of the same range as trained ones. `shares` are the weights of the
+        tokens in the sum whose gradient is taken.
+        """
+        size = len(self.mask)
+        chance = np.random.default_rng([0, size])
+        logprobs = -0.2 - chance.exponential(1.0, size)
+        gaps = chance.normal(0, self.spread, (2, size))
+        if is_far := self.spread >= 1:
+            gaps *= np.where(self.ids % 3 == 2, 0.1, 1.0)
+        lags = chance.integers(0, 4, size, dtype=np.int32)
+        is_given = (self.ids == 3).numpy()
+        proximal = logprobs - gaps[0]
+        found = {
+            "logprobs": logprobs,
+            "proximal_logprobs": proximal,
+            "behavior_logprobs": np.where(is_given, proximal, proximal - gaps[1]),
+            # No advantage is near 0, and both signs are there.
+            "advantages": chance.uniform(0.3, 20.0 if is_far else 2.0, size)
+            * (1 - 2 * (np.arange(size) % 2)),
+            "reference_logprobs": logprobs + chance.normal(0, 0.4, size),
+            "entropy": chance.uniform(0.1, 2.0, size),
+            "shares": chance.uniform(0.5, 1.5, size),
+        }
+        floats = {name: torch.from_numpy(values).to(self.dtype) for name, values in found.items()}
+        whole = {"is_given": is_given, "lags": lags, "versions": 10 - lags}
+        return floats | {name: torch.from_numpy(values) for name, values in whole.items()}
+
+    def layouts(self) -> dict[str, Layout]:
+        """Returns layouts by name; the first has all sequences in one micro batch on one rank."""
+        each = [torch.nonzero(self.ids == i)[:, 0].tolist() for i in range(len(self.sequences))]
+        padded = [[*one, *[FILLER] * (-len(one) % 4)] for one in each]
+        quarters = [(one, len(one) // 4) for one in padded]
+        # Only the first sequence keeps the shared prefix; the others keep the tokens they train.
+        own = [
+            one[max(0, text.find("x")) :] for one, text in zip(each, self.sequences, strict=True)
+        ]
+        heads = [one[: len(one) // 2] for one in own[1:]]
+        tails = [one[len(one) // 2 :] for one in own[1:]]
+        return {
+            "one micro batch": [[_joined(each)]],
+            "order of episodes": [[_joined(each[::-1])]],
+            "padding": [[[*_joined(padded), *[FILLER] * 3]]],
+            "a micro batch for each sequence": [[one] for one in each],
+            "two micro batches": [[_joined(each[i::2])] for i in (0, 1) if each[i::2]],
+            "shared prefixes": [[_joined([each[0], *heads, *tails[::-1]])]],
+            "cp 2": [
+                [
+                    _joined([*one[:n], *one[-n:]] for one, n in quarters),
+                    _joined(one[n:-n] for one, n in quarters),
+                ]
+            ],
+        }
+
+    def inputs(
+        self,
+        places: Sequence[int] | None = None,
+        changed: Mapping[str, Tensor] | None = None,
+        sums: SequenceSums | None = None,
+    ) -> Inputs:
+        """Returns the inputs for the tokens at the indices `places`, by default all tokens.
+
+        `changed` has fields, by name, that replace the scene's fields; `sums` replaces the sums
+        over the chosen tokens.
+        """
+        chosen = torch.arange(len(self.mask)) if places is None else torch.tensor(places)
+        fields = {
+            name: torch.where(chosen == FILLER, torch.zeros((), dtype=values.dtype), values[chosen])
+            for name, values in {**self.fields, "mask": self.mask, **(changed or {})}.items()
+        }
+        shares, reference = fields.pop("shares"), fields.pop("reference_logprobs")
+        leaf = fields.pop("logprobs").clone().requires_grad_()
+        tokens = LossInputs(
+            # A function that changes a leaf in place would only raise.
+            logprobs=leaf.clone(),
+            reference_logprobs=reference if self.has_reference else None,
+            sequences=sums or self.sums(chosen),
+            **fields,
+        )
+        return Inputs(tokens, leaf, shares)
+
+    def sums(self, places: Tensor, known: Sequence[Tensor] = ()) -> _SharedSums:
+        """Returns the sums over sequences for a rank with the tokens at the indices `places`."""
+        last = len(self.sequences)
+        is_filler = places == FILLER
+        ids = torch.where(is_filler, last, self.ids[places])
+        found = _SharedSums(ids, self.mask[places] & ~is_filler, last + 1)
+        found.known = known
+        return found
+
+    def values(
+        self, layout: Layout, compute: Callable[[Inputs], dict[str, Tensor]]
+    ) -> dict[str, Tensor]:
+        """Returns the results of `compute` for all tokens, by name, in the scene's order of tokens.
+
+        The micro batches of `layout` are computed one after another.
+        """
+        found: dict[str, Tensor] = {}
+        for shares in layout:
+            for places, own in zip(shares, self._of_ranks(shares, compute), strict=True):
+                inside = torch.tensor(places) != FILLER
+                for name, values in own.items():
+                    whole = found.setdefault(name, torch.zeros(len(self.mask), dtype=values.dtype))
+                    whole[torch.tensor(places)[inside]] = values[inside]
+        return found
+
+    def _of_ranks(
+        self, shares: Sequence[Sequence[int]], compute: Callable[[Inputs], dict[str, Tensor]]
+    ) -> list[dict[str, Tensor]]:
+        """Returns the results of each rank; `shares` has the indices of each rank's tokens.
+
+        Repeats the computation until all sums over ranks are known. Raises Disproved if the ranks
+        request different numbers of sums.
+        """
+        known: list[Tensor] = []
+        while True:
+            sums = [self.sums(torch.tensor(one), known) for one in shares]
+            results = [
+                compute(self.inputs(places, sums=each))
+                for places, each in zip(shares, sums, strict=True)
+            ]
+            asked = {len(each.parts) for each in sums}
+            if len(asked) > 1:
+                raise Disproved("one rank asks for sums over sequences, another does not")
+            if len(shares) == 1 or asked == {len(known)}:
+                return results
+            known.append(torch.stack([each.parts[len(known)] for each in sums]).sum(0))
+
+
+class _SharedSums(SequenceSums):
+    """Simulates `SequenceSums` over context parallel ranks, which compute one after another.
+
+    `known` has the sums over all ranks that are known so far, in call order. A call beyond these
+    returns only this rank's part.
+    """
+
+    known: Sequence[Tensor] = ()
+
+    def _sums(self, values: Tensor) -> Tensor:
+        place = len(self.parts)
+        self.parts.append(super()._sums(values))
+        return self.known[place] if place < len(self.known) else self.parts[place]
+
+    @functools.cached_property
+    def parts(self) -> list[Tensor]:
+        """This rank's part of each sum that the function has requested so far."""
+        return []
+
+
+def _joined(parts: Iterable[Sequence[int]]) -> list[int]:
+    return [*chain(*parts)]
 
 
 @dataclass(frozen=True)
@@ -73,15 +292,6 @@ class TokenProof:
             properties |= {"gradient": self._check_gradient, "entropy": self._check_entropy}
         return faults(self.function, properties)
 
-    def held_constant(self) -> list[str]:
-        """Returns the lines of code ("file:line") where a loss detaches a number."""
-        found: dict[str, None] = {}
-        for scene in self._small():
-            with _HeldConstant() as held:
-                self._result(scene.inputs().tokens, scene)
-            found |= held.lines
-        return list(found)
-
     def _small(self) -> list[Scene]:
         return [Scene(sequences, self.has_reference) for sequences in SEQUENCES]
 
@@ -99,17 +309,13 @@ class TokenProof:
         weights = token_weights(self.function, tokens, str(scene))
         return weights.weights, weights.reports
 
-    def _sum(self, inputs: Inputs, scene: Scene) -> Tensor:
-        values, _ = self._result(inputs.tokens, scene)
-        return _summed(values, inputs)
-
     def _computed(self, scene: Scene, inputs: Inputs) -> dict[str, Tensor]:
         """Returns the function's values, gradient and reports by name, each float64 [tokens]."""
         values, reports = self._result(inputs.tokens, scene)
-        gradient = _gradient(_summed(values, inputs), inputs.leaf)
+        gradient = inputs.gradient(inputs.summed(values))
         found = {str(self.function.kind): values, "gradient": gradient}
         found |= {f"report {name}": one for name, one in reports.items()}
-        return {name: one.detach().double() for name, one in found.items()}
+        return {f"{name} of token": one.detach().double() for name, one in found.items()}
 
     def _check_result(self) -> None:
         for scene in self._scenes():
@@ -120,11 +326,10 @@ class TokenProof:
 
     def _check_state(self) -> None:
         def compute(scene: Scene) -> dict[str, Tensor]:
-            trained = scene.mask
             found = self._computed(scene, scene.inputs())
-            return {name: torch.where(trained, values, 0) for name, values in found.items()}
+            return {name: torch.where(scene.mask, values, 0) for name, values in found.items()}
 
-        check_state(self._scenes(), compute, functools.partial(_difference, exactly=True))
+        check_state(self._scenes(), compute)
 
     def _check_masked(self) -> None:
         for scene in self._scenes():
@@ -138,36 +343,38 @@ class TokenProof:
                 changed[name] = torch.where(mask, field, other.to(field.dtype))
             before = self._computed(scene, scene.inputs())
             after = self._computed(scene, scene.inputs(changed=changed))
-            if difference := _difference(before, after, mask, exactly=True):
-                raise Disproved(f"{difference}, with other values at masked tokens: {scene}")
-            for place in torch.nonzero((after["gradient"] != 0) & ~mask)[:1, 0].tolist():
-                gradient = after["gradient"][place]
-                raise Disproved(f"masked token {place} has the gradient {gradient:.6g}: {scene}")
+            if found := difference(before, after, mask, exactly=True):
+                raise Disproved(f"{found}, with other values at masked tokens: {scene}")
+            gradient = after["gradient of token"]
+            for place in torch.nonzero((gradient != 0) & ~mask)[:1, 0].tolist():
+                its = f"the gradient {gradient[place]:.6g}"
+                raise Disproved(f"masked token {place} has {its}: {scene}")
 
     def _check_layouts(self) -> None:
         found: dict[str, str] = {}
         for scene in self._scenes():
             (_, first), *others = scene.layouts().items()
-            whole = scene.values(first, functools.partial(self._computed, scene))
+            compute = functools.partial(self._computed, scene)
+            whole = scene.values(first, compute)
             for title, layout in others:
-                if title not in found and (fault := self._layout_fault(scene, layout, whole)):
+                if title in found:
+                    continue
+                try:
+                    fault = difference(whole, scene.values(layout, compute), scene.mask)
+                except RunFailed as error:
+                    fault = str(error)
+                if fault:
                     found[title] = f"{title}: {fault}: {scene}"
         if found:
             fault, *_ = found.values()
             also = f"; also with {', '.join([*found][1:])}" if len(found) > 1 else ""
             raise Disproved(f"{fault}{also}")
 
-    def _layout_fault(self, scene: Scene, layout: Layout, whole: Mapping[str, Tensor]) -> str:
-        try:
-            found = scene.values(layout, functools.partial(self._computed, scene))
-        except RunFailed as fault:
-            return str(fault)
-        return _difference(whole, found, scene.mask)
-
     def _check_empty(self) -> None:
         for sequences in ((".",), ("..", "...")):
             scene = Scene(sequences, self.has_reference, dtype=torch.float32)
-            if not self._computed(scene, scene.inputs())["gradient"].isfinite().all():
+            gradient = self._computed(scene, scene.inputs())["gradient of token"]
+            if not gradient.isfinite().all():
                 raise Disproved(
                     f"the gradient is not finite: {len(scene.mask)} tokens, none trained"
                 )
@@ -184,8 +391,7 @@ class TokenProof:
         rows = [
             [(one, one, sign, 1.0) for one in row] for row in exact.tolist() for sign in (1.0, -1.0)
         ]
-        self._check_cases([[case] for case in cases])
-        self._check_cases([[case] for row in rows for case in row])
+        self._check_cases([[case] for case in (*cases, *chain(*rows))])
         # In sequences of equal tokens sums are large, and deviations are 0 up to rounding.
         self._check_cases([*([case] * len(NEIGHBOURS) for case in cases), *rows])
 
@@ -215,9 +421,9 @@ class TokenProof:
                 length = len(shown[int(scene.ids[place])])
                 inside = f", in a sequence of {length}" if length > 1 else ""
                 raise Disproved(
-                    f"{name} is {values[place]:g} at log ratio {first:.7g} to the proximal and "
-                    f"{second:.7g} to the behavior policy, advantage {advantage:g}, "
-                    f"entropy {other:g}{inside}"
+                    f"{name.removesuffix(' of token')} is {values[place]:g} at log ratio "
+                    f"{first:.7g} to the proximal and {second:.7g} to the behavior policy, "
+                    f"advantage {advantage:g}, entropy {other:g}{inside}"
                 )
 
     def _check_gradient(self) -> None:
@@ -228,8 +434,8 @@ class TokenProof:
         for scene in [*self._small(), *(replace(one, spread=0.0) for one in self._small())]:
             inputs = scene.inputs()
             with _HeldConstant() as held:
-                total = self._sum(inputs, scene)
-            gradient = _gradient(total, inputs.leaf).tolist()
+                total = inputs.summed(self._result(inputs.tokens, scene)[0])
+            gradient = inputs.gradient(total).tolist()
             moved = functools.partial(self._moved, scene)
             middle = float(total.detach())
             for place in torch.nonzero(scene.mask)[:, 0].tolist():
@@ -257,8 +463,7 @@ class TokenProof:
             if not has_gradient[sign]:
                 raise Disproved(
                     f"no token with a {'positive' if sign > 0 else 'negative'} advantage has one, "
-                    f"but the loss moves by {example}; taken out at "
-                    f"{', '.join(self.held_constant())}"
+                    f"but the loss moves by {example}"
                 )
 
     def _moved(
@@ -273,8 +478,8 @@ class TokenProof:
         logprobs[place] += step
         inputs = scene.inputs(changed={"logprobs": logprobs})
         with nullcontext() if recorded is None else _HeldConstant(recorded):
-            found = self._sum(inputs, scene)
-        return float(found.detach())
+            values, _ = self._result(inputs.tokens, scene)
+        return float(inputs.summed(values).detach())
 
     def _check_entropy(self) -> None:
         example = ""
@@ -282,9 +487,10 @@ class TokenProof:
             larger = {"entropy": scene.fields["entropy"] + 0.1}
             before = self._computed(scene, scene.inputs())
             after = self._computed(scene, scene.inputs(changed=larger))
-            if _difference({"gradient": before["gradient"]}, after, scene.mask):
+            gradient, loss = "gradient of token", "loss of token"
+            if difference({gradient: before[gradient]}, after, scene.mask):
                 return
-            example = example or _difference({"loss": before["loss"]}, after, scene.mask)
+            example = example or difference({loss: before[loss]}, after, scene.mask)
         if example:
             raise Disproved(
                 f"{example}, for an entropy larger by 0.1, but no gradient changes: entropies have "
@@ -303,42 +509,6 @@ def _constants(function: Function) -> list[float]:
     return [*dict.fromkeys(float(one) for one in numbers if type(one) in (int, float))][:MOST]
 
 
-def _summed(values: Tensor, inputs: Inputs) -> Tensor:
-    return torch.where(inputs.tokens.mask, values * inputs.shares, 0.0).sum()
-
-
-def _gradient(total: Tensor, leaf: Tensor) -> Tensor:
-    some = None
-    if total.requires_grad:
-        (some,) = torch.autograd.grad(total, leaf, allow_unused=True)
-    return torch.zeros_like(leaf) if some is None else some
-
-
-def _difference(
-    one: Mapping[str, Tensor],
-    other: Mapping[str, Tensor],
-    mask: Tensor | None = None,
-    *,
-    exactly: bool = False,
-) -> str:
-    """Describes the first value in which `other` differs from `one`, at a token of `mask` if given.
-
-    Returns "" if no value differs. Values may differ by rounding, unless `exactly` is set.
-    """
-    for name, mine in one.items():
-        theirs = other.get(name)
-        if theirs is None:
-            return f"there is no {name}"
-        is_same = torch.isclose(mine, theirs, rtol=1e-5, atol=1e-6, equal_nan=True)
-        if exactly:
-            is_same = (mine == theirs) | (mine.isnan() & theirs.isnan())
-        if mask is not None:
-            is_same |= ~mask
-        for place in torch.nonzero(~is_same)[:1, 0].tolist():
-            return f"{name} of token {place} is {theirs[place]:.9g}, not {mine[place]:.9g}"
-    return ""
-
-
 def _check_untouched(tokens: LossInputs, untouched: LossInputs) -> None:
     # A change through `data` or numpy does not raise the version of a tensor.
     for name, value in vars(untouched).items():
@@ -353,8 +523,6 @@ class _HeldConstant(TorchFunctionMode):
         super().__init__()
         self.recorded: list[object] = []
         self._given = None if recorded is None else iter(recorded)
-        # The lines of code where a number was detached.
-        self.lines: dict[str, None] = {}
 
     def __torch_function__(
         self,
@@ -364,18 +532,12 @@ class _HeldConstant(TorchFunctionMode):
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
         result = func(*args, **(kwargs or {}))
-        if not _carry((args, kwargs)) or _carry(result):
-            return result
-        line = _line_of_function()
-        if line is None:
+        if not _carry((args, kwargs)) or _carry(result) or _is_in_autograd():
             return result
         if self._given is not None:
             result = next(self._given)
         else:
             self.recorded.append(result)
-            is_tensor = isinstance(result, Tensor) and result.is_floating_point()
-            if is_tensor or isinstance(result, float):
-                self.lines.setdefault(line)
         return result.clone() if isinstance(result, Tensor) else result
 
 
@@ -384,15 +546,11 @@ def _carry(values: object) -> bool:
     return any(isinstance(one, Tensor) and one.requires_grad for one in tree_leaves(values))
 
 
-def _line_of_function() -> str | None:
-    """Returns the current "file:line" of the tested function; None in an autograd Function."""
-    line = ""
-    for frame, number in traceback.walk_stack(sys._getframe(2)):
-        file = frame.f_code.co_filename
-        if file == __file__:
-            break
+def _is_in_autograd() -> bool:
+    """Whether a custom autograd Function computes, inside of which nothing has a gradient."""
+    for frame, _ in traceback.walk_stack(sys._getframe(2)):
         if frame.f_code is _APPLY:
-            return None
-        if not line and file != _SUMS and "/torch/" not in file:
-            line = f"{Path(file).name}:{number}"
-    return line
+            return True
+        if frame.f_code.co_filename == __file__:
+            break
+    return False

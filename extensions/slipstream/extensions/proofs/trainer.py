@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,11 +72,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 def main() -> int:
     """Runs the tests; returns 0 if all pass, else 2 after printing the faults to stderr.
 
-    With `--cached`, only the first fault is printed.
+    With `--cached`, only the first fault is printed, and what was proved before needs no new proof.
     """
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cached", action="store_true", help="what was proved needs no new proof")
-    parser.add_argument("--progress", type=Path, metavar="FILE", help="where to say how far it is")
+    parser.add_argument("--cached", action="store_true")
     parser.add_argument("--second", nargs="+", help="folder and ports: the second rank")
     arguments = parser.parse_args()
     if arguments.second:
@@ -87,21 +86,24 @@ def main() -> int:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     config = parse_config(tomllib.loads(sys.stdin.read()), source="the resolved settings")
-    facts: list[str] = []
     try:
         load_functions(config)
         known = _known(config)
         if arguments.cached and known.is_file():
             return 0
-        faults = prove(config, facts, arguments.progress)
+        functions = list(_functions(config))
+        faults = [fault for one in functions for fault in _prove_alone(config, *one)]
+        # Nothing is trained by functions that have a fault.
+        faults = faults or train_alike(config)
     except ConfigError as error:
         faults = [str(error)]
-    for fact in facts:
-        print(fact, file=answers, flush=True)
     for fault in faults[:1] if arguments.cached else faults:
         print(f"slipstream: {fault}", file=sys.stderr)
     if faults:
         return USAGE_ERROR
+    for function, _ in functions:
+        print(f"{function}: proved", file=answers)
+    print(f"a tiny model is trained alike with {', '.join(LAYOUTS)}", file=answers, flush=True)
     try:
         known.parent.mkdir(parents=True, exist_ok=True)
         known.touch()
@@ -123,51 +125,25 @@ def _known(config: Config) -> Path:
     return Path(cache) / "slipstream" / "proved" / key
 
 
-def prove(config: Config, facts: list[str], progress: Path | None) -> list[str]:
-    """Runs all tests; returns a line for each fault, and appends measurements to `facts`.
-
-    The file `progress` says what is tested at each moment.
-    """
-    faults: list[str] = []
+def _functions(config: Config) -> Iterator[tuple[Function, AlgorithmSection]]:
+    """Yields each function of the configuration once, with an algorithm that has it."""
     algorithms: dict[Function, AlgorithmSection] = {}
     for algorithm in config.algorithms.distinct:
         for kind in KINDS:
             algorithms.setdefault(function_of(algorithm, kind), algorithm)
-    for number, (function, algorithm) in enumerate(algorithms.items(), start=1):
-        _tell(progress, f"{function}, {number} of {len(algorithms)} functions")
-        found, fact = _prove_alone(config, algorithm, function)
-        faults += found
-        facts += [] if found else [fact]
-    # Nothing is trained by functions that have a fault.
-    if not faults:
-        faults = train_alike(config, progress)
-        facts += [] if faults else [f"a tiny model is trained alike with {', '.join(LAYOUTS)}"]
-    return faults
+    yield from algorithms.items()
 
 
-def _tell(progress: Path | None, text: str) -> None:
-    if progress is not None:
-        progress.write_text(text, encoding="utf-8")
-
-
-def _prove_alone(
-    config: Config, algorithm: AlgorithmSection, function: Function
-) -> tuple[list[str], str]:
+def _prove_alone(config: Config, function: Function, algorithm: AlgorithmSection) -> list[str]:
     from slipstream.extensions.proofs.episode_proof import EpisodeProof
     from slipstream.extensions.proofs.token_proof import TokenProof
 
-    kind, fact = function.kind, f"{function}: proved"
-    if kind not in ("loss", "weight"):
-        return EpisodeProof(algorithm, kind, config.critic is not None).faults(), fact
-    proof = TokenProof(function, config.needs_reference)
-    faults = proof.faults()
-    if kind == "loss" and function.is_own and not faults:
-        held = proof.held_constant()
-        fact += f", out of its gradient: {', '.join(held)}" if held else ""
-    return faults, fact
+    if function.kind in ("loss", "weight"):
+        return TokenProof(function, config.needs_reference).faults()
+    return EpisodeProof(algorithm, function.kind, config.critic is not None).faults()
 
 
-def train_alike(config: Config, progress: Path | None) -> list[str]:
+def train_alike(config: Config) -> list[str]:
     """Trains in all `LAYOUTS`; returns a line for each whose result differs from one rank's.
 
     If training fails in a layout, returns only a line about that.
@@ -193,7 +169,7 @@ def train_alike(config: Config, progress: Path | None) -> list[str]:
         command = [sys.executable, "-m", PROGRAM, "--second", name, *ports]
         with subprocess.Popen(command, stdin=subprocess.DEVNULL) as second:
             try:
-                trained = _train_all(folder, ports, rank=0, progress=progress)
+                trained = _train_all(folder, ports, rank=0)
             except RunFailed as error:
                 return [str(error)]
             finally:
@@ -211,14 +187,10 @@ def _difference(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> 
     return ""
 
 
-def _train_all(
-    folder: Path, ports: Sequence[str], *, rank: int, progress: Path | None = None
-) -> dict[str, dict[str, Tensor]]:
+def _train_all(folder: Path, ports: Sequence[str], *, rank: int) -> dict[str, dict[str, Tensor]]:
     """Returns the results of `_train` by layout; raises RunFailed if training fails."""
     config, found = load_config(folder / "config.toml"), {}
-    for number, (name, layout) in enumerate(LAYOUTS.items(), start=1):
-        port = ports[number - 1]
-        _tell(progress, f"a tiny model is trained with {name}, {number} of {len(LAYOUTS)} layouts")
+    for port, (name, layout) in zip(ports, LAYOUTS.items(), strict=True):
         world_size = 2 if "parallel" in layout else 1
         size, own = str(world_size), str(rank)
         os.environ |= {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": port, "LOCAL_WORLD_SIZE": size}

@@ -42,7 +42,7 @@ from slipstream.protocol.access.certificates import check_own_certificate
 from slipstream.protocol.access.security import Credentials, bind, create_server
 from support.fakes.small_configs import config_of, small_config
 from support.rigs.other_pythons import bare_python
-from support.rigs.waiting import LIMIT_S, until
+from support.rigs.waiting import LIMIT_S
 
 
 def test_a_free_port_is_none_that_the_kernel_gives_to_others() -> None:
@@ -718,27 +718,6 @@ def test_an_interface_that_is_not_there_is_named_on_every_host(parts, variable, 
     monkeypatch.setenv(variable, "eth7")
     with pytest.raises(ConfigError, match=f"{variable}=eth7 names no interface of this host"):
         check_interfaces(scene)
-
-
-@pytest.mark.process
-async def test_a_proof_says_how_far_it_is_while_it_goes_on(tmp_path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(preflight, "ALGORITHMS_CHECK", "support.fakes.slow_proof")
-    monkeypatch.setattr(preflight, "SLOW_S", 0.01)
-    monkeypatch.setattr(preflight, "PROOF_AGAIN_S", 0.01)
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
-    monkeypatch.setenv("SLOW_PROOF", str(tmp_path / "read"))
-    proving = asyncio.create_task(preflight.prove_algorithms(small_config()))
-    said = "the proof of the algorithm's functions takes a minute"
-    shown: list[str] = []
-
-    def is_told() -> bool:
-        shown.extend(capsys.readouterr().out.splitlines())
-        return f"{said}: loss mine:f, 2 of 5 functions" in shown
-
-    await until(is_told)
-    assert shown[0] == said
-    (tmp_path / "read").touch()
-    assert (await proving).code == 0
 
 
 async def test_a_loop_begins_only_where_its_http_process_can_listen(tmp_path: Path) -> None:
