@@ -9,7 +9,7 @@ import pytest
 from slipstream.client.client import Client
 from slipstream.client.launch.preflight import free_port
 from slipstream.core.settings.config import Config
-from slipstream.extensions.tinker.front import serve
+from slipstream.extensions.tinker.front import MAX_BODY_BYTES, serve
 from slipstream.extensions.tinker.wire_pb2 import SampleResponse
 from slipstream.learner.controller.application import Controller
 from slipstream.learner.controller.records.journal import read_batch, read_records
@@ -163,6 +163,8 @@ async def test_what_is_refused_fails_in_its_turn_with_one_line(tmp_path) -> None
             "learning_rate must be between 0 and"
             in (await client.step(learning_rate=-1.0))["error"]
         )
+        large = await client.send(client.passed([DATUM], "ppo") + bytes(MAX_BODY_BYTES))
+        assert "a request has at most 25165824 bytes, got" in (await client.result(large))["error"]
         # What is not finite is null in the SDK's JSON.
         infinite = await client.step(learning_rate=None)
         assert infinite["error"] == "adam_params.learning_rate must be a finite number"
@@ -175,8 +177,12 @@ async def test_what_is_refused_fails_in_its_turn_with_one_line(tmp_path) -> None
         assert "nothing is no name of a publish" in (await client.result(refused))["error"]
         refusal = await client.ask("s", [1], topk_prompt_logprobs=2)
         assert (refusal.status_code, "prompt_logprobs has" in refusal.text) == (400, True)
-        for path, status in (("weights_info", 404), ("optim_step", 400)):
+        for path, status in (("training_runs", 404), ("optim_step", 400)):
             assert (await client.post(path, {})).status_code == status
+        told = {"base_model": "nowhere", "is_lora": False, "lora_rank": None}
+        assert await client.post("weights_info", {"tinker_path": saved["path"]}) == told
+        sampler = (await client.http.get(f"samplers/s:sample:0+{saved['path']}")).json()
+        assert (sampler["base_model"], sampler["model_path"]) == ("nowhere", saved["path"])
         malformed = (b"\xff", client.passed([], "ppo", number=9)[:-1] + b"\xff")
         for torn in malformed:
             assert (await client.post("forward_backward", torn)).status_code == 400
@@ -225,7 +231,7 @@ async def test_a_session_in_flight_samples_by_what_is_served(tmp_path) -> None:
         await until(lambda: len(server.leases) == 1)
         await client.step()
         # It does not wait for the sample, which may have tokens of several versions.
-        await client.publish(kind="inflight")
+        assert await client.publish(kind="inflight") != newest
         assert server.loaded_versions[-1].step == 1
         server.gate.set()
         assert len(replies(await client.result(under_way))) == 1

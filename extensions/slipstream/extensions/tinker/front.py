@@ -8,6 +8,7 @@ asks again.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import secrets
@@ -61,6 +62,7 @@ class Front:
             "create_session": self._create_session,
             "get_server_capabilities": self._capabilities,
             "get_info": self._info,
+            "weights_info": lambda _: self._model(),
             "create_sampling_session": self._create_sampling_session,
         }
         self._orders: Mapping[str, Callable[[Body], pb.Operation]] = {
@@ -76,7 +78,7 @@ class Front:
         if scope["type"] != "http":
             return
         try:
-            status, kind, body = await self._answer(scope, await _body(receive))
+            status, kind, body = await self._answer(scope, *await _body(receive))
         except _MALFORMED as error:
             status, kind, body = _error(400, _cause(error))
         except grpc.aio.AioRpcError as error:
@@ -87,7 +89,7 @@ class Front:
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
-    async def _answer(self, scope: Mapping[str, Any], data: bytes) -> Answer:
+    async def _answer(self, scope: Mapping[str, Any], data: bytes, size: int) -> Answer:
         path = str(scope["path"]).removeprefix(f"{_PREFIX}/")
         headers = {name.decode(): value.decode() for name, value in scope["headers"]}
         # A page in a browser can send neither: the first needs the server's leave, and the second
@@ -98,13 +100,17 @@ class Front:
         if encoding := headers.get("content-encoding"):
             return _error(415, f"a body is sent as it is, not in {encoding}")
         if path in ("forward_backward", "forward"):
-            return await self._pass(data)
+            return await self._pass(data, size)
+        if size > MAX_BODY_BYTES:
+            raise Refused(_too_large(size))
         body: Body = json.loads(data) if data else {}
         if not isinstance(body, dict):
             raise Refused("a body is a JSON object")
         if path.startswith("sessions/") and path.endswith("/finish"):
             # Nothing is kept of a session.
             return _json({})
+        if path.startswith("samplers/"):
+            return _json(self._sampler(path.partition("/")[2]))
         if path in self._at_once:
             return _json(self._at_once[path](body))
         if path in self._orders:
@@ -134,25 +140,32 @@ class Front:
         }
         return {"supported_models": [model]}
 
-    def _info(self, body: Body) -> Body:
+    def _model(self) -> Body:
         name, rank = str(self._config.model.path), self._config.lora.rank
-        return {
-            "type": "get_info",
-            "model_id": body["model_id"],
-            "model_data": {"model_name": name, "tokenizer_id": name},
-            "model_name": name,
-            "is_lora": bool(rank),
-            "lora_rank": rank,
-        }
+        return {"base_model": name, "is_lora": bool(rank), "lora_rank": rank or None}
+
+    def _info(self, body: Body) -> Body:
+        model = self._model()
+        name = model["base_model"]
+        data = {"model_name": name, "tokenizer_id": name}
+        own = {"type": "get_info", "model_id": body["model_id"], "model_data": data}
+        return model | own | {"model_name": name}
+
+    def _sampler(self, session: str) -> Body:
+        path = operations.weights_of(session)
+        model = {"sampler_id": session, "base_model": str(self._config.model.path)}
+        return model | ({"model_path": path} if path.startswith("tinker://") else {})
 
     def _create_sampling_session(self, body: Body) -> Body:
         name = operations.sampling_session(body, self._config)
         return {"type": "create_sampling_session", "sampling_session_id": name}
 
-    async def _pass(self, data: bytes) -> Answer:
-        request = wire_pb2.ForwardBackwardRequest.FromString(data)
-        kind = "forward_backward"
+    async def _pass(self, data: bytes, size: int) -> Answer:
+        is_cut, kind = size > len(data), "forward_backward"
+        request = (_head if is_cut else wire_pb2.ForwardBackwardRequest.FromString)(data)
         try:
+            if is_cut:
+                raise Refused(_too_large(size))
             operation = operations.forward_backward(request)
         except _MALFORMED as error:
             operation = operations.refused(request.model_id, request.seq_id, kind, _cause(error))
@@ -212,18 +225,32 @@ def _cause(error: Exception) -> str:
     return str(error) if isinstance(error, Refused) else f"the request is malformed: {error!r}"
 
 
-async def _body(receive: Receive) -> bytes:
+def _too_large(size: int) -> str:
+    return f"a request has at most {MAX_BODY_BYTES} bytes, got {size}"
+
+
+def _head(data: bytes) -> wire_pb2.ForwardBackwardRequest:
+    """Returns model and number of a pass that is too large: they come before its data."""
+    for end in range(len(data)):
+        with contextlib.suppress(DecodeError):
+            request = wire_pb2.ForwardBackwardRequest.FromString(data[:end])
+            if request.model_id and request.seq_id:
+                return request
+    raise Refused("a pass begins with its model and number")
+
+
+async def _body(receive: Receive) -> tuple[bytes, int]:
+    """Returns a request's bytes, or the first of one that is too large, and its size."""
     parts, size = [], 0
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise Refused("the client has gone")
-        parts.append(message.get("body", b""))
-        size += len(parts[-1])
-        if size > MAX_BODY_BYTES:
-            raise Refused(f"a request has at most {MAX_BODY_BYTES} bytes")
+        size += len(message.get("body", b""))
+        if size <= MAX_BODY_BYTES or not parts:
+            parts.append(message.get("body", b""))
         if not message.get("more_body"):
-            return b"".join(parts)
+            return b"".join(parts), size
 
 
 def _json(body: Mapping[str, Any]) -> Answer:

@@ -47,6 +47,8 @@ _TOKENS = 1 << 32
 _NAME = re.compile(r"[A-Za-z0-9._:/+-]{1,200}")
 # Stands between the id of a sampling session and the name of its weights.
 _OF = "+"
+# Ends the name of weights that every publish in flight of a model replaces.
+_IN_FLIGHT = ":inflight"
 
 
 class Refused(ValueError):
@@ -65,6 +67,12 @@ def sampling_session(body: Mapping[str, Any], config: Config) -> str:
         return f"{begin}{_OF}{_checked_name(path)}"
     check_model(body.get("base_model"), config)
     return f"{begin}{_OF}"
+
+
+def weights_of(session: str) -> str:
+    """Returns the name of the weights of a sampling session, which is its own for a publish."""
+    _, of, name = session.partition(_OF)
+    return name if of else session
 
 
 def check_model(name: str | None, config: Config) -> None:
@@ -141,12 +149,16 @@ def optim_step(body: Mapping[str, Any]) -> pb.Operation:
 def save_weights_for_sampler(body: Mapping[str, Any]) -> pb.Operation:
     """Returns the publish of save_weights_for_sampler."""
     model, path = str(body["model_id"]), body.get("path")
-    if path is None:
+    in_flight = body.get("kind") == "inflight"
+    if in_flight:
+        # One target of all publishes of the model; each of them makes a session.
+        name = f"{model}{_IN_FLIGHT}"
+    elif path is None:
         session = model.partition(":")[0]
         name = f"{session}:sample:{body['sampling_session_seq_id']}"
     else:
         name = _checked_name(f"tinker://{model}/sampler_weights/{path}")
-    publish = pb.Publish(name=name, in_flight=body.get("kind") == "inflight")
+    publish = pb.Publish(name=name, in_flight=in_flight)
     return _operation(model, body["seq_id"], "save_weights_for_sampler", publish=publish)
 
 
@@ -173,7 +185,6 @@ def sample(body: Mapping[str, Any], config: Config, vocabulary: int) -> pb.Opera
     prompt = [token for chunk in body["prompt"]["chunks"] for token in _tokens(chunk)]
     if strange := [token for token in prompt if not 0 <= token < (vocabulary or _TOKENS)]:
         raise Refused(f"a prompt has token {strange[0]}, the vocabulary has {vocabulary}")
-    _, of, name = session.partition(_OF)
     settings = _sampling(body.get("sampling_params") or {}, config, len(prompt))
     settings.prompt_logprobs = bool(body.get("prompt_logprobs"))
     return pb.Operation(
@@ -182,7 +193,7 @@ def sample(body: Mapping[str, Any], config: Config, vocabulary: int) -> pb.Opera
             prompt_token_ids=np.asarray(prompt, dtype="<u4").tobytes(),
             num_samples=body.get("num_samples", 1),
             sampling=settings,
-            name=name if of else session,
+            name=weights_of(session),
         ),
     )
 
@@ -219,9 +230,12 @@ def computed(result: pb.OperationResult) -> wire.ForwardBackwardOutput:
 def answer(request_id: str, result: pb.OperationResult) -> dict[str, Any]:
     """Returns the answer to all other operations; the SDK reads the fields of its kind."""
     model, _, kind = request_id.rpartition(":")
-    where = "path" if result.name.startswith("tinker://") else "sampling_session_id"
+    name = result.name
+    where = "path" if name.startswith("tinker://") else "sampling_session_id"
+    if name.endswith(_IN_FLIGHT):
+        name = f"{model}{_OF}{name}"
     found = {"type": kind, "model_id": model.rpartition(":")[0], "metrics": dict(result.metrics)}
-    return found | ({where: result.name} if result.name else {})
+    return found | ({where: name} if name else {})
 
 
 def _operation(model: str, number: int, kind: str, **operation: Any) -> pb.Operation:  # noqa: ANN401

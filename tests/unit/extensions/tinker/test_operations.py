@@ -147,7 +147,11 @@ def test_a_publish_is_named_by_its_sampling_session_or_its_path() -> None:
     plain = operations.save_weights_for_sampler(asked)
     assert plain.publish == pb.Publish(name="s1:sample:2")
     in_flight = operations.save_weights_for_sampler(asked | {"kind": "inflight"})
-    assert in_flight.publish == pb.Publish(name="s1:sample:2", in_flight=True)
+    assert in_flight.publish == pb.Publish(name="s1:train:0:inflight", in_flight=True)
+    result = pb.OperationResult(name=in_flight.publish.name)
+    session = operations.answer(in_flight.id, result)["sampling_session_id"]
+    assert session == "s1:train:0:5+s1:train:0:inflight"
+    assert operations.weights_of(session) == in_flight.publish.name
     named = operations.save_weights_for_sampler(asked | {"path": "best"})
     assert named.publish.name == "tinker://s1:train:0/sampler_weights/best"
 
