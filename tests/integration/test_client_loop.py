@@ -7,7 +7,9 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 from slipstream.client.client import Client
+from slipstream.client.launch.display import table_rows
 from slipstream.client.launch.preflight import free_port
+from slipstream.client.verify import Bounds, examine
 from slipstream.core.settings.config import Config
 from slipstream.extensions.tinker.front import MAX_BODY_BYTES, serve
 from slipstream.extensions.tinker.wire_pb2 import SampleResponse
@@ -89,6 +91,9 @@ async def test_a_loop_samples_passes_steps_and_publishes(tmp_path) -> None:
     found = await played(config, script)
     assert (found["code"], found["steps"], found["ledger"]["difference"]) == (0, 3, 0)
     assert found["ledger"]["generated"] == found["ledger"]["evaluated"] == 3 * 3 * 5
+    told = examine(config.run_dir, Bounds(0, 1, 1)).trained
+    assert told == "3 steps of a client's own loop, 3 passes"
+    assert {"reward", "lag"}.isdisjoint(dict(table_rows(found)))
     # A version is published when it is asked for, and not before.
     assert [version.step for version in found["server"].loaded_versions] == [0, 1, 2]
     given, passes = found["trainer"].ordered[0]

@@ -131,6 +131,8 @@ def status_lines(run: RunStatus) -> list[str]:
         lines.append(f"waits for {run.waiting_for}")
     if run.lease_wait:
         lines.append(f"the next lease waits for {run.lease_wait}")
+    if "passes" in run.metrics:
+        lines.append(f"passes of the newest step: {run.metrics['passes']:.0f}")
     lines.append(
         f"{run.leased_groups} groups leased, {run.complete_groups} of them complete, "
         f"{run.queued_bytes:,} bytes queued, {run.reserved_bytes:,} reserved, "

@@ -60,6 +60,16 @@ class Findings:
     steps: int = 0
     # The number of trained tokens by their lag.
     lags: Counter[int] = field(default_factory=Counter)
+    # The number of passes, if a client's own loop ordered the steps.
+    passes: int | None = None
+
+    @property
+    def trained(self) -> str:
+        """The steps and what they trained, in words."""
+        if self.passes is not None:
+            return f"{self.steps} steps of a client's own loop, {self.passes:,} passes"
+        late = max(self.lags, default=0)
+        return f"{self.steps} steps, {self.lags.total():,} trained tokens, at most {late} late"
 
     @contextmanager
     def reading(self, what: str) -> Iterator[None]:
@@ -87,8 +97,7 @@ def run_verify(folder: Path) -> int:
     found = examine(folder)
     for text in found.faults[:MOST_FAULTS]:
         say(plain(text.replace("\n", " "))[:MOST_CHARACTERS])
-    trained = f"{found.lags.total():,} trained tokens, at most {max(found.lags, default=0)} late"
-    say(f"{folder}: {found.steps} steps, {trained}; faults: {len(found.faults)}")
+    say(f"{folder}: {found.trained}; faults: {len(found.faults)}")
     return FAILED if found.faults else DONE
 
 
@@ -336,6 +345,7 @@ class _Oracle:
             wanted = 0
             passes = len({one.id for one in batch.passes})
             self._same(f"passes of step {step}", passes, header.given.num_passes)
+            self._found.passes = (self._found.passes or 0) + passes
         self._same(f"number of groups of step {step}", len(groups), wanted)
         for group, members in groups.items():
             whole = self._bounds.group_size - len(self._gave_up[group])

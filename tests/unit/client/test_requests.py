@@ -104,6 +104,11 @@ def test_the_reward_stands_above_all_numbers_once_there_is_one() -> None:
     assert status_lines(run_from_pb(run))[1] == "reward 0.250, version 3 of 9, up for 5 s"
 
 
+def test_the_newest_step_of_a_clients_own_loop_shows_its_passes() -> None:
+    lines = status_lines(run_from_pb(status_pb2.RunStatus(metrics={"passes": 3.0})))
+    assert "passes of the newest step: 3" in lines
+
+
 def test_a_suspended_environment_shows_its_cause() -> None:
     entry = environment("broken", environment_pb2.ENVIRONMENT_STATE_SUSPENDED, 3)
     entry.cause = "KeyError: 'a'"

@@ -189,10 +189,13 @@ def table_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     mixed, probes = summary["trajectories_with_several_versions"], summary["publishes_verified"]
     publishes = f"{summary['publishes']} since the last start"
     gap, most_gap = (_number(summary[f"logprob_gap_{k}"], ".1e") for k in ("mean", "max"))
-    rows = [
-        ("steps", f"{summary['steps']}"),
-        ("reward", f"{first} in the first {span}, {last} in the last {span}"),
-    ]
+    rows = [("steps", f"{summary['steps']}")]
+    if summary["reward_first"] is not None or not summary["steps"]:
+        # The steps of a client's own loop have neither rewards nor lags.
+        rows += [
+            ("reward", f"{first} in the first {span}, {last} in the last {span}"),
+            ("lag", f"at most {summary['max_lag_seen']}, promised {summary['max_staleness']}"),
+        ]
     if summary["reward_heldout"] is not None:
         begun, ended = summary["reward_heldout_first_step"], summary["reward_heldout_step"]
         # With a single round there is nothing to compare.
@@ -205,7 +208,6 @@ def table_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
     return [
         *rows,
-        ("lag", f"at most {summary['max_lag_seen']}, promised {summary['max_staleness']}"),
         ("new weights", f"came in the middle of {mixed:,} trajectories"),
         ("generated tokens", f"{generated} = {fates or 'none'}; difference {difference}"),
         ("publishes", f"{publishes}, {counted(probes, 'probe')} compared"),
