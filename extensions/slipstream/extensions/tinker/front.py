@@ -241,7 +241,8 @@ def _head(data: bytes) -> wire_pb2.ForwardBackwardRequest:
 
 async def _body(receive: Receive) -> tuple[bytes, int]:
     """Returns a request's bytes, or the first of one that is too large, and its size."""
-    parts, size = [], 0
+    parts: list[bytes] = []
+    size = 0
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
