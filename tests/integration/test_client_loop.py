@@ -31,10 +31,10 @@ def loop_config(tmp_path, **settings: object) -> Config:
 
 
 @contextlib.asynccontextmanager
-async def fronted(config: Config) -> AsyncIterator[LoopClient]:
+async def fronted(config: Config, *, in_flight: bool = False) -> AsyncIterator[LoopClient]:
     """A client of an HTTP process that ends with it."""
     port = free_port("127.0.0.1")
-    front = asyncio.ensure_future(serve(config, port))
+    front = asyncio.ensure_future(serve(config, port, in_flight=in_flight))
     client = LoopClient(port)
     try:
         async with asyncio.timeout(60):
@@ -50,13 +50,13 @@ async def fronted(config: Config) -> AsyncIterator[LoopClient]:
         await asyncio.gather(front, return_exceptions=True)
 
 
-async def played(config: Config, script, **options: object) -> dict:
+async def played(config: Config, script, *, in_flight: bool = False, **options: object) -> dict:
     """Runs `script(client)` against a whole controller; returns the summary and the fakes."""
     server = FakeServer(config.controller.address, **options)
     trainer = FakeTrainer(config.controller.address)
 
     async def during(controller: Controller, _tasks) -> None:
-        async with fronted(config) as client:
+        async with fronted(config, in_flight=in_flight) as client:
             await script(client, server, trainer)
         controller.stop("the client has done")
 
@@ -243,6 +243,22 @@ async def test_a_session_in_flight_samples_by_what_is_served(tmp_path) -> None:
         assert len(replies(await client.result(await client.ask(newest, [2])))) == 1
 
     assert (await played(loop_config(tmp_path), script))["ledger"]["difference"] == 0
+
+
+async def test_with_in_flight_older_sessions_sample_by_what_is_served(tmp_path) -> None:
+    async def script(client: LoopClient, server: FakeServer, trainer: FakeTrainer) -> None:
+        await client.begin()
+        sessions = [await client.publish()]
+        for _ in range(2):
+            await client.step()
+            sessions.append(await client.publish())
+        assert len(set(sessions)) == 3
+        for session in sessions:
+            await client.result(await client.ask(session, [1]))
+        assert server.loaded_versions[-1].step == 2
+        assert len(server.leases) == 3
+
+    await played(loop_config(tmp_path), script, in_flight=True)
 
 
 async def test_the_start_is_sampled_and_scores_prompts_beside_adapters(tmp_path) -> None:

@@ -167,6 +167,9 @@ def _add_services(commands: argparse._SubParsersAction[_Parser]) -> None:
     tinker.add_argument(
         "--port", type=int, default=0, help="of the HTTP process; default: a free one"
     )
+    tinker.add_argument(
+        "--in-flight", action="store_true", help="older sessions sample by the newest weights, too"
+    )
     _set_program(tinker, f"{_LAUNCHER}:run_tinker")
 
     learner = commands.add_parser(

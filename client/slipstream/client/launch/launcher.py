@@ -93,7 +93,9 @@ async def run_all(path: Path | None, overrides: Sequence[str], *, dry_run: bool)
     return await _carry_out(config, share, dry_run=dry_run)
 
 
-async def run_tinker(path: Path, overrides: Sequence[str], *, port: int, dry_run: bool) -> int:
+async def run_tinker(
+    path: Path, overrides: Sequence[str], *, port: int, in_flight: bool, dry_run: bool
+) -> int:
     """Runs `slipstream tinker`: a run whose loop is a client's own, behind an HTTP process."""
     raise_open_files()
     port = _free_to_listen(port) if port else free_port("127.0.0.1")
@@ -101,7 +103,7 @@ async def run_tinker(path: Path, overrides: Sequence[str], *, port: int, dry_run
     config = load_config(path, overrides, hub="small" if dry_run else "whole")
     share = Share(range(config.learner.world_size), config.rollout_server.count)
     say(f"base_url=http://127.0.0.1:{port} and any api_key that begins with tml-")
-    beside = (TINKER, ["--port", str(port)])
+    beside = (TINKER, ["--port", str(port), *(["--in-flight"] if in_flight else [])])
     return await _carry_out(config, share, dry_run=dry_run, beside=beside)
 
 

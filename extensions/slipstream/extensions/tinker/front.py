@@ -50,7 +50,15 @@ Answer: TypeAlias = tuple[int, str, bytes]
 class Front:
     """Answers requests; an ASGI application."""
 
-    def __init__(self, config: Config, stub: Any, metadata: Any) -> None:  # noqa: ANN401 - gRPC's
+    def __init__(
+        self,
+        config: Config,
+        stub: Any,  # noqa: ANN401 - gRPC's
+        metadata: Any,  # noqa: ANN401 - gRPC's
+        *,
+        in_flight: bool,
+    ) -> None:
+        """Takes the stub of the controller's service; `in_flight` is said of all publishes."""
         self._config, self._stub, self._metadata = config, stub, metadata
         self._vocabulary = vocabulary_size(config)
         self._at_once: Mapping[str, Callable[[Body], Body]] = {
@@ -69,7 +77,9 @@ class Front:
             "create_model": lambda body: operations.create_model(body, config),
             "load_weights": operations.load_weights,
             "optim_step": operations.optim_step,
-            "save_weights_for_sampler": operations.save_weights_for_sampler,
+            "save_weights_for_sampler": lambda body: operations.save_weights_for_sampler(
+                body, in_flight=in_flight
+            ),
             "save_weights": operations.save_weights,
         }
 
@@ -262,12 +272,13 @@ def _error(status: int, cause: str) -> Answer:
     return status, _JSON, json.dumps({"error": cause}).encode()
 
 
-async def serve(config: Config, port: int) -> None:
-    """Serves on loopback until a signal."""
+async def serve(config: Config, port: int, *, in_flight: bool = False) -> None:
+    """Serves on loopback until a signal; with `in_flight` sessions follow the newest weights."""
     credentials = Credentials.load(config.security)
     async with open_channel(config.controller.address, credentials) as channel:
         stub = operations_pb2_grpc.OperationServiceStub(channel)
-        front = Front(config, stub, call_metadata(credentials, config.run.id))
+        metadata = call_metadata(credentials, config.run.id)
+        front = Front(config, stub, metadata, in_flight=in_flight)
         settings = uvicorn.Config(
             front, host=HOST, port=port, log_level="warning", lifespan="off", access_log=False
         )
@@ -281,11 +292,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="slipstream-tinker", description=__doc__)
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--in-flight", action="store_true")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO)
     try:
-        asyncio.run(serve(load_config(arguments.config, arguments.overrides), arguments.port))
+        config = load_config(arguments.config, arguments.overrides)
+        asyncio.run(serve(config, arguments.port, in_flight=arguments.in_flight))
     except (SlipstreamError, OSError) as error:
         print(f"slipstream: {error}", file=sys.stderr)
         return USAGE_ERROR

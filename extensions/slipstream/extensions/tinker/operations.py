@@ -146,11 +146,11 @@ def optim_step(body: Mapping[str, Any]) -> pb.Operation:
     return _operation(body["model_id"], body["seq_id"], "optim_step", step=numbers)
 
 
-def save_weights_for_sampler(body: Mapping[str, Any]) -> pb.Operation:
-    """Returns the publish of save_weights_for_sampler."""
+def save_weights_for_sampler(body: Mapping[str, Any], *, in_flight: bool = False) -> pb.Operation:
+    """Returns the publish of save_weights_for_sampler; each may be said to be `in_flight`."""
     model, path = str(body["model_id"]), body.get("path")
-    in_flight = body.get("kind") == "inflight"
-    if in_flight:
+    if body.get("kind") == "inflight":
+        in_flight = True
         # One target of all publishes of the model; each of them makes a session.
         name = f"{model}{_IN_FLIGHT}"
     elif path is None:

@@ -723,7 +723,7 @@ def test_an_interface_that_is_not_there_is_named_on_every_host(parts, variable, 
 async def test_a_loop_begins_only_where_its_http_process_can_listen(tmp_path: Path) -> None:
     async def refusal(port: int) -> str:
         with pytest.raises(ConfigError) as caught:
-            await run_tinker(tmp_path / "own.toml", [], port=port, dry_run=True)
+            await run_tinker(tmp_path / "own.toml", [], port=port, in_flight=False, dry_run=True)
         return str(caught.value)
 
     taken = free_port("127.0.0.1")
