@@ -31,15 +31,17 @@ done
 
 mkdir -p "$folder"
 cd "$folder"
-scratch=$(mktemp -d)
+scratch=$(mktemp -d .new.XXXXXX)
 trap 'rm -rf "$scratch"' EXIT
 
+# What a full disk cut short never stands under its name: a later call would keep it.
+authority=.
 if [ ! -e ca.key ]; then
+    authority=$scratch
     openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days $((10 * days)) \
-        -subj "/CN=slipstream authority" -keyout ca.key -out ca.pem \
+        -subj "/CN=slipstream authority" -keyout "$scratch/ca.key" -out "$scratch/ca.pem" \
         -addext basicConstraints=critical,CA:TRUE,pathlen:0 -addext keyUsage=critical,keyCertSign,cRLSign \
         2> "$scratch/log" || { cat "$scratch/log" >&2; exit 1; }
-    chmod 644 ca.pem
 fi
 
 openssl req -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj "/CN=slipstream" \
@@ -50,13 +52,16 @@ keyUsage = critical, digitalSignature
 extendedKeyUsage = serverAuth, clientAuth
 subjectAltName = $names
 EOF
-openssl x509 -req -in "$scratch/request" -CA ca.pem -CAkey ca.key -days $days -extfile "$scratch/extensions" \
-    -out "$scratch/server.pem" 2> "$scratch/log" || { cat "$scratch/log" >&2; exit 1; }
+openssl x509 -req -in "$scratch/request" -CA "$authority/ca.pem" -CAkey "$authority/ca.key" -days $days \
+    -extfile "$scratch/extensions" -out "$scratch/server.pem" 2> "$scratch/log" || { cat "$scratch/log" >&2; exit 1; }
+# openssl ends with 0 also where it could write nothing.
+openssl verify -CAfile "$authority/ca.pem" "$scratch/server.pem" > /dev/null
+chmod 644 "$authority/ca.pem" "$scratch/server.pem"
+[ "$authority" = . ] || mv "$scratch/ca.pem" "$scratch/ca.key" .
 mv "$scratch/server.key" "$scratch/server.pem" .
-chmod 644 server.pem
 
 for secret in token metrics_token redis_controller_password redis_rollout_password; do
-    [ -e $secret ] || openssl rand -hex 32 > $secret
+    [ -s $secret ] || { openssl rand -hex 32 > "$scratch/$secret"; mv "$scratch/$secret" .; }
 done
 # A role's token is made from the run's (docs/security.md).
 # By Python: openssl would take the run's token from its command line, which others may read.

@@ -103,6 +103,14 @@ def _completion(parser: argparse.ArgumentParser, shell: str) -> str:
     return str(shtab.complete(parser, shell=shell))
 
 
+def seconds(text: str) -> float:
+    """Returns the time that an option states; raises ArgumentTypeError unless it is above 0."""
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"a time is a number of seconds above 0, got {text}")
+    return value
+
+
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Returns a command's arguments; settings (section.key=value) may stand among options.
 
@@ -179,7 +187,7 @@ def _add_services(commands: argparse._SubParsersAction[_Parser]) -> None:
     _add_node(learner)
     learner.add_argument(
         "--connect-timeout-s",
-        type=float,
+        type=seconds,
         help="how long to wait for the first node, and for a queue that another program starts",
     )
     _set_program(learner, f"{_LAUNCHER}:run_learner")
@@ -190,7 +198,7 @@ def _add_services(commands: argparse._SubParsersAction[_Parser]) -> None:
     server.add_argument("--server-id", help="a name that stays the same after a restart")
     server.add_argument(
         "--connect-timeout-s",
-        type=float,
+        type=seconds,
         default=300.0,
         help="how long to wait for the controller, and for a queue that another program starts; "
         "default: 300",
@@ -258,7 +266,7 @@ def _add_folder_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
     check.add_argument("--args", metavar="JSON", help="keyword arguments of the class")
     check.add_argument("--python", metavar="PATH", help="another interpreter for the class")
-    check.add_argument("--timeout-s", type=float, help="limit of one call to it; default: 60")
+    check.add_argument("--timeout-s", type=seconds, help="limit of one call to it; default: 60")
     check.add_argument("--model", type=Path, metavar="FOLDER", help="whose template writes prompts")
     _set_program(check, f"{_LAUNCHER}:run_check")
 
@@ -278,7 +286,7 @@ def _add_requests(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
     submit.add_argument("--name", help="default: the class name in lower case")
     submit.add_argument("--weight", type=float, default=1.0, help="share of the trained groups")
-    submit.add_argument("--timeout-s", type=float, default=60.0, help="limit of one reset or step")
+    submit.add_argument("--timeout-s", type=seconds, default=60.0, help="limit of a reset or step")
     submit.add_argument("--num-workers", type=int, default=1, help="processes beside each server")
     submit.add_argument("--adapter", default="", help="one of lora.adapters, if there are any")
     submit.add_argument("--python", type=Path, help="interpreter of the workers; default: servers'")

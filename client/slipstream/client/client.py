@@ -34,6 +34,7 @@ from slipstream.core.backoff import Backoff
 from slipstream.core.errors import ConfigError, EnvironmentFailed, SlipstreamError
 from slipstream.core.settings.config import SecuritySection, address_parts
 from slipstream.core.template_values import values_json
+from slipstream.protocol.access.certificates import check_certificates
 from slipstream.protocol.access.security import (
     Credentials,
     call_metadata,
@@ -119,6 +120,8 @@ class Client:
                 )
 
     async def __aenter__(self) -> Client:
+        if (security := self._credentials.files) is not None:
+            check_certificates(security)
         self._channel = open_channel(self._address, self._credentials)
         self._metadata = call_metadata(self._credentials, self._run_id)
         self._environments = environment_pb2_grpc.EnvironmentServiceStub(self._channel)

@@ -311,10 +311,9 @@ def find_run(run: str | None, runs: Path = Path("runs")) -> FoundRun:
     if run is None:
         going = [path.parent for path in sorted(runs.glob(f"*/{ADDRESS}")) if _is_held(path.parent)]
         if len(going) != 1:
-            which = ", ".join(folder.name for folder in going) or "no run"
-            raise ConfigError(
-                f"what goes on in {runs}/ is {which}: name a run, or give --controller HOST:PORT"
-            )
+            many = f"the runs {', '.join(folder.name for folder in going)} go on in {runs}/"
+            seen = many if going else f"no run goes on in {runs}/"
+            raise ConfigError(f"{seen}: name a run, or give --controller HOST:PORT")
         folder = going[0]
     else:
         is_path = "/" in run or (Path(run) / CONFIG).is_file()

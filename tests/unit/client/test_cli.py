@@ -97,6 +97,20 @@ async def test_one_environment_is_checked_without_settings(tmp_path, monkeypatch
                 await arguments.execute(arguments)
 
 
+@pytest.mark.parametrize("text", ["-3", "0", "nan", "inf", "soon"])
+def test_a_time_is_above_nothing(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("rollout-server x.toml --connect-timeout-s", "submit m:C --timeout-s"):
+        with pytest.raises(SystemExit, match="2"):
+            parse([*command.split(), text])
+        assert "seconds" in capsys.readouterr().err.splitlines()[-1]
+
+
+async def test_a_server_of_a_wrong_name_is_refused_before_anything_is_read() -> None:
+    arguments = parse(["rollout-server", "nothing.toml", "--server-id", "a b"])
+    with pytest.raises(ConfigError, match="the id of a rollout server has up to 100 letters"):
+        await arguments.execute(arguments)
+
+
 def test_every_argument_says_what_it_is_for() -> None:
     commands = next(a.choices for a in _parser()._actions if isinstance(a.choices, dict))
     assert not [(n, a.dest) for n, each in commands.items() for a in each._actions if not a.help]

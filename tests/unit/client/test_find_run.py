@@ -53,7 +53,7 @@ def test_a_run_is_found_by_its_folder_its_name_or_because_it_is_alone(config: Co
     assert [find_run(run) for run in ("runs/test", "test", str(Path("runs/test").resolve()))] == [
         found
     ] * 3
-    with pytest.raises(ConfigError, match="what goes on in runs/ is no run: name a run, or give"):
+    with pytest.raises(ConfigError, match="no run goes on in runs/: name a run, or give"):
         find_run(None)
     with hold_run_folder(config):
         assert find_run(None) == found
@@ -62,7 +62,7 @@ def test_a_run_is_found_by_its_folder_its_name_or_because_it_is_alone(config: Co
         assert find_run(None) == found
         with (
             hold_run_folder(other),
-            pytest.raises(ConfigError, match="what goes on in runs/ is other, test: name a run"),
+            pytest.raises(ConfigError, match="the runs other, test go on in runs/: name a run"),
         ):
             find_run(None)
 

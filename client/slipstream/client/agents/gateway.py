@@ -131,6 +131,42 @@ class _Server(uvicorn.Server):
         yield
 
 
+def bounded_server(
+    application: Callable[[Scope, Receive, Send], Awaitable[None]],
+    *,
+    limit_s: float = REQUEST_LIMIT_S,
+    max_connections: int = MAX_CONNECTIONS,
+    port: int = 0,
+) -> uvicorn.Config:
+    """Returns the settings of a server on loopback that holds little for whoever has no key.
+
+    Heads have a size, requests a deadline, connections a number, at most half of what the process
+    may open. The body is read where `application` asks for it.
+    """
+    most_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most_files != resource.RLIM_INFINITY:
+        max_connections = min(max_connections, most_files // 2)
+    return uvicorn.Config(
+        application,
+        host=LOOPBACK,
+        port=port,
+        interface="asgi3",
+        http=partial(  # type: ignore[arg-type]
+            _Connection, limit_s=limit_s, most=max_connections, resting={}
+        ),
+        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level="error",
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=1,
+    )
+
+
 class Gateway:
     """Serves the endpoints of a process's open episodes, as a task of the running event loop."""
 
@@ -138,10 +174,6 @@ class Gateway:
         self, *, request_limit_s: float = REQUEST_LIMIT_S, max_connections: int = MAX_CONNECTIONS
     ) -> None:
         """Listens on a free port of loopback; raises OSError if there is none."""
-        most_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        most = max_connections
-        if most_files != resource.RLIM_INFINITY:
-            most = min(most, most_files // 2)
         self._exchanges: dict[str, tuple[CallExchange, Endpoint]] = {}
         # asyncio sets TCP_NODELAY only where the protocol is named; without it every answer of two
         # parts waits 40 ms for an acknowledgement.
@@ -149,24 +181,9 @@ class Gateway:
         self._socket.bind((LOOPBACK, 0))
         self._socket.listen(2048)
         self._port: int = self._socket.getsockname()[1]
-        config = uvicorn.Config(
-            self._serve,
-            interface="asgi3",
-            http=partial(  # type: ignore[arg-type]
-                _Connection, limit_s=request_limit_s, most=most, resting={}
-            ),
-            h11_max_incomplete_event_size=MAX_HEAD_BYTES,
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            log_level="error",
-            access_log=False,
-            proxy_headers=False,
-            server_header=False,
-            timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=1,
+        self._server = _Server(
+            bounded_server(self._serve, limit_s=request_limit_s, max_connections=max_connections)
         )
-        self._server = _Server(config)
         self._serving = asyncio.get_running_loop().create_task(
             self._server.serve(sockets=[self._socket])
         )

@@ -29,6 +29,7 @@ from slipstream.client.launch.preflight import (
 from slipstream.client.terminal import complain, counted, plain, say
 from slipstream.core.errors import USAGE_ERROR, WARNING, ConfigError
 from slipstream.core.machine.other_python import worker_program
+from slipstream.core.models.model_sizes import read_model_table
 from slipstream.core.settings.config import Config
 from slipstream.core.template_values import values_json
 
@@ -72,6 +73,8 @@ async def audit_class(
 ) -> int:
     """Audits one class with further `options` of the worker; returns the exit code."""
     check_python(reference, Path(python) if python else None)
+    if model is not None:
+        read_model_table(model)
     command = [*worker_program(python), "--check", reference, "--search-path", os.getcwd()]
     command += ["--timeout-s", str(timeout_s), *options]
     report = await _played(reference, command, timeout_s=timeout_s)

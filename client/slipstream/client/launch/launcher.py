@@ -224,6 +224,7 @@ async def run_rollout_server(
     its settings.
     """
     raise_open_files()
+    name = check_server_id(server_id or f"{socket.gethostname()}-{secrets.token_hex(3)}")
     if controller is not None:
         overrides = [*overrides, f'controller.address="{controller}"']
     config = load_config(path, overrides, hub="small" if dry_run else "whole", apart=True)
@@ -235,7 +236,6 @@ async def run_rollout_server(
     await require(scene, Stage.PLACE)
     config, placement, _ = fit_here(config, scene.share)
     await require(replace(scene, stated=config), Stage.START)
-    name = check_server_id(server_id or f"{socket.gethostname()}-{secrets.token_hex(3)}")
     make_run_folder(config)
     folder = config.run_dir / "servers" / name
     refusal = f"rollout server {name} runs already in {folder}; choose another --server-id"

@@ -152,7 +152,9 @@ def fit_here(config: Config, share: Share) -> tuple[Config, Placement, str]:
     """
     placement = place_here(config, ranks=len(share.ranks), servers=share.servers)
     config = share_memory(config, placement)
-    transport = check_transport(config, placement) if share.ranks and share.servers else ""
+    transport = ""
+    if share.ranks and share.servers:
+        transport = "storage" if config.weights.storage_url else check_transport(config, placement)
     return config, placement, transport
 
 

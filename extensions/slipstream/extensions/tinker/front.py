@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 import grpc.aio
 import uvicorn
 from google.protobuf.message import DecodeError
+from slipstream.client.agents.gateway import LOOPBACK, bounded_server
 from slipstream.core.configuration.config_file import load_config, vocabulary_size
 from slipstream.core.errors import USAGE_ERROR, SlipstreamError
 from slipstream.core.settings.config import Config
@@ -29,7 +30,6 @@ from slipstream.protocol.access.security import Credentials, call_metadata, open
 from slipstream.v1 import operations_pb2 as pb
 from slipstream.v1 import operations_pb2_grpc
 
-HOST = "127.0.0.1"
 # Seconds for which an answer is held back until the operation has ended.
 HOLD_S = 20.0
 CALL_S = 30.0
@@ -37,7 +37,10 @@ MAX_BODY_BYTES = 24 << 20
 _PREFIX = "/api/v1"
 _STATUS = {grpc.StatusCode.UNAVAILABLE: 503, grpc.StatusCode.INVALID_ARGUMENT: 400}
 # What reading a request raises whose fields are not those of the SDK.
-_MALFORMED = (ArithmeticError, DecodeError, LookupError, TypeError, ValueError)
+_MALFORMED = (
+    *(ArithmeticError, AttributeError, DecodeError, LookupError, RecursionError, TypeError),
+    ValueError,
+)
 _JSON, _PROTOBUF = "application/json", "application/x-protobuf"
 
 Receive: TypeAlias = Callable[[], Awaitable[dict[str, Any]]]
@@ -85,10 +88,10 @@ class Front:
 
     async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
         """Answers one request of HTTP."""
-        if scope["type"] != "http":
-            return
         try:
-            status, kind, body = await self._answer(scope, *await _body(receive))
+            status, kind, body = _refusal(scope) or await self._answer(
+                str(scope["path"]), *await _body(receive)
+            )
         except _MALFORMED as error:
             status, kind, body = _error(400, _cause(error))
         except grpc.aio.AioRpcError as error:
@@ -99,16 +102,8 @@ class Front:
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
-    async def _answer(self, scope: Mapping[str, Any], data: bytes, size: int) -> Answer:
-        path = str(scope["path"]).removeprefix(f"{_PREFIX}/")
-        headers = {name.decode(): value.decode() for name, value in scope["headers"]}
-        # A page in a browser can send neither: the first needs the server's leave, and the second
-        # has the page's own host.
-        host = headers.get("host", "").partition(":")[0]
-        if not headers.get("x-api-key", "").startswith("tml-") or host not in (HOST, "localhost"):
-            return _error(401, f"a request needs an api_key that begins with tml-, and {HOST}")
-        if encoding := headers.get("content-encoding"):
-            return _error(415, f"a body is sent as it is, not in {encoding}")
+    async def _answer(self, path: str, data: bytes, size: int) -> Answer:
+        path = path.removeprefix(f"{_PREFIX}/")
         if path in ("forward_backward", "forward"):
             return await self._pass(data, size)
         if size > MAX_BODY_BYTES:
@@ -231,6 +226,19 @@ class Front:
         return _json(operations.answer(name, result))
 
 
+def _refusal(scope: Mapping[str, Any]) -> Answer | None:
+    """Returns why a request is refused before its body is read, or None."""
+    headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+    # A page in a browser can send neither: the first needs the server's leave, and the second
+    # has the page's own host.
+    host = headers.get("host", "").partition(":")[0]
+    if not headers.get("x-api-key", "").startswith("tml-") or host not in (LOOPBACK, "localhost"):
+        return _error(401, f"a request needs an api_key that begins with tml-, and {LOOPBACK}")
+    if encoding := headers.get("content-encoding"):
+        return _error(415, f"a body is sent as it is, not in {encoding}")
+    return None
+
+
 def _cause(error: Exception) -> str:
     return str(error) if isinstance(error, Refused) else f"the request is malformed: {error!r}"
 
@@ -279,10 +287,7 @@ async def serve(config: Config, port: int, *, in_flight: bool = False) -> None:
         stub = operations_pb2_grpc.OperationServiceStub(channel)
         metadata = call_metadata(credentials, config.run.id)
         front = Front(config, stub, metadata, in_flight=in_flight)
-        settings = uvicorn.Config(
-            front, host=HOST, port=port, log_level="warning", lifespan="off", access_log=False
-        )
-        await uvicorn.Server(settings).serve()
+        await uvicorn.Server(bounded_server(front, port=port)).serve()
 
 
 def main() -> int:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from slipstream.client.launch.audits import audit_all, audit_class
 from slipstream.client.launch.preflight import audit_command
+from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.measurement_sections import EvaluationSection
 from slipstream.learner.trainer.tiny_model import make_tokenizer
@@ -161,6 +162,8 @@ async def test_an_environment_that_cannot_be_loaded_is_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert await audit_class("no_such:X", [], python="", timeout_s=60.0, model=None) == 2
+    with pytest.raises(ConfigError, match=r"got models/none, which does not exist below"):
+        await audit_class("no_such:X", [], python="", timeout_s=60.0, model=Path("models/none"))
     shown = capsys.readouterr()
     assert (lines_of(shown.out), len(shown.err.splitlines())) == ([], 1)
     assert "there is no module 'no_such'" in shown.err

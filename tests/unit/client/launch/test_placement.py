@@ -15,6 +15,7 @@ from slipstream.client.launch.placement import (
     check_transport,
     describe_sharing,
     describe_turns,
+    fit_here,
     place,
     share_memory,
 )
@@ -315,6 +316,12 @@ def test_a_transport_that_cannot_join_what_starts_here_is_refused() -> None:
         check_transport(config("nccl"), shared)
     with pytest.raises(ConfigError, match="nccl joins GPUs only"):
         check_transport(config("nccl"), Placement())
+
+
+def test_a_run_with_stored_weights_says_that_they_travel_so() -> None:
+    config = small_config(weights={"storage_url": "weights"})
+    _, _, transport = fit_here(config, Share(range(1), 1))
+    assert transport == "storage"
 
 
 @pytest.mark.parametrize(

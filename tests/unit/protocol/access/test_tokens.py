@@ -25,6 +25,7 @@ from slipstream.protocol.access.security import (
 )
 from slipstream.protocol.access.tokens import RIGHTS, Tokens, may_call, role_of, role_token
 from slipstream.v1 import environment_pb2, fleet_pb2, status_pb2, trainer_pb2, trajectory_pb2
+from support.rigs.small_disks import small_disk
 from support.rigs.waiting import LIMIT_S, until
 
 TOKEN, OLD, NEW = ("t" * 40, "o" * 40, "n" * 40)
@@ -93,6 +94,21 @@ def test_the_script_writes_the_tokens_that_the_controller_knows(tmp_path: Path) 
         file = folder / f"{role.replace('-', '_')}_token"
         assert file.read_text().strip() == role_token(token, role)
         assert file.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("pages", [2, 4, 6, 9])
+def test_a_full_disk_leaves_no_secret_that_a_later_call_would_keep(tmp_path, pages: int) -> None:
+    with small_disk(tmp_path / "disk", f"size={4 * pages}k") as disk:
+        command = [ROOT / "deploy" / "make_certificates.sh", disk / "secrets", "localhost"]
+        assert subprocess.run(command, check=False, capture_output=True).returncode
+        subprocess.run(["mount", "-o", "remount,size=1m", disk], check=True)
+        subprocess.run(command, check=True, capture_output=True)
+        secrets = [*disk.glob("secrets/*token"), *disk.glob("secrets/*password")]
+        assert len(secrets) == 8
+        assert all(len(file.read_text()) > 64 for file in secrets)
+        verify = ["openssl", "verify", "-CAfile", "ca.pem", "server.pem"]
+        subprocess.run(verify, check=True, capture_output=True, cwd=disk / "secrets")
 
 
 async def answer_to(channel, method, credentials, limit_s=20.0):
