@@ -244,3 +244,19 @@ def test_a_chart_without_settings_or_without_metrics_to_read_is_refused(tmp_path
         rendered("first", config=tmp_path / "empty.toml")
     with pytest.raises(ChartRefused, match=r"need metrics\.port"):
         rendered("first", "--set=scaling.enabled=true")
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        ("learner.node=2", "additional properties 'node' not allowed"),
+        ("rolloutserver.count=2", "additional properties 'rolloutserver' not allowed"),
+        ("learner.nodes=two", "at '/learner/nodes': got string, want integer"),
+        ("settings=run.steps=5", "at '/settings': got string, want array"),
+        ("code=first-code", "at '/code': got string, want object"),
+        ("metrics.port=99999", "at '/metrics/port': maximum"),
+    ],
+)
+def test_a_value_of_another_name_or_kind_is_refused(value: str, why: str) -> None:
+    with pytest.raises(ChartRefused, match=re.escape(why)):
+        rendered("first", f"--set={value}")
