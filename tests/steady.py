@@ -3,6 +3,7 @@
 `python tests/steady.py tests/unit/protocol --times 20 --load 2 --one-core --delays` prints the seed
 of each red run, which `--seed` repeats. A run has the order of files and tests, a folder for
 temporary files, umask, time zone and locale of its seed. What is given behind `--` is pytest's.
+`--stops` costs no work, and is what a busy machine does: now and then a process gets no time.
 """
 
 import argparse
@@ -11,20 +12,26 @@ import contextlib
 import functools
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
-UMASKS, ZONES = (0o022, 0o077), ("UTC", "Pacific/Kiritimati", "America/St_Johns")
+UMASKS = (0o022, 0o077)
+ZONES = ("UTC", "Asia/Kathmandu", "Pacific/Kiritimati", "America/St_Johns")
 LOCALES = ("C", "C.UTF-8", "tr_TR.UTF-8")
 WITHOUT_IPV6 = 'ip link set lo up; sysctl -qw net.ipv6.conf.all.disable_ipv6=1; exec "$0" "$@"'
 # One of so many callbacks of an event loop is late, by at most so long.
 LATE_ONE_OF, LATE_S = 20, 0.02
+# A process stands still for at most so long, after a pause of at most as long.
+STOP_S = 1.0
 
 
 class Shuffled:
@@ -70,6 +77,30 @@ def run_once(seed: int, arguments: list[str], *, delays: bool) -> int:
 
 
 @contextlib.contextmanager
+def stopping(pid: int, rng: random.Random) -> Iterator[None]:
+    """The process, or one that it started, stands still for a while, again and again."""
+    is_over, root = threading.Event(), psutil.Process(pid)
+
+    def stop() -> None:
+        while not is_over.wait(rng.uniform(0.0, STOP_S)):
+            with contextlib.suppress(psutil.Error):
+                victim = rng.choice([root, root, *root.children(recursive=True)])
+                # A test has stopped it otherwise.
+                if victim.status() != psutil.STATUS_STOPPED:
+                    victim.send_signal(signal.SIGSTOP)
+                    time.sleep(rng.uniform(0.0, STOP_S))
+                    victim.send_signal(signal.SIGCONT)
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+@contextlib.contextmanager
 def busy(count: int) -> Iterator[None]:
     loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
@@ -96,6 +127,7 @@ def main() -> int:
     parser.add_argument("--load", type=int, default=0, help="busy loops beside it")
     parser.add_argument("--one-core", action="store_true", help="for all that the tests start, too")
     parser.add_argument("--delays", action="store_true", help="callbacks of event loops come late")
+    parser.add_argument("--stops", action="store_true", help="processes stand still for moments")
     parser.add_argument("--no-ipv6", action="store_true", help="needs root")
     parser.add_argument("--user", help="such as nobody; whoever starts it must be root")
     parser.add_argument("--once", action="store_true", help="in this process")
@@ -109,19 +141,23 @@ def main() -> int:
     with busy(options.load):
         for seed in range(options.seed, options.seed + options.times):
             words = [*alone, sys.executable, __file__, "--once", f"--seed={seed}", *given]
-            done = subprocess.run(
+            running = subprocess.Popen(
                 words + ["--delays"] * options.delays,
-                capture_output=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
                 text=True,
                 user=options.user,
                 preexec_fn=prepare(options),
             )
-            lines = done.stdout.splitlines()
-            print(f"seed {seed}: {lines[-1] if lines else done.stderr}", flush=True)
-            if done.returncode:
+            stops = stopping(running.pid, random.Random(seed))
+            with stops if options.stops else contextlib.nullcontext():
+                said, _ = running.communicate()
+            lines = said.splitlines()
+            print(f"seed {seed}: {lines[-1] if lines else said}", flush=True)
+            if running.returncode:
                 red += 1
                 report = Path(tempfile.gettempdir()) / f"steady-{seed}.txt"
-                report.write_text(done.stdout + done.stderr)
+                report.write_text(said)
                 failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
                 print("\n".join([*failed, f"all of it: {report}"]), flush=True)
     print(f"{red} of {options.times} runs were red")

@@ -42,6 +42,7 @@ from slipstream.protocol.setup import describe_setup
 from slipstream.v1 import status_pb2_grpc
 from support.fakes.model_folders import write_loadable_files
 from support.fakes.setup_answers import SetupAnswers
+from support.rigs.loopbacks import own_loopback
 
 
 def config_of(tmp_path: Path, **sections: dict) -> Config:
@@ -348,9 +349,10 @@ def test_port_in_use_is_a_problem(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("distance", "role"), [(0, "controller"), (1, "trainer")])
 def test_a_metrics_port_in_use_is_a_problem(distance: int, role: str, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+    # The ports beside it may be another program's on an address that all use.
+    with socket.create_server((host := own_loopback(), 0)) as taken:
         port = taken.getsockname()[1]
-        address = f"127.0.0.1:{port - distance}"
+        address = f"{host}:{port - distance}"
         config = config_of(tmp_path, tracking={"prometheus": address})
         cause = f"tracking.prometheus {address}: the {role} cannot listen on port {port}: Address"
         (seen,) = seen_of(config, "metrics")

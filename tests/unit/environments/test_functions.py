@@ -84,8 +84,8 @@ async def test_a_check_is_called_with_the_function(tmp_path: Path) -> None:
 
 
 async def test_code_that_hangs_counts_as_a_timeout_and_the_next_test_runs(tmp_path: Path) -> None:
-    mbpp = functions(tmp_path, MBPP, **MBPP_COLUMNS, limit_s=3.0)
-    code = "def add(a, b):\n    while a == 17: pass\n    return a + b"
+    mbpp = functions(tmp_path, MBPP, **MBPP_COLUMNS, limit_s=10.0)
+    code = "import time\ndef add(a, b):\n    while a == 17: time.sleep(60)\n    return a + b"
     found = await judged(mbpp, block(code))
     assert found.metrics == {"passed": 0.75, "all_passed": 0, "errors": 0, "timeouts": 0.25}
 

@@ -105,6 +105,7 @@ def test_member_that_dies_between_the_meeting_and_the_first_broadcast_costs_the_
     backend, dead = FakeNccl(meetings), FakeNccl(meetings)
     joining = threading.Thread(target=dead.connect, args=(b"id",), kwargs=MEMBER_1)
     joining.start()
+    wait_until(lambda: b"id" in meetings and meetings[b"id"].members == {1})
     with pytest.raises(WeightSyncError, match=LOST):
         NcclGroup.join(backend, b"id", rank=0, world_size=2, deadline_s=0.3)
     joining.join()
