@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.rigs.run_alone import alone
 
 # The variable that pytest itself sets, and removes at the end of each phase.
 OWN = "PYTEST_CURRENT_TEST"
@@ -96,7 +97,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for cause, number in Counter(causes).most_common():
         say(f"skipped {number}: {cause}")
     for name in dict.fromkeys(r.nodeid for key in ("failed", "error") for r in found.get(key, ())):
-        say(f"run it alone: {sys.executable} -m pytest '{name}'")
+        say(f"run it alone: {alone(name)}")
 
 
 def warnings_are_errors(item: pytest.Item) -> bool:

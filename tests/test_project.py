@@ -1,7 +1,9 @@
 """What surrounds the code: workflows name what exists, and versions are said alike everywhere."""
 
 import re
+import shlex
 import shutil
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 from check_release import notes_of
+from support.rigs.run_alone import alone
 
 ROOT = Path(__file__).parents[1]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
@@ -98,3 +101,10 @@ def test_only_one_file_names_the_address_of_the_repository() -> None:
     address = PROJECT["urls"]["Repository"]
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "CITATION.cff"]
     assert [page for page in pages if address in page.read_text()] == []
+
+
+def test_a_red_test_says_how_it_runs_alone_in_a_shell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FUZZ", "0.2")
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+    nodeid = "tests/test_x.py::test_it[a 'quoted' $HOME]"
+    assert shlex.split(alone(nodeid)) == ["FUZZ=0.2", sys.executable, "-m", "pytest", nodeid]

@@ -4,15 +4,13 @@ import asyncio
 import contextlib
 import json
 import os
-import random
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from slipstream.core.errors import ConfigError, RunFailed
-from support.rigs.chaos import Chaos, Proxy, run_chaos
-from support.rigs.controller_runs import make_config
+from support.rigs.chaos import Proxy, run_chaos
 from support.rigs.run_processes import ROOT
 from support.rigs.run_processes import write_config as write_run
 
@@ -55,32 +53,6 @@ async def test_a_proxy_delays_hangs_and_breaks_connections() -> None:
         assert await cutting
         three = await connect()
         assert await answer(*three) == b"x"
-
-
-STEPPING = """
-import json, signal, sys, time, zlib
-from pathlib import Path
-
-signal.signal(signal.SIGINT, lambda *_: sys.exit(0))
-journal = Path({folder!r})
-journal.mkdir(parents=True, exist_ok=True)
-while True:
-    with (journal / "journal.log").open("a") as log:
-        log.write(f'{{0:08x}} {{json.dumps({{"kind": "step"}})}}\\n')
-    time.sleep(0.1)
-"""
-
-
-async def test_each_step_has_its_own_time_also_while_no_fault_is_done(tmp_path, monkeypatch):
-    monkeypatch.setattr("support.rigs.chaos.POINTS", ("any",))
-    config = make_config(tmp_path)
-    program = tmp_path / "stepping.py"
-    program.write_text(STEPPING.format(folder=str(config.run_dir / "journal")))
-    chaos = Chaos(config, [sys.executable, str(program)], [], random.Random(1))
-    async with asyncio.timeout(60):
-        assert await chaos.run(2, 1.0, ["command"], partitions=False) == 0
-    assert len(set(chaos.tally.steps_s)) > len(chaos.tally.steps_s) / 2
-    assert chaos.tally.effective_time > 0
 
 
 async def test_a_run_that_is_refused_says_why(tmp_path, tiny_model) -> None:

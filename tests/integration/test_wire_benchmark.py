@@ -5,9 +5,12 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from benchmarks.weights import wire
 
 
+@pytest.mark.long
 def test_receivers_hold_what_the_sender_made_up(tmp_path: Path) -> None:
     arguments = argparse.Namespace(
         device="cpu", shape="tiny", servers=2, repeats=2, bucket_mib=1, name="wire"

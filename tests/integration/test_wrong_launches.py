@@ -28,7 +28,6 @@ from slipstream.client.launch.preflight import free_port
 from slipstream.client.run_folder import hold_run_folder
 from slipstream.core.configuration.config_file import load_config
 from slipstream.core.errors import ConfigError
-from slipstream.extensions.redis.embedded import EmbeddedServer
 from slipstream.protocol.access.security import Credentials, bind, create_server
 from slipstream.protocol.setup import describe_setup
 from slipstream.v1 import status_pb2, status_pb2_grpc
@@ -38,7 +37,6 @@ from support.rigs.loopbacks import own_loopback
 from support.rigs.run_processes import (
     COMMAND,
     COMMANDS,
-    command,
     empty_model,
     run_command,
     write_config,
@@ -114,21 +112,6 @@ WRONG = {
         (*FIRST, "security.tls_certificate=late/server.pem"),
         ("tls_certificate late/server.pem is refused", "certificate has expired", "issues a new"),
     ),
-    "certificate for another host": Wrong(
-        (
-            *FIRST,
-            *("security.tls_certificate=elsewhere/server.pem", "security.tls_ca=elsewhere/ca.pem"),
-            "security.tls_key=elsewhere/server.key",
-        ),
-        ("elsewhere/server.pem is refused", "not valid for", "issues a new one"),
-    ),
-    "certificate of another authority": Wrong(
-        (*FIRST, "security.tls_ca=elsewhere/ca.pem"),
-        ("is refused by every client", "unable to get local issuer certificate"),
-    ),
-    "certificate and key are no pair": Wrong(
-        (*FIRST, "security.tls_key=elsewhere/server.key"), ("cannot be used: key values mismatch",)
-    ),
     "wrong token": Wrong(
         (*SERVER, "security.token_file=elsewhere/token"),
         ("the controller at", "the token is missing or wrong (security.token_file)"),
@@ -167,14 +150,6 @@ WRONG = {
     ),
     "NODE_RANK is too large": Wrong(
         ("learner", "config.toml", *NODES, "--node-rank=2"), ("--node-rank must be 0 to 1, got 2",)
-    ),
-    "too few GPUs for the learner": Wrong(
-        (*FIRST, "learner.devices=[0]"), ("learner.devices names GPU 0", "visible ones are: none")
-    ),
-    "interface is not there": Wrong(
-        SECOND,
-        ("NCCL_SOCKET_IFNAME=ib7 names no interface of this host, which has lo",),
-        environ={"NCCL_SOCKET_IFNAME": "ib7"},
     ),
     "model is missing on one node": Wrong(
         (*SECOND, "model.path=nothing"), ("model.path must be a Hugging Face folder, got",)
@@ -390,16 +365,6 @@ def test_too_few_open_files_are_named(site: Site) -> None:
     check_line(result, "open files: one process may open 256 files: let", "ulimit -Hn")
 
 
-def test_a_torchvision_that_breaks_vllm_is_named(site: Site) -> None:
-    named = site.folder / "torchvision-0.28.0.dist-info" / "METADATA"
-    named.parent.mkdir()
-    named.write_text("Metadata-Version: 2.1\nName: torchvision\nVersion: 0.28.0\n")
-    cause = "operator torchvision::nms does not exist"
-    (site.folder / "torchvision.py").write_text(f"raise RuntimeError('{cause}')")
-    result = start_plainly(site, SERVER, PYTHONPATH=str(site.folder))
-    check_line(result, f"so neither can vLLM: RuntimeError: {cause}", "pip uninstall torchvision")
-
-
 def test_a_full_disk_is_named(site: Site) -> None:
     with small_disk(site.folder / "disk", "size=1m") as disk:
         result = run_command(*FIRST, f'run.dir="{disk}"', cwd=site.folder)
@@ -427,18 +392,6 @@ def test_a_folder_of_the_same_name_that_is_not_shared_is_named(site: Site) -> No
     with answering(site, nothing):
         result = start_plainly(site, SECOND, before=apart)
     check_line(result, "run.dir must be a folder that all nodes of the learner share")
-
-
-async def test_a_wrong_password_of_the_queue_is_named(site: Site) -> None:
-    async with EmbeddedServer(site.folder / "redis") as server:
-        url = server.address
-        (site.folder / "password").write_text("another")
-        user = ("queue.controller.user=controller", "queue.controller.password_file=password")
-        words = (*FIRST, "queue.kind=redis", f'queue.redis_url="{url}"', *user)
-        async with command(site.folder / "out", *words, cwd=site.folder) as started:
-            assert await started.wait(240) == 2
-            assert "user controller: invalid username-password pair" in started.err
-            assert len(started.err.splitlines()) == 1
 
 
 def test_the_doctor_of_a_role_needs_settings(site: Site) -> None:

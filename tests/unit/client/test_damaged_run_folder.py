@@ -1,7 +1,6 @@
 """Files of a run's folder that are damaged between two starts, as the command line reads them."""
 
 import resource
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -98,41 +97,19 @@ def test_settings_without_room_leave_those_of_the_last_start(tmp_path: Path) -> 
     assert (config.run_dir / "config.toml").stat().st_mode & 0o777 == 0o600
 
 
-SPOILS: dict[str, Callable[[Path], object]] = {
-    "empty": lambda path: path.write_bytes(b""),
-    "cut": lambda path: path.write_bytes(b'{"state": "fini'),
-    "NUL block": lambda path: path.write_bytes(bytes(512)),
-    "a list": lambda path: path.write_bytes(b"[1]"),
-    "another object": lambda path: path.write_bytes(b"{}"),
-    "a text for a number": lambda path: path.write_bytes(b'{"state": "finished", "steps": "a"}'),
-    "no UTF-8": lambda path: path.write_bytes(b"\xff\xfe"),
-    "deep": lambda path: path.write_bytes(b"[" * 100_000),
-    "folder": lambda path: path.mkdir(),
-    "missing": lambda path: None,
-}
-
-
-@pytest.mark.parametrize("spoil", SPOILS.values(), ids=SPOILS.keys())
-def test_a_damaged_summary_does_not_keep_a_run_from_going_on(tmp_path, spoil):
-    config = run_of(tmp_path)
-    spoil(config.run_dir / "summary.json")
-    assert check_run_folder(config)
-
-
-@pytest.mark.parametrize("spoil", SPOILS.values(), ids=SPOILS.keys())
-def test_the_page_shows_what_is_whole_of_a_run(tmp_path, spoil):
+def test_the_page_shows_what_is_whole_of_a_run(tmp_path: Path) -> None:
     folder = tmp_path / "one"
     folder.mkdir()
     metrics = folder / "metrics.jsonl"
     one, two = b'{"step": 1, "x": 3}\n', b'{"step": 2, "x": 4}\n'
     metrics.write_bytes(one + bytes(512) + b"\n[1]\n\xff\n{\n" + two)
     for name in ("summary.json", "suspended.json", "trajectories.jsonl"):
-        spoil(folder / name)
+        (folder / name).write_bytes(bytes(512))
     write_page([folder], tmp_path / "page.html", period_s=0)
     (run,) = given_of(tmp_path / "page.html")["runs"]
     assert run["name"] == "one"
     assert run["curves"] == {"x": [[1, 3.0], [2, 4.0]]}
-    assert [row.get("step") for row in run["replies"]] in ([], [None])
+    assert run["replies"] == []
 
 
 def export_refusal(folder: Path, step: int | None) -> str:

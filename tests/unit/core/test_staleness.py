@@ -60,28 +60,6 @@ def test_a_lease_is_granted_exactly_when_the_invariant_holds_with_it(
 
 @settings(deadline=None)
 @given(groups, st.integers(3, 4), sizes)
-def test_a_batch_is_found_exactly_when_there_is_one(leased, step, groups_per_step):
-    complete = [group for group in leased if group.complete]
-    exists = any(
-        holds(
-            [group.deadline_step for group in leased if group not in chosen],
-            step + 1,
-            groups_per_step,
-        )
-        for chosen in combinations(complete, groups_per_step)
-    )
-    batch = choose_batch(leased, step, groups_per_step)
-    assert (batch is not None) == exists
-    if batch is not None:
-        assert len(batch) == groups_per_step
-        assert all(group.complete for group in batch)
-        assert [group for group in leased if group in batch] == batch
-        left = [group.deadline_step for group in leased if group not in batch]
-        assert holds(left, step + 1, groups_per_step)
-
-
-@settings(deadline=None)
-@given(groups, st.integers(3, 4), sizes)
 def test_a_batch_can_be_formed_as_soon_as_the_due_groups_are_complete(
     leased: list[LeasedGroup], step: int, groups_per_step: int
 ) -> None:

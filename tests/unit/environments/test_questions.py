@@ -59,26 +59,6 @@ async def test_rows_and_the_judge_may_be_objects_of_this_process():
         Questions(SUMS, judge=lambda answer: 1.0)
 
 
-@pytest.mark.parametrize("write", [json_lines, parquet])
-def test_columns_may_lie_in_objects_and_questions_may_be_messages(tmp_path: Path, write):
-    row = {
-        "prompt": [
-            {"role": "system", "content": "Be short."},
-            {"role": "user", "content": "What is 1 + 1?"},
-        ],
-        "reward_model": {"style": "rule", "ground_truth": 2},
-    }
-    environment = Questions(
-        write(tmp_path, [row]), question="prompt", answer="reward_model.ground_truth", judge="exact"
-    )
-    (task,) = environment.tasks()
-    assert task.answer == "2"
-    assert environment.reset(task) == [
-        Message("system", "Be short."),
-        Message("user", "What is 1 + 1?"),
-    ]
-
-
 TALK = [
     {"role": "user", "content": "Weather in Oslo?"},
     {

@@ -104,15 +104,6 @@ def test_the_last_n_and_the_milestones_are_kept() -> None:
     assert steps_to_remove([], keep_last=1, keep_every=0) == []
 
 
-def test_retention_never_touches_the_newest() -> None:
-    for size in range(1, 6):
-        for steps in itertools.combinations(range(1, 8), size):
-            for keep_last, keep_every in itertools.product(range(4), range(4)):
-                removed = steps_to_remove(steps, keep_last=keep_last, keep_every=keep_every)
-                assert max(steps) not in removed
-                assert len(steps) - len(removed) >= min(size, keep_last)
-
-
 def test_a_removal_that_is_interrupted_leaves_nothing_that_looks_whole(tmp_path, monkeypatch):
     save(tmp_path, 1)
     save(tmp_path, 2)

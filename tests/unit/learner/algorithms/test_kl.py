@@ -7,21 +7,6 @@ from slipstream.learner.algorithms.kl import kl_estimate, safe_ratio, top_k_dive
 ESTIMATORS = ("k1", "k2", "k3")
 
 
-@pytest.mark.parametrize(
-    ("estimator", "expected"),
-    [
-        ("k1", [math.log(2), -math.log(4)]),
-        ("k2", [math.log(2) ** 2 / 2, math.log(4) ** 2 / 2]),
-        ("k3", [0.5 - 1 + math.log(2), 4 - 1 - math.log(4)]),
-    ],
-)
-def test_estimates_by_hand(estimator, expected: list[float]) -> None:
-    # The policy is twice as sure as the reference, then a quarter as sure.
-    policy = torch.tensor([-1.0 + math.log(2), -1.0 - math.log(4)])
-    found = kl_estimate(policy, torch.tensor([-1.0, -1.0]), estimator)
-    assert found.tolist() == pytest.approx(expected, rel=1e-5)
-
-
 def test_k3_of_policies_that_hardly_differ_is_not_lost_in_rounding() -> None:
     policy = torch.linspace(-3.0, -0.5, 100)
     reference = policy + 1e-4
@@ -79,13 +64,6 @@ def test_mean_gradient_of_k3_in_the_loss_is_that_of_the_opposite_divergence() ->
     expected = gradient((reference.exp() * (reference - policy)).sum(), logits)
     found = gradient(mean_estimate(logits, reference, "k3"), logits)
     torch.testing.assert_close(found, expected)
-
-
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_gradients_are_those_of_the_values(estimator) -> None:
-    policy = torch.linspace(-3, -0.1, 7, dtype=torch.float64, requires_grad=True)
-    reference = torch.linspace(-0.5, -2, 7, dtype=torch.float64)
-    assert torch.autograd.gradcheck(lambda p: kl_estimate(p, reference, estimator), policy)
 
 
 @pytest.mark.parametrize("delta", [-1e3, 1e3])

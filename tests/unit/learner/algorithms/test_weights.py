@@ -48,15 +48,6 @@ def test_icepop_masks_tokens_outside_the_band_and_weighs_those_within() -> None:
     assert "masked_sequence_fraction" not in found.reports
 
 
-def test_geometric_mask_leaves_whole_sequences_out() -> None:
-    # Geometric means sqrt(6) = 2.45 and sqrt(1/8) = 0.35.
-    found = corrected(weight="none", sequence_band=[0.3, 2.0])
-    assert found.weights.tolist() == [0.0, 0.0, 1.0, 1.0]
-    assert found.reports["masked_sequence_fraction"].tolist() == [True, True, False, False]
-    found = corrected(weight="none", sequence_band=[0.4, 2.5])
-    assert found.weights.tolist() == [1.0, 1.0, 0.0, 0.0]
-
-
 def test_masks_and_weights_combine() -> None:
     found = corrected(weight="token", cap=2.0, token_band=[0.4, 9.0], sequence_band=[0.3, 2.0])
     assert found.weights.tolist() == pytest.approx([0.0, 0.0, 0.5, 0.0])

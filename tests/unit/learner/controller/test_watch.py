@@ -251,24 +251,6 @@ async def test_a_checkpoint_that_is_removed_under_a_live_run_is_told_once(tmp_pa
     assert told.endswith(f"){rest}: a resume begins from version 30")
 
 
-async def test_the_last_checkpoint_that_goes_is_told_as_well(tmp_path: Path) -> None:
-    events = EventLog()
-    watch = CheckpointWatch(tmp_path, events, look_s=0.01)
-    for step in (30, 40):
-        save_checkpoint(tmp_path, step)
-        watch.saved(step)
-    async with asyncio.timeout(LIMIT_S):
-        watching = asyncio.ensure_future(watch.watch_forever())
-        for number, step in enumerate((40, 30), start=1):
-            shutil.rmtree(tmp_path / f"step-{step:06d}")
-            await until(lambda number=number: len(texts(events)) >= number)
-        watching.cancel()
-    assert [text.rpartition(": ")[2] for text in texts(events)] == [
-        "a resume begins from version 30",
-        "a resume begins from the start",
-    ]
-
-
 async def test_the_trainer_removes_old_checkpoints_without_a_word(tmp_path: Path) -> None:
     events = EventLog()
     watch = CheckpointWatch(tmp_path, events, look_s=0.001)

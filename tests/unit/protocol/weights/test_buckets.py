@@ -90,22 +90,6 @@ def test_each_named_adapter_has_the_same_buckets() -> None:
     assert num_tensors(layout_to_pb(weights, 16, adapters=adapters)) == 3
 
 
-def test_a_small_plan_by_hand() -> None:
-    tensors = [
-        TensorSpec("a", "float32", (3,)),
-        TensorSpec("b", "bfloat16", (5,)),
-        TensorSpec("c", "float32", (100,)),
-        TensorSpec("d", "float16", ()),
-    ]
-    buckets = plan_buckets(tensors, 40)
-    assert [[(span.tensor.name, span.offset_bytes) for span in b.spans] for b in buckets] == [
-        [("a", 0), ("b", 16)],
-        [("c", 0)],
-        [("d", 0)],
-    ]
-    assert [bucket.num_bytes for bucket in buckets] == [32, 400, 16]
-
-
 def test_little_is_left_for_the_last_bucket() -> None:
     # In MiB; the first bucket is full, each part ends with a whole tensor.
     sizes = [300, 300, 200, 160, 40, 60, 20, 20, 20, 15]

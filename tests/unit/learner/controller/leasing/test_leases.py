@@ -219,18 +219,6 @@ def test_a_lease_that_is_taken_back_keeps_slots_and_bytes_until_its_server_has_c
     assert (book.episodes_by_holder()[A], book.promised_episodes) == (0, 0)
 
 
-def test_each_cancelled_episode_that_comes_back_frees_its_slot():
-    book = make_book(group_size=3)
-    group = lease(book)
-    book.remove(group.group_id)
-    assert book.episodes_by_holder()[A] == 3
-    assert book.add(reply(group, 1, status=Status.CANCELLED)) is Fate.SUPERSEDED
-    assert (book.episodes_by_holder()[A], book.promised_episodes) == (2, 2)
-    for member in (0, 2):
-        book.add(reply(group, member, status=Status.CANCELLED))
-    assert book.closing.leases == {}
-
-
 def test_a_lost_server_closes_what_it_was_ending(book):
     book.remove(lease(book).group_id)
     book.remove(lease(book, server=B).group_id)

@@ -51,25 +51,6 @@ TRAINED = {
 }
 
 
-def test_records_come_back_in_order(tmp_path):
-    with Journal(tmp_path) as journal:
-        journal.append(note("lease", group="g1", members=[0, 1]))
-        journal.append(note("end", id="x", end="failed", cause="line\nbreak and ä"))
-    assert list(read_records(tmp_path)) == [
-        {"kind": "lease", "group": "g1", "members": [0, 1]},
-        {"kind": "end", "id": "x", "end": "failed", "cause": "line\nbreak and ä"},
-    ]
-
-
-def test_a_torn_last_line_is_left_out(tmp_path):
-    with Journal(tmp_path) as journal:
-        journal.append(note("a"))
-        journal.append(note("b"))
-    path = tmp_path / "journal.log"
-    path.write_bytes(path.read_bytes()[:-3])
-    assert [record["kind"] for record in read_records(tmp_path)] == ["a"]
-
-
 def test_every_flipped_bit_is_noticed(tmp_path):
     with Journal(tmp_path) as journal:
         journal.append(note("a", number=1))

@@ -63,16 +63,6 @@ def test_lines_for_which_there_is_no_room_are_counted_and_later_ones_are_written
     ]
 
 
-def test_a_file_that_was_removed_begins_anew(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    file = ResultFile(path, print)
-    file.append(b"1\n")
-    path.unlink()
-    file.append(b"2\n")
-    assert path.read_bytes() == b"2\n"
-    file.close()
-
-
 def test_the_folder_of_a_run_that_was_removed_does_not_come_back(tmp_path):
     told: list[str] = []
     run = tmp_path / "run"
@@ -231,16 +221,6 @@ def test_a_damaged_line_is_passed_over_and_told_once(tmp_path: Path, damage: byt
     assert [version for version in range(9) if recorder.has_row(version)] == [1, 2, 4]
     assert recorder.newest["step"] == 4
     assert path.read_bytes() == WHOLE + damage + row(4) + damage
-    recorder.close()
-
-
-@pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("torn", [row(3)[:20], bytes(512)])
-def test_a_last_line_that_a_crash_tore_is_taken_away_without_a_word(tmp_path, name, torn):
-    (tmp_path / name).write_bytes(WHOLE + torn)
-    recorder, told = opened(tmp_path)
-    assert (tmp_path / name).read_bytes() == WHOLE
-    assert told == []
     recorder.close()
 
 

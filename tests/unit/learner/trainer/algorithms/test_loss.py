@@ -242,28 +242,6 @@ def test_micro_batch_without_trained_tokens_has_no_loss_and_no_gradient() -> Non
     assert found.statistics.maxima[0] == 0.0
 
 
-def test_loss_and_gradient_equal_a_dense_computation_of_the_same_formula() -> None:
-    torch.manual_seed(1)
-    number = 200
-    policy = (torch.randn(number) - 2).requires_grad_()
-    old, behavior = policy.detach() + 0.3 * torch.randn(number), torch.randn(number) - 2
-    advantages, mask = torch.randn(number), torch.rand(number) < 0.6
-    batch = micro_batch(behavior.tolist(), advantages.tolist(), mask.tolist())
-    found = gradient(loss_of(policy, batch, old=old), policy)
-    (expected,) = torch.autograd.grad(dense(policy, old, behavior, advantages, mask), policy)
-    torch.testing.assert_close(torch.tensor(found), expected)
-
-
-def dense(policy, old, behavior, advantages, mask):
-    total = torch.zeros(())
-    for i in mask.nonzero().flatten().tolist():
-        weight = min(math.exp(old[i] - behavior[i]), 2.0)
-        ratio = torch.exp(policy[i] - old[i])
-        clipped = torch.clamp(ratio, 0.8, 1.2)
-        total = total - weight * torch.minimum(ratio * advantages[i], clipped * advantages[i])
-    return total
-
-
 @pytest.mark.parametrize("loss", ["ppo", "gspo", "cispo", "sapo", "reinforce"])
 def test_everything_stays_on_the_device_of_the_micro_batch(loss: str) -> None:
     """On `meta`, which refuses tensors of another device as a GPU does."""

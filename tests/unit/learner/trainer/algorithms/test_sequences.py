@@ -434,27 +434,6 @@ def test_the_loss_weight_of_an_environment_is_a_factor_of_its_tokens_alone() -> 
     assert factors == [1.0] * 3 + [0.25] * 3
 
 
-LOSSES = [[1.0, 2.0, 6.0], [10.0], []]
-
-
-def aggregated(losses: list[list[float]], kind: str, fixed_tokens: int = 4) -> float:
-    weights = loss_weights([len(one) for one in losses], kind, fixed_tokens=fixed_tokens)
-    total = sum(w * sum(one) for w, one in zip(weights, losses, strict=True))
-    return total / sum(len(one) for one in losses)
-
-
-def test_token_mean_counts_each_token_alike() -> None:
-    assert aggregated(LOSSES, "token_mean") == pytest.approx(19 / 4)
-
-
-def test_sequence_mean_is_the_mean_of_the_means_of_sequences_with_a_trained_token() -> None:
-    assert aggregated(LOSSES, "sequence_mean") == pytest.approx((3 + 10) / 2)
-
-
-def test_fixed_divides_by_a_constant_length_of_every_sequence() -> None:
-    assert aggregated(LOSSES, "fixed") == pytest.approx(19 / (3 * 4))
-
-
 def test_mini_batch_without_a_trained_token_has_weights() -> None:
     for kind in ("token_mean", "sequence_mean", "fixed"):
         assert np.isfinite(loss_weights([0, 0], kind, fixed_tokens=4)).all()
