@@ -70,6 +70,8 @@ class Family:
     engine: dict[str, Any] = field(default_factory=dict)
     # Fields of the vision tower; {} without one.
     tower: dict[str, Any] = field(default_factory=dict)
+    # What config.json says in place of the names of the class of transformers.
+    names: dict[str, Any] = field(default_factory=dict)
 
     @property
     def replays(self) -> bool:
@@ -270,6 +272,15 @@ FAMILIES = {
         | {"rope_parameters": LATENT_YARN},
         layers=2,
     ),
+    "kimi-k2": Family(
+        "DeepseekV3",
+        _latent(7168, 18432, 64, 1536)
+        | _routed(32, 8, 2048, 1)
+        | _groups(1, 1, "noaux_tc", "sigmoid", 2.827)
+        | {"rope_parameters": LATENT_YARN},
+        layers=2,
+        names={"model_type": "kimi_k2"},
+    ),
     "glm-4.7-flash": Family(
         "Glm4MoeLite",
         _latent(2048, 10240, 20, 768)
@@ -290,6 +301,32 @@ FAMILIES = {
         "Exaone4",
         _heads(5120, 27392, 40, 8, 128)
         | {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    ),
+    "k-exaone": Family(
+        "ExaoneMoe",
+        _heads(6144, 18432, 64, 8, 128)
+        | {"num_experts": 16, "num_experts_per_tok": 8, "moe_intermediate_size": 2048}
+        | {"num_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5}
+        | {"n_group": 1, "topk_group": 1, "sliding_window": WINDOW}
+        | {"layer_types": ["sliding_attention", "full_attention"]},
+        layers=2,
+    ),
+    "flex-olmo": Family(
+        "FlexOlmo",
+        _heads(4096, 11008, 32, 32) | {"num_experts": 7, "num_experts_per_tok": 5},
+        layers=2,
+    ),
+    "cwm": Family(
+        "Cwm",
+        _heads(6144, 21504, 48, 8, 128)
+        | {"sliding_window": WINDOW, "layer_types": ["full_attention", "sliding_attention"] * 2},
+    ),
+    "seed-oss": Family("SeedOss", _heads(5120, 27648, 80, 8, 128) | {"attention_bias": True}),
+    "smollm3": Family("SmolLM3", _heads(2048, 11008, 16, 4) | {"no_rope_layers": [1, 1, 1, 0]}),
+    "mimo": Family(
+        "Qwen2",
+        _heads(4096, 11008, 32, 8),
+        names={"model_type": "mimo", "architectures": ["MiMoForCausalLM"]},
     ),
     "gpt-oss": Family(
         "GptOss",
@@ -382,6 +419,9 @@ def make_family(folder: Path, name: str, *, tiny: bool) -> Path:
     # Published files of Qwen3.5 have the experts of a layer in one tensor, as transformers does.
     is_joined = name == "qwen3.5-moe"
     model.save_pretrained(folder, max_shard_size="4GB", save_original_format=not is_joined)
+    if family.names:
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | family.names, indent=2))
     if name == "mistral3":
         _save_pixtral_processor(folder, family.tower["patch_size"])
     elif family.tower:
