@@ -76,10 +76,6 @@ SETTINGS = {
     "wrong type": ("run.steps=many", "run.steps", "integer", "'many'"),
     "no override": ("run.steps", "section.key=value"),
     "world too small": ("learner.parallel.tp=2", "tp * pp * cp = 2", "got 1"),
-    "unknown name for Megatron": (
-        "learner.ddp={overlap_grad_reduction=true}",
-        "unknown key learner.ddp.overlap_grad_reduction; did you mean 'overlap_grad_reduce'?",
-    ),
     "no model folder": ('model.path="nowhere"', "model.path", "nowhere", "does not exist"),
     "no module": ('environments.0.reference="nomodule:E"', "environment echo", "'nomodule'"),
     "constructor raises": (
@@ -280,6 +276,7 @@ def test_dry_run_prints_the_groups_of_ranks_and_needs_no_weights(command: str, f
     ]
 
 
+@pytest.mark.long
 def test_a_dry_run_knows_the_names_of_vllms_arguments(folder: Path) -> None:
     override = "rollout_server.engine={blok_size=16}"
     result = run_command("rollout-server", "config.toml", override, "--dry-run", cwd=folder)

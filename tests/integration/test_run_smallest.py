@@ -16,6 +16,7 @@ pytestmark = pytest.mark.usefixtures("nothing_survives")
 ARITHMETIC = "deploy.environments.arithmetic:Arithmetic"
 
 
+@pytest.mark.long
 def test_a_run_chooses_all_but_model_environment_and_steps(tmp_path, tiny_model, monkeypatch):
     # A user's shell does not set it; `make test` does.
     monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)

@@ -1,7 +1,6 @@
 """Several runs of one machine, which never meet."""
 
 import asyncio
-import os
 import sys
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from slipstream.core.configuration.config_file import dump_config
 from support.fakes.named_channel import OPEN, RUN_ID
 from support.rigs.controller_runs import make_config
 from support.rigs.live_run import LiveRun
-from support.rigs.run_processes import check_ledger, summary_of
+from support.rigs.run_processes import check_ledger, command, summary_of
 from support.rigs.smallest_run import SHORT, SMALLEST, plain_engine
 
 __all__ = ["plain_engine"]
@@ -46,38 +45,22 @@ async def test_a_controller_whose_address_is_taken_ends_for_good(tmp_path: Path)
     assert (run.code, run.summary()["state"]) == (0, "finished")
 
 
-def arguments(folder: Path, model: Path) -> list[str]:
-    own = [f"model.path={model}", f"run.dir={folder}", "learner.export_final=false"]
-    return ["run", str(SMALLEST), *own, *SHORT]
+def arguments(folder: Path, model: Path, *settings: str) -> list[str]:
+    return ["run", str(SMALLEST), f"model.path={model}", f"run.dir={folder}", *SHORT, *settings]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("plain_engine")
-@pytest.mark.parametrize(
-    "program",
-    ["support.fakes.quick_run", pytest.param("slipstream.client.cli", marks=pytest.mark.long)],
-)
 async def test_three_runs_that_start_together_all_end_right(
-    program: str, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tiny_model: Path
 ) -> None:
     """They have one name, as quickstarts in three folders do, and no address is set."""
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([os.environ["PYTHONPATH"], *sys.path]))
     folders = [tmp_path / name for name in ("one", "two", "three")]
 
     async def run(folder: Path) -> None:
-        started = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", program, *arguments(folder, tiny_model)),
-            cwd=tmp_path,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-        )
-        try:
-            said = (await started.communicate())[0].decode()
-        finally:
-            if started.returncode is None:
-                started.terminate()
-                await started.wait()
-        assert started.returncode == 0, said
-        assert f"the run starts at {find_run(str(folder / 'smallest')).address}" in said
+        async with command(folder, *arguments(folder, tiny_model), cwd=tmp_path) as started:
+            assert await started.process.wait() == 0, started.out + started.err
+            assert f"the run starts at {find_run(str(folder / 'smallest')).address}" in started.out
 
     async with asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as runs:
         for folder in folders:

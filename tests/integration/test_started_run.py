@@ -221,7 +221,10 @@ def test_a_program_that_ends_leaves_no_process(quick, tmp_path: Path, tiny_model
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("is_real", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "is_real",
+    [pytest.param(False, marks=pytest.mark.long), pytest.param(True, marks=pytest.mark.slow)],
+)
 def test_the_cells_of_the_page_from_a_notebook_run(tmp_path, tiny_model, quick, is_real) -> None:
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "tiny").symlink_to(tiny_model)

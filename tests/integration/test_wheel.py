@@ -37,6 +37,7 @@ def test_the_wheel_holds_all_roots_under_one_name(wheel):
         assert module in names
 
 
+@pytest.mark.long
 def test_the_client_installs_alone_and_brings_no_torch(wheel, tmp_path):
     # The pip of the tests installs into the new environment: a pip of its own takes seconds.
     venv.create(tmp_path / "venv", with_pip=False)
