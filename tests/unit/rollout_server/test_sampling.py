@@ -25,8 +25,8 @@ def test_every_setting_of_the_sampling_reaches_the_engine_under_its_name() -> No
     sampling = Sampling.from_pb(message)
     names = {field.name for field in dataclasses.fields(Sampling)}
     assert names == set(fleet_pb2.SamplingSettings.DESCRIPTOR.fields_by_name)
-    # The adapter is the environment's.
-    others = {"adapter", "ignore_eos"}
+    # The adapter is the environment's, and the initial model or a prompt's scores a client's wish.
+    others = {"adapter", "ignore_eos", "by_start", "prompt_logprobs"}
     assert names - others == set(SamplingSection.model_fields)
     message.adapter = "math"
     assert Sampling.from_pb(message).adapter == "math"
