@@ -42,11 +42,8 @@ AUTOMATIC = {
 LIKE = {
     "evaluations": ("environments", tuple(PlayedSection.model_fields)),
     "environments.algorithm": ("algorithm", OWN),
-    "critic": (
-        "learner",
-        ("weight_decay", "grad_clip", "ddp", "optimizer", "transformer", "parallel"),
-    ),
-    "reference": ("learner", ("transformer", "parallel")),
+    "critic": ("learner", ("parallel",)),
+    "reference": ("learner", ("parallel",)),
     "queue.rollout_server": ("queue.controller", tuple(QueueUserSection.model_fields)),
 }
 DOCS = Path(__file__).parent

@@ -123,7 +123,6 @@ def config_of(arguments: argparse.Namespace, folder: Path) -> Config:
             "bucket_deadline_s": 30.0,
             "join_deadline_s": 120.0,
         },
-        "debug": {"stage_on_server": False},
     }
     return parse_config(settings, source="the benchmark")
 

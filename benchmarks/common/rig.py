@@ -190,8 +190,7 @@ class SteeredController(Controller):
         self, run: Run, books: Books, recorder: RunRecorder, tasks: asyncio.TaskGroup
     ) -> Parts:
         self.publisher = TimedPublisher(books.fleet, run, tasks)
-        keep_batches = run.config.checkpoint.keep_batches
-        self.former = HeldFormer(books, tasks, keep_batches=keep_batches)
+        self.former = HeldFormer(books, tasks)
         self.ready.set()
         return make_parts(run, books, recorder, tasks, publisher=self.publisher, former=self.former)
 

@@ -66,7 +66,6 @@ def shape_config(
     folder: Path,
     *,
     threads: int,
-    head_dtype: str = "float32",
     dtype: str | None = None,
 ) -> Config:
     """Returns the settings of a run on a model; writes only its config.json to `folder`.
@@ -80,7 +79,6 @@ def shape_config(
     table = {
         "run": {"name": "benchmark", "steps": 1000},
         "model": {"path": str(folder), "dtype": dtype},
-        "debug": {"head_dtype": head_dtype},
         "algorithm": {
             "group_size": load.group_size,
             "groups_per_step": 1,

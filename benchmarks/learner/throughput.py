@@ -244,9 +244,6 @@ def main() -> None:
         "--steps", type=int, help="of each loop in one turn; default: 40, on a GPU 2"
     )
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument(
-        "--head-dtype", choices=("float32", "model"), default="float32", help="of a shape's logits"
-    )
     parser.add_argument("--own", help="a second loss, module:function")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
@@ -255,8 +252,6 @@ def main() -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     elif arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("there is no GPU")
-    if arguments.shape == "quickstart" and arguments.head_dtype == "model":
-        parser.error("--head-dtype is of a shape: the quickstart has what its settings say")
     arguments.steps = arguments.steps or (2 if torch.cuda.is_available() else 40)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port("127.0.0.1"))}
     with tempfile.TemporaryDirectory() as folder:
@@ -277,7 +272,6 @@ def main() -> None:
                 load,
                 Path(folder),
                 threads=arguments.threads,
-                head_dtype=arguments.head_dtype,
             )
             make_batch = functools.partial(lognormal_batch, load, SHAPES[arguments.shape].vocab)
         found = run_turns(config, make_batch, arguments)
@@ -290,7 +284,6 @@ def main() -> None:
     is_usual = arguments.layers in (None, LOADS.get(arguments.shape, Load(0)).layers)
     suffix = "" if is_usual else f"-{arguments.layers}"
     suffix += f"-m{arguments.micro_tokens}" if arguments.micro_tokens else ""
-    suffix += "-model" if arguments.head_dtype == "model" else ""
     measure.write_result(f"learner-{arguments.shape}{suffix}", record, arguments.out)
     print("\n".join([*table, f"attention: {record['attention']}"]))
 

@@ -91,10 +91,7 @@ def config_of(arguments: argparse.Namespace, folder: Path) -> Config:
             "max_reply_tokens": REPLY_TOKENS if on_gpu else 100,
             "max_episode_tokens": REPLY_TOKENS + 64,
         },
-        "debug": {
-            "ignore_eos": True,
-            "stage_on_server": {"on": True, "off": False, "auto": "auto"}[arguments.stage],
-        },
+        "debug": {"ignore_eos": True},
         "controller": {
             "address": f"127.0.0.1:{free_port('127.0.0.1')}",
             "stall_timeout_s": 3600.0,
@@ -261,7 +258,6 @@ def main() -> None:
     parser.add_argument("--verify-every", type=int, default=1000, help="publishes to one probe")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.33)
     parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
-    parser.add_argument("--stage", choices=("auto", "on", "off"), default="auto")
     parser.add_argument("--keep-context", action="store_true", help="compute no context anew")
     parser.add_argument(
         "--between-s", type=float, default=0.3, help="between two publishes to a busy engine"

@@ -67,7 +67,7 @@ SAVED["ep2-split-muon-moe-bf16"] = {
 # Stopped in the middle of the schedule, with several passes and mini-batches.
 SAVED["cosine-epochs"] = {
     "learner": {},
-    "algorithm": {"decay": "cosine", "decay_to": 0.1, "epochs": 2, "mini_batches": 2},
+    "algorithm": {"decay": "cosine", "epochs": 2, "mini_batches": 2},
 }
 # job -> the run that it loads, and in which layout
 LOADED = {

@@ -86,7 +86,7 @@ class Rig:
 
     def __init__(self) -> None:
         self.llm = NotedCalls()
-        self.engine = VllmEngine(self.llm, [], stage=False)
+        self.engine = VllmEngine(self.llm, [], may_stage=False)
         self.requests: list[asyncio.Task[Any]] = []
 
     async def start(self) -> None:

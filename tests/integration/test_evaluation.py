@@ -119,7 +119,7 @@ async def test_a_round_tells_its_statistics_in_the_file_the_summary_and_an_event
 
     config = make_config(
         tmp_path,
-        {"name": "held", "num_episodes": 8, "samples_per_task": 2, "pass_at": [1, 2]},
+        {"name": "held", "num_episodes": 8, "samples_per_task": 2},
         run__steps=1,
     )
     server = FakeServer(config.controller.address, judge=by_task)
@@ -156,7 +156,6 @@ async def test_the_newest_round_is_in_the_status_before_and_after_a_restart(tmp_
             "name": "held",
             "num_episodes": 4,
             "samples_per_task": 2,
-            "pass_at": [2],
             "every_steps": 2,
         },
         run__steps=4,

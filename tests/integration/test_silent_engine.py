@@ -39,7 +39,7 @@ async def test_an_engine_that_does_not_pause_or_resume_is_taken_for_dead(monkeyp
         update_weight_version=never,
         resume_generation=never,
     )
-    engine = VllmEngine(llm, [], stage=False)
+    engine = VllmEngine(llm, [], may_stage=False)
     async with asyncio.timeout(LIMIT_S):
         with pytest.raises(EngineDied, match=r"neither paused nor resumed within 0\.01 s"):
             await engine.pauses.pause()
@@ -67,7 +67,7 @@ async def test_an_engine_that_generates_no_more_is_taken_for_dead(monkeypatch) -
         abort=done,
         errored=False,
     )
-    engine = VllmEngine(llm, [], stage=False)
+    engine = VllmEngine(llm, [], may_stage=False)
     async with asyncio.timeout(LIMIT_S):
         await engine.pauses.pause()
         request = asyncio.ensure_future(engine.requests.generate("r", [1], SAMPLING, 4))

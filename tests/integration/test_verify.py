@@ -357,12 +357,6 @@ def test_a_checkpoint_is_of_a_version_of_the_journal(planted: Planted, changes, 
     assert any(told in text for text in faults) if told else not faults
 
 
-def test_batches_that_a_run_does_not_keep_are_no_loss(planted: Planted) -> None:
-    batch_path(planted.log.parent, 0).unlink()
-    planted.replace("config.toml", r"(?s)^.*?\n(.*keep_batches = )true", r"\g<1>false")
-    assert planted.faults() == []
-
-
 FILES = ("config.toml", "journal/journal.log", "journal/batches/step-000002.pb", "metrics.jsonl")
 
 

@@ -87,8 +87,8 @@ def _check_contents(config: Config) -> bool:
     _check_not_held(folder / JOURNAL / JOURNAL_LOG, folder)
     if not any(log.stat().st_size for log in journal_logs(folder / JOURNAL)):
         check_journal_not_lost(folder)
-        if resume == "must":
-            raise ConfigError(f"run.resume is must, but {folder} holds no run to go on with")
+        if resume in ("must", "changed"):
+            raise ConfigError(f"run.resume is {resume}, but {folder} holds no run to go on with")
         return False
     if resume == "never":
         raise ConfigError(
@@ -377,10 +377,10 @@ def check_resumable(before: Config, now: Config) -> None:
         raise ConfigError(f"{problem}; choose another run.name for a new run")
     for name, digest in now.sources.items():
         changed = before.sources.get(name, digest) != digest
-        if changed and now.run.changed_functions == "refuse":
+        if changed and now.run.resume != "changed":
             raise ConfigError(
                 f"the source of {name} has changed since the run was started: to go on with it set "
-                'run.changed_functions = "accept", or choose another run.name for a new run'
+                'run.resume = "changed", or choose another run.name for a new run'
             )
     for key, reason in GROWING.items():
         old, new = _value(before, key), _value(now, key)

@@ -49,7 +49,6 @@ class Bounds(NamedTuple):
     max_staleness: int
     group_size: int
     groups_per_step: int
-    keeps_batches: bool = True
 
 
 @dataclass
@@ -126,9 +125,7 @@ def _read_bounds(path: Path) -> Bounds:
     if first and hashlib.blake2b(text, digest_size=16).hexdigest() != first[1].decode():
         raise ValueError("by the digest in its first line")
     tables: Any = parse_toml(text.decode())
-    staleness, size, groups = (int(tables["algorithm"][name]) for name in Bounds._fields[:3])
-    keeps = bool(tables.get("checkpoint", {}).get("keep_batches", True))
-    return Bounds(staleness, size, groups, keeps)
+    return Bounds(*(int(tables["algorithm"][name]) for name in Bounds._fields))
 
 
 def read_journal(folder: Path, found: Findings) -> Iterator[tuple[int, int, dict[str, Any]]]:
@@ -301,12 +298,8 @@ class _Oracle:
         for step, record in sorted(self._batches.items()):
             told = Counter(dict(self.steps[step]["lags"]) if step in self.steps else {})
             with self._found.reading(f"the batch of step {step}"):
-                try:
-                    lags = self._batch(step, record, read_batch(self._folder, record))
-                    self._same(f"lags of step {step}", lags if step in self.steps else told, told)
-                except FileNotFoundError:
-                    if self._bounds.keeps_batches:
-                        raise
+                lags = self._batch(step, record, read_batch(self._folder, record))
+                self._same(f"lags of step {step}", lags if step in self.steps else told, told)
             self._found.lags += told
 
     def _batch(self, step: int, record: Record, batch: trainer_pb2.RecordedBatch) -> Counter[int]:

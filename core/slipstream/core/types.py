@@ -21,6 +21,8 @@ ServerId = NewType("ServerId", str)
 MAX_KEPT = 200
 _NAME = re.compile(r"([^.]+)\.([0-9]{1,9})\.([0-9]{1,9})\.([0-9a-f]{1,16})")
 
+# Reward of an episode from which on a reply passes an evaluation and a task counts as solved.
+FULL_REWARD = 1.0
 # Prefixes of an agent episode's metrics: the number of branches by cause, and the number of calls
 # that asked for something that was ignored. A missing metric counts as 0.
 BRANCHES, IGNORED = "branches/", "ignored/"

@@ -5,7 +5,6 @@ import math
 import time
 
 import psutil
-from slipstream.core.errors import ConfigError
 from slipstream.core.models.model_files import loaded_tensors
 from slipstream.core.settings.config import Config
 
@@ -37,7 +36,7 @@ class ProcessMemory:
         return self._bytes
 
 
-# Greatest part of the engine's share that "auto" takes from the KV cache for arriving weights.
+# Greatest part of the engine's share that is taken from the KV cache for arriving weights.
 MOST_OF_SHARE = 1 / 6
 
 
@@ -46,19 +45,10 @@ def vllm_share(config: Config, wire_bytes: int, gpu_bytes: int) -> float:
 
     `wire_bytes` is the size of an update, all of which each worker of an engine receives;
     `gpu_bytes` is the GPU's memory. Nothing is subtracted if updates are not staged, or if the
-    setting is "auto" and the update too large. Raises ConfigError if `debug.stage_on_server` is
-    true and leaves vLLM nothing.
+    update is too large.
     """
-    share = config.rollout_server.gpu_memory_utilization
-    stage, part = config.staging, wire_bytes / gpu_bytes
-    if not stage or (stage == "auto" and part > MOST_OF_SHARE * share):
-        return share
-    if part >= share:
-        raise ConfigError(
-            f"debug.stage_on_server = true takes {wire_bytes / 1e9:.1f} GB of the "
-            f"{share * gpu_bytes / 1e9:.1f} GB of the engine: set 'auto' or false"
-        )
-    return share - part
+    share, part = config.rollout_server.gpu_memory_utilization, wire_bytes / gpu_bytes
+    return share - part if config.may_stage and part <= MOST_OF_SHARE * share else share
 
 
 def wire_bytes(config: Config) -> int:

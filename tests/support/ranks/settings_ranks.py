@@ -61,22 +61,6 @@ REFUSED = {
         {"ddp": {"reuse_grad_buf_for_mxfp8_param_ag": True}},
         "learner.ddp: Megatron refuses it: Reuse grad buffer only when",
     ),
-    "unknown-of-the-critic": (
-        {"critic": {"learning_rate": 1e-3, "optimizer": {"adam_beta3": 1.0}}},
-        "the critic: unknown key critic.optimizer.adam_beta3; did you mean",
-    ),
-    "value-of-the-critic": (
-        {
-            "critic": {
-                "learning_rate": 1e-3,
-                "transformer": {
-                    "recompute_granularity": "selective",
-                    "recompute_modules": ["heads"],
-                },
-            }
-        },
-        "the critic: critic.transformer: Megatron refuses it",
-    ),
     "nothing": ({}, ""),
 }
 

@@ -110,7 +110,7 @@ def config_of(folder: Path, layout: str):
     }
     if "critic" in kind:
         table["algorithm"]["advantage"] = "gae"
-        table["critic"] = {"learning_rate": LEARNING_RATE, "value_clip": 0.0, "grad_clip": 0.0}
+        table["critic"] = {"learning_rate": LEARNING_RATE, "value_clip": 0.0}
     if "replay" in kind:
         table["algorithm"]["router_replay"] = "rollout"
     if "lora" in kind:

@@ -59,7 +59,6 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-6-layers": ("Qwen3Config", WIDE | {"num_hidden_layers": 6}),
     "qwen3-0.6b": ("Qwen3Config", WIDE | {"num_hidden_layers": 28}),
 }
-STAGES: dict[str, str | bool] = {"auto": "auto", "on": True, "off": False}
 SEQUENCES = [[1, 4, 9, 13, 22, 30, 5], [1, 7, 7, 8], [2 + n % 90 for n in range(80)]]
 
 
@@ -124,7 +123,6 @@ class Rig:
             "model": {"path": str(self.folder), "dtype": "bfloat16"},
             "algorithm": {"group_size": 4, "groups_per_step": 1, "learning_rate": 1e-3},
             "sampling": {"max_reply_tokens": 400, "max_episode_tokens": 1000},
-            "debug": {"stage_on_server": STAGES[options.stage]},
             "rollout_server": {
                 "max_episodes": 256,
                 "threads": 1,
@@ -249,7 +247,6 @@ def parsed(description: str | None) -> argparse.Namespace:
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--sender-gpu", default="0", help="for CUDA_VISIBLE_DEVICES")
     parser.add_argument("--graphs", action="store_true", help="compile and capture graphs")
-    parser.add_argument("--stage", choices=STAGES, default="auto", help="debug.stage_on_server")
     parser.add_argument("--quantization", default="off", help="rollout_server.quantization")
     parser.add_argument("--kv-cache-dtype", default="auto", help="vLLM's argument")
     parser.add_argument("--plain", action="store_true", help="no prepacked matrices on a CPU")

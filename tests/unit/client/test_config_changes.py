@@ -92,10 +92,10 @@ def test_a_function_with_another_source_needs_a_word() -> None:
     check_resumable(before, before)
     with pytest.raises(
         ConfigError,
-        match=f'the source of {name} has changed since .*: .* run.changed_functions = "accept"',
+        match=f'the source of {name} has changed since .*: .* run.resume = "changed"',
     ):
         check_resumable(before, now)
-    accepted = now.run.model_copy(update={"changed_functions": "accept"})
+    accepted = now.run.model_copy(update={"resume": "changed"})
     check_resumable(before, now.model_copy(update={"run": accepted}))
     # Another function is a change of a setting like any other.
     check_resumable(config(), now)

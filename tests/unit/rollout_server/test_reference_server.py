@@ -13,6 +13,7 @@ from slipstream.core.settings.config import Config
 from slipstream.core.settings.role_sections import ReferenceServerSection
 from slipstream.core.types import FailureKind, Status
 from slipstream.extensions.reference_server.server import (
+    MAX_OPEN,
     ReferenceFailed,
     ReferenceServer,
     ScoredSequence,
@@ -106,13 +107,13 @@ async def test_an_answer_that_is_too_long_is_not_read_to_its_end(endpoint) -> No
 async def test_no_more_calls_are_open_than_allowed(endpoint) -> None:
     endpoint.hold.clear()
     asking = asyncio.create_task(
-        ask(section(endpoint, max_open=2), *[scored([1, number], [0, 1]) for number in range(6)])
+        ask(section(endpoint), *[scored([1, number], [0, 1]) for number in range(MAX_OPEN + 4)])
     )
     async with asyncio.timeout(LIMIT_S):
-        await until(lambda: endpoint.open >= 2)
+        await until(lambda: endpoint.open >= MAX_OPEN)
         endpoint.hold.set()
         await asking
-    assert (len(endpoint.asked), endpoint.most_open) == (6, 2)
+    assert (len(endpoint.asked), endpoint.most_open) == (MAX_OPEN + 4, MAX_OPEN)
 
 
 def without_token(rows: list[Any]) -> list[Any]:

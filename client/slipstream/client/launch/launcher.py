@@ -315,8 +315,7 @@ async def run_replay(folder: Path, overrides: Sequence[str], *, step: int | None
         raise ConfigError(f"{folder} has no journal")
     if not any((folder / JOURNAL / BATCHES).glob("*.pb")):
         raise ConfigError(
-            f"{folder} holds no batch that could be replayed: no step began, or "
-            "checkpoint.keep_batches = false removed them"
+            f"{folder} holds no batch that could be replayed: no step began, or they were removed"
         )
     ranks = []
     placement = place_here(config, ranks=config.learner.world_size)

@@ -19,7 +19,7 @@ from pydantic import BaseModel, JsonValue, ValidationError
 from pydantic_core import ErrorDetails
 from slipstream.core.configuration.automatic import Hub, completed
 from slipstream.core.configuration.function_sources import source_digests
-from slipstream.core.configuration.other_trainers import VALUES, ours_of
+from slipstream.core.configuration.other_trainers import VALUES, ours_of, removed
 from slipstream.core.configuration.roles import missing_weights, role_folders, role_problems
 from slipstream.core.configuration.toml_text import MAX_KEY_PARTS, Table, check_values, parse_toml
 from slipstream.core.errors import USAGE_ERROR, ConfigError, SlipstreamError
@@ -385,7 +385,7 @@ def _describe(error: ErrorDetails) -> str:
         if len(elsewhere) == 1:
             near = elsewhere
         hint = did_you_mean(near) if near else f"known are {', '.join(known)}"
-        hint = ours_of(name, error["input"]) or hint
+        hint = removed(error["loc"]) or ours_of(name, error["input"]) or hint
         return f"unknown key {where!r}; {hint}"
     if error["type"] == "missing":
         return f"{where} is required"

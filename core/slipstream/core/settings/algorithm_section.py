@@ -70,13 +70,9 @@ class AlgorithmSection(Section):
     learning_rate: float = Field(1e-5, gt=0)
     # Steps over which the learning rate rises linearly, from 1 / `warmup_steps` of it.
     warmup_steps: int = Field(0, ge=0)
-    # Shape in which the learning rate falls until the end. With x from 0 to 1 it falls by x
-    # (linear), (1 - cos(pi x)) / 2 (cosine) or the root of x (sqrt).
+    # Shape in which the learning rate falls to 0 from the warmup to the end. With x from 0 to 1 it
+    # falls by x (linear), (1 - cos(pi x)) / 2 (cosine) or the root of x (sqrt).
     decay: DecayKind = "none"
-    # Last steps, in which the learning rate falls. By default all after the warmup.
-    decay_steps: Positive | None = None
-    # Share of the learning rate at which the decay ends, just after the last step.
-    decay_to: float = Field(0.0, ge=0, lt=1)
     # Optimizer steps of a pass over a batch, each with an equal share of its groups.
     mini_batches: Positive = 1
     # Passes over a batch. Ratios refer to the policy before the first.
@@ -106,11 +102,6 @@ class AlgorithmSection(Section):
     filter_args: Arguments = Field({}, validate_default=True)
     # Leave truncated episodes out of the loss and of their group's statistics.
     leave_out_truncated: bool = False
-    # The run ends when one batch cost the filter groups of this many steps: finished if all are
-    # solved, else failed.
-    max_filtered_batches: Positive = 20
-    # Full reward of an episode. A group is solved when all of its episodes reach it.
-    solved_reward: float = 1.0
     # Each token (`token_mean`) or each sequence (`sequence_mean`) counts alike in the loss, or each
     # sequence's sum is divided by `sampling.max_reply_tokens` (`fixed`).
     aggregation: AggregationKind = "token_mean"
@@ -140,11 +131,6 @@ class AlgorithmSection(Section):
 
     def refusals(self) -> Iterator[str]:
         """Yields one line for each rule that these settings break."""
-        if self.decay == "none" and (self.decay_steps is not None or self.decay_to):
-            yield (
-                "decay_steps and decay_to have no effect with decay = 'none', "
-                f"got {self.decay_steps} and {self.decay_to}"
-            )
         if self.group_size == 1 and self.advantage in (*GROUP_ADVANTAGES, "return_to_go"):
             yield f"advantage = {self.advantage!r} compares a group: group_size must be >= 2, got 1"
         divergence_trains = self.kl.coefficient > 0 and self.kl.placement == "loss"

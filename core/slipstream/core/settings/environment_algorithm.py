@@ -19,7 +19,7 @@ from slipstream.core.settings.section import Section
 # The settings of the run's algorithm that concern one token, episode or group at a time.
 OWN = (
     *(name for kind in KINDS for name in (kind, f"{kind}_args")),
-    *("leave_out_truncated", "solved_reward", "entropy_coefficient", "kl"),
+    *("leave_out_truncated", "entropy_coefficient", "kl"),
 )
 
 

@@ -72,12 +72,9 @@ class EvaluationSection(PlayedSection):
 
     # Most episodes of a round, all samples of all tasks.
     num_episodes: Positive = 64
-    # Episodes of each task. More than 1 need a temperature above 0.
+    # Episodes of each task, for [pass@k](metrics.md#an-evaluation-round-in-metricsjsonl). More than
+    # 1 need a temperature above 0.
     samples_per_task: Positive = 1
-    # Each k, up to `samples_per_task`, for pass@k, the chance that one of k replies passes.
-    pass_at: tuple[Positive, ...] = (1,)
-    # Smallest reward of a reply that passes.
-    pass_reward: float = 1.0
     # Steps between rounds, besides those before the first and after the last step. A round measures
     # all evaluations.
     every_steps: int = Field(0, ge=0)
@@ -95,10 +92,6 @@ class EvaluationSection(PlayedSection):
             raise ValueError(
                 f"num_episodes must be a multiple of samples_per_task, "
                 f"got {self.num_episodes} and {samples}"
-            )
-        if max(self.pass_at, default=1) > samples:
-            raise ValueError(
-                f"pass_at must be at most samples_per_task, got {max(self.pass_at)} and {samples}"
             )
         if 0 < self.temperature < MIN_TEMPERATURE:
             raise ValueError(
@@ -156,13 +149,6 @@ class ProfileSection(Section):
     start_step: int | None = Field(None, ge=1)
     # Steps of the window. A trace has some hundred thousand lines for each.
     num_steps: Positive = 1
-    # Trainer ranks that are profiled.
-    ranks: tuple[Annotated[int, Field(ge=0)], ...] = (0,)
-    # Also record where in the source each operation was called, and the memory that it allocates.
-    details: bool = False
-
-
-StageSetting = Literal["auto"] | bool
 
 
 class DebugSection(Section):
@@ -170,18 +156,8 @@ class DebugSection(Section):
 
     # Record a window of steps.
     profile: ProfileSection = ProfileSection()
-    # Largest [gap of a probe](internals/wire_weights.md#the-probe). By default 1e-3 in float32,
-    # 0.16 in bfloat16, 0.02 in float16, 0.5 with FP8.
-    probe_tolerance: float | None = Field(None, gt=0)
-    # Receive weights [beside those that serve](internals/weights.md#beside-the-weights-that-serve),
-    # so that requests wait only for copies. It takes as much memory again. `auto` decides for each
-    # update.
-    stage_on_server: StageSetting = "auto"
     # Continue after the end-of-text token up to the limits, for benchmarks.
     ignore_eos: bool = False
-    # Element type of the logits in learner and engine. `model` is `model.dtype`, with which
-    # log-probabilities differ more.
-    head_dtype: Literal["float32", "model"] = "float32"
 
 
 def tracker_named(name: str) -> EntryPoint:

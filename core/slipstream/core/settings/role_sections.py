@@ -7,14 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, TypeAlias
 
-from pydantic import Field, JsonValue, model_validator
+from pydantic import Field, model_validator
 from slipstream.core.settings.environment_algorithm import EnvironmentAlgorithms
-from slipstream.core.settings.section import Positive, Seconds, Section
+from slipstream.core.settings.section import Seconds, Section
 from slipstream.core.settings.sections import LearnerSection, ParallelSection
 from slipstream.core.types import MAX_TOP_K
-
-# Settings that a role may have in place of the learner's.
-_OWN = ("parallel", "ddp", "optimizer", "transformer", "weight_decay", "grad_clip")
 
 
 class ReferenceServerSection(Section):
@@ -29,8 +26,6 @@ class ReferenceServerSection(Section):
     model: str
     # File with the server's key, if it asks for one.
     api_key_file: Path | None = None
-    # Open calls of one rollout server.
-    max_open: Positive = 16
     # Limit of one call. Beyond it, and after 408, 409, 429, 5xx or a broken connection, the call is
     # repeated, five times at most. Then the episode fails.
     timeout_s: Seconds = 120.0
@@ -50,8 +45,6 @@ class ReferenceSection(Section):
     refresh_every_steps: int = Field(0, ge=0)
     # A table of its own, below.
     parallel: ParallelSection | None = None
-    # Like learner.transformer, whose settings it has by default.
-    transformer: dict[str, JsonValue] | None = None
     # Most likely tokens of each position, for the top-k estimators. A server gives at most its
     # --max-logprobs, 20 by default.
     top_k: int = Field(0, ge=0, le=MAX_TOP_K)
@@ -85,18 +78,8 @@ class CriticSection(Section):
     warmup_steps: int = Field(0, ge=0)
     # Distance from its old value beyond which a value lowers its loss no further. 0 means no bound.
     value_clip: float = Field(0.2, ge=0)
-    # Decoupled weight decay. Norms and biases have none.
-    weight_decay: float = Field(0.0, ge=0)
-    # Largest gradient norm. 0 means no limit.
-    grad_clip: float = Field(1.0, ge=0)
     # A table of its own, below.
     parallel: ParallelSection | None = None
-    # Like learner.ddp, whose settings it has by default.
-    ddp: dict[str, JsonValue] | None = None
-    # Like learner.optimizer, whose settings it has by default.
-    optimizer: dict[str, JsonValue] | None = None
-    # Like learner.transformer, whose settings it has by default.
-    transformer: dict[str, JsonValue] | None = None
 
 
 def served_problems(
@@ -123,8 +106,17 @@ RoleSection: TypeAlias = ReferenceSection | CriticSection
 
 
 def in_place_of(learner: LearnerSection, role: RoleSection) -> LearnerSection:
-    """Returns the learner's settings, with the role's own settings in place of the learner's."""
-    return learner.model_copy(update=_own(role))
+    """Returns the learner's settings, with the role's layout, if any, in place of the learner's.
+
+    Layers that the learner's settings assign to pipeline stages do not fit other stages.
+    """
+    own = role.parallel
+    if own is None:
+        return learner
+    transformer = learner.transformer
+    if (own.pp, own.vpp) != (learner.parallel.pp, learner.parallel.vpp):
+        transformer = {k: value for k, value in transformer.items() if "pipeline" not in k}
+    return learner.model_copy(update={"parallel": own, "transformer": transformer})
 
 
 def renamed(problem: str, name: str, role: RoleSection) -> str:
@@ -133,10 +125,6 @@ def renamed(problem: str, name: str, role: RoleSection) -> str:
     For example, `learner.parallel` becomes `critic.parallel` if `name` is "critic" and `role` has
     that table.
     """
-    for key in _own(role):
-        problem = re.sub(rf"\blearner\.{key}\b", f"{name}.{key}", problem)
+    if role.parallel is not None:
+        problem = re.sub(r"\blearner\.parallel\b", f"{name}.parallel", problem)
     return re.sub(r"\bmodel\.path\b", f"{name}.path", problem) if role.path else problem
-
-
-def _own(role: RoleSection) -> dict[str, object]:
-    return {key: value for key, value in role if key in _OWN and value is not None}

@@ -196,8 +196,6 @@ class CheckpointSection(Section):
     # Folder of Megatron's checkpoint files (torch_dist) to start from. `model.path` still gives
     # shape and tokenizer.
     load: Path | None = None
-    # Keep batches that a checkpoint covers. `slipstream replay` needs all of them.
-    keep_batches: bool = True
 
 
 RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
@@ -218,11 +216,9 @@ class RunSection(Section):
     # Seed of the trainer, of the order of tasks and of their seeds. The engine draws its own.
     seed: int = Field(0, ge=0)
     # If the folder holds this run already, `auto` continues it and `never` refuses. `must` refuses
-    # if there is none.
-    resume: Literal["auto", "never", "must"] = "auto"
-    # Whether a run may go on when its own functions have changed. It can then no longer be
-    # replayed.
-    changed_functions: Literal["refuse", "accept"] = "refuse"
+    # if there is none. `changed` is `must` for a run whose own functions have changed, which can
+    # then no longer be replayed.
+    resume: Literal["auto", "never", "must", "changed"] = "auto"
 
 
 class ModelSection(Section):
@@ -261,9 +257,6 @@ class ControllerSection(Section):
     heartbeat_timeout_s: Silence = 5.0
     # Attempts at an episode before its group goes on without it.
     max_attempts: Positive = 3
-    # Share of a group, and at least two members, that must finish. Otherwise the group is set
-    # aside.
-    min_group_share: float = Field(0.5, gt=0, le=1)
     # Serving time in which some episode of a lease must end. The group otherwise goes elsewhere,
     # which counts as an attempt.
     lease_timeout_s: Silence = 3600.0
@@ -503,9 +496,6 @@ class SecuritySection(Section):
     # slipstream.environments.command and frameworks, whose arguments may name any program. Clients
     # choose the arguments.
     submitted_modules: tuple[str, ...] | None = None
-    # Let torch's rendezvous and the weights' transport, which have neither TLS nor token, use
-    # public addresses.
-    allow_public_addresses: bool = False
 
     @model_validator(mode="after")
     def _pairs(self) -> SecuritySection:

@@ -10,7 +10,6 @@ from slipstream.core.settings.lora_section import LoraSection
 from slipstream.core.settings.measurement_sections import (
     DebugSection,
     EvaluationSection,
-    StageSetting,
     TrackingSection,
 )
 from slipstream.core.settings.role_sections import CriticSection, ReferenceSection, RoleSection
@@ -74,20 +73,17 @@ class Tables(Section):
     @property
     def probe_tolerance(self) -> float:
         """The largest log-probability gap, in nats, with which a probe passes."""
-        if self.debug.probe_tolerance is not None:
-            return self.debug.probe_tolerance
         if self.rollout_server.computes_in_fp8:
             return 0.5
         return PROBE_TOLERANCES[self.model.dtype]
 
     @property
-    def staging(self) -> StageSetting:
-        """The value of `debug.stage_on_server`, where "auto" becomes false if engines sleep.
+    def may_stage(self) -> bool:
+        """Whether weights may arrive on a server beside those that serve.
 
-        Staged weights would take the memory that sleeping engines free.
+        They would take the memory that sleeping engines free.
         """
-        stage = self.debug.stage_on_server
-        return False if stage == "auto" and self.controller.turns == "sleep" else stage
+        return self.controller.turns != "sleep"
 
     @property
     def max_trajectory_bytes(self) -> int:

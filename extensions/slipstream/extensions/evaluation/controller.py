@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from slipstream.core.settings.measurement_sections import EvaluationSection
-from slipstream.core.types import GroupId, PolicyVersion, Status, Trajectory
+from slipstream.core.types import FULL_REWARD, GroupId, PolicyVersion, Status, Trajectory
 from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.groups import Group
@@ -70,14 +70,14 @@ def evaluation_statistics(
     episodes: Sequence[EvaluatedEpisode],
     *,
     num_failed: int,
-    pass_at: Sequence[int],
-    pass_reward: float,
+    samples: int,
 ) -> dict[str, float]:
     """Returns the statistics of one evaluation in one round, by the names in docs/metrics.md.
 
-    Returns only the counts if there is no episode. For each k in `pass_at`, the statistic
-    `pass_at_k` is the mean over the tasks that have at least k episodes that did not fail; it is
-    left out if there is no such task. An episode passes with a reward of at least `pass_reward`.
+    Returns only the counts if there is no episode. For `samples`, the episodes of a task, and for
+    each power of two below, k, the statistic `pass_at_k` is the mean over the tasks that have at
+    least k episodes that did not fail; it is left out if there is no such task. An episode passes
+    with the full reward.
     """
     counts = {"num_episodes": float(len(episodes)), "num_failed": float(num_failed)}
     if not episodes:
@@ -94,19 +94,17 @@ def evaluation_statistics(
         "reply_tokens_mean": statistics.fmean(replies) if replies else 0.0,
         "reply_tokens_max": float(max(replies, default=0)),
         "truncated_fraction": statistics.fmean(episode.truncated for episode in episodes),
-        **_pass_rates(episodes, pass_at, pass_reward),
+        **_pass_rates(episodes, samples),
         **counts,
     }
 
 
-def _pass_rates(
-    episodes: Sequence[EvaluatedEpisode], pass_at: Sequence[int], pass_reward: float
-) -> dict[str, float]:
+def _pass_rates(episodes: Sequence[EvaluatedEpisode], samples: int) -> dict[str, float]:
     passed: dict[int, list[bool]] = {}
     for episode in episodes:
-        passed.setdefault(episode.task_index, []).append(episode.reward >= pass_reward)
+        passed.setdefault(episode.task_index, []).append(episode.reward >= FULL_REWARD)
     rates = {}
-    for k in pass_at:
+    for k in (*(1 << power for power in range((samples - 1).bit_length())), samples):
         estimates = [pass_at_k(len(p), sum(p), k) for p in passed.values() if len(p) >= k]
         if estimates:
             rates[f"pass_at_{k}"] = statistics.fmean(estimates)
@@ -355,8 +353,7 @@ class Evaluator(Part):
                 section.name: evaluation_statistics(
                     round_.episodes.get(section.name, []),
                     num_failed=round_.failed[section.name],
-                    pass_at=section.pass_at,
-                    pass_reward=section.pass_reward,
+                    samples=section.samples_per_task,
                 )
                 for section in self._sections
             },

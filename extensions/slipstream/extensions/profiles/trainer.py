@@ -1,4 +1,4 @@
-"""The window of steps and ranks in which torch's profiler runs."""
+"""The window of steps in which torch's profiler runs."""
 
 import logging
 from collections.abc import Iterator
@@ -14,12 +14,11 @@ logger = logging.getLogger(__name__)
 
 
 class ProfileWindow(StepPart):
-    """Runs torch's profiler over the steps and ranks that `section` selects."""
+    """Runs torch's profiler over the steps that `section` selects."""
 
     def __init__(self, section: ProfileSection, folder: Path, *, rank: int) -> None:
         """Creates a profiler that is not running yet; traces go into `folder`."""
-        self._folder, self._rank, self._details = folder, rank, section.details
-        first = section.start_step if rank in section.ranks else None
+        self._folder, self._rank, first = folder, rank, section.start_step
         self._window = range(0) if first is None else range(first, first + section.num_steps)
         self._profiler: profile | None = None
         self._steps: list[int] = []
@@ -51,7 +50,5 @@ class ProfileWindow(StepPart):
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
-        self._profiler = profile(
-            activities=activities, with_stack=self._details, profile_memory=self._details
-        )
+        self._profiler = profile(activities=activities)
         self._profiler.start()

@@ -232,9 +232,7 @@ def _train(config: Config, rank: int, *, is_permuted: bool) -> dict[str, Tensor]
 def _settings(config: Config, folder: Path, layout: Mapping[str, Any]) -> Config:
     """Returns settings of a tiny run with the algorithms of `config`."""
     given = tomllib.loads(dump_config(config))
-    algorithm = {
-        k: v for k, v in given["algorithm"].items() if k not in ("decay_to", "decay_steps")
-    }
+    algorithm = given["algorithm"]
     algorithm |= {"group_size": min(3, config.algorithm.group_size), "groups_per_step": GROUPS}
     algorithm |= {"max_staleness": 1, "learning_rate": 0.05, "warmup_steps": 0, "decay": "none"}
     algorithm |= {"mini_batches": 2, "epochs": 1, "router_replay": "off"}

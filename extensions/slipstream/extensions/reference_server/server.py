@@ -26,6 +26,8 @@ from slipstream.rollout_server.episodes.recording import ScoredSequence
 
 # Calls after the first one.
 _MAX_RETRIES = 5
+# Open calls of one rollout server.
+MAX_OPEN = 16
 # Largest answer: bytes for one log-probability with its token, and for all the rest.
 _BYTES_PER_LOGPROB, _OTHER_BYTES = 256, 1 << 20
 
@@ -55,7 +57,7 @@ class _Answer(msgspec.Struct):
 class ReferenceServer:
     """The connection to the reference model's server; all episodes of a rollout server share it.
 
-    At most `max_open` calls are open at one time. The openai package retries a call up to
+    At most `MAX_OPEN` calls are open at one time. The openai package retries a call up to
     `max_retries` times after status 408, 409, 429 or 5xx, a broken connection or `timeout_s`.
     """
 
@@ -82,7 +84,7 @@ class ReferenceServer:
         )
         self._settings = settings
         self._top_k, self._vocab_size = top_k, vocab_size
-        self._open = asyncio.Semaphore(settings.max_open)
+        self._open = asyncio.Semaphore(MAX_OPEN)
         self.name = f"the reference model {settings.model} at {settings.base_url}"
 
     async def aclose(self) -> None:

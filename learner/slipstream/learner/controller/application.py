@@ -148,7 +148,6 @@ class Controller:
             max_staleness=algorithm.max_staleness,
             num_steps=config.run.steps,
             attempts_per_lease=config.controller.max_attempts + MAX_EXCUSED_ATTEMPTS,
-            min_group_share=config.controller.min_group_share,
         )
         self._fleet = Fleet(self._run)
         # Made by `run`.

@@ -60,8 +60,7 @@ def make_parts(
     checkpoints = CheckpointWatch(run.config.run_dir / CHECKPOINTS, run.events)
     publisher = publisher or Publisher(books.fleet, run, tasks)
     scheduler = Scheduler(run, books, intake.start_afresh)
-    keep_batches = run.config.checkpoint.keep_batches
-    former = former or BatchFormer(books, tasks, keep_batches=keep_batches)
+    former = former or BatchFormer(books, tasks)
     results = Results(
         run,
         books,

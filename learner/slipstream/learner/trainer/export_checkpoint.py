@@ -94,9 +94,9 @@ def on_one_rank(config: Config, path: Path) -> Config:
     for part in (learner, table.get("reference", {}), table.get("critic", {})):
         for name in _OF_RANKS & part.keys():
             del part[name]
-        settings = part.get("transformer", {})
-        for name in [name for name in settings if any(part in name for part in _OF_LAYOUT)]:
-            del settings[name]
+    settings = learner.get("transformer", {})
+    for name in [name for name in settings if any(part in name for part in _OF_LAYOUT)]:
+        del settings[name]
     # These were the run's starting weights; the checkpoint replaces them.
     table["checkpoint"].pop("load", None)
     table.pop("debug", None)

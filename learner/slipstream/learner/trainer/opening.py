@@ -191,7 +191,6 @@ def _load(
     vision = _vision(chunks, whole_config, config.model.path)
     is_plain = vision is None and config.algorithm.agreement == "close"
     sharing = _sharing(chunks, config) if is_plain else None
-    logits_dtype = torch.float32 if config.debug.head_dtype == "float32" else None
     memory = _memory(config)
     memory.own({Part.PARAMETERS: lambda: parameters(chunks)})
     return ParallelModel(
@@ -203,8 +202,7 @@ def _load(
         max_positions=hf_config.max_position_embeddings,
         vocab_size=hf_config.vocab_size,
         attention_length=model_sizes(hf_config.to_dict()).attention_length,
-        kept_logits=_kept_logits(config, ranks, logits_dtype or provider.params_dtype),
-        logits_dtype=logits_dtype,
+        kept_logits=_kept_logits(config, ranks),
         memory=memory,
         sharing=sharing,
         vision=vision,
@@ -258,10 +256,10 @@ def _note_reads(source: Megatron, activity: Activity) -> None:
     source.load_tensors = noted
 
 
-def _kept_logits(config: Config, ranks: Ranks, dtype: torch.dtype) -> int:
+def _kept_logits(config: Config, ranks: Ranks) -> int:
     """Returns how many logits fit into their share of GPU memory; 0 on a CPU."""
     if ranks.device.type == "cpu":
         return 0
     memory = torch.cuda.get_device_properties(ranks.device).total_memory
     share = KEPT_LOGITS_SHARE * (config.learner.gpu_memory_fraction or 1.0)
-    return int(share * memory) // dtype.itemsize
+    return int(share * memory) // torch.float32.itemsize

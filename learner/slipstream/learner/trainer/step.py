@@ -246,8 +246,8 @@ def learning_rate(config: Config, step: int) -> float:
     """Returns the learning rate of `step`, which depends on the settings only, not on resumes.
 
     It is 0 in the first `critic.warmup_steps` steps, in which only the critic is trained. Then it
-    rises linearly over `algorithm.warmup_steps`. It decays over the last `algorithm.decay_steps`
-    steps, and would reach `decay_to` times the peak rate in the step after the last one.
+    rises linearly over `algorithm.warmup_steps`. With `algorithm.decay` it falls after them, and
+    would be 0 in the step after the last one.
     """
     algorithm = config.algorithm
     first = config.critic.warmup_steps if config.critic is not None else 0
@@ -255,7 +255,6 @@ def learning_rate(config: Config, step: int) -> float:
     if place < 0:
         return 0.0
     rise = min(1.0, (place + 1) / max(1, algorithm.warmup_steps))
-    falling = algorithm.decay_steps or max(1, num_steps - algorithm.warmup_steps)
+    falling = max(1, num_steps - algorithm.warmup_steps)
     x = min(1.0, max(0.0, (place - (num_steps - falling)) / falling))
-    fallen = (1 - algorithm.decay_to) * _FALLEN[algorithm.decay](x)
-    return algorithm.learning_rate * rise * (1 - fallen)
+    return algorithm.learning_rate * rise * (1 - _FALLEN[algorithm.decay](x))

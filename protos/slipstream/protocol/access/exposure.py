@@ -1,7 +1,7 @@
 """Restricts the sockets of torch, gloo and NCCL, which have neither TLS nor a token.
 
 The sockets listen only on the interface by which the other processes are reached. Public addresses
-are refused unless `security.allow_public_addresses` is set.
+are refused.
 """
 
 import hashlib
@@ -29,15 +29,12 @@ def check_private(config: Config) -> None:
 
     A name that cannot be resolved here is not checked: connecting to it will fail with an error.
     """
-    if config.security.allow_public_addresses:
-        return
     host = config.learner.host
     address = _resolved(host)
     if address is not None and address.is_global:
         raise ConfigError(
             f"learner.master {host} is a public address, and torch, gloo and NCCL have neither TLS "
-            "nor a token: use an address of a private network, or set "
-            "security.allow_public_addresses = true"
+            "nor a token: use an address of a private network"
         )
 
 

@@ -16,7 +16,6 @@ from typing import Any
 import psutil
 from slipstream.core.errors import WeightSyncError
 from slipstream.core.settings.config import Config
-from slipstream.core.settings.measurement_sections import StageSetting
 from slipstream.core.types import LogprobArray
 from slipstream.rollout_server import process
 from slipstream.rollout_server.engine_interface import EngineDied, LoadedWeights
@@ -49,7 +48,7 @@ class VllmEngine:
         llm: AsyncLLM,
         processes: list[psutil.Process],
         *,
-        stage: StageSetting,
+        may_stage: bool,
         adapters: AdapterRequests = WITHOUT_ADAPTERS,
         recompute_context: bool = True,
     ) -> None:
@@ -58,7 +57,9 @@ class VllmEngine:
         self._llm, self._processes, self._adapters = llm, processes, adapters
         self.pauses = EnginePause(llm, recompute_context=recompute_context)
         self.requests = EngineRequests(llm, self.pauses, adapters)
-        self._updates = WeightUpdate(self._call_all, self.pauses.pause_for_update, stage=stage)
+        self._updates = WeightUpdate(
+            self._call_all, self.pauses.pause_for_update, may_stage=may_stage
+        )
 
     @classmethod
     async def start(cls, config: Config, *, seed: int) -> VllmEngine:
@@ -100,7 +101,7 @@ class VllmEngine:
         engine = cls(
             llm,
             started,
-            stage=config.staging,
+            may_stage=config.may_stage,
             adapters=AdapterRequests(config.lora),
             recompute_context=config.rollout_server.recompute_context,
         )

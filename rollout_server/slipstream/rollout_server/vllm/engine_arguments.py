@@ -95,7 +95,7 @@ def own_values(config: Config, seed: int) -> dict[str, object]:
     return {
         "model": str(config.model.path),
         "dtype": config.model.dtype,
-        "hf_overrides": {"head_dtype": config.debug.head_dtype},
+        "hf_overrides": {"head_dtype": "float32"},
         "seed": seed,
         # One token more than an episode: a probe of full length samples one token.
         "max_model_len": min(sampling.max_episode_tokens + 1, longest),

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from slipstream.core.errors import WeightSyncError
-from slipstream.core.settings.measurement_sections import StageSetting
 from slipstream.core.types import PolicyVersion
 from slipstream.protocol.codec import version_from_pb
 from slipstream.protocol.weights.buckets import layout_from_pb
@@ -40,14 +39,14 @@ ResumeIdle = Callable[[PolicyVersion, float], Awaitable[None]]
 class WeightUpdate:
     """Carries out the updates of one engine, one after another.
 
-    updates = WeightUpdate(call_all, pauses.pause_for_update, stage=False)
+    updates = WeightUpdate(call_all, pauses.pause_for_update, may_stage=True)
     await updates.prepare(order, layout, first_rank)  # old weights serve; may be abandoned
     loaded = await updates.receive(order.publish_id)  # now the engine is paused: resume it
     """
 
-    def __init__(self, call_all: CallAll, pause: Pause, *, stage: StageSetting) -> None:
-        """`stage` is the setting `debug.stage_on_server`."""
-        self._call_all, self._pause, self._stage = call_all, pause, stage
+    def __init__(self, call_all: CallAll, pause: Pause, *, may_stage: bool) -> None:
+        """`may_stage`: weights may arrive beside those that serve while requests run."""
+        self._call_all, self._pause, self._may_stage = call_all, pause, may_stage
         # A worker that stages receives the buckets in `prepare`; a worker that loads receives them
         # in `receive`. In one communicator they would wait for each other, so staging needs a plan
         # in all workers.
@@ -170,8 +169,8 @@ class WeightUpdate:
 
     async def _chooses_staging(self, *, is_busy: bool) -> bool:
         """Returns whether to stage the update; either all workers stage it or none."""
-        if self._stage != "auto" or not (self._all_have_plan or self._are_adapters_alone):
-            return self._stage is True and (self._all_have_plan or self._are_adapters_alone)
+        if not self._may_stage or not (self._all_have_plan or self._are_adapters_alone):
+            return False
         if is_busy and self._has_room is None:
             async with _within(_LOAD_LIMIT_S):
                 rooms = await self._call("room")

@@ -86,16 +86,28 @@ def test_a_reference_has_its_own_folder_and_layout() -> None:
     assert config.model.path == Path("model")
 
 
-def test_a_critic_has_its_own_optimizer_settings() -> None:
+def test_a_critic_has_a_rate_of_its_own_and_else_the_learners_settings() -> None:
     learner: Table = {"world_size": 2, "weight_decay": 0.5, "optimizer": {"a": 1}, "ddp": {"b": 1}}
-    critic: Table = {"learning_rate": 0.25, "grad_clip": 3.0, "ddp": {}}
-    settings = critic_config(config_with(GAE, learner=learner, critic=critic))
+    config = config_with(GAE, learner=learner, critic={"learning_rate": 0.25})
+    settings = critic_config(config)
     assert settings is not None
     assert settings.algorithm.learning_rate == 0.25
-    assert (settings.learner.grad_clip, settings.learner.weight_decay) == (3.0, 0.0)
-    assert settings.learner.optimizer == {"a": 1}
-    assert settings.learner.ddp == {}
+    assert settings.learner == config.learner
     assert critic_config(config_with({})) is None
+
+
+def test_layers_of_the_policys_stages_are_not_assigned_to_other_stages_of_a_role() -> None:
+    stages: Table = {"num_layers_in_first_pipeline_stage": 1, "moe_router_dtype": "fp64"}
+    learner: Table = {"world_size": 2, "parallel": {"pp": 2}, "transformer": stages}
+    for own, kept in (
+        ({"tp": 2}, ["moe_router_dtype"]),
+        ({"pp": 2}, list(stages)),
+        (None, list(stages)),
+    ):
+        role = {} if own is None else {"parallel": own}
+        settings = reference_config(config_with(KL, learner=learner, reference=role))
+        assert settings is not None
+        assert list(settings.learner.transformer) == kept
 
 
 @pytest.mark.parametrize("name", ["reference", "critic"])

@@ -74,7 +74,7 @@ def test_context_parallel_ranks_share_an_episode_that_is_too_long_for_one() -> N
         ("algoritm.group_size", "unknown key 'algoritm'; did you mean 'algorithm'?"),
         ("learner.parallel.tpp", "unknown key 'learner.parallel.tpp'; did you mean "),
         # A setting of another table.
-        ("weights.stage_on_server", "unknown key 'weights.stage_on_server'; did you mean 'debug."),
+        ("weights.ignore_eos", "unknown key 'weights.ignore_eos'; did you mean 'debug."),
         ("queue.zzzzzz", "unknown key 'queue.zzzzzz'; known are kind, redis_url, "),
     ],
 )
@@ -83,6 +83,25 @@ def test_an_unknown_key_is_refused_with_the_nearest_right_one(path: str, message
     assert said.startswith(message)
     # Notes on settings are none themselves.
     assert "automatic" not in said
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        (
+            {"debug.probe_tolerance": 0.2},
+            "unknown key 'debug.probe_tolerance'; the setting was removed: the bound follows from "
+            "model.dtype and quantization",
+        ),
+        (
+            {"evaluations": [{"name": "a", "reference": "a:B", "pass_reward": 0.5}]},
+            "unknown key 'evaluations.0.pass_reward'; the setting was removed: a reply passes with "
+            "a reward of 1",
+        ),
+    ],
+)
+def test_a_setting_that_was_removed_is_refused_with_what_holds_instead(table, message) -> None:
+    assert refusal_of(table) == message
 
 
 def test_an_unknown_key_between_several_right_ones_is_refused_with_them() -> None:

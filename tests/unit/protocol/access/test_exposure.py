@@ -19,8 +19,8 @@ from support.rigs import namespaces
 MISSING = namespaces.missing()
 
 
-def config_of(master: str, **security: bool) -> Config:
-    return small_config(learner={"master": master}, security=security)
+def config_of(master: str) -> Config:
+    return small_config(learner={"master": master})
 
 
 @pytest.mark.parametrize(
@@ -31,11 +31,10 @@ def test_private_addresses_are_taken(host: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["8.8.8.8", "2600::1", "172.32.0.1"])
-def test_a_public_address_is_refused_unless_a_setting_allows_it(host: str) -> None:
+def test_a_public_address_is_refused(host: str) -> None:
     where = f"[{host}]" if ":" in host else host
     with pytest.raises(ConfigError, match=rf"learner.master {host} is a public address, and torch"):
         check_private(config_of(f"{where}:29500"))
-    check_private(config_of(f"{where}:29500", allow_public_addresses=True))
 
 
 def test_a_name_that_nobody_knows_is_left_to_its_user() -> None:

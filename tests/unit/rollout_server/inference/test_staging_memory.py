@@ -4,47 +4,40 @@ import json
 from pathlib import Path
 
 import pytest
-from slipstream.core.errors import ConfigError
 from slipstream.rollout_server.memory import vllm_share, wire_bytes
 from support.fakes.small_configs import small_config
 
 GB = 10**9
 
 
-def config_of(folder, stage, share=0.9, max_images=0, **weights):
+def config_of(folder, turns="auto", share=0.9, max_images=0):
     return small_config(
         model={"path": str(folder), "dtype": "bfloat16"},
         sampling={"max_reply_tokens": 8, "max_episode_tokens": 64, "max_images": max_images},
         rollout_server={"gpu_memory_utilization": share},
-        weights=weights,
-        debug={"stage_on_server": stage},
+        controller={"turns": turns},
+        learner={"offload": {"gradients": True, "optimizer": True}},
     )
 
 
 @pytest.mark.parametrize(
-    ("stage", "wire", "left"),
+    ("turns", "wire", "left"),
     [
         # 8B on an H200 and on a GPU of 80 GB, and 0.6B.
         ("auto", 16.4, 0.9 - 16.4 / 150),
         ("auto", 23, 0.9),
         ("auto", 1.2, 0.9 - 1.2 / 150),
-        (False, 1.2, 0.9),
-        (True, 60, 0.5),
+        ("sleep", 1.2, 0.9),
     ],
 )
-def test_vllm_gets_what_arriving_weights_leave(tmp_path, stage, wire, left):
-    config = config_of(tmp_path, stage)
+def test_vllm_gets_what_arriving_weights_leave(tmp_path, turns, wire, left):
+    config = config_of(tmp_path, turns)
     assert vllm_share(config, int(wire * GB), 150 * GB) == pytest.approx(left)
 
 
-def test_auto_counts_the_share_of_the_engine_and_not_the_gpu(tmp_path: Path) -> None:
-    config = config_of(tmp_path, "auto", share=0.33)
+def test_the_share_of_the_engine_counts_and_not_the_gpu(tmp_path: Path) -> None:
+    config = config_of(tmp_path, share=0.33)
     assert vllm_share(config, int(16.4 * GB), 150 * GB) == 0.33
-
-
-def test_weights_that_leave_nothing_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"true takes 50.0 GB of the 45.0 GB of the engine"):
-        vllm_share(config_of(tmp_path, True, share=0.3), 50 * GB, 150 * GB)
 
 
 def write_tensors(folder: Path, **shapes: list[int]) -> None:
@@ -58,7 +51,7 @@ def write_tensors(folder: Path, **shapes: list[int]) -> None:
 def test_bytes_on_the_wire_are_those_of_all_files(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     write_tensors(tmp_path, a=[3, 4], b=[3])
-    assert wire_bytes(config_of(tmp_path, "auto")) == 2 * 15
+    assert wire_bytes(config_of(tmp_path)) == 2 * 15
 
 
 def test_a_file_that_the_index_does_not_name_is_not_on_the_wire(tmp_path: Path) -> None:
@@ -66,7 +59,7 @@ def test_a_file_that_the_index_does_not_name_is_not_on_the_wire(tmp_path: Path) 
     write_tensors(tmp_path, a=[3, 4], stale=[30])
     index = {"weight_map": {"a": "a.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert wire_bytes(config_of(tmp_path, "auto")) == 2 * 12
+    assert wire_bytes(config_of(tmp_path)) == 2 * 12
 
 
 @pytest.mark.parametrize(
@@ -89,5 +82,5 @@ def test_a_tower_that_is_left_out_is_not_on_the_wire(tmp_path, family, images, e
         "mtp.norm.weight": [7],
     }
     write_tensors(tmp_path, **tensors)
-    config = config_of(tmp_path, "auto", max_images=images)
+    config = config_of(tmp_path, max_images=images)
     assert wire_bytes(config) == 2 * expected

@@ -48,12 +48,12 @@ BY_LOADER = both(result(by_plan=False))
 class Engine:
     """Two workers; `answers` holds what both say to each call but `begin`, in order."""
 
-    def __init__(self, *answers: list[dict[str, Any]], stage: Any = False) -> None:
+    def __init__(self, *answers: list[dict[str, Any]], may_stage: bool = False) -> None:
         self._answers, self.begun = list(answers), both(None)
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
         # The names of the calls, with the beginning and the end of each pause.
         self.started: list[str] = []
-        self.update = WeightUpdate(self.ask, self.pause, stage=stage)
+        self.update = WeightUpdate(self.ask, self.pause, may_stage=may_stage)
 
     async def ask(self, method: str, arguments: tuple[Any, ...]) -> list[Any]:
         self.calls.append((method.removeprefix("slipstream_"), arguments))
@@ -90,7 +90,7 @@ async def idle(*_: object) -> None:
 
 async def test_where_nobody_is_waited_for_one_call_prepares_an_update() -> None:
     first, second = (result(receive_s=2.0, wire_s=0.3, began_s=3.5), result(began_s=3.25))
-    engine = Engine(READY, [{"value": first}, {"value": second}], stage=True)
+    engine = Engine(READY, [{"value": first}, {"value": second}], may_stage=True)
     loaded = await engine.take()
     assert [name for name, _ in engine.calls] == ["prepare", "receive"]
     described = (ORDER.SerializeToString(), LAYOUT.SerializeToString(), 3, False)
@@ -103,7 +103,8 @@ async def test_where_nobody_is_waited_for_one_call_prepares_an_update() -> None:
 
 
 async def test_adapters_alone_are_staged_by_workers_without_a_plan_too() -> None:
-    engine = Engine(READY, both(result(has_plan=False)), READY, stage=True)
+    asked = both(1 << 20), READY
+    engine = Engine(READY, both(result(has_plan=False)), *asked, may_stage=True)
     await engine.take()
     await engine.update.prepare(ORDER, ADAPTERS, 3)
     assert engine.staged() == [False, True]
@@ -127,17 +128,16 @@ async def test_an_update_like_the_one_before_asks_the_workers_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "layout", "stage"),
+    ("changed", "layout"),
     [
-        ({"new_communicator": True}, LAYOUT, False),
-        ({"communicator": weights_pb2.Communicator(communicator_id="other")}, LAYOUT, False),
-        ({"bucket_deadline_s": 2.0}, LAYOUT, False),
-        ({}, OTHER_LAYOUT, False),
-        ({}, LAYOUT, True),
+        ({"new_communicator": True}, LAYOUT),
+        ({"communicator": weights_pb2.Communicator(communicator_id="other")}, LAYOUT),
+        ({"bucket_deadline_s": 2.0}, LAYOUT),
+        ({}, OTHER_LAYOUT),
     ],
 )
-async def test_whatever_is_new_is_prepared(changed, layout, stage):
-    engine = Engine(*RIGHT, *RIGHT, stage=stage)
+async def test_whatever_is_new_is_prepared(changed, layout):
+    engine = Engine(*RIGHT, *RIGHT)
     await engine.take()
     await engine.take(order("p2", **changed), layout)
     assert engine.numbered() == 2 * ["prepare", "receive"]
@@ -168,9 +168,9 @@ async def test_the_first_update_needs_a_layout() -> None:
         await Engine().take(layout=NO_LAYOUT)
 
 
-@pytest.mark.parametrize("stage", [False, True])
-async def test_weights_of_another_layout_are_loaded_when_the_engine_stands_still(stage):
-    engine = Engine(*2 * [READY, BY_LOADER], stage=stage)
+@pytest.mark.parametrize("may_stage", [False, True])
+async def test_weights_of_another_layout_are_loaded_when_the_engine_stands_still(may_stage):
+    engine = Engine(*2 * [READY, BY_LOADER], may_stage=may_stage)
     for publish_id, layout in (("p1", LAYOUT), ("p2", OTHER_LAYOUT)):
         await engine.take(order(publish_id), layout)
         assert engine.started == ["prepare", *LOADED]
@@ -202,7 +202,7 @@ async def test_a_failed_update_is_over_when_no_worker_is_inside_it_any_more() ->
             return [{"error": "no update was announced"}, {"error": "a member is gone"}]
         return await engine.ask(method, arguments)
 
-    engine.update = WeightUpdate(ask, engine.pause, stage=False)
+    engine.update = WeightUpdate(ask, engine.pause, may_stage=False)
     await engine.take()
     receiving = asyncio.create_task(engine.take(order("p2", new_communicator=True), LAYOUT, idle))
     await is_asked.wait()
@@ -222,7 +222,8 @@ async def test_it_is_asked_until_every_worker_is_ready() -> None:
 
 async def test_workers_stage_only_when_all_of_them_have_a_plan() -> None:
     one_loads = [{"value": result()}, {"value": result(has_plan=False)}]
-    engine = Engine(READY, FAILED, *RIGHT, READY, one_loads, *RIGHT, stage=True)
+    staged = both(1 << 20), READY, one_loads
+    engine = Engine(READY, FAILED, *RIGHT, *staged, *RIGHT, may_stage=True)
     with pytest.raises(WeightSyncError, match="a bucket did not arrive"):
         await engine.take()
     for _ in range(3):
@@ -239,9 +240,11 @@ def rooms(*sizes: int) -> list[dict[str, Any]]:
     ("is_busy", "room", "staged"),
     [(True, (16, 17), True), (True, (17, 15), False), (False, (), False)],
 )
-async def test_auto_stages_while_requests_run_where_all_workers_have_room(is_busy, room, staged):
+async def test_updates_are_staged_while_requests_run_where_all_workers_have_room(
+    is_busy, room, staged
+):
     asked = [rooms(*room)] * bool(room) + [READY] * staged
-    engine = Engine(*RIGHT, *asked, both(result()), stage="auto")
+    engine = Engine(*RIGHT, *asked, both(result()), may_stage=True)
     assert not (await engine.take()).staged
     assert (await engine.take(order("p2"), NO_LAYOUT, is_busy=is_busy)).staged is staged
     assert engine.staged() == [False, True][: 1 + staged]
@@ -250,7 +253,7 @@ async def test_auto_stages_while_requests_run_where_all_workers_have_room(is_bus
 async def test_workers_are_asked_for_room_once_for_a_layout(caplog):
     caplog.set_level("INFO")
     small = [*RIGHT, rooms(100, 10), both(result())]
-    engine = Engine(*RIGHT, rooms(100, 90), *RIGHT, *RIGHT, *small, stage="auto")
+    engine = Engine(*RIGHT, rooms(100, 90), *RIGHT, *RIGHT, *small, may_stage=True)
     for number, layout in enumerate((*3 * [LAYOUT], *2 * [OTHER_LAYOUT])):
         await engine.take(order(f"p{number}"), layout)
     assert engine.numbered().count("room") == 2
@@ -264,7 +267,7 @@ async def test_workers_are_asked_for_room_once_for_a_layout(caplog):
 
 async def test_room_is_asked_for_again_after_a_failure() -> None:
     once = [*RIGHT, rooms(16, 16)]
-    engine = Engine(*once, READY, FAILED, *once, *RIGHT, stage="auto")
+    engine = Engine(*once, READY, FAILED, *once, *RIGHT, may_stage=True)
     for number in range(4):
         with contextlib.suppress(WeightSyncError):
             await engine.take(order(f"p{number}"))
@@ -272,7 +275,7 @@ async def test_room_is_asked_for_again_after_a_failure() -> None:
 
 
 async def test_an_idle_engine_is_not_asked_after_one_that_was_staged_twice() -> None:
-    engine = Engine(*RIGHT, rooms(16, 16), *RIGHT, *RIGHT, both(result()), stage="auto")
+    engine = Engine(*RIGHT, rooms(16, 16), *RIGHT, *RIGHT, both(result()), may_stage=True)
     for number, is_busy in enumerate((True, True, False, False)):
         await engine.take(order(f"p{number}"), is_busy=is_busy)
     twice = 2 * ["prepare", "receive"]

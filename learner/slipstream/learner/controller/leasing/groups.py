@@ -152,13 +152,12 @@ class Group:
         return [self.finished[member] for member in sorted(self.finished)]
 
 
-def fewest_members(size: int, share: float) -> int:
-    """Returns how many members must finish: `share` of `size`, at least 2 (1 in a group of 1).
+def fewest_members(size: int) -> int:
+    """Returns how many members must finish: half of `size`, at least 2 (1 in a group of 1).
 
     An advantage that compares the members of a group needs two members.
     """
-    # Rounded, since 0.1 * 30 is a little more than 3.
-    return max(math.ceil(round(share * size, 9)), min(2, size))
+    return max(math.ceil(size / 2), min(2, size))
 
 
 def reopened(record: OpenGroup, size: int, attempts_per_lease: int) -> Group:

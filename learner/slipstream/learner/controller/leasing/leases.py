@@ -39,12 +39,11 @@ class LeaseBook:
         max_staleness: int,
         num_steps: int,
         attempts_per_lease: int,
-        min_group_share: float = 1.0,
     ) -> None:
         self.groups_per_step, self.group_size = groups_per_step, group_size
         # Bound for new leases; deliveries are checked against `algorithm.max_staleness`.
         self.max_staleness, self.num_steps = max_staleness, num_steps
-        self._attempts_per_lease, self._min_share = attempts_per_lease, min_group_share
+        self._attempts_per_lease = attempts_per_lease
         # The step whose batch is being formed.
         self.step = 0
         self.groups: dict[GroupId, Group] = {}
@@ -222,7 +221,7 @@ class LeaseBook:
         """
         num_failed = len(group.failed.union(members))
         is_hopeless = not group.finished and num_failed >= max(2, group.size / 4)
-        if is_hopeless or group.size - num_failed < fewest_members(group.size, self._min_share):
+        if is_hopeless or group.size - num_failed < fewest_members(group.size):
             return False
         if still_run := set(members).intersection(group.running):
             self.closing.keep(group, still_run)

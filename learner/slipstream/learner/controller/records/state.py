@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from slipstream.core.errors import ProtocolError
-from slipstream.core.types import GroupId, PolicyVersion, TrajectoryId, TrajectoryName
+from slipstream.core.types import FULL_REWARD, GroupId, PolicyVersion, TrajectoryId, TrajectoryName
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.kinds import Record, TrajectoryEnd
 
@@ -83,9 +83,9 @@ class FilteredGroups:
         )
 
 
-def is_solved(rewards: Iterable[float], solved_reward: float) -> bool:
+def is_solved(rewards: Iterable[float]) -> bool:
     """Whether each episode of a group has the full reward or more."""
-    return all(reward >= solved_reward for reward in rewards)
+    return all(reward >= FULL_REWARD for reward in rewards)
 
 
 @dataclass(slots=True)

@@ -61,14 +61,14 @@ class BatchFormer:
     """Takes batches from the lease book, makes them durable, and reads them again from the journal.
 
     Life of a batch: `form` (or `recorded`, for a step that is trained again) gives it to the
-    trainer; `trained` or `set_aside` handles the trainer's report; `saved` removes batches that an
-    older checkpoint covers. `answered` recognises repeated reports.
+    trainer; `trained` or `set_aside` handles the trainer's report. `answered` recognises repeated
+    reports.
     """
 
-    def __init__(self, books: Books, tasks: asyncio.TaskGroup, *, keep_batches: bool) -> None:
+    def __init__(self, books: Books, tasks: asyncio.TaskGroup) -> None:
         self._book, self._journal, self._state = books.leases, books.journal, books.state
         self._ledger, self._receiver = books.ledger, books.queue
-        self._tasks, self._keep_batches = tasks, keep_batches
+        self._tasks = tasks
         # The task that writes a batch: it finishes even when the trainer's call breaks off.
         self._forming: asyncio.Task[FormedBatch | RunFailed] | None = None
         # The batch that the trainer has.
@@ -286,20 +286,10 @@ class BatchFormer:
         await self._journal.durable()
 
     async def saved(self, report: trainer_pb2.CheckpointReport) -> None:
-        """Journals a checkpoint, and removes the batches that the previous checkpoint covers.
-
-        Removes no batch if `keep_batches` is set.
-        """
+        """Journals a checkpoint."""
         version, digest = version_from_pb(report.version), report.weight_digest.hex()
-        covered = self._state.checkpoint.step
         self._journal.append(kinds.Checkpoint(version=version, digest=digest, path=report.path))
         await self.durable()
-        # Batches since the checkpoint before it stay: a trainer may have to go back to that one. A
-        # repeated report, or one from an older checkpoint, covers nothing new.
-        if not self._keep_batches and version.step > covered:
-            for step in [step for step in self._state.batches if step < covered]:
-                self._journal.path(step, self._state.attempts[step]).unlink(missing_ok=True)
-            self._state.forget(covered)
 
 
 def _batch_of(

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 from slipstream.core.errors import ProtocolError, RunFailed
 from slipstream.core.types import (
+    FULL_REWARD,
     Failure,
     FailureKind,
     Purpose,
@@ -40,6 +41,8 @@ from slipstream.v1 import fleet_pb2
 SMALL_BYTES = 256 << 10
 # Exceptions that a malformed delivery may raise in the controller.
 FAULTS = (ArithmeticError, AssertionError, LookupError, TypeError, ValueError)
+# The run ends when one batch has cost the filter the groups of this many steps.
+MOST_FILTERED_BATCHES = 20
 # Failures that are no fault of an environment and do not count as progress of the run.
 OUTAGES = (FailureKind.INFRASTRUCTURE, FailureKind.ENGINE)
 
@@ -374,7 +377,7 @@ class GroupFilter:
             self._progress.fail(str(error))
             return
         rewards = [trajectory.reward for trajectory in group.in_order()]
-        solved, mean = is_solved(rewards, algorithm.solved_reward), statistics.fmean(rewards)
+        solved, mean = is_solved(rewards), statistics.fmean(rewards)
         self._book.remove(group.group_id)
         cause = f"left out by {algorithm.filter}"
         if algorithm.filter == "unequal_rewards":
@@ -391,7 +394,7 @@ class GroupFilter:
     def _judge(self) -> None:
         algorithm, filtered = self._run.config.algorithm, self._state.filtered
         step = self._state.next_step
-        verdict = filtered.verdict(algorithm.max_filtered_batches * algorithm.groups_per_step)
+        verdict = filtered.verdict(MOST_FILTERED_BATCHES * algorithm.groups_per_step)
         if verdict is FilterVerdict.GO_ON or self._progress.is_over or self._progress.solved:
             return
         if self._book.has_whole_batch or self._book.step > step:
@@ -403,9 +406,8 @@ class GroupFilter:
         )
         if verdict is FilterVerdict.STUCK:
             self._progress.fail(
-                f"{count}, as many as algorithm.max_filtered_batches = "
-                f"{algorithm.max_filtered_batches} allows; solved are those whose rewards all "
-                f"reach solved_reward = {algorithm.solved_reward:g}"
+                f"{count}, as many as {MOST_FILTERED_BATCHES} steps train; solved are those whose "
+                f"rewards all reach {FULL_REWARD:g}"
             )
             return
         cause = f"the task is solved: the last {count}"

@@ -66,8 +66,6 @@ class ParallelModel:
     attention_length: float
     # A micro batch with at most this many logits keeps them for the backward pass.
     kept_logits: int
-    # Element type of the logits; None if it is the type of the parameters.
-    logits_dtype: torch.dtype | None
     memory: DeviceMemory
     # None if a shared prefix is computed again for each sequence.
     sharing: PrefixSharing | None
@@ -113,7 +111,6 @@ class ParallelModel:
             self.ranks.tp_group,
             entropy_gradient=entropy_gradient,
             kept_logits=self.kept_logits,
-            logits_dtype=self.logits_dtype,
             has_engine_bits=getattr(config, "agreement", "close") == "bits",
         )
 

@@ -41,9 +41,6 @@ class Projection:
     # A micro batch with at most this many logits keeps them for the backward pass; a micro batch
     # of a single chunk always does.
     kept_logits: int = 0
-    # Element type of the logits; None takes that of the weight. bfloat16 rounds a logit of 20 by up
-    # to 0.06.
-    logits_dtype: torch.dtype | None = None
     # Whether logits and log-probabilities are bit for bit equal to the inference engine's.
     has_engine_bits: bool = False
 
@@ -160,15 +157,15 @@ class _Part:
         self.first = self._width * (group.rank() if group is not None else 0)
         self.num_tokens = max(0, min(self._width, projection.vocab_size - self.first))
         self._columns = LogitColumns(self.num_tokens, projection.temperature)
-        self._dtype = projection.logits_dtype or weight.dtype
+        # The logits' element type: bfloat16 rounds a logit of 20 by up to 0.06.
+        self._dtype = torch.promote_types(weight.dtype, torch.float32)
         # The fused kernels do not support several targets per row.
         self._is_fused = is_one and weight.is_cuda and weight.dtype in _FUSED_TYPES
 
     def new_sums(self, shape: torch.Size) -> Sums:
         """Returns uninitialised sums for targets of this shape, at least float32."""
-        dtype = torch.promote_types(self._weight.dtype, torch.float32)
-        shapes = [shape[:1]] * 3 + [shape]
-        return Sums(*(torch.empty(one, dtype=dtype, device=self._weight.device) for one in shapes))
+        shapes, device = [shape[:1]] * 3 + [shape], self._weight.device
+        return Sums(*(torch.empty(one, dtype=self._dtype, device=device) for one in shapes))
 
     def chunks(self, length: int, *, is_trained: bool = False) -> list[slice]:
         """Splits the positions 0..length into chunks; a length of 0 gives one empty chunk.

@@ -59,7 +59,6 @@ class World:
             group_size=SIZE,
             max_staleness=4,
             num_steps=99,
-            min_group_share=0.5,
         )
         self.epoch = 0
         self.servers: dict[ServerKey, dict[GroupId, Lease]] = {}

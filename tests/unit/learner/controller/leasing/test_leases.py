@@ -119,16 +119,13 @@ def test_a_failed_member_runs_again_until_its_last_attempt(book, group):
     assert group.next_attempt == 2
 
 
-@pytest.mark.parametrize(
-    ("size", "share", "fewest"),
-    [(16, 0.5, 8), (16, 1.0, 16), (16, 0.01, 2), (5, 0.5, 3), (30, 0.1, 3), (2, 0.5, 2), (1, 1, 1)],
-)
-def test_a_group_needs_a_share_of_its_members_and_two(size, share, fewest):
-    assert fewest_members(size, share) == fewest
+@pytest.mark.parametrize(("size", "fewest"), [(16, 8), (5, 3), (3, 2), (2, 2), (1, 1)])
+def test_a_group_needs_half_of_its_members_and_two(size, fewest):
+    assert fewest_members(size) == fewest
 
 
-def test_a_group_goes_on_with_those_that_finish_down_to_its_share():
-    book = make_book(group_size=4, groups_per_step=1, min_group_share=0.5)
+def test_a_group_goes_on_with_those_that_finish_down_to_half_of_it():
+    book = make_book(group_size=4, groups_per_step=1)
     group, failure = lease(book), Failure(FailureKind.ENVIRONMENT, "x")
     assert book.add(reply(group, 0)) is Fate.HELD
     for member in (3, 1):
@@ -150,7 +147,7 @@ def test_a_group_goes_on_with_those_that_finish_down_to_its_share():
 
 @pytest.mark.parametrize(("size", "most"), [(16, 3), (8, 1), (4, 1), (40, 9)])
 def test_a_task_of_which_no_member_finishes_is_over_after_a_quarter_of_them(size, most):
-    book = make_book(group_size=size, min_group_share=0.5)
+    book = make_book(group_size=size)
     group = lease(book)
     given_up = [book.give_up(group, [member]) for member in range(most + 1)]
     assert given_up == [True] * most + [False]
@@ -159,7 +156,7 @@ def test_a_task_of_which_no_member_finishes_is_over_after_a_quarter_of_them(size
 
 
 def test_a_member_that_is_given_up_keeps_its_slot_until_its_server_has_ended_it():
-    book = make_book(group_size=3, min_group_share=0.5)
+    book = make_book(group_size=3)
     group = lease(book)
     book.add(reply(group, 0))
     book.add(reply(group, 1))

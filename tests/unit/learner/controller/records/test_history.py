@@ -486,7 +486,7 @@ def filtered(**environments: list[float]) -> FilteredGroups:
     groups = FilteredGroups()
     for name, rewards in environments.items():
         for reward in rewards:
-            groups.add(name, reward, solved=is_solved([reward, reward], 1.0))
+            groups.add(name, reward, solved=is_solved([reward, reward]))
     return groups
 
 
@@ -503,8 +503,8 @@ def filtered(**environments: list[float]) -> FilteredGroups:
 def test_a_run_ends_when_four_groups_in_a_row_teach_nothing(rewards, verdict):
     assert filtered(**rewards).verdict(4) is verdict
     # Equal after a penalty: they were filtered, and one of them is not right.
-    assert not is_solved([1.0, 0.5], 1.0)
-    assert is_solved([0.5, 0.5], 0.5)
+    assert not is_solved([1.0, 0.5])
+    assert is_solved([1.0, 1.5])
 
 
 def test_a_batch_begins_the_count_again() -> None:

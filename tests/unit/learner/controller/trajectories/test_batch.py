@@ -29,7 +29,7 @@ from slipstream.learner.controller.trajectories.batch import (
     header,
 )
 from slipstream.learner.controller.trajectories.batches import BatchFormer
-from slipstream.learner.controller.trajectories.intake import GroupFilter, Intake
+from slipstream.learner.controller.trajectories.intake import MOST_FILTERED_BATCHES, GroupFilter, Intake
 from slipstream.protocol.codec import trajectory_to_pb
 from slipstream.v1 import trainer_pb2, trajectory_pb2
 from support.fakes.fake_controller import make_batch
@@ -176,7 +176,7 @@ async def test_a_step_that_is_made_again_does_not_begin_the_count_anew(tmp_path:
             ]
             for record in records(step | {"lags": []}, *faulty):
                 books.state.apply(parsed(record))
-            former = BatchFormer(books, tasks, keep_batches=True)
+            former = BatchFormer(books, tasks)
             former.training = BATCH
             version = trajectory_pb2.PolicyVersion(step=1)
             report = trainer_pb2.StepReport(
@@ -241,33 +241,6 @@ def saved(version: int) -> trainer_pb2.CheckpointReport:
     return trainer_pb2.CheckpointReport(version=trajectory_pb2.PolicyVersion(step=version))
 
 
-async def kept_after(folder: Path, *versions: int) -> list[int]:
-    """Steps, of ten, whose batches are kept after checkpoints of `versions`."""
-    async with asyncio.TaskGroup() as tasks:
-        with Journal(folder) as journal:
-            books = books_of(run_of(), journal=journal)
-            for step in range(10):
-                header = trainer_pb2.BatchHeader(step=step, batch_id=f"b{step}")
-                batch = trainer_pb2.RecordedBatch(header=header)
-                journal.append(journal.write_batch(batch))
-            former = BatchFormer(books, tasks, keep_batches=False)
-            for version in versions:
-                await former.saved(saved(version))
-            return [step for step in range(10) if journal.path(step).is_file()]
-
-
-async def test_batches_since_the_checkpoint_before_the_newest_stay(tmp_path: Path) -> None:
-    assert await kept_after(tmp_path, 3, 6) == [3, 4, 5, 6, 7, 8, 9]
-
-
-async def test_a_checkpoint_that_is_reported_twice_covers_no_more_than_once(tmp_path: Path) -> None:
-    assert await kept_after(tmp_path, 3, 6, 6) == [3, 4, 5, 6, 7, 8, 9]
-
-
-async def test_a_trainer_that_went_back_keeps_the_batches_that_it_must_train_again(tmp_path):
-    assert await kept_after(tmp_path, 2, 8, 5) == [2, 3, 4, 5, 6, 7, 8, 9]
-
-
 class SlowJournal(Journal):
     """A journal whose disk holds a batch back until `disk` is set."""
 
@@ -296,7 +269,7 @@ async def test_a_batch_that_is_being_written_is_not_missing(tmp_path: Path) -> N
     async with asyncio.TaskGroup() as tasks:
         with SlowJournal(tmp_path) as journal:
             books = books_of(run, journal=journal, leases=book)
-            former = BatchFormer(books, tasks, keep_batches=True)
+            former = BatchFormer(books, tasks)
             asked = asyncio.create_task(former.form())
             await asyncio.sleep(0)
             # A trainer that starts again comes while the batch of the one before is written.
@@ -335,7 +308,7 @@ def test_groups_that_are_left_out_while_a_batch_is_written_do_not_end_the_run() 
     books = books_of(run)
     endings: Any = None
     group_filter = GroupFilter(run, books, endings, withdraw=nothing)
-    for _ in range(run.config.algorithm.max_filtered_batches):
+    for _ in range(MOST_FILTERED_BATCHES):
         books.state.filtered.add("e", 0.0, solved=False)
     # The batch of the first step has its groups and no record yet.
     books.leases.step = 1
