@@ -152,6 +152,29 @@ def test_no_paragraph_of_a_page_begins_with_an_inverted_clause() -> None:
     check([*pages, *sorted((ROOT / "docs").rglob("*.md"))], wrong_in_page)
 
 
+def bare_methods(text: str) -> Texts:
+    """Line and name of each public method of a public class with neither docstring nor base.
+
+    A property is left out: its name and its body may say everything.
+    """
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.ClassDef) or node.name.startswith("_") or node.bases:
+            continue
+        for method in node.body:
+            if not isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            is_property = any("property" in ast.unparse(each) for each in method.decorator_list)
+            if not (method.name.startswith("_") or is_property or ast.get_docstring(method)):
+                yield method.lineno, method.name
+
+
+def test_a_method_has_a_docstring_unless_a_protocol_describes_it() -> None:
+    paths = sources(*PACKAGES)
+    texts = "\n".join(path.read_text() for path in paths)
+    described = set(re.findall(r"def (\w+)\([^)]*\)[^:]*:\n\s+\"\"\"", texts))
+    check(paths, lambda text: (t for t in bare_methods(text) if t[1] not in described))
+
+
 def test_replaced_words_do_not_come_back_as_identifiers() -> None:
     paths = sources(*PACKAGES)
     assert not [path for path in paths if OLD_WORD.search(path.stem)]

@@ -124,7 +124,6 @@ class Played:
 
     @property
     def rows(self) -> list[Task]:
-        """All tasks that were opened, in their order."""
         return sorted([*self.tasks, *self.further], key=lambda row: row.index)
 
     def every(self) -> list[tuple[int, Kind, Play]]:

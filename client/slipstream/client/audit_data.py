@@ -65,7 +65,6 @@ class Row:
 
     @property
     def text(self) -> str:
-        """The texts of all messages."""
         return "\n".join(text for _, text in self.said)
 
     @property

@@ -245,7 +245,6 @@ class TaskSource(Generic[Task]):
 
     @property
     def is_listed(self) -> bool:
-        """Whether all tasks are in memory."""
         return isinstance(self._sequence, list | tuple)
 
     def __getitem__(self, index: int) -> Task:

@@ -15,7 +15,6 @@ class Backoff:
 
     @property
     def is_fresh(self) -> bool:
-        """Whether the next pause is still the first one, as it is after `reset`."""
         return self.next_s == self._first_s
 
     def take_s(self) -> float:

@@ -241,7 +241,6 @@ class Trajectory:
 
     @property
     def num_sampled_tokens(self) -> int:
-        """Number of tokens that the model sampled."""
         return sum(self.run_lengths[1::2])
 
     @property
@@ -388,7 +387,6 @@ class ReferenceLogprobs:
 
     @property
     def top_k(self) -> int:
-        """The number of most likely tokens at each position."""
         return int(self.top_ids.shape[1])
 
 

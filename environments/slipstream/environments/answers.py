@@ -92,7 +92,6 @@ def plain(text: str) -> str:
 
 
 def _is_formula(rest: str | None, closing: str | None) -> bool:
-    """Whether a formula begins at the $ before a number, with `rest` up to the next $."""
     return bool(closing) and any(sign in (rest or "") for sign in "\\=^+*/<>")
 
 

@@ -47,7 +47,6 @@ class HubData:
 
     @property
     def files(self) -> HubFiles:
-        """The files of the data set's repository on the hub."""
         return HubFiles(self.name, "dataset", self.revision, shown=str(self))
 
     def __str__(self) -> str:

@@ -194,7 +194,6 @@ class JudgeFunction:
 
     @property
     def takes_answer(self) -> bool:
-        """Whether the function takes the answer."""
         return "answer" in self._taken
 
     async def judge(self, question: Question, reply: str) -> StepResult:

@@ -79,12 +79,10 @@ class Manifest(_Record):
 
     @property
     def version(self) -> PolicyVersion:
-        """The policy version of the weights."""
         return PolicyVersion(self.incarnation, self.step)
 
     @property
     def num_bytes(self) -> int:
-        """The size of all files, in bytes."""
         return sum(file.num_bytes for file in self.files)
 
 

@@ -51,7 +51,6 @@ class ChatMessage(NamedTuple):
 
     @property
     def images(self) -> tuple[bytes, ...]:
-        """The encoded images of the message, in order."""
         return tuple(part for part in self.parts if isinstance(part, bytes))
 
     @property

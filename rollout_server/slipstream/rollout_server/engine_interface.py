@@ -83,7 +83,6 @@ class Sampling:
 
     @property
     def total_tokens(self) -> int:
-        """The most tokens that an episode can have, all branches together."""
         return self.max_total_tokens or self.max_episode_tokens
 
     def check_images(self, images: Collection[bytes]) -> None:
@@ -98,7 +97,6 @@ class Sampling:
 
     @property
     def distribution(self) -> dict[str, float]:
-        """The settings of the distribution that tokens are drawn from, by vLLM's names for them."""
         return {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
 
 
@@ -125,7 +123,6 @@ class Generation:
 
     @property
     def sampled_arrays(self) -> dict[str, LogprobArray]:
-        """The arrays with one value for each sampled token, by the names in `SAMPLED_ARRAYS`."""
         return {"behavior_logprobs": self.logprobs}
 
     @classmethod

@@ -69,7 +69,6 @@ class WeightOrders:
 
     @property
     def phase(self) -> Phase | None:
-        """The phase of the newest publish, or None before the first one."""
         return None if self._publish is None else self._publish.phase
 
     def put(self, order: fleet_pb2.ControllerMessage) -> None:

@@ -185,7 +185,6 @@ class AgentRun:
 
     @property
     def is_alive(self) -> bool:
-        """Whether code of the run may still run."""
         return not self.task.done() or (self._thread is not None and self._thread.is_alive())
 
     async def end(self, limit_s: float) -> bool:

@@ -71,17 +71,14 @@ class Child:
 
     @property
     def age_s(self) -> float:
-        """The seconds since the program started."""
         return time.monotonic() - self.started_s
 
     @property
     def is_running(self) -> bool:
-        """Whether the program has not ended yet."""
         return self.process.returncode is None
 
     @property
     def was_killed(self) -> bool:
-        """Whether a signal has ended the program."""
         return (self.process.returncode or 0) < 0
 
     def describe_end(self) -> str:

@@ -82,7 +82,6 @@ class Display:
 
     @property
     def quiet_s(self) -> float:
-        """The seconds since the last line was shown."""
         return time.monotonic() - self.spoke_s
 
     def tell(self, text: str) -> None:

@@ -48,7 +48,6 @@ class Scene:
 
     @property
     def has_own_queue(self) -> bool:
-        """Whether the run starts a Redis of its own."""
         return self.config.queue.kind == "redis" and self.config.queue.redis_url is None
 
 

@@ -61,7 +61,6 @@ class Placement:
 
     @property
     def server_gpus(self) -> Counter[str]:
-        """The number of rollout servers that use each GPU."""
         return Counter(gpu for server in self.servers for gpu in set(server))
 
     def describe(self, ranks: range) -> list[str]:

@@ -44,7 +44,6 @@ class Share:
 
     @property
     def has_controller(self) -> bool:
-        """Whether the controller starts on this machine; it starts with the first rank."""
         return 0 in self.ranks
 
 

@@ -75,7 +75,6 @@ class TrainerRanks:
 
     @property
     def has_all(self) -> bool:
-        """Whether all trainer ranks of the run are on this node."""
         return len(self._ranks) == self._config.learner.world_size
 
     async def start(self) -> None:

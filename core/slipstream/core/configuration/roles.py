@@ -239,7 +239,6 @@ def _processor(folder: Path) -> dict[str, object]:
 
 
 def _read_table(path: Path) -> dict[str, object]:
-    """Returns the table in a JSON file, or {} if there is no such file."""
     return read_table(path) if path.is_file() else {}
 
 

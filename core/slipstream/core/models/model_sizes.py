@@ -82,7 +82,6 @@ class ModelSizes:
 
     @property
     def routing_bytes_per_token(self) -> int:
-        """The size of one token's expert ids on the wire, in bytes."""
         return routing_bytes_per_token(self.layers, self.experts_per_token, self.experts)
 
     @property

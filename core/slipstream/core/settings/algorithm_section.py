@@ -50,7 +50,6 @@ class KlSection(Section):
 
     @property
     def uses_top_k(self) -> bool:
-        """Whether the penalty reads the reference's most likely tokens."""
         return self.coefficient > 0 and self.estimator in TOP_K_ESTIMATORS
 
 

@@ -113,7 +113,6 @@ _ANY_CODE = ("slipstream.environments.command", "slipstream.environments.framewo
 
 
 def _is_below(module: str, packages: Iterable[str]) -> bool:
-    """Whether `module` is one of `packages` or in one of them."""
     return any(f"{module}.".startswith(f"{each}.") for each in packages)
 
 

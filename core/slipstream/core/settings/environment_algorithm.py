@@ -136,17 +136,14 @@ class EnvironmentAlgorithms:
 
     @property
     def measures_divergence(self) -> bool:
-        """Whether any environment has a KL penalty, which needs the reference model."""
         return any(each.kl.coefficient > 0 for each in self.distinct)
 
     @property
     def filters(self) -> bool:
-        """Whether any environment has a `filter`, which leaves groups out of training."""
         return any(each.filter != "none" for each in self.distinct)
 
     @property
     def has_own(self) -> bool:
-        """Whether any environment's algorithm has a function of the user's own."""
         return any(each.own_functions for each in self.distinct)
 
     def place(self, environment: str) -> int:

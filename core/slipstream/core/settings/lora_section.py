@@ -71,7 +71,6 @@ class LoraSection(Section):
 
     @property
     def publishes_adapters(self) -> bool:
-        """Whether servers get base weights and adapters separately, not merged."""
         return self.publish == "adapters"
 
     @property
@@ -82,7 +81,6 @@ class LoraSection(Section):
 
     @property
     def has_mlp(self) -> bool:
-        """Whether matrices of MLPs, dense or of experts, have adapters."""
         return self.rank > 0 and bool(set(self.modules) & set(_MLP))
 
     @model_validator(mode="after")

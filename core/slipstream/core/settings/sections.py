@@ -95,7 +95,6 @@ class SamplingSection(Section):
 
     @property
     def total_tokens(self) -> int:
-        """The most tokens that an episode can have, all its branches together."""
         return self.max_total_tokens or self.max_episode_tokens
 
     def to_pb(self) -> fleet_pb2.SamplingSettings:
@@ -317,7 +316,6 @@ class OffloadSection(Section):
 
     @property
     def gives_memory_back(self) -> bool:
-        """Whether gradients and optimizer state, the largest parts, are offloaded between steps."""
         return self.gradients and self.optimizer
 
 
@@ -374,7 +372,6 @@ class LearnerSection(Section):
 
     @property
     def host(self) -> str:
-        """The host of node 0, where trainer rank 0 runs."""
         return address_parts(self.master)[0]
 
     @property
@@ -386,7 +383,6 @@ class LearnerSection(Section):
 
     @property
     def sequence_parallel(self) -> bool:
-        """Whether the tokens of norms and dropout are split over the tensor parallel ranks."""
         return bool(self.transformer.get("sequence_parallel", self.parallel.tp > 1))
 
     @property
@@ -448,12 +444,10 @@ class RolloutServerSection(Section):
 
     @property
     def drafts(self) -> bool:
-        """Whether vLLM is told to draft tokens, several of which it verifies in one step."""
         return self.engine.get("speculative_config") is not None
 
     @property
     def caches_prefixes(self) -> bool:
-        """Whether engines keep the cache of a prompt for others that begin alike."""
         return bool(self.engine.get("enable_prefix_caching", True))
 
     @property

@@ -67,7 +67,6 @@ class Tables(Section):
 
     @property
     def run_dir(self) -> Path:
-        """The folder of all files of the run."""
         return self.run.dir / self.run.name
 
     @property

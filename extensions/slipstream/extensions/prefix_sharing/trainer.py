@@ -109,7 +109,6 @@ class PrefixSharing:
         return best
 
     def _note(self, saved: SavedWork) -> None:
-        """Adds the work that sharing saves in one mini-batch to the attribute `saved`."""
         self.saved = SavedWork(self.saved.tokens + saved.tokens, self.saved.squares + saved.squares)
 
     @contextmanager

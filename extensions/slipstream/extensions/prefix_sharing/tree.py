@@ -76,7 +76,6 @@ class PrefixTree:
 
     @property
     def share(self) -> bool:
-        """Whether at least two sequences may share a prefix."""
         return any(len(run.indices) > 1 for run in self._runs)
 
     def bundles(self, max_tokens: int) -> list[Bundle]:

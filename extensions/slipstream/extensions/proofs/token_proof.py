@@ -542,7 +542,6 @@ class _HeldConstant(TorchFunctionMode):
 
 
 def _carry(values: object) -> bool:
-    """Whether a tensor with a gradient is among the values, at any depth."""
     return any(isinstance(one, Tensor) and one.requires_grad for one in tree_leaves(values))
 
 

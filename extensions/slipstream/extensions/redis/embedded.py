@@ -56,7 +56,6 @@ class EmbeddedServer(AsyncClosing):
 
     @property
     def address(self) -> str:
-        """The server's URL without user and password."""
         return f"unix://{quote(str(self._socket))}"
 
     def password_file(self, user: str) -> Path:

@@ -108,7 +108,6 @@ class RedisSender:
 
     @property
     def undelivered(self) -> Sequence[TrajectoryId]:
-        """The trajectories that the receiver may not have; the oldest first."""
         return [place.trajectory_id for place in self._waiting]
 
     async def put(

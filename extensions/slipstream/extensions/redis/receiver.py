@@ -331,7 +331,6 @@ class _Entry:
 
     @property
     def size(self) -> int:
-        """Number of bytes that a sender has counted for the entry."""
         return 0 if self.request is None else len(self.request.trajectory)
 
 

@@ -52,7 +52,6 @@ class MlflowTracker:
         ids.keep("mlflow", self._run_id)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Implements `Tracker.log`."""
         from mlflow.entities import Metric
 
         now_ms = int(time.time() * 1000)
@@ -73,7 +72,6 @@ class MlflowTracker:
         self._client.set_tag(self._run_id, TABLES_TAG, json.dumps(tables))
 
     def close(self) -> None:
-        """Implements `Tracker.close`."""
         self._client.set_terminated(self._run_id)
 
     def _create(self, project: str, name: str, artifacts: Path | None) -> str:

@@ -30,7 +30,6 @@ class TensorBoardTracker:
         self._writer: Any = EventFileWriter(str(folder / "tensorboard"))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Implements `Tracker.log`."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -46,7 +45,6 @@ class TensorBoardTracker:
         """Does nothing: TensorBoard has no tables."""
 
     def close(self) -> None:
-        """Implements `Tracker.close`."""
         self._writer.close()
 
 

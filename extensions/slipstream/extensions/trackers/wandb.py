@@ -37,7 +37,6 @@ class WandbTracker:
         self._run.define_metric("*", step_metric=STEP)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Implements `Tracker.log`."""
         self._run.log({**values, STEP: step})
 
     def samples(self, step: int, episodes: Lines, groups: Lines) -> None:
@@ -53,5 +52,4 @@ class WandbTracker:
         self._run.log({"samples": table, STEP: step} | drawn)
 
     def close(self) -> None:
-        """Implements `Tracker.close`."""
         self._run.finish()

@@ -68,7 +68,6 @@ class Function:
 
     @property
     def is_own(self) -> bool:
-        """Whether this is a user's own function, not a built-in one."""
         return is_own(self.name)
 
     def fault(self, what: str, where: str) -> RunFailed:

@@ -29,7 +29,6 @@ class DescriptorLog(logging.Handler):
         self._descriptor = descriptor
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Implements `logging.Handler.emit`."""
         write_line(self._descriptor, self.format(record))
 
 

@@ -106,17 +106,14 @@ class RunProgress:
 
     @property
     def is_over(self) -> bool:
-        """Whether no more training will happen."""
         return self.state not in (status_pb2.RUN_STATE_STARTING, status_pb2.RUN_STATE_RUNNING)
 
     @property
     def has_failed(self) -> bool:
-        """Whether the run has failed."""
         return self.state == status_pb2.RUN_STATE_FAILED
 
     @property
     def all_steps_done(self) -> bool:
-        """Whether the trainer has made the last version."""
         return self.version.step >= self.last_step
 
     @property

@@ -114,7 +114,6 @@ class ControllerClient:
 
     @property
     def _metadata(self) -> tuple[tuple[str, str], ...]:
-        """The gRPC metadata of each call: the token, and the epoch after registration."""
         return (*self._token, *self._epoch)
 
     def _keep_place(self) -> None:

@@ -99,7 +99,6 @@ class Credentials:
 
     @property
     def has_tls(self) -> bool:
-        """Whether a server with these credentials uses TLS."""
         return self.certificate is not None
 
     @classmethod

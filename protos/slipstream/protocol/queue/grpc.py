@@ -89,12 +89,10 @@ class GrpcSender:
 
     @property
     def queued_bytes(self) -> int:
-        """Number of bytes that were put into this sender and are not acknowledged."""
         return self._budget.used_bytes
 
     @property
     def undelivered(self) -> Sequence[TrajectoryId]:
-        """The trajectories that the receiver may not have; the oldest first."""
         return [*self._unacknowledged, *self._without_room]
 
     async def put(

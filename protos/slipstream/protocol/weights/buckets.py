@@ -31,7 +31,6 @@ class TensorSpec:
 
     @property
     def num_bytes(self) -> int:
-        """The size of all elements in bytes."""
         return prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
@@ -52,7 +51,6 @@ class Bucket:
 
     @property
     def root(self) -> int:
-        """Rank of the sender in the communicator."""
         return self.spans[0].tensor.sender
 
 

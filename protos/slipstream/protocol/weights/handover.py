@@ -225,7 +225,6 @@ class HandoverSender:
 
     @property
     def port(self) -> int:
-        """The port to which receivers connect."""
         return int(self._listener.getsockname()[1])
 
     def accept(

@@ -200,7 +200,6 @@ class NcclGroup:
 
     @property
     def is_aborted(self) -> bool:
-        """Whether the communicator is aborted."""
         return self._is_aborted
 
     def abort(self, *, limit_s: float = ABORT_LIMIT_S) -> None:

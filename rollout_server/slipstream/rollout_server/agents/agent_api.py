@@ -140,7 +140,6 @@ class Answering:
 
 
 def _uses_tools(body: dict[str, Any]) -> bool:
-    """Returns whether the model may call tools in its reply to a request."""
     return bool(body.get("tools")) and body.get("tool_choice") not in ("none", {"type": "none"})
 
 

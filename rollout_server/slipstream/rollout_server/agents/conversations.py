@@ -86,7 +86,6 @@ class ConversationBranch(TokenRecord):
 
     @property
     def num_routed(self) -> int:
-        """The number of tokens whose routed experts are recorded."""
         return sum(map(len, self.expert_ids))
 
 
@@ -99,7 +98,6 @@ class AgentTurn:
 
     @property
     def reply(self) -> int:
-        """The number of the reply in its branch, from 0."""
         return [*itertools.accumulate(self.branch.run_lengths)].index(self.end) // 2
 
 

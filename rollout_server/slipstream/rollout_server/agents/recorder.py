@@ -124,7 +124,6 @@ class Recorder:
 
     @property
     def num_open(self) -> int:
-        """The number of calls that are not closed."""
         return len(self._open)
 
     def open(self, http: HttpCall, path: str, *, is_stream: bool) -> ServedCall:

@@ -47,7 +47,6 @@ class Judgement:
 
     @property
     def whole_reward(self) -> float:
-        """The reward of the reply with those of its tokens."""
         return sum(self.token_rewards, self.reward)
 
 
@@ -80,7 +79,6 @@ class ReplyReward:
 
     @property
     def whole(self) -> float:
-        """The reward of the reply with those of its tokens."""
         return sum(self.token_rewards, self.reward)
 
 
@@ -326,7 +324,6 @@ class CallTable:
 
     @property
     def is_open(self) -> bool:
-        """Whether calls can still be made: the stream has not ended."""
         return self._end is None
 
     async def call(

@@ -74,17 +74,14 @@ class Recording(TokenRecord):
 
     @property
     def num_sampled(self) -> int:
-        """The number of tokens in all replies."""
         return sum(self.run_lengths[1::2])
 
     @property
     def num_routed(self) -> int:
-        """The number of tokens of the current conversation whose experts are recorded."""
         return sum(map(len, self.expert_ids)) - self.start
 
     @property
     def conversation(self) -> list[int]:
-        """The token ids of the current conversation."""
         return self.token_ids[self.start :] if self.start else self.token_ids
 
     @property

@@ -391,5 +391,4 @@ def _marked(messages: Sequence[ChatMessage]) -> Iterator[ChatMessage]:
 
 
 def _short(call_id: str, ids: dict[str, str]) -> str:
-    """Returns an id of nine characters, which every template takes, or "" for none."""
     return ids.setdefault(call_id, f"slp{len(ids):06}") if call_id else ""

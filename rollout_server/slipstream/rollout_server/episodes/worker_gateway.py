@@ -227,7 +227,6 @@ class WorkerGateway(environment_pb2_grpc.WorkerServiceServicer):
 
     @property
     def address(self) -> str:
-        """The address to which workers connect."""
         return f"unix:{self._folder.path / 'workers.sock'}"
 
     async def __aenter__(self) -> Self:

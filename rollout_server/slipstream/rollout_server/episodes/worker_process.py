@@ -103,7 +103,6 @@ class WorkerProcess:
 
     @property
     def was_killed(self) -> bool:
-        """Whether a signal has ended the worker."""
         return (self._process.returncode or 0) < 0
 
     async def wait(self) -> str:

@@ -113,22 +113,18 @@ class VllmEngine:
 
     @property
     def num_workers(self) -> int:
-        """The number of ranks in a communicator."""
         return int(self._llm.vllm_config.parallel_config.world_size)
 
     @property
     def max_model_len(self) -> int:
-        """The largest number of tokens of a sequence."""
         return int(self._llm.model_config.max_model_len)
 
     @property
     def num_experts(self) -> int:
-        """The number of experts in a layer, or 0 if the model has none."""
         return int(self._llm.model_config.get_num_experts())
 
     @property
     def parts(self) -> VllmParts:
-        """The parts that vLLM's HTTP application needs."""
         return VllmParts(self._llm.vllm_config, self._llm.renderer)
 
     async def prepare_weights(

@@ -74,7 +74,6 @@ class EngineRequests:
 
     @property
     def num_open(self) -> int:
-        """The number of open requests, admitted or waiting to be admitted."""
         return len(self._open)
 
     def use(self) -> EngineUse:

@@ -54,12 +54,10 @@ class Staging:
 
     @property
     def is_begun(self) -> bool:
-        """Whether an update is arriving or has arrived."""
         return self._arriving is not None
 
     @property
     def held_bytes(self) -> int:
-        """The bytes of memory that are kept for the next update."""
         return sum(memory.numel() for memory in self._memory)
 
     def begin(self, receiver: BucketReceiver, incoming: Incoming) -> None:

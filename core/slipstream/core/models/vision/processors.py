@@ -38,7 +38,6 @@ class PixtralProcessor(ImageProcessor):
 
     @property
     def merge(self) -> int:
-        """The number of patches along each side of the square that is merged into one token."""
         return self.merge_size
 
     @property

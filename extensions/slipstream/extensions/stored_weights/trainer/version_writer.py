@@ -84,7 +84,6 @@ class VersionWriter:
 
     @property
     def is_idle(self) -> bool:
-        """Whether this rank has finished its last order."""
         return self._thread is None or not self._thread.is_alive()
 
     def store(self, order: trainer_pb2.StoreOrder, probe: weights_pb2.Probe) -> None:

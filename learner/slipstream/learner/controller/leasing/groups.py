@@ -78,17 +78,14 @@ class Group:
 
     @property
     def num_missing(self) -> int:
-        """Number of `missing` members."""
         return self.size - len(self.finished) - len(self.failed)
 
     @property
     def num_running(self) -> int:
-        """Number of `running` members."""
         return len(self.running) if self.ended else self.num_missing
 
     @property
     def running(self) -> list[int]:
-        """The members that the server with the lease runs or will run."""
         return [member for member in self.missing if member not in self.ended]
 
     def may_end(self, epoch: int, attempt: int) -> bool:
@@ -144,7 +141,6 @@ class Group:
 
     @property
     def next_attempt(self) -> int:
-        """The first attempt number that no server has used."""
         return max(self.unused_attempt, max(self.attempts.values(), default=-1) + 1)
 
     def in_order(self) -> list[Trajectory]:

@@ -119,7 +119,6 @@ class LeaseBook:
 
     @property
     def promised_episodes(self) -> int:
-        """Number of episodes that servers may still deliver to the queue."""
         return self.episodes_by_environment().total()
 
     def may_lease(self, served_step: int) -> bool:

@@ -31,7 +31,6 @@ class Question:
 
     @property
     def is_open(self) -> bool:
-        """Whether the server has not answered yet."""
         return not self.answer.done()
 
     def reply(self, report: fleet_pb2.PublishReport) -> None:

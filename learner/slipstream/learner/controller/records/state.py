@@ -61,7 +61,6 @@ class FilteredGroups:
 
     @property
     def total(self) -> int:
-        """Number of groups that were left out."""
         return sum(tally.groups for tally in self.tallies.values())
 
     def verdict(self, limit: int) -> FilterVerdict:

@@ -105,7 +105,6 @@ class RunRecorder:
 
     @property
     def since_step_s(self) -> float:
-        """Seconds since the newest step, or since the controller started if there is none."""
         return time.monotonic() - self._last_step_s
 
     def close(self) -> None:

@@ -179,7 +179,6 @@ class RunIds:
 
 
 def _is_id(value: JsonValue) -> bool:
-    """Whether a value can be a tracker's run id: a printable string of limited length."""
     return isinstance(value, str) and value.isprintable() and 0 < len(value) <= MAX_ID
 
 

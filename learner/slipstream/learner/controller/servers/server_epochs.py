@@ -100,7 +100,6 @@ class EpochCount:
 
     @property
     def gap_tokens(self) -> int:
-        """Sum of the tokens in `gaps`, over all hand-overs."""
         return self.unrecorded + self.unsent.tokens + self.missing.tokens
 
     @property
@@ -185,7 +184,6 @@ class ServerEpochs:
 
     @property
     def generated(self) -> int:
-        """Number of tokens that all engines have generated, by their reports."""
         return sum(count.generated for count in self.counts())
 
     def __contains__(self, key: object) -> bool:

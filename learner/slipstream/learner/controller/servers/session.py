@@ -157,7 +157,6 @@ class ServerSession:
 
     @property
     def name(self) -> str:
-        """The server's name."""
         return self.key.server_id
 
     @property
@@ -167,7 +166,6 @@ class ServerSession:
 
     @property
     def is_serving(self) -> bool:
-        """Whether the server may be leased a group."""
         return self.state == SERVING
 
     @property

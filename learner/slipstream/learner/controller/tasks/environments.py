@@ -56,12 +56,10 @@ class EnvironmentEntry:
 
     @property
     def is_training(self) -> bool:
-        """Whether the environment's episodes are trained, not only evaluated."""
         return self.spec.purpose == trajectory_pb2.EPISODE_PURPOSE_TRAINING
 
     @property
     def is_ready(self) -> bool:
-        """Whether groups of the environment may be leased."""
         return self.state == pb.ENVIRONMENT_STATE_READY
 
     @property

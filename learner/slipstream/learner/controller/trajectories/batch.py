@@ -59,12 +59,10 @@ class SetAside:
 
     @property
     def trajectories(self) -> list[Trajectory]:
-        """The trajectories of all groups that were set aside."""
         return _trajectories(self.groups)
 
     @property
     def waiting(self) -> list[Trajectory]:
-        """The trajectories of all groups that wait for another batch."""
         return _trajectories(self.put_back)
 
     def record(self) -> kinds.BatchSetAside:
@@ -155,7 +153,6 @@ class FormedBatch:
 
     @property
     def trajectories(self) -> list[Trajectory]:
-        """All trajectories, group by group, sorted by member."""
         return [trajectory for group in self.groups for trajectory in group.in_order()]
 
     @functools.cached_property

@@ -30,12 +30,10 @@ class Batch:
 
     @property
     def group_ids(self) -> list[str]:
-        """The group id of each trajectory."""
         return [trajectory.group_id for trajectory in self.trajectories]
 
     @functools.cached_property
     def owners(self) -> list[int]:
-        """The index of the trajectory that each sequence belongs to."""
         return [index for index, t in enumerate(self.trajectories) for _ in t.sequences()]
 
     @functools.cached_property

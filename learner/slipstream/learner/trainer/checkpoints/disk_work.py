@@ -227,7 +227,6 @@ class SyncedFile(CountedFile):
 
     @property
     def digest(self) -> str:
-        """The BLAKE2b digest of all written bytes, in hexadecimal."""
         return self._digest.hexdigest()
 
     def write(self, data: Any) -> int:  # noqa: ANN401 - whatever has a buffer

@@ -302,7 +302,6 @@ def _score_by_sigmoid(provider: Megatron) -> None:
 
 
 def _expert_bias(theirs: str) -> list[Megatron]:
-    """Returns the mapping of the router's biases to a tensor of a layer in the files."""
     return renamed({f"{DECODER}mlp.router.expert_bias": f"{LAYER}{theirs}.e_score_correction_bias"})
 
 

@@ -82,7 +82,6 @@ class ParallelModel:
 
     @property
     def splits_tokens(self) -> bool:
-        """Whether sequence parallelism splits the tokens over the tensor parallel ranks."""
         return bool(self.chunks[0].config.sequence_parallel)
 
     @property
@@ -142,7 +141,6 @@ class TrainedModel(ParallelModel):
 
     @property
     def loss_scale(self) -> float:
-        """The factor of the loss in the backward pass, 1 without a loss scaler."""
         return 1.0 if self.scaler is None else float(self.scaler.scale)
 
     def optimizer_step(

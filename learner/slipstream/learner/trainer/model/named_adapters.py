@@ -64,12 +64,10 @@ class NamedAdapters:
 
     @property
     def have_names(self) -> bool:
-        """Whether the settings name the adapters."""
         return self.names != ("",)
 
     @property
     def are_several(self) -> bool:
-        """Whether there is more than one adapter."""
         return len(self.names) > 1
 
     @contextmanager

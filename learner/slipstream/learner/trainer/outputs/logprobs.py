@@ -46,7 +46,6 @@ class Projection:
 
     @property
     def tp_group(self) -> dist.ProcessGroup | None:
-        """The group over which the vocabulary is split, or None if it is not split."""
         return self.group if self.group is not None and self.group.size() > 1 else None
 
 

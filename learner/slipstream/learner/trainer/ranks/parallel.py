@@ -111,17 +111,14 @@ class Ranks:
 
     @property
     def dp_rank(self) -> int:
-        """The rank of this process in its data parallel group: the index of its model replica."""
         return int(self._grid.groups.get_data_parallel_rank())
 
     @property
     def dp_size(self) -> int:
-        """The data parallel size: the number of replicas, which train different micro batches."""
         return int(self._grid.groups.get_data_parallel_world_size())
 
     @property
     def tp_size(self) -> int:
-        """The tensor parallel size: the number of ranks that share each matrix."""
         return int(self._grid.groups.get_tensor_model_parallel_world_size())
 
     @property
@@ -132,12 +129,10 @@ class Ranks:
 
     @property
     def cp_rank(self) -> int:
-        """The rank of this process in its context parallel group."""
         return int(self._grid.groups.get_context_parallel_rank())
 
     @property
     def cp_size(self) -> int:
-        """The context parallel size: the number of ranks that share each sequence."""
         return int(self._grid.groups.get_context_parallel_world_size())
 
     @property
@@ -148,12 +143,10 @@ class Ranks:
 
     @property
     def stage(self) -> int:
-        """The index of this rank's pipeline stage."""
         return int(self._grid.groups.get_pipeline_model_parallel_rank())
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this rank is in the last pipeline stage, which computes the losses."""
         return bool(self._grid.groups.is_pipeline_last_stage(ignore_virtual=True))
 
     @property
@@ -211,7 +204,6 @@ class Ranks:
 
     @functools.cached_property
     def gpus(self) -> list[str]:
-        """The driver's identifier of this rank's GPU, as a list; [] on a CPU."""
         return gpu_names(os.environ, self.device.index, 1) if self.device.type == "cuda" else []
 
     def describe(self, *, has_experts: bool) -> str:

@@ -126,15 +126,12 @@ class BridgeFilling:
         )
 
     def prepare(self, buckets: Sequence[Bucket], lanes: Sequence[Tensor]) -> None:
-        """Implements `Filling.prepare`."""
         self._buckets, self._lanes = buckets, lanes
 
     def begin(self) -> None:
-        """Implements `Filling.begin`."""
         self._pending = exported(self._policy, self._dtype, self._kind)
 
     def fill(self, place: int) -> None:
-        """Implements `Filling.fill`."""
         lane = self._lanes[place % len(self._lanes)]
         for span in self._buckets[place].spans:
             name, tensor = next(self._pending)
@@ -249,7 +246,6 @@ class PlannedFilling:
         )
 
     def prepare(self, buckets: Sequence[Bucket], lanes: Sequence[Tensor]) -> None:
-        """Implements `Filling.prepare`."""
         self._leads = [self.senders[bucket.root] for bucket in buckets]
         sorted_out = [self._sort(bucket) for bucket in buckets]
         gathers = [gather for _, of_bucket in sorted_out for gather in of_bucket]
@@ -285,7 +281,6 @@ class PlannedFilling:
         """Implements `Filling.begin`."""
 
     def fill(self, place: int) -> None:
-        """Implements `Filling.fill`."""
         self._whole[place].run()
         for step in self._steps[place]:
             step.before.run()

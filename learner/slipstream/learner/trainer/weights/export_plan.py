@@ -49,7 +49,6 @@ class Piece:
 
     @property
     def num_parts(self) -> int:
-        """The number of ranks whose parts together are the tensor."""
         return dist.get_world_size(self.group) if self.dim is not None else 1
 
 

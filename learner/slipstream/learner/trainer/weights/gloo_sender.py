@@ -98,7 +98,6 @@ class GlooSender(BucketSender):
         )
 
     def send(self, bucket: Bucket, data: Tensor) -> Release:
-        """Implements `BucketSender.send`."""
         self._settle()
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = bucket.root, 0
@@ -108,13 +107,11 @@ class GlooSender(BucketSender):
         return lambda: self._release(work)
 
     def finish(self) -> Wire:
-        """Implements `BucketSender.finish`."""
         self._settle()
         found, self._wire = self._wire, Wire()
         return found
 
     def abort(self) -> None:
-        """Implements `BucketSender.abort`."""
         if self._group is not None:
             self._group.abort()
         self._group = self._meeting_place = self._id = self._under_way = None

@@ -103,7 +103,6 @@ class IpcSender(BucketSender):
         return lambda: None
 
     def finish(self) -> Wire:
-        """Implements `BucketSender.finish`."""
         handover, deadline_s = live(self._handover), self.bucket_deadline_s
         with self._aborting():
             self._tell()
@@ -116,7 +115,6 @@ class IpcSender(BucketSender):
         return wire
 
     def abort(self) -> None:
-        """Implements `BucketSender.abort`."""
         if self._handover is not None:
             self._handover.close()
         self._handover = self._id = self._filling = None

@@ -41,7 +41,6 @@ class NcclSender(BucketSender):
 
     @property
     def communicator_id(self) -> str | None:
-        """Implements `BucketSender.communicator_id`."""
         is_alive = self._group is not None and not self._group.is_aborted
         return self._id if is_alive else None
 
@@ -64,7 +63,6 @@ class NcclSender(BucketSender):
         )
 
     def send(self, bucket: Bucket, data: Tensor) -> Release:
-        """Implements `BucketSender.send`."""
         group = live(self._group)
         self._stream.follow()
         group.broadcast(
@@ -77,13 +75,11 @@ class NcclSender(BucketSender):
         return self._stream.release()
 
     def finish(self) -> Wire:
-        """Implements `BucketSender.finish`."""
         group = live(self._group)
         group.wait()
         return group.take_wire()
 
     def abort(self) -> None:
-        """Implements `BucketSender.abort`."""
         if self._group is not None:
             self._group.abort()
         self._group = self._id = None

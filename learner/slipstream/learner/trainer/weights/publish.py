@@ -63,7 +63,6 @@ class WeightPublisher:
 
     @property
     def communicator_id(self) -> str:
-        """The id of the communicator through which this rank can send, or "" if there is none."""
         return "" if self._sender is None else self._sender.communicator_id or ""
 
     def run(self, order: weights_pb2.PublishOrder, probe: weights_pb2.Probe | None) -> None:

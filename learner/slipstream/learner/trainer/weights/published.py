@@ -52,7 +52,6 @@ class Published:
 
     @property
     def largest_bucket(self) -> int:
-        """The size of the largest bucket in bytes."""
         return max(stream.largest_bucket for _, stream in self._parts(adapters_alone=False))
 
     def num_bytes(self, *, adapters_alone: bool) -> int:

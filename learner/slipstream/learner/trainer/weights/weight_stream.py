@@ -83,7 +83,6 @@ class WeightStream:
 
     @property
     def senders(self) -> tuple[int, ...]:
-        """The ranks that send, in the order of `TensorSpec.sender`."""
         return self._filling.senders
 
     @property
@@ -94,22 +93,18 @@ class WeightStream:
 
     @property
     def num_parameters(self) -> int:
-        """The number of elements of all tensors in the stream."""
         return sum(torch.Size(tensor.shape).numel() for tensor in self.tensors)
 
     @property
     def num_bytes(self) -> int:
-        """The number of bytes sent to each receiver."""
         return sum(bucket.num_bytes for bucket in self.buckets)
 
     @property
     def largest_bucket(self) -> int:
-        """The size of the largest bucket in bytes."""
         return max(bucket.num_bytes for bucket in self.buckets)
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:
-        """All tensors, in the order in which they are sent."""
         return self._filling.tensors
 
     @contextlib.contextmanager

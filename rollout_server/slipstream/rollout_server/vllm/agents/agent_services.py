@@ -28,12 +28,10 @@ class AgentServices:
 
     @property
     def takes_tools(self) -> bool:
-        """Whether the run has a parser for tool calls in replies."""
         return self._settings.tool_parser is not None
 
     @property
     def reads_thoughts(self) -> bool:
-        """Whether the run has a parser for thoughts in replies."""
         return self._settings.reasoning_parser is not None
 
     async def reader(self, inputs: TemplateInputs) -> ReplyReader | None:

@@ -510,7 +510,6 @@ def _empty_message(index: int) -> tuple[list[Any], list[Any]]:
 
 
 def _has_text_or_call(items: Sequence[Any]) -> bool:
-    """Returns whether the output items of a response are more than reasoning and empty messages."""
     return any(item.type != "reasoning" and getattr(item, "content", True) for item in items)
 
 

@@ -57,7 +57,6 @@ class Fp8Linear:
 
     @property
     def plain_bytes(self) -> int:
-        """The size in bytes of the matrix before quantising."""
         return self.weight.numel() * self.dtype.itemsize
 
     def quantise(self, plain: torch.Tensor, largest: torch.Tensor) -> None:

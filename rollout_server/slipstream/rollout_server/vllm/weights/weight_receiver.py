@@ -196,7 +196,6 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
 
     @property
     def can_copy(self) -> bool:
-        """Whether this update can be received without vLLM's loader."""
         return self._replay is not None or not self._weights
 
     def room(self) -> int:

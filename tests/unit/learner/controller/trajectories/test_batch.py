@@ -29,7 +29,11 @@ from slipstream.learner.controller.trajectories.batch import (
     header,
 )
 from slipstream.learner.controller.trajectories.batches import BatchFormer
-from slipstream.learner.controller.trajectories.intake import MOST_FILTERED_BATCHES, GroupFilter, Intake
+from slipstream.learner.controller.trajectories.intake import (
+    MOST_FILTERED_BATCHES,
+    GroupFilter,
+    Intake,
+)
 from slipstream.protocol.codec import trajectory_to_pb
 from slipstream.v1 import trainer_pb2, trajectory_pb2
 from support.fakes.fake_controller import make_batch
