@@ -100,20 +100,14 @@ def test_a_critic_trains_in_float16(rank_pool: RankPool, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize(
-    ("model", "cause"),
-    [
-        ("activations", r"what decoder\.layers\.\S+ (gives|takes) reaches (\d{5,}|inf);"),
-        ("weights", r"a weight of decoder\.layers\.\S+ reaches inf;"),
-    ],
-)
-def test_a_model_that_comes_near_the_end_of_the_range_is_refused_on_every_rank(
-    model: str, cause: str, world_size: int, rank_pool: RankPool, folder: Path
+@pytest.mark.parametrize("model", ["activations", "weights"])
+def test_a_model_that_exceeds_the_range_ends_its_run_at_the_first_step_on_every_rank(
+    model: str, world_size: int, rank_pool: RankPool, folder: Path
 ) -> None:
     said = answers(rank_pool, folder, f"{model}@float16", world_size)
     assert len(set(said)) == 1
-    start = 'model.dtype must be "bfloat16" for this model: float16 ends at 65504, and '
-    assert re.match(start + cause, said[0]), said[0]
+    told = r'the loss is nan; .* weights are at fault, not the batch; float16 .* = "bfloat16" may'
+    assert re.match(told, said[0]), said[0]
     assert answers(rank_pool, folder, f"{model}@bfloat16", world_size) == [""] * world_size
 
 

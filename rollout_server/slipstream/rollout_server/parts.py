@@ -15,7 +15,6 @@ from slipstream.core.settings.config import Config
 from slipstream.core.types import ServerId
 from slipstream.protocol.access.security import Credentials, redis_url_of
 from slipstream.protocol.queue.base import TrajectorySender
-from slipstream.rollout_server.episodes.play import Spans
 
 if TYPE_CHECKING:
     from slipstream.extensions.reference_server.server import ReferenceServer
@@ -47,20 +46,6 @@ async def open_sender(
     return await stack.enter_async_context(
         GrpcSender(channel, credentials, queue.max_bytes, run_id=run_id)
     )
-
-
-def open_traces(stack: AsyncExitStack, config: Config, server: ServerId, run_id: str) -> Spans:
-    """Returns the sender of spans, which `stack` closes; sends none without a URL for them."""
-    url = config.tracking.traces_url
-    if url is None:
-        return Spans()
-    # OpenTelemetry takes a third of a second to import.
-    from slipstream.extensions.traces.exporter import Traces
-    from slipstream.extensions.traces.server import ServerTraces
-
-    traces = Traces(url, run_id, "rollout_server", server)
-    stack.push_async_callback(traces.aclose)
-    return ServerTraces(traces, server)
 
 
 def open_reference(stack: AsyncExitStack, config: Config) -> ReferenceServer | None:

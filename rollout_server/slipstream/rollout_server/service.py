@@ -55,7 +55,6 @@ from slipstream.rollout_server.parts import (
     open_fetches,
     open_reference,
     open_sender,
-    open_traces,
 )
 from slipstream.rollout_server.session import (
     End,
@@ -128,7 +127,6 @@ class RolloutServer:
                 return
             config, run_id = self._config, joined.welcome.run_id
             sender = await open_sender(stack, config, channel, self._credentials, run_id)
-            traces = open_traces(stack, config, self._server_id, run_id)
             await stack.enter_async_context(self._gateway)
             async with asyncio.TaskGroup() as group:
                 clients = ClientEnvironments(channel, self._metadata)
@@ -141,7 +139,7 @@ class RolloutServer:
                     ),
                 )
                 reference = open_reference(stack, config)
-                of_episodes = EpisodeServices(self._model, environments, reference, traces)
+                of_episodes = EpisodeServices(self._model, environments, reference)
                 services = SessionServices(config, sender, self._open_fetches, of_episodes)
                 watches = [
                     group.create_task(self._model.engine.watch()),

@@ -189,7 +189,6 @@ class Session:
     def _publish_report(self, report: fleet_pb2.PublishReport) -> None:
         if self._fetches is not None:
             self._fetches.note(report)
-        self._services.of_episodes.traces.publish(report)
         self._tell_publish(report)
 
     def _tell_publish(self, report: fleet_pb2.PublishReport) -> None:

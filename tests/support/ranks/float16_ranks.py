@@ -1,7 +1,7 @@
 """The program of ranks that train in float16, and where its range ends.
 
 FOLDER/JOB-RANK.json says afterwards what happened. "stuck" has a scale of the loss that cannot
-fall, "parts" is a mixture. Others name a type of numbers, too: a critic, or a model that is opened
+fall, "parts" is a mixture. Others name a type of numbers, too: a critic, or a model that is trained
 with activations or weights that are too large; two ranks hold its stages.
 """
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import load_file, save_file
 from slipstream.core.configuration.config_file import parse_config
-from slipstream.core.errors import ConfigError, UntrainableBatch
+from slipstream.core.errors import RunFailed, UntrainableBatch
 from slipstream.core.settings.config import Config
 
 from support.ranks.parity_layouts import batches, config_of
@@ -42,7 +42,6 @@ def make_large(folder: Path) -> None:
 
 
 def run_rank(folder: Path, job: str) -> None:
-    from slipstream.learner.trainer.opening import open_policy
     from slipstream.learner.trainer.ranks.parallel import Launch
 
     launch = Launch.from_environment()
@@ -55,11 +54,13 @@ def run_rank(folder: Path, job: str) -> None:
     else:
         layout = "one" if launch.world_size == 1 else "pp2"
         config = changed(f"{layout}@{dtype}", folder, model={"path": str(folder / name)})
+        policy, step = opened_step(config)
+        found = ""
         try:
-            open_policy(config, launch).ranks.close()
-            found = ""
-        except ConfigError as error:
+            step.run(batches(config)[0])
+        except RunFailed as error:
             found = str(error)
+        policy.ranks.close()
     (folder / f"{job}-{launch.rank}.json").write_text(json.dumps(found))
 
 

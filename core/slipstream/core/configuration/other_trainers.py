@@ -56,6 +56,7 @@ _REMOVED = {
     "reference.transformer": "the reference has the learner's",
     "run.changed_functions": 'run.resume = "changed" goes on with them',
     "security.allow_public_addresses": "addresses must be private",
+    "tracking.traces_url": "trace.json in the run's folder has the newest sampled step",
 }
 # Values that other trainers give a setting of the same name.
 VALUES = {

@@ -7,11 +7,10 @@ import shlex
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Annotated, Literal
-from urllib.parse import urlsplit
 
-from pydantic import Field, JsonValue, field_validator, model_validator
+from pydantic import Field, JsonValue, model_validator
 from slipstream.core.errors import ConfigError
-from slipstream.core.machine.address import address_parts, is_loopback
+from slipstream.core.machine.address import address_parts
 from slipstream.core.settings.section import Address, Positive, Reference, Seconds, Section
 from slipstream.core.template_values import TemplateValues
 
@@ -116,21 +115,6 @@ class TrackingSection(Section):
     # Address of the controller's /metrics. The trainer takes the next port, rollout servers those
     # behind it. Off loopback it needs TLS and `security.metrics_token_file`.
     prometheus: Address | None = None
-    # OpenTelemetry collector for [traces](guides/prometheus.md), such as
-    # http://127.0.0.1:4318/v1/traces. Off loopback it must be https.
-    traces_url: str | None = None
-
-    @field_validator("traces_url")
-    @classmethod
-    def _is_collector(cls, url: str | None) -> str | None:
-        if url is None:
-            return url
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.username:
-            raise ValueError("traces_url must be http(s)://host:port/path without a user")
-        if parts.scheme == "http" and not is_loopback(parts.hostname):
-            raise ValueError(f"traces_url must be https, {parts.hostname} is not loopback")
-        return url
 
     @model_validator(mode="after")
     def _has_ports(self) -> TrackingSection:

@@ -226,8 +226,7 @@ class ModelSection(Section):
     # Hugging Face folder with config.json, safetensors and tokenizer, or OWNER/NAME[@REVISION] on
     # the hub.
     path: Path
-    # Element type of the learner's parameters and of the engine. With float16 models that come near
-    # 65504 are refused.
+    # Element type of the learner's parameters and of the engine. float16 holds numbers below 65504.
     dtype: ElementType = "bfloat16"
 
 

@@ -7,7 +7,6 @@ import os
 import secrets
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import grpc.aio
@@ -161,8 +160,6 @@ class Controller:
         async with AsyncExitStack() as stack:
             journal = stack.enter_context(Journal(folder / JOURNAL))
             history = begin(journal, folder / JOURNAL, self._run)
-            if self._config.tracking.traces_url is not None:
-                self._open_traces(stack, self._config.tracking.traces_url)
             self._environments = EnvironmentBook(
                 history,
                 seed=self._config.run.seed,
@@ -228,15 +225,6 @@ class Controller:
             parts.environments.relay.close()
             parts.trainer.place.close()
         return 1 if self._progress.has_failed else 0
-
-    def _open_traces(self, stack: AsyncExitStack, url: str) -> None:
-        # OpenTelemetry takes a third of a second to import.
-        from slipstream.extensions.traces.controller import RunTraces
-        from slipstream.extensions.traces.exporter import Traces
-
-        traces = Traces(url, self._progress.run_id, "controller")
-        stack.push_async_callback(traces.aclose)
-        self._run = replace(self._run, traces=RunTraces(traces))
 
     def _metrics(self) -> AbstractAsyncContextManager[None]:
         # The library takes a third of a second to import.

@@ -75,8 +75,6 @@ class Results(Part):
         if trained.again and self._recorder.has_row(batch.version):
             self._run.events.add(f"version {trained.version}, trained again")
             return
-        groups = [(g.group_id, g.environment, g.task_index) for g in batch.groups]
-        self._run.traces.stepped(batch.version, groups, begin_s=training[0], end_s=now)
         snapshot = books.ledger.snapshot()
         row = self._recorder.step(
             batch,

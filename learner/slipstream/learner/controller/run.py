@@ -1,45 +1,17 @@
-"""The settings, events, clock, progress and spans that all parts of the controller share."""
+"""The settings, events, clock and progress that all parts of the controller share."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from slipstream.core.settings.config import Config
-from slipstream.core.types import GroupId, PolicyVersion, Trajectory
+from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.events import EventLog, Severity, Signal
 from slipstream.learner.controller.loop_clock import LoopClock, Stopwatch
 from slipstream.protocol.weights.transports import Place
 from slipstream.v1 import status_pb2
-
-
-class RunSpans:
-    """What happens to groups and publishes, in Unix seconds; `RunTraces` sends it as spans."""
-
-    def leased(self, group_id: GroupId) -> None:
-        """Notes a group's first lease."""
-
-    def arrived(self, trajectory: Trajectory) -> None:
-        """Notes the arrival of a trajectory."""
-
-    def completed(self, group_id: GroupId) -> None:
-        """Notes that a group is complete and waits for its batch."""
-
-    def stepped(
-        self,
-        version: int,
-        groups: Iterable[tuple[GroupId, str, int]],
-        *,
-        begin_s: float,
-        end_s: float,
-    ) -> None:
-        """Notes the step that made `version` of `groups`: (id, environment, task index) of each."""
-
-    def published(
-        self, publish_id: str, version: int, *, begin_s: float, num_bytes: int, error: str = ""
-    ) -> None:
-        """Notes a publish, which ends now; `error` is "" if it succeeded."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +25,6 @@ class Run:
     # Measures the silence and delays of servers and trainer.
     clock: LoopClock
     progress: RunProgress
-    traces: RunSpans = field(default_factory=RunSpans)
 
     @classmethod
     def of(cls, config: Config, run_id: str) -> Run:

@@ -40,7 +40,7 @@ from slipstream.learner.trainer.model.model import (
     unwrapped,
 )
 from slipstream.learner.trainer.model.named_adapters import NamedAdapters
-from slipstream.learner.trainer.model.numeric_checks import check_attention, check_range
+from slipstream.learner.trainer.model.numeric_checks import check_attention
 from slipstream.learner.trainer.model.recipe import (
     ddp_config_of,
     fuse_gradients,
@@ -106,7 +106,7 @@ def load_trained(
     `ranks` must have this layout, and it must be in force. `change` may alter the model before the
     optimizer is created. If `config.checkpoint.load` is set, the weights come from there. Without
     `load_weights` they are random. Raises ConfigError if weights are loaded, and the attention
-    kernel computes wrong gradients or the model's values exceed the range of float16.
+    kernel computes wrong gradients.
     """
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.optimizer import get_megatron_optimizer
@@ -139,19 +139,14 @@ def load_trained(
             recompute = Recompute(list(map(unwrapped, chunks)), config.learner, memory)
     if load_weights:
         check_attention(model)
-        check_range(model, max_tokens=config.learner.micro_batch_tokens)
     return TrainedModel(**vars(model), optimizer=optimizer, scaler=scaler, recompute=recompute)
 
 
 def load_frozen(config: Config, ranks: Ranks) -> ParallelModel:
-    """Loads a model like `load_trained`, but without gradients or an optimizer; collective.
-
-    Raises ConfigError if the model's values exceed the range of float16.
-    """
+    """Loads a model like `load_trained`, but without gradients or an optimizer; collective."""
     model = _load(config, ranks, None, change=defer_projections, load_weights=True)
     for chunk in model.chunks:
         chunk.requires_grad_(False)
-    check_range(model, max_tokens=config.learner.micro_batch_tokens)
     return model
 
 

@@ -75,9 +75,12 @@ def loss_fault(
     temperature = config.sampling.temperature
     scored = are_finite(functools.partial(forward_logprobs, policy, temperature=temperature))
     if not any(itertools.compress(scored, trained)):
+        hint = ""
+        if policy.dtype == torch.float16:
+            hint = '; float16 ends at 65504, and model.dtype = "bfloat16" may hold this model'
         return RunFailed(
             f"{cause}; the policy finds no finite log-probability in any sequence: its weights "
-            "are at fault, not the batch"
+            f"are at fault, not the batch{hint}"
         )
     known = are_finite(lambda _: [one.token_losses for one in losses])
     faulty = [index for index, is_known in zip(chosen, known, strict=True) if not is_known]

@@ -14,7 +14,6 @@ import asyncio
 import json
 import logging
 import re
-import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -99,8 +98,6 @@ class Recorder:
         self.ignored: Counter[str] = Counter()
         # The time with at least one reply under way.
         self.clock = UseClock()
-        # Called when a reply has been sampled, with its Unix time of start and number of tokens.
-        self.on_reply: Callable[[float, int], None] = lambda _begin_s, _num_tokens: None
         # Whether a call was refused for a limit.
         self.was_refused = False
         # Whether the last reply of a branch was cut off at a limit of the run.
@@ -256,7 +253,6 @@ class Recorder:
     ) -> None:
         call = opened.call
         assert call is not None
-        begun_s = time.time()
         self.clock.enter()
         try:
             async for part in self._requests.stream(
@@ -270,7 +266,6 @@ class Recorder:
             ):
                 if (reply := part.generation) is not None:
                     self._sampled(len(reply.token_ids))
-                    self.on_reply(begun_s, len(reply.token_ids))
                     opened.turn = self.conversations.finish(call, reply)
                     is_cut = reply.finish_reason is FinishReason.LENGTH
                     is_ours = opened.room is not None and max_tokens == opened.room.new_tokens

@@ -165,7 +165,6 @@ async def serve_agent(play: Play, session: StreamSession, opening: Opening) -> S
         sampled=play.counters.sampled,
         template_values=values,
     )
-    recorder.on_reply = play.trace_call
     judge = None
     if requests.keeps_start:
         judge = Recorder(

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -181,20 +180,16 @@ class Dispatcher:
             task = EpisodeTask(self._identity, group.lease, member, attempt)
             episode = Episode(task, self._services, self._counters)
             group.episodes.add(episode)
-            begun_s = time.time()
             try:
-                trajectory = await episode.run()
+                return await episode.run()
             finally:
                 group.episodes.discard(episode)
-            self._services.traces.episode(trajectory, begin_s=begun_s)
-            return trajectory
         finally:
             self._slots.release()
 
     async def _deliver(self, trajectory: Trajectory) -> Status:
         """Puts a trajectory into the queue; returns the status under which it was delivered."""
-        begun_s, name = time.time(), trajectory.trajectory_id
-        tokens = trajectory.num_sampled_tokens
+        name, tokens = trajectory.trajectory_id, trajectory.num_sampled_tokens
         self._counters.delivering[name] = tokens
         if self._verdict is not None and not await asyncio.shield(self._verdict):
             trajectory = dataclasses.replace(
@@ -214,7 +209,6 @@ class Dispatcher:
                 log.warning("trajectories wait for the controller: %s", error)
             else:
                 del self._counters.delivering[name]
-                self._services.traces.delivery(trajectory, begin_s=begun_s)
                 return trajectory.status
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
-from slipstream.core.types import ReferenceLogprobs, Trajectory, VersionSpan
+from slipstream.core.types import ReferenceLogprobs, VersionSpan
 from slipstream.rollout_server.chat import ParsedReply, TemplateInputs
 from slipstream.rollout_server.engine_interface import (
     Engine,
@@ -26,7 +26,6 @@ from slipstream.rollout_server.episodes.epoch_counters import EpochCounters
 from slipstream.rollout_server.episodes.lease import EpisodeTask
 from slipstream.rollout_server.episodes.recording import Recording, ScoredSequence
 from slipstream.rollout_server.episodes.renderer import Renderer
-from slipstream.v1 import fleet_pb2
 
 if TYPE_CHECKING:
     from slipstream.rollout_server.agents.agent_api import Answering
@@ -42,12 +41,11 @@ class Play:
     ) -> None:
         self.task, self.lease, self.model = task, task.lease, services.model
         self.recording, self.counters = Recording(), counters
-        self._requests, self._traces = services.model.engine.requests, services.traces
+        self._requests = services.model.engine.requests
         self._is_cancelled = False
         # The call to the environment that is being awaited.
         self._waiting: asyncio.Future[Any] | None = None
         self._generating = False
-        self._num_calls = 0
 
     async def ask(self, call: Awaitable[Answer]) -> Answer:
         """Awaits the answer to `call`. Raises Cancelled if `cancel` is called meanwhile."""
@@ -73,7 +71,7 @@ class Play:
         """
         if self._is_cancelled:
             raise Cancelled
-        recording, started_s, begun_s = self.recording, time.monotonic(), time.time()
+        recording, started_s = self.recording, time.monotonic()
         self._generating = True
         try:
             generation = await self._requests.generate(
@@ -89,7 +87,6 @@ class Play:
             recording.generation_s += time.monotonic() - started_s
         recording.add_reply(generation)
         self.counters.sampled(len(generation.token_ids))
-        self.trace_call(begun_s, len(generation.token_ids))
         if self._is_cancelled:
             raise Cancelled
         if generation.finish_reason in (FinishReason.CANCELLED, FinishReason.FAILED):
@@ -115,11 +112,6 @@ class Play:
         self.recording.add_reply(generation)
         self.counters.given(len(tokens))
         return generation
-
-    def trace_call(self, begin_s: float, num_tokens: int) -> None:
-        """Sends the span of a reply that began at the Unix time `begin_s`."""
-        self._num_calls += 1
-        self._traces.call(self.task, self._num_calls, begin_s=begin_s, num_tokens=num_tokens)
 
     async def cancel(self) -> None:
         """Ends the present wait, and all later ones."""
@@ -173,22 +165,6 @@ class References(Protocol):
         """Returns the log-probabilities of the sampled tokens. Raises ServiceFailed."""
 
 
-class Spans:
-    """What happens to episodes and weights of a server; `ServerTraces` sends it as spans."""
-
-    def call(self, task: EpisodeTask, number: int, *, begin_s: float, num_tokens: int) -> None:
-        """Notes model call `number` of an episode, which ends now; all times are Unix seconds."""
-
-    def episode(self, trajectory: Trajectory, *, begin_s: float) -> None:
-        """Notes an episode, which ends now."""
-
-    def delivery(self, trajectory: Trajectory, *, begin_s: float) -> None:
-        """Notes the time from an episode's end until now, when the queue has its trajectory."""
-
-    def publish(self, report: fleet_pb2.PublishReport) -> None:
-        """Notes a report on a publish."""
-
-
 @dataclass(frozen=True)
 class Model:
     """The model of a server: its engine, its chat template, and its API for agents."""
@@ -206,7 +182,6 @@ class EpisodeServices:
     environments: Environments
     # The server of the reference model; None if the run has none.
     reference: References | None = None
-    traces: Spans = Spans()
 
 
 class ServiceFailed(Exception):

@@ -92,7 +92,6 @@ class Scheduler:
 
     def _record(self, grant: Grant) -> None:
         group, session = grant.group, grant.session
-        self._run.traces.leased(group.group_id)
         group.leased_s = time.time()
         self._journal.append(
             kinds.Lease(

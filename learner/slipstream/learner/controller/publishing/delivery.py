@@ -124,8 +124,6 @@ class Publish:
         self.trainer, self.digests = trainer, tuple(digests)
         # The time at which the receivers were told to receive, by `time.monotonic`.
         self.told_s: float | None = None
-        # Time at which the publish was ordered, in Unix seconds.
-        self.ordered_s = time.time()
 
 
 class Deliveries:

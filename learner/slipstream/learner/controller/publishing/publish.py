@@ -243,7 +243,6 @@ class Publisher(Part):
             raise
         receipt = self._receipt(publish, digests)
         self.totals.sent(result)
-        self._trace(publish, num_bytes=result.bytes_sent)
         return receipt
 
     def _receipt(self, publish: Publish, digests: list[bytes]) -> trainer_pb2.PublishReceipt:
@@ -261,22 +260,11 @@ class Publisher(Part):
             self.deliveries.membership.forget(publish.order.communicator.communicator_id)
         return trainer_pb2.PublishReceipt(discard_communicator=is_broken)
 
-    def _trace(self, publish: Publish, *, num_bytes: int = 0, error: str = "") -> None:
-        self._run.traces.published(
-            publish.publish_id,
-            publish.version.step,
-            begin_s=publish.ordered_s,
-            num_bytes=num_bytes,
-            error=error,
-        )
-
     def _abandon(self, publish: Publish, cause: str) -> None:
         if self._current is publish:
             # Not always the current one: while a publish is finished, the next may have begun.
             self._current = None
             self._progress.publish_ended()
-        if publish.told_s is not None:
-            self._trace(publish, error=cause)
         self.deliveries.abandon(publish, cause)
 
     def report(self, session: ServerSession, report: fleet_pb2.PublishReport) -> None:

@@ -101,7 +101,6 @@ class Intake:
                     self._progress.moved()
                 self._run.signal.notify()
                 self.feed.note(trajectory)
-                self._run.traces.arrived(trajectory)
                 self._file(trajectory)
         except FAULTS as error:
             logger.exception("delivery %s", delivery.trajectory_id)
@@ -224,7 +223,6 @@ class Intake:
     def _complete(self, group: Group) -> None:
         if group.purpose is Purpose.EVALUATION:
             return
-        self._run.traces.completed(group.group_id)
         entry = self._environments.entries.get(group.environment)
         rewards = [trajectory.reward for trajectory in group.in_order()]
         self._environments.group_complete(group.environment)

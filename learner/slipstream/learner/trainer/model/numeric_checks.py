@@ -1,4 +1,4 @@
-"""Checks of a loaded model before it trains: attention's gradients, and the range of float16.
+"""Checks attention's gradients of a loaded model before it trains.
 
 Kernels differ by GPU, by library and by head size, and some are wrong: for heads of 256 dimensions
 on a Hopper GPU, cuDNN 9.14 returns gradients that are up to 70% off, and sometimes NaN. A run would
@@ -6,35 +6,24 @@ train with these gradients. So each kind of attention in a model is compared wit
 in float64, over a few short packed sequences. In a model that shares prefixes each kind is also
 checked over sequences with shared prefixes, as such calls may use another kernel.
 
-float16 ends at 65504, bfloat16 at 3e38. Some models have larger hidden states than float16 holds:
-they would train only on infinities, or fail at a longer prompt. So the loaded model computes some
-sequences once, and the largest number in any layer's inputs or outputs is measured.
-
 Produces: nothing, or ConfigError. Waits for: the other ranks, which compute parts of the same
 sequences. Unblocked by: their parts, or the limit of their group.
 """
 
 import itertools
-import json
-import logging
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from slipstream.core.errors import ConfigError
 from slipstream.learner.trainer import Megatron
-from slipstream.learner.trainer.batches.micro_batch import MicroBatch, Paths, zigzag
-from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
+from slipstream.learner.trainer.batches.micro_batch import Paths, zigzag
 from slipstream.learner.trainer.model.attention_choice import kernel_and_remedy
 from slipstream.learner.trainer.model.model import ParallelModel, unwrapped
-from slipstream.learner.trainer.model.schedule import packed_sequences, run_schedule
-from slipstream.learner.trainer.model.shares import rank_micro_batches
+from slipstream.learner.trainer.model.schedule import packed_sequences
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 # Rounding to bfloat16 gives 0.005.
 MOST_ERROR = 0.03
@@ -240,74 +229,3 @@ def _attended(kind: Kind, own: Sequence[Tensor], sink: Tensor | None) -> Tensor:
     if sink is not None:
         scores = torch.cat([scores, sink.expand(len(scores), 1)], dim=-1)
     return scores.softmax(-1)[:, : len(key)] @ value
-
-
-logger = logging.getLogger(__name__)
-
-LARGEST = torch.finfo(torch.float16).max
-# The share of the range that is safe: training and other tokens make numbers larger.
-MOST_SHARE = 0.5
-NUM_SEQUENCES = 8
-LONGEST = 64
-_TOKENS_SEED = 35
-
-
-def check_range(model: ParallelModel, *, max_tokens: int) -> None:
-    """Raises ConfigError if weights or activations of a float16 model exceed half of its range.
-
-    Collective; `max_tokens` is the limit of a micro batch. The model does not change.
-    """
-    if model.dtype != torch.float16:
-        return
-    largest: dict[str, Tensor] = {}
-    modules = [pair for chunk in model.chunks for pair in unwrapped(chunk).named_modules()]
-    for name, module in modules:
-        _note(largest, f"a weight of {name}", [*module.parameters(recurse=False)])
-    with ExitStack() as hooks:
-        for name, module in modules:
-            hooks.enter_context(module.register_forward_hook(partial(_note_pass, largest, name)))
-        _forward(model, max_tokens)
-    # If several are infinite, this is the first, which causes the others.
-    name = max(largest, key=lambda name: float(largest[name]))
-    own = json.dumps([name, float(largest[name])]).encode()
-    found = [json.loads(data) for data in model.ranks.gather_bytes(own)]
-    name, number = max(found, key=lambda pair: pair[1])
-    logger.info("the largest number of a float16 model: %s reaches %.4g", name, number)
-    if number > MOST_SHARE * LARGEST:
-        raise ConfigError(
-            f'model.dtype must be "bfloat16" for this model: float16 ends at {LARGEST:.0f}, and '
-            f"{name} reaches {number:.0f}; at most half of the range leaves room for training"
-        )
-
-
-def _forward(model: ParallelModel, max_tokens: int) -> None:
-    """Runs a forward pass over sequences of pseudo-random tokens."""
-    random = np.random.default_rng(_TOKENS_SEED)
-    longest = max(2, min(LONGEST, max_tokens, model.max_positions))
-    sequences = [
-        TrainingSequence.of_tokens(random.integers(0, model.vocab_size, length).astype(np.uint32))
-        for length in np.linspace(2, longest, NUM_SEQUENCES).astype(int)
-    ]
-    share = rank_micro_batches(model, sequences, range(len(sequences)), max_tokens=max_tokens)
-
-    def finish(_: int, batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, None]:
-        return output.float().sum(), batch.loss_mask.sum().to(torch.int), None
-
-    with torch.no_grad():
-        run_schedule(model, share, finish, forward_only=True)
-
-
-def _note_pass(
-    largest: dict[str, Tensor], name: str, _: Megatron, taken: object, given: object
-) -> None:
-    _note(largest, f"what {name} takes", tree_leaves(taken))
-    _note(largest, f"what {name} gives", tree_leaves(given))
-
-
-def _note(largest: dict[str, Tensor], name: str, tensors: Iterable[object]) -> None:
-    """Sets `largest[name]` to the largest magnitude so far in float16 `tensors`, inf for NaN."""
-    for tensor in tensors:
-        if isinstance(tensor, Tensor) and tensor.dtype == torch.float16 and tensor.numel():
-            # This does not wait for the device.
-            now = tensor.detach().abs().amax().float().nan_to_num(torch.inf, torch.inf)
-            largest[name] = torch.maximum(now, largest.get(name, now))

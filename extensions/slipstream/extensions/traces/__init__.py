@@ -1,1 +1,0 @@
-"""Spans of groups, steps and publishes, which OpenTelemetry sends."""
