@@ -108,7 +108,6 @@ class Command(AgentEnvironment[Row]):
         self._readable = [os.path.abspath(path) for path in readable]
 
     def tasks(self) -> list[Row]:
-        """Returns the tasks in their order."""
         return self._tasks
 
     async def run(self, task: Row, endpoint: Endpoint) -> AgentOutcome:

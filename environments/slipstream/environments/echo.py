@@ -49,11 +49,9 @@ class Echo(Environment[Pair]):
         self._letters: Pair = ("", "")
 
     def tasks(self) -> list[Pair]:
-        """Returns the ordered pairs of letters of the split."""
         return self._pairs
 
     def reset(self, task: Pair) -> list[Message]:
-        """Returns the prompt: the two letters of the task."""
         self._letters, self.right_reply = task, self._words(task)
         self.wrong_reply = self._others(task)
         return [Message("user", " ".join(task))]
@@ -66,7 +64,6 @@ class Echo(Environment[Pair]):
         return " ".join(itertools.islice(itertools.cycle(letters), self._reply_length))
 
     def step(self, reply: str) -> StepResult:
-        """Returns the reward for the first words of a reply."""
         words = answer_of(reply).split()[: self._reply_length]
         right = sum(word in self._letters for word in words) / self._reply_length
         named = sum(letter in words for letter in self._letters) / len(self._letters)
@@ -81,13 +78,11 @@ class Others(Echo):
     """
 
     def reset(self, task: Pair) -> list[Message]:
-        """Returns the prompt: the two letters of the task."""
         messages = super().reset(task)
         self.right_reply, self.wrong_reply = self._others(task), self._words(task)
         return messages
 
     def step(self, reply: str) -> StepResult:
-        """Returns the reward for the first words of a reply."""
         words = answer_of(reply).split()[: self._reply_length]
         others = self._symbols - set(self._letters)
         return StepResult(reward=sum(word in others for word in words) / self._reply_length)

@@ -204,11 +204,9 @@ class Functions(Environment[Exam]):
         self._running = asyncio.Semaphore(max_running or os.cpu_count() or 1)
 
     def tasks(self) -> list[Exam]:
-        """Returns the tasks in the order of the file."""
         return self._exams
 
     def reset(self, task: Exam) -> list[Message]:
-        """Returns the prompt with the task's question."""
         self._exam = task
         self.right_reply = _as_code(task.solution) if task.solution else ""
         programs = [

@@ -251,11 +251,9 @@ class Asked(Environment[Question]):
         self.question, self._asked = questions[0], questions[0].messages
 
     def tasks(self) -> list[Question]:
-        """Returns the questions."""
         return self._questions
 
     def reset(self, task: Question) -> list[Message]:
-        """Returns the prompt with the question."""
         self.question, self.expected_answer = task, task.answer
         *before, last = task.messages
         if not before and isinstance(last.content, str):

@@ -136,7 +136,6 @@ class Questions(Asked):
         super().__init__(questions[:limit], columns)
 
     def reset(self, task: Question) -> list[Message]:
-        """Returns the prompt with the question."""
         if self._function is None or self._function.names_answer:
             right, several = task.answer, task.value
             if isinstance(several, list) and isinstance(several[0], str | int | float):

@@ -33,11 +33,9 @@ class HostMemory(DeviceMemory):
         self._away: dict[Part, list[_Away]] = {}
 
     def own(self, tensors: Mapping[Part, Callable[[], Iterable[Tensor]]]) -> None:
-        """Takes the tensors of parts."""
         self._tensors.update(tensors)
 
     def offloads(self, part: Part) -> bool:
-        """Whether `part` moves to host memory when it is not in use."""
         return self._is_offloaded[part]
 
     @contextlib.contextmanager

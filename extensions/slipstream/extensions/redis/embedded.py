@@ -120,7 +120,6 @@ class EmbeddedServer(AsyncClosing):
         return await self._process.wait()
 
     async def aclose(self) -> None:
-        """Stops the server and keeps its files."""
         if self._process is not None and self._process.returncode is None:
             send_signal(self._process, signal.SIGTERM)
             try:

@@ -128,7 +128,6 @@ class CudaDigests:
         cupy.cuda.get_current_stream().synchronize()
 
     def add(self, place: int, pointer: int, stream: int) -> None:
-        """Enqueues the digests of bucket number `place`, whose bytes begin at `pointer`."""
         import cupy
 
         table, num_blocks = self._tables[place]
@@ -142,7 +141,6 @@ class CudaDigests:
             self._kernel((min(num_blocks, self._most_grids),), (_THREADS,), arguments)
 
     def read(self, stream: int) -> list[list[bytes]]:
-        """Waits for the work on `stream`; returns each bucket's tensor digests."""
         import cupy
 
         external = cupy.cuda.ExternalStream(stream)

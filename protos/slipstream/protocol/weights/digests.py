@@ -52,13 +52,11 @@ class HostDigests:
         self._found: list[list[bytes]] = [[] for _ in self._buckets]
 
     def add(self, place: int, pointer: int, stream: int = 0) -> None:
-        """Computes the digests of bucket number `place`, whose bytes begin at `pointer`."""
         bucket = self._buckets[place]
         data = (ctypes.c_uint8 * bucket.num_bytes).from_address(pointer)
         self._found[place] = bucket_tensor_digests(bucket, memoryview(data).cast("B"))
 
     def read(self, stream: int = 0) -> list[list[bytes]]:
-        """Returns each bucket's tensor digests."""
         return self._found
 
 

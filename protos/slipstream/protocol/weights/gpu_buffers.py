@@ -71,7 +71,6 @@ class GpuBuffers:
         """Does nothing: the driver frees the buffers when the process ends."""
 
     def close(self) -> None:
-        """Frees the buffers if this process made them, else unmaps them."""
         for pointer in self._pointers:
             if self._is_owner:
                 runtime.free(pointer)

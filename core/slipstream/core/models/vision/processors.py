@@ -42,7 +42,6 @@ class PixtralProcessor(ImageProcessor):
 
     @property
     def max_tokens(self) -> int:
-        """The most tokens that one image can have."""
         side = math.ceil(self._longest / self._square)
         return side * (side + 1)
 
@@ -58,7 +57,6 @@ class PixtralProcessor(ImageProcessor):
         return np.tile(np.arange(width + 1) < width, height)
 
     def pixels(self, data: bytes) -> Pixels:
-        """Returns the pixels of a PNG, JPEG, WebP or GIF. Raises ValueError for other bytes."""
         image, size = self.image(data), self.patch_size
         height, width = (side // size for side in image.shape[1:])
         patches = image.reshape(-1, height, size, width, size).transpose(1, 3, 0, 2, 4)

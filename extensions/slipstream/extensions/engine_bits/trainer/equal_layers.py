@@ -49,7 +49,6 @@ class SumNorm(RMSNorm):
     is_sum = True
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns `x` normalised over its last dimension."""
         return engine_kernels.norm(x, self.weight, float(self.eps or 0.0), is_sum=self.is_sum)
 
 

@@ -82,7 +82,6 @@ class VisionBridge(FamilyBridge):
         return provider
 
     def mapping_registry(self) -> Megatron:
-        """Returns the map from Megatron's parameters to tensors of the files."""
         whole = ReplicatedMapping(
             megatron_param="visual.inner.**", hf_param=f"{self.tower_folder}**"
         )
@@ -262,7 +261,6 @@ class _NestedBridge(FamilyBridge):
     _held: Collection[str] = ()
 
     def provider_bridge(self, hf_pretrained: Megatron) -> Megatron:
-        """Returns Megatron's provider for the decoder."""
         decoder = hf_pretrained.config.get_text_config()
         return super().provider_bridge(SimpleNamespace(config=decoder))
 
@@ -274,7 +272,6 @@ class _NestedBridge(FamilyBridge):
         return super().build_conversion_tasks(hf_pretrained, *others, **named)
 
     def mapping_registry(self) -> Megatron:
-        """Returns the map from Megatron's parameters to tensors of the files."""
 
         def placed(name: str) -> str:
             return nested_name(name, self._held)

@@ -261,7 +261,6 @@ class Fp8Check(PlanCheck):
         super().add(place, buffer)
 
     def failure(self) -> str | None:
-        """Returns the name of a parameter that the plan gets wrong, or None."""
         return super().failure() or next(iter(self._parts), None)
 
     def _take(self, place: int, buffer: torch.Tensor) -> None:

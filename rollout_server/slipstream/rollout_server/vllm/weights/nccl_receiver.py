@@ -80,7 +80,6 @@ class NcclReceiver(BucketReceiver):
         self._buffers: list[torch.Tensor] = []
 
     def prepare(self, incoming: Incoming) -> Sequence[torch.Tensor]:
-        """Returns the buffers that the buckets will arrive in; see `BucketReceiver`."""
         self._backend.use()
         self._open_digests(incoming)
         if incoming.own_buffers:
@@ -138,18 +137,15 @@ class NcclReceiver(BucketReceiver):
             self._stream.wait_stream(consumer)
 
     def digests(self) -> list[bytes]:
-        """Waits for all buckets, and returns their digests; see `BucketReceiver`."""
         # The stream gets here after the last bucket, or when the communicator is aborted.
         found = super().digests()
         self._group.wait()
         return found
 
     def take_wire(self) -> Wire:
-        """Returns seconds and bytes of the last `receive`'s broadcasts; see `BucketReceiver`."""
         return self._group.take_wire()
 
     def close(self) -> None:
-        """Leaves the communicator; see `BucketReceiver`."""
         self._group.abort()
 
     def _room(self, num_bytes: int) -> torch.Tensor:
