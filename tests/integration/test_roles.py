@@ -263,7 +263,7 @@ SAVED = ("one", "tp2-pp2-dp2", "sp2-pp2-pp2-tied", "sp2-sp2-dp2-offload", "dp2-d
 # The checkpoint, and the layout into which it is loaded.
 LOADED = (
     "one:one",
-    "one:pp2-dp2-vpp2",
+    "one:vpp2-dp2-pp2",
     "tp2-pp2-dp2:tp2-pp2-dp2",
     "tp2-pp2-dp2:dp2-sp2-sp2",
     "sp2-pp2-pp2-tied:one-tied",

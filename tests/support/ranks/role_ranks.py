@@ -79,7 +79,7 @@ LAYOUTS = {
     "sp2-dp2-cp2-trees": RoleLayout(2, policy=SP, critic={"cp": 2}, sampling=TREES),
     "tp2-pp2-dp2": RoleLayout(2, policy=SP, reference={"pp": 2}, learner=SAME_TOKENS),
     "dp2-sp2-sp2": RoleLayout(2, reference=SP, critic=SP),
-    "pp2-dp2-vpp2": RoleLayout(2, policy={"pp": 2}, critic=VPP),
+    "vpp2-dp2-pp2": RoleLayout(2, policy=VPP, critic={"pp": 2}),
     "dp2-dp2-dp2-overlap": RoleLayout(2, learner=OVERLAP),
     "sp2-sp2-dp2-offload": RoleLayout(2, "llama", SP, SP, learner=OFFLOAD),
     "sp2-pp2-pp2-tied": RoleLayout(2, "tied", SP, {"pp": 2}, {"pp": 2}),

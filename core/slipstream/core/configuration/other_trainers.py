@@ -44,6 +44,12 @@ _REMOVED = {
         "the critic has the learner's",
     ),
     "critic.transformer": "the critic has the learner's",
+    **dict.fromkeys(
+        ("critic.parallel.etp", "reference.parallel.etp"), "learner.parallel.etp is for all models"
+    ),
+    **dict.fromkeys(
+        ("critic.parallel.vpp", "reference.parallel.vpp"), "only the policy has virtual stages"
+    ),
     "debug.head_dtype": "logits are float32",
     "debug.probe_tolerance": "the bound follows from model.dtype and quantization",
     "debug.profile.details": "a profile has times alone",

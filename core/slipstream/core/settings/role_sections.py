@@ -10,7 +10,11 @@ from typing import Annotated, TypeAlias
 from pydantic import Field, model_validator
 from slipstream.core.settings.environment_algorithm import EnvironmentAlgorithms
 from slipstream.core.settings.section import Seconds, Section
-from slipstream.core.settings.sections import LearnerSection, ParallelSection
+from slipstream.core.settings.sections import (
+    LearnerSection,
+    ParallelSection,
+    RoleParallelSection,
+)
 from slipstream.core.types import MAX_TOP_K
 
 
@@ -34,8 +38,8 @@ class ReferenceServerSection(Section):
 class ReferenceSection(Section):
     """The model from which the policy's divergence is measured, by default on the policy's ranks.
 
-    It exists when `algorithm.kl.coefficient` > 0. Without a table `parallel` it has the policy's
-    layout. With `lora.rank` > 0, default settings and no `algorithm.router_replay`, it is the
+    It exists when `algorithm.kl.coefficient` > 0. Without a table `parallel`, of `tp`, `pp`, `cp`
+    and `ep`, it has the policy's layout. With `lora.rank` > 0, default settings and no `algorithm.router_replay`, it is the
     policy with its adapters switched off, and takes no memory of its own.
     """
 
@@ -44,7 +48,7 @@ class ReferenceSection(Section):
     # Take the policy's weights after every n-th step. 0 means never.
     refresh_every_steps: int = Field(0, ge=0)
     # A table of its own, below.
-    parallel: ParallelSection | None = None
+    parallel: RoleParallelSection | None = None
     # Most likely tokens of each position, for the top-k estimators. A server gives at most its
     # --max-logprobs, 20 by default.
     top_k: int = Field(0, ge=0, le=MAX_TOP_K)
@@ -67,7 +71,8 @@ class CriticSection(Section):
     """The model that estimates the expected return, for the advantages `gae` and `turn_gae`.
 
     Its body starts with the weights in `path`, its head with random weights from `run.seed`. It has
-    the policy's mini-batches and, without a table `parallel`, the policy's layout.
+    the policy's mini-batches and, without a table `parallel` like the reference's, the policy's
+    layout.
     """
 
     # Hugging Face folder of its body, by default `model.path`.
@@ -79,7 +84,7 @@ class CriticSection(Section):
     # Distance from its old value beyond which a value lowers its loss no further. 0 means no bound.
     value_clip: float = Field(0.2, ge=0)
     # A table of its own, below.
-    parallel: ParallelSection | None = None
+    parallel: RoleParallelSection | None = None
 
 
 def served_problems(
@@ -108,11 +113,12 @@ RoleSection: TypeAlias = ReferenceSection | CriticSection
 def in_place_of(learner: LearnerSection, role: RoleSection) -> LearnerSection:
     """Returns the learner's settings, with the role's layout, if any, in place of the learner's.
 
-    Layers that the learner's settings assign to pipeline stages do not fit other stages.
+    Layers that the learner's settings assign to pipeline stages do not fit other stages. Experts
+    are split as the learner's are, and stages are not virtual.
     """
-    own = role.parallel
-    if own is None:
+    if role.parallel is None:
         return learner
+    own = ParallelSection(**role.parallel.model_dump(), etp=learner.parallel.etp)
     transformer = learner.transformer
     if (own.pp, own.vpp) != (learner.parallel.pp, learner.parallel.vpp):
         transformer = {k: value for k, value in transformer.items() if "pipeline" not in k}

@@ -286,7 +286,7 @@ class ControllerSection(Section):
         return min(MAX_HEARTBEAT_S, self.heartbeat_timeout_s / 10)
 
 
-class ParallelSection(Section):
+class RoleParallelSection(Section):
     """Sizes of Megatron's parallel groups. The remaining ranks are data parallel."""
 
     # Tensor parallel ranks, which share each matrix.
@@ -297,6 +297,11 @@ class ParallelSection(Section):
     cp: Positive = 1
     # Expert parallel ranks, which share the experts, independent of tp and cp.
     ep: Positive = 1
+
+
+class ParallelSection(RoleParallelSection):
+    """Sizes of Megatron's parallel groups. The remaining ranks are data parallel."""
+
     # Ranks that share each expert's matrices, by default tp.
     etp: Positive | None = None
     # Virtual pipeline stages of each rank.
