@@ -274,7 +274,7 @@ def audit_command(section: PlayedSection, config: Config) -> list[str]:
     options = {
         "--no-tools": config.rollout_server.tool_parser is None,
         "--no-start": not config.lora.publishes_adapters,
-        "--tell": section.audit == "tell",
+        "--tell": config.run.audit == "tell",
     }
     return command + [option for option, is_set in options.items() if is_set]
 

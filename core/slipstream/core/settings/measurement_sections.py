@@ -6,7 +6,7 @@ import importlib.util
 import shlex
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field, JsonValue, model_validator
 from slipstream.core.errors import ConfigError
@@ -62,8 +62,6 @@ class PlayedSection(Section):
     python: Path | None = None
     # The one of `lora.adapters` that samples and trains its episodes.
     adapter: str | None = None
-    # Whether what `slipstream check` refuses ends a run before it starts, or is told.
-    audit: Literal["refuse", "tell"] = "refuse"
 
 
 class EvaluationSection(PlayedSection):

@@ -39,8 +39,9 @@ class ReferenceSection(Section):
     """The model from which the policy's divergence is measured, by default on the policy's ranks.
 
     It exists when `algorithm.kl.coefficient` > 0. Without a table `parallel`, of `tp`, `pp`, `cp`
-    and `ep`, it has the policy's layout. With `lora.rank` > 0, default settings and no `algorithm.router_replay`, it is the
-    policy with its adapters switched off, and takes no memory of its own.
+    and `ep`, it has the policy's layout. With `lora.rank` > 0, default settings and no
+    `algorithm.router_replay`, it is the policy with its adapters switched off, and takes no memory
+    of its own.
     """
 
     # Hugging Face folder, by default `model.path`.

@@ -218,6 +218,9 @@ class RunSection(Section):
     # if there is none. `changed` is `must` for a run whose own functions have changed, which can
     # then no longer be replayed.
     resume: Literal["auto", "never", "must", "changed"] = "auto"
+    # Whether an environment that `slipstream check` refuses ends the run before it starts, or is
+    # told.
+    audit: Literal["refuse", "tell"] = "refuse"
 
 
 class ModelSection(Section):

@@ -596,9 +596,8 @@ async def test_right_answers_that_earn_nothing_are_refused_unless_they_are_only_
     monkeypatch.setattr(preflight, "RUN_AUDIT_S", LIMIT_S)
     config = playing(SILENT, "Silent")
     if is_told:
-        (section,) = config.environments
-        update = {"environments": (section.model_copy(update={"audit": "tell"}),)}
-        config = config.model_copy(update=update)
+        run = config.run.model_copy(update={"audit": "tell"})
+        config = config.model_copy(update={"run": run})
     cause = "the right answer earned 0, an empty reply 0 in "
     # What was told is told again, though it is not played again.
     for _ in range(2):
