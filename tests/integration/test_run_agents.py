@@ -2,19 +2,14 @@
 
 import shutil
 import sys
-import zlib
 from pathlib import Path
 
 import pytest
-import torch
-import transformers
 from support.fakes import letter_agents
-from support.rigs.adapter_runs import LORA
 from support.rigs.run_processes import (
     check_ledger,
     command,
     connection,
-    succeed,
     summary_of,
     trained_trajectories,
     until_step,
@@ -99,37 +94,3 @@ async def test_agents_of_every_kind_train_the_model_with_every_default(
     twice = [t for t in found if t.metrics.get("attempts") == 2.0]
     assert twice
     assert all(len(t.run_lengths) == 4 and len(t.branches) <= 1 for t in twice)
-
-
-def likeliest(model: Path) -> bytes:
-    """The likeliest four tokens after the letters a b c, by plain transformers."""
-    policy = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
-    asked = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "a b c"}],
-        add_generation_prompt=True,
-        return_dict=True,
-        return_tensors="pt",
-    )
-    tokens = policy.generate(**asked, max_new_tokens=4, do_sample=False)[0]
-    reply = tokenizer.decode(tokens[asked["input_ids"].shape[1] :], skip_special_tokens=True)
-    return reply.strip().encode()
-
-
-@pytest.mark.slow
-def test_the_model_as_the_run_started_judges_on_the_servers_of_the_run(tmp_path, tiny_model):
-    entry = {"name": "asks", "reference": "user_agents:AsksTheStart", "timeout_s": 60.0}
-    learning = {"lora": LORA, "algorithm__learning_rate": 2e-2, "weights__verify_every": 2}
-    write_config(
-        agents_folder(tmp_path), tiny_model, run__steps=8, environments=[entry], **SIZES, **learning
-    )
-    succeed("run", "config.toml", cwd=tmp_path, limit_s=RUN_LIMIT_S)
-    summary = summary_of(tmp_path / "run")
-    check_ledger(summary)
-    found = trained_trajectories(tmp_path / "run")
-    # Many versions sampled the replies; beside all of them the judge said what version 0 says.
-    assert len({span.version.step for t in found for span in t.version_spans}) > 3
-    assert {t.metrics["said"] for t in found} == {float(zlib.crc32(likeliest(tiny_model)))}
-    assert all(len(t.branches) <= 1 for t in found)
-    judged = sum(int(t.metrics["judge_tokens"]) for t in found)
-    assert summary["ledger"]["judged"] >= judged > 0

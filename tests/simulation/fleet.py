@@ -119,7 +119,6 @@ class SimulatedEngine:
     """Samples one token after another; its weights are what the wire brought."""
 
     num_workers, max_model_len, num_experts = 1, 4096, 0
-    keeps_start = False
 
     def __init__(
         self, process: Process, loop: VirtualLoop, wire: Wire, tokens: Tokens, seed: str

@@ -11,7 +11,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from slipstream.core.models.thoughts import split_thoughts
 
@@ -311,19 +311,7 @@ class Endpoint:
         """
         if BRANCH_NAME.fullmatch(name) is None:
             raise ValueError(f"a branch has 1 to 64 letters, digits and ._:+-, got {name!r}")
-        return Endpoint(f"{self._root}/b/{name}", self.api_key)
-
-    def judge(self) -> Endpoint:
-        """Returns the endpoint of the run's initial model, which answers at temperature 0.
-
-        It needs `lora.publish = "adapters"` in the settings, and `asks_start = True` in the agent's
-        class. The model is not trained on any of its tokens.
-        """
-        return Endpoint(f"{self._root}/judge", self.api_key)
-
-    @property
-    def _root(self) -> str:
-        return self.anthropic_url.partition("/b/")[0].removesuffix("/judge")
+        return Endpoint(f"{self.anthropic_url.partition('/b/')[0]}/b/{name}", self.api_key)
 
     def variables(self) -> dict[str, str]:
         """Returns the environment variables by which most programs find the endpoint."""
@@ -364,10 +352,6 @@ class AgentEnvironment(Environment[Task]):
     thread with all other episodes of the worker, so it must await its calls. A plain `def run` has
     a thread of its own and may block.
     """
-
-    # Whether `run` calls `Endpoint.judge`. A run whose servers keep no such model refuses the agent
-    # before it starts.
-    asks_start: ClassVar[bool] = False
 
     def run(
         self, task: Task, endpoint: Endpoint

@@ -78,11 +78,6 @@ class EpisodeHost:
         """Number of tasks; 0 if `tasks()` gave an iterator, or before an environment is loaded."""
         return self._tasks.num_tasks if self._tasks is not None else 0
 
-    @property
-    def asks_start(self) -> bool:
-        """Whether the environment is an agent that also calls the run's initial model."""
-        return isinstance(self._environment, AgentEnvironment) and self._environment.asks_start
-
     async def answer(self, command: pb.WorkerCommand) -> pb.WorkerMessage:
         """Carries out one command and returns its answer; an environment's error becomes an answer.
 

@@ -33,10 +33,6 @@ TOKEN_VARIABLE = "SLIPSTREAM_TOKEN"
 CONNECT_TIMEOUT_S = 20.0
 # Seconds after the end of its stream at which a worker exits, whatever threads are left.
 EXIT_TIMEOUT_S = 5.0
-NEED_ADAPTERS = (
-    'it asks the model as the run started, which needs lora.publish = "adapters": set it in the '
-    "run's configuration, or name a judge with an address of its own"
-)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -57,7 +53,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--no-play", action="store_true", help="only load it (--check)")
     parser.add_argument("--no-tools", action="store_true", help="refuse tools (--check)")
     parser.add_argument("--max-images", type=int, metavar="N", help="refuse more (--check)")
-    parser.add_argument("--no-start", action="store_true", help="refuse endpoint.judge() (--check)")
     parser.add_argument("--seconds", type=float, default=15.0, help="limit of all plays (--check)")
     parser.add_argument(
         "--cached", metavar="DIR", help="where to note what need not be played again"
@@ -158,8 +153,6 @@ class _Check:
         loading = await self._call(load={"spec": spec | {"search_path": options.search_path}})
         if loading.HasField("failure"):
             self._fail(loading.failure.message)
-        if self._host.asks_start and options.no_start:
-            self._fail(NEED_ADAPTERS)
         if options.no_play:
             return f"environment {options.check} is loaded: {loading.loaded.digest}"
         known = _known(options, loading.loaded.digest) if options.cached else None

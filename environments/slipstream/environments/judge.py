@@ -1,12 +1,11 @@
 """Judges and reward models: models behind an endpoint that score replies.
 
-`Judge` and `RewardModel` are for your own environments; `Judged`, `Rewarded` and `JudgedByStart`
-ask the questions of a file. A call ends with the endpoint's answer, or with an error `timeout_s`
+`Judge` and `RewardModel` are for your own environments; `Judged` and `Rewarded` ask the questions
+of a file. A call ends with the endpoint's answer, or with an error `timeout_s`
 after its last retry began.
 """
 
 import asyncio
-import copy
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -14,14 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, TypedDict, TypeVar, Unpack
 
 from pydantic import BaseModel, Field, ValidationError
-from slipstream.client.environment import (
-    AgentEnvironment,
-    AgentOutcome,
-    Endpoint,
-    Message,
-    StepResult,
-    answer_of,
-)
+from slipstream.client.environment import Message, StepResult, answer_of
 from slipstream.core.errors import ConfigError
 from slipstream.core.openai_client import faults_as, in_one_line, key_in, openai_client
 from slipstream.environments.answers import numbers
@@ -33,11 +25,9 @@ from slipstream.environments.arguments import (
     check_holds,
     filled,
 )
-from slipstream.environments.question_files import Asked, Columns, Question, read_questions
+from slipstream.environments.question_files import Asked, Columns, read_questions
 
 Answer = TypeVar("Answer", bound="Form")
-# Address of clients whose calls each name another address.
-NOWHERE = "http://127.0.0.1:0/v1"
 # The forms of a judge's reply, in words.
 ANSWERS = {"number": "one number on its last line", "json": "an object with the number `score`"}
 # No score needs a longer answer.
@@ -91,9 +81,6 @@ class Judge:
         judge = Judge("http://127.0.0.1:9000/v1", "judge", prompt="From 0 to 10: {reply}")
         score = await judge.score({"reply": reply})
 
-    Without `base_url` the run's own servers judge. Then call `judge.score(fields, endpoint)` with
-    the endpoint of an agent's episode; see `Endpoint.judge`.
-
     One instance serves all episodes of a worker: make it in `__init__`. At most `max_open` calls
     are open at one time. The openai package repeats a call up to `max_retries` times after 408,
     409, 429, 5xx, a broken connection or `timeout_s`, with growing pauses or by `retry-after`.
@@ -101,7 +88,7 @@ class Judge:
 
     def __init__(
         self,
-        base_url: str = "",
+        base_url: str,
         model: str = "any",
         *,
         prompt: str,
@@ -125,32 +112,25 @@ class Judge:
         if FIELD.search(prompt) is None:
             raise ConfigError(f"prompt must name a field, such as {{reply}}, got {prompt!r}")
         self._server = JudgeServer(
-            f"the judge {model} at {base_url}" if base_url else "the judge",
-            base_url or NOWHERE,
-            api_key=api_key,
-            **limits,
+            f"the judge {model} at {base_url}", base_url, api_key=api_key, **limits
         )
-        self._is_anywhere = bool(base_url)
         self._name = self._server.name
         self._model, self._prompt, self._answer = model, prompt, answer
         self.lowest, self._highest = lowest, highest
         self._max_tokens = max_tokens
 
-    async def score(self, fields: Mapping[str, object], endpoint: Endpoint | None = None) -> float:
+    async def score(self, fields: Mapping[str, object]) -> float:
         """Returns the judge's score. Raises JudgeError with the reason if there is none.
 
-        `fields` fill the prompt, as JSON unless they are texts. With the `endpoint` of an agent's
-        episode the judge is the model as it was at the start of the run.
+        `fields` fill the prompt, as JSON unless they are texts.
         """
-        if endpoint is None and not self._is_anywhere:
-            raise JudgeError("a judge without base_url needs the endpoint of an agent's episode")
         body = {
             "model": self._model,
             "messages": [{"role": "user", "content": filled(self._prompt, fields)}],
             "max_tokens": self._max_tokens,
             "temperature": 0.0,
         }
-        answer = await self._server.ask("/chat/completions", body, _Completion, endpoint)
+        answer = await self._server.ask("/chat/completions", body, _Completion)
         choice = answer.choices[0]
         if choice.finish_reason == "length":
             raise JudgeError(
@@ -201,25 +181,14 @@ class JudgeServer:
             most_bytes=MAX_ANSWER_BYTES,
         )
 
-    async def ask(
-        self,
-        url: str,
-        body: Mapping[str, object],
-        form: type[Answer],
-        endpoint: Endpoint | None = None,
-    ) -> Answer:
+    async def ask(self, url: str, body: Mapping[str, object], form: type[Answer]) -> Answer:
         """Posts `body` to `url`, and returns the answer as a `form`.
 
-        With an episode's `endpoint`, the client asks that endpoint's judge instead of the server.
         Raises JudgeError if there is no answer, or the answer has another form.
         """
-        client = self._client
-        if endpoint is not None:
-            judge = endpoint.judge()
-            client = client.with_options(base_url=judge.base_url, api_key=judge.api_key)
         async with self._open:
             with faults_as(JudgeError, self.name):
-                answer = await client.post(url, body=body, cast_to=object)
+                answer = await self._client.post(url, body=body, cast_to=object)
         try:
             return form.model_validate(answer)
         except ValidationError as error:
@@ -283,18 +252,14 @@ class Judged(_Questions):
         )
 
     async def step(self, reply: str) -> StepResult:
-        """Returns the judge's score of `reply` as the reward."""
-        return await self.judged(reply)
-
-    async def judged(self, reply: str, endpoint: Endpoint | None = None) -> StepResult:
-        """Returns the judge's score of `reply` as the reward; `endpoint` is as in `Judge.score`.
+        """Returns the judge's score of `reply` as the reward.
 
         An empty reply has the lowest score, without a question to the judge.
         """
         said = answer_of(reply).strip()
         score = self._judge.lowest
         if said:
-            score = await self._judge.score({**self.question.row, "reply": said}, endpoint)
+            score = await self._judge.score({**self.question.row, "reply": said})
         return StepResult(self._judge.share(score), metrics={"score": score})
 
 
@@ -334,39 +299,6 @@ class Rewarded(_Questions):
         """Returns the model's score of the reply, without its reasoning, as the reward."""
         talk = [*self._asked, Message("assistant", answer_of(reply))]
         return StepResult(await self._model.score([message.fields() for message in talk]))
-
-
-class JudgedByStart(AgentEnvironment[Question]):
-    """Asks and scores like `Judged`; the judge is the model as it was at the start of the run.
-
-    It needs `lora.publish = "adapters"`, with which the run's servers keep this model's weights.
-    """
-
-    asks_start = True
-
-    def __init__(self, path: str, rubric: str, **options: Any) -> None:  # noqa: ANN401
-        """`options` are the arguments of `Judged`, without the judge's address, name and key."""
-        for name in ("base_url", "model", "api_key_file"):
-            if name in options:
-                raise ConfigError(f"{name} must be left out: the run's own servers judge")
-        self._judged = Judged(path, "", "any", rubric, **options)
-        # If the package is missing, `Judge` has already raised ConfigError.
-        from openai import AsyncOpenAI
-
-        self._client = AsyncOpenAI(base_url=NOWHERE, api_key="none")
-
-    def tasks(self) -> list[Question]:
-        """Returns the questions of the file."""
-        return self._judged.tasks()
-
-    async def run(self, task: Question, endpoint: Endpoint) -> AgentOutcome:
-        """Asks the model the question, and returns the judge's score of its reply as the reward."""
-        asking = copy.copy(self._judged)
-        messages: list[Any] = [message.fields() for message in asking.reset(task)]
-        client = self._client.with_options(base_url=endpoint.base_url, api_key=endpoint.api_key)
-        answer = await client.chat.completions.create(model="any", messages=messages)
-        result = await asking.judged(answer.choices[0].message.content or "", endpoint)
-        return AgentOutcome(result.reward, metrics=result.metrics)
 
 
 class _Class(BaseModel, strict=True):

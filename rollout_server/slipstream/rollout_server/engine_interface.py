@@ -49,7 +49,7 @@ class Sampling:
     limits the context before the first reply; with 0, that context need only leave room for one
     token of the reply. A reply also ends at the first token in `stop_token_ids`, and at the token
     that completes one of the texts in `stop`. `adapter` names the adapter that samples, or is "" if
-    the run has at most one. With `by_start` the initial model samples (`Requests.keeps_start`).
+    the run has at most one. With `by_start` the initial model samples, which needs adapters apart.
     `prompt_logprobs` asks for `Generation.prompt_logprobs`.
     """
 
@@ -238,10 +238,6 @@ class LoadedWeights:
 
 class Requests(Protocol):
     """The requests of an engine; they wait while the engine is paused."""
-
-    @property
-    def keeps_start(self) -> bool:
-        """Whether the engine can also sample from the initial model, without an adapter."""
 
     def use(self) -> EngineUse:
         """Returns the counters since the engine's start."""

@@ -37,7 +37,6 @@ class FakeEngine:
     max_model_len = 64
     num_experts = 4
     # Whether the model as the run started can sample too.
-    keeps_start = False
     # What vLLM's application for agents would need.
     parts = None
 

@@ -2,7 +2,6 @@
 
 import random
 import string
-import zlib
 
 import openai
 from slipstream.client import AgentEnvironment, AgentOutcome
@@ -30,21 +29,6 @@ class Smallest(AgentEnvironment[list[str]]):
                 return AgentOutcome(1 / attempt, {"attempts": attempt})
             messages += [reply, {"role": "user", "content": " ".join(task)}]
         return AgentOutcome(0.0, {"attempts": 2})
-
-
-class AsksTheStart(Smallest):
-    """Tells what the model as the run started says to the letters a b c, as a number."""
-
-    asks_start = True
-
-    async def run(self, task, endpoint):
-        outcome = await super().run(task, endpoint)
-        judge = endpoint.judge()
-        client = self._client.with_options(base_url=judge.base_url, api_key=judge.api_key)
-        messages = [{"role": "user", "content": "a b c"}]
-        answer = await client.chat.completions.create(model="any", messages=messages, max_tokens=4)
-        said = (answer.choices[0].message.content or "").strip()
-        return AgentOutcome(outcome.reward, {"said": float(zlib.crc32(said.encode()))})
 
 
 class Plainly(Smallest):

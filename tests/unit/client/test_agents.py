@@ -7,7 +7,6 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,8 +17,7 @@ from slipstream.client.agents.exchange import MAX_OPEN_CALLS, CallExchange
 from slipstream.client.agents.gateway import MAX_BODY_BYTES, Gateway
 from slipstream.client.environment_loader import CallTracker
 from slipstream.client.episode_host import EpisodeHost, answer_commands
-from slipstream.core.errors import ConfigError, EnvironmentFailed
-from slipstream.environments.judge import JudgedByStart
+from slipstream.core.errors import EnvironmentFailed
 from slipstream.protocol.call_record import CallRecord
 from slipstream.v1 import environment_pb2 as pb
 from slipstream.v1 import trajectory_pb2
@@ -180,48 +178,6 @@ async def test_branches_carry_their_names() -> None:
         ("reviewer", "/v1/chat/completions"),
         ("a:b+c", "/v1/chat/completions"),
     ]
-
-
-async def test_calls_to_the_judge_have_a_path_of_their_own() -> None:
-    class Two(Agent):
-        async def run(self, task, endpoint):
-            judge = endpoint.branch("a").judge()
-            for each in (judge, judge.judge(), judge.branch("b")):
-                async with chat(each) as client:
-                    await say(client, task)
-            return 0.0
-
-    play, _ = await played(Two())
-    assert [(call.branch, call.path) for call in play.calls] == [
-        ("", "/judge/v1/chat/completions"),
-        ("", "/judge/v1/chat/completions"),
-        ("b", "/v1/chat/completions"),
-    ]
-
-
-async def test_a_judge_of_the_run_scores_what_the_model_replied(tmp_path: Path) -> None:
-    (tmp_path / "topics.jsonl").write_text(json.dumps({"question": "the sea"}))
-    agent = JudgedByStart(str(tmp_path / "topics.jsonl"), "How good is {reply} about {question}?")
-
-    async def replies(call):
-        asked = json.loads(call.body)["messages"][-1]["content"]
-        is_judge = call.path.startswith("/judge/")
-        yield as_json(chat_reply("Well.\n7.5" if is_judge else asked.upper()))
-
-    play, answer = await played(agent, replies)
-    # Both clients stay open as long as a worker.
-    for client in (agent._client, agent._judged._judge._server._client):
-        await client.close()
-    assert answer.agent_result.reward == 0.75
-    assert dict(answer.agent_result.metrics) == {"score": 7.5}
-    asked = [json.loads(call.body)["messages"][-1]["content"] for call in play.calls]
-    assert asked == ["the sea", "How good is THE SEA about the sea?"]
-
-
-@pytest.mark.parametrize("name", ["base_url", "model", "api_key_file"])
-def test_a_judge_of_the_run_has_no_address(name: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"{name} must be left out: the run's own servers judge"):
-        JudgedByStart(str(tmp_path / "topics.jsonl"), "{reply}", **{name: "x"})
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "x" * 65, "ä"])

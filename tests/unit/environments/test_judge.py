@@ -13,12 +13,8 @@ from typing import Any
 
 import pytest
 from slipstream.client.environment import Reply
-from slipstream.client.launch.findings import Scene
-from slipstream.client.launch.preflight import check_environments
 from slipstream.core.errors import ConfigError
-from slipstream.core.settings.sections import EnvironmentSection
 from slipstream.environments.judge import Judge, Judged, JudgeError, Rewarded, RewardModel
-from support.fakes.small_configs import config_of
 from support.rigs.waiting import LIMIT_S, until
 
 pytest.importorskip("openai")
@@ -358,34 +354,6 @@ def test_a_judged_environment_says_what_cannot_work(tmp_path, options, said):
     with pytest.raises(ConfigError) as refused:
         Judged(questions(tmp_path), "http://127.0.0.1:1/v1", "m", **given)
     assert said in str(refused.value)
-
-
-async def test_a_judge_without_an_address_needs_the_endpoint_of_an_episode() -> None:
-    with pytest.raises(JudgeError, match="needs the endpoint of an agent's episode"):
-        await Judge(prompt=PROMPT).score({"reply": "x"})
-
-
-@pytest.mark.process
-async def test_a_judge_as_the_run_started_needs_adapters_before_anything_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "topics.jsonl").write_text('{"question": "the sea"}\n')
-    section = EnvironmentSection(
-        name="poems",
-        reference="slipstream.environments.judge:JudgedByStart",
-        args={"path": "topics.jsonl", "rubric": "How good is {reply}?"},
-        timeout_s=120.0,
-    )
-    config = config_of(tmp_path).model_copy(update={"environments": (section,)})
-    with pytest.raises(ConfigError) as caught:
-        await check_environments(Scene(config))
-    assert str(caught.value) == (
-        'environment poems: it asks the model as the run started, which needs lora.publish = "'
-        "adapters\": set it in the run's configuration, or name a judge with an address of its own"
-    )
-    adapters = config.lora.model_copy(update={"rank": 4, "publish": "adapters"})
-    await check_environments(Scene(config.model_copy(update={"lora": adapters})))
 
 
 ASKED = [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}]

@@ -240,20 +240,18 @@ class Gateway:
             raise _Refusal(400, "invalid_request_error", "invalid_request", what)
         if known is None or not _shows(scope, known[1].api_key):
             raise _over()
-        branch, where = "", ""
+        branch = ""
         if rest.startswith("b/"):
             branch, _, rest = rest.removeprefix("b/").partition("/")
             if BRANCH_NAME.fullmatch(branch) is None:
                 raise _Refusal(404, "not_found_error", "not_found", f"no branch {branch[:64]!r}")
-        elif rest.startswith("judge/"):
-            where, rest = "/judge", rest.removeprefix("judge/")
         if not rest.startswith("v1/"):
             what = "the endpoint has only paths below /v1"
             raise _Refusal(404, "not_found_error", "not_found", what)
         query = scope["query_string"].decode("latin-1")
         request = pb.AgentCall(
             method=scope["method"],
-            path=f"{where}/{rest}?{query}" if query else f"{where}/{rest}",
+            path=f"/{rest}?{query}" if query else f"/{rest}",
             headers=[
                 pb.HttpHeader(name=name.decode("latin-1"), value=value.decode("latin-1"))
                 for name, value in head

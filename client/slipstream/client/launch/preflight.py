@@ -192,9 +192,8 @@ def _pass_on(lines: Sequence[str], source: str) -> None:
 async def check_environments(scene: Scene) -> None:
     """Loads every environment in its own process, and where the controller starts audits it.
 
-    An environment with tools needs `tool_parser`, one with images `max_images`. An agent that calls
-    the run's initial model needs `lora.publish = "adapters"`. The first failure in the order of the
-    settings is raised.
+    An environment with tools needs `tool_parser`, one with images `max_images`. The first failure
+    in the order of the settings is raised.
 
     The last lines that each environment printed replace the run's preflight.log: when all
     environments have played, or when one that printed something fails.
@@ -273,7 +272,6 @@ def audit_command(section: PlayedSection, config: Config) -> list[str]:
     command += ["--episodes", str(math.ceil(number / workers))]
     options = {
         "--no-tools": config.rollout_server.tool_parser is None,
-        "--no-start": not config.lora.publishes_adapters,
         "--tell": config.run.audit == "tell",
     }
     return command + [option for option, is_set in options.items() if is_set]

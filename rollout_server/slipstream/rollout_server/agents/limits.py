@@ -1,35 +1,12 @@
 """One HTTP request of an agent while it is served, and the limits of its episode."""
 
 import asyncio
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from slipstream.rollout_server.agents.conversations import AgentCall, AgentTurn, Found, MessageKey
 from slipstream.rollout_server.engine_interface import Sampling
-
-# The calls that one episode may make to its judge.
-MAX_JUDGE_CALLS = 64
-
-
-def judge_sampling(sampling: Sampling) -> Sampling:
-    """Returns `sampling` changed for a judge's replies: greedy, by the initial model.
-
-    `max_episode_tokens` limits each conversation with the judge, and MAX_JUDGE_CALLS the number of
-    replies and of conversations.
-    """
-    return dataclasses.replace(
-        sampling,
-        temperature=0.0,
-        max_reply_tokens=sampling.max_episode_tokens,
-        max_turns=MAX_JUDGE_CALLS,
-        max_branches=MAX_JUDGE_CALLS,
-        max_total_tokens=MAX_JUDGE_CALLS * sampling.max_episode_tokens,
-        ignore_eos=False,
-        stop=(),
-        by_start=True,
-    )
 
 
 class Refusal(Exception):

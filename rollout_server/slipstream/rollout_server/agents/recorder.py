@@ -65,7 +65,7 @@ _ID = re.compile(rb'"id":\s*"([^"]+)"')
 
 
 class Recorder:
-    """Records the calls of one episode's agent, or the calls of its judge.
+    """Records the calls of one episode's agent.
 
     The life of a call: `open` -> `find` -> `begin` -> `sample`, whose parts are read -> `close`. At
     the end of the episode `cancel` ends open calls, and `settled` waits until all their tokens are
@@ -81,19 +81,17 @@ class Recorder:
         as_messages: AsMessages,
         sampled: Callable[[int], None],
         template_values: Mapping[str, JsonValue] = MappingProxyType({}),
-        is_judge: bool = False,
     ) -> None:
         """`key` names the episode; `sampled` is called with each generation's number of tokens.
 
-        `template_values` are the environment's values for the chat template. `is_judge` says that
-        the calls are a judge's, to which the initial model replies.
+        `template_values` are the environment's values for the chat template.
         """
         self.conversations = Conversations()
         # All items of a conversation up to and including a response, and the response's turn.
         self._stored: dict[str, tuple[list[Any], AgentTurn]] = {}
         # The turn of each answer by the answer's id.
         self._turns: dict[str, AgentTurn] = {}
-        self.sampling, self.template_values, self.is_judge = sampling, template_values, is_judge
+        self.sampling, self.template_values = sampling, template_values
         # The number of calls that asked for each ignored setting, by the name of the setting.
         self.ignored: Counter[str] = Counter()
         # The time with at least one reply under way.

@@ -18,7 +18,7 @@ from slipstream.core.settings.sections import MAX_TURNS
 from slipstream.core.template_values import read_values
 from slipstream.core.types import IGNORED, Status
 from slipstream.rollout_server.agents.agent_api import Answering
-from slipstream.rollout_server.agents.limits import MAX_JUDGE_CALLS, HttpCall, judge_sampling
+from slipstream.rollout_server.agents.limits import HttpCall
 from slipstream.rollout_server.agents.recorder import Recorder
 from slipstream.rollout_server.episodes.calls import AgentEnd, Opening, StreamSession, misused
 from slipstream.rollout_server.episodes.play import Play
@@ -26,31 +26,16 @@ from slipstream.v1 import environment_pb2, trajectory_pb2
 
 log = logging.getLogger(__name__)
 
-# Requests under this prefix go to the initial model, which is frozen.
-JUDGE_PATH = "/judge/"
-
 
 class AgentTalk:
     """Serves one agent; `run` may be called once, and leaves no call of the agent open."""
 
     def __init__(
-        self,
-        session: StreamSession,
-        answering: Answering,
-        recorder: Recorder,
-        *,
-        judge: Recorder | None,
-        timeout_s: float,
+        self, session: StreamSession, answering: Answering, recorder: Recorder, *, timeout_s: float
     ) -> None:
-        """`judge` records the judge's calls; None if the engine does not keep the initial model.
-
-        `timeout_s` limits the time that the agent takes while it has no open call.
-        """
+        """`timeout_s` limits the time that the agent takes while it has no open call."""
         self._session, self._answering = session, answering
-        self._recorder, self._judge = recorder, judge
-        self.recorders = [recorder] if judge is None else [recorder, judge]
-        self._num_judge_calls = 0
-        self._timeout_s = timeout_s
+        self._recorder, self._timeout_s = recorder, timeout_s
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._last_call = 0
 
@@ -85,19 +70,16 @@ class AgentTalk:
                 self._take(message)
                 waiting = asyncio.ensure_future(self._session.next_call())
         finally:
-            for recorder in self.recorders:
-                recorder.cancel()
+            self._recorder.cancel()
             open_tasks = [waiting, *self._calls.values()]
             for task in open_tasks:
                 task.cancel()
             await asyncio.wait(open_tasks)
-            for recorder in self.recorders:
-                await recorder.settled()
+            await self._recorder.settled()
 
     def _take(self, message: environment_pb2.AgentCall) -> None:
         if message.is_abandoned:
-            for recorder in self.recorders:
-                recorder.hang_up(message.call)
+            self._recorder.hang_up(message.call)
             if message.call in self._calls:
                 self._calls[message.call].cancel()
             return
@@ -108,22 +90,6 @@ class AgentTalk:
         self._last_call = message.call
         self._calls[message.call] = asyncio.ensure_future(self._answer(message))
 
-    def _judge_of_call(self) -> Recorder:
-        """Returns the judge's recorder for one more call.
-
-        Raises EnvironmentFailed if there is no judge, or the judge was called too often. The same
-        call would fail again, so the episode ends with the cause.
-        """
-        if self._judge is None:
-            raise misused(
-                "endpoint.judge() needs lora.publish = adapters: without adapters a server holds "
-                "the newest version alone; name a judge with an address of its own"
-            )
-        self._num_judge_calls += 1
-        if self._num_judge_calls > MAX_JUDGE_CALLS:
-            raise misused(f"an episode may ask its judge {MAX_JUDGE_CALLS} times, it asked again")
-        return self._judge
-
     def _forget_answered(self) -> None:
         """Drops calls that have ended; raises the error of a call that failed."""
         for number, task in list(self._calls.items()):
@@ -133,11 +99,8 @@ class AgentTalk:
                     task.result()
 
     async def _answer(self, message: environment_pb2.AgentCall) -> None:
-        recorder, path = self._recorder, message.path
-        if path.startswith(JUDGE_PATH):
-            recorder, path = self._judge_of_call(), f"/{path.removeprefix(JUDGE_PATH)}"
-        http = HttpCall(message.call, message.method, path, message.body, message.branch)
-        async with contextlib.aclosing(self._answering.answer(recorder, http)) as parts:
+        http = HttpCall(message.call, message.method, message.path, message.body, message.branch)
+        async with contextlib.aclosing(self._answering.answer(self._recorder, http)) as parts:
             async for part in parts:
                 try:
                     await self._session.reply_part(message.call, part)
@@ -153,30 +116,19 @@ async def serve_agent(play: Play, session: StreamSession, opening: Opening) -> S
 
     Returns how the episode ended. Raises EnvironmentFailed if the agent fails.
     """
-    lease, recording, requests = play.lease, play.recording, play.model.engine.requests
+    lease, recording = play.lease, play.recording
     api, values = await play.ask(play.model.agents.api()), read_values(lease.template_values)
     most = min(opening.max_reply_tokens or math.inf, lease.sampling.max_reply_tokens)
     turns = lease.sampling.max_turns or MAX_TURNS
     recorder = Recorder(
-        requests,
+        play.model.engine.requests,
         play.task.key,
         dataclasses.replace(lease.sampling, max_reply_tokens=int(most), max_turns=turns),
         as_messages=api.as_messages,
         sampled=play.counters.sampled,
         template_values=values,
     )
-    judge = None
-    if requests.keeps_start:
-        judge = Recorder(
-            requests,
-            f"judge/{play.task.key}",
-            judge_sampling(lease.sampling),
-            as_messages=api.as_messages,
-            sampled=recording.judged,
-            template_values=values,
-            is_judge=True,
-        )
-    talk = AgentTalk(session, api, recorder, judge=judge, timeout_s=lease.timeout_s)
+    talk = AgentTalk(session, api, recorder, timeout_s=lease.timeout_s)
     shares: dict[str, float] = {}
     rewards: dict[str, float] = {}
     try:
@@ -188,8 +140,7 @@ async def serve_agent(play: Play, session: StreamSession, opening: Opening) -> S
         recording.generation_s = recorder.clock.busy_s
         recording.environment_s = max(0.0, recording.environment_s - recording.generation_s)
         recording.take_branches(recorder.conversations, shares, rewards)
-        for each in talk.recorders:
-            recording.counts.update({IGNORED + name: n for name, n in each.ignored.items()})
+        recording.counts.update({IGNORED + name: n for name, n in recorder.ignored.items()})
     if not recording.num_sampled:
         raise misused("the agent returned a result without any reply of the model")
     return Status.TRUNCATED if recorder.is_truncated else Status.COMPLETED

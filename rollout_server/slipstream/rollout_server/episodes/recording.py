@@ -29,8 +29,6 @@ from slipstream.rollout_server.engine_interface import Generation, Sampling
 # largest number of characters in a metric's name.
 _MAX_METRICS = 16
 _MAX_METRIC_NAME = 40
-# The metric of an episode that counts the tokens that its judge sampled.
-JUDGE_TOKENS = "judge_tokens"
 
 
 class ScoredSequence(NamedTuple):
@@ -147,10 +145,6 @@ class Recording(TokenRecord):
             Branch(len(b.run_lengths), shares.get(b.name, 1.0), b.name, rewards.get(b.name))
             for b in conversations.branches
         )
-
-    def judged(self, num_tokens: int) -> None:
-        """Adds the `num_tokens` tokens of a judge's reply to the episode's metrics."""
-        self.counts[JUDGE_TOKENS] += num_tokens
 
     def room(self, sampling: Sampling, *, is_new: bool = False) -> int:
         """Returns how many tokens may be added to the current conversation, below 1 if none.

@@ -64,7 +64,6 @@ class EngineRequests:
 
     def __init__(self, llm: AsyncLLM, pauses: EnginePause, adapters: AdapterRequests) -> None:
         self._llm, self._pauses, self._adapters = llm, pauses, adapters
-        self.keeps_start = adapters.are_apart
         loggers = llm.logger_manager.stat_loggers
         (self.counter,) = (each for each in loggers if isinstance(each, TokenCounter))
         self._prompts = Prompts(llm.model_config.model)
@@ -149,7 +148,9 @@ class EngineRequests:
         yield dataclasses.replace(last, generation=end)
 
     def _adapter(self, sampling: Sampling) -> LoRARequest | None:
-        assert self.keeps_start or not sampling.by_start, "the start's weights are overwritten"
+        assert self._adapters.are_apart or not sampling.by_start, (
+            "the start's weights are overwritten"
+        )
         return self._adapters.request(sampling.adapter, by_start=sampling.by_start)
 
     @contextlib.asynccontextmanager

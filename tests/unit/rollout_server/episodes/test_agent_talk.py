@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 from slipstream.core.errors import EnvironmentFailed
-from slipstream.rollout_server.agents.limits import MAX_JUDGE_CALLS, HttpCall, HttpPart
+from slipstream.rollout_server.agents.limits import HttpCall, HttpPart
 from slipstream.rollout_server.agents.recorder import Recorder
 from slipstream.rollout_server.engine_interface import Sampling
 from slipstream.rollout_server.episodes.agent_talk import AgentTalk
@@ -74,12 +74,9 @@ def recorder(key: str) -> Recorder:
 
 
 class Talk:
-    def __init__(self, timeout_s: float = LIMIT_S, *, has_judge: bool = True) -> None:
-        self.session, self.answering = Session(), Answering()
-        self.recorder, self.judge = recorder("e"), recorder("judge/e") if has_judge else None
-        self._talk = AgentTalk(
-            self.session, self.answering, self.recorder, judge=self.judge, timeout_s=timeout_s
-        )
+    def __init__(self, timeout_s: float = LIMIT_S) -> None:
+        self.session, self.answering, self.recorder = Session(), Answering(), recorder("e")
+        self._talk = AgentTalk(self.session, self.answering, self.recorder, timeout_s=timeout_s)
 
     def say(self, *messages: object) -> None:
         for message in messages:
@@ -200,28 +197,3 @@ async def test_a_number_that_was_used_ends_the_episode(number: int) -> None:
     with pytest.raises(EnvironmentFailed, match=f"counted up, got {number} behind 2"):
         await talk.run()
     assert sorted(talk.answering.closed) == [1, 2]
-
-
-async def test_the_judge_has_conversations_of_its_own() -> None:
-    talk = Talk()
-    running = asyncio.create_task(talk.run())
-    talk.say(call(1), call(2, "/judge/v1/x"))
-    await until(lambda: len(talk.session.parts) == 4)
-    talk.say(END)
-    assert await running == END
-    assert talk.answering.asked == [(talk.recorder, "/v1/x"), (talk.judge, "/v1/x")]
-
-
-async def test_a_judge_that_the_server_does_not_hold_fails_the_episode() -> None:
-    talk = Talk(has_judge=False)
-    talk.say(call(1, "/judge/v1/x"))
-    with pytest.raises(EnvironmentFailed, match="needs lora.publish = adapters"):
-        await talk.run()
-
-
-async def test_an_episode_asks_its_judge_only_so_often() -> None:
-    talk = Talk()
-    talk.say(*(call(n, "/judge/v1/x") for n in range(1, MAX_JUDGE_CALLS + 2)))
-    with pytest.raises(EnvironmentFailed, match="may ask its judge 64 times, it asked again"):
-        await talk.run()
-    assert len(talk.answering.asked) == MAX_JUDGE_CALLS
