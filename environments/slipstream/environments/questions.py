@@ -148,7 +148,9 @@ class Questions(Asked):
 
     async def step(self, reply: str) -> StepResult:
         """Judges the reply by the argument `judge`, and returns the reward."""
-        given, answer = self._tail(answer_of(reply)), self.question.answer
+        given, answer = answer_of(reply), self.question.answer
+        if self._answer_after is not None:
+            given = given.rpartition(self._answer_after)[2]
         if self._function is not None:
             if self._answer_after is not None:
                 whole = reply if isinstance(reply, Reply) else Reply(reply)
@@ -167,9 +169,6 @@ class Questions(Asked):
         else:
             right = contains(given, answer)
         return StepResult(float(right), metrics={"right": right, **metrics})
-
-    def _tail(self, text: str) -> str:
-        return text if self._answer_after is None else text.rpartition(self._answer_after)[2]
 
 
 class JudgeFunction:

@@ -242,7 +242,11 @@ class Evaluator(Part):
         held_out = self._environments.evaluations()
         broken = [entry for entry in held_out if session.key in entry.failed_on]
         if broken:
-            self._abandon(session, f"{broken[0].spec.name}: {broken[0].cause}")
+            self._wanted_step = None
+            self._publisher.pinned.discard(session.key)
+            cause = f"no evaluation: {broken[0].spec.name}: {broken[0].cause}"
+            self._run.events.add(cause, Severity.ERROR)
+            self._run.signal.notify()
             return
         # The server keeps its version from here on, even while its environments are loading.
         if self._publisher.pin(session) and self._is_ready(session):
@@ -278,12 +282,6 @@ class Evaluator(Part):
         wanted, last = self._wanted_step, self._progress.last_step
         assert wanted is not None
         return version.step >= wanted and (wanted < last or version.step == last)
-
-    def _abandon(self, session: ServerSession, cause: str) -> None:
-        self._wanted_step = None
-        self._publisher.pinned.discard(session.key)
-        self._run.events.add(f"no evaluation: {cause}", Severity.ERROR)
-        self._run.signal.notify()
 
     def _tasks(self) -> list[tuple[str, int]]:
         tasks = []

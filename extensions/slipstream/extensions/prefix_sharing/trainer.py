@@ -105,11 +105,8 @@ class PrefixSharing:
             chosen = [[[made[place] for place in places] for places in bins] for bins in plan]
             found.append((work, parts, chosen, saved_by(sequences, members, made)))
         _, _, best, saved = min(found, key=lambda one: one[:2])
-        self._note(saved)
-        return best
-
-    def _note(self, saved: SavedWork) -> None:
         self.saved = SavedWork(self.saved.tokens + saved.tokens, self.saved.squares + saved.squares)
+        return best
 
     @contextmanager
     def positions_of(self, micro_batch: MicroBatch) -> Iterator[None]:

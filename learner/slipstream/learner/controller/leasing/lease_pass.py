@@ -15,7 +15,7 @@ from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.servers.session import ServerSession
-from slipstream.learner.controller.tasks.environments import EnvironmentBook, EnvironmentEntry
+from slipstream.learner.controller.tasks.environments import EnvironmentBook
 
 
 class LeaseWait(IntEnum):
@@ -246,7 +246,9 @@ class NewLeases:
                 grant = Grant(room.session, group, replaces=old.group_id)
             else:
                 assert entry is not None
-                grant = self._lease_new(room, entry)
+                task_index, seed = self._environments.next_task(entry)
+                group = self._book.lease(entry.spec.name, task_index, seed, key, step)
+                grant = Grant(room.session, group, entry.counts.next_number)
             heapq.heapreplace(self._heap, (free + size, place, room))
             self._num_episodes -= size
             self._episodes[grant.group.environment] += size
@@ -268,10 +270,3 @@ class NewLeases:
             if entry is not None and book.may_run(entry, key, self._episodes, group.size):
                 return group
         return None
-
-    def _lease_new(self, room: ServerRoom, turn: EnvironmentEntry) -> Grant:
-        task_index, seed = self._environments.next_task(turn)
-        group = self._book.lease(
-            turn.spec.name, task_index, seed, room.session.key, room.served_step
-        )
-        return Grant(room.session, group, turn.counts.next_number)

@@ -371,14 +371,6 @@ class ExaoneMoeBridge(_SigmoidBridge):
         return [*super()._mappings(), *attention(normed_heads=True)]
 
 
-def _make_latent(provider: Megatron, settings: Megatron) -> None:
-    """Gives the model of `provider` multi-head latent attention (MLA)."""
-    provider.multi_latent_attention = True
-    # Bridge does not pass on None, and Megatron's default is 512.
-    provider.q_lora_rank = settings.q_lora_rank
-    provider.qk_layernorm = True
-
-
 def _latent_attention() -> list[Megatron]:
     """Returns the mappings of multi-head latent attention (MLA) to tensors of the files."""
     theirs = f"{LAYER}self_attn."
@@ -407,7 +399,10 @@ class DeepseekV3Bridge(_SigmoidBridge):
 
     def _adjust(self, provider: Megatron, settings: Megatron) -> None:
         super()._adjust(provider, settings)
-        _make_latent(provider, settings)
+        provider.multi_latent_attention = True
+        # Bridge does not pass on None, and Megatron's default is 512.
+        provider.q_lora_rank = settings.q_lora_rank
+        provider.qk_layernorm = True
 
     def _mappings(self) -> list[Megatron]:
         return [*super()._mappings(), *_latent_attention()]
