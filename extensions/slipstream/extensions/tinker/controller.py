@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import grpc
 import grpc.aio
 from slipstream.core.run_folder import CHECKPOINTS
 from slipstream.core.types import GroupId, Status, Trajectory
@@ -34,11 +35,14 @@ from slipstream.learner.controller.trajectories.batches import Trained
 from slipstream.learner.controller.trajectories.intake import Intake
 from slipstream.protocol.checkpoints import complete_steps
 from slipstream.protocol.codec import version_to_pb
+from slipstream.protocol.rich_errors import Reason, abort
 from slipstream.v1 import operations_pb2 as pb
 from slipstream.v1 import operations_pb2_grpc, trainer_pb2, trajectory_pb2
 
 # The name of the environment in leases of prompts.
 CLIENT = "client"
+# Most training operations of a session, and most samples, that may wait: others are sent again.
+MAX_WAITING = 4096
 # Most samples that are kept for clients that have not asked for them.
 MAX_KEPT = 65536
 LOOK_S = 0.5
@@ -116,6 +120,9 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
         """Adds an operation unless its id is known; it is on the disk, unless it is a sample."""
         async with self._lock:
             if request.id not in self._entries:
+                if cause := self._flood(request):
+                    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+                    await abort(context, code, cause, Reason.TOO_MANY_CALLS)
                 entry = Entry(request)
                 if entry.kind == "sample":
                     self._add_sample(entry)
@@ -126,6 +133,15 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
                 self._entries[request.id] = entry
                 self._run.signal.notify()
         return pb.OperationReceipt()
+
+    def _flood(self, request: pb.Operation) -> str:
+        """Returns why the client of `request` must wait, or "" if it need not."""
+        session = (request.stream or request.id).partition(":")[0]
+        waiting = self._samples if request.HasField("sample") else self._waiting.values()
+        number = sum(one.operation.id.startswith(f"{session}:") for one in waiting)
+        if number < MAX_WAITING:
+            return ""
+        return f"{number} requests of session {session} wait already: send more when some are done"
 
     async def Await(self, request: pb.AwaitRequest, context: CallContext) -> pb.OperationResult:  # noqa: N802
         """Returns the result of an operation, or one that is not done after the limit."""
@@ -149,10 +165,12 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
         is_made = history.version.step == history.next_step
         waiting = (batch for batch in history.set_aside if batch.step == history.next_step)
         aside = {self._given_of(batch): batch.batch_id for batch in waiting}
+        entries = []
         for place, operation, result in self._store.read():
             entry = Entry(operation, place, result)
             self._num_stored = place + 1
             self._entries[operation.id] = entry
+            entries.append(entry)
             # The trainer has, or gets, the batch of this step; the step may be journaled.
             entry.is_begun = operation.id == formed
             if result.is_done:
@@ -163,15 +181,19 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
             elif entry.is_begun and is_made:
                 result.step = history.version.step
                 self._store_end(entry)
-            if result.is_done:
-                if operation.number == 0 and not result.error:
-                    self._take_over(operation.stream)
-                if operation.stream == self._stream and operation.number == self._next:
-                    self._note_end(entry)
-                if entry.ended.is_set():
-                    entry.result = pb.OperationResult()
-            else:
+        done = [entry for entry in entries if entry.result.is_done]
+        by_turn = {(one.operation.stream, one.operation.number): one for one in done}
+        for first in done:
+            if first.operation.number == 0 and not first.result.error:
+                self._take_over(first.operation.stream)
+                # Requests may have come in another order.
+                while ended := by_turn.get((self._stream, self._next)):
+                    self._note_end(ended)
+        for entry in entries:
+            if not entry.result.is_done:
                 self._queue(entry)
+            elif entry.ended.is_set():
+                entry.result = pb.OperationResult()
 
     def _given_of(self, batch: RecordedBatch | None) -> str:
         """Returns the id of the operation that a batch carries out, or "" without its file."""

@@ -35,7 +35,11 @@ HOLD_S = 20.0
 CALL_S = 30.0
 MAX_BODY_BYTES = 24 << 20
 _PREFIX = "/api/v1"
-_STATUS = {grpc.StatusCode.UNAVAILABLE: 503, grpc.StatusCode.INVALID_ARGUMENT: 400}
+_STATUS = {
+    grpc.StatusCode.UNAVAILABLE: 503,
+    grpc.StatusCode.INVALID_ARGUMENT: 400,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: 429,
+}
 # What reading a request raises whose fields are not those of the SDK.
 _MALFORMED = (
     *(ArithmeticError, AttributeError, DecodeError, LookupError, RecursionError, TypeError),

@@ -5,7 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 from slipstream.core.types import PolicyVersion
+from slipstream.extensions.tinker import controller
 from slipstream.extensions.tinker.controller import Entry, Operations
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.history import read_history
@@ -17,6 +19,18 @@ from slipstream.v1.operations_pb2 import Operation
 from support.rigs.lease_rig import books_of
 from support.rigs.publishing_scene import run_of
 from support.rigs.waiting import LIMIT_S
+
+
+class Refused(Exception):
+    """A call was refused."""
+
+
+class Refusing:
+    """The context of a call, which may be refused."""
+
+    async def abort(self, code: object, text: str, metadata: object) -> None:
+        raise Refused(text)
+
 
 ADAM = trainer_pb2.AdamNumbers(learning_rate=0.1)
 STEPS = ["step1", "step2", "step3"]
@@ -159,3 +173,42 @@ async def test_a_long_loop_keeps_neither_sequences_nor_results_in_memory(tmp_pat
         await check(loop)
     with Journal(tmp_path / "r" / "journal") as journal:
         await check(Loop(journal, tmp_path))
+
+
+async def test_a_loop_goes_on_whatever_the_order_in_which_its_operations_came(
+    tmp_path: Path,
+) -> None:
+    context: Any = None
+    with Journal(tmp_path / "r" / "journal") as journal:
+        loop = await begun(journal, tmp_path, [])
+        await loop.write_results()
+        for number, name in ((2, "step2"), (1, "step1")):
+            late = Operation(id=name, stream="s", number=number, step=ADAM)
+            await loop.operations.Submit(late, context)
+        for name in ("step1", "step2"):
+            assert loop.step() == name
+            await loop.write_results()
+    with Journal(tmp_path / "r" / "journal") as journal:
+        loop = Loop(journal, tmp_path)
+        third = Operation(id="step3", stream="s", number=3, step=ADAM)
+        await loop.operations.Submit(third, context)
+        assert loop.step() == "step3"
+
+
+async def test_a_session_that_sends_too_much_must_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(controller, "MAX_WAITING", 2)
+    context: Any = Refusing()
+    with Journal(tmp_path / "r" / "journal") as journal:
+        loop = await begun(journal, tmp_path, [])
+        steps = [
+            Operation(id=f"s:{number}:optim_step", stream="s", number=number, step=ADAM)
+            for number in (3, 4, 5)
+        ]
+        for one in steps[:2]:
+            await loop.operations.Submit(one, context)
+        with pytest.raises(Refused, match="2 requests of session s wait already"):
+            await loop.operations.Submit(steps[2], context)
+        # One that is sent again is known.
+        await loop.operations.Submit(steps[1], context)

@@ -42,7 +42,7 @@ async def answered(
     async def send(message: dict[str, Any]) -> None:
         sent.append(message)
 
-    front = Front(small_config(), controller, ())
+    front = Front(small_config(), controller, (), in_flight=False)
     await front({"type": "http", "path": f"/api/v1/{path}", "headers": headers}, receive, send)
     return sent[0]["status"], json.loads(sent[1]["body"]), controller
 

@@ -261,7 +261,9 @@ class BatchFormer:
                 f"step {batch.version} was made from batch {batch.batch_id} before, and cannot be "
                 f"made again: {cause}"
             )
-        if (in_a_row := self._state.set_aside_in_a_row) >= most_in_a_row:
+        in_a_row = self._state.set_aside_in_a_row
+        # The client that ordered a step is told, and its loop goes on.
+        if batch.given is None and in_a_row >= most_in_a_row:
             raise RunFailed(
                 f"batch {batch.batch_id} of step {batch.version} cannot be trained: {cause}; "
                 f"controller.max_set_aside_batches = {most_in_a_row} allows no other one, "

@@ -24,6 +24,7 @@ from slipstream.learner.controller.servers.server_states import ServerKey
 from slipstream.learner.controller.trajectories.batch import (
     FormedBatch,
     SetAside,
+    StepOrder,
     chunks,
     from_record,
     header,
@@ -188,6 +189,20 @@ async def test_a_step_that_is_made_again_does_not_begin_the_count_anew(tmp_path:
             )
             assert former.trained(report).again
             assert books.state.set_aside_in_a_row == 1
+
+
+async def test_steps_that_a_client_orders_are_set_aside_again_and_again(tmp_path: Path) -> None:
+    order = StepOrder("s:1:optim_step", trainer_pb2.AdamNumbers(learning_rate=1.0))
+    async with asyncio.TaskGroup() as tasks:
+        with Journal(tmp_path) as journal:
+            former = BatchFormer(books_of(run_of(), journal=journal), tasks, keep_batches=True)
+            for attempt in range(3):
+                batch = await former.form(order)
+                assert batch is not None
+                fault = trainer_pb2.DataFault(step=0, batch_id=batch.batch_id)
+                found = former.set_aside(fault, "the loss is nan", most_in_a_row=1)
+                assert found is not None
+                assert former._state.set_aside_in_a_row == attempt + 1
 
 
 def test_the_users_word_begins_the_count_anew() -> None:
