@@ -39,8 +39,8 @@ from slipstream.core.configuration.config_file import load_config
 from slipstream.core.settings.config import Config
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.batches.micro_batch import MicroBatch
-from slipstream.learner.trainer.flops import model_sizes, training_flops
 from slipstream.learner.trainer.model.attention_choice import chosen_attention
+from slipstream.learner.trainer.step_cost import Arithmetic
 
 from benchmarks.common import measure
 from benchmarks.common.shapes import SHAPES
@@ -113,7 +113,7 @@ def works_of(config: Config, batches: list[Batch], training: object) -> list[Wor
             policy, sequences, members[0], max_tokens=config.learner.micro_batch_tokens
         )
         lengths = [len(trajectory.token_ids) for trajectory in batch.trajectories]
-        flops = training_flops(model_sizes(sizes), lengths)
+        flops = Arithmetic.of(sizes).training_flops(lengths)
         untrained = sum(lengths) - sum(int(one.loss_mask.sum()) for one in packed)
         skipped = 6.0 * sizes["hidden_size"] * sizes["vocab_size"] * untrained
         placed = [one.to(policy.ranks.device) for one in packed]

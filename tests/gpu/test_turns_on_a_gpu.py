@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from slipstream.learner.trainer.flops import peak_tflops
+from slipstream.learner.trainer.step_cost import PEAK_TFLOPS
 from support.fakes.tiny_models import make_model_folder
 from support.rigs.run_processes import (
     check_ledger,
@@ -50,7 +50,7 @@ def trained(tmp_path: Path, **settings: object) -> Path:
     gaps = [row["logprob_gap_mean"] for row in rows]
     print({"gaps": gaps, "step_s": [row.get("step_s") for row in rows]}, flush=True)
     assert max(gaps) < 5e-3
-    if peak := peak_tflops(torch.cuda.get_device_name()):
+    if peak := PEAK_TFLOPS.get(torch.cuda.get_device_name()):
         assert rows[-1]["mfu"] == pytest.approx(rows[-1]["tflops_per_rank"] / peak)
     return run
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from slipstream.core.machine.gpus import ALL_BITS
+from slipstream.core.models.model_sizes import read_model_table
 from slipstream.core.models.registry import NESTED
 from slipstream.core.models.vision.processors import load_processor
 from slipstream.core.settings.config import Config
@@ -22,7 +23,6 @@ from slipstream.learner.trainer.checkpoints.starting_weights import (
     load_starting_weights,
 )
 from slipstream.learner.trainer.checkpoints.stored_model import POLICY, StoredModel
-from slipstream.learner.trainer.flops import model_sizes
 from slipstream.learner.trainer.model.memory import (
     DeviceMemory,
     Part,
@@ -56,7 +56,8 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from slipstream.extensions.prefix_sharing.trainer import PrefixSharing
-    from slipstream.learner.trainer.families.vision import Vision
+    from slipstream.learner.trainer.step_cost import Arithmetic
+from slipstream.learner.trainer.families.vision import Vision
 
 logger = logging.getLogger(__name__)
 
@@ -196,7 +197,7 @@ def _load(
         dtype=provider.params_dtype,
         max_positions=hf_config.max_position_embeddings,
         vocab_size=hf_config.vocab_size,
-        attention_length=model_sizes(hf_config.to_dict()).attention_length,
+        attention_length=Arithmetic.of(read_model_table(config.model.path)).attention_length,
         kept_logits=_kept_logits(config, ranks),
         memory=memory,
         sharing=sharing,

@@ -1,54 +1,116 @@
-"""The metrics of a training step's cost: FLOPs and memory."""
+"""What a training step costs: model FLOPs from the sizes in config.json, and memory."""
 
-import logging
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
-from slipstream.core.models.model_sizes import read_model_table
-from slipstream.core.settings.config import Config
-from slipstream.learner.trainer.batches.batch import Batch
-from slipstream.learner.trainer.flops import model_sizes, peak_tflops, training_flops
-from slipstream.learner.trainer.model.model import Policy
-from slipstream.learner.trainer.step import TrainedStep
+from slipstream.core.models.model_sizes import ModelSizes, read_model_table
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from slipstream.core.settings.config import Config
+    from slipstream.learner.trainer.batches.batch import Batch
+    from slipstream.learner.trainer.model.model import Policy
+    from slipstream.learner.trainer.step import TrainedStep
+
+# Dense bfloat16 TFLOP/s of one device by its name in torch, from NVIDIA's data sheets.
+PEAK_TFLOPS = {
+    "NVIDIA A100-SXM4-40GB": 312.0,
+    "NVIDIA A100-SXM4-80GB": 312.0,
+    "NVIDIA A100 80GB PCIe": 312.0,
+    "NVIDIA H100 PCIe": 756.0,
+    "NVIDIA H100 80GB HBM3": 989.4,
+    "NVIDIA H200": 989.4,
+    "NVIDIA B200": 2250.0,
+}
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """What a token is multiplied by: matrix weights without the embedding, and other tokens.
+
+    `attention_width` is heads times head size, the mean of keys and values, summed over layers.
+    """
+
+    matrix_parameters: int
+    attention_width: int
+
+    @classmethod
+    def of(cls, table: Mapping[str, Any]) -> Arithmetic:
+        """Returns the sizes of a decoder with gated MLPs or experts, from its config.json.
+
+        Layers with attention windows, and delta nets, count like full attention.
+        """
+        sizes = ModelSizes.of(table)
+        hidden, heads, layers = sizes.hidden, sizes.heads, sizes.layers
+        queries = values = heads * sizes.head_dim
+        attention = 2 * hidden * (heads + sizes.kv_heads) * sizes.head_dim
+        if latent := table.get("kv_lora_rank"):
+            plain, turned, value = (table[f"{n}_head_dim"] for n in ("qk_nope", "qk_rope", "v"))
+            queries, values, low = heads * (plain + turned), heads * value, sizes.query_latent_size
+            attention = low * (hidden + queries) if low else hidden * queries
+            attention += hidden * sizes.latent_size + latent * (heads * plain + values)
+            attention += values * hidden
+        step, dense = table.get("decoder_sparse_step") or 1, table.get("mlp_only_layers") or ()
+        sparse = sum(
+            layer not in dense and (layer + 1) % step == 0
+            for layer in range(sizes.dense_layers, layers)
+        )
+        active = sizes.experts_per_token * sizes.expert_ffn + sizes.shared_expert_ffn
+        mlps = (layers - sparse) * 3 * sizes.ffn + sparse * (sizes.experts + 3 * active)
+        matrices = layers * attention + hidden * (sizes.vocab + mlps)
+        return cls(matrices, layers * (queries + values) // 2)
+
+    @property
+    def attention_length(self) -> float:
+        """The sequence length at which attention takes as many FLOPs as the matrix products."""
+        return self.matrix_parameters / max(1, self.attention_width)
+
+    def training_flops(self, lengths: Iterable[int], *, saved: tuple[int, int] = (0, 0)) -> float:
+        """Returns the FLOPs of one forward and backward pass over sequences of these lengths.
+
+        A matrix parameter takes 6 a token, the causal attention of L tokens 6 L^2 times its width.
+        Recomputation does not count (PaLM, arXiv:2204.02311, appendix B). `saved` has the tokens
+        and the sum of L^2 that shared prefixes save.
+        """
+        tokens, squares = -saved[0], -saved[1]
+        for length in lengths:
+            tokens, squares = tokens + length, squares + length * length
+        return 6.0 * self.matrix_parameters * tokens + 6.0 * self.attention_width * squares
 
 
 class StepCost:
-    """Metrics of a step's cost: FLOPs, FLOPs per second, and the largest memory use of any rank."""
+    """Metrics of a step's cost: FLOPs, FLOPs per second, and the largest memory use of any rank.
+
+    A model with delta nets has no FLOPs: the formula does not know them.
+    """
 
     def __init__(self, config: Config, policy: Policy) -> None:
         self._ranks, self._sharing = policy.ranks, policy.sharing
-        self._sizes = model_sizes(read_model_table(config.model.path))
-        self._epochs = config.algorithm.epochs
-        self._peak_tflops: float | None = None
-        if policy.ranks.device.type == "cuda":
-            name = torch.cuda.get_device_name()
-            self._peak_tflops = peak_tflops(name)
-            if self._peak_tflops is None:
-                logger.warning("no mfu: the peak of %s is not known", name)
+        table, self._epochs = read_model_table(config.model.path), config.algorithm.epochs
+        is_delta = bool(ModelSizes.of(table).linear_heads)
+        self._arithmetic = None if is_delta else Arithmetic.of(table)
+        on_gpu = policy.ranks.device.type == "cuda"
+        self._peak_tflops = PEAK_TFLOPS.get(torch.cuda.get_device_name()) if on_gpu else None
 
     def metrics(self, batch: Batch, result: TrainedStep) -> dict[str, float]:
-        """Returns the metrics of the step that trained `batch`; collective.
-
-        `mfu` is left out if the peak FLOPs of the device are not known.
-        """
-        sizes, saved = batch.lengths, (0, 0) if self._sharing is None else self._sharing.saved
-        flops = self._epochs * training_flops(self._sizes, sizes, saved=saved)
-        computed = self._epochs * (sum(sizes) - saved[0])
-        tflops = flops / result.wall_s / self._ranks.world_size / 1e12
-        found = {
-            "tokens_per_micro_batch": computed / result.metrics["num_micro_batches"],
-            "model_flops": flops,
-            "tflops_per_rank": tflops,
-            **self._memory(),
-        }
-        if self._peak_tflops is not None:
-            found["mfu"] = tflops / self._peak_tflops
+        """Returns the metrics of the step that trained `batch`; collective."""
+        lengths, saved = batch.lengths, (0, 0) if self._sharing is None else self._sharing.saved
+        computed = self._epochs * (sum(lengths) - saved[0])
+        found = {"tokens_per_micro_batch": computed / result.metrics["num_micro_batches"]}
+        found |= self._memory()
+        if self._arithmetic is not None:
+            flops = self._epochs * self._arithmetic.training_flops(lengths, saved=saved)
+            tflops = flops / result.wall_s / self._ranks.world_size / 1e12
+            found |= {"model_flops": flops, "tflops_per_rank": tflops}
+            if self._peak_tflops is not None:
+                found["mfu"] = tflops / self._peak_tflops
         return found
 
     def _memory(self) -> dict[str, float]:
-        """Returns the largest memory use of any rank; collective."""
         used = {"trainer_rss_bytes": psutil.Process().memory_info().rss}
         if self._ranks.device.type == "cuda":
             used["gpu_allocated_bytes"] = torch.cuda.max_memory_allocated()

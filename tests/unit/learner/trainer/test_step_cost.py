@@ -1,5 +1,15 @@
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
-from slipstream.learner.trainer.flops import model_sizes, peak_tflops, training_flops
+import torch
+from slipstream.learner.trainer.step_cost import PEAK_TFLOPS, Arithmetic, StepCost
+from support.fakes.small_configs import small_config
+
+from benchmarks.common.shapes import SHAPES
 
 LLAMA_3_8B = {
     "hidden_size": 4096,
@@ -26,7 +36,7 @@ QWEN3_30B_A3B = {
 
 
 def test_a_dense_model_multiplies_with_all_matrices_but_the_embedding():
-    sizes = model_sizes(LLAMA_3_8B)
+    sizes = Arithmetic.of(LLAMA_3_8B)
     attention = 2 * 4096 * 4096 + 2 * 4096 * 1024
     assert sizes.matrix_parameters == 32 * (attention + 3 * 4096 * 14336) + 4096 * 128256
     # 8.03 billion parameters, 0.53 of them in the embedding.
@@ -35,7 +45,7 @@ def test_a_dense_model_multiplies_with_all_matrices_but_the_embedding():
 
 
 def test_a_mixture_of_experts_multiplies_with_the_chosen_experts_and_the_router():
-    sizes = model_sizes(QWEN3_30B_A3B)
+    sizes = Arithmetic.of(QWEN3_30B_A3B)
     attention = 2 * 2048 * 4096 + 2 * 2048 * 512
     experts = 2048 * 128 + 8 * 3 * 2048 * 768
     assert sizes.matrix_parameters == 48 * (attention + experts) + 2048 * 151936
@@ -60,9 +70,8 @@ MIXTRAL = {"num_local_experts": 8, "num_experts_per_tok": 2}
     ],
 )
 def test_a_mixture_multiplies_with_what_each_of_its_layers_has(model, change, more):
-    assert (
-        model_sizes(model | change).matrix_parameters - model_sizes(model).matrix_parameters == more
-    )
+    before, after = Arithmetic.of(model), Arithmetic.of(model | change)
+    assert after.matrix_parameters - before.matrix_parameters == more
 
 
 DEEPSEEK_V3 = {
@@ -86,7 +95,7 @@ DEEPSEEK_V3 = {
 
 
 def test_latent_attention_multiplies_with_both_matrices_of_queries_and_of_keys_and_values():
-    sizes = model_sizes(DEEPSEEK_V3)
+    sizes = Arithmetic.of(DEEPSEEK_V3)
     queries = 7168 * 1536 + 1536 * 128 * 192
     others = 7168 * 576 + 512 * 128 * 256 + 128 * 128 * 7168
     dense, experts = 3 * 7168 * 18432, 7168 * 256 + 9 * 3 * 7168 * 2048
@@ -95,12 +104,12 @@ def test_latent_attention_multiplies_with_both_matrices_of_queries_and_of_keys_a
     # arXiv:2412.19437 says 37 billion for each token, the embedding included.
     assert (sizes.matrix_parameters + 7168 * 129280) / 1e9 == pytest.approx(37.6, abs=1)
     assert sizes.attention_width == 61 * 128 * (192 + 128) // 2
-    direct = model_sizes(DEEPSEEK_V3 | {"q_lora_rank": None})
+    direct = Arithmetic.of(DEEPSEEK_V3 | {"q_lora_rank": None})
     assert direct.matrix_parameters == sizes.matrix_parameters + 61 * (7168 * 128 * 192 - queries)
 
 
 def test_flops_are_6_for_each_parameter_and_token_and_6_for_each_pair_below_the_diagonal():
-    sizes = model_sizes(
+    sizes = Arithmetic.of(
         {
             "hidden_size": 4,
             "intermediate_size": 8,
@@ -111,33 +120,45 @@ def test_flops_are_6_for_each_parameter_and_token_and_6_for_each_pair_below_the_
     )
     # Four matrices of 4 x 4, three of 4 x 8, one of 4 x 10.
     assert sizes.matrix_parameters == 64 + 96 + 40
-    assert training_flops(sizes, [3, 5]) == 6 * 200 * 8 + 6 * 4 * (9 + 25)
+    assert sizes.training_flops([3, 5]) == 6 * 200 * 8 + 6 * 4 * (9 + 25)
 
 
-def test_a_config_without_a_size_is_refused_by_its_name():
-    with pytest.raises(KeyError, match="no number hidden_size"):
-        model_sizes({})
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_shapes_of_benchmarks_are_counted_by_their_tensors(name: str) -> None:
+    shape = SHAPES[name]
+    sizes = Arithmetic.of(shape.config("bfloat16", 4096))
+    matrices = {key: math.prod(size) for key, size in shape.tensors() if len(size) == 2}
+    embedding = matrices.pop("model.embed_tokens.weight")
+    assert sizes.matrix_parameters == sum(matrices.values()) + embedding * shape.tied
+    assert sizes.attention_width == shape.layers * shape.heads * shape.head_dim
 
 
-@pytest.mark.parametrize(
-    ("name", "peak"),
-    [
-        ("NVIDIA A100-SXM4-80GB", 312.0),
-        ("NVIDIA H100 80GB HBM3", 989.4),
-        ("NVIDIA H100 PCIe", 756.0),
-        ("NVIDIA H200", 989.4),
-        ("NVIDIA B200", 2250.0),
-        ("NVIDIA H200 NVL", None),
-        ("NVIDIA GB200", None),
-        ("NVIDIA GeForce RTX 4090", None),
-    ],
-)
-def test_the_peak_is_known_of_some_devices_and_never_guessed(name: str, peak: float | None):
-    assert peak_tflops(name) == peak
+def test_the_peak_of_a_device_is_known_by_its_whole_name() -> None:
+    assert PEAK_TFLOPS["NVIDIA H200"] == PEAK_TFLOPS["NVIDIA H100 80GB HBM3"] == 989.4
+    # Other versions have other clocks.
+    assert not PEAK_TFLOPS.keys() & {"NVIDIA H200 NVL", "NVIDIA GB200", "NVIDIA H100 NVL"}
 
 
 def test_sequence_of_the_attention_length_spends_half_of_its_flops_on_attention() -> None:
-    sizes = model_sizes(LLAMA_3_8B)
+    sizes = Arithmetic.of(LLAMA_3_8B)
     length = round(sizes.attention_length)
     attention = 6 * sizes.attention_width * length**2
-    assert attention / training_flops(sizes, [length]) == pytest.approx(0.5, abs=1e-4)
+    assert attention / sizes.training_flops([length]) == pytest.approx(0.5, abs=1e-4)
+
+
+@pytest.mark.parametrize("is_delta", [False, True])
+def test_a_model_with_delta_nets_has_no_flops(is_delta: bool, tmp_path: Path) -> None:
+    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    kind = "Qwen3NextForCausalLM" if is_delta else "Qwen3ForCausalLM"
+    table = QWEN3_30B_A3B | {"architectures": [kind]} | (heads if is_delta else {})
+    (tmp_path / "config.json").write_text(json.dumps(table))
+    ranks = SimpleNamespace(device=torch.device("cpu"), world_size=2, max=lambda values: values)
+    policy: Any = SimpleNamespace(ranks=ranks, sharing=None)
+    batch: Any = SimpleNamespace(lengths=[3, 5])
+    result: Any = SimpleNamespace(wall_s=2.0, metrics={"num_micro_batches": 4.0})
+    found = StepCost(small_config(model={"path": str(tmp_path)}), policy).metrics(batch, result)
+    assert found["tokens_per_micro_batch"] == 2.0
+    assert ("model_flops" in found) == (not is_delta)
+    if not is_delta:
+        flops = Arithmetic.of(table).training_flops([3, 5])
+        assert found["tflops_per_rank"] == pytest.approx(flops / 2.0 / 2 / 1e12)
