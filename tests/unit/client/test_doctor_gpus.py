@@ -12,6 +12,7 @@ from slipstream.client.launch import fit, machine, placement
 from slipstream.client.launch.findings import Finding, Scene, Verdict
 from slipstream.client.launch.fit import Needs, check_fit
 from slipstream.client.launch.machine import check_build, check_gpus
+from slipstream.client.launch.share import Share
 from slipstream.core.machine.gpus import Gpu
 from slipstream.core.settings.config import Config
 from slipstream.protocol.weights.nccl_group import NCCL_ENVIRONMENT
@@ -130,7 +131,10 @@ def fits(config, monkeypatch, gpus, billions):
     monkeypatch.setattr(placement, "list_gpus", lambda: GPUS[:gpus])
     monkeypatch.setattr(fit, "list_gpus", lambda: GPUS[:gpus])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    return {finding.area or "placement": finding for finding in check_fit(Scene(config))}
+    learner, count = config.learner, config.rollout_server.count
+    share = Share(range(learner.ranks_per_node or learner.world_size), count)
+    scene = Scene(config, share=share)
+    return {finding.area or "placement": finding for finding in check_fit(scene)}
 
 
 def test_memory_of_each_gpu_is_compared_with_the_need(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,10 +230,10 @@ def test_limit_of_the_learner_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fits(config, monkeypatch, 2, 7.0)["GPU memory"].seen.startswith("117.3 of 70.0 GiB")
 
 
-def test_what_does_not_fit_one_machine_is_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_one_machine_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(rollout_server={"count": 4})
     finding = fits(config, monkeypatch, 2, 1.0)["placement"]
-    assert finding.verdict is Verdict.ADVICE
+    assert finding.verdict is Verdict.PROBLEM
     assert "5 GPUs are needed here" in finding.seen
     wrong = fits(config_of(weights={"transport": "nccl"}), monkeypatch, 1, 1.0)["placement"]
     assert "nccl joins no two processes on one GPU" in wrong.seen

@@ -63,8 +63,8 @@ if TYPE_CHECKING:
 DOCTOR_LIMIT_S = 3.0
 # Variable -> whether it takes the beginning of a name, as NCCL does.
 INTERFACES = {"NCCL_SOCKET_IFNAME": True, "GLOO_SOCKET_IFNAME": False}
+ACL = "docs/security.md has the ACL SETUSER line"
 FILES = "deploy/make_certificates.sh makes all files"
-NOT_HERE = "nothing, unless the controller starts here"
 
 Seen = str | Finding | Iterable[Finding] | None
 
@@ -93,8 +93,6 @@ class Check:
     look: Callable[[Scene], Seen | Awaitable[Seen]]
     # What to do about a ConfigError.
     remedy: str = ""
-    # If set, a ConfigError is a hint with this remedy where the scene has no parts.
-    elsewhere: str = ""
     # Whether it needs no settings.
     of_machine: bool = False
 
@@ -113,8 +111,6 @@ class Check:
         try:
             return await self.found(scene)
         except ConfigError as error:
-            if self.elsewhere and not scene.parts:
-                return [advice(str(error), self.elsewhere, area=self.area)]
             return [problem(str(error), self.remedy, area=self.area)]
 
 
@@ -128,13 +124,13 @@ async def require(scene: Scene, stage: Stage) -> None:
 
 
 async def find_all(scene: Scene) -> list[Finding]:
-    """Returns the findings that the doctor shows: of the scene's parts, or if it has none of all.
+    """Returns the findings that the doctor shows on what the scene's parts need.
 
     Without settings these are the findings about the machine.
     """
-    due = [check for check in CHECKS if not scene.parts or check.needs & scene.parts]
+    due = [check for check in CHECKS if check.needs & scene.parts]
     if scene.stated is None:
-        due = [check for check in CHECKS if check.of_machine]
+        due = [check for check in due if check.of_machine]
     return [finding for check in due for finding in await check.find(scene)]
 
 
@@ -163,13 +159,8 @@ def check_security(scene: Scene) -> Iterator[Finding]:
     for path in (security.token_file, security.metrics_token_file, security.tls_key):
         if is_open_to_all(path):
             yield advice(f"every account of this machine may read {path}", f"chmod 600 {path}")
-    try:
+    if "controller" in scene.parts:
         check_own(() if credentials.tokens is None else credentials.tokens.lines)
-    except ConfigError as error:
-        if "controller" in scene.parts:
-            raise
-        if not scene.parts:
-            yield advice(str(error), NOT_HERE)
 
 
 def check_exposure(scene: Scene) -> Finding:
@@ -201,13 +192,13 @@ def check_queue_settings(scene: Scene) -> str | None:
 def check_metrics_ports(scene: Scene) -> None:
     """Checks that the processes which start here can serve their metrics."""
     address = scene.config.tracking.prometheus
-    if address is None or not (scene.parts or _is_ours(address_parts(address)[0])):
+    if address is None:
         return
     # The library takes a third of a second to import.
     from slipstream.extensions.prometheus.endpoint import listen_for
 
     roles: list[Role] = ["rollout_server"] if "rollout_server" in scene.parts else []
-    if "controller" in scene.parts or not scene.parts:
+    if "controller" in scene.parts:
         roles += ["controller", "trainer"]
     for role in roles:
         listen_for(role, address).close()
@@ -219,25 +210,19 @@ def check_folder(scene: Scene) -> str:
     return f"{scene.config.run_dir} {'holds a run to go on with' if holds_run else 'is free'}"
 
 
-async def check_controller(scene: Scene) -> str | None:
-    """Checks that the controller can listen here; the doctor asks a remote controller.
+def check_controller(scene: Scene) -> str | None:
+    """Checks that the controller can listen here.
 
     Parts that are started separately must know its port.
     """
     address, parts = scene.config.controller.address, scene.parts
-    host, port = address_parts(address)
-    if parts and not (scene.dry_run or port or parts >= WHOLE_RUN):
+    if not (scene.dry_run or address_parts(address)[1] or parts >= WHOLE_RUN):
         raise ConfigError(
             "controller.address must name a port where the parts of a run are started separately, "
             f"such as 127.0.0.1:7070, got {address}"
         )
-    if parts and "controller" not in parts:
+    if "controller" not in parts:
         return None
-    if not parts and not _is_ours(host):
-        await meeting.ask_controller(
-            address, Credentials.load(scene.config.security), DOCTOR_LIMIT_S
-        )
-        return f"{address} answers"
     with hold_address(address):
         return f"{address} is of this machine and free"
 
@@ -247,7 +232,7 @@ def check_master(scene: Scene) -> str | None:
     address = scene.config.learner.master
     host, port = address_parts(address)
     if not _is_ours(host):
-        if scene.parts and not scene.dry_run:
+        if not scene.dry_run:
             raise ConfigError(
                 "learner.master must be an address of this machine, where trainer rank 0 starts, "
                 f"got {address}"
@@ -328,13 +313,7 @@ CHECKS = (
     Check("open sockets", Stage.SETTINGS, ANY, check_exposure, "use a private network or a tunnel"),
     Check("queue", Stage.SETTINGS, WHOLE_RUN, check_queue_settings),
     Check("packages", Stage.SETTINGS, ANY, machine.check_packages, of_machine=True),
-    Check(
-        "tracking",
-        Stage.SETTINGS,
-        CONTROLLER,
-        lambda s: check_trackers(s.config.tracking),
-        elsewhere=NOT_HERE,
-    ),
+    Check("tracking", Stage.SETTINGS, CONTROLLER, lambda s: check_trackers(s.config.tracking)),
     Check("engine", Stage.SETTINGS, SERVER, fit.check_engine),
     Check("for vLLM", Stage.SETTINGS, WHOLE_RUN, preflight.check_vllm),
     Check("algorithm", Stage.SETTINGS, ANY - SERVER, preflight.check_functions),
@@ -352,7 +331,7 @@ CHECKS = (
     Check("setup", Stage.START, SERVER | LEARNER, meeting.check_setup),
     Check("proofs", Stage.START, LEARNER, preflight.check_proofs),
     Check("reference", Stage.START, SERVER, preflight.check_reference),
-    Check("queue server", Stage.START, CONTROLLER | SERVER, meeting.check_queue),
+    Check("queue server", Stage.START, CONTROLLER | SERVER, meeting.check_queue, ACL),
     Check("environments", Stage.START, CONTROLLER | SERVER, preflight.check_environments),
     Check("placement", Stage.DOCTOR, ANY, fit.check_fit),
 )

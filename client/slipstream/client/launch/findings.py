@@ -25,8 +25,8 @@ class Scene:
 
     # None for the doctor without settings.
     stated: Config | None = None
-    # The parts that start on this machine; empty for the doctor without a role.
-    parts: frozenset[Part] = frozenset()
+    # The parts that start on this machine.
+    parts: frozenset[Part] = WHOLE_RUN
     # What of the roles starts here.
     share: Share = Share()
     dry_run: bool = False

@@ -155,14 +155,8 @@ def needs_of(config: Config) -> Needs | None:
 
 
 def check_fit(scene: Scene) -> Iterator[Finding]:
-    """Yields findings on placement, transport and memory of what starts on this machine.
-
-    Where the scene has no parts, that is all that `slipstream run` starts, and GPUs that do not fit
-    yield only advice.
-    """
-    config, needs, ranks = scene.config, needs_of(scene.config), scene.config.learner.world_size
-    whole = Share(range(config.learner.ranks_per_node or ranks), config.rollout_server.count)
-    share = scene.share if scene.parts else whole
+    """Yields findings on placement, transport and memory of what starts on this machine."""
+    config, share, needs = scene.config, scene.share, needs_of(scene.config)
     if needs is not None:
         others = " and ".join(["activations", *role_settings(config)])
         seen = f"{needs.parameters / 1e6:,.1f} M parameters: {needs.rank_bytes / 1e6:,.1f} MB"
@@ -170,11 +164,7 @@ def check_fit(scene: Scene) -> Iterator[Finding]:
     try:
         config, placement, transport = fit_here(config, share)
     except ConfigError as error:
-        if scene.parts:
-            yield problem(str(error), "ask the scheduler for what the role needs")
-        else:
-            remedy = "nothing, if learner and rollout servers have machines of their own"
-            yield advice(f"`slipstream run` does not fit here: {error}", remedy)
+        yield problem(str(error), "ask for more GPUs, or name by --role what starts here")
         return
     yield ok("; ".join(placement.describe(share.ranks)))
     if transport:

@@ -16,6 +16,7 @@ from pathlib import Path
 from slipstream.client.launch.findings import (
     CONTROLLER,
     SERVER,
+    WHOLE_RUN,
     Finding,
     Scene,
     Verdict,
@@ -73,7 +74,7 @@ def check_processors(_: Scene) -> Finding:
 
 def check_memory(scene: Scene) -> Finding:
     """Checks that enough memory is free for what starts here."""
-    least_gib = ROLE_MEMORY_GIB if scene.parts else MIN_MEMORY_GIB
+    least_gib = MIN_MEMORY_GIB if scene.parts >= WHOLE_RUN else ROLE_MEMORY_GIB
     free, total = free_memory()
     seen = f"{free / GIB:.1f} of the {total / GIB:.1f} GiB that processes may use here are free"
     if free < least_gib * GIB:
@@ -154,7 +155,7 @@ def _names(gpus: Sequence[Gpu]) -> str:
     return ", ".join(f"{n} x {name} with {gib} GiB" for (name, gib), n in sorted(kinds.items()))
 
 
-QUEUE = "redis queue"
+QUEUE = "queue without queue.redis_url"
 # What of a run -> its packages, each by alternative names.
 NEEDED = {
     "learner": (("torch",), ("megatron-core",), ("megatron-bridge",), ("transformers",)),
@@ -181,46 +182,29 @@ def tested_versions(stack: str) -> dict[str, str]:
 
 
 def check_packages(scene: Scene) -> list[Finding]:
-    """Checks the packages of the parts that start here; the doctor without a role shows all."""
-    if scene.parts:
-        needed = {
-            "learner": scene.parts & {"learner", "replay"},
-            "rollout server": scene.parts & SERVER,
-            QUEUE: scene.has_own_queue and scene.parts & (CONTROLLER | SERVER),
-        }
-        needed_here = [what for what, is_here in needed.items() if is_here]
-        require_packages(*needed_here)
-        return [_describe_packages(what) for what in needed_here]
-    found = [_describe_packages(what) for what in NEEDED]
-    services = [each for each in found if each.area != QUEUE]
-    if any(each.verdict is Verdict.OK for each in services):
-        return found
-    return [problem("; ".join(f"the {each.area} {each.seen}" for each in services), GET_LOCK)]
+    """Checks the packages of the parts that start here."""
+    has_own_queue = scene.stated is None or scene.has_own_queue
+    needed = {
+        "learner": scene.parts & {"learner", "replay"},
+        "rollout server": scene.parts & SERVER,
+        QUEUE: has_own_queue and scene.parts & (CONTROLLER | SERVER),
+    }
+    return [_describe_packages(what) for what, is_here in needed.items() if is_here]
 
 
 def require_packages(*needed: str) -> None:
-    """Raises ConfigError for the first package of `needed`, keys of `NEEDED`, that is missing."""
-    for what in needed:
-        for name in _missing(what):
-            who = f"{what} without queue.redis_url" if what == QUEUE else what
-            raise ConfigError(
-                f"the {who} needs the package {name}, which is not installed: {GET_LOCK}"
-            )
-
-
-def _missing(what: str) -> list[str]:
-    return [" or ".join(names) for names in NEEDED[what] if not installed(names)]
+    """Raises ConfigError for the first of `needed`, keys of `NEEDED`, that lacks a package."""
+    for found in map(_describe_packages, needed):
+        if found.verdict is Verdict.PROBLEM:
+            raise ConfigError(f"{found.seen}: {found.remedy}")
 
 
 def _describe_packages(what: str) -> Finding:
-    if missing := _missing(what):
-        return advice(
-            f"cannot run here: {', '.join(missing)} not installed",
-            f"nothing, if another machine has this role; else {GET_LOCK}",
-            area=what,
-        )
+    missing = [" or ".join(names) for names in NEEDED[what] if not installed(names)]
+    if missing:
+        return problem(f"the {what} needs {', '.join(missing)}, not installed here", GET_LOCK)
     held = [next(iter(installed(names).items())) for names in NEEDED[what]]
-    return ok(", ".join(f"{name} {version}" for name, version in held), area=what)
+    return ok(f"{what}: {', '.join(f'{name} {version}' for name, version in held)}")
 
 
 def check_companions(_: Scene) -> Iterator[Finding]:

@@ -13,7 +13,7 @@ import time
 
 import grpc
 import grpc.aio
-from slipstream.client.launch.findings import Finding, Scene, advice, ok, problem
+from slipstream.client.launch.findings import Finding, Scene, ok
 from slipstream.client.launch.preflight import told_when_slow
 from slipstream.client.launch.share import QUEUE_ENDS
 from slipstream.core.errors import ConfigError, QueueError
@@ -36,8 +36,6 @@ UNTRUSTED = ("CERTIFICATE_VERIFY_FAILED", "Hostname Verification Check failed")
 # Seconds in which a file of another host must appear: network file systems cache for a while that
 # there was none.
 SHOW_LIMIT_S = 5.0
-QUEUE_LIMIT_S = 3.0
-LINES = "docs/security.md has the ACL SETUSER line"
 
 # The checks report the warnings that the connection would log.
 logging.getLogger("slipstream.extensions.redis.connection").addHandler(logging.NullHandler())
@@ -48,7 +46,7 @@ async def check_setup(scene: Scene) -> str | None:
 
     Trainer ranks must share the run's folder if checkpoints are saved.
     """
-    if not scene.parts or "controller" in scene.parts:
+    if "controller" in scene.parts:
         return None
     config, limit_s, of_ranks = scene.config, scene.connect_timeout_s, "learner" in scene.parts
     address = config.controller.address
@@ -129,29 +127,19 @@ async def ask_controller(
 
 
 async def check_queue(scene: Scene) -> list[Finding]:
-    """Checks that the user's own Redis or Valkey lets the ends that start here write to it.
-
-    The doctor without a role tries both ends, and whether the server keeps its data.
-    """
+    """Checks that the user's own Redis or Valkey lets the ends that start here write to it."""
     config, patience_s = scene.config, scene.connect_timeout_s
     if config.queue.kind != "redis" or config.queue.redis_url is None:
         return []
-    found = []
-    for end in QUEUE_ENDS:
-        if end in scene.parts:
-            found.append(ok(await ask_queue(config, end, patience_s=patience_s)))
-        elif not scene.parts:
-            found.append(await _try_end(config, end))
-    return found
+    ends = [end for end in QUEUE_ENDS if end in scene.parts]
+    return [ok(await ask_queue(config, end, patience_s=patience_s)) for end in ends]
 
 
-async def ask_queue(
-    config: Config, end: QueueEnd, *, patience_s: float, looks_at_settings: bool = False
-) -> str:
+async def ask_queue(config: Config, end: QueueEnd, *, patience_s: float) -> str:
     """Checks that the user of `end` may write to the queue; returns a line that names the user.
 
-    Raises ConfigError if that user may not write, or if no server answers within `patience_s`; with
-    `looks_at_settings` also if the server would lose data.
+    Raises ConfigError if that user may not write, if no server answers within `patience_s`, or if
+    the server would lose data, which the controller's user can see.
     """
     from slipstream.extensions.redis.connection import USERS, RedisConnection, check_settings
 
@@ -160,25 +148,8 @@ async def ask_queue(
     try:
         async with contextlib.aclosing(connection.client):
             await connection.probe(USERS[end].probe)
-            if looks_at_settings:
+            if end == "controller":
                 await check_settings(connection)
     except QueueError as error:
         raise ConfigError(f"{error}; check queue.redis_url too") from None
     return f"redis at {connection.name} lets user {connection.user} write"
-
-
-async def _try_end(config: Config, end: QueueEnd) -> Finding:
-    who, own = end.replace("_", " "), config.queue.user_of(end)
-    area, is_read = f"queue, {who}", end == "controller"
-    if own is not None and not own.password_file.exists():
-        # A host has only the passwords of its own role.
-        seen = f"{own.password_file} is not here: user {own.user} was not tried"
-        return advice(seen, f"nothing, unless a {who} starts here", area=area)
-    try:
-        async with asyncio.timeout(QUEUE_LIMIT_S):
-            asked = ask_queue(config, end, patience_s=0.0, looks_at_settings=is_read)
-            return ok(await asked, area=area)
-    except TimeoutError:
-        return problem(f"redis does not answer within {QUEUE_LIMIT_S:g} s", LINES, area=area)
-    except ConfigError as error:
-        return problem(str(error), LINES, area=area)

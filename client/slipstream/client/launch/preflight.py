@@ -115,7 +115,7 @@ async def check_functions(scene: Scene) -> str | None:
 
 async def check_proofs(scene: Scene) -> str | None:
     """Tests the user's own algorithm functions for a minute, unless they are unchanged since."""
-    if not scene.parts or not scene.config.algorithms.has_own:
+    if not scene.config.algorithms.has_own:
         return None
     _accept(await prove_algorithms(scene.config, "--cached"))
     return "the algorithm's own functions are proved"
@@ -152,7 +152,7 @@ async def check_reference(scene: Scene) -> None:
     Its tokenizer is compared token by token, which takes seconds.
     """
     reference = scene.config.reference
-    if scene.parts and reference is not None and reference.server is not None:
+    if reference is not None and reference.server is not None:
         _accept(await _ask(REFERENCE_CHECK, scene.config, late="reference.server did not answer"))
 
 
@@ -199,7 +199,7 @@ async def check_environments(scene: Scene) -> None:
     environments have played, or when one that printed something fails.
     """
     config, places = scene.config, asyncio.Semaphore(CHECKS_AT_ONCE)
-    play = "controller" in scene.parts or not scene.parts
+    play = "controller" in scene.parts
     printed: list[str] = []
     checks = [
         asyncio.create_task(_check_environment(section, config, play, places))

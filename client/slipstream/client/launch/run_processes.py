@@ -39,6 +39,7 @@ from slipstream.v1 import status_pb2, status_pb2_grpc
 if TYPE_CHECKING:
     from slipstream.extensions.redis.embedded import EmbeddedServer
 
+STARTING = status_pb2.RUN_STATE_STARTING
 # Seconds without a line before one says why the run waits; doubled for each next line, to a limit.
 FIRST_S = 20.0
 LIMIT_S = 300.0
@@ -266,16 +267,18 @@ class RunProcesses:
 
     def keep_rollout_server(self, number: int) -> None:
         """Starts rollout server `number`, and restarts it when it dies."""
-        name = f"{SERVER.name}-{number}"
-        environ = self._placement.server_environment(number)
+        name, address = f"{SERVER.name}-{number}", self._config.controller.address
         episodes = self._placement.max_episodes(self._config, number)
-        keeping = self._told(f"rollout server {name}", self._keep(name, environ, episodes))
-        self._servers[name] = asyncio.ensure_future(keeping)
+        arguments = [f"rollout_server.max_episodes={episodes}", "--controller", address]
+        arguments += ["--server-id", name]
+        environ = self._placement.server_environment(number)
+        keeping = self._keep(SERVER, name, arguments, environ)
+        self._servers[name] = asyncio.ensure_future(self._told(f"rollout server {name}", keeping))
 
     def keep_beside(self, program: Program, arguments: Sequence[str]) -> None:
         """Starts a program that only calls the controller, and restarts it when it dies."""
-        keeping = self._told(program.name, self._keep_beside(program, arguments))
-        self._servers[program.name] = asyncio.ensure_future(keeping)
+        keeping = self._keep(program, program.name, arguments)
+        self._servers[program.name] = asyncio.ensure_future(self._told(program.name, keeping))
 
     async def wait(self) -> int:
         """Shows progress until the run is over; raises RunFailed with the cause if it failed.
@@ -391,44 +394,30 @@ class RunProcesses:
                 return controller
             self._controller = asyncio.ensure_future(self._start_controller())
 
-    async def _keep(self, name: str, environ: Mapping[str, str], episodes: int) -> None:
-        policy = RestartPolicy(SERVER.restarts)
-        arguments = [*self._config_arguments, f"rollout_server.max_episodes={episodes}"]
-        arguments += ["--controller", self._config.controller.address]
-        arguments += ["--server-id", name]
+    async def _keep(
+        self, program: Program, name: str, arguments: Sequence[str], environ: Mapping[str, str] = {}
+    ) -> None:
+        is_server, policy = program is SERVER, RestartPolicy(program.restarts)
         # If both use the whole GPU in turns, the learner must have loaded and freed it.
-        is_early = (None, status_pb2.RUN_STATE_STARTING)
-        while self._config.controller.turns == "sleep" and await self._calls.state() in is_early:
+        waits, is_early = self._config.controller.turns == "sleep" and is_server, (None, STARTING)
+        while waits and await self._calls.state() in is_early:
             await asyncio.sleep(LOOK_S)
         while True:
-            log = log_path(self._config.run_dir, name)
-            child = await start_child(name, SERVER.module, arguments, log_path=log, environ=environ)
+            log, given = log_path(self._config.run_dir, name), [*self._config_arguments, *arguments]
+            child = await start_child(name, program.module, given, log_path=log, environ=environ)
             self._children.append(child)
             await child.process.wait()
-            # Processes that the server has started must not outlive it.
+            # Processes that it has started must not outlive it.
             child.signal(signal.SIGKILL)
-            if self._over or self._display.is_over or child.process.returncode == 0:
+            has_left = is_server and child.process.returncode == 0
+            if self._over or self._display.is_over or has_left:
                 return
             if not await self._may_restart(policy, child):
                 await self._stop_run(child.describe_end(), failed=True)
                 return
             others = [each for each in self._children if each.name.startswith(SERVER.name)]
-            if not any(each.is_running for each in others):
+            if is_server and not any(each.is_running for each in others):
                 self._display.tell(f"no rollout server is left here: {name} loads its engine again")
-
-    async def _keep_beside(self, program: Program, arguments: Sequence[str]) -> None:
-        policy = RestartPolicy(program.restarts)
-        while not self._over:
-            log = log_path(self._config.run_dir, program.name)
-            given = [*arguments, *self._config_arguments]
-            child = await start_child(program.name, program.module, given, log_path=log)
-            self._children.append(child)
-            await child.process.wait()
-            if self._over or self._display.is_over:
-                return
-            if not await self._may_restart(policy, child):
-                await self._stop_run(child.describe_end(), failed=True)
-                return
 
     async def _may_restart(self, policy: RestartPolicy, ended: Child) -> bool:
         """Waits before a process starts again; returns False if it must not start again."""
@@ -447,7 +436,7 @@ class RunProcesses:
             return
         while (failed := await trainers.keep()) is None:
             # The ranks left normally, perhaps for a controller that died before the run was over.
-            while await self._calls.state() != status_pb2.RUN_STATE_STARTING:
+            while await self._calls.state() != STARTING:
                 await asyncio.sleep(LOOK_S)
             text = "the trainer had left before its controller died"
             if not trainers.has_all:
