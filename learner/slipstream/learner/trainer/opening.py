@@ -51,13 +51,13 @@ from slipstream.learner.trainer.model.recompute import GpuMemory, Recompute
 from slipstream.learner.trainer.ranks import compat
 from slipstream.learner.trainer.ranks.activity import Activity
 from slipstream.learner.trainer.ranks.parallel import Launch, Ranks
+from slipstream.learner.trainer.step_cost import Arithmetic
 from slipstream.protocol.access.exposure import narrow_sockets
 from torch import Tensor
 
 if TYPE_CHECKING:
     from slipstream.extensions.prefix_sharing.trainer import PrefixSharing
-    from slipstream.learner.trainer.step_cost import Arithmetic
-from slipstream.learner.trainer.families.vision import Vision
+    from slipstream.learner.trainer.families.vision import Vision
 
 logger = logging.getLogger(__name__)
 
