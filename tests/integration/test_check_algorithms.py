@@ -42,7 +42,7 @@ async def test_functions_are_proved_once_for_a_source(config: Path) -> None:
     lines = shown.stdout.splitlines()
     assert lines[-1] == (
         "a tiny model is trained alike with one rank, small micro batches, shared prefixes, "
-        "tp 2, pp 2, cp 2"
+        "order of episodes, tp 2, pp 2, cp 2"
     )
     for kind, name in OWN.items():
         assert f"{kind} {name}: proved" in lines

@@ -11,9 +11,9 @@ import argparse
 import hashlib
 import importlib.metadata
 import json
-import multiprocessing
 import os
 import secrets
+import subprocess
 import sys
 import tempfile
 import tomllib
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from slipstream.learner.trainer.batches.batch import Batch
     from torch import Tensor
 
+PROGRAM = "slipstream.extensions.proofs.trainer"
 VOCAB, LENGTH, PROMPT, LONGEST_REPLY = 32, 40, 12, 8
 GROUPS, STEPS = 4, 2
 # Sums in another order differ by rounding, and a loss that clips enlarges the difference.
@@ -54,12 +55,14 @@ LOOPBACK = "127.0.0.1"
 OF_LAYOUTS = ("num_micro_batches", "shared_tokens")
 
 
+PERMUTED = "order of episodes"
 # Changes to the learner's settings, which otherwise have one rank, all sequences in one micro
 # batch, and no shared prefixes. A layout with a table `parallel` has two ranks.
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one rank": {},
     "small micro batches": {"micro_batch_tokens": LENGTH},
     "shared prefixes": {"shared_prefix_tokens": 1},
+    PERMUTED: {},
     "tp 2": {"parallel": {"tp": 2}},
     "pp 2": {"micro_batch_tokens": LENGTH, "parallel": {"pp": 2}},
     "cp 2": {"parallel": {"cp": 2}},
@@ -73,7 +76,12 @@ def main() -> int:
     """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cached", action="store_true")
+    parser.add_argument("--second", nargs="+", help="folder and ports: the second rank")
     arguments = parser.parse_args()
+    if arguments.second:
+        folder, *ports = arguments.second
+        _train_all(Path(folder), ports, rank=1)
+        return 0
     # The output of libraries is not part of the answer.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -158,17 +166,14 @@ def train_alike(config: Config) -> list[str]:
                 seed=seed,
             )
         (folder / "config.toml").write_text(dump_config(config))
-        second = multiprocessing.get_context("spawn").Process(
-            target=_train_all, args=(folder, ports, 1), daemon=True
-        )
-        second.start()
-        try:
-            trained = _train_all(folder, ports, 0)
-        except RunFailed as error:
-            return [str(error)]
-        finally:
-            second.kill()
-            second.join()
+        command = [sys.executable, "-m", PROGRAM, "--second", name, *ports]
+        with subprocess.Popen(command, stdin=subprocess.DEVNULL) as second:
+            try:
+                trained = _train_all(folder, ports, rank=0)
+            except RunFailed as error:
+                return [str(error)]
+            finally:
+                second.kill()
     reference = trained.pop("one rank")
     found = ((layout, _difference(reference, one)) for layout, one in trained.items())
     return [f"a run with {layout}: {difference}" for layout, difference in found if difference]
@@ -182,7 +187,7 @@ def _difference(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> 
     return ""
 
 
-def _train_all(folder: Path, ports: Sequence[str], rank: int) -> dict[str, dict[str, Tensor]]:
+def _train_all(folder: Path, ports: Sequence[str], *, rank: int) -> dict[str, dict[str, Tensor]]:
     """Returns the results of `_train` by layout; raises RunFailed if training fails."""
     config, found = load_config(folder / "config.toml"), {}
     for port, (name, layout) in zip(ports, LAYOUTS.items(), strict=True):
@@ -194,13 +199,13 @@ def _train_all(folder: Path, ports: Sequence[str], rank: int) -> dict[str, dict[
         if rank < world_size:
             settings = _settings(config, folder, {"world_size": world_size, **layout})
             try:
-                found[name] = _train(settings, rank)
+                found[name] = _train(settings, rank, is_permuted=name == PERMUTED)
             except Exception as error:
                 raise RunFailed(f"a run with {name}: {type(error).__name__}: {error}") from error
     return found
 
 
-def _train(config: Config, rank: int) -> dict[str, Tensor]:
+def _train(config: Config, rank: int, *, is_permuted: bool) -> dict[str, Tensor]:
     """Trains `STEPS` steps on this rank; returns metrics and changes of the weights, by name."""
     import torch
     from slipstream.learner.trainer.opening import open_policy
@@ -214,7 +219,7 @@ def _train(config: Config, rank: int) -> dict[str, Tensor]:
     before = {name: tensor.clone() for name, tensor in hf_tensors(policy, torch.float32)}
     found = {}
     for step in range(STEPS):
-        metrics = training.run(_batch(config, step)).metrics
+        metrics = training.run(_batch(config, step, is_permuted=is_permuted)).metrics
         for name, value in metrics.items():
             if not name.endswith("_s") and name not in OF_LAYOUTS:
                 found[f"{name} of step {step + 1}"] = torch.tensor(value)
@@ -262,19 +267,25 @@ def _settings(config: Config, folder: Path, layout: Mapping[str, Any]) -> Config
     return parse_config(table, source="check")
 
 
-def _batch(config: Config, step: int) -> Batch:
-    """Returns a batch of random episodes, which depend only on `config` and `step`."""
+def _batch(config: Config, step: int, *, is_permuted: bool) -> Batch:
+    """Returns a batch of random episodes, which depend only on `config` and `step`.
+
+    `is_permuted`: whether the groups of each mini-batch and the episodes of each group are
+    reordered.
+    """
     from slipstream.learner.trainer.batches.batch import Batch
 
     chance = np.random.default_rng(step)
     names = [one.name for one in config.environments] or ["environment"]
-    episodes = []
+    groups = []
     for group in range(GROUPS):
         prompt = chance.integers(0, VOCAB, chance.integers(1, PROMPT))
         of = (step, group, names[group % len(names)])
         members = range(config.algorithm.group_size)
-        episodes += [_episode(chance, *of, member, prompt) for member in members]
-    return Batch(step, "check", tuple(episodes))
+        groups.append([_episode(chance, *of, member, prompt) for member in members])
+    if is_permuted:
+        groups = [groups[place][::-1] for place in (1, 0, 3, 2)]
+    return Batch(step, "check", tuple(one for members in groups for one in members))
 
 
 def _episode(
