@@ -30,6 +30,7 @@ from slipstream.environments.sandbox.plan import Backend, Limits, Plan
 from slipstream.environments.sandbox.system_calls import machine_is_known
 
 BACKENDS: tuple[Backend, ...] = ("sandlock", "bubblewrap")
+LAUNCHER = "slipstream.environments.sandbox.launcher"
 _CHUNK_BYTES = 64 << 10
 # The longest line that `StartedProgram.stdout` gives.
 LINE_BYTES = 4 << 20
@@ -175,8 +176,8 @@ class Sandbox:
             *("--memory-bytes", str(limits.memory_bytes + _LAUNCHER_BYTES)),
             *("--memory-setting", "memory_bytes"),
             *("--processes", str(limits.processes + _OWN_PROCESSES)),
-            *("--processes-setting", "processes", "--"),
-            *launched(plan, command),
+            *("--processes-setting", "processes", "--call", LAUNCHER, "--", plan.text()),
+            *command,
         ]
 
 
@@ -318,7 +319,7 @@ def _lack_of_landlock(backend: Backend) -> str:
 
 def launched(plan: Plan, command: Sequence[str]) -> list[str]:
     """Returns a command that runs `command` in a sandbox; the caller must run it below a keeper."""
-    return [*own_program("slipstream.environments.sandbox.launcher"), plan.text(), *command]
+    return [*own_program(LAUNCHER), plan.text(), *command]
 
 
 def _variables(folder: str) -> dict[str, str]:
