@@ -11,7 +11,7 @@ import re
 import sys
 import sysconfig
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -36,7 +36,9 @@ PROGRAM_TEXT = PROGRAM.read_text(encoding="utf-8")
 # Seconds in which Python starts in a sandbox, on a busy machine.
 START_LIMIT_S = 60.0
 # Fields of an answer to a call.
-ANSWERS = ({"value"}, {"raised", "text"})
+ANSWERS = ({"value", "changed"}, {"raised", "text"})
+# What a test may ask of a value that a function returns.
+_METHODS = {name for kind in (str, bytes, float, list, dict, set, range) for name in dir(kind)}
 TIME_LIMITS = ("seconds", "processor_s")
 MIB = 1 << 20
 
@@ -91,6 +93,8 @@ def _read_exam(
     names |= imported.keys()
     if not names:
         raise ConfigError(f"{where}: the tests use no name that they do not define themselves")
+    for text in texts:
+        _check_judges([*ast.walk(_parsed(text, where))], names, where)
     modules = sorted(set(imported.values()))
     return Exam(where, asked, before, tuple(texts), tuple(sorted(names)), tuple(modules), solved)
 
@@ -111,6 +115,46 @@ def _parsed(text: str, where: str) -> ast.Module:
         return ast.parse(text)
     except (SyntaxError, ValueError) as error:
         raise ConfigError(f"{where}: a test is no Python: {error}") from error
+
+
+def _check_judges(nodes: Sequence[ast.AST], names: set[str], where: str) -> None:
+    """Raises ConfigError for a test that no function fails, and for one that every function fails.
+
+    The first compares nothing, or nothing comes of it; the second asks for an object's own methods.
+    """
+    known, asserts = {*names, *dir(builtins)}, (ast.Assert, ast.Raise)
+    stored = Counter(
+        node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    )
+    made = {
+        target.id
+        for node in nodes
+        if isinstance(node, ast.Assign) and _calls(node.value, names)
+        for target in node.targets
+        if isinstance(target, ast.Name) and stored[target.id] == 1
+    }
+    for node in nodes:
+        compared = node.value if isinstance(node, ast.Expr) else None
+        # Another comparison may be there to raise.
+        is_vain = isinstance(compared, ast.Compare) and isinstance(compared.ops[0], ast.Eq | ast.Is)
+        if isinstance(node, ast.Assert):
+            says = node.msg.value if isinstance(node.msg, ast.Constant) else ""
+            is_vain = isinstance(node.test, ast.Tuple) or not isinstance(says, str)
+        if is_vain:
+            what = f"a test compares, and asserts nothing: {ast.unparse(node)[:80]!r}"
+            raise ConfigError(f"{where}: {what}")
+        if isinstance(node, ast.Attribute) and node.attr not in _METHODS:
+            value = node.value
+            if _calls(value, names) or (isinstance(value, ast.Name) and value.id in made):
+                what = f"a test needs .{node.attr} of {ast.unparse(value)[:60]!r}"
+                raise ConfigError(f"{where}: {what}; only values of Python's own types reach it")
+    others = (node for node in nodes if isinstance(node, ast.Call) and not _calls(node, known))
+    if next(others, None) is None and not any(isinstance(node, asserts) for node in nodes):
+        raise ConfigError(f"{where}: a test asserts nothing: {ast.unparse(nodes[0])[:80]!r}")
+
+
+def _calls(node: ast.AST, names: Container[str]) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names
 
 
 def _imported(tests: Sequence[str], where: str) -> dict[str, str]:
@@ -142,7 +186,8 @@ class Functions(Environment[Exam]):
 
     The tests run in one sandbox and the code in another: tested code can neither read the tests or
     the expected values, nor report the verdict itself. Functions take and return values of Python's
-    built-in types; arguments are passed by value.
+    built-in types, async functions and numpy's numbers and arrays too. Arguments are passed by
+    value, but to a function that returns nothing and changes a list, dictionary or set.
     """
 
     def __init__(
@@ -225,10 +270,6 @@ class Functions(Environment[Exam]):
         code = code_of(answer_of(reply), self._exam.functions)
         async with self._running:
             found = await self._examine(code)
-        if "idle" in found:
-            idle = self._exam.tests[found.index("idle")].strip()
-            names = ", ".join(self._exam.functions)
-            raise ValueError(f"a test of {self._exam.where} calls none of {names}: {idle[:80]!r}")
         outcomes = Counter(found)
         share = outcomes["passed"] / len(self._exam.tests)
         metrics = {
@@ -247,7 +288,7 @@ class Functions(Environment[Exam]):
         facts |= {"num_tests": len(exam.tests)}
         files |= {"exam.json": json.dumps(facts), "setup.py": exam.setup}
         files |= {PROGRAM.name: PROGRAM_TEXT}
-        candidate = _Candidate(self._sandbox, f"{exam.setup}\n{code}\n", self._limit_s)
+        candidate = _Candidate(self._sandbox, exam.setup, code, self._limit_s)
         outcomes: list[str] = []
         try:
             async with self._sandbox.start(_command("examiner"), files=files) as examiner:
@@ -261,6 +302,11 @@ class Functions(Environment[Exam]):
                         finished = await examiner.finish()
                         return outcomes + _missing(finished, left)
                     said = json.loads(line)
+                    if said.get("outcome") == "idle":
+                        idle = exam.tests[len(outcomes)].strip()[:80]
+                        names = ", ".join(exam.functions)
+                        what = f"a test of {exam.where} calls none of {names}: {idle!r}"
+                        raise ValueError(f"{what} {said['cause']}".strip())
                     if "outcome" in said:
                         outcomes.append(said["outcome"])
                         continue
@@ -287,22 +333,30 @@ def _missing(finished: Finished, num_tests: int) -> list[str]:
 
 
 class _Candidate:
-    """The tested code, in a sandbox that is started again when its program has ended."""
+    """The tested code, in a sandbox that is started again when its program has ended in a call."""
 
-    def __init__(self, sandbox: Sandbox, code: str, limit_s: float) -> None:
+    def __init__(self, sandbox: Sandbox, setup: str, code: str, limit_s: float) -> None:
         self._sandbox = sandbox
-        self._files = {"solution.py": code, PROGRAM.name: PROGRAM_TEXT}
+        self._files = {"solution.py": f"{setup}\n{code}\n", PROGRAM.name: PROGRAM_TEXT}
         self._limit_s = limit_s
         self._program: StartedProgram | None = None
         self._context = contextlib.AsyncExitStack()
+        # What every call is answered where code cannot be loaded: it is not started again.
+        self._always: dict[str, object] = {}
+        if not code.strip() and not setup.strip():
+            self._always = {"raised": "NameError", "text": "the reply has no code"}
 
     async def answer(self, call: object) -> dict[str, object]:
         """Returns the code's answer to a call, or {"ended": OUTCOME} if it gives no valid answer.
 
         OUTCOME is the outcome of the test, "timeout" or "error".
         """
+        if self._always:
+            return self._always
+        is_loaded = self._program is not None
         try:
             program = self._program or await self._start()
+            is_loaded = True
             program.stdin.write(json.dumps(call).encode() + b"\n")
             await program.stdin.drain()
             answer = await _said(program, self._limit_s)
@@ -311,12 +365,13 @@ class _Candidate:
                 raise ValueError(f"an answer has a value or an error, got {list(answer)}")
             return answer
         except TimeoutError:
-            await self.end()
-            return {"ended": "timeout"}
+            ended: dict[str, object] = {"ended": "timeout"}
         except (ValueError, RecursionError, ConnectionError):
             # The program ended, or wrote an invalid answer or too long a line.
-            await self.end()
-            return {"ended": "error"}
+            ended = {"ended": "error"}
+        await self.end()
+        self._always = {} if is_loaded else ended
+        return ended
 
     async def end(self) -> None:
         """Ends the program if it runs."""

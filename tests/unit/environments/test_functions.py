@@ -9,6 +9,7 @@ from slipstream.client import StepResult
 from slipstream.core.errors import ConfigError
 from slipstream.environments.answers import code_of
 from slipstream.environments.functions import Functions
+from slipstream.environments.sandbox import Limits, Sandbox
 from support.rigs.waiting import LIMIT_S
 
 pytestmark = [
@@ -255,7 +256,7 @@ async def test_tests_of_pytest_and_unittest_are_run(test: str, tmp_path: Path) -
         "if __name__ == '__main__':\n    assert add(1, 2) == 3",
         "for n in []:\n    assert add(n, n) == 2 * n",
         "import no_such_package\ndef test_add():\n    assert add(1, 2) == 3",
-        "add",
+        "assert add(lambda: 1, 2) == 3",
     ],
 )
 async def test_a_test_that_calls_nothing_is_a_fault_of_the_data(test: str, tmp_path: Path) -> None:
@@ -264,8 +265,75 @@ async def test_a_test_that_calls_nothing_is_a_fault_of_the_data(test: str, tmp_p
         await judged(tasks, block("def add(a, b):\n    return a + b"))
 
 
+@pytest.mark.parametrize(
+    ("test", "said"),
+    [
+        ("add(1, 2) == 3", "compares, and asserts nothing: 'add(1, 2) == 3'"),
+        ("assert add(1, 2) == 3\nadd(2, 2) == 4", "compares, and asserts nothing"),
+        ("assert (add(1, 2), 3)", "compares, and asserts nothing: 'assert (add(1, 2), 3)'"),
+        ("assert add(1, 2), 3", "compares, and asserts nothing"),
+        ("add(1, 2)", "a test asserts nothing"),
+        ("print(add(1, 2))", "a test asserts nothing"),
+        ("def test_add():\n    return add(1, 2) == 3", "a test asserts nothing"),
+        ("", "a test asserts nothing"),
+        ("s = Stack()\ns.push(1)\nassert s.pop() == 1", "a test needs .push of 's'"),
+        ("assert Total().of(1, 2) == 3", "a test needs .of of 'Total()'"),
+    ],
+)
+def test_a_test_that_every_function_passes_or_fails_is_refused(test, said, tmp_path) -> None:
+    with pytest.raises(ConfigError, match="row 1: ") as refused:
+        functions(tmp_path, {"question": "?", "tests": ["assert add(1, 2) == 3", test]})
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("test", "code", "reward"),
+    [
+        ("a = [3, 1]\nf(a)\nassert a == [1, 3]", "def f(a): a.sort()", 1),
+        # Else emptied arguments would lower what is expected.
+        ("a = [3, 1]\nassert f(a) == sorted(a)", "def f(a): a.clear(); return a", 0),
+        ("a = [3, 1]\nassert f(a) == [1, 3] and a == [3, 1]", "def f(a): a.sort(); return a", 1),
+        (
+            "a, b = {'x': [2, 1]}, {1}\nf(a, k=b)\nassert a == {'x': [1, 2], 'y': 2} and b == {5}",
+            "def f(a, k):\n    a['x'].sort()\n    a['y'] = 2\n    k.clear()\n    k.add(5)",
+            1,
+        ),
+        ("import asyncio\nassert asyncio.run(f(1)) == 2", "async def f(a): return a + 1", 1),
+        ("assert f(1) == 2", "async def f(a): return a + 1", 0),
+        (
+            "import unittest\nclass T(unittest.TestCase):\n    @unittest.skip('x')\n"
+            "    def test_a(self): self.assertEqual(f(1), 3)\n"
+            "    def test_b(self): self.assertEqual(f(1), 2)",
+            "def f(a): return a + 1",
+            1,
+        ),
+    ],
+)
+async def test_what_a_function_does_counts_as_in_one_process(test, code, reward, tmp_path) -> None:
+    tasks = functions(tmp_path, {"question": "?", "tests": [test]})
+    assert (await judged(tasks, block(code))).reward == reward
+
+
+class Counted(Sandbox):
+    """Keeps the last word of each command that it starts."""
+
+    def start(self, program, *, files=None):
+        self.started = [*getattr(self, "started", ()), program[-1]]
+        return super().start(program, files=files)
+
+
+@pytest.mark.parametrize(
+    ("code", "number"), [("", 0), ("def f(:", 1), ("raise ValueError", 1), ("def f(): return 1", 1)]
+)
+async def test_code_is_started_once_at_most_if_it_cannot_be_loaded(code, number, tmp_path) -> None:
+    environment = functions(tmp_path, {"question": "?", "tests": ["assert f() == 1"] * 3})
+    sandbox = environment._sandbox = Counted(Limits(seconds=LIMIT_S))
+    assert (await judged(environment, block(code) if code else "")).reward == ("return 1" in code)
+    assert sandbox.started == ["examiner", *["candidate"] * number]
+
+
 async def test_code_that_ends_passes_no_test_that_catches_everything(tmp_path: Path) -> None:
-    test = "try:\n    add(1, None)\nexcept:\n    pass"
+    test = "try:\n    assert add(1, 2) == 3\nexcept:\n    pass"
     tasks = functions(tmp_path, {"question": "?", "tests": [test]})
     ended = await judged(tasks, block("def add(a, b):\n    import os\n    os._exit(0)"))
     assert (ended.reward, ended.metrics["errors"]) == (0, 1)
