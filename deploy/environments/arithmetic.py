@@ -3,17 +3,20 @@
 import hashlib
 import itertools
 import random
+import re
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from slipstream.client.environment import Environment, Message, StepResult, answer_of
-from slipstream.environments.answers import last_number
+from slipstream.environments.answers import final_of, number_of, numbers, plain
 from slipstream.environments.arguments import check_at_least, check_choice
 
 OPERATIONS = ("+", "-", "*")
 MAX_DIGITS = 9
 # One task in this many is held out.
 HELDOUT_ONE_IN = 10
+# The end of a reply that names two numbers, or a fraction: it has no answer.
+_EITHER = re.compile(r"\d\S{0,80}\s*(?:\bor\b|/)\s*\S{0,80}\d\D*\Z")
 
 
 class Addition(NamedTuple):
@@ -121,3 +124,11 @@ class Arithmetic(Environment[Addition]):
         # Drawn also where there is one length alone: tasks are those of earlier runs.
         digits = generator.randint(self._digits, self._digits)
         return generator.randrange(0 if digits == 1 else 10 ** (digits - 1), 10**digits)
+
+
+def last_number(text: str) -> int | float | None:
+    """Returns the number that a reply says last, or None: also in "6 or 7", and in a fraction."""
+    said = final_of(text)
+    said = plain(said if numbers(said) else text)
+    found = numbers(said)[-1:]
+    return number_of(found[0]) if found and not _EITHER.search(said[-160:]) else None

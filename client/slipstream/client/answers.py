@@ -35,6 +35,11 @@ _FORMS = (
     '{"type": "text", "text": ...}, {"type": "image_url", "image_url": {"url": "data:..."}}, '
     '{"type": "image", "path": ...} or {"type": "image", "data": ...}'
 )
+_FIELDS = {
+    "text": {"type", "text"},
+    "image_url": {"type", "image_url", "url"},
+    "image": {"type", "path", "data"},
+}
 Made = TypeVar("Made", pb.Observation, pb.Verdict, pb.AgentResult)
 
 
@@ -274,6 +279,10 @@ def _part(part: object) -> pb.ContentPart:
     if not isinstance(part, Mapping):
         raise ValueError(f"a part must be {_FORMS}, got {show(part)}")
     kind, url = part.get("type"), part.get("image_url")
+    fields = part.items() if not isinstance(url, Mapping) else [*part.items(), *url.items()]
+    given = {name for name, value in fields if value is not None}
+    if unread := given - _FIELDS.get(str(kind), given):
+        raise ValueError(f"a part of type {kind!r} has no field {min(unread)!r}, got {show(part)}")
     if kind == "text" and isinstance(part.get("text"), str):
         return pb.ContentPart(text=part["text"])
     if kind == "image_url" and isinstance(url, Mapping) and isinstance(url.get("url"), str):

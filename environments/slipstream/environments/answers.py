@@ -14,12 +14,15 @@ _NUMBER = re.compile(rf"(?<![\w.])-?(?:{_PLAIN}|\.\d+)|\d+")
 _MAX_DIGITS = 40
 _MAX_WRAPPERS = 8
 
+# The zeros of Arabic, Persian, Hindi and Bengali.
+_ZEROS = (0x660, 0x6F0, 0x966, 0x9E6)
 # Characters by what a program writes for them: fractions, signs, symbols, full-width forms.
 _FRACTIONS = {c: f" {unicodedata.normalize('NFKC', c)}".replace("⁄", "/") for c in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅛⅜⅝⅞"}
 _SIGNS = dict.fromkeys("−–﹣", "-") | dict.fromkeys("\u00a0\u2009\u202f", " ") | {"。": ". "}
-_SIGNS |= {"²": "^2", "³": "^3"} | dict.fromkeys("‘’ʼ", "'")
+_SIGNS |= dict.fromkeys("‘’ʼ", "'")
+_SIGNS |= {chr(zero + digit): str(digit) for zero in _ZEROS for digit in range(10)}
 _SIGNS |= {"π": r"\pi ", "√": r"\sqrt ", "×": r"\times ", "∞": r"\infty "}
-_SIGNS |= {"≤": r"\le ", "≥": r"\ge "} | dict.fromkeys("`\u200b\ufeff", "")
+_SIGNS |= {"≤": r"\le ", "≥": r"\ge "} | dict.fromkeys("\u200b\ufeff", "")
 _WIDE = {chr(0xFEE0 + code): chr(code) for code in range(0x21, 0x7F)}
 _CHARACTERS = str.maketrans(_FRACTIONS | _WIDE | _SIGNS)
 _EAST = "[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]"
@@ -27,11 +30,22 @@ _EAST = "[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]"
 _THOUSANDS = re.compile(
     r"(?<![\d.])\d{1,3}(?:(?:\{,\}|,?\\[,!;:],?|[ '’_])\d{3})+(?!\d)"
     r"|(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])"
+    # Of several points none is that of a fraction; India groups lakhs by two.
+    r"|(?<![\d.,])\d{1,3}(?:\.\d{3}){2,}(?![\d.])|(?<![\d.,])\d{1,2}(?:,\d{2})+,\d{3}(?![\d,])"
 )
+_CURRENCY = r"(?:[€£¥₹]|(?:(?:US )?dollars?|euros?|USD|EUR|GBP|JPY|INR)\b)"
 _MONEY = re.compile(
-    r"\\\$|[€£¥₹]\s*(?=[-.\d])|(?<=\d)\s*(?:[€£¥₹]|(?:dollars?|euros?|USD|EUR)\b)"
+    r"\b(?:US|CA|AU)(?=\\?\$\d)|\\\$|[€£¥₹]\s*(?=[-.\d])"
+    rf"|(?<=\d)\s*{_CURRENCY}|(?<=\d [mbt]illion) {_CURRENCY}|(?<=\d thousand) {_CURRENCY}"
     r"|(?<!\$)\$(?=-?\d[\d,]*(?:\.\d+)?(?![\w\\^{]|\s*\$)([^$\n]*)(\$?))"
 )
+_CURRENCIES = [
+    re.compile(form, re.IGNORECASE)
+    for form in (
+        *(r"\\\$|\$(?=\d[\d,.]*+(?!\$))|\d (?:US )?dollars?\b|\bUSD\b", r"€|\d euros?\b|\bEUR\b"),
+        *(r"£|\bGBP\b", r"¥|\d yen\b|\bJPY\b", r"₹|\d rupees?\b|\bINR\b"),
+    )
+]
 # In turn: marks of text, signs that say nothing, signs in words.
 _REWRITTEN: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = (
     (re.compile(rf"(?<={_EAST})(?=[-\d])|(?<=\d)(?={_EAST})"), " "),
@@ -40,12 +54,17 @@ _REWRITTEN: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], 
     (_MONEY, lambda found: "$" if _is_formula(found[1], found[2]) else ""),
     (re.compile(r"(^|[=:(\[{$,]|\bis)([ \t]*)\+(?=[ \t]*[\d.])", re.MULTILINE), r"\1\2"),
     (re.compile(r"(?<!\d )\b(?:minus|negative) (?=[\d.])", re.IGNORECASE), "-"),
+    (re.compile(r"(?<=\d)(?:\s*\\?%|\s*per ?cent\b)"), "%"),
+    (re.compile("[⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+"), lambda found: f"^{{{unicodedata.normalize('NFKC', found[0])}}}"),
+    # The fences of a block, with its language.
+    (re.compile(r"^\s*(`{3,}|~{3,})(?:[\w+-]*\n)?(.*?)\s*\1\s*$", re.DOTALL), r"\2"),
+    (re.compile("`"), ""),
     (_THOUSANDS, lambda found: re.sub(r"\D", "", found[0])),
 )
 # What surrounds an answer without being part of it.
 _WRAPPERS = re.compile(
     r"""\\(?:boxed|fbox|text\w*|math(?:rm|bf|it|sf|tt)|mbox|operatorname)\s*\{(.*)\}
-    | \$\$?(.*?)\$?\$ | \\\((.*)\\\) | \\\[(.*)\\\] | ~~~\w*\s(.*)~~~
+    | \$\$?(.*?)\$?\$ | \\\((.*)\\\) | \\\[(.*)\\\]
     | "(.*)" | '(.*)' | “(.*)” | «(.*)»
     | \(([A-Za-z])\) | (.*?)[.!,;]+""",
     re.DOTALL | re.VERBOSE,
@@ -53,7 +72,8 @@ _WRAPPERS = re.compile(
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(?=\w))")
 # The last of these is the answer, where a reply has one: R1's tags, GLM-V's tokens.
 _TAGGED = re.compile(
-    r"<answer>(.*?)</answer>|<\|begin_of_box\|>(.*?)<\|end_of_box\|>", re.DOTALL | re.IGNORECASE
+    r"<(?:final_)?answer>(.*?)</(?:final_)?answer>|<\|begin_of_box\|>(.*?)<\|end_of_box\|>",
+    re.DOTALL | re.IGNORECASE,
 )
 # A reply, or a block, that is an object of JSON with the answer in it.
 _OBJECT = re.compile(
@@ -69,23 +89,26 @@ _FIRST = re.compile(
     re.DOTALL | re.IGNORECASE,
 )
 _FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}|\s*/\s*")
-_EITHER = re.compile(r"\d\S*\s*(?:\bor\b|/)\s*\S*\d\D*")
 _JOINED = re.compile(r"[\s$,.;]*(and|or)?[\s$,.;]*")
 _SAID = re.compile(
-    r"(?:\b(?:answer|option|choice)(?: is|\s*:| =)|答案[是为]?)\s*:?\s*(.*?)(?=[.!?](?:\s|$)|\n|$)",
+    r"(?:\b(?:answer|option|choice)(?: is|\s*:| =)|答案[是为]?)\s*:?\s*"
+    r"(?:(?:\\\[|\$\$)\s*\n\s*)?(.*?)(?=[.!?](?:\s|$)|\n|$)",
     re.IGNORECASE,
 )
 
-# A block of code: from ``` or ~~~ to the next one, or to the end of the reply.
+# A block of code: from ``` or ~~~ to the next one that is no deeper, or to the end of the reply.
 _BLOCK = re.compile(
-    r"^[ \t]*(`{3,}+|~{3,}+)[^\n`]*\n(.*?)(?:^[ \t]*\1|\Z)", re.DOTALL | re.MULTILINE
+    r"(?:^([ \t]*)|(?<=[^\s>] )(?=`{3,}py))(`{3,}+|~{3,}+)[^\n`]*\n(.*?)(?:^(?:\1| {0,3})\2|\Z)",
+    re.DOTALL | re.MULTILINE,
 )
+# The mark of a quotation before each of its lines.
+_QUOTED = re.compile(r"^> ?", re.MULTILINE)
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 def plain(text: str) -> str:
     """Returns `text` with numbers, signs and money as programs write them, without markup."""
-    text = text.translate(_CHARACTERS)
+    text = unicodedata.normalize("NFC", text).translate(_CHARACTERS)
     for pattern, written in _REWRITTEN:
         text = pattern.sub(written, text)
     return text
@@ -93,6 +116,12 @@ def plain(text: str) -> str:
 
 def _is_formula(rest: str | None, closing: str | None) -> bool:
     return bool(closing) and any(sign in (rest or "") for sign in "\\=^+*/<>")
+
+
+def other_money(one: str, other: str) -> bool:
+    """Whether two texts name currencies, and none that both name."""
+    named = [{each for each in _CURRENCIES if each.search(text)} for text in (one, other)]
+    return all(named) and named[0].isdisjoint(named[1])
 
 
 def bare(text: str) -> str:
@@ -109,20 +138,6 @@ def numbers(text: str) -> list[str]:
     return [found.replace(",", "") for found in _NUMBER.findall(plain(text))]
 
 
-def last_number(text: str) -> int | float | None:
-    """Returns the number that a reply says last, or None.
-
-    There is none in "6 or 7" and in a fraction, and an absurdly long one is none.
-    """
-    said = final_of(text)
-    said = plain(said if numbers(said) else text)
-    at = max(0, len(said) - 4 * _MAX_DIGITS)
-    found = numbers(said)[-1:]
-    if not found or any(each.end() == len(said) for each in _EITHER.finditer(said, at)):
-        return None
-    return number_of(found[0])
-
-
 def number_of(text: str) -> int | float | None:
     """Returns the number that `text` is, or None."""
     if len(text) > _MAX_DIGITS or _NUMBER.fullmatch(text) is None:
@@ -133,7 +148,7 @@ def number_of(text: str) -> int | float | None:
 def contains(text: str, answer: str) -> bool:
     """Whether `answer` stands in `text` as whole words and numbers, in upper or lower case.
 
-    In "6 or 7" neither does, and no number is a part of a fraction.
+    In "6 or 7" neither does, nor does a in "not a", and no number is a part of a fraction.
     """
     looked_for, within = (
         _FRACTION.sub(lambda f: f"{f[1]}/{f[2]}" if f[2] else "/", said).casefold()
@@ -143,10 +158,15 @@ def contains(text: str, answer: str) -> bool:
         return False
     word = "[0-9a-zà-ɏͰ-ԯ]"
     before = rf"(?<!{word})" + r"(?<![\d][.,/:])(?<!-)" * looked_for[0].isdecimal()
+    if re.match(r"-\.?\d", looked_for):
+        # In "10-5" is no number -5.
+        before = r"(?<![\w)])(?<![\d)] )"
     after = r"(?:\.0+)?(?![.,/:]?\d)" * looked_for[-1].isdecimal() + rf"(?!{word})"
     begins, ends = (re.match(word, looked_for[at]) for at in (0, -1))
-    pattern = f"{before if begins else ''}{re.escape(looked_for)}{after if ends else ''}"
-    return re.search(rf"(?<!\bor ){pattern}(?!,? or )", within) is not None
+    before = before if begins or looked_for[0] == "-" else ""
+    pattern = f"{before}{re.escape(looked_for)}{after if ends else ''}"
+    pattern = rf"(?<!\bor )(?<!\bnot )(?<!n't ){pattern}(?!,? or )"
+    return re.search(pattern, within) is not None and not other_money(text, answer)
 
 
 def final_of(text: str) -> str:
@@ -206,15 +226,17 @@ def code_of(reply: str, names: Iterable[str] = ()) -> str:
 
     It is the last block if none defines one of them, and the whole reply if there is no block.
     """
-    blocks = [textwrap.dedent(found[1]) for found in _BLOCK.findall(reply)]
+    found = _BLOCK.findall(reply) or _BLOCK.findall(_QUOTED.sub("", reply))
+    blocks = [textwrap.dedent(block) for _, _, block in found]
     if not blocks:
-        return reply
+        tagged = _TAGGED.findall(reply)
+        return "".join(tagged[-1]) if tagged else reply
     pairs = [names_in(block) for block in blocks]
     needed, known, taken = set(names), set(dir(builtins)), set[int]()
     # A helper may stand below what uses it.
-    while found := [at for at in range(len(blocks)) if at not in taken and needed & pairs[at][0]]:
-        defined, used = pairs[found[-1]]
-        taken.add(found[-1])
+    while wanted := [at for at in range(len(blocks)) if at not in taken and needed & pairs[at][0]]:
+        defined, used = pairs[wanted[-1]]
+        taken.add(wanted[-1])
         known |= defined
         needed = (needed | used) - known
     return "\n".join(blocks[at] for at in sorted(taken or {len(blocks) - 1}))

@@ -7,10 +7,11 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from slipstream.core.errors import ConfigError
+from slipstream.core.names import did_you_mean, near_names
 
 FIELD = re.compile(r"\{(\w+)\}")
 
@@ -22,7 +23,9 @@ def check_choice(argument: str, value: object, allowed: Iterable[str]) -> None:
 
 
 def check_at_least(argument: str, value: int | None, least: int) -> None:
-    """Raises ConfigError, which names `argument`, if `value` is below `least`; None is allowed."""
+    """Raises ConfigError, which names `argument`, unless `value` is None or at least `least`."""
+    if value is not None and type(value) is not int:
+        raise ConfigError(f"{argument} must be a whole number, got {value!r}")
     if value is not None and value < least:
         raise ConfigError(f"{argument} must be at least {least}, got {value}")
 
@@ -37,6 +40,20 @@ def check_holds(argument: str, text: str, field: str) -> None:
     """Raises ConfigError unless `text` contains the placeholder `field`, such as {question}."""
     if field not in text:
         raise ConfigError(f"{argument} must contain {field}, got {text!r}")
+
+
+def check_filled(argument: str, texts: Iterable[str], rows: Sequence[Mapping[str, object]]) -> None:
+    """Raises ConfigError for a {NAME} that only some rows fill, or that is almost one's name.
+
+    Other braces stay in a text as they are.
+    """
+    known = {name for row in rows for name in row}
+    for name in dict.fromkeys(FIELD.findall("\n".join(texts))):
+        lacking = [number for number, row in enumerate(rows, start=1) if name not in row]
+        if name in known and lacking:
+            raise ConfigError(f"{argument} names {{{name}}}, which row {lacking[0]} does not have")
+        if name not in known and (near := near_names(name, known, cutoff=0.7)):
+            raise ConfigError(f"{argument} names {{{name}}}; {did_you_mean(near)}")
 
 
 def filled(text: str, fields: Mapping[str, object]) -> str:

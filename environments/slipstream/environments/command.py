@@ -16,7 +16,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.machine.owned_folder import OwnedFolder
 from slipstream.core.machine.process import open_variables
 from slipstream.core.regular_files import read_regular
-from slipstream.environments.arguments import FIELD, check_above_0, filled
+from slipstream.environments.arguments import FIELD, check_above_0, check_filled, filled
 from slipstream.environments.question_files import Row, named_rows
 from slipstream.environments.sandbox.kept_program import ProgramEnd, ProgramLimits, run_program
 from slipstream.environments.sandbox.plan import Limits, Plan
@@ -81,14 +81,15 @@ class Command(AgentEnvironment[Row]):
             raise ConfigError(f"score_file {score_file} is among files: it would be its own score")
         if isinstance(command, str) or isinstance(score_command, str):
             raise ConfigError("a command is a list: the program, then each of its arguments")
-        for name, value in (("limit_s", limit_s), ("score_limit_s", score_limit_s)):
+        limits = {"limit_s": limit_s, "score_limit_s": score_limit_s}
+        for name, value in (limits | {"max_output_mib": max_output_mib}).items():
             check_above_0(name, value)
         for program in (command, score_command):
             if program is not None:
                 _check_program(program)
         self._command = tuple(command)
         self._score_command = tuple(score_command or ())
-        self._score_file = score_file or ""
+        self._score_file = _inside(score_file or "")
         self._files = {_inside(name): text for name, text in (files or {}).items()}
         self._variables = dict(variables or {})
         self._tasks = _read_tasks(tasks)
@@ -209,6 +210,8 @@ class Command(AgentEnvironment[Row]):
 
     def _check_fields(self) -> None:
         templates = (*self._command, *self._files.values(), *self._variables.values())
+        check_filled("command, files or variables", templates, self._tasks)
+        check_filled("score_command", self._score_command, self._tasks)
         named = {name for text in templates for name in FIELD.findall(text)}
         if not any(named & task.keys() for task in self._tasks):
             fields = ", ".join(list(self._tasks[0])[:20])

@@ -14,6 +14,7 @@ from slipstream.environments.question_files import (
     Cell,
     Row,
     cell_in,
+    check_results,
     check_system,
     message_in,
     messages_in,
@@ -26,7 +27,10 @@ REPLY_ROLE = "assistant"
 
 
 # Columns of chat formats that change what a reply answers, and have no place here.
-UNREAD = ("images", "videos", "audios", "functions", "chat_template_kwargs", *TRAINED)
+UNREAD = (
+    *("image", "images", "video", "videos", "audio", "audios", "documents", "functions"),
+    *("system", "system_prompt", "chat_template_kwargs", *TRAINED),
+)
 
 
 class Reply(NamedTuple):
@@ -112,7 +116,7 @@ def _told(row: Row, column: str, reply: str | None, where: str) -> list[tuple[Me
     """Returns the messages of a row, each with whether it is a reply to train."""
     found, named = cell_in(row, column, where), f"{where}: column {column!r}"
     for name in UNREAD:
-        if row.get(name) not in (None, "", [], {}, 1):
+        if name not in (column, reply) and row.get(name) not in (None, "", [], {}, 1):
             raise ConfigError(f"{where}: column {name!r} is not read, got {str(row[name])[:60]}")
     if reply is not None:
         right = Message(REPLY_ROLE, text_in(row, reply, where))
@@ -121,7 +125,9 @@ def _told(row: Row, column: str, reply: str | None, where: str) -> list[tuple[Me
         found = unpacked(found, named)
     if not isinstance(found, list):
         raise ConfigError(f"{named} must hold a list of messages")
-    return [_message(one, named) for one in found]
+    told = [_message(one, named) for one in found]
+    check_results([message for message, _ in told], named)
+    return told
 
 
 def _message(given: Cell, where: str) -> tuple[Message, bool]:
@@ -170,9 +176,11 @@ def _turns(
         if not is_trained:
             read.append(message)
             continue
-        if not read:
+        if not read or read[-1].role == REPLY_ROLE:
             raise ConfigError(f"{where}: a reply must follow a message, got two replies or none")
-        if not message.text:
+        if not isinstance(message.content, str) and len(message.content) > 1:
+            raise ConfigError(f"{where}: a reply is a text, got {len(message.content)} parts")
+        if not message.text.strip():
             raise ConfigError(f"{where}: a reply is empty")
         turns.append(Reply(tuple(read), message.text))
         read = []

@@ -22,6 +22,7 @@ from slipstream.environments.arguments import (
     check_above_0,
     check_at_least,
     check_choice,
+    check_filled,
     check_holds,
     filled,
 )
@@ -247,6 +248,7 @@ class Judged(_Questions):
         """
         check_holds("rubric", rubric, "{reply}")
         super().__init__(path, question, instruction)
+        check_filled("rubric", [rubric], [{"reply": "", **each.row} for each in self._questions])
         self._judge = Judge(
             base_url, model, prompt=rubric, api_key=key_in(api_key_file, "api_key_file"), **options
         )

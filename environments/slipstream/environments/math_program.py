@@ -12,7 +12,7 @@ import resource
 import sys
 
 from slipstream.core.machine.process import die_with_parent
-from slipstream.environments.answers import bare, final_of, is_named, numbers, plain
+from slipstream.environments.answers import bare, final_of, is_named, numbers, other_money, plain
 
 # Memory limit of this process, enough for sympy: 9^9^9 must end this process and no other.
 MAX_MEMORY_BYTES = 4 << 30
@@ -27,6 +27,7 @@ _EITHER = re.compile(r"\d\S* or \S*\d")
 _UNIT = re.compile(
     r"(-?\d+(?:\.\d+)?)\s*(?:\\\w+\{)?\s*([A-Za-z]+)(?![\w^²³/]|\s*\}?\s*(?:\^|/|per\b))"
 )
+_RATE = re.compile(r"(-?\d+(?:\.\d+)?)\s*[A-Za-z]+(?:/| per )[A-Za-z]+")
 _MEASURED = re.compile(r"\d\s*(?:\\\w+\{)?\s*[A-Za-z]")
 # What a reply says that the answer is not.
 _REJECTED = re.compile(
@@ -43,9 +44,11 @@ _SCALE = re.compile(r"(\d+(?:\.\d+)?) +(hundred|thousand|million|billion|dozen)s
 _SCALES = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "dozen": 12}
 # The units of each quantity, in numbers of the first one.
 _QUANTITIES: tuple[dict[str, float], ...] = (
-    {"m": 1, "meter": 1, "metre": 1, "cm": 0.01, "mm": 0.001, "km": 1000, "kilometer": 1000},
+    {"m": 1, "meter": 1, "metre": 1, "cm": 0.01, "mm": 0.001, "km": 1000}
+    | {"kilometer": 1000, "kilometre": 1000, "centimeter": 0.01, "centimetre": 0.01},
     {"g": 1, "gram": 1, "kg": 1000, "kilogram": 1000, "mg": 0.001},
-    {"s": 1, "second": 1, "min": 60, "minute": 60, "h": 3600, "hour": 3600, "day": 86400},
+    {"s": 1.0, "sec": 1.0, "second": 1.0, "min": 60.0, "minute": 60.0}
+    | {"h": 3600.0, "hr": 3600.0, "hour": 3600.0, "day": 86400.0},
     {"l": 1, "liter": 1, "litre": 1, "ml": 0.001},
 )
 _CHOICE = re.compile(
@@ -86,6 +89,8 @@ def compare(answer: str, reply: str) -> dict[str, bool]:
 
     # The caller limits the time; math-verify's own limit would need threads.
     no_limit = {"parsing_timeout": None}
+    if other_money(reply, answer):
+        return {"known": True, "readable": True, "right": False}
     answer, reply = plain(answer), plain(reply)
     said = final_of(reply)
     kept = _REJECTED.sub("", said)
@@ -99,6 +104,8 @@ def compare(answer: str, reply: str) -> dict[str, bool]:
     answer, said = _SCALE.sub(_scaled, answer), _SCALE.sub(_scaled, said)
     if (amount := _amount(answer)) is not None and _MEASURED.search(said):
         return {"known": True, "readable": True, "right": _amount(said) == amount}
+    if (rate := _RATE.fullmatch(bare(answer))) and not re.search("[A-Za-z]", said):
+        answer = rate[1]
     answer, said = _SCIENTIFIC.sub(_power, answer), _SCIENTIFIC.sub(_power, said)
     answer, said = _MIXED.sub(r"(\1+\2/\3)", answer), _MIXED.sub(r"(\1+\2/\3)", said)
     # The right answer is parsed as one formula: in the plain text "x^2 + 1" only the 1 is found.
@@ -119,11 +126,12 @@ def compare(answer: str, reply: str) -> dict[str, bool]:
 
 
 def _text(text: str, answer: str) -> str:
-    """Returns what is compared as text: of a chosen answer such as "B) 42" the letter alone."""
+    """Returns what is compared as text, in small letters; of a choice such as "B) 42" "B"."""
     text = bare(text)
-    if len(bare(answer)) == 1 and (chosen := _CHOICE.match(text)):
-        return chosen[1]
-    return text
+    if len(bare(answer)) == 1:
+        chosen = _CHOICE.match(text)
+        return text if chosen is None else chosen[1]
+    return text.casefold()
 
 
 def _amount(text: str) -> tuple[int, float] | None:

@@ -10,6 +10,7 @@ import ast
 import glob
 import itertools
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,8 +27,8 @@ from slipstream.environments.answers import bare
 # What may be the name of a data set on the hub.
 _NAME = re.compile(r"[\w.-]+/[\w-]+")
 SUFFIXES = (".parquet", ".jsonl")
-# The start of a list of messages that was written as text.
-_MESSAGES = re.compile(r"""\s*\[\s*\{\s*['"](?:role|content)['"]\s*:""")
+# The start of messages that were written as text, as JSON, Python or numpy write them.
+_MESSAGES = re.compile(r"""\s*(?:array\()?\[?\s*\{\s*['"](?:role|content)['"]\s*:""")
 # Most files or columns that a message names.
 MAX_SHOWN = 20
 
@@ -210,9 +211,8 @@ class Columns:
         named = f"{where}: column {self.answer!r}"
         if self.takes_any and isinstance(value, list | Mapping):
             return Question(messages, json.dumps(value, default=str), row, value)
-        if isinstance(value, bool) and not self.takes_any:
-            raise ConfigError(f"{named} must hold a text or a number, got {value}: write its text")
-        text = text_of(value, named).strip()
+        is_any = self.takes_any and isinstance(value, bool)
+        text = str(value) if is_any else text_of(value, named).strip()
         if self.answer_after and self.answer_after in text:
             text = value = text.rpartition(self.answer_after)[2].strip()
         if not bare(text):
@@ -305,14 +305,26 @@ def _json_lines(path: Path) -> Iterator[Row]:
                 continue
             try:
                 # Some editors begin a file with a byte order mark.
-                row = json.loads(line.decode("utf-8-sig"))
-            except UnicodeDecodeError as error:
+                row = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_once)
+                if b"\\ud" in line.lower():
+                    # Half of a character, as JSON may write it, cannot be sent to a model.
+                    json.dumps(row, ensure_ascii=False).encode()
+            except UnicodeError as error:
                 raise ConfigError(f"{path} must be UTF-8, but line {number} is not") from error
             except (ValueError, RecursionError) as error:
                 raise ConfigError(f"{path}, line {number} is no JSON: {error}") from error
             if not isinstance(row, dict):
                 raise ConfigError(f"{path}, line {number} is no JSON object")
             yield row
+
+
+def _once(pairs: list[tuple[str, Cell]]) -> dict[str, Cell]:
+    """Returns the fields of an object. Raises ValueError if one stands there twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{max(names, key=names.count)!r} stands twice in one object")
+    return found
 
 
 def _parquet(path: Path) -> Sequence[Row]:
@@ -327,22 +339,26 @@ def _parquet(path: Path) -> Sequence[Row]:
             column.name: [_shortest(cell, column.type) for cell in table[column.name].to_pylist()]
             for column in table.schema
         }
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, ValueError) as error:
+        # Python's times have no nanoseconds.
         raise ConfigError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
 def _shortest(cell: Cell, kind: Any) -> Cell:  # noqa: ANN401 - a type of pyarrow
-    """Returns a cell in which numbers of 32 bits are their shortest decimals: 0.1 is 0.1."""
-    import numpy
+    """Returns a cell in which numbers of 16 and 32 bits are their shortest decimals: 0.1 is 0.1."""
     from pyarrow import types
 
-    if cell is not None and types.is_struct(kind):
+    if cell is None:
+        return None
+    if types.is_struct(kind):
         return {field.name: _shortest(cell[field.name], field.type) for field in kind}
-    if cell is not None and (types.is_list(kind) or types.is_large_list(kind)):
+    if types.is_map(kind):
+        return [(key, _shortest(each, kind.item_type)) for key, each in cell]
+    if types.is_nested(kind):
         return [_shortest(each, kind.value_type) for each in cell]
-    if cell is not None and types.is_float32(kind):
-        return float(str(numpy.float32(cell)))
+    if types.is_float32(kind) or types.is_float16(kind):
+        return float(str(kind.to_pandas_dtype()(cell)))
     return cell
 
 
@@ -350,7 +366,7 @@ def cell_in(row: Row, column: str, where: str) -> Cell:
     """Returns what stands in a column, or in a field of the objects in a column.
 
     Raises ConfigError, which names the columns, if there is none or it is empty. `where` names the
-    row; NaN is how a column of floats writes what is missing.
+    row; NaN is how a column of floats writes what is missing, and infinity what was too large.
     """
     place: Cell = row
     for part in (column,) if column in row else column.split("."):
@@ -361,6 +377,8 @@ def cell_in(row: Row, column: str, where: str) -> Cell:
             )
         place = place[part]
     is_blank = isinstance(place, str) and not place.strip()
+    if place in (math.inf, -math.inf):
+        raise ConfigError(f"{where}: column {column!r} must hold a finite number, got {place}")
     if place is None or is_blank or place in ([], {}) or place != place:
         raise ConfigError(f"{where}: column {column!r} is empty")
     return place
@@ -374,11 +392,13 @@ def text_in(row: Row, column: str, where: str) -> str:
 def text_of(cell: Cell, where: str) -> str:
     """Returns a text, or a number as people write it.
 
-    A whole number of a column of floats has no point. Raises ConfigError for a list, an object or
-    bytes.
+    A whole number of a column of floats has no point. Raises ConfigError for a list, an object,
+    bytes, true or false.
     """
     if isinstance(cell, list | Mapping | bytes):
         raise ConfigError(f"{where} must hold a text, got {str(cell)[:60]}")
+    if isinstance(cell, bool):
+        raise ConfigError(f"{where} must hold a text or a number, got {cell}: write its text")
     if isinstance(cell, float) and cell.is_integer():
         cell = int(cell)
     return str(cell)
@@ -392,7 +412,18 @@ def messages_in(cell: Cell, where: str) -> tuple[Message, ...]:
     cell = unpacked(cell, where) if isinstance(cell, str) and _MESSAGES.match(cell) else cell
     if not isinstance(cell, list):
         return (Message("user", text_of(cell, where)),)
-    return tuple(message_in(message, where) for message in cell)
+    messages = tuple(message_in(message, where) for message in cell)
+    check_results(messages, where)
+    return messages
+
+
+def check_results(messages: Sequence[Message], where: str) -> None:
+    """Raises ConfigError for a result of a tool whose call stands in no message before it."""
+    called: set[str] = set()
+    for message in messages:
+        called |= {call.id for call in message.tool_calls}
+        if message.tool_call_id and message.tool_call_id not in called:
+            raise ConfigError(f"{where}: no call has the id {message.tool_call_id!r} of a result")
 
 
 def message_in(cell: Cell, where: str) -> Message:

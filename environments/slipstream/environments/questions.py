@@ -22,8 +22,14 @@ from slipstream.client.environment_loader import environment_failed
 from slipstream.core.errors import ConfigError
 from slipstream.core.hub import DATA_PREFIX
 from slipstream.core.machine.process import send_signal
-from slipstream.environments.answers import bare, contains, number_of
-from slipstream.environments.arguments import Split, check_at_least, check_choice, check_holds
+from slipstream.environments.answers import bare, contains, number_of, other_money
+from slipstream.environments.arguments import (
+    Split,
+    check_above_0,
+    check_at_least,
+    check_choice,
+    check_holds,
+)
 from slipstream.environments.frameworks.packages import import_function
 from slipstream.environments.question_files import (
     Asked,
@@ -107,6 +113,7 @@ class Questions(Asked):
         check_holds("instruction", instruction, "{question}")
         check_at_least("heldout_one_in", heldout_one_in, 2)
         check_at_least("limit", limit, 1)
+        check_above_0("judge_timeout_s", judge_timeout_s)
         if judge == "math_verify" and importlib.util.find_spec("math_verify") is None:
             raise ConfigError(
                 "judge 'math_verify' needs the package math-verify: "
@@ -163,7 +170,7 @@ class Questions(Asked):
             right = verdict.right
             metrics = {"readable": verdict.readable, "judge_timeout": verdict.timed_out}
         elif self._judge == "exact":
-            right = bare(answer) == bare(given)
+            right = bare(answer) == bare(given) and not other_money(given, answer)
             if isinstance(self.question.value, int | float | Decimal):
                 right = right or number_of(bare(given)) == self.question.value
         else:

@@ -51,6 +51,11 @@ def test_an_image_is_read_from_a_file_alone(tmp_path: Path) -> None:
         ([], "content must be a text or a list of parts"),
         ([{"type": "text", "text": "a"}] * 257, "content must have at most 256 parts, got 257"),
         ([{"type": "video", "path": "x"}], 'a part must be {"type": "text"'),
+        ([{"type": "text", "text": "a", "size": 1}], "a part of type 'text' has no field 'size'"),
+        (
+            [{"type": "image_url", "image_url": {"url": "data:,", "detail": "low"}}],
+            "a part of type 'image_url' has no field 'detail'",
+        ),
         ([{"type": "image", "path": "/no/such.png"}], "an image cannot be read: .*such.png"),
         ([{"type": "image_url", "image_url": {"url": "http://h/x"}}], "as nothing is fetched"),
     ],

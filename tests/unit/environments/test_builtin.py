@@ -1,10 +1,9 @@
 import itertools
 
 import pytest
-from slipstream.environments.answers import last_number
 from slipstream.environments.echo import Echo, Others, split_pairs
 
-from deploy.environments.arithmetic import Addition, Arithmetic
+from deploy.environments.arithmetic import Addition, Arithmetic, last_number
 
 
 @pytest.mark.parametrize("num_symbols", [3, 8, 26])

@@ -204,6 +204,22 @@ def test_tasks_come_from_a_file_too(tmp_path: Path) -> None:
         ((["true", "{task}"], "no.jsonl"), {}, "no.jsonl does not exist"),
         ((["true", "{task}"], ["a"]), {"limit_s": 0.0}, "limit_s must be above 0"),
         ((["true", "{task}"], ["a"]), {"files": {"../x": ""}}, "files are inside the folder"),
+        ((["true", "{task}"], ["a"]), {"max_output_mib": 0.0}, "max_output_mib must be above 0"),
+        (
+            (["true", "{task}"], ["a"]),
+            {"score_command": ["test", "{taks}"]},
+            "score_command names {taks}; did you mean 'task'?",
+        ),
+        (
+            (["true", "{task}", "{hint}"], [{"task": "a", "hint": "b"}, "c"]),
+            {},
+            "variables names {hint}, which row 2 does not have",
+        ),
+        (
+            (["true", "{task}"], ["a"]),
+            {"score_command": None, "score_file": "/etc/hostname"},
+            "files are inside the folder of the episode, got '/etc/hostname'",
+        ),
         (
             (["true", "{task}"], ["a"]),
             {"score_file": "a", "score_command": ["true"]},

@@ -59,6 +59,11 @@ def test_a_seed_shuffles_the_rows_before_the_limit(tmp_path: Path) -> None:
         (talk("user", "q"), "row 2 has no message with role = 'assistant'"),
         (talk("assistant", "r"), "row 2: a reply must follow a message"),
         (talk("user", "q", "assistant", ""), "row 2: a reply is empty"),
+        (talk("user", "q", "assistant", " \n"), "row 2: a reply is empty"),
+        (
+            talk("user", "q", "assistant", [{"type": "text", "text": "r"}] * 2),
+            "row 2: a reply is a text, got 2 parts",
+        ),
         ({"text": "q"}, "row 2 has no column 'messages'; its columns are 'text'"),
         ({"messages": "q"}, "row 2: column 'messages' must hold a list of messages"),
         ({"messages": ["q"]}, "row 2: column 'messages': a message has role and content, got 'q'"),
@@ -107,6 +112,11 @@ def test_a_row_that_gives_no_reply_is_named(tmp_path: Path, row: object, said: s
             "row 1: column 'q': a message has role and content, got {",
         ),
         ({"q": "a", "a": {"text": "b"}}, "row 1: column 'a' must hold a text, got {'text'"),
+        ({"q": "a", "a": True}, "row 1: column 'a' must hold a text or a number, got True"),
+        (
+            {"q": talk("user", "q", "assistant", "r")["messages"], "a": "b"},
+            "row 1: a reply must follow a message, got two replies",
+        ),
     ],
 )
 def test_two_columns_that_hold_no_texts_are_named(tmp_path: Path, row: object, said: str) -> None:
@@ -207,6 +217,10 @@ def test_calls_of_an_untrained_reply_and_the_offered_tools_are_given_on(tmp_path
         ),
         ([message("user", [{"type": "video", "video": "x"}])], "a part must be "),
         ([{"from": "human", "value": "q"}], "a message has role and content, got {'from'"),
+        (
+            [message("tool", "5", tool_call_id="c2"), message("assistant", "r")],
+            "no call has the id 'c2' of a result",
+        ),
     ],
 )  # fmt: skip
 def test_a_field_that_cannot_be_used_is_named_with_file_and_row(tmp_path, row, said) -> None:
@@ -224,6 +238,8 @@ def test_a_field_that_cannot_be_used_is_named_with_file_and_row(tmp_path, row, s
         ({"images": ["a.png"]}, "row 1: column 'images' is not read, got ['a.png']"),
         ({"chat_template_kwargs": {"a": 1}}, "column 'chat_template_kwargs' is not read"),
         ({"weight": 0}, "column 'weight' is not read, got 0"),
+        ({"system": "Be kind."}, "column 'system' is not read, got Be kind."),
+        ({"image": "a.png"}, "column 'image' is not read, got a.png"),
         ({"tools": [{"name": "f"}]}, 'tools[0] must be an object with type "function"'),
         ({"tools": "[{"}, "column 'tools' looks like a list, but cannot be read"),
     ],

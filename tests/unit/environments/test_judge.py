@@ -340,6 +340,7 @@ async def test_thoughts_of_a_judge_are_no_score(endpoint: Endpoint) -> None:
     ("options", "said"),
     [
         ({"rubric": "x"}, "rubric must contain {reply}, got 'x'"),
+        ({"rubric": "{reply} {queston}"}, "rubric names {queston}; did you mean 'question'?"),
         ({"instruction": "x"}, "instruction must contain {question}, got 'x'"),
         (
             {"question": "q"},

@@ -95,6 +95,9 @@ def test_messages_keep_all_that_they_hold_also_as_text(tmp_path: Path, write, fo
         ([*TALK, {"role": "assistant", "content": "26.6"}], {}, "ends with a reply: the model is"),
         ([{"role": "user", "content": "q", "weight": 0}], {}, "the field 'weight' says what is"),
         ('[{"role": "user", "content": "q"', {}, "looks like a list, but cannot be read"),
+        ([*TALK[:2], {**TALK[2], "tool_call_id": "c2"}], {}, "no call has the id 'c2' of a result"),
+        ([{"role": "user", "content": [{"type": "text", "text": "q", "cache_control": {"a": 1}}]}],
+         {}, "a part of type 'text' has no field 'cache_control'"),
     ],
 )  # fmt: skip
 def test_messages_that_cannot_be_asked_are_refused(tmp_path: Path, prompt, settings, said):
@@ -131,12 +134,50 @@ def test_numbers_of_32_bits_are_their_shortest_decimals(tmp_path: Path):
     truths = pyarrow.StructArray.from_arrays([numbers], ["value"])
     lists = pyarrow.array([[0.1], None], pyarrow.list_(pyarrow.float32()))
     columns = {"question": ["a", "b"], "answer": numbers, "truth": truths, "seen": lists}
+    columns["halves"] = numbers.cast(pyarrow.float16())
+    columns["pair"] = pyarrow.array([[0.1, 0.2], None], pyarrow.list_(pyarrow.float32(), 2))
+    columns["map"] = pyarrow.array([[("x", 0.1)]] * 2, pyarrow.map_("string", pyarrow.float32()))
     table = pyarrow.table(columns)
     files.write_table(table, tmp_path / "data.parquet")
     tasks = Questions(str(tmp_path / "data.parquet"), judge="exact").tasks()
     assert [(task.answer, task.row["answer"]) for task in tasks] == [("0.1", 0.1), ("72", 72.0)]
     assert tasks[0].row["truth"] == {"value": 0.1}
     assert [task.row["seen"] for task in tasks] == [[0.1], None]
+    assert [task.row["pair"] for task in tasks] == [[0.1, 0.2], None]
+    assert [tasks[0].row[name] for name in ("halves", "map")] == [0.1, [("x", 0.1)]]
+
+
+def test_a_time_that_python_cannot_hold_is_one_line(tmp_path: Path):
+    pyarrow = pytest.importorskip("pyarrow")
+    files = pytest.importorskip("pyarrow.parquet")
+    times = pyarrow.array([1_700_000_000_123_456_789], pyarrow.timestamp("ns"))
+    files.write_table(
+        pyarrow.table({"question": ["q"], "answer": times}), tmp_path / "data.parquet"
+    )
+    assert "data.parquet cannot be read: Nanosecond" in refusal(str(tmp_path / "data.parquet"))
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"question": "q", "answer": "1", "answer": "2"}', "'answer' stands twice in one object"),
+        ('{"question": "q", "answer": 1e400}', "must hold a finite number, got inf"),
+        ('{"question": "q \\ud800", "answer": "1"}', "must be UTF-8, but line 1 is not"),
+        ('{"question": true, "answer": "1"}', "must hold a text or a number, got True"),
+        (
+            """{"question": "array([{'role': 'user', 'content': 'a'}])", "answer": "1"}""",
+            "looks like a list, but cannot be read",
+        ),
+        (
+            json.dumps({"question": '{"role": "user", "content": "a"}', "answer": "1"}),
+            "looks like a list, and is a dict",
+        ),
+    ],
+)
+def test_a_line_that_would_be_read_otherwise_than_written_is_refused(tmp_path: Path, line, said):
+    path = tmp_path / "data.jsonl"
+    path.write_text(f"{line}\n")
+    assert said in refusal(str(path))
 
 
 def typed(reply, answer, row):
@@ -283,6 +324,8 @@ def test_duplicates_may_be_dropped(tmp_path: Path):
         ({"split": "test"}, "split must be one of all, train, heldout, got 'test'"),
         ({"instruction": "?"}, "instruction must contain {question}, got '?'"),
         ({"limit": 0}, "limit must be at least 1, got 0"),
+        ({"limit": 1.5}, "limit must be a whole number, got 1.5"),
+        ({"judge_timeout_s": 0.0}, "judge_timeout_s must be above 0, got 0.0"),
     ],
 )
 def test_an_argument_that_cannot_work_is_refused(tmp_path: Path, settings, message):

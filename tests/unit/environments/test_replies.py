@@ -13,14 +13,13 @@ from slipstream.environments.answers import (
     code_of,
     contains,
     final_of,
-    last_number,
     numbers,
 )
 from slipstream.environments.math_program import compare
 from slipstream.environments.questions import Questions
 from support.rigs.waiting import LIMIT_S
 
-from deploy.environments.arithmetic import Addition, Arithmetic
+from deploy.environments.arithmetic import Addition, Arithmetic, last_number
 
 TABLE = Path(__file__).parents[2] / "data" / "replies.jsonl"
 REPLIES = [json.loads(line) for line in TABLE.read_text(encoding="utf-8").splitlines()]
