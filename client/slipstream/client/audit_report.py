@@ -98,7 +98,8 @@ def _rewards(played: Played) -> list[Finding]:
             text += "; if replies must have a form, let reset() set self.right_reply"
         # An answer may be for people alone.
         names_reply = any(task.reply for task in played.tasks if task.index in bad)
-        found.append(Finding(text, is_refused=is_most and names_reply))
+        is_meant = not names_reply and 2 * len(_silent(played)) < len(right)
+        found.append(Finding(text, is_refused=is_most and not is_meant))
     for kind, _, what in _RULES:
         rewards, wrong = played.rewards(kind), _wrong(played, kind)
         # Half of "10.0" is 10, which is right too.
@@ -150,6 +151,13 @@ def slowness(played: Played, *, num_episodes: int, limit_s: float) -> list[Findi
     return [Finding(f"{text}{limit_s:g} s for a call")]
 
 
+def _silent(played: Played) -> set[int]:
+    """Returns the tasks in which an empty reply alone earned something."""
+    paid = [(index, kind) for index, kind, play in played.every() if play.earned > 0]
+    others = {index for index, kind in paid if kind is not Kind.EMPTY}
+    return {index for index, _ in paid} - others
+
+
 def _free(played: Played) -> list[Finding]:
     """Returns what was earned for nothing where no right answer is known."""
     empty, found = played.rewards(Kind.EMPTY), []
@@ -157,7 +165,9 @@ def _free(played: Played) -> list[Finding]:
     free = [i for i, reward in word.items() if i in empty and empty[i] >= max(reward, 1e-9)]
     if free:
         text = f"an empty reply earned {empty[free[0]]:g} in {of(len(free), len(word))}, no less "
-        found.append(Finding(text + "than the other replies that were tried"))
+        is_most = 2 * len(_silent(played)) >= len(word)
+        text += "than the other replies that were tried"
+        found.append(Finding(text, is_refused=is_most))
     right = played.rewards(Kind.RIGHT)
     paid = [index for index, reward in wrong.items() if reward >= 1 and index not in right]
     if paid:

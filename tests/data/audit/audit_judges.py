@@ -122,6 +122,14 @@ def bad_recall(reply, answer):
     return len(said & right) / len(right)
 
 
+def bad_only_empty(reply, answer):
+    return float(not reply.content.strip())
+
+
+def bad_blank_alone(reply):
+    return float(not reply.content)
+
+
 # Without one.
 def boxed(reply, answer):
     found = re.findall(r"\\boxed\{(.*?)\}", reply.content)
