@@ -172,7 +172,7 @@ class Renderer:
         the token that ends a reply. That is the special token that the template writes behind a
         last reply; else before `following`, or a user's message if nothing follows; else one in
         the reply before a tool's result, or the tokenizer's EOS. Raises RenderingFailed if the
-        template does not write the reply after its generation prompt.
+        template does not write the reply after its generation prompt, or writes words behind it.
         """
         prompt = self._text(tuple(messages), inputs)
         whole = self._text((*messages, ChatMessage("assistant", text)), inputs, is_closed=True)
@@ -182,6 +182,12 @@ class Renderer:
                 "the chat template writes this reply otherwise than behind its generation prompt, "
                 f"which ends with {prompt[-_SHOWN:]!r}: begin the reply as that ends, or name a "
                 "template in rollout_server.chat_template that continues it"
+            )
+        marks = [place for token in self._added.values() if (place := closing.find(token)) >= 0]
+        if marks and (words := closing[: min(marks)].strip()):
+            raise RenderingFailed(
+                f"the chat template writes {words[:_SHOWN]!r} between a reply and its end: name a "
+                "template in rollout_server.chat_template that writes nothing there"
             )
         said = whole[len(prompt) : len(whole) - len(closing)]
         ends, tail = self._leading(closing), closing

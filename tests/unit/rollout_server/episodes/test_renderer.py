@@ -191,6 +191,13 @@ def test_a_given_reply_is_refused_unless_the_template_continues_its_prompt(tmp_p
     assert renderer.decode_all(found) == "c\n</think>\nb<|im_end|>"
 
 
+@pytest.mark.parametrize("reply", ["{{ m.content }} [over]", '"{{ m.content }}"'])
+def test_a_template_that_writes_words_before_the_end_is_refused(tmp_path: Path, reply) -> None:
+    renderer = given_renderer(tmp_path, f"<|reply|>{reply}<|end|>\n", "<|reply|>")
+    with pytest.raises(RenderingFailed, match="writes .* between a reply and its end: name"):
+        renderer.reply("b", [user("a")])
+
+
 def test_a_tokenizer_without_a_template_is_refused(tmp_path: Path) -> None:
     make_tokenizer(tmp_path)
     (tmp_path / "chat_template.jinja").unlink()
