@@ -111,6 +111,8 @@ async def test_a_group_that_loses_too_many_servers_is_set_aside_with_an_event(tm
     assert causes == dict.fromkeys(lost, "its rollout server was lost, 1 times")
     group_id = first.leases[0].group_id
     assert sum(f"of {group_id} had its last attempt" in text for text in summary["told"]) == 1
+    # Many groups may fail for one cause: the first few tell it.
+    assert sum("had its last attempt" in text for text in summary["told"]) == 3
 
 
 async def test_the_end_of_a_shared_worker_is_told_once_and_is_no_failure(tmp_path):

@@ -199,18 +199,12 @@ class NewLeases:
         book: LeaseBook,
         environments: EnvironmentBook,
         by_room: Sequence[ServerRoom],
-        again: list[Group],
         *,
         num_episodes: int,
     ) -> None:
-        """Stores the inputs of the pass.
-
-        At most `num_episodes` episodes are leased, for which the queue has room. `again` holds
-        abandoned groups: their tasks are leased before any new task, and are then removed from the
-        list.
-        """
+        """Stores the inputs; the queue has room for `num_episodes` episodes, which are leased."""
         self._book, self._environments = book, environments
-        self._again, self._num_episodes = again, num_episodes
+        self._num_episodes = num_episodes
         self._num_servers = len(by_room)
         # Heap with the largest room first; among equal rooms the first in `by_room`.
         self._heap = [(-room.episodes, place, room) for place, room in enumerate(by_room)]
@@ -241,7 +235,7 @@ class NewLeases:
             if size > self._num_episodes:
                 return LeaseWait.QUEUE
             if old is not None:
-                self._again.remove(old)
+                self._book.again.remove(old)
                 group = self._book.lease(old.environment, old.task_index, old.seed, key, step)
                 grant = Grant(room.session, group, replaces=old.group_id)
             else:
@@ -265,7 +259,7 @@ class NewLeases:
     def _first_again(self, key: ServerKey) -> Group | None:
         """Returns the first abandoned group whose task this server may start again, or None."""
         book = self._environments
-        for group in self._again:
+        for group in self._book.again:
             entry = book.entries.get(group.environment)
             if entry is not None and book.may_run(entry, key, self._episodes, group.size):
                 return group

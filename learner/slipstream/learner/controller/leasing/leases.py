@@ -47,6 +47,8 @@ class LeaseBook:
         # The step whose batch is being formed.
         self.step = 0
         self.groups: dict[GroupId, Group] = {}
+        # Abandoned groups, whose tasks are leased before any new task.
+        self.again: list[Group] = []
         # Number of training groups by their deadline step.
         self._deadlines: Counter[int] = Counter()
         self.closing = ClosingLeases()

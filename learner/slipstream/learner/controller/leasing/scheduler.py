@@ -46,8 +46,6 @@ class Scheduler:
         self._book, self._environments = books.leases, books.environments
         self._fleet, self._journal, self._queue = books.fleet, books.journal, books.queue
         self._abandon = abandon
-        # Abandoned groups whose tasks are leased again, before new tasks.
-        self._again: list[Group] = []
         self._wait = LeaseWait.NOTHING
         self._waits = {wait: Stopwatch() for wait in LeaseWait}
         # Number of episodes that an evaluation is about to start on each server; no training
@@ -125,7 +123,7 @@ class Scheduler:
 
     def _start_afresh(self, group: Group) -> None:
         self._abandon(group)
-        self._again.append(group)
+        self._book.again.append(group)
         self._run.events.add(
             f"group {group.group_id} is leased afresh: step {self._book.step + 1} waits "
             f"for it, and no server can finish it by step {group.deadline_step + 1}"
@@ -140,7 +138,7 @@ class Scheduler:
             return []
         by_room = rooms(self._fleet.serving(), self._book, self.reserved)
         room = self._free_bytes() // self._largest_bytes - self._evaluated_soon()
-        leases = NewLeases(self._book, self._environments, by_room, self._again, num_episodes=room)
+        leases = NewLeases(self._book, self._environments, by_room, num_episodes=room)
         granted: list[Grant] = []
         while len(granted) < limit:
             lease = leases.next()

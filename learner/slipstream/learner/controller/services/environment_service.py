@@ -121,8 +121,14 @@ class EnvironmentServicer(Part, environment_pb2_grpc.EnvironmentServiceServicer)
             text = f"the tasks of environment {name} have changed since the run began: there are "
             text += f"{num_tasks:,} now" if num_tasks else "others now"
             if entry.is_training:
+                cause = f"the tasks of environment {name} have changed"
+                for group in [g for g in self._book.again if g.environment == name]:
+                    # Its number names another task now; the group has left the book before.
+                    self._book.again.remove(group)
+                    closed = kinds.Closed(group=group.group_id, how="withdrawn", cause=cause)
+                    self._journal.append(closed)
                 groups = [g for g in self._book.groups.values() if g.environment == name]
-                self._intake.withdraw(groups, f"the tasks of environment {name} have changed")
+                self._intake.withdraw(groups, cause)
                 text += f"; {len(groups)} open groups are withdrawn, and each task comes afresh"
             else:
                 text += "; results before and after cannot be compared"

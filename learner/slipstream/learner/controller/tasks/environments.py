@@ -46,8 +46,6 @@ class EnvironmentEntry:
     episodes_failed: int = 0
     # The events about the environment that were added, by kind; see `is_news`.
     told: dict[str, set[str]] = field(default_factory=dict)
-    # The cause in the newest event about each task that was set aside.
-    told_set_aside: dict[int, str] = field(default_factory=dict)
     reward_sum: float = 0.0
     rewards: int = 0
     # The order of the tasks in the round `order_round`.
@@ -84,12 +82,6 @@ class EnvironmentEntry:
             return False
         told.add(text)
         return True
-
-    def is_new_set_aside(self, task_index: int, cause: str) -> bool:
-        """Whether the newest event about this set-aside task had another cause; notes `cause`."""
-        is_new = self.told_set_aside.get(task_index) != cause
-        self.told_set_aside[task_index] = cause
-        return is_new
 
     def describe(self) -> pb.EnvironmentStatus:
         """Returns the entry in the form in which readers may see it: arguments may hold keys."""
@@ -227,7 +219,6 @@ class EnvironmentBook:
         """Notes that an environment has other tasks: each of them comes once, as at the start."""
         entry.skipped_in_a_row = 0
         entry.order.clear()
-        entry.told_set_aside.clear()
 
     def load_failed(self, name: str, key: ServerKey, cause: str) -> None:
         """Notes that a server cannot run the environment.

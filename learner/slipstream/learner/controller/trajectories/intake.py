@@ -293,7 +293,7 @@ class Intake:
             self._skip_task(group, cause)
             return
         entry = self._environments.entries.get(group.environment)
-        if entry is None or entry.is_new_set_aside(group.task_index, cause):
+        if entry is None or entry.is_news(f"set aside: {cause}", str(group.task_index)):
             self._run.events.warn(
                 f"task {group.task_index} of environment {group.environment} is set aside: "
                 f"episode {member} of {group.group_id} had its last attempt: {cause}"

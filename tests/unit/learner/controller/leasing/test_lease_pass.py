@@ -24,11 +24,11 @@ class PlainScheduler(Scheduler):
     """The rule without counts: everything is looked at before each lease."""
 
     def lease_all(self, limit: int = 10**9) -> asyncio.Future[None] | None:
-        num_abandoned = len(self._again)
+        num_abandoned = len(self._book.again)
         granted = self._orphans()
         for grant in granted:
             self._record(grant)
-        num_abandoned = len(self._again) - num_abandoned
+        num_abandoned = len(self._book.again) - num_abandoned
         while not isinstance(lease := self._next(), LeaseWait):
             self._record(lease)
             granted.append(lease)
@@ -70,7 +70,7 @@ class PlainScheduler(Scheduler):
             verdicts = [book.may_reassign(group, step) for step in able]
             if must_start_afresh(view, views, book.step, book.groups_per_step, verdicts):
                 self._abandon(group)
-                self._again.append(group)
+                self._book.again.append(group)
         return granted
 
     def _may_lease(self, session: ServerSession) -> bool:
@@ -97,7 +97,7 @@ class PlainScheduler(Scheduler):
             old = next(
                 (
                     group
-                    for group in self._again
+                    for group in self._book.again
                     if (entry := environments.entries.get(group.environment)) is not None
                     and environments.may_run(entry, session.key, episodes, group.size)
                 ),
@@ -118,7 +118,7 @@ class PlainScheduler(Scheduler):
             ):
                 return LeaseWait.QUEUE
             if old is not None:
-                self._again.remove(old)
+                self._book.again.remove(old)
                 group = book.lease(old.environment, old.task_index, old.seed, session.key, step)
                 return Grant(session, group, replaces=old.group_id)
             number = turn.counts.next_number

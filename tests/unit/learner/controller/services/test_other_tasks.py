@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from slipstream.learner.controller.leasing.groups import Group
+from slipstream.core.types import GroupId
+from slipstream.learner.controller.leasing.groups import Group, Purpose
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.state import RunState
 from slipstream.learner.controller.run import Run
@@ -96,6 +97,16 @@ def test_a_resumed_run_with_other_tasks_says_so_and_begins_them_afresh() -> None
     # A third start goes on from there.
     again = Scene(tasks("abc"), LEASE, *scene.journal.records)
     assert (again.entry.counts.next_number, again.entry.counts.digest) == (0, "def")
+
+
+def test_an_abandoned_group_does_not_keep_the_number_of_a_task_that_changed() -> None:
+    scene = Scene(tasks("abc"), LEASE)
+    scene.journal.append(LEASE)
+    book = scene.servicer._book
+    book.again.append(Group(GroupId("g0"), "e", 2, 7, Purpose.TRAINING, 2, 1, None))
+    scene.report(joined(scene.fleet, "a"), "def", num_tasks=6)
+    assert book.again == []
+    assert scene.journal.state.open_groups == {}
 
 
 @pytest.mark.parametrize("is_same", [True, False])

@@ -126,12 +126,6 @@ def test_failures_do_not_count_before_older_groups_have_ended():
     assert fail(book, 0, oldest_open=3)
 
 
-def test_people_read_once_that_a_task_is_set_aside_for_one_cause():
-    entry = make_book(1.0).entries["e0"]
-    told = [(0, "broken"), (0, "broken"), (1, "broken"), (0, "slow"), (0, "slow")]
-    assert [entry.is_new_set_aside(*each) for each in told] == [True, False, True, True, False]
-
-
 def test_a_client_is_leased_no_more_than_it_has_room_for():
     book = make_book(1.0)
     book.entries["e0"].client_episodes = 6
