@@ -31,7 +31,7 @@ STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.docs-installed
 SOURCES := protos core client environments rollout_server learner extensions
 
-.PHONY: install quickstart smollm2 test test-all test-fast test-slow compose-test images image-cpu image-gpu mutants fuzz candidate lint type protos protos-check docs packages plots clean
+.PHONY: install quickstart smollm2 test test-all test-fast test-peft test-slow compose-test images image-cpu image-gpu mutants fuzz candidate lint type protos protos-check docs packages plots clean
 
 install: $(STAMP)
 
@@ -113,6 +113,15 @@ FAST_FLAGS := -m "not process" -q -p no:anyio -p no:valkey
 # PYTEST_FLAGS may leave a part without a test, which is pytest's exit code 5.
 test-fast-%:
 	@FUZZ=0.2 OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(FAST_$*) $(FAST_FLAGS) $(PYTEST_FLAGS) || [ $$? -eq 5 ]
+
+# PEFT in a folder of its own: no other test imports it.
+PEFT := $(VENV)/peft
+$(PEFT)/.installed: requirements/peft.txt | $(STAMP)
+	@$(call pip,--no-deps --target $(PEFT) --requirement $<)
+	@touch $@
+
+test-peft: $(PEFT)/.installed
+	@PYTHONPATH=$(PEFT) $(BIN)/python -m pytest tests/integration/test_peft.py $(PYTEST_FLAGS)
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m "slow and not gpu" $(PYTEST_FLAGS)

@@ -1,7 +1,7 @@
 """PEFT reads exported adapters: its logits are those of the merged model.
 
 It needs PEFT and accelerate, which the locks lack because transformers behaves otherwise with them:
-`pip install --no-deps --target FOLDER peft==0.21.2 accelerate==1.15.0`, and PYTHONPATH=FOLDER.
+`make test-peft` installs requirements/peft.txt in a folder of its own.
 """
 
 import shutil

@@ -130,6 +130,7 @@ def test_what_cannot_work_is_refused_before_anything_starts(quick) -> None:
         "slipstream.run: model: path must be a text, number, list or table, got None"
     )
     assert "Questions(rows, judge=function)" in refusal(reward)
+    assert refusal([]) == "slipstream.run: environments is an empty list: name an environment"
     assert "has no option python, only name," in refusal({"reference": Repeat, "python": "x"})
     assert "args are for a class, got" in refusal({"reference": Repeat(3), "args": {"a": 1}})
 

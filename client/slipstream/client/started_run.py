@@ -58,22 +58,25 @@ TAIL_CHARACTERS = 8192
 Result = TypeVar("Result")
 
 
-def run(*, environments: object = (), show: bool = True, **settings: object) -> Run:
+def run(*, environments: object = None, show: bool = True, **settings: object) -> Run:
     """Starts a run on this machine and returns its handle; waits for nothing but the start.
 
     `settings` are the tables of a configuration file: `model={"path": "models/tiny"}`.
-    `environments` is one environment or a list: an instance of a class, a class that needs no
-    arguments, or a table as in a file. The `reference` of a table may be such an object, too. These
-    objects stay in this process, and their methods are called in a thread of it. Other options of
-    their tables are those of `Client.serve`, and `args` for a class. `show` prints what the command
-    `slipstream run` would print.
+    `environments` is one environment or a list, or None if a client brings some: an instance of a
+    class, a class that needs no arguments, or a table as in a file. The `reference` of a table may
+    be such an object, too. These objects stay in this process, and their methods are called in a
+    thread of it. Other options of their tables are those of `Client.serve`, and `args` for a class.
+    `show` prints what the command `slipstream run` would print.
 
     The run ends in order when the handle is garbage or the process ends: keep the handle. Raises
     ConfigError for wrong settings.
     """
     tables: list[object] = []
     served: list[_Served] = []
-    for each in environments if isinstance(environments, list | tuple) else (environments,):
+    listed = environments if isinstance(environments, list | tuple) else [environments]
+    if not listed:
+        raise ConfigError(f"{SOURCE}: environments is an empty list: name an environment")
+    for each in () if environments is None else listed:
         table = dict(each) if isinstance(each, Mapping) else {"reference": each}
         if isinstance(table.get("reference"), str):
             tables.append(table)
