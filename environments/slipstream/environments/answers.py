@@ -30,7 +30,7 @@ _EAST = "[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]"
 _THOUSANDS = re.compile(
     r"(?<![\d.])\d{1,3}(?:(?:\{,\}|,?\\[,!;:],?|[ '’_])\d{3})+(?!\d)"
     r"|(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])"
-    # Of several points none is that of a fraction; India groups lakhs by two.
+    # Several points are not those of a fraction; India groups lakhs by two.
     r"|(?<![\d.,])\d{1,3}(?:\.\d{3}){2,}(?![\d.])|(?<![\d.,])\d{1,2}(?:,\d{2})+,\d{3}(?![\d,])"
 )
 _CURRENCY = r"(?:[€£¥₹]|(?:(?:US )?dollars?|euros?|USD|EUR|GBP|JPY|INR)\b)"
