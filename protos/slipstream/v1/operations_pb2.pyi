@@ -11,7 +11,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Operation(_message.Message):
-    __slots__ = ("id", "stream", "number", "begin", "compute", "step", "publish", "save", "load", "refused", "sample")
+    __slots__ = ("id", "stream", "number", "begin", "compute", "step", "publish", "save", "load", "refused", "sample", "finish")
     ID_FIELD_NUMBER: _ClassVar[int]
     STREAM_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
@@ -23,6 +23,7 @@ class Operation(_message.Message):
     LOAD_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_FIELD_NUMBER: _ClassVar[int]
+    FINISH_FIELD_NUMBER: _ClassVar[int]
     id: str
     stream: str
     number: int
@@ -34,9 +35,18 @@ class Operation(_message.Message):
     load: Load
     refused: Refused
     sample: Sample
-    def __init__(self, id: _Optional[str] = ..., stream: _Optional[str] = ..., number: _Optional[int] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., compute: _Optional[_Union[_trainer_pb2.Pass, _Mapping]] = ..., step: _Optional[_Union[_trainer_pb2.AdamNumbers, _Mapping]] = ..., publish: _Optional[_Union[Publish, _Mapping]] = ..., save: _Optional[_Union[Save, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., sample: _Optional[_Union[Sample, _Mapping]] = ...) -> None: ...
+    finish: Finish
+    def __init__(self, id: _Optional[str] = ..., stream: _Optional[str] = ..., number: _Optional[int] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., compute: _Optional[_Union[_trainer_pb2.Pass, _Mapping]] = ..., step: _Optional[_Union[_trainer_pb2.AdamNumbers, _Mapping]] = ..., publish: _Optional[_Union[Publish, _Mapping]] = ..., save: _Optional[_Union[Save, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., sample: _Optional[_Union[Sample, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ...) -> None: ...
 
 class Begin(_message.Message):
+    __slots__ = ("adapter", "values")
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    adapter: _trainer_pb2.Adapter
+    values: _trainer_pb2.NewAdapter
+    def __init__(self, adapter: _Optional[_Union[_trainer_pb2.Adapter, _Mapping]] = ..., values: _Optional[_Union[_trainer_pb2.NewAdapter, _Mapping]] = ...) -> None: ...
+
+class Finish(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
@@ -107,7 +117,7 @@ class Sampled(_message.Message):
     def __init__(self, token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., truncated: bool = ..., version_spans: _Optional[_Iterable[_Union[_trajectory_pb2.VersionSpan, _Mapping]]] = ..., prompt_logprobs: _Optional[bytes] = ...) -> None: ...
 
 class OperationResult(_message.Message):
-    __slots__ = ("is_unknown", "is_done", "error", "step", "compute", "metrics", "samples", "name")
+    __slots__ = ("is_unknown", "is_done", "error", "step", "compute", "metrics", "samples", "name", "adapter")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -123,6 +133,7 @@ class OperationResult(_message.Message):
     METRICS_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     is_unknown: bool
     is_done: bool
     error: str
@@ -131,4 +142,5 @@ class OperationResult(_message.Message):
     metrics: _containers.ScalarMap[str, float]
     samples: _containers.RepeatedCompositeFieldContainer[Sampled]
     name: str
-    def __init__(self, is_unknown: bool = ..., is_done: bool = ..., error: _Optional[str] = ..., step: _Optional[int] = ..., compute: _Optional[_Union[_trainer_pb2.PassReport, _Mapping]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., samples: _Optional[_Iterable[_Union[Sampled, _Mapping]]] = ..., name: _Optional[str] = ...) -> None: ...
+    adapter: _trainer_pb2.Adapter
+    def __init__(self, is_unknown: bool = ..., is_done: bool = ..., error: _Optional[str] = ..., step: _Optional[int] = ..., compute: _Optional[_Union[_trainer_pb2.PassReport, _Mapping]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., samples: _Optional[_Iterable[_Union[Sampled, _Mapping]]] = ..., name: _Optional[str] = ..., adapter: _Optional[_Union[_trainer_pb2.Adapter, _Mapping]] = ...) -> None: ...

@@ -74,16 +74,44 @@ class BatchHeader(_message.Message):
     def __init__(self, step: _Optional[int] = ..., batch_id: _Optional[str] = ..., num_groups: _Optional[int] = ..., num_trajectories: _Optional[int] = ..., given: _Optional[_Union[GivenStep, _Mapping]] = ...) -> None: ...
 
 class GivenStep(_message.Message):
-    __slots__ = ("adam", "load", "num_passes", "id")
+    __slots__ = ("adam", "load", "begin", "serve", "num_passes", "id", "adapter")
     ADAM_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
+    SERVE_FIELD_NUMBER: _ClassVar[int]
     NUM_PASSES_FIELD_NUMBER: _ClassVar[int]
     ID_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     adam: AdamNumbers
     load: LoadedState
+    begin: NewAdapter
+    serve: ServedAdapter
     num_passes: int
     id: str
-    def __init__(self, adam: _Optional[_Union[AdamNumbers, _Mapping]] = ..., load: _Optional[_Union[LoadedState, _Mapping]] = ..., num_passes: _Optional[int] = ..., id: _Optional[str] = ...) -> None: ...
+    adapter: Adapter
+    def __init__(self, adam: _Optional[_Union[AdamNumbers, _Mapping]] = ..., load: _Optional[_Union[LoadedState, _Mapping]] = ..., begin: _Optional[_Union[NewAdapter, _Mapping]] = ..., serve: _Optional[_Union[ServedAdapter, _Mapping]] = ..., num_passes: _Optional[int] = ..., id: _Optional[str] = ..., adapter: _Optional[_Union[Adapter, _Mapping]] = ...) -> None: ...
+
+class Adapter(_message.Message):
+    __slots__ = ("name", "rank", "alpha")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    ALPHA_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    rank: int
+    alpha: float
+    def __init__(self, name: _Optional[str] = ..., rank: _Optional[int] = ..., alpha: _Optional[float] = ...) -> None: ...
+
+class NewAdapter(_message.Message):
+    __slots__ = ("seed", "targets")
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    TARGETS_FIELD_NUMBER: _ClassVar[int]
+    seed: int
+    targets: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, seed: _Optional[int] = ..., targets: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ServedAdapter(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class AdamNumbers(_message.Message):
     __slots__ = ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "max_grad_norm")
@@ -102,26 +130,30 @@ class AdamNumbers(_message.Message):
     def __init__(self, learning_rate: _Optional[float] = ..., beta1: _Optional[float] = ..., beta2: _Optional[float] = ..., eps: _Optional[float] = ..., weight_decay: _Optional[float] = ..., max_grad_norm: _Optional[float] = ...) -> None: ...
 
 class LoadedState(_message.Message):
-    __slots__ = ("step", "without_optimizer")
+    __slots__ = ("step", "without_optimizer", "adapter")
     STEP_FIELD_NUMBER: _ClassVar[int]
     WITHOUT_OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     step: int
     without_optimizer: bool
-    def __init__(self, step: _Optional[int] = ..., without_optimizer: bool = ...) -> None: ...
+    adapter: str
+    def __init__(self, step: _Optional[int] = ..., without_optimizer: bool = ..., adapter: _Optional[str] = ...) -> None: ...
 
 class Pass(_message.Message):
-    __slots__ = ("id", "backward", "loss", "loss_args_json", "sequences")
+    __slots__ = ("id", "backward", "loss", "loss_args_json", "sequences", "adapter")
     ID_FIELD_NUMBER: _ClassVar[int]
     BACKWARD_FIELD_NUMBER: _ClassVar[int]
     LOSS_FIELD_NUMBER: _ClassVar[int]
     LOSS_ARGS_JSON_FIELD_NUMBER: _ClassVar[int]
     SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     id: str
     backward: bool
     loss: str
     loss_args_json: str
     sequences: _containers.RepeatedCompositeFieldContainer[PassSequence]
-    def __init__(self, id: _Optional[str] = ..., backward: bool = ..., loss: _Optional[str] = ..., loss_args_json: _Optional[str] = ..., sequences: _Optional[_Iterable[_Union[PassSequence, _Mapping]]] = ...) -> None: ...
+    adapter: Adapter
+    def __init__(self, id: _Optional[str] = ..., backward: bool = ..., loss: _Optional[str] = ..., loss_args_json: _Optional[str] = ..., sequences: _Optional[_Iterable[_Union[PassSequence, _Mapping]]] = ..., adapter: _Optional[_Union[Adapter, _Mapping]] = ...) -> None: ...
 
 class PassSequence(_message.Message):
     __slots__ = ("token_ids", "targets", "advantages", "behavior_logprobs")

@@ -54,12 +54,12 @@ class LoopClient:
             if (found := answer.json()).get("type") != "try_again":
                 return found
 
-    async def begin(self, rank: int = 4) -> dict[str, Any]:
+    async def begin(self, rank: int = 4, **asked: Any) -> dict[str, Any]:  # noqa: ANN401
         """Creates the session, if there is none, and a model."""
         if not self.session:
             made = await self.post("create_session", {"sdk_version": "0.38.0"})
             self.session = made["session_id"]
-        asked = {
+        asked |= {
             "session_id": self.session,
             "model_seq_id": next(self.models),
             "base_model": self._base_model,

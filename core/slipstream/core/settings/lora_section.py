@@ -37,8 +37,9 @@ Target = Literal[
     "down_proj",
 ]
 
+ATTENTION = ("linear_qkv", "linear_proj")
 # Matrices of dense MLPs and of experts.
-_MLP = ("linear_fc1", "linear_fc2")
+MLP = ("linear_fc1", "linear_fc2")
 # The largest rank for which vLLM has kernels.
 MAX_SERVED_RANK = 512
 # An engine has room for all adapters of a run at once.
@@ -81,7 +82,7 @@ class LoraSection(Section):
 
     @property
     def has_mlp(self) -> bool:
-        return self.rank > 0 and bool(set(self.modules) & set(_MLP))
+        return self.rank > 0 and bool(set(self.modules) & set(MLP))
 
     @model_validator(mode="after")
     def _whole(self) -> LoraSection:
@@ -137,20 +138,20 @@ class LoraSection(Section):
         """
         if has_fused_experts and self.has_mlp:
             yield (
-                f"lora.target_modules must leave {' and '.join(_MLP)} out for a model whose files "
+                f"lora.target_modules must leave {' and '.join(MLP)} out for a model whose files "
                 "hold one tensor for all experts of a layer: adapters of single experts have no "
                 f"names there, got {', '.join(self.target_modules)}"
             )
         elif num_experts and self.has_mlp and self.adapters:
             yield (
                 f"lora.adapters must be empty with adapters on experts, got "
-                f"{', '.join(self.adapters)}: or leave {' and '.join(_MLP)} out of "
+                f"{', '.join(self.adapters)}: or leave {' and '.join(MLP)} out of "
                 "lora.target_modules"
             )
         elif num_experts and self.has_mlp and self.publishes_adapters:
             yield (
                 f"lora.publish must be merged with adapters on experts, got {self.publish!r}: or "
-                f"leave {' and '.join(_MLP)} out of lora.target_modules"
+                f"leave {' and '.join(MLP)} out of lora.target_modules"
             )
         rule, found = "lora.publish must be merged", repr(self.publish)
         if self.adapters:

@@ -343,7 +343,6 @@ def client_loop_problems(config: Tables) -> Iterator[str]:
         "evaluations": [each.name for each in config.evaluations],
         "critic": config.critic,
         "reference": config.reference,
-        "lora.adapters": config.lora.adapters,
         "weights.storage_url": config.weights.storage_url,
         "model.dtype = float16": dtype == "float16",
         "learner.offload.gradients": learner.offload.gradients,

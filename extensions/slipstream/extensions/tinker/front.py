@@ -116,7 +116,8 @@ class Front:
         if not isinstance(body, dict):
             raise Refused("a body is a JSON object")
         if path.startswith("sessions/") and path.endswith("/finish"):
-            # Nothing is kept of a session.
+            operation = operations.finish(path.split("/")[1])
+            await self._stub.Submit(operation, metadata=self._metadata, timeout=CALL_S)
             return _json({})
         if path.startswith("samplers/"):
             return _json(self._sampler(path.partition("/")[2]))
@@ -132,11 +133,14 @@ class Front:
 
     def _create_session(self, _: Body) -> Body:
         lora = self._config.lora
-        told = (
-            f"an adapter has rank {lora.rank} on {', '.join(lora.target_modules)}"
-            if lora.rank
-            else "the whole model is trained, not an adapter, whatever rank is asked for"
-        )
+        told = "the whole model is trained, not an adapter, whatever rank is asked for"
+        if lora.adapters:
+            told = (
+                f"{len(lora.adapters)} models at once, each with an adapter of rank 1 to "
+                f"{lora.rank} on {', '.join(lora.target_modules)}"
+            )
+        elif lora.rank:
+            told = f"an adapter has rank {lora.rank} on {', '.join(lora.target_modules)}"
         name = f"s{secrets.token_hex(8)}"
         return {"type": "create_session", "session_id": name, "warning_message": told}
 
@@ -150,8 +154,10 @@ class Front:
         return {"supported_models": [model]}
 
     def _model(self) -> Body:
-        name, rank = str(self._config.model.path), self._config.lora.rank
-        return {"base_model": name, "is_lora": bool(rank), "lora_rank": rank or None}
+        name, lora = str(self._config.model.path), self._config.lora
+        # Each of several models has its own.
+        rank = None if lora.adapters else lora.rank or None
+        return {"base_model": name, "is_lora": bool(lora.rank), "lora_rank": rank}
 
     def _info(self, body: Body) -> Body:
         model = self._model()

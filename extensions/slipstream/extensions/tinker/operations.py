@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from slipstream.core.settings.config import Config
+from slipstream.core.settings.lora_section import ATTENTION, MLP
 from slipstream.extensions.tinker import wire_pb2 as wire
 from slipstream.v1 import fleet_pb2, trainer_pb2
 from slipstream.v1 import operations_pb2 as pb
@@ -45,6 +46,8 @@ _NOT_A_NUMBER = np.float32(np.nan).tobytes()
 # The token ids that a message can hold are below this.
 _TOKENS = 1 << 32
 _NAME = re.compile(r"[A-Za-z0-9._:/+-]{1,200}")
+# The key of a model's metadata that has its alpha, which the SDK has no word for.
+ALPHA = "lora_alpha"
 # Stands between the id of a sampling session and the name of its weights.
 _OF = "+"
 # Ends the name of weights that every publish in flight of a model replaces.
@@ -87,12 +90,39 @@ def create_model(body: Mapping[str, Any], config: Config) -> pb.Operation:
     check_model(body.get("base_model"), config)
     asked, rank = body.get("lora_config"), config.lora.rank
     # The SDK has no word for training the whole model; `create_session` has told of it.
-    if rank and (asked is None or asked["rank"] != rank):
+    if rank and (asked is None or asked["rank"] != rank) and not config.lora.adapters:
         wanted = "the whole model" if asked is None else f"an adapter of rank {asked['rank']}"
         raise Refused(f"this run trains an adapter of rank {rank} (lora.rank), not {wanted}")
     _check_optimizer(body.get("optimizer_config"))
     model = training_run(body)
-    return pb.Operation(id=f"{model}:0:create_model", stream=model, begin=pb.Begin())
+    begin = _begin(body, config) if config.lora.adapters else pb.Begin()
+    return pb.Operation(id=f"{model}:0:create_model", stream=model, begin=begin)
+
+
+def _begin(body: Mapping[str, Any], config: Config) -> pb.Begin:
+    """Returns how one of several adapters begins."""
+    asked, lora = body["lora_config"], config.lora
+    rank = int(asked["rank"])
+    if not 1 <= rank <= lora.rank:
+        raise Refused(f"an adapter has a rank of 1 to {lora.rank} (lora.rank), got {rank}")
+    alpha = (body.get("user_metadata") or {}).get(ALPHA)
+    parts = {"train_attn": ATTENTION, "train_mlp": MLP}
+    left_out = {name for key, of in parts.items() if not asked.get(key, True) for name in of}
+    targets = [name for name in lora.modules if name not in left_out]
+    if not targets:
+        raise Refused(f"nothing is trained: lora.target_modules has {', '.join(lora.modules)}")
+    seed = asked.get("seed")
+    return pb.Begin(
+        adapter=trainer_pb2.Adapter(rank=rank, alpha=lora.alpha if alpha is None else float(alpha)),
+        values=trainer_pb2.NewAdapter(
+            seed=config.run.seed if seed is None else seed, targets=targets
+        ),
+    )
+
+
+def finish(session: str) -> pb.Operation:
+    """Returns the operation of the end of a session."""
+    return pb.Operation(id=f"{session}:finish", stream=session, finish=pb.Finish())
 
 
 def load_weights(body: Mapping[str, Any]) -> pb.Operation:

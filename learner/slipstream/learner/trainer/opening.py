@@ -95,6 +95,7 @@ def open_policy(
         scaler=model.scaler,
         gather=model.gather_parameters,
         memory=model.memory,
+        are_clients=config.controller.client_loop and bool(config.lora.adapters),
     )
     return Policy(**vars(model), adapters=held)
 

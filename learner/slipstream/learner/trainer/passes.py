@@ -2,6 +2,8 @@
 
 Consumes: passes, and batches with a given step. Produces: log-probabilities, gradients that stay
 until the next step, new weights. Waits for: the other ranks, in collectives.
+
+With `lora.adapters` each pass and step is of one adapter, and changes nothing of the others.
 """
 
 from __future__ import annotations
@@ -9,26 +11,47 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from slipstream.core.errors import RunFailed, UntrainableBatch
+from slipstream.core.errors import UntrainableBatch
 from slipstream.core.settings.config import Config
 from slipstream.learner.algorithms.functions import named_loss
 from slipstream.learner.algorithms.inputs import LossInputs, SequenceSums
 from slipstream.learner.algorithms.token_functions import token_terms
+from slipstream.learner.trainer.adapters.lora import draw_adapters
 from slipstream.learner.trainer.algorithms.loss import TokenLoss, no_statistics
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.batches.micro_batch import MicroBatch
 from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
+from slipstream.learner.trainer.checkpoints.stored_model import StoredModel, stored_adapter
 from slipstream.learner.trainer.model.memory import Part, gradient_buffers
-from slipstream.learner.trainer.model.model import AdamNumbers, Policy
+from slipstream.learner.trainer.model.model import AdamNumbers, Policy, unwrapped
 from slipstream.learner.trainer.model.schedule import forward_backward, forward_logprobs
 from slipstream.learner.trainer.model.shares import masked_outputs
 from slipstream.learner.trainer.step import TrainedStep
 from slipstream.v1 import trainer_pb2 as pb
 from torch import Tensor
+
+
+@dataclass
+class _Held:
+    """What is held since the newest step, of the policy or of one of its adapters."""
+
+    # Reports of the passes, by id, and those passes whose gradients are held.
+    reports: dict[str, pb.PassReport] = field(default_factory=dict)
+    accumulated: list[str] = field(default_factory=list)
+    # The gradients while those of another adapter are in the model's buffers.
+    gradients: list[Tensor] = field(default_factory=list)
+
+    def forget(self) -> None:
+        """Begins a new step."""
+        self.reports.clear()
+        self.accumulated.clear()
 
 
 class Passes:
@@ -37,13 +60,15 @@ class Passes:
     All methods are collective, and every rank must pass the same messages.
     """
 
-    def __init__(self, policy: Policy, config: Config, load: Callable[[int], object]) -> None:
-        """Takes `load`, which loads the checkpoint of a version."""
+    def __init__(
+        self, policy: Policy, config: Config, load: Callable[[int, Sequence[StoredModel]], object]
+    ) -> None:
+        """Takes `load`, which loads models of a version's checkpoint, or all if none is given."""
         self._policy, self._load = policy, load
         self._max_tokens = config.learner.micro_batch_tokens
-        # Reports of the passes since the newest step, by id, and those whose gradients are held.
-        self._reports: dict[str, pb.PassReport] = {}
-        self._accumulated: list[str] = []
+        # By the name of an adapter, "" for the policy; the one whose gradients are in the buffers.
+        self._of: defaultdict[str, _Held] = defaultdict(_Held)
+        self._in_buffers = ""
 
     def compute(self, given: pb.Pass) -> pb.PassReport:
         """Returns log-probabilities and loss of a pass, and adds its gradients to those held.
@@ -51,70 +76,125 @@ class Passes:
         A pass that was carried out since the newest step is not carried out again. A pass that
         fails adds nothing, and the report names the cause.
         """
-        if given.id not in self._reports:
-            try:
-                self._reports[given.id] = self._computed(given)
-            except (UntrainableBatch, ValueError) as error:
-                self._reports[given.id] = pb.PassReport(id=given.id, error=str(error))
-        return self._reports[given.id]
+        with self._held(given.adapter) as held:
+            if given.id not in held.reports:
+                try:
+                    held.reports[given.id] = self._computed(given, held)
+                except (UntrainableBatch, ValueError) as error:
+                    held.reports[given.id] = pb.PassReport(id=given.id, error=str(error))
+            return held.reports[given.id]
 
     def run(self, batch: Batch) -> TrainedStep:
-        """Updates the weights with the gradients of the batch's passes, or loads a checkpoint.
+        """Updates the weights with the gradients of the batch's passes, or as a client asks else.
 
-        It forgets the passes, which are carried out again unless exactly their gradients are held,
-        as after a restart. Raises UntrainableBatch, with unchanged weights, if the gradients are
-        not finite.
+        An update forgets the passes, which are carried out again unless exactly their gradients
+        are held, as after a restart. Raises UntrainableBatch, with unchanged weights, if the
+        gradients, or values that servers are to get, are not finite.
         """
         started = time.monotonic()
-        assert batch.given is not None
+        given = batch.given
+        assert given is not None
         memory = self._policy.memory
-        if batch.given.WhichOneof("step") == "load":
-            self._forget()
-            with memory.resident(Part.PARAMETERS, Part.OPTIMIZER):
-                self._load(batch.given.load.step)
-                if batch.given.load.without_optimizer:
-                    self._policy.forget_moments()
-            return TrainedStep({}, time.monotonic() - started, {})
-        if self._accumulated != [given.id for given in batch.passes]:
-            self._forget()
-            for given in batch.passes:
-                if error := self.compute(given).error:
-                    raise RunFailed(f"pass {given.id} had gradients before, and now: {error}")
-        if not self._accumulated:
-            self._policy.zero_grad()
-        numbers = AdamNumbers.from_pb(batch.given.adam)
-        try:
-            with memory.resident(Part.PARAMETERS, Part.GRADIENTS):
-                norm = self._policy.optimizer_step(numbers.learning_rate, _never, adam=numbers)
-        finally:
-            self._forget()
-        metrics = {"grad_norm": norm, "learning_rate": numbers.learning_rate}
+        with self._held(given.adapter) as held, memory.resident(Part.PARAMETERS):
+            match given.WhichOneof("step"):
+                case "adam":
+                    metrics = self._update(AdamNumbers.from_pb(given.adam), batch.passes, held)
+                case "load":
+                    held.forget()
+                    with memory.resident(Part.OPTIMIZER):
+                        self._load(given.load.step, self._stored(given))
+                        if given.load.without_optimizer:
+                            self._policy.forget_moments()
+                    metrics = {}
+                case "begin":
+                    held.forget()
+                    with memory.resident(Part.OPTIMIZER):
+                        self._begin(given)
+                        self._serve(given.adapter)
+                    metrics = {}
+                case _:
+                    self._serve(given.adapter)
+                    metrics = {}
+        self._policy.adapters.changed.add(given.adapter.name)
         return TrainedStep(metrics, time.monotonic() - started, {})
 
-    def _forget(self) -> None:
-        self._reports.clear()
-        self._accumulated.clear()
+    def _update(
+        self, numbers: AdamNumbers, passes: Sequence[pb.Pass], held: _Held
+    ) -> dict[str, float]:
+        if held.accumulated != [given.id for given in passes]:
+            held.forget()
+            for given in passes:
+                if error := self.compute(given).error:
+                    raise UntrainableBatch(f"pass {given.id} had gradients, and now: {error}")
+        if not held.accumulated:
+            self._policy.zero_grad()
+        try:
+            with self._policy.memory.resident(Part.GRADIENTS):
+                norm = self._policy.optimizer_step(numbers.learning_rate, _never, adam=numbers)
+        finally:
+            held.forget()
+        return {"grad_norm": norm, "learning_rate": numbers.learning_rate}
 
-    def _computed(self, given: pb.Pass) -> pb.PassReport:
+    @contextmanager
+    def _held(self, adapter: pb.Adapter) -> Iterator[_Held]:
+        """Puts an adapter and its gradients into the model inside the context."""
+        name = adapter.name
+        held, other = self._of[name], self._of[self._in_buffers]
+        if name != self._in_buffers:
+            with self._policy.memory.resident(Part.GRADIENTS):
+                buffers = list(gradient_buffers(self._policy.chunks))
+                other.gradients = [one.clone() for one in buffers] if other.accumulated else []
+                for buffer, gradient in zip(buffers, held.gradients, strict=bool(held.gradients)):
+                    buffer.copy_(gradient)
+            self._in_buffers, held.gradients = name, []
+        if not name:
+            yield held
+            return
+        with self._policy.adapters.in_use(name, rank=adapter.rank, alpha=adapter.alpha):
+            yield held
+
+    def _stored(self, given: pb.GivenStep) -> list[StoredModel]:
+        name, policy = given.load.adapter, self._policy
+        return [stored_adapter(policy, name, given.adapter.name, policy.optimizer)] if name else []
+
+    def _begin(self, given: pb.GivenStep) -> None:
+        policy, values = self._policy, given.begin
+        policy.gather_parameters()
+        for chunk in policy.chunks:
+            draw_adapters(
+                unwrapped(chunk),
+                policy.ranks,
+                seed=values.seed,
+                rank=given.adapter.rank,
+                targets=values.targets,
+            )
+        policy.optimizer.reload_model_params()
+        policy.forget_moments()
+
+    def _serve(self, adapter: pb.Adapter) -> None:
+        scale, sum_ = adapter.alpha / adapter.rank, self._policy.ranks.sum
+        self._policy.adapters.serve(sum_, scale=scale)
+
+    def _computed(self, given: pb.Pass, held: _Held) -> pb.PassReport:
         sequences = [self._sequence(place, one) for place, one in enumerate(given.sequences)]
         if not sequences:
             raise ValueError("a pass needs at least one sequence")
         policy, ranks, own = self._policy, self._policy.ranks, _PassLoss(self._policy, given)
         with policy.memory.resident(Part.PARAMETERS, Part.GRADIENTS):
             buffers = list(gradient_buffers(policy.chunks)) if given.backward else []
-            held = [buffer.clone() for buffer in buffers] if self._accumulated else []
+            before = [buffer.clone() for buffer in buffers] if held.accumulated else []
             if given.backward:
                 policy.zero_grad()
             logprobs = masked_outputs(policy, sequences, own.outputs, max_tokens=self._max_tokens)
             total = float(ranks.sum(own.total if ranks.counts else torch.zeros_like(own.total)))
             if given.backward and not math.isfinite(total):
                 policy.zero_grad()
-            for buffer, before in zip(buffers, held, strict=bool(held)):
-                buffer.add_(before)
+            for buffer, gradient in zip(buffers, before, strict=bool(before)):
+                buffer.add_(gradient)
         if not math.isfinite(total):
             raise UntrainableBatch(f"the loss is {total}")
         if given.backward:
-            self._accumulated.append(given.id)
+            held.accumulated.append(given.id)
         return pb.PassReport(
             id=given.id,
             logprobs=[found.astype("<f4").tobytes() for found in logprobs],

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from slipstream.core.types import PolicyVersion
 from slipstream.extensions.tinker import controller
-from slipstream.extensions.tinker.controller import Entry, Operations
+from slipstream.extensions.tinker.controller import Operations
+from slipstream.extensions.tinker.models import Entry
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.history import read_history
 from slipstream.learner.controller.records.journal import Journal, read_records
@@ -39,8 +40,8 @@ STEPS = ["step1", "step2", "step3"]
 class Loop:
     """The operations of one start of a controller, whose trainer makes each step at once."""
 
-    def __init__(self, journal: Journal, folder: Path) -> None:
-        self.run = run_of(run={"name": "r", "steps": 9, "dir": str(folder)})
+    def __init__(self, journal: Journal, folder: Path, **settings: dict) -> None:
+        self.run = run_of(run={"name": "r", "steps": 9, "dir": str(folder)}, **settings)
         self.history = read_history(read_records(folder / "r" / "journal"))
         self.run.progress.reached(self.history.version)
         self.journal = journal
@@ -175,40 +176,103 @@ async def test_a_long_loop_keeps_neither_sequences_nor_results_in_memory(tmp_pat
         await check(Loop(journal, tmp_path))
 
 
-async def test_a_loop_goes_on_whatever_the_order_in_which_its_operations_came(
+TWO = {"rank": 8, "publish": "adapters", "adapters": ["a", "b"]}
+
+
+def of_stream(stream: str, number: int, name: str, **operation: Any) -> Operation:
+    return Operation(id=f"{stream}:{name}", stream=stream, number=number, **operation)
+
+
+def begin_of(stream: str, rank: int) -> Operation:
+    adapter = trainer_pb2.Adapter(rank=rank, alpha=1.0)
+    return of_stream(stream, 0, "begin", begin=operations_pb2.Begin(adapter=adapter))
+
+
+async def test_streams_have_turns_however_much_one_of_them_sends(tmp_path: Path) -> None:
+    context: Any = None
+    journal = Journal(tmp_path / "r" / "journal")
+    with journal:
+        journal.append(kinds.Start(format=1, run_id="r"))
+        journal.sync()
+        loop = Loop(journal, tmp_path, lora=TWO)
+        for stream, rank in (("s", 1), ("t", 8)):
+            await loop.operations.Submit(begin_of(stream, rank), context)
+        for stream in ("s:begin", "t:begin"):
+            assert loop.step() == stream
+            await loop.write_results()
+        for stream, numbers in (("s", range(1, 5)), ("t", range(1, 3))):
+            for number in numbers:
+                name = f"{stream}{number}"
+                compute = trainer_pb2.Pass(id=name, backward=True)
+                one = Operation(id=name, stream=stream, number=number, compute=compute)
+                await loop.operations.Submit(one, context)
+        order = []
+        for _ in range(6):
+            loop.operations._look()
+            directive = loop.operations.order(trainer_pb2.NextRequest())
+            assert directive is not None
+            order.append((directive.compute.id, directive.compute.adapter.name))
+            loop.operations.computed(trainer_pb2.PassReport(id=directive.compute.id))
+        names = [("s1", "a"), ("t1", "b"), ("s2", "a"), ("t2", "b"), ("s3", "a"), ("s4", "a")]
+        assert order == names
+
+
+async def test_models_are_taken_over_whatever_the_order_in_which_operations_came(
     tmp_path: Path,
 ) -> None:
     context: Any = None
     with Journal(tmp_path / "r" / "journal") as journal:
-        loop = await begun(journal, tmp_path, [])
-        await loop.write_results()
-        for number, name in ((2, "step2"), (1, "step1")):
-            late = Operation(id=name, stream="s", number=number, step=ADAM)
-            await loop.operations.Submit(late, context)
-        for name in ("step1", "step2"):
+        journal.append(kinds.Start(format=1, run_id="r"))
+        journal.sync()
+        loop = Loop(journal, tmp_path, lora=TWO)
+        late = [of_stream("s", n, f"step{n}", step=ADAM) for n in (2, 1)]
+        for one in (begin_of("t", 8), begin_of("s", 1), *late):
+            await loop.operations.Submit(one, context)
+        for name in ("t:begin", "s:begin", "s:step1", "s:step2"):
             assert loop.step() == name
             await loop.write_results()
     with Journal(tmp_path / "r" / "journal") as journal:
-        loop = Loop(journal, tmp_path)
-        third = Operation(id="step3", stream="s", number=3, step=ADAM)
-        await loop.operations.Submit(third, context)
-        assert loop.step() == "step3"
+        loop = Loop(journal, tmp_path, lora=TWO)
+        await loop.operations.Submit(of_stream("s", 3, "step3", step=ADAM), context)
+        batch = loop.form()
+        assert batch is not None
+        assert batch.given is not None
+        assert (batch.given.id, batch.given.message.adapter.name) == ("s:step3", "b")
 
 
-async def test_a_session_that_sends_too_much_must_wait(
+async def test_a_beginning_that_a_kill_has_cut_has_its_place_again(tmp_path: Path) -> None:
+    context: Any = None
+    with Journal(tmp_path / "r" / "journal") as journal:
+        journal.append(kinds.Start(format=1, run_id="r"))
+        journal.sync()
+        loop = Loop(journal, tmp_path, lora=TWO)
+        for stream in ("s", "t"):
+            await loop.operations.Submit(begin_of(stream, 1), context)
+        assert loop.form() is not None
+    with Journal(tmp_path / "r" / "journal") as journal:
+        loop = Loop(journal, tmp_path, lora=TWO)
+        loop.operations._look()
+        # The trainer has the batch of the first.
+        assert loop.operations.next_step() is None
+        model = loop.operations._models.of("s")
+        assert model is not None
+        assert model.adapter.name == "a"
+        assert loop.operations._models.of("t") is None
+
+
+async def test_a_session_that_sends_too_much_must_wait_and_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(controller, "MAX_WAITING", 2)
     context: Any = Refusing()
     with Journal(tmp_path / "r" / "journal") as journal:
-        loop = await begun(journal, tmp_path, [])
-        steps = [
-            Operation(id=f"s:{number}:optim_step", stream="s", number=number, step=ADAM)
-            for number in (3, 4, 5)
-        ]
-        for one in steps[:2]:
-            await loop.operations.Submit(one, context)
+        loop = Loop(journal, tmp_path, lora=TWO)
+        for stream in ("s", "t"):
+            await loop.operations.Submit(begin_of(stream, 1), context)
+        for number in (1, 2):
+            await loop.operations.Submit(of_stream("s", number, str(number), step=ADAM), context)
         with pytest.raises(Refused, match="2 requests of session s wait already"):
-            await loop.operations.Submit(steps[2], context)
+            await loop.operations.Submit(of_stream("s", 3, "3", step=ADAM), context)
+        await loop.operations.Submit(of_stream("t", 1, "1", step=ADAM), context)
         # One that is sent again is known.
-        await loop.operations.Submit(steps[1], context)
+        await loop.operations.Submit(of_stream("s", 2, "2", step=ADAM), context)

@@ -112,27 +112,21 @@ def _trajectories(groups: Sequence[Group]) -> list[Trajectory]:
 
 @dataclass(frozen=True)
 class StepOrder:
-    """A step that a client orders: Adam's numbers for the gradients of passes, or a checkpoint."""
+    """A step that a client orders, and the passes whose gradients it takes."""
 
-    id: str
-    step: trainer_pb2.AdamNumbers | trainer_pb2.LoadedState
+    message: trainer_pb2.GivenStep
     passes: tuple[trainer_pb2.Pass, ...] = ()
 
-    def to_pb(self) -> trainer_pb2.GivenStep:
-        """Returns the message of the step, without the passes."""
-        found = trainer_pb2.GivenStep(id=self.id, num_passes=len(self.passes))
-        is_adam = isinstance(self.step, trainer_pb2.AdamNumbers)
-        getattr(found, "adam" if is_adam else "load").CopyFrom(self.step)
-        return found
+    @property
+    def id(self) -> str:
+        """The client's name for it."""
+        return self.message.id
 
     @classmethod
     def from_record(cls, message: trainer_pb2.RecordedBatch) -> StepOrder | None:
         """Returns the order in a recorded batch, or None if it has groups in its place."""
         given = message.header.given
-        kind = given.WhichOneof("step")
-        if kind is None:
-            return None
-        return cls(given.id, getattr(given, kind), tuple(message.passes))
+        return cls(given, tuple(message.passes)) if given.WhichOneof("step") else None
 
 
 @dataclass(frozen=True)
@@ -189,7 +183,7 @@ def header(batch: FormedBatch) -> trainer_pb2.BatchHeader:
         batch_id=batch.batch_id,
         num_groups=len(batch.groups),
         num_trajectories=sum(len(group.finished) for group in batch.groups),
-        given=None if batch.given is None else batch.given.to_pb(),
+        given=None if batch.given is None else batch.given.message,
     )
 
 

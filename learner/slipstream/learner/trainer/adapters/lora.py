@@ -4,6 +4,7 @@ Each adapted matrix is W + alpha / rank * B A. Source: LoRA (arXiv:2106.09685).
 """
 
 import zlib
+from collections.abc import Collection, Iterator
 
 import numpy as np
 import torch
@@ -77,37 +78,64 @@ def gathering_itself(module: Megatron) -> Megatron:
     return module
 
 
-@torch.no_grad()
 def _initialise(chunk: Megatron, ranks: Ranks, *, seed: int) -> None:
-    """Draws A uniformly from -1 / sqrt(inputs) to 1 / sqrt(inputs), like PEFT, and sets B to 0.
-
-    Megatron's own values would depend on the earlier layers of this pipeline stage.
-    """
-    from megatron.bridge.peft.lora_layers import LoRALinear
+    """Draws the values of new adapters, and makes the chunk load and save them by their names."""
     from slipstream.learner.trainer.adapters.expert_adapters import ExpertAdapter
 
     for layer in chunk.decoder.layers:
         for name, module in layer.named_modules():
             if isinstance(module, ExpertAdapter):
                 module.initialise(name, layer.layer_number, seed=seed)
-            if not isinstance(module, LoRALinear):
-                continue
-            module._register_load_state_dict_pre_hook(_as_wrapped)
-            if name.endswith("in_proj"):
-                # With the name in_proj Bridge would split the rows for checkpoints as for Mamba.
-                module.adapter.base_linear_name = "delta_net"
-            weight = module.adapter.linear_in.weight
-            is_split_by_input = module.adapter.input_is_parallel
-            rank, inputs = weight.shape
-            if is_split_by_input:
-                inputs *= ranks.tp_size
-            else:
-                rank *= ranks.tp_size
-            draw = np.random.default_rng([seed, layer.layer_number, zlib.crc32(name.encode())])
-            whole = draw.uniform(-1.0, 1.0, (rank, inputs)) / np.sqrt(inputs)
-            part = torch.from_numpy(whole).chunk(ranks.tp_size, dim=int(is_split_by_input))
-            weight.copy_(part[ranks.tp_group.rank()])
-            module.adapter.linear_out.weight.zero_()
+    for _, name, module in _adapted(chunk):
+        module._register_load_state_dict_pre_hook(_as_wrapped)
+        if name.endswith("in_proj"):
+            # With the name in_proj Bridge would split the rows for checkpoints as for Mamba.
+            module.adapter.base_linear_name = "delta_net"
+    draw_adapters(chunk, ranks, seed=seed)
+
+
+@torch.no_grad()
+def draw_adapters(
+    chunk: Megatron,
+    ranks: Ranks,
+    *,
+    seed: int,
+    rank: int | None = None,
+    targets: Collection[str] | None = None,
+) -> None:
+    """Draws A uniformly from -1 / sqrt(inputs) to 1 / sqrt(inputs), like PEFT, and sets B to 0.
+
+    Megatron's own values would depend on the earlier layers of this pipeline stage. A is 0 beyond
+    `rank`, and for matrices that are not among `targets`; its other values are those of adapters
+    of this rank.
+    """
+    for layer_number, name, module in _adapted(chunk):
+        weight = module.adapter.linear_in.weight
+        is_split_by_input = module.adapter.input_is_parallel
+        rows, inputs = weight.shape
+        if is_split_by_input:
+            inputs *= ranks.tp_size
+        else:
+            rows *= ranks.tp_size
+        draw = np.random.default_rng([seed, layer_number, zlib.crc32(name.encode())])
+        whole = draw.uniform(-1.0, 1.0, (rows, inputs)) / np.sqrt(inputs)
+        if rank is not None:
+            whole[rank:] = 0.0
+        if targets is not None and name.rpartition(".")[2] not in targets:
+            whole[:] = 0.0
+        part = torch.from_numpy(whole).chunk(ranks.tp_size, dim=int(is_split_by_input))
+        weight.copy_(part[ranks.tp_group.rank()])
+        module.adapter.linear_out.weight.zero_()
+
+
+def _adapted(chunk: Megatron) -> Iterator[tuple[int, str, Megatron]]:
+    """Yields number of the layer, name in it and module of each adapted matrix, but of experts."""
+    from megatron.bridge.peft.lora_layers import LoRALinear
+
+    for layer in chunk.decoder.layers:
+        for name, module in layer.named_modules():
+            if isinstance(module, LoRALinear):
+                yield layer.layer_number, name, module
 
 
 def _as_wrapped(state: dict[str, object], prefix: str, *_: object) -> None:

@@ -112,9 +112,10 @@ class Checkpointer:
             self._host.reserve(saved_sizes(self._models))
         return loaded
 
-    def load(self, step: int) -> Manifest:
+    def load(self, step: int, chosen: Sequence[StoredModel] = ()) -> Manifest:
         """Checks every file of version `step`'s checkpoint, loads it, and returns its manifest.
 
+        With `chosen` models only these are loaded, each from that of its name in the checkpoint.
         Raises CheckpointError if a file is damaged or the checkpoint has other models, ConfigError
         if it was written by another optimizer, or by the other kind, distributed or plain.
         """
@@ -139,17 +140,20 @@ class Checkpointer:
                     f"was written so, got {ours}"
                 )
         # A checkpoint must not overwrite the settings of parameter groups.
+        models = chosen or self._models
         settings = [
             [
                 {name: value for name, value in group.items() if name not in ("params", "step")}
                 for group in _groups(model.optimizer)
             ]
-            for model in self._models
+            for model in models
         ]
-        load_models(self._models, path / STATE_FOLDER, self._disk)
-        for model, values in zip(self._models, settings, strict=True):
+        load_models(models, path / STATE_FOLDER, self._disk)
+        for model, values in zip(models, settings, strict=True):
             for group, kept in zip(_groups(model.optimizer), values, strict=True):
                 group.update(kept)
+        if chosen:
+            return manifest
         if manifest.layout == self._layout():
             _set_random_state(load_file(path / _random_name(self._ranks.rank)))
         else:

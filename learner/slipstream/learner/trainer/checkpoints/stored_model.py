@@ -53,14 +53,26 @@ def stored_policy(policy: Policy, *, with_optimizer: bool = True) -> list[Stored
         return [StoredModel(POLICY, chunks, optimizer)]
     return [
         StoredModel(POLICY, chunks, None, content="base"),
+        *(stored_adapter(policy, name, name, optimizer) for name in adapters.names),
         *(
             StoredModel(
-                f"adapter-{name}",
+                f"served-{name}",
                 chunks,
-                optimizer,
-                in_force=partial(adapters.active, name),
+                None,
+                in_force=partial(adapters.published, name),
                 content="adapter",
             )
-            for name in adapters.names
+            for name in (adapters.names if adapters.are_clients else ())
         ),
     ]
+
+
+def stored_adapter(policy: Policy, name: str, own: str, optimizer: Megatron | None) -> StoredModel:
+    """Returns the adapter that a checkpoint has as `name`, for the policy's adapter `own`."""
+    return StoredModel(
+        f"adapter-{name}",
+        policy.chunks,
+        optimizer,
+        in_force=partial(policy.adapters.active, own),
+        content="adapter",
+    )

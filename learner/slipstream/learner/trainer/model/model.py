@@ -213,7 +213,8 @@ class TrainedModel(ParallelModel):
     def forget_moments(self) -> None:
         """Makes the optimizer begin anew, with the weights as they are."""
         for group in self.optimizer.param_groups:
-            group["step"] = 0
+            if "step" in group:
+                group["step"] = 0
         for part in self.optimizer.chained_optimizers:
             if not part.is_stub_optimizer:
                 for state in part.optimizer.state.values():

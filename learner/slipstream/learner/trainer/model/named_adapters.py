@@ -2,17 +2,22 @@
 
 A training step, the publish of an adapter and a save work on the active adapter. So each adapter is
 trained exactly as if it were the only one, in every layout: the model holds nothing of the others.
+
+In a client's own loop each is a model of a client: it has a rank and an alpha of its own, and
+servers get its values of its newest publish, not its newest ones. All have the shapes of the
+largest rank; what is beyond an adapter's rank is 0, gets gradients of 0, and so stays 0.
 """
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from slipstream.core.errors import UntrainableBatch
 from slipstream.learner.trainer import Megatron
-from slipstream.learner.trainer.model.memory import DeviceMemory, Part, master_weights, parameters
+from slipstream.learner.trainer.model.memory import DeviceMemory, Part, master_weights
 from torch import Tensor
 
 
@@ -45,12 +50,14 @@ class NamedAdapters:
         scaler: Megatron,
         gather: Callable[[], None],
         memory: DeviceMemory,
+        are_clients: bool = False,
     ) -> None:
         """Makes every adapter a copy of the adapter in the model; collective for several names.
 
         `scaler` is the loss scaler of `TrainedModel`. `gather` completes the parameters of
         `chunks`, which `optimizer` updates. `memory` may move parameters and optimizer state of the
-        active adapter to the host; it does not move the other adapters' tensors.
+        active adapter to the host; it does not move the other adapters' tensors. With
+        `are_clients` servers get what `serve` has kept.
         """
         self._memory = memory
         self._chunks, self._optimizer, self._gather = chunks, optimizer, gather
@@ -58,13 +65,24 @@ class NamedAdapters:
         self.names = tuple(names) or ("",)
         self._active = self.names[0]
         self._waiting: dict[str, _Waiting] = {}
-        if len(self.names) > 1:
+        self._served: dict[str, list[Tensor]] = {}
+        # Clients' adapters whose values have changed since they were told.
+        self.changed = set(self.names) if are_clients else set()
+        if self.are_several or are_clients:
             self._make_moments()
             self._waiting = {name: self._copied() for name in self.names[1:]}
+        if are_clients:
+            for name in self.names:
+                self._served[name] = [torch.zeros_like(tensor) for _, tensor in self._trained()]
 
     @property
     def have_names(self) -> bool:
         return self.names != ("",)
+
+    @property
+    def are_clients(self) -> bool:
+        """Whether servers get what clients have published, in place of the newest values."""
+        return bool(self._served)
 
     @property
     def are_several(self) -> bool:
@@ -84,6 +102,64 @@ class NamedAdapters:
         finally:
             self._exchange(before)
 
+    @contextmanager
+    def in_use(self, name: str, *, rank: int, alpha: float) -> Iterator[None]:
+        """Activates adapter `name` with the factor alpha / rank inside the context; collective."""
+        with self.active(name), self._scaled(rank, alpha):
+            yield
+
+    @contextmanager
+    def published(self, name: str) -> Iterator[None]:
+        """Puts what servers get of adapter `name` into the model inside the context; collective.
+
+        Clients' adapters come without their optimizer state, and their factor is 1.
+        """
+        with ExitStack() as stack:
+            if not self.are_clients:
+                stack.enter_context(self.active(name))
+                yield
+                return
+            stack.enter_context(self._memory.resident(Part.PARAMETERS))
+            stack.enter_context(self._scaled(1, 1.0))
+            self._gather()
+            trained = [tensor for _, tensor in self._trained()]
+            _exchange(trained, self._served[name])
+            try:
+                yield
+            finally:
+                _exchange(trained, self._served[name])
+
+    @torch.no_grad()
+    def serve(self, count: Callable[[Tensor], Tensor], *, scale: float) -> None:
+        """Makes the values of the active adapter those that servers get, times `scale`; collective.
+
+        `count` sums over the ranks. Raises UntrainableBatch if values are not finite.
+        """
+        self._gather()
+        trained = self._trained()
+        faulty = sum((~torch.isfinite(tensor)).sum().cpu() for _, tensor in trained)
+        if number := int(count(torch.as_tensor(float(faulty)))):
+            raise UntrainableBatch(f"the adapter has {number} values that are not finite")
+        for (name, tensor), served in zip(trained, self._served[self._active], strict=True):
+            # The second factor of each product has its scale.
+            served.copy_(tensor * scale if ".linear_out." in name else tensor)
+
+    @contextmanager
+    def _scaled(self, rank: int, alpha: float) -> Iterator[None]:
+        """Sets the factor of the adapter's product inside the context."""
+        from megatron.bridge.peft.lora_layers import LoRALinear
+
+        modules = (module for chunk in self._chunks for module in chunk.modules())
+        found = [module.adapter for module in modules if isinstance(module, LoRALinear)]
+        before = [(adapter.dim, adapter.alpha) for adapter in found]
+        for adapter in found:
+            adapter.dim, adapter.alpha = rank, alpha
+        try:
+            yield
+        finally:
+            for adapter, (dim, own) in zip(found, before, strict=True):
+                adapter.dim, adapter.alpha = dim, own
+
     def _exchange(self, name: str) -> None:
         if name == self._active:
             return
@@ -94,10 +170,7 @@ class NamedAdapters:
     @torch.no_grad()
     def _put_in(self, name: str) -> None:
         other = self._waiting.pop(name)
-        for tensor, value in zip(self._tensors(), other.values, strict=True):
-            kept = tensor.clone()
-            tensor.copy_(value)
-            value.copy_(kept)
+        _exchange(self._tensors(), other.values)
         for place, optimizer in enumerate(self._parts()):
             # Nothing else holds these dictionaries' values, so they need no copies.
             moments, other.moments[place] = other.moments[place], dict(optimizer.state)
@@ -127,8 +200,12 @@ class NamedAdapters:
             None if self._scaler is None else self._scaler.state_dict(),
         )
 
+    def _trained(self) -> list[tuple[str, Tensor]]:
+        named = (pair for chunk in self._chunks for pair in chunk.named_parameters())
+        return [(name, tensor) for name, tensor in named if tensor.requires_grad]
+
     def _tensors(self) -> list[Tensor]:
-        trained = [p for p in parameters(self._chunks) if p.requires_grad]
+        trained = [tensor for _, tensor in self._trained()]
         return [*trained, *master_weights(self._optimizer, self._chunks)]
 
     def _parts(self) -> list[Megatron]:
@@ -159,3 +236,11 @@ class NamedAdapters:
             for counted in (*optimizer.state.values(), *optimizer.param_groups):
                 if "step" in counted:
                     counted["step"] = counted["step"] * 0
+
+
+@torch.no_grad()
+def _exchange(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    for tensor, value in zip(tensors, values, strict=True):
+        kept = tensor.clone()
+        tensor.copy_(value)
+        value.copy_(kept)

@@ -203,10 +203,14 @@ def save_adapters(
     Each named adapter has its own folder inside `target`. `target` appears only once it is
     complete; an existing `target` is replaced. Raises CheckpointError as `DiskWork.wait` does.
     """
+    if policy.adapters.are_clients:
+        # Their values have the factor of their products.
+        lora = config.lora.model_copy(update={"alpha": float(config.lora.rank)})
+        config = config.model_copy(update={"lora": lora})
     found: dict[str, dict[str, Tensor]] = {}
     for adapter in policy.adapters.names:
         tensors = found.setdefault(adapter, {})
-        with policy.adapters.active(adapter):
+        with policy.adapters.published(adapter):
             for name, weight in adapter_tensors(policy, policy.dtype):
                 if policy.ranks.is_main:
                     # Fused matrices share their first factor; a file holds no tensor twice.

@@ -293,7 +293,7 @@ def build_probe(policy: Policy, batch: Batch | None, config: Config) -> weights_
         own = probe_sequences(
             parts.get(name), vocab_size=policy.vocab_size, max_tokens=max(2, min(MAX_TOKENS, room))
         )
-        with policy.adapters.active(name):
+        with policy.adapters.published(name):
             found = sequence_logprobs(policy, own, max_tokens=config.learner.micro_batch_tokens)
         sequences += own
         logprobs += found

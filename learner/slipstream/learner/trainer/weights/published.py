@@ -3,7 +3,7 @@
 Matrices with adapters never change: a server needs them once, and later only the adapters.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -49,6 +49,8 @@ class Published:
         self._adapter_scale = adapter_scale
         # Digests by name of the matrices, which never change; empty before the first pass.
         self._unchanged: dict[str, bytes] = {}
+        # The newest digests of each client's adapter.
+        self._of_client: dict[str, WeightDigests] = {}
 
     @property
     def largest_bucket(self) -> int:
@@ -79,6 +81,9 @@ class Published:
 
         If adapters are published separately, fills the buckets of the first adapter.
         """
+        if self._held is not None and self._held.are_clients:
+            # The model holds values that are not published.
+            return
         # Between two passes the first adapter is the active one.
         next(iter(self._adapters.values()), self.weights).fill_ahead()
 
@@ -93,7 +98,7 @@ class Published:
         first = 0
         for name, stream in self._parts(adapters_alone=adapters_alone):
             held = None if name is None else self._held
-            with nullcontext() if held is None else held.active(name or ""):
+            with nullcontext() if held is None else held.published(name or ""):
                 part = stream.run(None if send is None else _from(first, send))
             if name:
                 # Tensors of another adapter have the same names.
@@ -103,24 +108,38 @@ class Published:
             first += len(stream.buckets)
         if not adapters_alone:
             self._check(found[0])
-        return WeightDigests(
-            by_name={name: digest for part in found for name, digest in part.by_name.items()},
-            buckets=tuple(digest for part in found for digest in part.buckets),
-            export_s=sum(part.export_s for part in found),
-        )
+        return _joined(found)
 
     def digests(self) -> WeightDigests:
         """Returns the digests of all tensors, without sending them.
 
         If adapters are published separately, the result's `buckets` has only the adapters' buckets,
-        and the base matrices, which do not change, are read only at the first call.
+        and the base matrices, which do not change, are read only at the first call. `by_name` also
+        has the values of clients' adapters that are not published.
         """
         if not self._adapters:
             return self.run()
         if not self._unchanged:
             self.run()
-        found = self.run(adapters_alone=True)
+        if self._held is not None and self._held.are_clients:
+            found = self._of_clients(self._held)
+        else:
+            found = self.run(adapters_alone=True)
         return replace(found, by_name=self._unchanged | found.by_name)
+
+    def _of_clients(self, held: NamedAdapters) -> WeightDigests:
+        """Returns the digests of clients' adapters; only those that have changed are read."""
+        for name in sorted(held.changed):
+            stream = self._adapters[name]
+            with held.active(name):
+                trained = stream.run().by_name
+            with held.published(name):
+                served = stream.run()
+            by_name = {f"{name}/{key}": digest for key, digest in served.by_name.items()}
+            by_name |= {f"{name}/trained/{key}": digest for key, digest in trained.items()}
+            self._of_client[name] = replace(served, by_name=by_name)
+        held.changed.clear()
+        return _joined([self._of_client[name] for name in self._adapters])
 
     def _parts(self, *, adapters_alone: bool) -> list[tuple[str | None, WeightStream]]:
         """Returns (adapter, stream) for each stream of a pass; adapter is None for `weights`."""
@@ -147,8 +166,17 @@ def open_published(policy: Policy, config: Config) -> Published:
         # Each has its own memory: buckets of one may still travel when the next one's are filled.
         with held.active(name):
             adapters[name] = open_stream(policy, config, Kind.ADAPTERS, beside=matrices)
-    scale = config.lora.alpha / config.lora.rank
+    # Those of clients have the factors of their products in them.
+    scale = 1.0 if held.are_clients else config.lora.alpha / config.lora.rank
     return Published(matrices, adapters, held=held, adapter_scale=scale)
+
+
+def _joined(parts: Sequence[WeightDigests]) -> WeightDigests:
+    return WeightDigests(
+        by_name={name: digest for part in parts for name, digest in part.by_name.items()},
+        buckets=tuple(digest for part in parts for digest in part.buckets),
+        export_s=sum(part.export_s for part in parts),
+    )
 
 
 def _from(first: int, send: Send) -> Send:

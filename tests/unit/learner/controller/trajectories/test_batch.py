@@ -192,10 +192,11 @@ async def test_a_step_that_is_made_again_does_not_begin_the_count_anew(tmp_path:
 
 
 async def test_steps_that_a_client_orders_are_set_aside_again_and_again(tmp_path: Path) -> None:
-    order = StepOrder("s:1:optim_step", trainer_pb2.AdamNumbers(learning_rate=1.0))
+    adam = trainer_pb2.AdamNumbers(learning_rate=1.0)
+    order = StepOrder(trainer_pb2.GivenStep(id="s:1:optim_step", adam=adam))
     async with asyncio.TaskGroup() as tasks:
         with Journal(tmp_path) as journal:
-            former = BatchFormer(books_of(run_of(), journal=journal), tasks, keep_batches=True)
+            former = BatchFormer(books_of(run_of(), journal=journal), tasks)
             for attempt in range(3):
                 batch = await former.form(order)
                 assert batch is not None

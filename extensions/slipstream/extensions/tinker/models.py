@@ -1,0 +1,147 @@
+"""Operations, and the models that they train: streams, adapters, and what each has published.
+
+No I/O. With `lora.adapters` each of these is the place of one model; without, there is one model,
+which the newest stream takes over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from slipstream.core.settings.lora_section import LoraSection
+from slipstream.core.types import GroupId, Trajectory
+from slipstream.learner.controller.leasing.groups import Group
+from slipstream.v1 import operations_pb2 as pb
+from slipstream.v1 import trainer_pb2
+
+# A model of a client that is silent for so long gives up its place if another one needs it.
+IDLE_S = 3600.0
+# The version of names that stand for whatever is served.
+NEWEST = -1
+
+
+@dataclass(eq=False)
+class Entry:
+    """One operation and its result."""
+
+    operation: pb.Operation
+    # Its number on the disk; None for a sample.
+    place: int | None = None
+    # Empty again when the disk has it: a long loop has more results than memory.
+    result: pb.OperationResult = field(default_factory=pb.OperationResult)
+    # Set when the result may be told.
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    # Whether the trainer, or a server, has it.
+    is_begun: bool = False
+    groups: dict[GroupId, Group] = field(default_factory=dict)
+    finished: list[Trajectory] = field(default_factory=list)
+    num_leased: int = 0
+    # Whether the trainer has made the version that a publish asks for.
+    is_made: bool = False
+
+    @property
+    def kind(self) -> str:
+        """The name of the operation's field."""
+        return self.operation.WhichOneof("operation") or ""
+
+
+@dataclass(eq=False)
+class Model:
+    """The model of a stream."""
+
+    stream: str
+    # Its adapter; without a name it is the run's only model.
+    adapter: trainer_pb2.Adapter
+    # The number of its next operation.
+    next: int = 0
+    # The passes since its newest step whose gradients the trainer holds.
+    passes: list[Entry] = field(default_factory=list)
+    # The version of its newest publish; older ones are not served.
+    served: int = 0
+    used_s: float = field(default_factory=time.monotonic)
+
+    def touch(self) -> None:
+        """Notes that its client uses it."""
+        self.used_s = time.monotonic()
+
+
+@dataclass(frozen=True)
+class Named:
+    """The version of a publish or a saved state, and its model, None for the initial one."""
+
+    step: int
+    model: Model | None = None
+
+
+class Models:
+    """The models by stream."""
+
+    def __init__(self, lora: LoraSection) -> None:
+        self._places = lora.adapters or ("",)
+        self.are_several = bool(lora.adapters)
+        # That whose turn was last is the last.
+        self._by_stream: dict[str, Model] = {}
+        self._finished: set[str] = set()
+        # Publishes and saved states by their names.
+        self.named: dict[str, Named] = {"": Named(0)}
+
+    def of(self, stream: str) -> Model | None:
+        """Returns the model of a stream, or None if it has none."""
+        return self._by_stream.get(stream)
+
+    def in_turn(self) -> Sequence[Model]:
+        """Returns the models, first those whose turn was longest ago."""
+        return list(self._by_stream.values())
+
+    def turn(self, model: Model) -> None:
+        """Notes that it is the turn of `model`."""
+        self._by_stream[model.stream] = self._by_stream.pop(model.stream)
+
+    def refusal(self) -> str:
+        """Returns why there is no place for one more model, or "" if there is one."""
+        if not self.are_several or self._free():
+            return ""
+        return (
+            f"all {len(self._places)} places for models (lora.adapters) are taken: one is free "
+            "when the session of its model has finished, or was silent for an hour"
+        )
+
+    def take(self, stream: str, adapter: trainer_pb2.Adapter) -> Model:
+        """Returns the model of a new stream, in the place that `adapter` names, or a free one."""
+        own = trainer_pb2.Adapter()
+        own.CopyFrom(adapter)
+        own.name = own.name or self._free()
+        for model in self.in_turn():
+            if model.adapter.name == own.name:
+                self.drop(model)
+        model = self._by_stream[stream] = Model(stream, own)
+        return model
+
+    def drop(self, model: Model) -> None:
+        """Takes the place of a model away."""
+        self._by_stream.pop(model.stream, None)
+
+    def finish(self, session: str) -> None:
+        """Notes that the models of a session are not used any more."""
+        self._finished.add(session)
+
+    def is_there(self, model: Model) -> bool:
+        """Whether a model has its place."""
+        return self._by_stream.get(model.stream) is model
+
+    def _free(self) -> str:
+        """Returns a place without a model, or that of a model which is not used, or ""."""
+        taken = {model.adapter.name: model for model in self._by_stream.values()}
+        for place in self._places:
+            if place not in taken:
+                return place
+        idle_s = time.monotonic() - IDLE_S
+        unused = [
+            model
+            for model in taken.values()
+            if model.stream.partition(":")[0] in self._finished or model.used_s < idle_s
+        ]
+        return min(unused, key=lambda model: model.used_s).adapter.name if unused else ""

@@ -1,0 +1,196 @@
+"""The samples of clients, from their prompts to their replies.
+
+Consumes: samples, replies. Produces: leases of prompts, results. It waits for nothing: the loop of
+the operations calls it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from slipstream.core.types import Status, Trajectory
+from slipstream.extensions.tinker.models import NEWEST, Entry, Model, Models, Named
+from slipstream.learner.controller.leasing.books import Books
+from slipstream.learner.controller.leasing.groups import RawPrompt
+from slipstream.learner.controller.leasing.scheduler import Scheduler
+from slipstream.learner.controller.run import Run
+from slipstream.learner.controller.servers.session import ServerSession
+from slipstream.learner.controller.trajectories.intake import Intake
+from slipstream.protocol.codec import version_to_pb
+from slipstream.v1 import operations_pb2 as pb
+from slipstream.v1 import trajectory_pb2
+
+# The name of the environment in leases of prompts.
+CLIENT = "client"
+
+
+class Samples:
+    """The samples that are not over; each ends by `end`, with its result."""
+
+    def __init__(
+        self,
+        run: Run,
+        books: Books,
+        intake: Intake,
+        scheduler: Scheduler,
+        models: Models,
+        end: Callable[[Entry, pb.OperationResult], None],
+    ) -> None:
+        self._progress, self._book, self._fleet = run.progress, books.leases, books.fleet
+        self._intake, self._scheduler, self._models, self._end = intake, scheduler, models, end
+        # Whether servers sample by version 0, too, whatever they serve.
+        self._keeps_start = run.config.lora.publishes_adapters
+        # In the order in which they came.
+        self.open: list[Entry] = []
+        # Those that the current publish waits for.
+        self.awaited: list[Entry] = []
+
+    def add(self, entry: Entry) -> None:
+        """Adds a sample."""
+        self.open.append(entry)
+
+    def await_before(self, model: Model) -> None:
+        """Notes the samples that end before a publish of `model` does."""
+        named = ((one, self._models.named.get(one.operation.sample.name)) for one in self.open)
+        self.awaited = [
+            one
+            for one, found in named
+            if self._is_of(found, model) and (found is None or found.step != NEWEST)
+        ]
+
+    @property
+    def are_awaited(self) -> bool:
+        """Whether samples that the current publish waits for are not over."""
+        return any(each in self.open for each in self.awaited)
+
+    def lease(self, publisher: Model | None) -> None:
+        """Leases prompts to servers of their version as far as these have room.
+
+        The model with the fewest replies under way comes first. Of the model of a publish that is
+        under way, `publisher`, only those are leased that the publish waits for.
+        """
+        ready: dict[str, list[tuple[Entry, list[ServerSession]]]] = {}
+        running: Counter[str] = Counter()
+        for entry in list(self.open):
+            sample = entry.operation.sample
+            named = self._models.named.get(sample.name)
+            if named is None:
+                self._over(entry, f"{sample.name} is no name of a publish of this run")
+                continue
+            stream = "" if named.model is None else named.model.stream
+            running[stream] += len(entry.groups)
+            waits = publisher is not None and self._is_of(named, publisher)
+            if waits and entry not in self.awaited and named.step != NEWEST:
+                continue
+            sessions = self._sessions(named)
+            if not sessions and (cause := self._gone(named)):
+                self._over(entry, cause)
+            elif sessions and entry.num_leased < sample.num_samples:
+                ready.setdefault(stream, []).append((entry, sessions))
+        while ready:
+            stream = min(ready, key=running.__getitem__)
+            entry, sessions = ready[stream][0]
+            session = max(sessions, key=self._scheduler.room)
+            if self._scheduler.room(session) < 1 or not self._scheduler.may_send(1):
+                del ready[stream]
+                continue
+            self._send(entry, session)
+            running[stream] += 1
+            if entry.num_leased == entry.operation.sample.num_samples:
+                ready[stream].pop(0)
+            if not ready[stream]:
+                del ready[stream]
+
+    def _is_of(self, named: Named | None, model: Model) -> bool:
+        """Whether a publish of `model` changes what `named` samples by."""
+        return not self._models.are_several or (named is not None and named.model is model)
+
+    def _sessions(self, named: Named) -> list[ServerSession]:
+        step, serving = named.step, self._fleet.serving()
+        if not step and self._keeps_start:
+            return serving
+        if self._models.are_several:
+            assert named.model is not None
+            is_there = self._models.is_there(named.model)
+            if not is_there or step not in (NEWEST, named.model.served):
+                return []
+            # Later versions have the same values of this model.
+            return [one for one in serving if one.version is not None and one.version.step >= step]
+        if step == NEWEST:
+            return serving
+        return [one for one in serving if one.version is not None and one.version.step == step]
+
+    def _gone(self, named: Named) -> str:
+        """Returns why no server will sample by a publish, or "" if one may."""
+        step, served = named.step, self._fleet.serving()
+        if self._models.are_several:
+            model = named.model
+            if model is None or (self._models.is_there(model) and step in (NEWEST, model.served)):
+                return ""
+            newest = model.served
+        elif not served or step == self._progress.version.step:
+            return ""
+        else:
+            newest = max(one.version.step for one in served if one.version is not None)
+        return (
+            f"version {step} is not served any more, version {newest} is: "
+            "save_weights_and_get_sampling_client makes a client of the newest weights"
+        )
+
+    def _send(self, entry: Entry, session: ServerSession) -> None:
+        sample = entry.operation.sample
+        assert session.version is not None
+        named = self._models.named[sample.name]
+        sample.sampling.by_start = self._keeps_start and not named.step
+        if named.model is not None:
+            sample.sampling.adapter = named.model.adapter.name
+            named.model.touch()
+        prompt = RawPrompt(sample.prompt_token_ids, sample.sampling)
+        group = self._book.lease_prompt(CLIENT, prompt, session.key, session.version.step)
+        entry.groups[group.group_id] = group
+        entry.num_leased += 1
+        self._scheduler.send_evaluation(session, [group])
+
+    def collect(self) -> None:
+        """Takes replies that have come, and ends samples that have all of theirs."""
+        for entry in list(self.open):
+            for group_id, group in list(entry.groups.items()):
+                if group.is_complete:
+                    entry.finished.append(group.finished[0])
+                    self._intake.end_evaluated(group)
+                elif group_id not in self._book.groups:
+                    self._over(entry, "the engine could not sample the reply")
+                    break
+                elif group.holder is None:
+                    # The server handed the lease back, or is lost: another one samples anew.
+                    self._intake.start_afresh(group)
+                    entry.num_leased -= 1
+                else:
+                    continue
+                del entry.groups[group_id]
+            if len(entry.finished) == entry.operation.sample.num_samples:
+                self._over(entry)
+
+    def _over(self, entry: Entry, error: str = "") -> None:
+        """Ends a sample; with an error, what servers still run for it is withdrawn."""
+        self.open.remove(entry)
+        if error:
+            self._intake.withdraw(list(entry.groups.values()), error)
+            entry.groups.clear()
+        found = () if error else map(_sampled, entry.finished)
+        self._end(entry, pb.OperationResult(error=error, samples=found))
+
+
+def _sampled(trajectory: Trajectory) -> pb.Sampled:
+    start = trajectory.run_lengths[0]
+    return pb.Sampled(
+        token_ids=trajectory.token_ids[start:].astype("<u4").tobytes(),
+        logprobs=trajectory.behavior_logprobs.astype("<f4").tobytes(),
+        truncated=trajectory.status is Status.TRUNCATED,
+        version_spans=[
+            trajectory_pb2.VersionSpan(length=span.length, version=version_to_pb(span.version))
+            for span in trajectory.version_spans
+        ],
+        prompt_logprobs=trajectory.prompt_logprobs,
+    )

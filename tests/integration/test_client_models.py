@@ -1,0 +1,194 @@
+"""Several clients' models in one run over HTTP: real controller and front, and fakes."""
+
+import asyncio
+
+from slipstream.learner.controller.application import Controller
+from support.fakes.fake_server import OPEN, FakeServer
+from support.fakes.fake_trainer import FakeTrainer
+from support.fakes.small_checkpoints import save_checkpoint
+from support.rigs.loop_client import LoopClient, logprobs_of, replies
+from support.rigs.loop_runs import DATUM, fronted, loop_config, played
+from support.rigs.waiting import until
+
+LORA = {
+    "lora__rank": 8,
+    "lora__adapters": ["a", "b"],
+    "lora__publish": "adapters",
+    "lora__alpha": 16.0,
+}
+
+
+def another(client: LoopClient) -> LoopClient:
+    """One more client of the same HTTP process; close its `http` after use."""
+    return LoopClient(client.http.base_url.port)
+
+
+def kinds(trainer: FakeTrainer) -> list[tuple[str, str]]:
+    """Kind and adapter of each step that the trainer was ordered."""
+    return [(one.WhichOneof("step"), one.adapter.name) for one, _ in trainer.ordered]
+
+
+async def test_each_client_has_an_adapter_of_its_own_rank_and_passes(tmp_path) -> None:
+    async def script(one: LoopClient, server: FakeServer, trainer: FakeTrainer) -> None:
+        other, third = another(one), another(one)
+        await one.begin(rank=1)
+        await other.begin(rank=8, user_metadata={"lora_alpha": "4"})
+        assert (await third.begin())["error"].startswith("all 2 places for models (lora.adapters)")
+        assert "has a rank of 1 to 8" in (await third.begin(rank=9))["error"]
+        futures = [
+            await client.send(client.passed([DATUM], "cross_entropy"))
+            for client in (one, other, one, other)
+        ]
+        for future in futures:
+            assert logprobs_of(await one.result(future)) == [[-1.5] * 3]
+        await other.step()
+        await one.step()
+        assert kinds(trainer) == [("begin", "a"), ("begin", "b"), ("adam", "b"), ("adam", "a")]
+        used = [(given.adapter.rank, given.adapter.alpha) for given, _ in trainer.ordered]
+        assert used == [(1, 16.0), (8, 4.0), (8, 4.0), (1, 16.0)]
+        for client, (_, passes) in zip((other, one), trainer.ordered[2:], strict=True):
+            assert [name.rpartition(":")[0] for name in passes] == [
+                f"{client.model}:{number}" for number in (1, 2)
+            ]
+        # A session that has finished gives its place away.
+        await one.post(f"sessions/{one.session}/finish", {"reason": {"type": "success"}})
+        assert "model_id" in await third.begin(rank=2)
+        assert kinds(trainer)[-1] == ("begin", "a")
+        assert "is not trained by this run any more" in (await one.step())["error"]
+        for client in (other, third):
+            await client.http.aclose()
+
+    assert (await played(loop_config(tmp_path, **LORA), script))["code"] == 0
+
+
+async def test_a_publish_leaves_the_sessions_of_other_models_as_they_are(tmp_path) -> None:
+    async def script(one: LoopClient, server: FakeServer, trainer: FakeTrainer) -> None:
+        other = another(one)
+        await one.begin(rank=1)
+        await other.begin(rank=8)
+        mine, first = await one.publish(), await other.publish()
+        server.gate.clear()
+        under_way = await one.ask(mine, [1])
+        await until(lambda: len(server.leases) == 1)
+        await other.step()
+        # It waits for no sample of another model.
+        second = await other.publish()
+        server.gate.set()
+        assert len(replies(await one.result(under_way))) == 1
+        assert len(replies(await one.result(await one.ask(mine, [2])))) == 1
+        assert len(replies(await other.result(await other.ask(second, [3])))) == 1
+        gone = await other.result(await other.ask(first, [4]))
+        assert gone["error"].startswith("version 4 is not served any more, version 6 is")
+        start = await one.post(
+            "create_sampling_session",
+            {
+                "session_id": one.session,
+                "sampling_session_seq_id": next(one.sampling),
+                "base_model": "nowhere",
+            },
+        )
+        await one.result(await one.ask(start["sampling_session_id"], [5]))
+        asked = [(lease.sampling.adapter, lease.sampling.by_start) for lease in server.leases]
+        assert asked == [("a", False), ("a", False), ("b", False), ("", True)]
+        await other.http.aclose()
+
+    assert (await played(loop_config(tmp_path, **LORA), script))["ledger"]["difference"] == 0
+
+
+async def test_one_client_that_fails_again_and_again_stops_no_other(tmp_path) -> None:
+    async def script(one: LoopClient, server: FakeServer, trainer: FakeTrainer) -> None:
+        other = another(one)
+        await one.begin(rank=1)
+        await other.begin(rank=8)
+        passed = await other.send(other.passed([DATUM], "cross_entropy"))
+        await other.result(passed)
+        trainer.poisoned = lambda _: []
+        for _ in range(3):
+            assert (await one.step())["error"] == "the loss is nan"
+        trainer.poisoned = lambda _: None
+        assert (await other.step())["type"] == "optim_step"
+        assert [len(passes) for _, passes in trainer.ordered] == [0, 0, 1]
+        await other.http.aclose()
+
+    config = loop_config(tmp_path, **LORA, controller__max_set_aside_batches=1)
+    found = await played(config, script)
+    assert (found["steps"], found["set_aside_batches"]) == (3, 3)
+
+
+async def test_a_state_goes_to_a_new_model_of_its_rank_and_to_no_other(tmp_path) -> None:
+    config = loop_config(tmp_path, **LORA)
+
+    async def script(one: LoopClient, server: FakeServer, trainer: FakeTrainer) -> None:
+        other = another(one)
+        await one.begin(rank=2)
+        await one.step()
+        path = (await one.result(await one.order("save_weights", path="x")))["path"]
+        save_checkpoint(config.run_dir / "checkpoints", 2)
+        await other.begin(rank=8)
+        load = await other.order("load_weights", path=path, optimizer=True)
+        assert "has rank 2 and alpha 16, this model has 8" in (await other.result(load))["error"]
+        load = await one.order("load_weights", path=path, optimizer=False)
+        assert (await one.result(load))["path"] == path
+        await other.post(f"sessions/{other.session}/finish", {})
+        await one.begin_from(path)
+        assert kinds(trainer)[-2:] == [("load", "a"), ("load", "b")]
+        loads = [(given.load.adapter, given.adapter.rank) for given, _ in trainer.ordered[-2:]]
+        assert loads == [("a", 2), ("a", 2)]
+        await one.step()
+        assert trainer.ordered[-1][0].adapter.name == "b"
+        await other.http.aclose()
+
+    await played(config, script)
+
+
+async def test_all_models_go_on_after_kills_of_controller_and_trainer(tmp_path) -> None:
+    config = loop_config(tmp_path, **LORA)
+    address = config.controller.address
+    others = [FakeServer(address), FakeTrainer(address)]
+    tasks = [asyncio.ensure_future(each.run()) for each in (Controller(config, OPEN), *others)]
+    async with asyncio.timeout(120):
+        async with fronted(config) as one:
+            other, trainer = another(one), others[1]
+            await one.begin(rank=1)
+            await other.begin(rank=8)
+            session = await one.publish()
+            for client in (one, other):
+                await client.result(await client.send(client.passed([DATUM], "cross_entropy")))
+            trainer.hold_at(3)
+            stepped = await one.order("optim_step", adam_params={})
+            await until(lambda: trainer.holds)
+            published = await other.order("save_weights_for_sampler", sampling_session_seq_id=0)
+            known = [(client.session, client.model, client.numbers) for client in (one, other)]
+            await other.http.aclose()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        trainer = FakeTrainer(address)
+        server, controller = FakeServer(address), Controller(config, OPEN)
+        running = asyncio.ensure_future(controller.run())
+        rest = [asyncio.ensure_future(each.run()) for each in (server, trainer)]
+        async with fronted(config) as one:
+            other = another(one)
+            for client, (name, model, numbers) in zip((one, other), known, strict=True):
+                client.session, client.model, client.numbers = name, model, numbers
+            assert (await one.result(stepped))["type"] == "optim_step"
+            theirs = (await other.result(published))["sampling_session_id"]
+            for client, served, adapter in ((one, session, "a"), (other, theirs, "b")):
+                client.samples = iter([7])
+                await client.result(await client.ask(served, [1]))
+                assert server.leases[-1].sampling.adapter == adapter
+            await other.step()
+            assert kinds(trainer) == [
+                ("begin", "a"),
+                ("begin", "b"),
+                ("serve", "a"),
+                ("adam", "a"),
+                ("serve", "b"),
+                ("adam", "b"),
+            ]
+            # Each step has its own passes alone.
+            assert [len(passes) for _, passes in trainer.ordered] == [0, 0, 0, 1, 0, 1]
+            await other.http.aclose()
+        controller.stop("the clients have done")
+        assert await running == 0
+    await asyncio.gather(*rest, return_exceptions=True)

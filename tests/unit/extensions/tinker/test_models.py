@@ -1,0 +1,48 @@
+"""The places of clients' models."""
+
+import pytest
+from slipstream.core.settings.lora_section import LoraSection
+from slipstream.extensions.tinker import models
+from slipstream.extensions.tinker.models import Models
+from slipstream.v1.trainer_pb2 import Adapter
+
+TWO = LoraSection(rank=8, publish="adapters", adapters=("a", "b"))
+NEW = Adapter(rank=2, alpha=4.0)
+
+
+def test_without_adapters_the_newest_stream_takes_the_model_over() -> None:
+    all_models = Models(LoraSection())
+    first = all_models.take("s:train:0", NEW)
+    assert all_models.refusal() == ""
+    second = all_models.take("s:train:1", NEW)
+    assert [all_models.is_there(one) for one in (first, second)] == [False, True]
+    assert second.adapter.name == ""
+
+
+def test_a_new_model_gets_a_free_place_and_is_refused_where_there_is_none() -> None:
+    all_models = Models(TWO)
+    taken = [all_models.take(stream, NEW).adapter for stream in ("s:train:0", "t:train:0")]
+    assert [(one.name, one.rank, one.alpha) for one in taken] == [("a", 2, 4.0), ("b", 2, 4.0)]
+    assert "all 2 places for models (lora.adapters) are taken" in all_models.refusal()
+    all_models.finish("t")
+    assert all_models.refusal() == ""
+    # The place after a restart, too.
+    assert all_models.take("u:train:0", Adapter(name="b")).adapter.name == "b"
+    assert all_models.of("t:train:0") is None
+
+
+def test_a_silent_model_gives_its_place_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    all_models = Models(TWO)
+    silent, used = (all_models.take(stream, NEW) for stream in ("s:train:0", "t:train:0"))
+    later_s = silent.used_s + models.IDLE_S + 1
+    monkeypatch.setattr(models.time, "monotonic", lambda: later_s)
+    used.touch()
+    assert all_models.take("u:train:0", NEW).adapter.name == "a"
+    assert not all_models.is_there(silent)
+
+
+def test_models_have_turns_one_after_another() -> None:
+    all_models = Models(TWO)
+    first, second = (all_models.take(stream, NEW) for stream in ("s:train:0", "t:train:0"))
+    all_models.turn(first)
+    assert list(all_models.in_turn()) == [second, first]
