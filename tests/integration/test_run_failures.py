@@ -169,7 +169,7 @@ async def test_ctrl_c_ends_a_run_that_has_not_begun(moment: str, tmp_path: Path,
     config = write_slow_run(tmp_path, tiny_model)
     async with run_processes.command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
         if moment == "before the controller listens":
-            await until(lambda: run.find(run_processes.CONTROLLER), 30)
+            await until(lambda: run.find(run_processes.CONTROLLER))
         else:
             async with run_processes.connection(config, run):
                 assert "the trainer has" not in run.out

@@ -10,6 +10,7 @@ import pytest
 from slipstream.core.errors import ConfigError
 from support.rigs.controller_runs import make_config, play
 from support.rigs.run_processes import empty_model, run_command, write_config
+from support.rigs.waiting import LIMIT_S
 
 without_wandb = pytest.mark.skipif(
     importlib.util.find_spec("wandb") is not None, reason="wandb is installed"
@@ -187,7 +188,7 @@ def test_a_storage_of_another_package_keeps_versions(tmp_path: Path, monkeypatch
         [sys.executable, "-c", READ, f"shelf://{tmp_path / 'shelf'}"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=LIMIT_S,
         check=False,
     )
     assert done.stdout == "weights ['run/a']\n", done.stderr

@@ -267,7 +267,7 @@ async def until_status(
     return status
 
 
-async def until_gone(processes: list[psutil.Process], *, limit_s: float = 30.0) -> None:
+async def until_gone(processes: list[psutil.Process], *, limit_s: float = START_LIMIT_S) -> None:
     """Waits until all are gone; fails with those that are left."""
     until_s = time.monotonic() + limit_s
     while alive := [describe(p) for p in processes if is_alive(p)]:

@@ -27,7 +27,7 @@ with limited_start(float(sys.argv[1])):
 @pytest.mark.process
 def test_a_start_that_takes_too_long_ends_the_process() -> None:
     run = subprocess.run(
-        [sys.executable, "-c", START, "0.05"], capture_output=True, text=True, timeout=30
+        [sys.executable, "-c", START, "0.05"], capture_output=True, text=True, timeout=LIMIT_S
     )
     assert run.returncode == NOT_STARTED
     assert run.stderr == "slipstream: the engine did not start within 0.05 s\n"

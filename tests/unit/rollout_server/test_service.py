@@ -884,6 +884,8 @@ async def test_no_count_lacks_the_episodes_that_end_with_their_engine(server) ->
     server.engine.limit = 2
     connection = await server.leased()
     await server.engine.wait_tokens(8)
+    # A heartbeat of before may be on its way still.
+    await connection.wait_for("heartbeat", lambda beat: beat.generated_tokens == 8)
     dead.set()
     await until(lambda: server.engine.use().open_requests == 0)
     before = len(connection.messages)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from slipstream.core.machine.process import below_this, send_signal, without_collections
+from support.rigs.waiting import LIMIT_S
 
 # Starts the command of its arguments, which waits for the end of this process, and ends.
 PARENT = """
@@ -35,7 +36,7 @@ flush_output()
 def test_what_a_full_disk_does_not_take_changes_no_exit_code(tmp_path: Path) -> None:
     with (tmp_path / "log").open("w") as log:
         run = subprocess.run(
-            [sys.executable, "-c", FLUSH], stdout=log, stderr=subprocess.PIPE, timeout=30
+            [sys.executable, "-c", FLUSH], stdout=log, stderr=subprocess.PIPE, timeout=LIMIT_S
         )
     # Python itself would flush again, fail, and end with 120.
     assert (run.returncode, run.stderr) == (0, b"")

@@ -15,6 +15,7 @@ from slipstream.protocol.access.exposure import (
 )
 from support.fakes.small_configs import small_config
 from support.rigs import namespaces
+from support.rigs.waiting import LIMIT_S
 
 MISSING = namespaces.missing()
 
@@ -90,7 +91,7 @@ def test_the_interface_of_an_address_is_found_also_behind_a_label() -> None:
         "print(environ['GLOO_SOCKET_IFNAME'], environ['NCCL_SOCKET_IFNAME'])\n"
     )
     command = ["unshare", "--net", "sh", "-c", script, "sh", sys.executable, "-c", ask]
-    asked = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    asked = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert asked.stdout == "d0 d0 d0 d0 d0 lo None\nlo =d0\n", asked.stderr
 
 
