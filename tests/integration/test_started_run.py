@@ -134,6 +134,12 @@ def test_what_cannot_work_is_refused_before_anything_starts(quick) -> None:
     assert "has no option python, only name," in refusal({"reference": Repeat, "python": "x"})
     assert "args are for a class, got" in refusal({"reference": Repeat(3), "args": {"a": 1}})
 
+    assert "write steps into the table run" in refusal(**{"run.steps": 3})
+    assert "environments" in (twice := refusal([Repeat, Repeat])) and "repeat" in twice
+    assert "environments.0.weight: input should be greater than 0, got -1" in refusal(
+        {"reference": Repeat, "weight": -1}
+    )
+
     class Needs(Repeat):
         def __init__(self, letters: str) -> None:
             self.letters = letters

@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 import secrets
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import reduce
@@ -183,9 +184,18 @@ def settings_of(folder: Path) -> Path:
 
 
 def check_unwritten(target: Path) -> None:
-    """Raises ConfigError when an export to `target` would overwrite something."""
+    """Raises ConfigError when an export to `target` would overwrite something, or cannot begin."""
     if target.exists():
         raise ConfigError(f"{target} exists already: remove it, or name another folder by --out")
+    place = next(folder for folder in target.absolute().parents if folder.exists())
+    try:
+        # Permissions do not show root that a mount is read-only.
+        with tempfile.TemporaryFile(dir=place):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"{target} cannot be written: {place}: {error.strerror}; name another folder by --out"
+        ) from error
 
 
 def version_to_export(folder: Path, step: int | None) -> int:

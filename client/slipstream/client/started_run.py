@@ -83,11 +83,13 @@ def run(*, environments: object = None, show: bool = True, **settings: object) -
         else:
             served.append(_Served.of(table))
     given = _table(settings | {"environments": tables})
-    names = _table(settings | {"environments": [*tables, *({"name": one.name} for one in served)]})
-    add_names(names)
+    whole = _table(settings | {"environments": [*tables, *(one.as_table() for one in served)]})
+    add_names(whole)
     # The run has by default the names of all environments, wherever they are.
     if isinstance(stated := given.setdefault("run", {}), dict):
-        stated.setdefault("name", names["run"]["name"])
+        stated.setdefault("name", whole["run"]["name"])
+    # Names, weights and limits of objects, too.
+    parse_config(whole, source=SOURCE, complete=False)
     config = parse_config(given, source=SOURCE, complete=False)
     return Run(_Plan(given, config, tuple(served), show))
 
@@ -249,6 +251,11 @@ class _Served:
         # Whoever gives no tasks is refused before anything starts.
         EpisodeHost(found)
         return _Served(found, table.pop("name", type(found).__name__.lower()), table)
+
+    def as_table(self) -> dict[str, object]:
+        """Returns the settings of a file that this one would have."""
+        options = {key: value for key, value in self.options.items() if key != "episodes"}
+        return {"name": self.name, "reference": "__main__:Environment", **options}
 
 
 @dataclass(frozen=True)

@@ -254,6 +254,11 @@ def _source(
     given = (path,) if isinstance(path, str) else tuple(path)
     if given and all(isinstance(each, Mapping) for each in given):
         return Rows(cast(Iterable[Row], given))
+    if not isinstance(path, str | list | tuple):
+        raise ConfigError(
+            f"rows are a list of dicts, got a {type(path).__name__} of {given[:1]!r:.80}; columns "
+            'become rows by to_dict("records") of a DataFrame'
+        )
     return Files.of(cast(Sequence[str], given))
 
 

@@ -212,6 +212,8 @@ def begin_controller(folder: Path, run: Run) -> None:
 
 
 def test_an_export_in_the_way_of_another_says_how_to_go_on(tmp_path: Path) -> None:
-    check_unwritten(tmp_path / "hf-000002")
+    check_unwritten(tmp_path / "not" / "yet" / "hf-000002")
+    with pytest.raises(ConfigError, match="^/proc/x/y cannot be written: /proc: .*--out"):
+        check_unwritten(Path("/proc/x/y"))
     with pytest.raises(ConfigError, match=f"^{tmp_path} exists already: remove it, or name anoth"):
         check_unwritten(tmp_path)

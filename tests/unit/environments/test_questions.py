@@ -238,6 +238,10 @@ def test_what_is_wrong_with_a_file_is_one_line(tmp_path: Path, monkeypatch):
         refusal(["hf:a/b"]) == "a data set of the hub stands alone in path, got 'hf:a/b' in a list"
     )
     assert refusal([]) == "path is an empty list; it must have files or rows"
+    assert refusal({"question": ["q"], "answer": ["a"]}) == (
+        "rows are a list of dicts, got a dict of ('question',); columns become rows by "
+        'to_dict("records") of a DataFrame'
+    )
     assert refusal([1]) == "path must be a file, a pattern, a list of these or of rows, got (1,)"
     assert refusal(str(tmp_path)).startswith(f"{tmp_path} is a folder, not a file; the working")
     json_lines(tmp_path, [{"prompt": "a", "solution": "b"}])

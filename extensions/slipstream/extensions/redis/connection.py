@@ -49,9 +49,12 @@ CONNECTION_ERRORS = (RedisConnectionError, RedisTimeoutError, WatchError, OSErro
 DELIVERY = b"delivery"
 REFUSALS = (AuthenticationError, AuthorizationError, ssl.SSLCertVerificationError)
 
-# Patterns of the server's and the client library's messages about a command without rights.
+# Patterns of the server's and the client library's messages about a command; the latter's hold its
+# data, too.
 REFUSED_COMMAND = re.compile(r"run the '([^']+)' command")
-COMMAND_OF_PIPELINE = re.compile(r"Command # \d+ \((\w+)")
+COMMAND_OF_PIPELINE = re.compile(r"Command # \d+ \((\w+).*\) of pipeline caused error: ", re.DOTALL)
+# Of XADD, behind an entry with the largest id there is.
+NO_FURTHER_ID = "exhausted the last possible ID"
 
 ON_LOSS = "start the run again: it generates lost trajectories again"
 
@@ -183,7 +186,6 @@ class RedisConnection:
         if isinstance(error, NoPermissionError):
             text = str(error)
             found = REFUSED_COMMAND.search(text) or COMMAND_OF_PIPELINE.search(text)
-            # The rest of a pipeline's message holds the command's data.
             what = "a right" if found is None else f"the right to {found[1].lower()}"
             return ConfigError(
                 f"redis at {self.name}: user {self.user} lacks {what} on the keys of run "
@@ -191,7 +193,14 @@ class RedisConnection:
             )
         if isinstance(error, REFUSALS):
             return ConfigError(f"redis at {self.name}: user {self.user}: {error}")
-        return QueueError(f"redis at {self.name}: {error}")
+        text = COMMAND_OF_PIPELINE.sub("", str(error))
+        if NO_FURTHER_ID in text:
+            return QueueError(
+                f"redis at {self.name}: somebody's entry leaves no id for others: stop the run, "
+                f"remove the key {self.stream}, or RUN/redis of a run's own server, and "
+                "start the run again"
+            )
+        return QueueError(f"redis at {self.name}: {text}")
 
 
 def _refusal(error: BaseException) -> BaseException | None:
