@@ -386,8 +386,8 @@ def _describe(error: ErrorDetails) -> str:
             near = elsewhere
         hint = did_you_mean(near) if near else f"known are {', '.join(known)}"
         if "." in name and name in _paths(Config):
-            table, _, key = name.rpartition(".")
-            hint = f"write {key} into the table {table}"
+            parent, _, key = name.rpartition(".")
+            hint = f"write {key} into the table {parent}"
         hint = removed(error["loc"]) or ours_of(name, error["input"]) or hint
         return f"unknown key {where!r}; {hint}"
     if error["type"] == "missing":

@@ -8,6 +8,7 @@ from importlib.metadata import entry_points
 from typing import Any, cast
 
 from pydantic import ValidationError
+from slipstream.core.machine.address import address_parts
 from slipstream.core.reservation import smallest_queue
 from slipstream.core.settings.algorithm_functions import is_own
 from slipstream.core.settings.lora_section import NOT_EXCHANGED
@@ -353,7 +354,25 @@ def client_loop_problems(config: Tables) -> Iterator[str]:
             yield f"controller.client_loop needs no {name}, got {value!r}"
 
 
+def port_problems(config: Tables) -> Iterator[str]:
+    """Yields one line for each port on which two parts of one host would listen."""
+    places = [
+        ("controller.address", address_parts(config.controller.address)),
+        ("learner.master", address_parts(config.learner.master)),
+    ]
+    if config.tracking.prometheus is not None:
+        host, port = address_parts(config.tracking.prometheus)
+        places.append(("tracking.prometheus", (host, port)))
+        places.append(("the trainer, next to tracking.prometheus,", (host, port + 1)))
+    taken: dict[tuple[str, int], str] = {}
+    for name, (host, port) in places:
+        other = taken.setdefault((host, port), name)
+        if port and other != name:
+            yield f"{name} needs port {port} of {host}, which {other} has already"
+
+
 TABLE_RULES = (
+    port_problems,
     client_loop_problems,
     size_problems,
     precision_problems,
