@@ -14,6 +14,8 @@ _NAMES = {
     "run.steps": "total_training_steps max_steps num_rollout",
     "run.name": "experiment_name run_name",
     "algorithm.kl.coefficient": "kl_coef kl_loss_coef beta",
+    "algorithm.kl.placement": "use_kl_in_reward",
+    "algorithm.weight": "rollout_is",
     "algorithm.loss_args.clip_high": "clip_high epsilon_high clip_ratio_high eps_clip_high",
     "algorithm.loss_args.clip_low": "clip_low epsilon clip_ratio_low eps_clip_low eps_clip",
     "algorithm.loss_args.dual_clip": "dual_clip delta clip_ratio_c",

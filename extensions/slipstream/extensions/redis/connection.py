@@ -53,7 +53,7 @@ REFUSALS = (AuthenticationError, AuthorizationError, ssl.SSLCertVerificationErro
 # data, too.
 REFUSED_COMMAND = re.compile(r"run the '([^']+)' command")
 COMMAND_OF_PIPELINE = re.compile(r"Command # \d+ \((\w+).*\) of pipeline caused error: ", re.DOTALL)
-# Of XADD, behind an entry with the largest id there is.
+# What XADD answers behind an entry with the largest id there is.
 NO_FURTHER_ID = "exhausted the last possible ID"
 
 ON_LOSS = "start the run again: it generates lost trajectories again"
