@@ -44,6 +44,8 @@ from slipstream.v1 import operations_pb2_grpc, trainer_pb2
 MAX_WAITING = 4096
 # Most samples that are kept for clients that have not asked for them.
 MAX_KEPT = 65536
+# Operations that have ended stay at least until so many others have, too.
+KEPT = 1024
 LOOK_S = 0.5
 
 
@@ -74,6 +76,9 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
         self._before: Entry | None = None
         self._samples = Samples(run, books, intake, scheduler, self._models, self._end)
         self._kept: deque[str] = deque()
+        # Operations of the disk that have ended, and how many of them are looked through.
+        self._over: list[Entry] = []
+        self._look_through = 2 * KEPT
         self._lock = asyncio.Lock()
         self._ends: asyncio.Queue[Entry] = asyncio.Queue()
 
@@ -118,6 +123,7 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
                 await entry.ended.wait()
         if not entry.ended.is_set():
             return pb.OperationResult()
+        entry.is_told = True
         if entry.place is None:
             return entry.result
         return await asyncio.to_thread(self._store.result, entry.place)
@@ -151,7 +157,10 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
         self._take_up([entry for entry in entries if entry.result.is_done])
         for entry in entries:
             if entry.ended.is_set():
+                # A client that was not told of it asks soon.
+                entry.step, entry.is_told = entry.result.step, True
                 entry.result = pb.OperationResult()
+                self._over.append(entry)
             if entry.result.is_done or entry.ended.is_set():
                 continue
             if entry.is_begun:
@@ -163,14 +172,15 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
 
     def _take_up(self, done: Sequence[Entry]) -> None:
         """Takes over the models whose operations are `done`, in the order in which they came."""
-        of_streams = {(one.operation.stream, one.operation.number): one for one in done}
+        by_number = sorted(done, key=lambda one: one.operation.number)
         for first in done:
             if first.kind == "finish":
                 self._models.finish(first.operation.stream)
             elif first.operation.number == 0 and not first.result.error:
                 model = self._models.take(first.operation.stream, first.result.adapter)
-                while entry := of_streams.get((model.stream, model.next)):
-                    self._note_end(model, entry)
+                for entry in by_number:
+                    if entry.operation.stream == model.stream:
+                        self._note_end(model, entry)
 
     def _given_of(self, batch: RecordedBatch | None) -> trainer_pb2.GivenStep:
         """Returns the order that a batch carries out, an empty one without its file."""
@@ -191,6 +201,8 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
                 entry,
                 f"model {operation.stream} is not trained by this run any more: a newer one is",
             )
+        elif model is not None and operation.number < model.next:
+            self._fail(entry, f"{operation.id} was carried out; its result is not kept any more")
         else:
             self._waiting[operation.stream, operation.number] = entry
             if model is not None:
@@ -217,6 +229,8 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
             entry.operation.compute.adapter.CopyFrom(model.adapter)
         elif entry.kind == "publish":
             self._samples.await_before(model)
+        elif self._models.newest(entry.operation.load.name) is model:
+            entry.is_made = True
 
     def _take_first(self) -> Entry | None:
         """Returns the first operation of a stream that gets a model, or None if there is none."""
@@ -228,7 +242,9 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
         else:
             operation = entry.operation
             adapter = operation.begin.adapter
-            if entry.kind == "load" and (of := self._models.named[operation.load.name].model):
+            if newest := self._models.newest(operation.load.name):
+                adapter, entry.is_made = newest.adapter, True
+            elif entry.kind == "load" and (of := self._models.named[operation.load.name].model):
                 adapter = trainer_pb2.Adapter(rank=of.adapter.rank, alpha=of.adapter.alpha)
             self._models.take(operation.stream, adapter)
         kept = {*(model.stream for model in self._models.in_turn()), *self._coming}
@@ -251,10 +267,14 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
             )
         if first.kind == "load" and (cause := self._unloadable(first.operation.load.name)):
             return cause
+        if self._models.newest(first.operation.load.name):
+            return ""
         return first.operation.refused.cause or self._models.refusal()
 
     def _unloadable(self, name: str, model: Model | None = None) -> str:
         """Returns why `model`, or a new one, cannot load the state `name`, or "" if it can."""
+        if self._models.newest(name) in ((model,) if model else self._models.in_turn()):
+            return ""
         named = self._models.named.get(name)
         if named is None:
             return f"{name} is no state that this run saved"
@@ -278,6 +298,8 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
         model.next = operation.number + 1
         if not entry.ended.is_set():
             self._before = entry
+        if operation.number == 0:
+            model.first = entry
         if entry.kind in ("step", "load"):
             model.passes = []
         if result.error:
@@ -287,7 +309,7 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
             model.passes.append(entry)
         elif entry.kind in ("publish", "save"):
             step = NEWEST if operation.publish.in_flight else result.step
-            self._models.named[getattr(operation, entry.kind).name] = Named(step, model)
+            self._models.named[getattr(operation, entry.kind).name] = Named(step, model, entry)
             if entry.kind == "publish":
                 model.served = result.step
 
@@ -334,9 +356,28 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
                 continue
             if entry.place is not None:
                 await asyncio.to_thread(self._store.end, entry.place, entry.result)
-                entry.result = pb.OperationResult()
+                entry.step, entry.result = entry.result.step, pb.OperationResult()
+                self._over.append(entry)
+                if len(self._over) >= self._look_through:
+                    await self._forget()
             entry.ended.set()
             self._run.signal.notify()
+
+    async def _forget(self) -> None:
+        """Removes what is spent: told, covered by a checkpoint, and not needed after a restart."""
+        old, new = self._over[:-KEPT], self._over[-KEPT:]
+        covered = self._state.checkpoint.step
+        lasting = self._models.lasting(complete_steps(self._checkpoints))
+        spent = {
+            entry
+            for entry in old
+            if entry.is_told and entry.step <= covered and entry not in lasting
+        }
+        for entry in spent:
+            del self._entries[entry.operation.id]
+        await asyncio.to_thread(self._store.remove, [entry.place or 0 for entry in spent])
+        self._over = [entry for entry in old if entry not in spent] + new
+        self._look_through = len(self._over) + KEPT
 
     async def _turns(self) -> None:
         while True:
@@ -372,6 +413,8 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
                 self._publish(entry)
             # Nothing is written of version 0, the model of the settings.
             case "save" if self._state.checkpoint.step == version:
+                self._end(entry, pb.OperationResult(step=version))
+            case "load" if entry.is_made:
                 self._end(entry, pb.OperationResult(step=version))
             case "load" if not entry.is_begun:
                 model = self._model_of(entry)
@@ -427,7 +470,7 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
     def next_step(self) -> StepOrder | None:
         """Returns the step whose turn it is, once; the journal has it from then on."""
         entry = self._current
-        if entry is None or entry.is_begun:
+        if entry is None or entry.is_begun or entry.is_made:
             return None
         if self._before is not None and not self._before.ended.is_set():
             # After a kill the journal tells the result of its newest step alone.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from slipstream.core.settings.lora_section import LoraSection
@@ -34,12 +34,15 @@ class Entry:
     result: pb.OperationResult = field(default_factory=pb.OperationResult)
     # Set when the result may be told.
     ended: asyncio.Event = field(default_factory=asyncio.Event)
+    # The version after it, and whether a client has been told of its end.
+    step: int = 0
+    is_told: bool = False
     # Whether the trainer, or a server, has it.
     is_begun: bool = False
     groups: dict[GroupId, Group] = field(default_factory=dict)
     finished: list[Trajectory] = field(default_factory=list)
     num_leased: int = 0
-    # Whether the trainer has made the version that a publish asks for.
+    # Whether nothing is left for the trainer: of a publish, or of a load of what it has.
     is_made: bool = False
 
     @property
@@ -57,6 +60,8 @@ class Model:
     adapter: trainer_pb2.Adapter
     # The number of its next operation.
     next: int = 0
+    # The operation with which it began.
+    first: Entry | None = None
     # The passes since its newest step whose gradients the trainer holds.
     passes: list[Entry] = field(default_factory=list)
     # The version of its newest publish; older ones are not served.
@@ -74,6 +79,8 @@ class Named:
 
     step: int
     model: Model | None = None
+    # The operation that gave the name.
+    entry: Entry | None = None
 
 
 class Models:
@@ -127,6 +134,28 @@ class Models:
     def finish(self, session: str) -> None:
         """Notes that the models of a session are not used any more."""
         self._finished.add(session)
+
+    def newest(self, name: str) -> Model | None:
+        """Returns the model whose newest state, saved or not, is meant by the path `name`."""
+        for stream, model in self._by_stream.items():
+            only = () if self.are_several else ("tinker://newest",)
+            if name in (f"tinker://{stream}/newest", *only):
+                return model
+        return None
+
+    def lasting(self, steps: Collection[int]) -> set[Entry | None]:
+        """Returns the operations that a restart needs, and drops names of what is not there.
+
+        `steps` are those with a checkpoint.
+        """
+        for name, one in list(self.named.items()):
+            served = (NEWEST, one.model.served) if one.model and self.is_there(one.model) else ()
+            if one.step and one.step not in (*served, *steps):
+                del self.named[name]
+        owners = {one.model for one in self.named.values() if one.model} | {*self.in_turn()}
+        passes = [entry for model in owners for entry in model.passes]
+        named = [one.entry for one in self.named.values()]
+        return {*named, *passes, *(model.first for model in owners)}
 
     def is_there(self, model: Model) -> bool:
         """Whether a model has its place."""

@@ -132,6 +132,8 @@ def load_weights(body: Mapping[str, Any]) -> pb.Operation:
     number = int(body["seq_id"]) if has_model else 0
     _check_optimizer(body.get("optimizer_config"))
     load = pb.Load(name=_checked_name(body["path"]), without_optimizer=not body["optimizer"])
+    if load.without_optimizer and load.name.endswith("/newest"):
+        raise Refused(f"{load.name} goes on with its optimizer: load it with the optimizer")
     return _operation(model, number, "load_weights", load=load)
 
 

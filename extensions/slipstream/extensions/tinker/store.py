@@ -4,7 +4,7 @@ Consumes: operations and results. Produces: files, and all of them again after a
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from google.protobuf.message import Message
@@ -22,6 +22,10 @@ class OperationStore:
 
     def read(self) -> Iterator[tuple[int, pb.Operation, pb.OperationResult]]:
         """Yields number, operation and result of each; the result is not done if there is none."""
+        for path in self._folder.glob("*.result"):
+            # A kill came between its request and this.
+            if not path.with_suffix(".request").exists():
+                path.unlink()
         for path in sorted(self._folder.glob("*.request")):
             has_ended = path.with_suffix(".result").exists()
             result = self.result(int(path.stem)) if has_ended else pb.OperationResult()
@@ -39,6 +43,14 @@ class OperationStore:
     def end(self, number: int, result: pb.OperationResult) -> None:
         """Writes the result of an operation."""
         self._write(f"{number:09d}.result", result)
+
+    def remove(self, numbers: Iterable[int]) -> None:
+        """Removes operations that have ended, with their results."""
+        for number in numbers:
+            path = self._folder / f"{number:09d}.request"
+            # Without its result it would begin again.
+            path.unlink()
+            path.with_suffix(".result").unlink()
 
     def _write(self, name: str, message: Message) -> None:
         path = self._folder / name

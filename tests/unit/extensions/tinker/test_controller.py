@@ -1,14 +1,15 @@
 """Steps of a client's loop, when kills come between the journal and the results on the disk."""
 
 import asyncio
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from slipstream.core.types import PolicyVersion
 from slipstream.extensions.tinker import controller
-from slipstream.extensions.tinker.controller import Operations
+from slipstream.extensions.tinker.controller import KEPT, Operations
 from slipstream.extensions.tinker.models import Entry
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.history import read_history
@@ -19,7 +20,7 @@ from slipstream.v1 import operations_pb2, trainer_pb2
 from slipstream.v1.operations_pb2 import Operation
 from support.rigs.lease_rig import books_of
 from support.rigs.publishing_scene import run_of
-from support.rigs.waiting import LIMIT_S
+from support.rigs.waiting import LIMIT_S, until
 
 
 class Refused(Exception):
@@ -276,3 +277,117 @@ async def test_a_session_that_sends_too_much_must_wait_and_no_other(
         await loop.operations.Submit(of_stream("t", 1, "1", step=ADAM), context)
         # One that is sent again is known.
         await loop.operations.Submit(of_stream("s", 2, "2", step=ADAM), context)
+
+
+@pytest.fixture
+def in_memory() -> Iterator[Path]:
+    """A folder in memory, where thousands of writes need not reach a disk."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)
+
+
+class Client:
+    """A client's loop of passes with a step after nine of them, each told as soon as it ends."""
+
+    def __init__(self, loop: Loop) -> None:
+        self.loop, self.number = loop, 0
+
+    async def order(self, **operation: object) -> operations_pb2.OperationResult:
+        """Carries an operation out, its trainer's part too, and returns its result."""
+        operations, context = self.loop.operations, None
+        name = f"s:{self.number}"
+        if "compute" in operation:
+            data = [trainer_pb2.PassSequence(token_ids=bytes(400))]
+            operation["compute"] = trainer_pb2.Pass(id=name, backward=True, sequences=data)
+        given = Operation(id=name, stream="s", number=self.number, **operation)
+        self.number += 1
+        await operations.Submit(given, context)
+        operations._look()
+        if "compute" in operation:
+            operations.computed(trainer_pb2.PassReport(id=name, logprobs=[bytes(400)]))
+        elif "step" in operation:
+            await until(lambda: operations._before.ended.is_set())
+            progress = self.loop.run.progress
+            version = PolicyVersion(0, progress.version.step + 1)
+            batch = FormedBatch(version.step - 1, "b", (), operations.next_step())
+            progress.reached(version)
+            trained = Trained(batch, version, again=False)
+            operations.stepped(trained, trainer_pb2.StepReport(), [])
+        return await self.loop.result(name)
+
+
+@pytest.mark.long
+async def test_ten_thousand_operations_leave_few_on_the_disk_and_in_memory(in_memory: Path) -> None:
+    most, files = 2 * KEPT + 16, in_memory / "r" / "operations"
+    with Journal(in_memory / "r" / "journal") as journal:
+        journal.append(kinds.Start(format=1, run_id="r"))
+        journal.sync()
+        loop = Loop(journal, in_memory)
+        writes = asyncio.create_task(loop.operations._write_results())
+        client = Client(loop)
+        await client.order(begin=operations_pb2.Begin())
+        while client.number < 10_000:
+            for _ in range(9):
+                await client.order(compute=True)
+            assert not (await client.order(step=ADAM)).error
+            # A checkpoint every ten steps covers what was before it.
+            covered = loop.run.progress.version.step // 10 * 10
+            loop.history.checkpoint = loop.history.checkpoint._replace(step=covered)
+            assert len(loop.operations._entries) <= most
+        assert len(list(files.iterdir())) <= 2 * most
+        pending = [await client.order(compute=True) for _ in range(2)]
+        assert not any(one.error for one in pending)
+        writes.cancel()
+    with Journal(in_memory / "r" / "journal") as journal:
+        loop = Loop(journal, in_memory)
+        writes = asyncio.create_task(loop.operations._write_results())
+        # It goes on behind the newest one, with the passes that no step has yet.
+        client.loop, (model,) = loop, loop.operations._models.in_turn()
+        assert (model.next, len(model.passes)) == (client.number, 2)
+        assert not (await client.order(compute=True)).error
+        client.number = 5
+        assert (await client.order(compute=True)).error == (
+            "s:5 was carried out; its result is not kept any more"
+        )
+        writes.cancel()
+
+
+async def test_operations_stay_as_long_as_their_names_are_known(
+    in_memory: Path,
+) -> None:
+    with Journal(in_memory / "r" / "journal") as journal:
+        journal.append(kinds.Start(format=1, run_id="r"))
+        journal.sync()
+        loop = Loop(journal, in_memory)
+        writes = asyncio.create_task(loop.operations._write_results())
+        client = Client(loop)
+        await client.order(begin=operations_pb2.Begin())
+        await client.order(save=operations_pb2.Save(name="start"))
+        for _ in range(2 * KEPT):
+            await client.order(refused=operations_pb2.Refused(cause="no"))
+        writes.cancel()
+        assert {"s:0", "s:1"} <= loop.operations._entries.keys()
+        assert "s:2" not in loop.operations._entries
+        assert "start" in Loop(journal, in_memory).operations._models.named
+
+
+async def test_a_client_that_died_unsaved_goes_on_from_the_newest_state(tmp_path: Path) -> None:
+    with Journal(tmp_path / "r" / "journal") as journal:
+        loop = await begun(journal, tmp_path, [Operation(id="step1", step=ADAM)])
+        await loop.write_results()
+        assert loop.step() == "step1"
+        await loop.write_results()
+        context: Any = None
+        for number, stream in enumerate(("t", "u")):
+            path = ("tinker://newest", "tinker://t/newest")[number]
+            load = operations_pb2.Load(name=path)
+            await loop.operations.Submit(Operation(id=stream, stream=stream, load=load), context)
+            # The trainer is asked for nothing.
+            loop.operations._look()
+            assert loop.operations.next_step() is None
+            await loop.write_results()
+            assert (await loop.result(stream)).step == 1
+        late = Operation(id="late", stream="s", number=2, step=ADAM)
+        await loop.operations.Submit(late, context)
+        await loop.write_results()
+        assert "is not trained by this run any more" in (await loop.result("late")).error

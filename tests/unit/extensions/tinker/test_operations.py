@@ -138,6 +138,8 @@ def test_saves_and_loads_are_named_by_their_paths() -> None:
     first = operations.load_weights(load | new)
     assert (first.stream, first.number) == ("s1:train:1", 0)
     assert first.load == pb.Load(name=load["path"])
+    with pytest.raises(Refused, match="tinker://newest goes on with its optimizer"):
+        operations.load_weights(new | {"path": "tinker://newest", "optimizer": False})
     later = operations.load_weights(load | {"model_id": "m", "seq_id": 9, "optimizer": False})
     assert (later.stream, later.number, later.load.without_optimizer) == ("m", 9, True)
 
