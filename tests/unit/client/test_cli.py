@@ -87,6 +87,8 @@ async def test_one_environment_is_checked_without_settings(tmp_path, monkeypatch
         "check mine:Other": None,
         "check mine:Mine run.steps=3": "checked without settings, got 'run.steps=3'",
         "check run.toml --timeout-s 3": "--timeout-s is for the check of an environment",
+        "check mine.py": "mine.py is neither CONFIG.toml nor MODULE:CLASS, as mine:Class is",
+        "check mine": "mine is neither CONFIG.toml nor MODULE:CLASS, as mine:Class is",
     }.items():
         arguments = parse(line.split())
         if problem is None:

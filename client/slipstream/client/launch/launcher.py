@@ -285,6 +285,10 @@ async def run_check(
     options = {"--args": args, "--python": python, "--timeout-s": timeout_s, "--model": model}
     if stated := [name for name, value in options.items() if value is not None]:
         raise ConfigError(f"{stated[0]} is for the check of an environment, MODULE:CLASS")
+    if path.suffix == ".py" or not (path.suffix or path.exists()):
+        raise ConfigError(
+            f"{path} is neither CONFIG.toml nor MODULE:CLASS, as {path.stem}:Class is"
+        )
     config = load_config(path, overrides, hub="small")
     code = await audit_all(config)
     if not config.algorithms.has_own:
