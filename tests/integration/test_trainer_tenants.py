@@ -9,7 +9,7 @@ from support.ranks.rank_pool import RankPool
 from support.ranks.tenant_ranks import ALL, JOBS, LARGEST, LAYOUTS, TENANTS
 
 NUM_LAYERS = 2
-pytestmark = [pytest.mark.usefixtures("one_thread")]
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("one_thread")]
 PAIRS = [(layout, name) for layout, (_, _, alone) in LAYOUTS.items() for name in alone]
 
 

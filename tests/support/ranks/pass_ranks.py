@@ -77,7 +77,7 @@ def passes_of(loss: str, step: int) -> list[pb.Pass]:
     return passes
 
 
-def _no_load(step: int) -> None:
+def _no_load(step: int, chosen: object) -> None:
     raise AssertionError(f"no step loads version {step}")
 
 

@@ -267,3 +267,30 @@ def test_a_model_is_created_as_the_run_trains_it() -> None:
         operations.optim_step({"model_id": "m", "seq_id": 1, "optimizer_params": {}})
     with pytest.raises(Refused, match="a path has letters, digits and"):
         operations.save_weights({"model_id": "m", "seq_id": 1, "path": "a b"})
+
+
+SEVERAL = {"rank": 64, "alpha": 16.0, "publish": "adapters", "adapters": ["a", "b"]}
+
+
+def began(asked: dict, **changes: object) -> tuple:
+    """Rank, alpha, seed and matrices with which one of several models begins."""
+    config = config_of(lora=SEVERAL, run={"name": "own", "steps": 10, "seed": 5})
+    begin = operations.create_model(CREATE | {"lora_config": asked} | changes, config).begin
+    values = begin.values
+    return begin.adapter.rank, begin.adapter.alpha, values.seed, list(values.targets)
+
+
+def test_each_of_several_models_begins_as_its_client_asks() -> None:
+    attention, mlp = ["linear_qkv", "linear_proj"], ["linear_fc1", "linear_fc2"]
+    assert began({"rank": 1}) == (1, 16.0, 5, attention + mlp)
+    assert began({"rank": 64, "seed": 0, "train_mlp": False}) == (64, 16.0, 0, attention)
+    own = began({"rank": 2, "train_attn": False}, user_metadata={"lora_alpha": "4.5"})
+    assert own == (2, 4.5, 5, mlp)
+    for rank in (0, 65):
+        with pytest.raises(Refused, match=f"a rank of 1 to 64 \\(lora.rank\\), got {rank}"):
+            began({"rank": rank})
+    with pytest.raises(Refused, match="nothing is trained: lora.target_modules has linear_qkv"):
+        began({"rank": 1, "train_attn": False, "train_mlp": False})
+    with pytest.raises(ValueError, match="could not convert string to float: 'x'"):
+        began({"rank": 1}, user_metadata={"lora_alpha": "x"})
+    assert operations.finish("s1").id == "s1:finish"
