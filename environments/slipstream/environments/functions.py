@@ -123,23 +123,19 @@ def _check_judges(nodes: Sequence[ast.AST], names: set[str], where: str) -> None
     The first compares nothing, or nothing comes of it; the second asks for an object's own methods.
     """
     known, asserts = {*names, *dir(builtins)}, (ast.Assert, ast.Raise)
-    stored = Counter(
-        node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-    )
-    made = {
-        target.id
-        for node in nodes
-        if isinstance(node, ast.Assign) and _calls(node.value, names)
-        for target in node.targets
-        if isinstance(target, ast.Name) and stored[target.id] == 1
-    }
+    values: dict[str, list[ast.AST]] = {}
+    for node in (each for each in nodes if isinstance(each, ast.Assign)):
+        for target in (each for each in node.targets if isinstance(each, ast.Name)):
+            values.setdefault(target.id, []).append(node.value)
+    made = {name for name, given in values.items() if all(_calls(each, names) for each in given)}
     for node in nodes:
         compared = node.value if isinstance(node, ast.Expr) else None
         # Another comparison may be there to raise.
         is_vain = isinstance(compared, ast.Compare) and isinstance(compared.ops[0], ast.Eq | ast.Is)
         if isinstance(node, ast.Assert):
             says = node.msg.value if isinstance(node.msg, ast.Constant) else ""
-            is_vain = isinstance(node.test, ast.Tuple) or not isinstance(says, str)
+            is_odd = _calls(node.test, names) and not isinstance(says, str)
+            is_vain = is_odd or isinstance(node.test, ast.Tuple)
         if is_vain:
             what = f"a test compares, and asserts nothing: {ast.unparse(node)[:80]!r}"
             raise ConfigError(f"{where}: {what}")

@@ -300,6 +300,7 @@ def test_a_test_that_every_function_passes_or_fails_is_refused(test, said, tmp_p
         ),
         ("import asyncio\nassert asyncio.run(f(1)) == 2", "async def f(a): return a + 1", 1),
         ("assert f(1) == 2", "async def f(a): return a + 1", 0),
+        ("assert f(1) == 2, 2", "def f(a): return a + 1", 1),
         (
             "import unittest\nclass T(unittest.TestCase):\n    @unittest.skip('x')\n"
             "    def test_a(self): self.assertEqual(f(1), 3)\n"

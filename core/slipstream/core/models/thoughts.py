@@ -3,14 +3,17 @@
 import re
 
 # <think> of Qwen, DeepSeek, GLM, MiniMax, Nemotron, OLMo and others, with its variants.
-_TAG = r"(?:\w+:)?(?:think|thinking|thoughts?|reasoning)(?::\w+)?"
-# In turn: Mistral, Gemma, Kimi, Command; gpt-oss thinks in all channels but `final`.
+_TAG = r"(?:\w+:)?(?i:think|thinking|thoughts?|reasoning(?:_content)?)(?::\w+)?(?:\s[^<>]*)?"
+# In turn: Mistral, Gemma, Kimi, Command, Apertus, OpenThinker; gpt-oss thinks in all channels but
+# `final`.
 _OPENING = re.compile(
-    rf"<{_TAG}>|\[THINK\]|<\|channel>thought|◁think▷|<\|START_THINKING\|>|<\|channel\|>(?!final)"
+    rf"<{_TAG}>|\[THINK\]|<\|channel>thought|◁think▷|<\|START_THINKING\|>|<\|inner_prefix\|>"
+    r"|<\|begin_of_thought\|>|<\|channel\|>(?!final)"
 )
 # The last form is that of gpt-oss without its special tokens.
 _END = re.compile(
     rf"</{_TAG}>|\[/THINK\]|<channel\|>|◁/think▷|<\|END_THINKING\|>"
+    r"|<\|inner_suffix\|>|<\|end_of_thought\|>"
     r"|<\|channel\|>final[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>"
     r"|\A(?:analysis|commentary)(?s:.*)assistantfinal"
 )
