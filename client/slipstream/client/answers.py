@@ -51,9 +51,21 @@ def _reply_limit(limit: object) -> int:
     raise environment_failed(f"max_reply_tokens must be None or at least 1, got {show(limit)}")
 
 
+def check_replies(right: object, wrong: object) -> None:
+    """Raises EnvironmentFailed unless the replies that `slipstream check` plays are texts."""
+    _text(right, "right_reply")
+    for each in wrong if isinstance(wrong, list | tuple) else [wrong]:
+        _text(each, "wrong_reply")
+
+
+def _text(value: object, name: str) -> str:
+    if not isinstance(value, str):
+        raise environment_failed(f"{name} must be a text, got {show(value)}")
+    return value
+
+
 def _expected(answer: object) -> str:
-    if not isinstance(answer, str):
-        raise environment_failed(f"expected_answer must be a text, got {show(answer)}")
+    answer = _text(answer, "expected_answer")
     return answer.encode(errors="replace")[:MAX_ANSWER_BYTES].decode(errors="ignore")
 
 

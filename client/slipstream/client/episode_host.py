@@ -16,7 +16,13 @@ from typing import TypeAlias, TypeVar
 
 import grpc.aio
 from slipstream.client.agents.episodes import AgentEpisode, AgentEpisodes
-from slipstream.client.answers import agent_observation, observation, reply_of, verdict
+from slipstream.client.answers import (
+    agent_observation,
+    check_replies,
+    observation,
+    reply_of,
+    verdict,
+)
 from slipstream.client.environment import AgentEnvironment, AnyEnvironment, TaskSource
 from slipstream.client.environment_loader import (
     CallTracker,
@@ -186,6 +192,7 @@ class EpisodeHost:
                 episode.agent = self._agents.open(environment, task, on_busy=busy)
                 return agent_observation(environment.max_reply_tokens)
             opening = await _result(environment.reset(tasks[command.task_index]))
+            check_replies(environment.right_reply, environment.wrong_reply)
             expected = environment.expected_answer
             observed = observation(opening, environment.max_reply_tokens, expected)
             episode.gives = bool(observed.given_reply)

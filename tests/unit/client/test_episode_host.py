@@ -349,6 +349,28 @@ async def test_the_expected_answer_goes_with_the_observation(answer, told):
 
 
 @pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("right_reply", ["a"], "right_reply must be a text, got ['a']"),
+        ("wrong_reply", 3, "wrong_reply must be a text, got 3"),
+        ("wrong_reply", ["a", 3], "wrong_reply must be a text, got 3"),
+    ],
+)
+async def test_replies_that_a_check_plays_are_texts(name, value, told):
+    class Asking(Environment):
+        def tasks(self):
+            return [0]
+
+        def reset(self, task):
+            setattr(self, name, value)
+            return [Message("user", "x")]
+
+    reset = pb.ResetCommand(episode_key="k")
+    answered = await EpisodeHost(Asking()).answer(pb.WorkerCommand(call_id=1, reset=reset))
+    assert told in answered.failure.message
+
+
+@pytest.mark.parametrize(
     ("result", "cause"),
     [
         (StepResult(1e7), "Verdict.reward must be between -1e+06 and 1e+06, got 10000000.0"),
