@@ -124,10 +124,10 @@ def _check_judges(nodes: Sequence[ast.AST], names: set[str], where: str) -> None
     """
     known, asserts = {*names, *dir(builtins)}, (ast.Assert, ast.Raise)
     values: dict[str, list[ast.AST]] = {}
-    for node in (each for each in nodes if isinstance(each, ast.Assign)):
-        for target in (each for each in node.targets if isinstance(each, ast.Name)):
-            values.setdefault(target.id, []).append(node.value)
-    made = {name for name, given in values.items() if all(_calls(each, names) for each in given)}
+    for given in (each for each in nodes if isinstance(each, ast.Assign)):
+        for target in (each for each in given.targets if isinstance(each, ast.Name)):
+            values.setdefault(target.id, []).append(given.value)
+    made = {name for name, each in values.items() if all(_calls(one, names) for one in each)}
     for node in nodes:
         compared = node.value if isinstance(node, ast.Expr) else None
         # Another comparison may be there to raise.
