@@ -53,7 +53,7 @@ def test_the_judged_environments_of_the_page_can_be_loaded(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     Path("topics.jsonl").write_text('{"topic": "the sea"}\n')
     Path("questions.jsonl").write_text('{"question": "Why is the sea salty?"}\n')
-    elsewhere, rewarded, at_start = (tomllib.loads(text) for text in blocks("judges.md", "toml"))
+    elsewhere, rewarded = (tomllib.loads(text) for text in blocks("judges.md", "toml"))
     (entry,) = elsewhere["environments"]
     environment = load_environment(entry["reference"], json.dumps(entry["args"]), "")
     (message,) = environment.reset(environment.tasks()[0])
@@ -62,7 +62,3 @@ def test_the_judged_environments_of_the_page_can_be_loaded(tmp_path, monkeypatch
     environment = load_environment(entry["reference"], json.dumps(entry["args"]), "")
     (message,) = environment.reset(environment.tasks()[0])
     assert message.content == "Why is the sea salty?"
-    (entry,) = at_start["environments"]
-    agent = load_environment(entry["reference"], json.dumps(entry["args"]), "")
-    assert [task.row for task in agent.tasks()] == [{"topic": "the sea"}]
-    assert at_start["lora"]["publish"] == "adapters"
