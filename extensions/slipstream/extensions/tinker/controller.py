@@ -352,7 +352,9 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
             entry = await self._ends.get()
             if entry.ended.is_set():
                 assert entry.place is not None
-                await asyncio.to_thread(self._store.write, entry.place, entry.operation)
+                # Without its sequences, unless it went meanwhile.
+                if entry.operation.id in self._entries:
+                    await asyncio.to_thread(self._store.write, entry.place, entry.operation)
                 continue
             if entry.place is not None:
                 await asyncio.to_thread(self._store.end, entry.place, entry.result)

@@ -352,6 +352,27 @@ async def test_ten_thousand_operations_leave_few_on_the_disk_and_in_memory(in_me
         writes.cancel()
 
 
+@pytest.mark.long
+async def test_what_went_with_the_step_of_very_many_passes_is_not_written_again(in_memory) -> None:
+    with Journal(in_memory / "r" / "journal") as journal:
+        journal.append(kinds.Start(format=1, run_id="r"))
+        journal.sync()
+        loop = Loop(journal, in_memory)
+        writes = asyncio.create_task(loop.operations._write_results())
+        client = Client(loop)
+        await client.order(begin=operations_pb2.Begin())
+        while client.number < 3 * KEPT - 1:
+            await client.order(compute=True)
+        # The operations are looked through when the step has ended.
+        assert not (await client.order(step=ADAM)).error
+        await until(loop.operations._ends.empty)
+        await client.order(refused=operations_pb2.Refused(cause="no"))
+        writes.cancel()
+        files = list((in_memory / "r" / "operations").iterdir())
+        assert len(files) < 3 * KEPT
+        assert all(path.with_suffix(".result").exists() for path in files)
+
+
 async def test_operations_stay_as_long_as_their_names_are_known(
     in_memory: Path,
 ) -> None:
