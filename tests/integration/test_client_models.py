@@ -90,6 +90,8 @@ async def test_a_publish_leaves_the_sessions_of_other_models_as_they_are(tmp_pat
         await one.result(await one.ask(start["sampling_session_id"], [5]))
         asked = [(lease.sampling.adapter, lease.sampling.by_start) for lease in server.leases]
         assert asked == [("a", False), ("a", False), ("b", False), ("", True)]
+        environments = [lease.environment for lease in server.leases]
+        assert environments == ["client-a", "client-a", "client-b", "client"]
         await other.http.aclose()
 
     assert (await played(loop_config(tmp_path, **LORA), script))["ledger"]["difference"] == 0

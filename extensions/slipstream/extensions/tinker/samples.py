@@ -21,7 +21,7 @@ from slipstream.protocol.codec import version_to_pb
 from slipstream.v1 import operations_pb2 as pb
 from slipstream.v1 import trajectory_pb2
 
-# The name of the environment in leases of prompts.
+# The name of the environment in leases of prompts; "client-a" if adapter a samples.
 CLIENT = "client"
 
 
@@ -143,11 +143,13 @@ class Samples:
         assert session.version is not None
         named = self._models.named[sample.name]
         sample.sampling.by_start = self._keeps_start and not named.step
+        environment = CLIENT
         if named.model is not None:
-            sample.sampling.adapter = named.model.adapter.name
+            adapter = sample.sampling.adapter = named.model.adapter.name
+            environment = f"{CLIENT}-{adapter}" if adapter else CLIENT
             named.model.touch()
         prompt = RawPrompt(sample.prompt_token_ids, sample.sampling)
-        group = self._book.lease_prompt(CLIENT, prompt, session.key, session.version.step)
+        group = self._book.lease_prompt(environment, prompt, session.key, session.version.step)
         entry.groups[group.group_id] = group
         entry.num_leased += 1
         self._scheduler.send_evaluation(session, [group])
