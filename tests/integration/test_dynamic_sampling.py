@@ -8,13 +8,14 @@ from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.environment_algorithm import EnvironmentAlgorithmSection
 from slipstream.learner.controller.records.journal import read_records
+from slipstream.learner.controller.trajectories.intake import MOST_FILTERED_BATCHES
 from slipstream.v1.trajectory_pb2 import EPISODE_PURPOSE_EVALUATION
 from support.fakes.fake_server import FakeServer
 from support.fakes.fake_trainer import FakeTrainer
 from support.rigs.controller_runs import evaluation_rows, make_config, play
 from support.rigs.waiting import until
 
-FILTER = {"algorithm__filter": "unequal_rewards", "algorithm__max_filtered_batches": 2}
+FILTER = {"algorithm__filter": "unequal_rewards"}
 
 
 async def test_groups_with_equal_rewards_are_filtered_and_replaced(tmp_path):
@@ -54,7 +55,7 @@ async def test_a_run_whose_groups_all_fail_alike_stops_with_the_cause(tmp_path):
     server = FakeServer(config.controller.address, judge=lambda lease, member, attempt: 0.25)
     summary = await play(config, server)
     assert (summary["code"], summary["solved"]) == (1, False)
-    limit = 2 * config.algorithm.groups_per_step
+    limit = MOST_FILTERED_BATCHES * config.algorithm.groups_per_step
     assert summary["cause"].startswith(
         f"{limit} groups were left out by algorithm.filter while the batch of step 1 was formed"
     )
@@ -100,8 +101,9 @@ async def test_a_run_whose_task_is_solved_finishes_early_with_its_last_evaluatio
     summary = await play(config, server, trainer=trainer)
     assert (summary["code"], summary["state"], summary["solved"]) == (0, "finished", True)
     assert summary["steps"] == 2
-    assert summary["cause"].startswith("the task is solved: the last 8 groups were left out")
-    assert "(e: 8 of 8 solved, mean reward 1)" in summary["cause"]
+    limit = MOST_FILTERED_BATCHES * config.algorithm.groups_per_step
+    assert summary["cause"].startswith(f"the task is solved: the last {limit} groups were left out")
+    assert f"(e: {limit} of {limit} solved, mean reward 1)" in summary["cause"]
     assert trainer.stop_reason == summary["cause"]
     assert [row["evaluation_step"] for row in evaluation_rows(config)] == [0, 2]
     assert trainer.published[-1].step == 2
@@ -113,21 +115,22 @@ async def test_a_run_whose_task_is_solved_finishes_early_with_its_last_evaluatio
 
 
 async def test_a_slow_trainer_does_not_make_a_task_solved(tmp_path):
-    config = solving_config(tmp_path, run__steps=4)
+    config = solving_config(tmp_path, run__steps=4, algorithm__groups_per_step=1)
     trainer = FakeTrainer(config.controller.address)
-    # While the trainer stands still in the first step, every second group is filtered.
+    # While the trainer stands still in the first step, all groups but each twelfth are filtered.
     trainer.gate.clear()
-    server = FakeServer(
-        config.controller.address,
-        judge=lambda lease, member, attempt: 1.0 if lease.task_index % 2 else float(member % 2),
-    )
+
+    def judge(lease, member, attempt):
+        return 1.0 if int(lease.group_id[1:]) % 12 else float(member % 2)
+
+    server = FakeServer(config.controller.address, judge=judge)
 
     async def until_many_are_filtered(controller, tasks):
         def filtered():
             records = read_records(config.run_dir / "journal")
             return sum(r["kind"] == "closed" and r["how"] == "filtered" for r in records)
 
-        await until(lambda: filtered() >= 13)
+        await until(lambda: filtered() > MOST_FILTERED_BATCHES)
         trainer.gate.set()
 
     summary = await play(config, server, trainer=trainer, during=until_many_are_filtered)
