@@ -6,6 +6,7 @@ file may still be valid TOML, and the settings that it lost would become default
 
 import hashlib
 import itertools
+import logging
 import re
 import sys
 import tomllib
@@ -19,7 +20,7 @@ from pydantic import BaseModel, JsonValue, ValidationError
 from pydantic_core import ErrorDetails
 from slipstream.core.configuration.automatic import Hub, completed
 from slipstream.core.configuration.function_sources import source_digests
-from slipstream.core.configuration.other_trainers import VALUES, ours_of, removed
+from slipstream.core.configuration.other_trainers import VALUES, ours_of, removed, without_removed
 from slipstream.core.configuration.roles import missing_weights, role_folders, role_problems
 from slipstream.core.configuration.toml_text import MAX_KEY_PARTS, Table, check_values, parse_toml
 from slipstream.core.errors import USAGE_ERROR, ConfigError, SlipstreamError
@@ -42,6 +43,7 @@ from slipstream.core.settings.config import NOTES, Config
 from slipstream.core.settings.sections import RUN_NAME
 from slipstream.core.settings.table_rules import trajectory_problems
 
+logger = logging.getLogger(__name__)
 _PREFIX = b"# Settings of a run"
 _FIRST_LINE = re.compile(rb"# Settings of a run: (\d+) bytes, BLAKE2b ([0-9a-f]{32});[^\n]*\n")
 REMEDY = "put it back from a copy of the run"
@@ -111,6 +113,8 @@ def load_config(
         ) from error
     except ValueError as error:
         raise ConfigError(f"{path} is no TOML: {error}") from error
+    if data.startswith(_PREFIX) and (gone := without_removed(table)):
+        logger.warning("%s is of an earlier version: %s are no settings", path, ", ".join(gone))
     check_values(table, str(path))
     for override in overrides:
         _apply_override(table, override)

@@ -1,6 +1,7 @@
 """Names of other trainers' settings, and of our own former ones, for messages on unknown keys."""
 
 from collections.abc import Sequence
+from typing import Any
 
 # docs/guides/migration.md has a row for each.
 _NAMES = {
@@ -79,6 +80,23 @@ def removed(path: Sequence[int | str]) -> str:
     """Returns what holds in place of the removed setting at `path`, or "" if none was there."""
     reason = _REMOVED.get(".".join(part for part in path if isinstance(part, str)))
     return f"the setting was removed: {reason}" if reason else ""
+
+
+def without_removed(table: dict[str, Any], above: tuple[str, ...] = ()) -> list[str]:
+    """Takes the removed settings out of `table`, found below the tables `above`.
+
+    Returns their names. For files that a run of an earlier version wrote: it wrote all settings.
+    """
+    found = []
+    for name, value in list(table.items()):
+        path = (*above, name)
+        if removed(path):
+            found.append(".".join(path))
+            del table[name]
+        for each in value if isinstance(value, list) else [value]:
+            if isinstance(each, dict):
+                found += without_removed(each, path)
+    return found
 
 
 def ours_of(name: str, value: object) -> str:

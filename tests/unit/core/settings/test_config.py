@@ -3,6 +3,7 @@ import json
 from pathlib import Path
 
 import pytest
+import tomli_w
 from pydantic import JsonValue
 from slipstream.core.configuration.config_file import (
     check_model,
@@ -10,6 +11,7 @@ from slipstream.core.configuration.config_file import (
     largest_trajectory_bytes,
     load_config,
     parse_config,
+    with_first_line,
 )
 from slipstream.core.configuration.toml_text import parse_toml
 from slipstream.core.errors import ConfigError
@@ -102,6 +104,18 @@ def test_an_unknown_key_is_refused_with_the_nearest_right_one(path: str, message
 )
 def test_a_setting_that_was_removed_is_refused_with_what_holds_instead(table, message) -> None:
     assert refusal_of(table) == message
+
+
+def test_removed_settings_in_the_file_of_an_earlier_versions_run_are_told(tmp_path, caplog):
+    config = config_with({"evaluations": [{"name": "a", "reference": "a:B"}]})
+    table = parse_toml(dump_config(config))
+    table["debug"]["head_dtype"] = "model"
+    table["evaluations"][0]["pass_reward"] = 0.5
+    file = tmp_path / "config.toml"
+    file.write_bytes(with_first_line(tomli_w.dumps(table)))
+    assert load_config(file) == config
+    gone = "evaluations.pass_reward, debug.head_dtype"
+    assert caplog.messages == [f"{file} is of an earlier version: {gone} are no settings"]
 
 
 def test_an_unknown_key_between_several_right_ones_is_refused_with_them() -> None:
