@@ -264,12 +264,14 @@ async def test_other_tasks_after_a_resume_are_told_and_each_comes_once_before_on
 async def test_an_environment_that_was_submitted_is_there_again_after_a_resume(tmp_path):
     config = make_config(tmp_path, run__steps=5)
     trainer = FakeTrainer(config.controller.address, step_s=0.05, checkpoint_every=1)
+    trainer.hold_at(2)
 
     async def submit_and_stop(controller, tasks):
         del tasks
-        await until(lambda: trainer.version.step >= 1)
+        await trainer.until_held()
         async with Client(config.controller.address) as client:
             await client.submit("m:F", name="submitted")
+        trainer.gate.set()
         await until(lambda: trainer.version.step >= 3)
         controller.stop("enough for today")
 
