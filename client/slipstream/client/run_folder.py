@@ -23,6 +23,7 @@ from slipstream.core.configuration.config_file import (
     load_config,
     with_first_line,
 )
+from slipstream.core.configuration.other_trainers import without_removed
 from slipstream.core.configuration.toml_text import parse_toml
 from slipstream.core.errors import CheckpointError, ConfigError
 from slipstream.core.models.model_rules import sees_images
@@ -339,6 +340,8 @@ def find_run(run: str | None, runs: Path = Path("runs")) -> FoundRun:
         raise ConfigError(
             f"{folder / ADDRESS}: {error.strerror}; give --controller HOST:PORT"
         ) from error
+    # A run of an earlier version.
+    without_removed(settings)
     security = SecuritySection.model_validate(settings.get("security", {}))
     return FoundRun(address, security, journaled_run_id(folder))
 

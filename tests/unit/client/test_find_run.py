@@ -67,6 +67,15 @@ def test_a_run_is_found_by_its_folder_its_name_or_because_it_is_alone(config: Co
             find_run(None)
 
 
+def test_a_run_of_an_earlier_version_is_found(config: Config) -> None:
+    started(config)
+    path = config.run_dir / "config.toml"
+    text = path.read_text()
+    path.write_text(text.replace("[security]\n", "[security]\nallow_public_addresses = false\n"))
+    assert path.read_text() != text
+    assert find_run("test").address == ADDRESS
+
+
 def test_a_run_that_goes_on_keeps_its_id_and_a_new_one_has_its_own(config: Config) -> None:
     first = started(config)
     assert first.startswith("test-")
