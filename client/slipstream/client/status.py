@@ -84,7 +84,7 @@ class Ledger:
     evaluated: int
     # Tokens of batches that could not be trained.
     set_aside: int
-    # Tokens that the run's own servers sampled as judges.
+    # Tokens that a client's loop sampled from the initial model.
     judged: int
     queued: int
     in_flight: int

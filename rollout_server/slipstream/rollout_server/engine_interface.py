@@ -176,9 +176,9 @@ class EngineUse:
     """The counters of an engine since its start.
 
     `generated_tokens` counts all tokens that the engine returned, except for probes.
-    `returned_tokens` counts only tokens of generations that ended, `judged_tokens` only tokens of
-    judges' replies. `busy_s` is the time with at least one open request, without pauses, and
-    `paused_s` the time of pauses after the first `resume`.
+    `returned_tokens` counts only tokens of generations that ended, `judged_tokens` only those that
+    the initial model sampled. `busy_s` is the time with at least one open request, without pauses,
+    and `paused_s` the time of pauses after the first `resume`.
     `drafted_tokens` counts the tokens that speculative decoding proposed, `accepted_tokens` the
     proposed tokens that were kept.
     """

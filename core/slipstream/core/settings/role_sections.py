@@ -72,8 +72,8 @@ class CriticSection(Section):
     """The model that estimates the expected return, for the advantages `gae` and `turn_gae`.
 
     Its body starts with the weights in `path`, its head with random weights from `run.seed`. It has
-    the policy's mini-batches and, without a table `parallel` like the reference's, the policy's
-    layout.
+    the policy's mini-batches, the learner's weight decay, bound of gradients and optimizer, and,
+    without a table `parallel` like the reference's, the policy's layout.
     """
 
     # Hugging Face folder of its body, by default `model.path`.

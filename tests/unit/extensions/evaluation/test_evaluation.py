@@ -246,7 +246,7 @@ def test_pass_at_k_is_a_mean_over_tasks_that_have_enough_replies():
 
 
 def test_a_reply_passes_from_a_reward_of_1_on():
-    episodes = [episode(0, 1.0), episode(1, 0.99)]
+    episodes = [episode(0, 1.0), episode(1, 0.99), episode(2, 0.7 + 0.2 + 0.1), episode(3, 0)]
     found = evaluation_statistics(episodes, num_failed=0, samples=1)
     assert found["pass_at_1"] == 0.5
 

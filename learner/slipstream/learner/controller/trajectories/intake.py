@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 
 from slipstream.core.errors import ProtocolError, RunFailed
 from slipstream.core.types import (
-    FULL_REWARD,
     Failure,
     FailureKind,
     Purpose,
@@ -405,7 +404,7 @@ class GroupFilter:
         if verdict is FilterVerdict.STUCK:
             self._progress.fail(
                 f"{count}, as many as {MOST_FILTERED_BATCHES} steps train; solved are those whose "
-                f"rewards all reach {FULL_REWARD:g}"
+                "rewards all reach 1"
             )
             return
         cause = f"the task is solved: the last {count}"
