@@ -15,6 +15,7 @@ from support.fakes.parity_models import rename_as_modules
 from support.ranks import role_ranks
 from support.ranks.parity_layouts import batches
 from support.ranks.rank_pool import RankPool, chosen_jobs, jobs_of_file
+from support.ranks.rank_program import SETTINGS
 from support.ranks.role_ranks import (
     CRITIC_RATE,
     LAYOUTS,
@@ -63,8 +64,16 @@ class PlainCritic:
         self.head.weight.data = weight * 0.1 / math.sqrt(64)
         self.head.bias.data.zero_()
         self.parameters = [*self.body.parameters(), *self.head.parameters()]
+        # The learner's weight decay, of matrices alone.
+        decay = SETTINGS["learner"]["weight_decay"]
         self.optimizer = torch.optim.AdamW(
-            self.parameters, lr=CRITIC_RATE, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.0
+            [
+                {"params": [one for one in self.parameters if one.ndim > 1], "weight_decay": decay},
+                {"params": [one for one in self.parameters if one.ndim == 1], "weight_decay": 0.0},
+            ],
+            lr=CRITIC_RATE,
+            betas=(0.9, 0.95),
+            eps=1e-3,
         )
 
     def values(self, trajectory: Trajectory) -> torch.Tensor:
