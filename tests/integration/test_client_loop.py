@@ -211,11 +211,18 @@ async def test_with_in_flight_older_sessions_sample_by_what_is_served(tmp_path) 
             await client.result(await client.ask(session, [1]))
         assert server.loaded_versions[-1].step == 2
         assert len(server.leases) == 3
+        # As a reference an older session would be of other weights.
+        asked = await client.ask(sessions[1], [1, 2, 3], prompt_logprobs=True)
+        assert (await client.result(asked))["error"].startswith("version 1 is not served any more")
+        asked = await client.ask(sessions[2], [1, 2, 3], prompt_logprobs=True)
+        found = SampleResponse.FromString(await client.result(asked))
+        assert found.prompt_logprobs[4:] == PROMPT_LOGPROBS
 
     await played(loop_config(tmp_path), script, in_flight=True)
 
 
-async def test_the_start_is_sampled_and_scores_prompts_beside_adapters(tmp_path) -> None:
+@pytest.mark.parametrize("in_flight", [False, True])
+async def test_the_start_is_sampled_and_scores_prompts_beside_adapters(tmp_path, in_flight) -> None:
     async def script(client: LoopClient, server: FakeServer, trainer: FakeTrainer) -> None:
         await client.begin(rank=8)
         start = await client.publish()
@@ -228,8 +235,9 @@ async def test_the_start_is_sampled_and_scores_prompts_beside_adapters(tmp_path)
         await client.result(await client.ask(newest, [1, 2, 3]))
         assert [lease.sampling.by_start for lease in server.leases] == [True, True, False]
 
-    lora = {"lora__rank": 8, "lora__publish": "adapters"}
-    assert (await played(loop_config(tmp_path, **lora), script))["ledger"]["difference"] == 0
+    config = loop_config(tmp_path, lora__rank=8, lora__publish="adapters")
+    found = await played(config, script, in_flight=in_flight)
+    assert found["ledger"]["difference"] == 0
 
 
 async def test_a_saved_state_is_loaded_as_a_step_and_a_new_model_takes_over(tmp_path) -> None:

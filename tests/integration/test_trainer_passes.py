@@ -16,8 +16,8 @@ pytestmark = [pytest.mark.usefixtures("one_thread")]
 # Every loss in one process, and one loss in each other layout.
 JOBS = {f"one {loss}": 1 for loss in LOSSES}
 JOBS |= {f"{layout} ppo": LAYOUTS[layout][0] for layout in LAYOUTS if layout != "one"}
-# The places of the reports of the two passes, of the forward pass and of the bad one.
-FIRST, AGAIN, FORWARD, BAD, SECOND = range(5)
+# The places of the reports of the two passes, of the forward pass and of the bad ones.
+FIRST, AGAIN, FORWARD, BAD, LONG, SECOND = range(6)
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +148,8 @@ def test_steps_take_the_sum_of_gradients_and_their_own_numbers_of_adam(job, foun
 def test_a_pass_counts_once_and_a_faulty_one_not_at_all(job: str, found: dict[str, dict]) -> None:
     for step in found[job]["steps"]:
         assert step["losses"][AGAIN] == step["losses"][FIRST]
-        assert step["errors"] == ["", "", "", step["errors"][BAD], ""]
+        assert step["errors"] == ["", "", "", step["errors"][BAD], step["errors"][LONG], ""]
+        assert "does not fit learner.micro_batch_tokens" in step["errors"][LONG]
         assert f"has token {VOCAB}, the vocabulary has {VOCAB}" in step["errors"][BAD]
     # A step without a pass has no gradient.
     assert found[job]["empty"] == 0.0

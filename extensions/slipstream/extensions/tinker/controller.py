@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import deque
 from collections.abc import Sequence
 
 import grpc
@@ -44,7 +43,7 @@ from slipstream.v1 import operations_pb2_grpc, trainer_pb2
 MAX_WAITING = 4096
 # Most samples that are kept for clients that have not asked for them.
 MAX_KEPT = 65536
-# Operations that have ended stay at least until so many others have, too.
+# Operations and told samples stay at least until so many others have come, too.
 KEPT = 1024
 LOOK_S = 0.5
 
@@ -75,7 +74,8 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
         # The operation that ended last; its result may not be on the disk yet.
         self._before: Entry | None = None
         self._samples = Samples(run, books, intake, scheduler, self._models, self._end)
-        self._kept: deque[str] = deque()
+        self._kept: list[Entry] = []
+        self._look_through_kept = 2 * KEPT
         # Operations of the disk that have ended, and how many of them are looked through.
         self._over: list[Entry] = []
         self._look_through = 2 * KEPT
@@ -88,21 +88,28 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
 
     async def Submit(self, request: pb.Operation, context: CallContext) -> pb.OperationReceipt:  # noqa: N802
         """Adds an operation unless its id is known; it is on the disk, unless it is a sample."""
-        async with self._lock:
-            if request.id not in self._entries:
-                if cause := self._flood(request):
-                    code = grpc.StatusCode.RESOURCE_EXHAUSTED
-                    await abort(context, code, cause, Reason.TOO_MANY_CALLS)
-                entry = Entry(request)
-                if entry.kind == "sample":
-                    self._add_sample(entry)
-                else:
-                    entry.place, self._num_stored = self._num_stored, self._num_stored + 1
-                    await asyncio.to_thread(self._store.write, entry.place, request)
-                    self._queue(entry)
-                self._entries[request.id] = entry
-                self._run.signal.notify()
+        # A caller that goes leaves nothing on the disk that is not known: it would be there twice.
+        if cause := await asyncio.shield(self._add(request)):
+            await abort(context, grpc.StatusCode.RESOURCE_EXHAUSTED, cause, Reason.TOO_MANY_CALLS)
         return pb.OperationReceipt()
+
+    async def _add(self, request: pb.Operation) -> str:
+        """Adds an operation unless its id is known; returns why its client must wait, or ""."""
+        async with self._lock:
+            if request.id in self._entries:
+                return ""
+            if cause := self._flood(request):
+                return cause
+            entry = Entry(request)
+            if entry.kind == "sample":
+                self._add_sample(entry)
+            else:
+                entry.place, self._num_stored = self._num_stored, self._num_stored + 1
+                await asyncio.to_thread(self._store.write, entry.place, request)
+                self._queue(entry)
+            self._entries[request.id] = entry
+            self._run.signal.notify()
+        return ""
 
     def _flood(self, request: pb.Operation) -> str:
         """Returns why the client of `request` must wait, or "" if it need not."""
@@ -123,10 +130,11 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
                 await entry.ended.wait()
         if not entry.ended.is_set():
             return pb.OperationResult()
+        result = entry.result
+        if entry.place is not None:
+            result = await asyncio.to_thread(self._store.result, entry.place)
         entry.is_told = True
-        if entry.place is None:
-            return entry.result
-        return await asyncio.to_thread(self._store.result, entry.place)
+        return result
 
     # Turns.
 
@@ -175,7 +183,7 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
         by_number = sorted(done, key=lambda one: one.operation.number)
         for first in done:
             if first.kind == "finish":
-                self._models.finish(first.operation.stream)
+                self._models.finish(first)
             elif first.operation.number == 0 and not first.result.error:
                 model = self._models.take(first.operation.stream, first.result.adapter)
                 for entry in by_number:
@@ -192,7 +200,9 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
         operation = entry.operation
         model = self._models.of(operation.stream)
         if entry.kind == "finish":
-            self._models.finish(operation.stream)
+            self._models.finish(entry)
+            # Nobody asks for its result.
+            entry.is_told = True
             self._end(entry, pb.OperationResult())
         elif operation.number == 0:
             self._first.append(entry)
@@ -236,6 +246,10 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
         """Returns the first operation of a stream that gets a model, or None if there is none."""
         if not self._first:
             return None
+        for model in self._models.in_turn():
+            if (model.stream, model.next) in self._waiting:
+                # It waits for its turn, so it is not silent.
+                model.touch()
         entry = self._first.pop(0)
         if cause := self._refusal(entry):
             self._fail(entry, cause)
@@ -247,10 +261,14 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
             elif entry.kind == "load" and (of := self._models.named[operation.load.name].model):
                 adapter = trainer_pb2.Adapter(rank=of.adapter.rank, alpha=of.adapter.alpha)
             self._models.take(operation.stream, adapter)
+        self._queue_anew()
+        return None if cause else entry
+
+    def _queue_anew(self) -> None:
+        """Ends the operations whose stream has no model any more."""
         kept = {*(model.stream for model in self._models.in_turn()), *self._coming}
         for stream, number in [key for key in self._waiting if key[0] not in kept]:
             self._queue(self._waiting.pop((stream, number)))
-        return None if cause else entry
 
     def _model_of(self, entry: Entry) -> Model:
         model = self._models.of(entry.operation.stream)
@@ -260,6 +278,8 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
     def _refusal(self, first: Entry) -> str:
         """Returns why the stream of its `first` operation may not have a model, or ""."""
         version = self._progress.version.step
+        if first.kind not in ("begin", "load", "refused"):
+            return f"{first.operation.id} has number 0, which is that of a model's beginning"
         if first.kind == "begin" and version and not self._models.are_several:
             return (
                 f"the model was trained for {version} steps already: load a saved state, or start "
@@ -309,7 +329,8 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
             model.passes.append(entry)
         elif entry.kind in ("publish", "save"):
             step = NEWEST if operation.publish.in_flight else result.step
-            self._models.named[getattr(operation, entry.kind).name] = Named(step, model, entry)
+            name = getattr(operation, entry.kind).name
+            self._models.named[name] = Named(step, model, entry, result.step)
             if entry.kind == "publish":
                 model.served = result.step
 
@@ -326,6 +347,8 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
             self._note_end(model, entry)
             if entry.operation.number == 0 and result.error:
                 self._models.drop(model)
+                self._queue_anew()
+            model.touch()
             over = held if entry.kind in ("step", "load") else [entry]
             for each in over:
                 if each.kind == "compute" and each not in model.passes:
@@ -524,6 +547,15 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
 
     def _add_sample(self, entry: Entry) -> None:
         self._samples.add(entry)
-        self._kept.append(entry.operation.id)
-        while len(self._kept) > MAX_KEPT and self._entries[self._kept[0]].ended.is_set():
-            del self._entries[self._kept.popleft()]
+        self._kept.append(entry)
+        if len(self._kept) < self._look_through_kept:
+            return
+        num_left, kept = len(self._kept), []
+        for each in self._kept:
+            may_go = each.ended.is_set() and num_left > (KEPT if each.is_told else MAX_KEPT)
+            num_left -= 1
+            if may_go:
+                del self._entries[each.operation.id]
+            else:
+                kept.append(each)
+        self._kept, self._look_through_kept = kept, len(kept) + KEPT

@@ -259,7 +259,7 @@ def _too_large(size: int) -> str:
 
 def _head(data: bytes) -> wire_pb2.ForwardBackwardRequest:
     """Returns model and number of a pass that is too large: they come before its data."""
-    for end in range(len(data)):
+    for end in range(min(len(data), 1024)):
         with contextlib.suppress(DecodeError):
             request = wire_pb2.ForwardBackwardRequest.FromString(data[:end])
             if request.model_id and request.seq_id:

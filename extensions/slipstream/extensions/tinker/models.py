@@ -68,6 +68,10 @@ class Model:
     served: int = 0
     used_s: float = field(default_factory=time.monotonic)
 
+    @property
+    def session(self) -> str:
+        return self.stream.partition(":")[0]
+
     def touch(self) -> None:
         """Notes that its client uses it."""
         self.used_s = time.monotonic()
@@ -81,6 +85,8 @@ class Named:
     model: Model | None = None
     # The operation that gave the name.
     entry: Entry | None = None
+    # The version of the publish, also if `step` is NEWEST.
+    since: int = 0
 
 
 class Models:
@@ -91,7 +97,8 @@ class Models:
         self.are_several = bool(lora.adapters)
         # That whose turn was last is the last.
         self._by_stream: dict[str, Model] = {}
-        self._finished: set[str] = set()
+        # The operations that ended sessions.
+        self._finished: dict[str, Entry] = {}
         # Publishes and saved states by their names.
         self.named: dict[str, Named] = {"": Named(0)}
 
@@ -105,6 +112,7 @@ class Models:
 
     def turn(self, model: Model) -> None:
         """Notes that it is the turn of `model`."""
+        model.touch()
         self._by_stream[model.stream] = self._by_stream.pop(model.stream)
 
     def refusal(self) -> str:
@@ -131,9 +139,9 @@ class Models:
         """Takes the place of a model away."""
         self._by_stream.pop(model.stream, None)
 
-    def finish(self, session: str) -> None:
+    def finish(self, entry: Entry) -> None:
         """Notes that the models of a session are not used any more."""
-        self._finished.add(session)
+        self._finished[entry.operation.stream] = entry
 
     def newest(self, name: str) -> Model | None:
         """Returns the model whose newest state, saved or not, is meant by the path `name`."""
@@ -152,10 +160,12 @@ class Models:
             served = (NEWEST, one.model.served) if one.model and self.is_there(one.model) else ()
             if one.step and one.step not in (*served, *steps):
                 del self.named[name]
+        own = {model.session for model in self.in_turn()}
+        self._finished = {name: one for name, one in self._finished.items() if name in own}
         owners = {one.model for one in self.named.values() if one.model} | {*self.in_turn()}
         passes = [entry for model in owners for entry in model.passes]
         named = [one.entry for one in self.named.values()]
-        return {*named, *passes, *(model.first for model in owners)}
+        return {*named, *passes, *self._finished.values(), *(model.first for model in owners)}
 
     def is_there(self, model: Model) -> bool:
         """Whether a model has its place."""
@@ -171,6 +181,6 @@ class Models:
         unused = [
             model
             for model in taken.values()
-            if model.stream.partition(":")[0] in self._finished or model.used_s < idle_s
+            if model.session in self._finished or model.used_s < idle_s
         ]
         return min(unused, key=lambda model: model.used_s).adapter.name if unused else ""

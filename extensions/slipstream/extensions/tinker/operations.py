@@ -167,6 +167,11 @@ def optim_step(body: Mapping[str, Any]) -> pb.Operation:
         # JSON of the SDK has null for what is not finite.
         if value is None:
             raise Refused(f"adam_params.{name} must be a finite number")
+        # Adam divides by 1 - beta ** step, and by eps where no gradient was yet.
+        if name.startswith("beta") and value >= 1.0:
+            raise Refused(f"adam_params.{name} must be below 1, got {value}")
+        if name == "eps" and np.float32(value) == 0.0:
+            raise Refused(f"adam_params.eps must be above 0 in float32, got {value}")
     numbers = trainer_pb2.AdamNumbers(
         learning_rate=given.get("learning_rate", 1e-4),
         beta1=given.get("beta1", 0.9),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
 from slipstream.core.types import Status, Trajectory
 from slipstream.extensions.tinker.models import NEWEST, Entry, Model, Models, Named
@@ -52,7 +53,7 @@ class Samples:
 
     def await_before(self, model: Model) -> None:
         """Notes the samples that end before a publish of `model` does."""
-        named = ((one, self._models.named.get(one.operation.sample.name)) for one in self.open)
+        named = ((one, self._named(one)) for one in self.open)
         self.awaited = [
             one
             for one, found in named
@@ -74,7 +75,7 @@ class Samples:
         running: Counter[str] = Counter()
         for entry in list(self.open):
             sample = entry.operation.sample
-            named = self._models.named.get(sample.name)
+            named = self._named(entry)
             if named is None:
                 self._over(entry, f"{sample.name} is no name of a publish of this run")
                 continue
@@ -102,6 +103,18 @@ class Samples:
             if not ready[stream]:
                 del ready[stream]
 
+    def _named(self, entry: Entry) -> Named | None:
+        """Returns what a sample is by, or None if its name is not known.
+
+        Values of prompts are those of a reference or a teacher, so they are by the version of the
+        session's own publish, also where its replies are by whatever is served.
+        """
+        sample = entry.operation.sample
+        named = self._models.named.get(sample.name)
+        if named is None or named.step != NEWEST or not sample.sampling.prompt_logprobs:
+            return named
+        return replace(named, step=named.since)
+
     def _is_of(self, named: Named | None, model: Model) -> bool:
         """Whether a publish of `model` changes what `named` samples by."""
         return not self._models.are_several or (named is not None and named.model is model)
@@ -115,8 +128,9 @@ class Samples:
             is_there = self._models.is_there(named.model)
             if not is_there or step not in (NEWEST, named.model.served):
                 return []
-            # Later versions have the same values of this model.
-            return [one for one in serving if one.version is not None and one.version.step >= step]
+            # Later versions have the same values of this model, earlier ones another model's.
+            oldest = named.model.served
+            return [one for one in serving if one.version and one.version.step >= oldest]
         if step == NEWEST:
             return serving
         return [one for one in serving if one.version is not None and one.version.step == step]
@@ -128,6 +142,8 @@ class Samples:
             model = named.model
             if model is None or (self._models.is_there(model) and step in (NEWEST, model.served)):
                 return ""
+            if not self._models.is_there(model):
+                return f"the place of model {model.stream} has another model now"
             newest = model.served
         elif not served or step == self._progress.version.step:
             return ""
@@ -141,7 +157,8 @@ class Samples:
     def _send(self, entry: Entry, session: ServerSession) -> None:
         sample = entry.operation.sample
         assert session.version is not None
-        named = self._models.named[sample.name]
+        named = self._named(entry)
+        assert named is not None
         sample.sampling.by_start = self._keeps_start and not named.step
         environment = CLIENT
         if named.model is not None:
@@ -182,6 +199,8 @@ class Samples:
             entry.groups.clear()
         found = () if error else map(_sampled, entry.finished)
         self._end(entry, pb.OperationResult(error=error, samples=found))
+        # The result has its replies.
+        entry.finished.clear()
 
 
 def _sampled(trajectory: Trajectory) -> pb.Sampled:

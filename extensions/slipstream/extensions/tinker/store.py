@@ -26,6 +26,9 @@ class OperationStore:
             # A kill came between its request and this.
             if not path.with_suffix(".request").exists():
                 path.unlink()
+        for path in self._folder.glob(".*.request"):
+            # A kill came before it was whole.
+            path.unlink()
         for path in sorted(self._folder.glob("*.request")):
             has_ended = path.with_suffix(".result").exists()
             result = self.result(int(path.stem)) if has_ended else pb.OperationResult()

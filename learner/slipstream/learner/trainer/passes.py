@@ -42,16 +42,10 @@ from torch import Tensor
 class _Held:
     """What is held since the newest step, of the policy or of one of its adapters."""
 
-    # Reports of the passes, by id, and those passes whose gradients are held.
+    # Reports of the passes whose gradients are held, by id, in their order.
     reports: dict[str, pb.PassReport] = field(default_factory=dict)
-    accumulated: list[str] = field(default_factory=list)
     # The gradients while those of another adapter are in the model's buffers.
     gradients: list[Tensor] = field(default_factory=list)
-
-    def forget(self) -> None:
-        """Begins a new step."""
-        self.reports.clear()
-        self.accumulated.clear()
 
 
 class Passes:
@@ -73,16 +67,19 @@ class Passes:
     def compute(self, given: pb.Pass) -> pb.PassReport:
         """Returns log-probabilities and loss of a pass, and adds its gradients to those held.
 
-        A pass that was carried out since the newest step is not carried out again. A pass that
-        fails adds nothing, and the report names the cause.
+        A pass whose gradients are held is not carried out again. A pass that fails adds nothing,
+        and the report names the cause.
         """
         with self._held(given.adapter) as held:
-            if given.id not in held.reports:
-                try:
-                    held.reports[given.id] = self._computed(given, held)
-                except (UntrainableBatch, ValueError) as error:
-                    held.reports[given.id] = pb.PassReport(id=given.id, error=str(error))
-            return held.reports[given.id]
+            if given.id in held.reports:
+                return held.reports[given.id]
+            try:
+                report = self._computed(given, held)
+            except (UntrainableBatch, ValueError) as error:
+                return pb.PassReport(id=given.id, error=str(error))
+            if given.backward:
+                held.reports[given.id] = report
+            return report
 
     def run(self, batch: Batch) -> TrainedStep:
         """Updates the weights with the gradients of the batch's passes, or as a client asks else.
@@ -100,14 +97,14 @@ class Passes:
                 case "adam":
                     metrics = self._update(AdamNumbers.from_pb(given.adam), batch.passes, held)
                 case "load":
-                    held.forget()
+                    held.reports.clear()
                     with memory.resident(Part.OPTIMIZER):
                         self._load(given.load.step, self._stored(given))
                         if given.load.without_optimizer:
                             self._policy.forget_moments()
                     metrics = {}
                 case "begin":
-                    held.forget()
+                    held.reports.clear()
                     with memory.resident(Part.OPTIMIZER):
                         self._begin(given)
                         self._serve(given.adapter)
@@ -121,18 +118,18 @@ class Passes:
     def _update(
         self, numbers: AdamNumbers, passes: Sequence[pb.Pass], held: _Held
     ) -> dict[str, float]:
-        if held.accumulated != [given.id for given in passes]:
-            held.forget()
+        if list(held.reports) != [given.id for given in passes]:
+            held.reports.clear()
             for given in passes:
                 if error := self.compute(given).error:
                     raise UntrainableBatch(f"pass {given.id} had gradients, and now: {error}")
-        if not held.accumulated:
+        if not held.reports:
             self._policy.zero_grad()
         try:
             with self._policy.memory.resident(Part.GRADIENTS):
                 norm = self._policy.optimizer_step(numbers.learning_rate, _never, adam=numbers)
         finally:
-            held.forget()
+            held.reports.clear()
         return {"grad_norm": norm, "learning_rate": numbers.learning_rate}
 
     @contextmanager
@@ -143,7 +140,7 @@ class Passes:
         if name != self._in_buffers:
             with self._policy.memory.resident(Part.GRADIENTS):
                 buffers = list(gradient_buffers(self._policy.chunks))
-                other.gradients = [one.clone() for one in buffers] if other.accumulated else []
+                other.gradients = [one.clone() for one in buffers] if other.reports else []
                 for buffer, gradient in zip(buffers, held.gradients, strict=bool(held.gradients)):
                     buffer.copy_(gradient)
             self._in_buffers, held.gradients = name, []
@@ -182,19 +179,23 @@ class Passes:
         policy, ranks, own = self._policy, self._policy.ranks, _PassLoss(self._policy, given)
         with policy.memory.resident(Part.PARAMETERS, Part.GRADIENTS):
             buffers = list(gradient_buffers(policy.chunks)) if given.backward else []
-            before = [buffer.clone() for buffer in buffers] if held.accumulated else []
+            before = [buffer.clone() for buffer in buffers] if held.reports else []
             if given.backward:
                 policy.zero_grad()
-            logprobs = masked_outputs(policy, sequences, own.outputs, max_tokens=self._max_tokens)
-            total = float(ranks.sum(own.total if ranks.counts else torch.zeros_like(own.total)))
-            if given.backward and not math.isfinite(total):
-                policy.zero_grad()
-            for buffer, gradient in zip(buffers, before, strict=bool(before)):
-                buffer.add_(gradient)
-        if not math.isfinite(total):
-            raise UntrainableBatch(f"the loss is {total}")
-        if given.backward:
-            held.accumulated.append(given.id)
+            try:
+                logprobs = masked_outputs(
+                    policy, sequences, own.outputs, max_tokens=self._max_tokens
+                )
+                total = float(ranks.sum(own.total if ranks.counts else torch.zeros_like(own.total)))
+                if not math.isfinite(total):
+                    raise UntrainableBatch(f"the loss is {total}")
+            except (UntrainableBatch, ValueError):
+                if given.backward:
+                    policy.zero_grad()
+                raise
+            finally:
+                for buffer, gradient in zip(buffers, before, strict=bool(before)):
+                    buffer.add_(gradient)
         return pb.PassReport(
             id=given.id,
             logprobs=[found.astype("<f4").tobytes() for found in logprobs],

@@ -1,14 +1,16 @@
 """Steps of a client's loop, when kills come between the journal and the results on the disk."""
 
 import asyncio
+import itertools
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from slipstream.core.types import PolicyVersion
-from slipstream.extensions.tinker import controller
+from slipstream.extensions.tinker import controller, models
 from slipstream.extensions.tinker.controller import KEPT, Operations
 from slipstream.extensions.tinker.models import Entry
 from slipstream.learner.controller.records import kinds
@@ -412,3 +414,129 @@ async def test_a_client_that_died_unsaved_goes_on_from_the_newest_state(tmp_path
         await loop.operations.Submit(late, context)
         await loop.write_results()
         assert "is not trained by this run any more" in (await loop.result("late")).error
+
+
+async def test_a_request_that_a_kill_has_cut_is_none(tmp_path: Path) -> None:
+    with Journal(tmp_path / "r" / "journal") as journal:
+        await begun(journal, tmp_path)
+        torn = tmp_path / "r" / "operations" / ".000000004.request"
+        torn.write_bytes(b"\n")
+        assert len(Loop(journal, tmp_path).operations._entries) == 4
+        assert not torn.exists()
+
+
+async def test_a_caller_that_goes_and_comes_again_leaves_one_operation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context: Any = None
+    with Journal(tmp_path / "r" / "journal") as journal:
+        loop = await begun(journal, tmp_path)
+        store, begins, may_write = loop.operations._store, threading.Event(), threading.Event()
+
+        def write(number: int, operation: Operation, write=store.write) -> None:
+            begins.set()
+            may_write.wait(LIMIT_S)
+            write(number, operation)
+
+        monkeypatch.setattr(store, "write", write)
+        late = Operation(id="late", stream="s", number=4, step=ADAM)
+        call = asyncio.create_task(loop.operations.Submit(late, context))
+        await asyncio.to_thread(begins.wait, LIMIT_S)
+        call.cancel()
+        again = asyncio.create_task(loop.operations.Submit(late, context))
+        may_write.set()
+        await again
+        assert call.cancelled()
+        assert [one.id for _, one, _ in store.read()].count("late") == 1
+
+
+async def test_an_operation_that_begins_no_model_does_not_take_one_over(tmp_path: Path) -> None:
+    context: Any = None
+    with Journal(tmp_path / "r" / "journal") as journal:
+        loop = await begun(journal, tmp_path)
+        strange = Operation(id="x", stream="s", step=ADAM)
+        await loop.operations.Submit(strange, context)
+        await loop.write_results()
+        assert [loop.step(), loop.step()] == ["step1", ""]
+        await loop.write_results()
+        assert [loop.step(), loop.step()] == ["step2", ""]
+        await loop.write_results()
+        assert loop.step() == "step3"
+        await loop.write_results()
+        loop.operations._look()
+        await loop.write_results()
+        assert "x has number 0, which is that of a" in (await loop.result("x")).error
+        model = loop.operations._models.of("s")
+        assert model is not None
+        assert model.next == 4
+
+
+async def test_a_model_that_waits_for_its_turn_is_not_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context: Any = None
+    with Journal(tmp_path / "r" / "journal") as journal:
+        journal.append(kinds.Start(format=1, run_id="r"))
+        journal.sync()
+        loop = Loop(journal, tmp_path, lora=TWO)
+        for stream in ("s", "t"):
+            await loop.operations.Submit(begin_of(stream, 1), context)
+            assert loop.step() == f"{stream}:begin"
+            await loop.write_results()
+        for stream in ("s", "t"):
+            await loop.operations.Submit(of_stream(stream, 1, "step1", step=ADAM), context)
+        later = itertools.count(models.time.monotonic() + models.IDLE_S + 1)
+        monkeypatch.setattr(models.time, "monotonic", lambda: next(later))
+        await loop.operations.Submit(begin_of("u", 1), context)
+        for stream in ("s", "t"):
+            assert loop.step() == f"{stream}:step1"
+            await loop.write_results()
+        assert "all 2 places for models" in (await loop.result("u:begin")).error
+
+
+async def test_samples_that_were_told_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(controller, "KEPT", 2)
+    monkeypatch.setattr(controller, "MAX_KEPT", 5)
+    context: Any = None
+    with Journal(tmp_path / "r" / "journal") as journal:
+        loop = Loop(journal, tmp_path)
+        for number in range(20):
+            sample = Operation(id=str(number), sample=operations_pb2.Sample())
+            await loop.operations.Submit(sample, context)
+            entry = loop.operations._entries[str(number)]
+            if number:
+                loop.operations._samples._over(entry)
+                await loop.write_results()
+            if number > 3:
+                await loop.result(str(number))
+        # The first is under way, the next three were not asked for.
+        assert {"0", "18", "19"} <= loop.operations._entries.keys()
+        assert len(loop.operations._entries) <= 8
+
+
+class Fleet:
+    """A fleet of servers by their versions."""
+
+    def __init__(self, *steps: int) -> None:
+        self._sessions = [Serving(PolicyVersion(0, step)) for step in steps]
+
+    def serving(self) -> list["Serving"]:
+        return self._sessions
+
+
+class Serving:
+    """A server."""
+
+    def __init__(self, version: PolicyVersion) -> None:
+        self.version = version
+
+
+def test_a_session_in_flight_is_not_of_the_model_that_had_its_place_before(tmp_path: Path) -> None:
+    with Journal(tmp_path / "r" / "journal") as journal:
+        loop = Loop(journal, tmp_path, lora=TWO)
+        model = loop.operations._models.take("s", trainer_pb2.Adapter(rank=1, alpha=1.0))
+        model.served, fleet = 5, Fleet(4, 5, 6)
+        samples: Any = loop.operations._samples
+        samples._fleet = fleet
+        found = samples._sessions(models.Named(models.NEWEST, model))
+        assert [one.version.step for one in found] == [5, 6]

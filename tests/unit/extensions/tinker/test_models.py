@@ -3,7 +3,8 @@
 import pytest
 from slipstream.core.settings.lora_section import LoraSection
 from slipstream.extensions.tinker import models
-from slipstream.extensions.tinker.models import Models
+from slipstream.extensions.tinker.models import Entry, Models
+from slipstream.v1.operations_pb2 import Operation
 from slipstream.v1.trainer_pb2 import Adapter
 
 TWO = LoraSection(rank=8, publish="adapters", adapters=("a", "b"))
@@ -24,7 +25,7 @@ def test_a_new_model_gets_a_free_place_and_is_refused_where_there_is_none() -> N
     taken = [all_models.take(stream, NEW).adapter for stream in ("s:train:0", "t:train:0")]
     assert [(one.name, one.rank, one.alpha) for one in taken] == [("a", 2, 4.0), ("b", 2, 4.0)]
     assert "all 2 places for models (lora.adapters) are taken" in all_models.refusal()
-    all_models.finish("t")
+    all_models.finish(Entry(Operation(id="t:finish", stream="t")))
     assert all_models.refusal() == ""
     # The place after a restart, too.
     assert all_models.take("u:train:0", Adapter(name="b")).adapter.name == "b"
@@ -46,3 +47,12 @@ def test_models_have_turns_one_after_another() -> None:
     first, second = (all_models.take(stream, NEW) for stream in ("s:train:0", "t:train:0"))
     all_models.turn(first)
     assert list(all_models.in_turn()) == [second, first]
+
+
+def test_the_end_of_a_session_is_kept_as_long_as_its_model_has_its_place() -> None:
+    all_models, finish = Models(TWO), Entry(Operation(id="t:finish", stream="t"))
+    all_models.take("t:train:0", NEW)
+    all_models.finish(finish)
+    assert finish in all_models.lasting(())
+    all_models.take("u:train:0", Adapter(name="a"))
+    assert finish not in all_models.lasting(())

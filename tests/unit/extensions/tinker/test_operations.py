@@ -95,6 +95,20 @@ def test_optim_step_has_its_own_numbers_of_adam() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        ({"beta1": 1.0}, "beta1 must be below 1, got 1.0"),
+        ({"beta2": 1.0}, "beta2 must be below 1, got 1.0"),
+        ({"eps": 0.0}, "eps must be above 0 in float32, got 0.0"),
+        ({"eps": 1e-60}, "eps must be above 0 in float32, got 1e-60"),
+    ],
+)
+def test_numbers_with_which_adam_divides_by_zero_are_refused(change: dict, cause: str) -> None:
+    with pytest.raises(Refused, match=cause):
+        operations.optim_step(OPTIM_STEP | {"adam_params": OPTIM_STEP["adam_params"] | change})
+
+
 def test_a_sample_asks_for_the_version_of_its_session() -> None:
     operation = operations.sample(SAMPLE, config_of(), 7)
     assert operation.id == "s1:sample:0:7:sample"
