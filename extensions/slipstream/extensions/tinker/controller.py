@@ -43,7 +43,7 @@ from slipstream.v1 import operations_pb2_grpc, trainer_pb2
 MAX_WAITING = 4096
 # Most samples that are kept for clients that have not asked for them.
 MAX_KEPT = 65536
-# Operations and told samples stay at least until so many others have come, too.
+# Operations that have ended stay at least until so many others have, too.
 KEPT = 1024
 LOOK_S = 0.5
 
@@ -74,9 +74,7 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
         # The operation that ended last; its result may not be on the disk yet.
         self._before: Entry | None = None
         self._samples = Samples(run, books, intake, scheduler, self._models, self._end)
-        self._kept: list[Entry] = []
-        self._look_through_kept = 2 * KEPT
-        # Operations of the disk that have ended, and how many of them are looked through.
+        # Operations that have ended, and how many of them are looked through.
         self._over: list[Entry] = []
         self._look_through = 2 * KEPT
         self._lock = asyncio.Lock()
@@ -102,7 +100,7 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
                 return cause
             entry = Entry(request)
             if entry.kind == "sample":
-                self._add_sample(entry)
+                self._samples.open.append(entry)
             else:
                 entry.place, self._num_stored = self._num_stored, self._num_stored + 1
                 await asyncio.to_thread(self._store.write, entry.place, request)
@@ -382,14 +380,17 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
             if entry.place is not None:
                 await asyncio.to_thread(self._store.end, entry.place, entry.result)
                 entry.step, entry.result = entry.result.step, pb.OperationResult()
-                self._over.append(entry)
-                if len(self._over) >= self._look_through:
-                    await self._forget()
+            self._over.append(entry)
+            if len(self._over) >= self._look_through:
+                await self._forget()
             entry.ended.set()
             self._run.signal.notify()
 
     async def _forget(self) -> None:
-        """Removes what is spent: told, covered by a checkpoint, and not needed after a restart."""
+        """Removes what is spent: told, covered by a checkpoint, and not needed after a restart.
+
+        A sample need not be covered; of those that nobody has asked for the oldest go.
+        """
         old, new = self._over[:-KEPT], self._over[-KEPT:]
         covered = self._state.checkpoint.step
         lasting = self._models.lasting(complete_steps(self._checkpoints))
@@ -398,9 +399,11 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
             for entry in old
             if entry.is_told and entry.step <= covered and entry not in lasting
         }
+        spent.update([e for e in old if e.place is None and not e.is_told][:-MAX_KEPT])
         for entry in spent:
             del self._entries[entry.operation.id]
-        await asyncio.to_thread(self._store.remove, [entry.place or 0 for entry in spent])
+        places = [entry.place for entry in spent if entry.place is not None]
+        await asyncio.to_thread(self._store.remove, places)
         self._over = [entry for entry in old if entry not in spent] + new
         self._look_through = len(self._over) + KEPT
 
@@ -544,18 +547,3 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
         entry, given = self._current, found.batch.given
         if entry is not None and given is not None and entry.operation.id == given.id:
             self._fail(entry, found.cause)
-
-    def _add_sample(self, entry: Entry) -> None:
-        self._samples.add(entry)
-        self._kept.append(entry)
-        if len(self._kept) < self._look_through_kept:
-            return
-        num_left, kept = len(self._kept), []
-        for each in self._kept:
-            may_go = each.ended.is_set() and num_left > (KEPT if each.is_told else MAX_KEPT)
-            num_left -= 1
-            if may_go:
-                del self._entries[each.operation.id]
-            else:
-                kept.append(each)
-        self._kept, self._look_through_kept = kept, len(kept) + KEPT

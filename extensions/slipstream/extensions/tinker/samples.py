@@ -47,10 +47,6 @@ class Samples:
         # Those that the current publish waits for.
         self.awaited: list[Entry] = []
 
-    def add(self, entry: Entry) -> None:
-        """Adds a sample."""
-        self.open.append(entry)
-
     def await_before(self, model: Model) -> None:
         """Notes the samples that end before a publish of `model` does."""
         named = ((one, self._named(one)) for one in self.open)

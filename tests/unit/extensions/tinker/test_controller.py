@@ -494,24 +494,31 @@ async def test_a_model_that_waits_for_its_turn_is_not_silent(
         assert "all 2 places for models" in (await loop.result("u:begin")).error
 
 
-async def test_samples_that_were_told_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_samples_go_once_told_and_the_oldest_untold_ones_at_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(controller, "KEPT", 2)
-    monkeypatch.setattr(controller, "MAX_KEPT", 5)
+    monkeypatch.setattr(controller, "MAX_KEPT", 3)
     context: Any = None
     with Journal(tmp_path / "r" / "journal") as journal:
         loop = Loop(journal, tmp_path)
+        writes = asyncio.create_task(loop.operations._write_results())
         for number in range(20):
             sample = Operation(id=str(number), sample=operations_pb2.Sample())
             await loop.operations.Submit(sample, context)
             entry = loop.operations._entries[str(number)]
-            if number:
-                loop.operations._samples._over(entry)
-                await loop.write_results()
-            if number > 3:
+            if number == 0:
+                continue
+            loop.operations._samples._over(entry)
+            await until(entry.ended.is_set)
+            if number > 6:
                 await loop.result(str(number))
-        # The first is under way, the next three were not asked for.
-        assert {"0", "18", "19"} <= loop.operations._entries.keys()
-        assert len(loop.operations._entries) <= 8
+        writes.cancel()
+        # The first is under way, and nobody has asked for six others.
+        kept = loop.operations._entries.keys()
+        assert {"0", "4", "5", "6", "18", "19"} <= kept
+        assert len(kept) <= 10
+        assert not {"1", "2", "3"} & kept
 
 
 class Fleet:
