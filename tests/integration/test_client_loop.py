@@ -211,7 +211,7 @@ async def test_with_in_flight_older_sessions_sample_by_what_is_served(tmp_path) 
             await client.result(await client.ask(session, [1]))
         assert server.loaded_versions[-1].step == 2
         assert len(server.leases) == 3
-        # As a reference an older session would be of other weights.
+        # An older session is no reference any more: its weights are not served.
         asked = await client.ask(sessions[1], [1, 2, 3], prompt_logprobs=True)
         assert (await client.result(asked))["error"].startswith("version 1 is not served any more")
         asked = await client.ask(sessions[2], [1, 2, 3], prompt_logprobs=True)
