@@ -78,8 +78,8 @@ class WeightUpdate:
         An empty `layout` means the layout of the previous update. Calls to the workers delay the
         engine's steps, so they are left out for an update like the previous one. A staged update
         always calls the workers: they receive all its buckets here, and copy them in `receive`.
-        `is_busy` says that requests run; only then does "auto" stage an update. Raises
-        WeightSyncError if the update cannot be prepared, EngineDied if the workers do not answer.
+        `is_busy` says that requests run; only then may an update be staged. Raises WeightSyncError
+        if the update cannot be prepared, EngineDied if the workers do not answer.
         """
         self._announced = None
         is_given = bool(layout.tensors or layout.adapters)
@@ -90,7 +90,7 @@ class WeightUpdate:
         is_known = described == self._layout and not order.new_communicator
         if described != self._layout:
             await self._learn(layout, described)
-        stage = await self._chooses_staging(is_busy=is_busy)
+        stage = is_busy and await self._chooses_staging()
         limit_s = order.bucket_deadline_s * self._num_buckets + _LOAD_LIMIT_S
         if stage or not is_known or terms != self._ready_for:
             self._ready_for = None
@@ -167,11 +167,11 @@ class WeightUpdate:
         if layout.tensors and described != self._weights_layout:
             self._weights_layout, self._all_have_plan = described, False
 
-    async def _chooses_staging(self, *, is_busy: bool) -> bool:
+    async def _chooses_staging(self) -> bool:
         """Returns whether to stage the update; either all workers stage it or none."""
         if not self._may_stage or not (self._all_have_plan or self._are_adapters_alone):
             return False
-        if is_busy and self._has_room is None:
+        if self._has_room is None:
             async with _within(_LOAD_LIMIT_S):
                 rooms = await self._call("room")
             self._has_room = min(rooms) >= self._num_bytes
@@ -183,7 +183,7 @@ class WeightUpdate:
                     self._num_bytes / 1e9,
                     max(0, min(rooms)) / 1e9,
                 )
-        return is_busy and bool(self._has_room)
+        return bool(self._has_room)
 
     async def _begin(self, announced: _Announced) -> None:
         try:

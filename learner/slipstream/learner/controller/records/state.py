@@ -239,14 +239,6 @@ class RunState:
                 for name in record.evaluations:
                     self.environments[name].measured = record
 
-    def forget(self, before: int) -> None:
-        """Forgets the batches of the steps before `before`, whose files are gone.
-
-        A trainer can go back at most to the version that `before` starts from.
-        """
-        self.batches = {s: batch for s, batch in self.batches.items() if s >= before}
-        self.steps = {s: made for s, made in self.steps.items() if s >= before - 1}
-
     def _lease(self, record: kinds.Lease) -> None:
         number = int(record.group.removeprefix("g"))
         if number < self.next_group:

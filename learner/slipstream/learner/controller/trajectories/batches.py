@@ -80,9 +80,6 @@ class BatchFormer:
 
     def restore(self, history: RunHistory) -> None:
         """Restores the trajectories of open groups from the files of set-aside batches."""
-        kept = self._journal.kept_batches()
-        there = [step for step, b in history.batches.items() if (step, b.attempt) in kept]
-        history.forget(min(there, default=history.next_step))
         files = {
             (b.step, b.attempt): b for g, b in history.put_back.items() if g in self._book.groups
         }
