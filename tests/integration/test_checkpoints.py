@@ -214,7 +214,7 @@ def test_a_load_in_any_layout_gives_the_same_weights_and_next_step(job, results)
 
 def test_the_learning_rate_of_the_step_after_the_load_is_that_of_the_schedule(results):
     # Step 3 of 4 is the second of three that fall, after one step of warmup.
-    fallen = 0.9 * (1 - math.cos(math.pi / 3)) / 2
+    fallen = (1 - math.cos(math.pi / 3)) / 2
     found = results["cosine-epochs-again"]["metrics"][0]["learning_rate"]
     assert found == pytest.approx(1e-3 * (1 - fallen))
 
