@@ -308,6 +308,7 @@ CHECKS = (
     Check("stack", Stage.DOCTOR, ANY, machine.check_stack, of_machine=True),
     Check("driver", Stage.DOCTOR, ANY, machine.check_gpus, of_machine=True),
     Check("gpu", Stage.DOCTOR, ANY, machine.check_build, of_machine=True),
+    Check("address space", Stage.SETTINGS, ANY, machine.check_address_space, of_machine=True),
     Check("model", Stage.SETTINGS, ANY, check_files),
     Check("security", Stage.SETTINGS, WHOLE_RUN, check_security, FILES),
     Check("open sockets", Stage.SETTINGS, ANY, check_exposure, "use a private network or a tunnel"),

@@ -45,6 +45,8 @@ MIN_SHARED_GIB = 1
 MIN_OPEN_FILES = 4096
 # No system has a lower hard limit by default.
 LEAST_OPEN_FILES = 1024
+# What torch with vLLM maps on a CPU, GiB. CUDA maps more than any GPU has.
+LEAST_ADDRESSES_GIB = 16
 SHARED_MEMORY = Path("/dev/shm")
 CPU_FLAGS = ("avx512f", "avx2")
 
@@ -104,6 +106,16 @@ def check_open_files(_: Scene) -> Finding:
     if hard < LEAST_OPEN_FILES:
         return problem(seen, remedy)
     return advice(seen, remedy) if hard < MIN_OPEN_FILES else ok(seen)
+
+
+def check_address_space(_: Scene) -> Finding:
+    """Checks the limit of the memory that a process maps, which a library may meet by a crash."""
+    soft = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if soft == resource.RLIM_INFINITY:
+        return ok("one process may map any amount of memory")
+    seen = f"one process may map {soft / GIB:.1f} GiB of memory"
+    is_little = uses_gpus() or soft < LEAST_ADDRESSES_GIB * GIB
+    return (problem if is_little else advice)(seen, "set ulimit -v unlimited where this starts")
 
 
 def check_gpus(_: Scene) -> Iterator[Finding]:
