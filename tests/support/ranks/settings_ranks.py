@@ -67,10 +67,6 @@ REFUSED = {
 
 def changed(folder: Path, changes: dict) -> Config:
     table = config_of("one-moe", folder).model_dump(mode="json", exclude_none=True)
-    changes = dict(changes)
-    if critic := changes.pop("critic", None):
-        table["critic"] = critic
-        table["algorithm"]["advantage"] = "gae"
     table["learner"] |= changes
     return parse_config(table, source="test")
 

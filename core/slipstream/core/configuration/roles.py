@@ -127,7 +127,9 @@ def _problems(
         return
     yield from model_problems(sizes)
     yield from field_problems(read_model_table(folder))
-    yield from layout_problems(sizes, learner.parallel, learner.transformer)
+    # How the policy's experts are split concerns no model without experts.
+    layout = learner.parallel.model_copy(update={} if sizes.experts else {"etp": None})
+    yield from layout_problems(sizes, layout, learner.transformer)
     # With the policy's folder, the policy's own rules report this.
     if is_critic and folder != policy_folder:
         yield from critic_problems(sizes)

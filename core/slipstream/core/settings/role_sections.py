@@ -130,8 +130,8 @@ def renamed(problem: str, name: str, role: RoleSection) -> str:
     """Returns `problem`, a message about settings of `in_place_of`, with the role's names for them.
 
     For example, `learner.parallel` becomes `critic.parallel` if `name` is "critic" and `role` has
-    that table.
+    that table, which has no `etp`.
     """
     if role.parallel is not None:
-        problem = re.sub(r"\blearner\.parallel\b", f"{name}.parallel", problem)
+        problem = re.sub(r"\blearner\.parallel\b(?!\.etp)", f"{name}.parallel", problem)
     return re.sub(r"\bmodel\.path\b", f"{name}.path", problem) if role.path else problem

@@ -196,6 +196,37 @@ def test_a_role_reads_the_policys_tokens(model, added, said: str, tmp_path: Path
     assert found == ([expected] if said else [])
 
 
+MIXTURE: Table = {
+    "architectures": ["MixtralForCausalLM"],
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ({}, []),
+        (
+            MIXTURE,
+            [
+                "learner.parallel.etp (None: tp) must divide the experts' intermediate size of 16, "
+                "got 3"
+            ],
+        ),
+    ],
+)
+def test_the_split_of_the_policys_experts_is_that_of_roles_with_experts(model, said, tmp_path):
+    policy = model_folder(tmp_path / "policy", **MIXTURE, intermediate_size=24)
+    config = config_with(
+        KL,
+        model={"path": str(policy)},
+        reference={"path": str(model_folder(tmp_path / "other", **model)), "parallel": {"cp": 3}},
+        learner={"world_size": 3, "parallel": {"etp": 3}},
+    )
+    assert list(role_problems(config, read_model_sizes(policy))) == said
+
+
 @pytest.mark.parametrize("name", ["reference", "critic"])
 def test_the_folder_of_a_role_is_checked_under_its_own_name(name: str, tmp_path: Path) -> None:
     def refused(changes: Table, **role: JsonValue) -> str:
