@@ -313,7 +313,7 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
     def _note_end(self, model: Model, entry: Entry) -> None:
         """Moves on behind the operation whose turn it was, which is done."""
         operation, result = entry.operation, entry.result
-        model.next = operation.number + 1
+        model.next, model.last = operation.number + 1, entry
         if not entry.ended.is_set():
             self._before = entry
         if operation.number == 0:
@@ -322,7 +322,8 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
             model.passes = []
         if result.error:
             return
-        if entry.kind == "compute" and operation.compute.backward:
+        # Without its sequences a step before a restart had it.
+        if operation.compute.backward and operation.compute.sequences:
             operation.compute.adapter.CopyFrom(model.adapter)
             model.passes.append(entry)
         elif entry.kind in ("publish", "save"):

@@ -60,8 +60,9 @@ class Model:
     adapter: trainer_pb2.Adapter
     # The number of its next operation.
     next: int = 0
-    # The operation with which it began.
+    # The operation with which it began, and the one that is done last.
     first: Entry | None = None
+    last: Entry | None = None
     # The passes since its newest step whose gradients the trainer holds.
     passes: list[Entry] = field(default_factory=list)
     # The version of its newest publish; older ones are not served.
@@ -165,7 +166,8 @@ class Models:
         owners = {one.model for one in self.named.values() if one.model} | {*self.in_turn()}
         passes = [entry for model in owners for entry in model.passes]
         named = [one.entry for one in self.named.values()]
-        return {*named, *passes, *self._finished.values(), *(model.first for model in owners)}
+        ends = [entry for model in owners for entry in (model.first, model.last)]
+        return {*named, *passes, *self._finished.values(), *ends}
 
     def is_there(self, model: Model) -> bool:
         """Whether a model has its place."""

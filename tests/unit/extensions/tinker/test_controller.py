@@ -547,3 +547,40 @@ def test_a_session_in_flight_is_not_of_the_model_that_had_its_place_before(tmp_p
         samples._fleet = fleet
         found = samples._sessions(models.Named(models.NEWEST, model))
         assert [one.version.step for one in found] == [5, 6]
+
+
+async def test_a_model_that_rests_goes_on_after_a_restart_however_much_others_did(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(controller, "KEPT", 2)
+    context: Any = None
+    with Journal(tmp_path / "r" / "journal") as journal:
+        journal.append(kinds.Start(format=1, run_id="r"))
+        journal.sync()
+        loop = Loop(journal, tmp_path, lora=TWO)
+        loop.history.checkpoint = loop.history.checkpoint._replace(step=9)
+        data = [trainer_pb2.PassSequence(token_ids=b"1234")]
+        compute = trainer_pb2.Pass(id="s:pass", backward=True, sequences=data)
+        no = operations_pb2.Refused(cause="no")
+        for one in (
+            *(begin_of(stream, 1) for stream in ("s", "t")),
+            of_stream("s", 1, "pass", compute=compute),
+            of_stream("s", 2, "step", step=ADAM),
+            of_stream("s", 3, "no", refused=no),
+            *(of_stream("t", number, f"no{number}", refused=no) for number in range(1, 20)),
+        ):
+            await loop.operations.Submit(one, context)
+            if one.HasField("compute"):
+                loop.operations._look()
+                loop.operations.computed(trainer_pb2.PassReport(id="s:pass"))
+            loop.step()
+            await loop.write_results()
+            # Nobody asks for the pass alone.
+            if not one.HasField("compute"):
+                assert (await loop.result(one.id)).is_done
+        assert "s:step" not in loop.operations._entries
+    with Journal(tmp_path / "r" / "journal") as journal:
+        loop = Loop(journal, tmp_path, lora=TWO)
+        model = loop.operations._models.of("s")
+        assert model is not None
+        assert (model.next, model.passes) == (4, [])
