@@ -23,7 +23,7 @@ _NOTHING = r"n/?a|none|null|nan|nil|unknown|undefined|missing|tbd|todo|no answer
 # The kinds of answers, of which the first that fits counts.
 _KINDS = {
     "no answer": rf"(?i:{_NOTHING})\.?|[-–?.\s]+",
-    "JSON": r"\{.*[\"'].*:.*\}|\[.*[\"{].*\]",
+    "JSON": r"\{\s*[\"'].*\}|\[\s*[\"{].*\]",
     "several answers": rf"(?:{_NUMBER}|[A-Z]) or (?:{_NUMBER}|[A-Z])",
     "a number": rf"{_NUMBER}\.?",
     "a letter": r"\(?[A-Z]\)?[.:]?",
@@ -44,7 +44,7 @@ _CALLED = (
     r"(?:answer|solution|result|hint|key|label|target|correct|expected)\W{{0,3}}(?:is)?\W{{0,3}}{0}"
     r"(?!\w|\s*(?:[,/|]|or\b)\s*\w)"
 )
-_ALONE = r"[.?!]\W*(?<!\w){0}\W*$"
+_ALONE = r"\w(?=\W*[.?!])\W*(?<!\w){0}\W*$"
 _NAMED = r"(?<!\w){0}(?!\w)"
 
 

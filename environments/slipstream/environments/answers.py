@@ -21,7 +21,7 @@ _FRACTIONS = {c: f" {unicodedata.normalize('NFKC', c)}".replace("⁄", "/") for 
 _SIGNS = dict.fromkeys("−–﹣", "-") | dict.fromkeys("\u00a0\u2009\u202f", " ") | {"。": ". "}
 _SIGNS |= dict.fromkeys("‘’ʼ", "'")
 _SIGNS |= {chr(zero + digit): str(digit) for zero in _ZEROS for digit in range(10)}
-_SIGNS |= {"π": r"\pi ", "√": r"\sqrt ", "×": r"\times ", "∞": r"\infty "}
+_SIGNS |= {"π": r"\pi ", "×": r"\times ", "∞": r"\infty "}
 _SIGNS |= {"≤": r"\le ", "≥": r"\ge "} | dict.fromkeys("\u200b\ufeff", "")
 _WIDE = {chr(0xFEE0 + code): chr(code) for code in range(0x21, 0x7F)}
 _CHARACTERS = str.maketrans(_FRACTIONS | _WIDE | _SIGNS)
@@ -55,10 +55,11 @@ _REWRITTEN: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], 
     (re.compile(r"(^|[=:(\[{$,]|\bis)([ \t]*)\+(?=[ \t]*[\d.])", re.MULTILINE), r"\1\2"),
     (re.compile(r"(?<!\d )\b(?:minus|negative) (?=[\d.])", re.IGNORECASE), "-"),
     (re.compile(r"(?<=\d)(?:\s*\\?%|\s*per ?cent\b)"), "%"),
+    (re.compile(r"√ *(?:(\d+)|\(([^()]*)\))"), r"\\sqrt{\1\2}"),
+    (re.compile("√"), r"\\sqrt "),
     (re.compile("[⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+"), lambda found: f"^{{{unicodedata.normalize('NFKC', found[0])}}}"),
     # The fences of a block, with its language.
-    (re.compile(r"^\s*(`{3,}|~{3,})(?:[\w+-]*\n)?(.*?)\s*\1\s*$", re.DOTALL), r"\2"),
-    (re.compile("`"), ""),
+    (re.compile(r"\A\s*(?:`{3,}+|~{3,}+)[\w+-]*\n|(?<!~)~{3,}+\s*+\Z|`"), ""),
     (_THOUSANDS, lambda found: re.sub(r"\D", "", found[0])),
 )
 # What surrounds an answer without being part of it.
@@ -66,24 +67,24 @@ _WRAPPERS = re.compile(
     r"""\\(?:boxed|fbox|text\w*|math(?:rm|bf|it|sf|tt)|mbox|operatorname)\s*\{(.*)\}
     | \$\$?(.*?)\$?\$ | \\\((.*)\\\) | \\\[(.*)\\\]
     | "(.*)" | '(.*)' | “(.*)” | «(.*)»
-    | \(([A-Za-z])\) | (.*?)[.!,;]+""",
+    | \(([A-Za-z])\) | (.*[^.!,;])[.!,;]+""",
     re.DOTALL | re.VERBOSE,
 )
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(?=\w))")
 # The last of these is the answer, where a reply has one: R1's tags, GLM-V's tokens.
 _TAGGED = re.compile(
-    r"<(?:final_)?answer>(.*?)</(?:final_)?answer>|<\|begin_of_box\|>(.*?)<\|end_of_box\|>",
+    r"<((?:final_)?answer|\|begin_of_box\|)>((?:(?!<\1>).)*?)<(?:/(?:final_)?answer|\|end_of_box\|)>",
     re.DOTALL | re.IGNORECASE,
 )
 # A reply, or a block, that is an object of JSON with the answer in it.
 _OBJECT = re.compile(
-    r"\s*(?:```)?(?:json)?\s*\{[^{}]*\"(?:final_)?answer\"\s*:"
-    r"\s*(\"(?:[^\"\\]|\\.)*\"|[^,{}]*)[^{}]*\}\s*(?:```)?\s*",
+    r"\s*+(?:```)?(?:json)?\s*+\{[^{}]*\"(?:final_)?answer\"\s*:"
+    r"\s*(\"(?:[^\"\\]|\\.)*\"|[^,{}]*)[^{}]*\}\s*+(?:```)?\s*+",
     re.IGNORECASE,
 )
 # An answer alone in the first line, before what explains it and does not take it back.
 _FIRST = re.compile(
-    r"\s*((?:(?!\n|=|(?<![\\A-Za-z])[A-Za-z]{2}).)+)\n\W*(?:explanation|because|since|reason\w*|why"
+    r"\s*+((?:(?!\n|=|(?<![\\A-Za-z])[A-Za-z]{2}).)++)\n\W*+(?:explanation|because|since|reason\w*|why"
     r"|note|check|steps?|work\w*|proof|solution|calculation|rationale|details|here|this|we|as|to)\b"
     r"(?!.*\b(?:wait|actually|correction|sorry|mistake)\b)",
     re.DOTALL | re.IGNORECASE,
@@ -175,7 +176,7 @@ def final_of(text: str) -> str:
     Such a line is the only one, or the first one before an explanation.
     """
     if tagged := _TAGGED.findall(text):
-        text = "".join(tagged[-1]).strip()
+        text = tagged[-1][1].strip()
     text = _unpacked(text)
     boxes = list(_BOX.finditer(text))
     if boxes:
@@ -200,15 +201,6 @@ def _unpacked(text: str) -> str:
     return text if found is None else found[1].strip().strip('"')
 
 
-def is_named(text: str) -> bool:
-    """Whether a reply tags or boxes its answer, or says what the answer is."""
-    return (
-        _TAGGED.search(text) is not None
-        or _BOX.search(text) is not None
-        or _SAID.search(text) is not None
-    )
-
-
 def _inside(text: str, start: int) -> tuple[str, int]:
     """Returns what a box contains that begins at `start`, and its end; "" if it never closes."""
     if text[start - 1] != "{" and (word := re.compile(r"[\w./-]+").match(text, start)):
@@ -230,7 +222,7 @@ def code_of(reply: str, names: Iterable[str] = ()) -> str:
     blocks = [textwrap.dedent(block) for _, _, block in found]
     if not blocks:
         tagged = _TAGGED.findall(reply)
-        return "".join(tagged[-1]) if tagged else reply
+        return tagged[-1][1] if tagged else reply
     pairs = [names_in(block) for block in blocks]
     needed, known, taken = set(names), set(dir(builtins)), set[int]()
     # A helper may stand below what uses it.

@@ -38,7 +38,8 @@ START_LIMIT_S = 60.0
 # Fields of an answer to a call.
 ANSWERS = ({"value", "changed"}, {"raised", "text"})
 # What a test may ask of a value that a function returns.
-_METHODS = {name for kind in (str, bytes, float, list, dict, set, range) for name in dir(kind)}
+_OWN = (str, bytes, int, float, complex, list, dict, set, range)
+_METHODS = {name for kind in _OWN for name in dir(kind)}
 TIME_LIMITS = ("seconds", "processor_s")
 MIB = 1 << 20
 
@@ -167,7 +168,7 @@ def _imported(tests: Sequence[str], where: str) -> dict[str, str]:
 
 def _check_own_tests(exams: Sequence[Exam], instruction: str) -> None:
     """Raises ConfigError for tests of functions that only the question of another row names."""
-    called = {n: e.where for e in exams for n in re.findall(r"\w+(?= ?\()", e.question)}
+    called = {n: e.where for e in exams for n in re.findall(r"\w+(?=\()", e.question)}
     for exam in exams:
         own = {*re.findall(r"\w+", exam.question + instruction)} & {*exam.functions}
         others = called.keys() & {*exam.functions}

@@ -12,7 +12,7 @@ import resource
 import sys
 
 from slipstream.core.machine.process import die_with_parent
-from slipstream.environments.answers import bare, final_of, is_named, numbers, other_money, plain
+from slipstream.environments.answers import bare, final_of, numbers, other_money, plain
 
 # Memory limit of this process, enough for sympy: 9^9^9 must end this process and no other.
 MAX_MEMORY_BYTES = 4 << 30
@@ -20,31 +20,36 @@ MAX_MEMORY_BYTES = 4 << 30
 MAX_LEFT_KIB = 1 << 20
 _SCIENTIFIC = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([-+]?\d{1,3})(?!\w)")
 _MIXED = re.compile(r"(?<![\d/.])(\d+) +(\d+)/(\d+)(?![\d/])")
+_TEXT_WORD = re.compile(r"\s*\\text\{\s*(and|or)\s*\}\s*")
 _WORD = re.compile(r"(?<![\\\w])[A-Za-z]{2}|.\$.")
 _SEVERAL = re.compile(r"or|,")
-_EITHER = re.compile(r"\d\S* or \S*\d")
+_EITHER = re.compile(r"\d\S{0,40} or \S{0,40}\d")
 # A number with the word behind it, unless that is a power or a part of a ratio.
 _UNIT = re.compile(
-    r"(-?\d+(?:\.\d+)?)\s*(?:\\\w+\{)?\s*([A-Za-z]+)(?![\w^²³/]|\s*\}?\s*(?:\^|/|per\b))"
+    r"(-?(?<!\d)\d++(?:\.\d++)?)\s*+(?:\\\w+\{)?\s*([A-Za-z]+)(?![\w^²³/]|\s*\}?\s*(?:\^|/|per\b))"
 )
-_RATE = re.compile(r"(-?\d+(?:\.\d+)?)\s*[A-Za-z]+(?:/| per )[A-Za-z]+")
+_RATE = re.compile(
+    r"(-?\d+(?:[./]\d+)?)(?:\s*[A-Za-z]+(?:/| per )[A-Za-z]+| [A-Za-z]{3,})"
+)
 _MEASURED = re.compile(r"\d\s*(?:\\\w+\{)?\s*[A-Za-z]")
 # What a reply says that the answer is not.
 _REJECTED = re.compile(
-    r",?\s*\bnot\b[^.]*?\bbut\b"
-    r"|,?\s+(?:(?:and |but )?(?:not|rather than|instead of)|because|since)\b.*$",
+    r"(?<!\s),?\s*+\bnot\b[^.]*?\bbut\b"
+    r"|(?<!\s),?\s++\(?(?:(?:and |but )?(?:not|rather than|instead of)|because|since)\b.*$",
     re.DOTALL,
 )
 # Words before a number that make it a bound, a guess or no answer.
 _BOUND = re.compile(
-    r"\b(?:not|at least|at most|(?:less|more|fewer|greater) than|between|maybe|perhaps)\b",
+    r"\b(?:not|at least|at most|(?:less|more|fewer|greater) than|between|maybe|perhaps)\b|n't (?=[-\d])",
     re.IGNORECASE,
 )
-_SCALE = re.compile(r"(\d+(?:\.\d+)?) +(hundred|thousand|million|billion|dozen)s?\b", re.IGNORECASE)
+_SCALE = re.compile(r"(?<!\d)(\d++(?:\.\d++)?) ++(hundred|thousand|million|billion|dozen)s?\b", re.IGNORECASE)
 _SCALES = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "dozen": 12}
 # The units of each quantity, in numbers of the first one.
 _QUANTITIES: tuple[dict[str, float], ...] = (
     {"m": 1, "meter": 1, "metre": 1, "cm": 0.01, "mm": 0.001, "km": 1000}
+    | {"inch": 0.0254, "inche": 0.0254, "foot": 0.3048, "feet": 0.3048, "ft": 0.3048}
+    | {"yard": 0.9144, "mile": 1609.344}
     | {"kilometer": 1000, "kilometre": 1000, "centimeter": 0.01, "centimetre": 0.01},
     {"g": 1, "gram": 1, "kg": 1000, "kilogram": 1000, "mg": 0.001},
     {"s": 1.0, "sec": 1.0, "second": 1.0, "min": 60.0, "minute": 60.0}
@@ -52,7 +57,10 @@ _QUANTITIES: tuple[dict[str, float], ...] = (
     {"l": 1, "liter": 1, "litre": 1, "ml": 0.001},
 )
 _CHOICE = re.compile(
-    r"(?:(?:option|choice|it's|it is) )?\(?((?-i:[A-Z]))(?:[).:](?=\s|$)|(?= because| since|,|$))",
+    r"(?:(?:option|choice|it's|it is) |\\text\w*\{)?\(?((?-i:[A-Z]))"
+    # Several letters are no choice.
+    r"(?!(?-i:\W|and|or|[A-Z](?!\w))*[A-Z]\W*$)"
+    r"(?:[).:](?=[\s\\}]|$)|(?= because| since| is (?:correct|right)|,|$))",
     re.IGNORECASE,
 )
 
@@ -92,7 +100,7 @@ def compare(answer: str, reply: str) -> dict[str, bool]:
     if other_money(reply, answer):
         return {"known": True, "readable": True, "right": False}
     answer, reply = plain(answer), plain(reply)
-    said = final_of(reply)
+    said = _TEXT_WORD.sub(r" \1 ", final_of(reply))
     kept = _REJECTED.sub("", said)
     # Where nothing is left, "not" stays and makes it no answer.
     said = kept if numbers(kept) or not numbers(said) else said
@@ -117,7 +125,7 @@ def compare(answer: str, reply: str) -> dict[str, bool]:
     is_readable = any(map(bool, readings))
     if not said or _WORD.search(said):
         # A formula of words is no formula.
-        readings.append(parse(said if said and is_named(reply) else reply, **no_limit))
+        readings.append(parse(said or reply, **no_limit))
         is_readable = bool(readings[-1])
     right = bool(gold) and any(
         bool(found) and verify(gold, found, timeout_seconds=None) for found in readings

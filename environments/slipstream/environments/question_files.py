@@ -28,7 +28,11 @@ from slipstream.environments.answers import bare
 _NAME = re.compile(r"[\w.-]+/[\w-]+")
 SUFFIXES = (".parquet", ".jsonl")
 # The start of messages that were written as text, as JSON, Python or numpy write them.
-_MESSAGES = re.compile(r"""\s*(?:array\()?\[?\s*\{\s*['"](?:role|content)['"]\s*:""")
+_MESSAGES = re.compile(
+    r"""(?=.*['"]role['"]\s*:)(?=.*['"]content['"]\s*:)"""
+    r"""\s*+(?:array\()?\[?\s*+\{\s*+['"](?:role|content)['"]\s*:""",
+    re.DOTALL,
+)
 # Most files or columns that a message names.
 MAX_SHOWN = 20
 

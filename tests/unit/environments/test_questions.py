@@ -473,6 +473,15 @@ async def test_a_function_that_changes_its_row_changes_it_for_one_reply(tmp_path
     assert [(await environment.step(Reply("a"))).reward for _ in range(2)] == [1.0, 1.0]
 
 
+@pytest.mark.parametrize(
+    "asked",
+    ['{"content": "a"} has how many keys?', '[{"role": "king", "age": 4}] How old is he?'],
+)
+def test_a_question_about_json_is_a_text(tmp_path: Path, asked: str) -> None:
+    path = json_lines(tmp_path, [{"question": asked, "answer": "1"}])
+    assert Questions(path, judge="exact").tasks()[0].text == asked
+
+
 @pytest.mark.parametrize("judge", ["exact", "contains", "math_verify"])
 def test_an_answer_of_which_nothing_is_left_is_refused(tmp_path: Path, judge: str) -> None:
     rows = [{"question": "q2", "answer": "so #### 7"}, {"question": "q1", "answer": "cut ####"}]

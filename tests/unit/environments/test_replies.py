@@ -74,6 +74,29 @@ def test_a_parser_has_the_last_word_on_what_is_content() -> None:
     assert Reply("just b").content == "just b"
 
 
+LONG = """
+from slipstream.client.audit_data import Row, surprises
+from slipstream.core.models.thoughts import split_thoughts
+from slipstream.environments import answers, math_program
+
+readers = [answers.plain, answers.bare, answers.numbers, answers.final_of, answers.code_of,
+           split_thoughts, math_program._amount, lambda text: answers.contains(text, "7"),
+           lambda text: math_program._SCALE.sub("", math_program._REJECTED.sub("", text))]
+for mark in ("`", "~", ".", "7", " ", chr(10), "\\\\boxed{", "<answer>", "<think>", "({[", "or "):
+    for read in readers:
+        read(mark * (200_000 // len(mark)) + "x")
+for mark in ('{"k":', ". ", "A) "):
+    said = mark * 5_000 + "x"
+    list(surprises([Row(0, [("user", said)], said), Row(1, [("user", "q")], "7")],
+                   is_interactive=False))
+"""
+
+
+@pytest.mark.process
+def test_a_long_reply_of_marks_is_read_to_its_end() -> None:
+    subprocess.run([sys.executable, "-c", LONG], check=True, timeout=LIMIT_S)
+
+
 MARKS = [
     *("<think>", "</think>", "[THINK]", "<|channel|>", "final", "<|message|>", "analysis"),
     *("assistantfinal", "\\boxed{", "}", "{", "\\text{", "$", "\\$", "€", "**", "_", "'", '"'),
