@@ -28,9 +28,7 @@ _EITHER = re.compile(r"\d\S{0,40} or \S{0,40}\d")
 _UNIT = re.compile(
     r"(-?(?<!\d)\d++(?:\.\d++)?)\s*+(?:\\\w+\{)?\s*([A-Za-z]+)(?![\w^²³/]|\s*\}?\s*(?:\^|/|per\b))"
 )
-_RATE = re.compile(
-    r"(-?\d+(?:[./]\d+)?)(?:\s*[A-Za-z]+(?:/| per )[A-Za-z]+| [A-Za-z]{3,})"
-)
+_RATE = re.compile(r"(-?\d+(?:[./]\d+)?)(?:\s*[A-Za-z]+(?:/| per )[A-Za-z]+| [A-Za-z]{3,})")
 _MEASURED = re.compile(r"\d\s*(?:\\\w+\{)?\s*[A-Za-z]")
 # What a reply says that the answer is not.
 _REJECTED = re.compile(
@@ -40,10 +38,13 @@ _REJECTED = re.compile(
 )
 # Words before a number that make it a bound, a guess or no answer.
 _BOUND = re.compile(
-    r"\b(?:not|at least|at most|(?:less|more|fewer|greater) than|between|maybe|perhaps)\b|n't (?=[-\d])",
+    r"\b(?:not|at least|at most|(?:less|more|fewer|greater) than|between|maybe|perhaps)\b"
+    r"|n't (?=[-\d])",
     re.IGNORECASE,
 )
-_SCALE = re.compile(r"(?<!\d)(\d++(?:\.\d++)?) ++(hundred|thousand|million|billion|dozen)s?\b", re.IGNORECASE)
+_SCALE = re.compile(
+    r"(?<!\d)(\d++(?:\.\d++)?) ++(hundred|thousand|million|billion|dozen)s?\b", re.IGNORECASE
+)
 _SCALES = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "dozen": 12}
 # The units of each quantity, in numbers of the first one.
 _QUANTITIES: tuple[dict[str, float], ...] = (
