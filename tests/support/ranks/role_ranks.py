@@ -23,8 +23,7 @@ from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.settings.config import Config, LearnerSection, ParallelSection
 from slipstream.core.types import LogprobArray, ReferenceLogprobs
 from slipstream.learner.trainer.batches.batch import Batch
-from slipstream.learner.trainer.batches.token_fields import TokenEstimates
-from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
+from slipstream.learner.trainer.batches.training_sequence import TokenEstimates, TrainingSequence
 
 from support.fakes.parity_models import VOCAB
 from support.ranks.parity_layouts import OVERLAP, SP, TREES, VPP, batches, probe

@@ -123,8 +123,7 @@ def config_of(folder: Path, layout: str):
 
 
 def run_rank(folder: Path, job: str) -> None:
-    from slipstream.learner.trainer.batches.images import SequenceImage
-    from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
+    from slipstream.learner.trainer.batches.training_sequence import SequenceImage, TrainingSequence
     from slipstream.learner.trainer.model.schedule import forward_logprobs
     from slipstream.learner.trainer.model.shares import masked_outputs
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from slipstream.core.configuration.config_file import load_config
-from slipstream.learner.trainer.batches.checks import check_staleness
+from slipstream.learner.trainer.batches.batch import check_staleness
 
 from benchmarks.common import measure
 from benchmarks.learner import loops as learner_loops

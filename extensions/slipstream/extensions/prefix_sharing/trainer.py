@@ -22,8 +22,7 @@ from slipstream.extensions.prefix_sharing.tree import (
     saved_by,
 )
 from slipstream.learner.trainer import Megatron
-from slipstream.learner.trainer.batches.micro_batch import MicroBatch, Paths
-from slipstream.learner.trainer.batches.packing import Bundle
+from slipstream.learner.trainer.batches.micro_batch import Bundle, MicroBatch, Paths
 from slipstream.learner.trainer.batches.planner import plan_micro_batches
 from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
 from slipstream.learner.trainer.layers.routers import has_router_losses

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from slipstream.learner.trainer.batches.packing import Bundle, Segment
+from slipstream.learner.trainer.batches.micro_batch import Bundle, Segment
 from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
 
 _MANY = 2**63

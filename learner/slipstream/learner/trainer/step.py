@@ -21,8 +21,7 @@ from slipstream.learner.trainer.algorithms.sequences import (
     training_sequences,
     weighted,
 )
-from slipstream.learner.trainer.batches.batch import Batch
-from slipstream.learner.trainer.batches.checks import check_advantages
+from slipstream.learner.trainer.batches.batch import Batch, check_advantages
 from slipstream.learner.trainer.batches.micro_batch import MicroBatch
 from slipstream.learner.trainer.model.memory import Part
 from slipstream.learner.trainer.model.model import Policy

@@ -10,9 +10,9 @@ from slipstream.core.errors import RunFailed, UntrainableBatch
 from slipstream.core.settings.algorithm_section import AlgorithmSection
 from slipstream.core.settings.config import Config
 from slipstream.learner.trainer.algorithms.loss import StepStatistics, TokenLoss
-from slipstream.learner.trainer.batches.batch import Batch
-from slipstream.learner.trainer.batches.checks import (
+from slipstream.learner.trainer.batches.batch import (
     MAX_TOLD,
+    Batch,
     check_data,
     check_experts,
     check_pixels,

@@ -2,7 +2,7 @@
 
 import numpy as np
 from slipstream.extensions.prefix_sharing.tree import PrefixTree
-from slipstream.learner.trainer.batches.packing import build_tree_micro_batch
+from slipstream.learner.trainer.batches.micro_batch import build_tree_micro_batch
 from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
 
 

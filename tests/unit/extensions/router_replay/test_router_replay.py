@@ -12,12 +12,9 @@ from slipstream.extensions.router_replay.trainer import (
     routing_metrics,
 )
 from slipstream.learner.trainer.algorithms.sequences import training_sequences
-from slipstream.learner.trainer.batches.batch import Batch
-from slipstream.learner.trainer.batches.checks import check_experts
-from slipstream.learner.trainer.batches.micro_batch import share_of_rank
-from slipstream.learner.trainer.batches.packing import build_micro_batch
-from slipstream.learner.trainer.batches.token_fields import TokenEstimates
-from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
+from slipstream.learner.trainer.batches.batch import Batch, check_experts
+from slipstream.learner.trainer.batches.micro_batch import build_micro_batch, share_of_rank
+from slipstream.learner.trainer.batches.training_sequence import TokenEstimates, TrainingSequence
 from support.fakes.fake_controller import make_batch
 from support.fakes.small_configs import small_config
 from torch import Tensor, nn

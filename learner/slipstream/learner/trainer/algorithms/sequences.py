@@ -25,12 +25,12 @@ from slipstream.learner.algorithms.functions import token_advantages
 from slipstream.learner.algorithms.groups import shaped_rewards, side_of
 from slipstream.learner.algorithms.kl import kl_estimate
 from slipstream.learner.trainer.batches.batch import Batch
-from slipstream.learner.trainer.batches.token_fields import (
+from slipstream.learner.trainer.batches.training_sequence import (
     NumpyArray,
     TokenEstimates,
+    TrainingSequence,
     token_lags,
 )
-from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
 
 # The values that functions report of the episodes, by name.
 Reports: TypeAlias = dict[str, list[float]]

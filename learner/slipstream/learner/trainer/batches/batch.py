@@ -1,15 +1,25 @@
-"""The trajectories of one training step."""
+"""The trajectories of one training step, and checks of their data; results are equal on every rank."""
 
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from slipstream.core.errors import RunFailed
+from slipstream.core.errors import RunFailed, StalenessError, UntrainableBatch
+from slipstream.core.models.vision.pixels import decoded
+from slipstream.core.staleness import lag
 from slipstream.core.types import Trajectory
+from slipstream.learner.trainer import Megatron
+from slipstream.learner.trainer.batches.planner import round_up
+from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
+from slipstream.learner.trainer.ranks.parallel import Ranks
 from slipstream.v1 import trainer_pb2
+
+# The most trajectories or groups that an error names.
+MAX_TOLD = 3
 
 
 @dataclass(frozen=True)
@@ -92,3 +102,140 @@ class Batch:
         for index, owner in enumerate(self.owners):
             parts[share[group_ids[owner]]].append(index)
         return parts
+
+
+def untrainable(batch: Batch, indices: Sequence[int], cause: str) -> UntrainableBatch:
+    """Returns the error with text `cause` for the trajectories of the sequences at `indices`.
+
+    The text ends with the ids of the first few of these trajectories.
+    """
+    owners = dict.fromkeys(batch.owners[index] for index in indices)
+    ids = [batch.trajectories[owner].trajectory_id for owner in owners]
+    more = f" and {len(ids) - MAX_TOLD} more" if len(ids) > MAX_TOLD else ""
+    told = f" ({', '.join(ids[:MAX_TOLD])}{more})" if ids else ""
+    return UntrainableBatch(f"{cause}{told}", ids)
+
+
+def check_staleness(batch: Batch, max_staleness: int) -> None:
+    """Raises StalenessError if the lag of a token is not between 0 and `max_staleness`."""
+    for trajectory in batch.trajectories:
+        for span in trajectory.version_spans:
+            found = lag(batch.step, span.version.step)
+            if span.length and not 0 <= found <= max_staleness:
+                raise StalenessError(
+                    f"step {batch.step + 1}: {trajectory.trajectory_id} has tokens of version "
+                    f"{span.version}, a lag of {found}, but it must be between 0 and "
+                    f"max_staleness {max_staleness}"
+                )
+
+
+def check_data(batch: Batch, *, max_tokens: int, multiple: int, vocab_size: int) -> None:
+    """Raises UntrainableBatch for data that cannot be trained.
+
+    Each trajectory needs a reward, and the batch needs a sampled token. A sequence padded to a
+    `multiple` of tokens must fit a micro batch of `max_tokens`, and token ids must be below
+    `vocab_size`.
+    """
+    for trajectory in batch.trajectories:
+        if not trajectory.has_reward:
+            raise UntrainableBatch(
+                f"batch {batch.batch_id}: {trajectory.trajectory_id} is "
+                f"{trajectory.status.name}, it has no reward",
+                [trajectory.trajectory_id],
+            )
+    trajectories = batch.trajectories
+    if not sum(trajectory.num_sampled_tokens for trajectory in trajectories):
+        raise untrainable(batch, range(len(batch.owners)), "no trajectory has a sampled token")
+    sizes = [round_up(length, multiple) for length in batch.lengths]
+    long = [index for index, size in enumerate(sizes) if size > max_tokens]
+    if long:
+        raise untrainable(
+            batch,
+            long,
+            f"a sequence of {sizes[long[0]]} tokens does not fit learner.micro_batch_tokens, "
+            f"{max_tokens} for each sequence",
+        )
+    strange = [t.token_ids[t.token_ids >= vocab_size] for t in trajectories]
+    faulty = [index for index, owner in enumerate(batch.owners) if len(strange[owner])]
+    if faulty:
+        token = strange[batch.owners[faulty[0]]][0]
+        cause = f"token {token} is outside the vocabulary of {vocab_size}"
+        raise untrainable(batch, faulty, cause)
+
+
+def check_pixels(trajectories: Sequence[Trajectory], ranks: Ranks) -> None:
+    """Raises UntrainableBatch on every rank if the pixels of an image cannot be read; collective.
+
+    Each rank reads its share of the images that have tokens in a trajectory.
+    """
+    shown_by: dict[bytes, list[str]] = {}
+    for trajectory in trajectories:
+        for image in {place.image for place in trajectory.image_places}:
+            shown_by.setdefault(trajectory.images[image], []).append(trajectory.trajectory_id)
+    if not shown_by:
+        return
+    faults: dict[str, str] = {}
+    for data, names in list(shown_by.items())[ranks.rank :: ranks.world_size]:
+        try:
+            decoded(data)
+        except ValueError as error:
+            faults |= dict.fromkeys(names, str(error))
+    told = [json.loads(found) for found in ranks.gather_bytes(json.dumps(faults).encode())]
+    causes = {name: cause for found in told for name, cause in found.items()}
+    faulty = [t.trajectory_id for t in trajectories if t.trajectory_id in causes]
+    if faulty:
+        raise UntrainableBatch(f"{faulty[0]}: {causes[faulty[0]]}", faulty)
+
+
+def check_experts(trajectories: Sequence[Trajectory], config: Megatron) -> None:
+    """Raises UntrainableBatch if recorded experts do not fit the model of Megatron's `config`."""
+    expected = (config.num_layers, config.moe_router_topk, config.num_moe_experts)
+    for trajectory in trajectories:
+        routed = trajectory.routed_experts
+        if routed is None:
+            continue
+        found = (*routed.expert_ids.shape[1:], routed.num_experts)
+        if found != expected:
+            raise UntrainableBatch(
+                f"{trajectory.trajectory_id} has experts of {found[0]} layers, {found[1]} of "
+                f"{found[2]} each, but the model has {expected[0]} layers, {expected[1]} of "
+                f"{expected[2]}",
+                [trajectory.trajectory_id],
+            )
+
+
+def check_references(batch: Batch, *, top_k: int, vocab_size: int) -> None:
+    """Raises UntrainableBatch if a trajectory lacks log-probabilities of a served reference model.
+
+    The log-probabilities must cover `top_k` tokens at each position, with ids below `vocab_size`.
+    """
+
+    def fits(trajectory: Trajectory) -> bool:
+        found = trajectory.reference
+        return (
+            found is not None and found.top_k == top_k and bool((found.top_ids < vocab_size).all())
+        )
+
+    faulty = [
+        index for index, owner in enumerate(batch.owners) if not fits(batch.trajectories[owner])
+    ]
+    if faulty:
+        raise untrainable(
+            batch,
+            faulty,
+            f"a trajectory lacks log-probabilities of reference.server with top_k {top_k} and a "
+            f"vocabulary of {vocab_size}",
+        )
+
+
+def check_advantages(batch: Batch, sequences: Sequence[TrainingSequence]) -> None:
+    """Raises UntrainableBatch if an advantage is not finite, as with rewards that are too large."""
+    faulty = [
+        index
+        for index, sequence in enumerate(sequences)
+        if not np.isfinite(sequence.advantages).all()
+    ]
+    if faulty:
+        rewards = [batch.trajectories[batch.owners[index]].reward for index in faulty]
+        cause = f"advantages are not finite, of rewards from {min(rewards):g} to {max(rewards):g}"
+        raise untrainable(batch, faulty, cause)

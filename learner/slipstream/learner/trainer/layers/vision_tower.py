@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from slipstream.core.models.registry import NESTED
 from slipstream.learner.trainer import Megatron
-from slipstream.learner.trainer.batches.images import ImageInputs
+from slipstream.learner.trainer.batches.training_sequence import ImageInputs
 from torch import Tensor
 
 

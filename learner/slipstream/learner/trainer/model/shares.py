@@ -7,8 +7,13 @@ import numpy as np
 import torch
 from slipstream.core.types import LogprobArray, TokenSequence
 from slipstream.learner.trainer.batches.batch import Batch
-from slipstream.learner.trainer.batches.micro_batch import MicroBatch, share_of_rank, zigzag
-from slipstream.learner.trainer.batches.packing import build_micro_batch, build_tree_micro_batch
+from slipstream.learner.trainer.batches.micro_batch import (
+    MicroBatch,
+    build_micro_batch,
+    build_tree_micro_batch,
+    share_of_rank,
+    zigzag,
+)
 from slipstream.learner.trainer.batches.planner import plan_micro_batches, round_up
 from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
 from slipstream.learner.trainer.model.model import ParallelModel

@@ -13,16 +13,19 @@ from slipstream.core.types import (
     Trajectory,
     VersionSpan,
 )
-from slipstream.learner.trainer.batches.batch import Batch
-from slipstream.learner.trainer.batches.checks import (
+from slipstream.learner.trainer.batches.batch import (
+    Batch,
     check_advantages,
     check_data,
     check_references,
     check_staleness,
     untrainable,
 )
-from slipstream.learner.trainer.batches.token_fields import TokenEstimates, token_lags
-from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
+from slipstream.learner.trainer.batches.training_sequence import (
+    TokenEstimates,
+    TrainingSequence,
+    token_lags,
+)
 from support.fakes.fake_controller import make_batch, with_branches
 
 

@@ -9,11 +9,14 @@ from slipstream.core.errors import UntrainableBatch
 from slipstream.core.models.vision.pixels import ImageProcessor
 from slipstream.core.models.vision.processors import load_processor
 from slipstream.core.types import ImagePlace
-from slipstream.learner.trainer.batches.checks import check_pixels
-from slipstream.learner.trainer.batches.images import image_positions, images_of
-from slipstream.learner.trainer.batches.packing import build_micro_batch
-from slipstream.learner.trainer.batches.token_fields import TokenEstimates
-from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
+from slipstream.learner.trainer.batches.batch import check_pixels
+from slipstream.learner.trainer.batches.micro_batch import build_micro_batch
+from slipstream.learner.trainer.batches.training_sequence import (
+    TokenEstimates,
+    TrainingSequence,
+    image_positions,
+    images_of,
+)
 from support.fakes.fake_trajectories import make_trajectory
 from support.ranks.thread_ranks import ThreadRanks, run_ranks
 

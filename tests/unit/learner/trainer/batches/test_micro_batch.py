@@ -4,10 +4,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slipstream.learner.trainer.batches.micro_batch import gathered_places, share_of_rank, zigzag
-from slipstream.learner.trainer.batches.packing import build_micro_batch
-from slipstream.learner.trainer.batches.token_fields import TokenEstimates
-from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
+from slipstream.learner.trainer.batches.micro_batch import (
+    build_micro_batch,
+    gathered_places,
+    share_of_rank,
+    zigzag,
+)
+from slipstream.learner.trainer.batches.training_sequence import TokenEstimates, TrainingSequence
 from support.fakes.fake_controller import make_batch
 from torch import Tensor
 

@@ -4,9 +4,12 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slipstream.core.types import Branch
-from slipstream.learner.trainer.batches.packing import build_micro_batch
-from slipstream.learner.trainer.batches.token_fields import TokenEstimates, token_lags
-from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
+from slipstream.learner.trainer.batches.micro_batch import build_micro_batch
+from slipstream.learner.trainer.batches.training_sequence import (
+    TokenEstimates,
+    TrainingSequence,
+    token_lags,
+)
 from support.fakes.fake_controller import make_batch, with_branches
 
 

@@ -1,7 +1,7 @@
 """Parts of models that see images."""
 
 import torch
-from slipstream.learner.trainer.batches.images import ImageInputs
+from slipstream.learner.trainer.batches.training_sequence import ImageInputs
 from slipstream.learner.trainer.layers.vision_tower import PixtralTower, Tower, frequency_axes
 from transformers import Mistral3Config
 from transformers.models.pixtral import modeling_pixtral
