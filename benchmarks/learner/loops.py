@@ -26,7 +26,8 @@ from slipstream.core.types import (
 )
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.batches.micro_batch import MicroBatch
-from slipstream.learner.trainer.model.model import Policy, unwrapped
+from slipstream.learner.trainer.model.model import unwrapped
+from slipstream.learner.trainer.model.policy import Policy
 from torch import Tensor
 
 from benchmarks.common.shapes import SHAPES

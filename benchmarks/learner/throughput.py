@@ -99,7 +99,7 @@ class Work:
 def works_of(config: Config, batches: list[Batch], training: object) -> list[Work]:
     """Returns the steps of all loops, packed for the peers as ours packs them, on the device."""
     from slipstream.learner.trainer.algorithms.sequences import training_sequences, weighted
-    from slipstream.learner.trainer.model.shares import rank_micro_batches
+    from slipstream.learner.trainer.model.schedule import rank_micro_batches
     from slipstream.learner.trainer.step import TrainingStep
 
     assert isinstance(training, TrainingStep)

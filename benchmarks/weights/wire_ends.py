@@ -22,8 +22,8 @@ import torch.distributed as dist
 from slipstream.core.settings.config import OffloadSection, WeightsSection
 from slipstream.extensions.offload.trainer import HostMemory
 from slipstream.learner.trainer.weights.bucket_fill import PlannedFilling
+from slipstream.learner.trainer.weights.bucket_senders import BucketSenders
 from slipstream.learner.trainer.weights.export_plan import Piece
-from slipstream.learner.trainer.weights.publish import BucketSenders
 from slipstream.learner.trainer.weights.weight_stream import WeightStream, bucket_bytes
 from slipstream.protocol.weights.buckets import layout_from_pb, layout_to_pb
 from slipstream.protocol.weights.nccl_group import NcclGroup, Wire, set_nccl_environment

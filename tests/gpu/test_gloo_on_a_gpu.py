@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 from slipstream.core.settings.config import WeightsSection
-from slipstream.learner.trainer.weights.gloo_sender import GlooSender
+from slipstream.learner.trainer.weights.bucket_senders import GlooSender
 from slipstream.protocol.weights.buckets import TensorSpec, plan_buckets
 from slipstream.rollout_server.weights.bucket_receiver import Incoming, Seat
 from slipstream.rollout_server.weights.receivers import GlooReceiver

@@ -7,9 +7,8 @@ import pytest
 from make_tiny_vision_model import FAMILIES, make_model
 from slipstream.core.models import registry
 from slipstream.core.models.model_fields import has_tied_output
-from slipstream.core.models.model_files import read_header
+from slipstream.core.models.model_files import read_header, tensor_problems
 from slipstream.core.models.model_sizes import ModelSizes, read_model_table
-from slipstream.core.models.model_tensors import tensor_problems
 from support.fakes.model_folders import write_safetensors
 from support.fakes.parity_models import make_models
 

@@ -27,7 +27,7 @@ from slipstream.extensions.prometheus.controller import SERVER_COUNTERS, STEP_ME
 from slipstream.extensions.prometheus.endpoint import metrics_endpoint
 from slipstream.learner.controller.records.ledger import FATES
 from slipstream.learner.trainer.__main__ import StageCollector
-from slipstream.learner.trainer.stage_times import StageTimes
+from slipstream.learner.trainer.step_cost import StageTimes
 from slipstream.rollout_server.vllm.engine_requests import EngineCollector
 from slipstream.v1 import status_pb2, status_pb2_grpc
 from support.fakes.fake_server import FakeServer

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from slipstream.core.types import Trajectory
-from slipstream.extensions.other_models.trainer.critic import explained_variance
+from slipstream.extensions.other_models.trainer import explained_variance
 from slipstream.learner.trainer.batches.batch import Batch
 from support.fakes.parity_models import rename_as_modules
 from support.ranks import role_ranks

@@ -20,7 +20,7 @@ from slipstream.client.launch.preflight import free_port
 from slipstream.core.errors import WeightSyncError
 from slipstream.core.settings.config import WeightsSection
 from slipstream.learner.trainer.ranks.rendezvous import rendezvous
-from slipstream.learner.trainer.weights.gloo_sender import GlooSender
+from slipstream.learner.trainer.weights.bucket_senders import GlooSender
 from slipstream.protocol.access.exposure import RENDEZVOUS_VARIABLE
 from slipstream.protocol.access.security import call_metadata
 from slipstream.protocol.weights.buckets import TensorSpec, plan_buckets

@@ -14,7 +14,7 @@ import torch
 from make_tiny_vision_model import FAMILIES, make_model, make_tokenizer
 from safetensors.torch import load_file
 from slipstream.core.errors import ConfigError
-from slipstream.extensions.other_models.trainer.critic import INITIAL_SCALE
+from slipstream.extensions.other_models.trainer import INITIAL_SCALE
 from support.fakes.published_qwen35 import MTP, write_as_published
 from support.ranks import vision_ranks
 from support.ranks.rank_pool import RankPool, each_job

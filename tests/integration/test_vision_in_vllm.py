@@ -12,7 +12,7 @@ import torch
 from make_tiny_vision_model import FAMILIES
 from safetensors.torch import load_file
 from slipstream.core.configuration.config_file import check_model
-from slipstream.core.models.vision.placed import PlacedImage
+from slipstream.core.models.vision import PlacedImage
 from slipstream.rollout_server.engine_interface import Sampling
 from support.fakes.published_qwen35 import write_as_published
 from support.fakes.small_configs import NGRAM, config_of_engine

@@ -101,7 +101,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 async def _serve(config: Config, options: argparse.Namespace) -> None:
-    from slipstream.core.models.vision.placed import image_tokens
+    from slipstream.core.models.vision import image_tokens
     from slipstream.rollout_server.episodes.play import Model
     from slipstream.rollout_server.episodes.renderer import Renderer
     from slipstream.rollout_server.episodes.worker_gateway import WorkerGateway

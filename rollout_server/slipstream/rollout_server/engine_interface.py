@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 from slipstream.core.errors import SlipstreamError
-from slipstream.core.models.vision.placed import PlacedImage
+from slipstream.core.models.vision import PlacedImage
 from slipstream.core.types import LogprobArray, PolicyVersion, TokenArray, VersionSpan
 from slipstream.v1 import fleet_pb2, weights_pb2
 

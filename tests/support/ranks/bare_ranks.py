@@ -41,7 +41,7 @@ def run_rank(folder: Path, job: str) -> None:
     """What every rank of a job does."""
     from slipstream.core.configuration.roles import reference_config
     from slipstream.core.settings.role_sections import ReferenceSection
-    from slipstream.extensions.other_models.trainer.models import (
+    from slipstream.extensions.other_models.trainer import (
         PolicyWithoutAdapters,
         Reference,
         Roles,

@@ -22,7 +22,7 @@ from support.ranks.parity_layouts import batches, config_of
 from support.ranks.rank_program import opened
 
 if TYPE_CHECKING:
-    from slipstream.learner.trainer.model.model import Policy
+    from slipstream.learner.trainer.model.policy import Policy
     from slipstream.learner.trainer.step import TrainingStep
 
 # Factors of matrices of the Llama's second layer.

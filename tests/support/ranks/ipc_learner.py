@@ -9,7 +9,7 @@ import sys
 import torch
 from slipstream.core.errors import WeightSyncError
 from slipstream.core.settings.config import WeightsSection
-from slipstream.learner.trainer.weights.ipc_sender import IpcSender
+from slipstream.learner.trainer.weights.bucket_senders import IpcSender
 from slipstream.protocol.weights.buckets import Bucket, Span, TensorSpec
 from slipstream.v1 import weights_pb2
 

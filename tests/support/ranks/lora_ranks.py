@@ -19,7 +19,7 @@ from support.ranks.parity_layouts import batches, probe
 from support.ranks.rank_program import STEPS, kept, opened, score, settings_of, weights_of
 
 if TYPE_CHECKING:
-    from slipstream.learner.trainer.model.model import Policy
+    from slipstream.learner.trainer.model.policy import Policy
     from slipstream.learner.trainer.weights.published import Published
 
 RANK, ALPHA = 4, 8.0
@@ -85,7 +85,7 @@ def config_of(name: str, folder: Path) -> Config:
 
 def run_rank(folder: Path, job: str) -> None:
     """What every rank of a job does."""
-    from slipstream.extensions.other_models.trainer.models import without_adapters
+    from slipstream.extensions.other_models.trainer import without_adapters
     from slipstream.learner.trainer.checkpoints.disk_work import DiskWork
     from slipstream.learner.trainer.checkpoints.distributed_files import load_models
     from slipstream.learner.trainer.checkpoints.stored_model import POLICY, StoredModel

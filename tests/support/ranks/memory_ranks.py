@@ -16,7 +16,7 @@ from support.ranks.parity_layouts import batches, probe
 from support.ranks.rank_program import kept, opened, score, settings_of
 
 if TYPE_CHECKING:
-    from slipstream.learner.trainer.model.model import Policy
+    from slipstream.learner.trainer.model.policy import Policy
 
 DISTRIBUTED = {"ddp": {"use_distributed_optimizer": True}}
 OFFLOAD = {"offload": {"parameters": True, "gradients": True, "optimizer": True}}
@@ -65,7 +65,7 @@ def run_rank(folder: Path, job: str) -> None:
     if job == "fp8" and not torch.cuda.is_available():
         torch.save(see_fp8(config_of(job, folder)), folder / f"memory-{job}.pt")
         return
-    from slipstream.learner.trainer.model.memory import Part
+    from slipstream.learner.trainer.model.model import Part
     from slipstream.learner.trainer.step import TrainingStep
     from slipstream.learner.trainer.weights.weight_stream import open_stream
 
@@ -116,7 +116,7 @@ def see_fp8(config: Config) -> dict:
 
 def num_bytes(policy: Policy) -> dict[str, int]:
     """What each part occupies now, in bytes of storage; where there is a GPU, of that alone."""
-    from slipstream.learner.trainer.model.memory import Part
+    from slipstream.learner.trainer.model.model import Part
 
     found = {}
     for part in Part:

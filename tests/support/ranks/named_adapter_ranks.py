@@ -21,7 +21,7 @@ from support.ranks.parity_layouts import OVERLAP, batches
 from support.ranks.rank_program import kept, opened, settings_of
 
 if TYPE_CHECKING:
-    from slipstream.learner.trainer.model.model import Policy
+    from slipstream.learner.trainer.model.policy import Policy
 
 # "idle" has no sequences at all, "code" none in the second step.
 NAMES = ("code", "idle", "math")
@@ -117,7 +117,7 @@ def run_rank(folder: Path, job: str) -> None:
     from slipstream.learner.trainer.checkpoints.disk_work import DiskWork
     from slipstream.learner.trainer.checkpoints.distributed_files import load_models
     from slipstream.learner.trainer.checkpoints.stored_model import stored_policy
-    from slipstream.learner.trainer.model.memory import Part
+    from slipstream.learner.trainer.model.model import Part
     from slipstream.learner.trainer.step import TrainingStep
 
     config = config_of(job, folder)

@@ -23,7 +23,7 @@ from support.ranks.parity_layouts import LAYOUTS, PARITY_STEPS, batches, config_
 from support.ranks.rank_program import kept, opened, score, weights_of
 
 if TYPE_CHECKING:
-    from slipstream.learner.trainer.model.model import Policy
+    from slipstream.learner.trainer.model.policy import Policy
     from slipstream.learner.trainer.step import TrainingStep
 
 

@@ -14,7 +14,7 @@ from slipstream.core.settings.config import Config
 
 if TYPE_CHECKING:
     from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
-    from slipstream.learner.trainer.model.model import Policy
+    from slipstream.learner.trainer.model.policy import Policy
 
 STEPS = 3
 SETTINGS = {
@@ -86,8 +86,7 @@ def likelier(
 ) -> float:
     """One optimizer step towards the sequences; returns the norm of its gradient."""
     from slipstream.learner.trainer.algorithms.loss import TokenLoss
-    from slipstream.learner.trainer.model.schedule import forward_backward
-    from slipstream.learner.trainer.model.shares import rank_micro_batches
+    from slipstream.learner.trainer.model.schedule import forward_backward, rank_micro_batches
 
     def loss(_place, micro_batch, logprobs, _entropy) -> TokenLoss:
         mask = micro_batch.loss_mask

@@ -30,8 +30,8 @@ from support.ranks.parity_layouts import OVERLAP, SP, TREES, VPP, batches, probe
 from support.ranks.rank_program import SETTINGS, opened, settings_of, weights_of
 
 if TYPE_CHECKING:
-    from slipstream.extensions.other_models.trainer.models import Roles
-    from slipstream.learner.trainer.model.model import Policy
+    from slipstream.extensions.other_models.trainer import Roles
+    from slipstream.learner.trainer.model.policy import Policy
 
 CRITIC_RATE = 1e-3
 # Narrow enough that some values reach the clip in a second mini-batch.
@@ -147,9 +147,8 @@ def judged(batch: Batch, values: list[LogprobArray]) -> list[TrainingSequence]:
 
 def roles(folder: Path, job: str) -> None:
     """What the roles say and learn by themselves, then what the policy learns with them."""
-    from slipstream.extensions.other_models.trainer.models import open_roles
-    from slipstream.learner.trainer.model.memory import Part
-    from slipstream.learner.trainer.model.model import unwrapped
+    from slipstream.extensions.other_models.trainer import open_roles
+    from slipstream.learner.trainer.model.model import Part, unwrapped
 
     config = config_of(job, folder)
     policy = opened(config)
@@ -212,7 +211,7 @@ def train(policy: Policy, opened: Roles, config: Config) -> dict:
 
 def refresh(folder: Path, model: str, other: str) -> None:
     """Moves each weight of the policy by itself, and refreshes a reference from another folder."""
-    from slipstream.extensions.other_models.trainer.models import open_roles
+    from slipstream.extensions.other_models.trainer import open_roles
     from slipstream.learner.trainer.model.model import unwrapped
 
     reference = {"path": str(folder / other), "refresh_every_steps": 1}
@@ -237,7 +236,7 @@ def save(folder: Path, layout: str) -> None:
     """Saves the models of a layout after two of three steps, asynchronously."""
     from slipstream.core.types import PolicyVersion
     from slipstream.learner.trainer.checkpoints.distributed_files import saved_sizes
-    from slipstream.learner.trainer.model.memory import Part
+    from slipstream.learner.trainer.model.model import Part
 
     config = config_of_run(layout, folder, layout)
     run = _Run(config)
@@ -290,7 +289,7 @@ class _Run:
     """A policy with its roles, and what saves them."""
 
     def __init__(self, config: Config) -> None:
-        from slipstream.extensions.other_models.trainer.models import open_roles
+        from slipstream.extensions.other_models.trainer import open_roles
         from slipstream.learner.trainer.checkpoints.checkpoint import Checkpointer
         from slipstream.learner.trainer.checkpoints.stored_model import POLICY, StoredModel
         from slipstream.learner.trainer.step import TrainingStep

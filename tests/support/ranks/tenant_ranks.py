@@ -22,7 +22,7 @@ from support.ranks.rank_program import kept, opened, settings_of
 
 if TYPE_CHECKING:
     from slipstream.learner.trainer.checkpoints.stored_model import StoredModel
-    from slipstream.learner.trainer.model.model import Policy
+    from slipstream.learner.trainer.model.policy import Policy
 
 ALL, LARGEST, STEPS = "all", 64, 3
 MATRICES = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")

@@ -14,7 +14,7 @@ import pytest
 import torch
 from slipstream.core.configuration.config_file import check_model, parse_config
 from slipstream.core.errors import ConfigError
-from slipstream.core.models.vision.placed import image_tokens
+from slipstream.core.models.vision import image_tokens
 from slipstream.core.settings.config import Config
 from slipstream.core.types import ImagePlace, PolicyVersion, Trajectory, VersionSpan
 
@@ -23,7 +23,7 @@ from support.fakes.fake_controller import make_trajectory
 from support.ranks.rank_program import kept, likelier, opened, weights_of
 
 if TYPE_CHECKING:
-    from slipstream.learner.trainer.model.model import Policy
+    from slipstream.learner.trainer.model.policy import Policy
 
 LAYOUTS = {
     "one": {},
@@ -124,8 +124,7 @@ def config_of(folder: Path, layout: str):
 
 def run_rank(folder: Path, job: str) -> None:
     from slipstream.learner.trainer.batches.training_sequence import SequenceImage, TrainingSequence
-    from slipstream.learner.trainer.model.schedule import forward_logprobs
-    from slipstream.learner.trainer.model.shares import masked_outputs
+    from slipstream.learner.trainer.model.schedule import forward_logprobs, masked_outputs
 
     family, layout = job.split(".")
     if layout in (SAVED, BLIND):
@@ -170,7 +169,7 @@ def run_rank(folder: Path, job: str) -> None:
         "weights": weights_of(policy),
     }
     if config.lora.rank:
-        from slipstream.extensions.other_models.trainer.models import without_adapters
+        from slipstream.extensions.other_models.trainer import without_adapters
 
         save_adapters(policy, config, folder / f"{job}-adapters")
         with without_adapters(policy.chunks):
@@ -213,7 +212,7 @@ def see_lost_tower(folder: Path, family: str, layout: str) -> None:
 def see_critic(policy: Policy, config: Config, folder: Path, job: str) -> None:
     """Values behind images before and after a step of the critic towards its returns."""
     from slipstream.core.configuration.roles import critic_config
-    from slipstream.extensions.other_models.trainer.critic import Critic
+    from slipstream.extensions.other_models.trainer import Critic
     from slipstream.learner.trainer.algorithms.sequences import ModelEstimates, training_sequences
     from slipstream.learner.trainer.batches.batch import Batch
 

@@ -12,7 +12,7 @@ from slipstream.core.types import RoutedExperts, Trajectory
 
 if TYPE_CHECKING:
     from slipstream.learner.trainer.batches.batch import Batch
-    from slipstream.learner.trainer.model.model import Policy
+    from slipstream.learner.trainer.model.policy import Policy
 
 
 class ReplayedGaps:
@@ -25,7 +25,7 @@ class ReplayedGaps:
         self, policy: Policy, batch: Batch, config: Config, *, temperature: float = 1.0
     ) -> None:
         from slipstream.learner.trainer.algorithms.sequences import training_sequences
-        from slipstream.learner.trainer.model.shares import rank_micro_batches
+        from slipstream.learner.trainer.model.schedule import rank_micro_batches
 
         self._policy = policy
         self._temperature = temperature

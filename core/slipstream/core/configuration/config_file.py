@@ -26,7 +26,7 @@ from slipstream.core.configuration.toml_text import MAX_KEY_PARTS, Table, check_
 from slipstream.core.errors import USAGE_ERROR, ConfigError, SlipstreamError
 from slipstream.core.models.family import refusals
 from slipstream.core.models.model_fields import field_problems, unknown_fields
-from slipstream.core.models.model_files import missing_files
+from slipstream.core.models.model_files import missing_files, tensor_problems
 from slipstream.core.models.model_rules import (
     agreement_problems,
     dtype_problems,
@@ -36,7 +36,6 @@ from slipstream.core.models.model_rules import (
     vision_problems,
 )
 from slipstream.core.models.model_sizes import ModelSizes, read_model_sizes, read_model_table
-from slipstream.core.models.model_tensors import tensor_problems
 from slipstream.core.names import did_you_mean, near_names
 from slipstream.core.regular_files import read_regular
 from slipstream.core.settings.config import NOTES, Config

@@ -20,7 +20,7 @@ from slipstream.core.models.model_sizes import (
     read_model_table,
     read_table,
 )
-from slipstream.core.models.vision.processors import row_tokens
+from slipstream.core.models.vision import row_tokens
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.role_sections import (
     ReferenceSection,

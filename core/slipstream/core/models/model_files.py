@@ -1,15 +1,20 @@
-"""Checks that a Hugging Face folder has all files that a run loads, without loading them."""
+"""Checks by headers that a folder has all files, and the tensors of its config.json.
+
+Programs ignore superfluous tensors silently, and name few of those that are missing. So files are
+compared with the numbers of their config.json, and each block with its neighbours.
+"""
 
 import json
 import re
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from slipstream.core.models.model_rules import sees_images
-from slipstream.core.models.model_sizes import read_model_sizes
-from slipstream.core.models.registry import TOWERS
+from slipstream.core.models.model_sizes import ModelSizes, read_model_sizes, read_model_table
+from slipstream.core.models.registry import TOWERS, family_of, is_nested
 from slipstream.core.regular_files import open_regular
 from slipstream.core.settings.config import Config
 
@@ -20,6 +25,15 @@ INDEX = "model.safetensors.index.json"
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
+# Endings of the projection to the vocabulary and of the matrix of embeddings.
+_OUTPUT, _EMBEDDINGS = "lm_head.weight", "embed_tokens.weight"
+# Folders of the tensors of towers, of all families.
+TOWER_FOLDERS = ("visual.", "model.visual.", *TOWERS)
+_BLOCK = re.compile(r"(.*?\b(?:layers|blocks|deepstack_merger_list))\.(\d+)\.(.+)")
+_READ_BYTES = 1 << 24
+# Shape of a tensor, and tensors of files: name -> file and shape.
+Shape: TypeAlias = tuple[int, ...]
+Held: TypeAlias = Mapping[str, tuple[Path, Shape]]
 
 
 def missing_files(folder: Path, template: Path | None = None) -> list[str]:
@@ -183,3 +197,162 @@ def loaded_tensors(config: Config) -> Iterator[tuple[str, tuple[int, ...]]]:
     for name, (_, shape) in held.items():
         if not (name.startswith(left_out) or is_further(name, layers=sizes.layers)):
             yield name, shape
+
+
+def tensor_problems(
+    folder: Path, setting: str, *, has_output: bool = True, has_tower: bool = False
+) -> Iterator[str]:
+    """Yields one message for each fault of the tensors in `folder`, compared with its config.json.
+
+    Call it only after the files were found complete (none missing or cut off). `setting` is the
+    setting that names `folder`; the architecture must be supported. The output projection is
+    required if `has_output`, the vision tower if `has_tower`. A vision tower is a fault if the
+    architecture sees no images, and so is a block of a tower beyond the number in config.json. Of
+    several missing layers only the first is named.
+    """
+    values = read_model_table(folder)
+    sizes, place = ModelSizes.of(values), _place(folder)
+    held = held_tensors(folder)
+    tower = {name: held[name] for name in held if name.startswith(TOWER_FOLDERS)}
+    # Blocks that predict further tokens are not loaded.
+    decoder = {
+        name: held[name]
+        for name in held
+        if not (name in tower or is_further(name, layers=sizes.layers))
+    }
+    every = f"{setting} must hold every tensor of a {sizes.folder_class}: {place} has no "
+    matrices = {"embeddings": _EMBEDDINGS}
+    if has_output and not sizes.has_tied_output:
+        matrices[_OUTPUT] = _OUTPUT
+    for what, ending in matrices.items():
+        name = next((name for name in decoder if name.endswith(ending)), None)
+        if name is None:
+            yield f"{every}{what}"
+        elif (shape := held[name][1]) != (sizes.vocab, sizes.hidden):
+            yield (
+                f"{setting} must hold tensors that fit its config.json: {held[name][0]} has {name} "
+                f"of shape {list(shape)}, not {[sizes.vocab, sizes.hidden]}"
+            )
+    stacks = _stacks(decoder)
+    if sizes.layers and not stacks:
+        yield f"{every}layer 0"
+    for stack, blocks in stacks.items():
+        if missing := set(range(sizes.layers)) - blocks.keys():
+            yield f"{every}layer {min(missing)}"
+        yield from _differences(stack, blocks, setting)
+    if has_tower:
+        yield from _tower_problems(tower, values, setting, every)
+    if has_output and sizes.has_tied_output:
+        yield from _output_problems(decoder, setting)
+    if tower and not is_nested(values) and family_of(values).vision is None:
+        name = next(iter(tower))
+        yield (
+            f"{setting} must hold no vision tower for a {sizes.folder_class}, which sees no "
+            f"images: {held[name][0]} has {name}, which would be left out"
+        )
+
+
+def _tower_problems(
+    tower: Held, values: Mapping[str, Any], setting: str, every: str
+) -> Iterator[str]:
+    """Yields one message for each fault of a vision tower; checks the number of blocks if known."""
+    if not tower:
+        yield f"{every}vision tower"
+    table = values.get("vision_config") or {}
+    depth = table.get("depth", table.get("num_hidden_layers"))
+    for stack, blocks in _stacks(tower).items():
+        yield from _differences(stack, blocks, setting)
+        if depth is None or stack.endswith("_list"):
+            continue
+        if missing := set(range(depth)) - blocks.keys():
+            yield f"{every}{stack}.{min(missing)}"
+        if max(blocks) >= depth:
+            name, (path, _) = next(iter(blocks[max(blocks)].items()))
+            yield (
+                f"{setting} must hold no more of a vision tower than vision_config says: {path} "
+                f"has {stack}.{max(blocks)}.{name}, which would be left out"
+            )
+
+
+def _stacks(held: Held) -> dict[str, dict[int, dict[str, tuple[Path, Shape]]]]:
+    """Returns the numbered blocks of each stack, such as model.layers, with their tensors."""
+    found: dict[str, dict[int, dict[str, tuple[Path, Shape]]]] = {}
+    for name, facts in held.items():
+        if match := _BLOCK.match(name):
+            stack = found.setdefault(match[1], defaultdict(dict))
+            stack[int(match[2])][match[3]] = facts
+    return found
+
+
+def _differences(
+    stack: str, blocks: Mapping[int, Mapping[str, tuple[Path, Shape]]], setting: str
+) -> Iterator[str]:
+    """Yields a clause for each block whose tensors differ from those of a similar block.
+
+    The block lacks a tensor, or one has another shape. Blocks of several kinds, such as those with
+    and without experts, each have tensors of their own.
+    """
+    kinds = {frozenset(block): number for number, block in blocks.items()}
+    for kind, number in kinds.items():
+        for other, whole in kinds.items():
+            if kind < other:
+                lacking, path = min(other - kind), next(iter(blocks[number].values()))[0]
+                yield (
+                    f"{setting} must hold every tensor of a block: {path} has no "
+                    f"{stack}.{number}.{lacking}, which {stack}.{whole} has"
+                )
+                return
+    first: dict[str, tuple[int, Shape]] = {}
+    for number, block in blocks.items():
+        for name, (path, shape) in block.items():
+            whole, expected = first.setdefault(name, (number, shape))
+            if shape != expected:
+                yield (
+                    f"{setting} must hold blocks of one form: {path} has {stack}.{number}.{name} "
+                    f"of shape {list(shape)}, and {stack}.{whole} of {list(expected)}"
+                )
+                return
+
+
+def _output_problems(decoder: Held, setting: str) -> Iterator[str]:
+    """Yields a clause if files have an output projection that differs from tied embeddings.
+
+    The learner would train the embeddings, while transformers and vLLM use the projection.
+    """
+    output, embedding = (
+        next((name for name in decoder if name.endswith(ending)), None)
+        for ending in (_OUTPUT, _EMBEDDINGS)
+    )
+    if output is None or embedding is None:
+        return
+    (path, shape), (other, expected) = decoder[output], decoder[embedding]
+    if shape != expected or not _are_equal((path, output), (other, embedding)):
+        yield (
+            f"{setting} must hold no {output} that differs from {embedding}, as config.json ties "
+            f"them (tie_word_embeddings), {path} has one"
+        )
+
+
+def _place(folder: Path) -> Path:
+    """Returns the file that lists the tensors, for a message: index, single file, or folder."""
+    paths = sorted(folder.glob("*.safetensors"))
+    if (folder / INDEX).is_file():
+        return folder / INDEX
+    return paths[0] if len(paths) == 1 else folder
+
+
+def _are_equal(first: tuple[Path, str], second: tuple[Path, str]) -> bool:
+    """Whether two matrices of one shape, each by file and name, have the same type and bytes."""
+    types = [read_header(path)[name]["dtype"] for path, name in (first, second)]
+    if types[0] != types[1]:
+        return False
+    return all(one == other for one, other in zip(_blocks(*first), _blocks(*second), strict=True))
+
+
+def _blocks(path: Path, name: str) -> Iterator[bytes]:
+    begin, end = read_header(path)[name]["data_offsets"]
+    with open_regular(path) as file:
+        data = LENGTH_BYTES + int.from_bytes(file.read(LENGTH_BYTES), "little")
+        file.seek(data + begin)
+        for place in range(begin, end, _READ_BYTES):
+            yield file.read(min(_READ_BYTES, end - place))

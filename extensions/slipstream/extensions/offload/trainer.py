@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 from slipstream.core.errors import UntrainableBatch
 from slipstream.core.settings.config import OffloadSection
-from slipstream.learner.trainer.model.memory import DeviceMemory, Part
+from slipstream.learner.trainer.model.model import DeviceMemory, Part
 from torch import Tensor
 
 # A storage on the host: its size in bytes on the device, and its contents, None if dropped.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from slipstream.core.settings.config import ProfileSection
-from slipstream.learner.trainer.part import StepPart
+from slipstream.learner.trainer.step import StepPart
 from torch.profiler import ProfilerActivity, profile
 
 logger = logging.getLogger(__name__)

@@ -1,17 +1,30 @@
-"""Tests of a function's properties, called proofs: what those of all kinds of functions share."""
+"""Tests of a function's properties, called proofs: common parts, and those on a few episodes.
+
+The latter prove advantage functions, reward functions and filters.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import random
-from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from slipstream.core.errors import RunFailed
-from slipstream.learner.algorithms.functions import Function
+from slipstream.core.settings.algorithm_functions import FunctionKind
+from slipstream.core.settings.algorithm_section import AlgorithmSection
+from slipstream.learner.algorithms.episodes import RewardedEpisode, ScoredEpisode, Turn
+from slipstream.learner.algorithms.functions import (
+    Function,
+    filtered,
+    function_of,
+    rewarded,
+    token_advantages,
+)
 from torch import Tensor
 
 Scene = TypeVar("Scene")
@@ -107,3 +120,182 @@ def _kept_by(function: Function) -> dict[str, str]:
             is_own = getattr(value, "__module__", "") == call.__module__
             kept[name] = repr((value, is_own and getattr(value, "__dict__", None)))
     return kept
+
+
+class Rewards(tuple[tuple[float, ...], ...]):
+    """The rewards of the episodes of each group of a scene."""
+
+    def __str__(self) -> str:
+        groups = (" ".join(f"{one:g}" for one in group) for group in self)
+        return f"rewards {' and '.join(groups)}"
+
+
+# Rewards from 0 to 1.
+PLAIN = (
+    Rewards([(0.5,)]),
+    Rewards([(0.0, 1.0)]),
+    Rewards([(0.0, 1.0, 1.0), (1.0, 0.0)]),
+    Rewards([(0.3, 0.7, 0.1, 0.9), (0.25,), (0.6, 0.4, 0.8)]),
+)
+
+
+# Rewards of episodes that also have token costs. A function may refuse these with a ValueError.
+WIDE = (
+    Rewards([(0.3, -0.2)]),
+    Rewards([(1.0, 0.0, 2.5, -1.5), (-0.25,), (0.6, 0.4, 0.9)]),
+)
+
+
+# Rewards at which an estimator may divide by 0.
+EQUAL = (
+    *(Rewards([(0.0,)]), Rewards([(1.0, 1.0)]), Rewards([(1e-9, 0.0)])),
+    Rewards([(0.1, 0.1, 0.1), (0.7, 0.7, 0.7)]),
+)
+
+
+# Rewards at the protocol's bounds. A function may refuse these with a ValueError.
+LARGE = (Rewards([(1e6, -1e6), (1e6, 1e6)]),)
+
+
+class AnyMetrics(Mapping[str, float]):
+    """A mapping that gives any name a metric between 0 and 1, random but fixed by `seed`."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def __getitem__(self, name: str) -> float:
+        return float(np.random.default_rng([self._seed, *name.encode()]).random())
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class EpisodeProof:
+    """The proof of the advantage, reward or filter (by `kind`) of `algorithm`.
+
+    `has_values` tells whether the test episodes have the estimates of a critic.
+    """
+
+    algorithm: AlgorithmSection
+    kind: FunctionKind
+    has_values: bool = False
+
+    def faults(self) -> list[str]:
+        """Returns one line for each required property that the function lacks."""
+        properties: dict[str, Callable[[], None]] = {
+            "result": self._check_result,
+            "state": lambda: check_state([*self._scenes()], self._numbers),
+            "order of episodes": self._check_order,
+            "finite": self._check_finite,
+        }
+        if self.kind == "advantage":
+            properties["names of groups"] = self._check_names
+        return faults(function_of(self.algorithm, self.kind), properties)
+
+    def _scenes(
+        self, plain: Sequence[Rewards] = PLAIN, wide: Sequence[Rewards] = WIDE
+    ) -> Iterator[Rewards]:
+        """Yields the scenes that the function accepts.
+
+        A reward function or filter gets each group as a separate scene. The function may refuse
+        scenes of `wide` with a ValueError. Raises RunFailed if it refuses a scene of `plain`.
+        """
+        for groups in (*plain, *wide):
+            alone = self.kind != "advantage"
+            for scene in [Rewards([group]) for group in groups] if alone else [groups]:
+                try:
+                    self._numbers(scene)
+                except RunFailed as fault:
+                    if groups in plain or not isinstance(fault.__cause__, ValueError):
+                        raise
+                else:
+                    yield scene
+
+    def _episodes(self, scene: Rewards) -> list[Any]:
+        chance = np.random.default_rng(len(scene))
+        found: list[Any] = []
+        for group, rewards in enumerate(scene):
+            for member, reward in enumerate(rewards):
+                size, metrics = 1 + (member + group) % 4, AnyMetrics(len(found))
+                if self.kind != "advantage":
+                    lengths = (size, 16) if member % 2 else (3 * size,)
+                    of = (bool(member % 2), lengths, 16, "environment", group)
+                    found.append(RewardedEpisode(reward, metrics, *of))
+                    continue
+                values = chance.normal(0, 0.5, size) if self.has_values else None
+                branches = (slice(0, 1), slice(1, size)) if size > 2 else (slice(0, size),)
+                lags = chance.integers(0, 3, size, dtype=np.int32)
+                costs = chance.uniform(0, 0.1, size) if scene in WIDE else np.zeros(size)
+                earned = reward * chance.dirichlet(np.ones(size)) if member % 2 else None
+                given = (costs, values, branches, metrics, lags, earned, _turns(chance, size))
+                found.append(ScoredEpisode(f"g{group}", reward, *given))
+        return found
+
+    def _numbers(self, scene: Rewards, episodes: Sequence[Any] | None = None) -> dict[str, Tensor]:
+        """Returns the function's results on `episodes`, by default the scene's, by name.
+
+        For a filter it is one number: 1 if the filter keeps the group, else 0.
+        """
+        where, given = str(scene), self._episodes(scene) if episodes is None else episodes
+        if self.kind == "filter":
+            kept = filtered(self.algorithm, given, where=where)
+            return {"result": torch.tensor([float(kept)])}
+        found: list[list[float]] = []
+        if self.kind == "reward":
+            shaped = rewarded(self.algorithm, given, where=where)
+            found = [[each.reward, *each.reports.values()] for each in shaped]
+        else:
+            for one in token_advantages(self.algorithm, given, where=where):
+                found.append([*one.advantages, *one.reports.values()])
+                found[-1] += [] if one.returns is None else [*one.returns]
+        return {
+            f"episode {place}, number": torch.tensor(numbers, dtype=torch.float64)
+            for place, numbers in enumerate(found)
+        }
+
+    def _check_result(self) -> None:
+        # Inputs are read-only, so a function that changes one in place raises an error here.
+        for _ in self._scenes():
+            pass
+
+    def _check_order(self) -> None:
+        for scene in self._scenes():
+            episodes, before = self._episodes(scene), self._numbers(scene)
+            size = len(episodes)
+            for order in (range(size - 1, -1, -1), [*range(1, size), 0]):
+                after = self._numbers(scene, [episodes[place] for place in order])
+                expected = [*before.values()]
+                if self.kind != "filter":
+                    expected = [expected[place] for place in order]
+                if found := difference(dict(zip(after, expected, strict=True)), after):
+                    raise Disproved(f"{found} for the episodes {[*order]}: {scene}")
+
+    def _check_names(self) -> None:
+        for scene in self._scenes():
+            others = [
+                replace(one, group_id=f"{9 - int(one.group_id[1:])}-other")
+                for one in self._episodes(scene)
+            ]
+            if found := difference(self._numbers(scene), self._numbers(scene, others)):
+                raise Disproved(f"{found} for other group_ids: {scene}")
+
+    def _check_finite(self) -> None:
+        for scene in self._scenes(EQUAL, LARGE):
+            for name, values in self._numbers(scene).items():
+                if not values.isfinite().all():
+                    raise Disproved(f"{name} is {values.tolist()}: {scene}")
+
+
+def _turns(chance: np.random.Generator, size: int) -> tuple[Turn, ...]:
+    """Returns the turns of an episode of `size` tokens; some read what others have read."""
+    cuts = [0, 1, 3, 4] if size > 3 else [*range(size + 1)]
+    found = []
+    for start, stop in zip(cuts, cuts[1:], strict=False):
+        read = chance.integers(0, 2, 1, dtype=np.uint32)
+        said = chance.integers(0, 9, stop - start, dtype=np.uint32)
+        found.append(Turn(slice(start, stop), read, said))
+    return tuple(found)

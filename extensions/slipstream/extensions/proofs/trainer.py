@@ -135,7 +135,7 @@ def _functions(config: Config) -> Iterator[tuple[Function, AlgorithmSection]]:
 
 
 def _prove_alone(config: Config, function: Function, algorithm: AlgorithmSection) -> list[str]:
-    from slipstream.extensions.proofs.episode_proof import EpisodeProof
+    from slipstream.extensions.proofs.proof import EpisodeProof
     from slipstream.extensions.proofs.token_proof import TokenProof
 
     if function.kind in ("loss", "weight"):
@@ -300,7 +300,7 @@ def _episode(
 
     The first of two replies earns a quarter of the reward, and both end at one state of the group.
     """
-    from slipstream.extensions.proofs.episode_proof import AnyMetrics
+    from slipstream.extensions.proofs.proof import AnyMetrics
 
     replies = chance.integers(1, LONGEST_REPLY + 1, 1 + member % 2).tolist()
     runs = [len(prompt), replies[0], *(length for one in replies[1:] for length in (2, one))]

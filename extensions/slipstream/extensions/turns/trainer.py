@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from slipstream.core.machine.gpus import fill_gpus
 from slipstream.core.run_folder import LOCKS
 from slipstream.core.settings.config import Config
-from slipstream.learner.trainer.part import StepPart
+from slipstream.learner.trainer.step import StepPart
 
 
 class LockedSteps(StepPart):

@@ -33,7 +33,7 @@ from slipstream.protocol.weights.transports import check_storage
 if TYPE_CHECKING:
     from slipstream.learner.trainer.controller_client import ControllerClient
     from slipstream.learner.trainer.ranks.parallel import Launch, Ranks
-    from slipstream.learner.trainer.stage_times import StageTimes
+    from slipstream.learner.trainer.step_cost import StageTimes
     from slipstream.learner.trainer.train import Trainer
 
 logger = logging.getLogger(__name__)

@@ -59,9 +59,9 @@ def export(config: Config, path: Path, out: Path) -> None:
     """
     manifest = read_manifest(path)
     check_files(path, manifest.files)
-    from slipstream.learner.trainer.checkpoints.starting_weights import load_starting_weights
+    from slipstream.learner.trainer.checkpoints.distributed_files import load_starting_weights
     from slipstream.learner.trainer.checkpoints.stored_model import stored_policy
-    from slipstream.learner.trainer.model.memory import Part
+    from slipstream.learner.trainer.model.model import Part
     from slipstream.learner.trainer.opening import open_policy
     from slipstream.learner.trainer.ranks.parallel import Launch
     from slipstream.learner.trainer.weights.export import RunChat, save_adapters, save_hf_folder

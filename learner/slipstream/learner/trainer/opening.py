@@ -11,36 +11,32 @@ import torch
 from slipstream.core.machine.gpus import ALL_BITS
 from slipstream.core.models.model_sizes import read_model_table
 from slipstream.core.models.registry import NESTED
-from slipstream.core.models.vision.processors import load_processor
+from slipstream.core.models.vision import load_processor
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.sections import KEPT_LOGITS_SHARE
 from slipstream.learner.trainer import Megatron
-from slipstream.learner.trainer.adapters.lora import adapters
-from slipstream.learner.trainer.checkpoints.starting_weights import (
+from slipstream.learner.trainer.checkpoints.stored_model import (
+    POLICY,
+    StoredModel,
     check_no_adapters,
     check_no_lost_tower,
     check_saved,
-    load_starting_weights,
-)
-from slipstream.learner.trainer.checkpoints.stored_model import POLICY, StoredModel
-from slipstream.learner.trainer.model.memory import (
-    DeviceMemory,
-    Part,
-    gradient_buffers,
-    optimizer_state,
-    parameters,
 )
 from slipstream.learner.trainer.model.model import (
     Change,
+    DeviceMemory,
     ParallelModel,
-    Policy,
+    Part,
     TrainedModel,
     defer_projections,
+    gradient_buffers,
+    optimizer_state,
+    parameters,
     shared_scaler,
     unwrapped,
 )
-from slipstream.learner.trainer.model.named_adapters import NamedAdapters
 from slipstream.learner.trainer.model.numeric_checks import check_attention
+from slipstream.learner.trainer.model.policy import NamedAdapters, Policy, adapters
 from slipstream.learner.trainer.model.recipe import (
     ddp_config_of,
     fuse_gradients,
@@ -167,6 +163,8 @@ def _load(
     path = config.checkpoint.load
 
     def load(chunks: list[Megatron]) -> list[Megatron]:
+        from slipstream.learner.trainer.checkpoints.distributed_files import load_starting_weights
+
         assert path is not None
         check_saved(path, ranks)
         check_no_adapters(path)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from slipstream.core.settings.config import Config
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.controller_client import ControllerClient
-from slipstream.learner.trainer.model.model import Policy
-from slipstream.learner.trainer.part import StepPart
+from slipstream.learner.trainer.model.policy import Policy
+from slipstream.learner.trainer.step import StepPart
 from slipstream.learner.trainer.weights.published import Published
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def step_parts(config: Config, policy: Policy) -> list[StepPart]:
     if policy.sharing is not None:
         found.append(_SharedWork(policy.sharing))
     if config.needs_reference or config.roles:
-        from slipstream.extensions.other_models.trainer.models import open_roles
+        from slipstream.extensions.other_models.trainer import open_roles
 
         found.append(open_roles(config, policy))
     if config.algorithm.router_replay != "off":

@@ -1,8 +1,11 @@
-"""What a training step costs: model FLOPs from the sizes in config.json, and memory."""
+"""What a training step costs: seconds of its stages, model FLOPs, and memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +16,7 @@ from slipstream.core.models.model_sizes import ModelSizes, read_model_table
 if TYPE_CHECKING:
     from slipstream.core.settings.config import Config
     from slipstream.learner.trainer.batches.batch import Batch
-    from slipstream.learner.trainer.model.model import Policy
-    from slipstream.learner.trainer.step import TrainedStep
+    from slipstream.learner.trainer.model.policy import Policy
 
 # Dense bfloat16 TFLOP/s of one device by its name in torch, from NVIDIA's data sheets.
 PEAK_TFLOPS = {
@@ -26,6 +28,8 @@ PEAK_TFLOPS = {
     "NVIDIA H200": 989.4,
     "NVIDIA B200": 2250.0,
 }
+# Stages that are reported for every step, even if they took no time.
+ALWAYS = ("waiting", "forward", "export", "publish", "checkpoint")
 
 
 @dataclass(frozen=True)
@@ -96,15 +100,15 @@ class StepCost:
         on_gpu = policy.ranks.device.type == "cuda"
         self._peak_tflops = PEAK_TFLOPS.get(torch.cuda.get_device_name()) if on_gpu else None
 
-    def metrics(self, batch: Batch, result: TrainedStep) -> dict[str, float]:
-        """Returns the metrics of the step that trained `batch`; collective."""
+    def metrics(self, batch: Batch, *, wall_s: float, num_micro_batches: float) -> dict[str, float]:
+        """Returns the metrics of the step that trained `batch` in `wall_s`; collective."""
         lengths, saved = batch.lengths, (0, 0) if self._sharing is None else self._sharing.saved
         computed = self._epochs * (sum(lengths) - saved[0])
-        found = {"tokens_per_micro_batch": computed / result.metrics["num_micro_batches"]}
+        found = {"tokens_per_micro_batch": computed / num_micro_batches}
         found |= self._memory()
         if self._arithmetic is not None:
             flops = self._epochs * self._arithmetic.training_flops(lengths, saved=saved)
-            tflops = flops / result.wall_s / self._ranks.world_size / 1e12
+            tflops = flops / wall_s / self._ranks.world_size / 1e12
             found |= {"model_flops": flops, "tflops_per_rank": tflops}
             if self._peak_tflops is not None:
                 found["mfu"] = tflops / self._peak_tflops
@@ -118,3 +122,49 @@ class StepCost:
             torch.cuda.reset_peak_memory_stats()
         values = torch.tensor(list(used.values()), dtype=torch.float64)
         return dict(zip(used, self._ranks.max(values).tolist(), strict=True))
+
+
+class StageTimes:
+    """Timers of this rank's training stages: seconds since the last `take`, and since the start."""
+
+    def __init__(self) -> None:
+        self._seconds = dict.fromkeys(ALWAYS, 0.0)
+        # Stages of the whole start, and when each of those under way began; both under the lock.
+        self._totals = dict.fromkeys(ALWAYS, 0.0)
+        self._begun: dict[str, float] = {}
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def measure(self, stage: str) -> Iterator[None]:
+        """Adds the time of the block to a stage; on a GPU it waits for the GPU's work to end."""
+        with self._lock:
+            self._begun[stage] = started = time.monotonic()
+        try:
+            yield
+        finally:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            passed = time.monotonic() - started
+            self._seconds[stage] = self._seconds.get(stage, 0.0) + passed
+            with self._lock:
+                del self._begun[stage]
+                self._totals[stage] = self._totals.get(stage, 0.0) + passed
+
+    def totals(self) -> dict[str, float]:
+        """Returns the seconds of each stage since the start, by its name; works on any thread.
+
+        The current stage counts up to now.
+        """
+        with self._lock:
+            now = time.monotonic()
+            begun = {stage: now - started for stage, started in self._begun.items()}
+            return {
+                stage: self._totals.get(stage, 0.0) + begun.get(stage, 0.0)
+                for stage in self._totals.keys() | begun.keys()
+            }
+
+    def take(self) -> dict[str, float]:
+        """Returns the seconds of each stage under the name `STAGE_s`, and resets them to 0."""
+        taken = {f"{stage}_s": seconds for stage, seconds in self._seconds.items()}
+        self._seconds = dict.fromkeys(ALWAYS, 0.0)
+        return taken

@@ -44,15 +44,15 @@ from slipstream.learner.trainer.controller_client import (
     read_order,
     unpack_directives,
 )
-from slipstream.learner.trainer.model.memory import Part
-from slipstream.learner.trainer.model.model import Policy
-from slipstream.learner.trainer.part import around
+from slipstream.learner.trainer.model.model import Part
+from slipstream.learner.trainer.model.policy import Policy
 from slipstream.learner.trainer.parts import open_writer, step_parts
 from slipstream.learner.trainer.passes import Passes
-from slipstream.learner.trainer.step import TrainingStep
+from slipstream.learner.trainer.step import TrainingStep, around
 from slipstream.learner.trainer.step_cost import StepCost
+from slipstream.learner.trainer.weights.bucket_senders import BucketSenders
 from slipstream.learner.trainer.weights.export import RunChat, save_adapters, save_hf_folder
-from slipstream.learner.trainer.weights.publish import BucketSenders, WeightPublisher, build_probe
+from slipstream.learner.trainer.weights.publish import WeightPublisher, build_probe
 from slipstream.learner.trainer.weights.published import open_published
 from slipstream.learner.trainer.weights.weight_stream import WeightDigests
 from slipstream.protocol.codec import version_from_pb, version_to_pb
@@ -207,7 +207,11 @@ class Trainer:
             cost: dict[str, float] = {}
             if batch.given is None:
                 self._last_batch = batch
-                cost = self._cost.metrics(batch, result)
+                cost = self._cost.metrics(
+                    batch,
+                    wall_s=result.wall_s,
+                    num_micro_batches=result.metrics["num_micro_batches"],
+                )
             self._digests = self._export()
         self._ranks.activity.note()
         times = self.stages.take()

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from slipstream.core.models.vision.placed import PlacedImage
+from slipstream.core.models.vision import PlacedImage
 from slipstream.core.types import LogprobArray, VersionSpan
 from slipstream.rollout_server.engine_interface import Generation
 

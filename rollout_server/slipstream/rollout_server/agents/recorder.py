@@ -20,7 +20,7 @@ from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from pydantic import JsonValue
-from slipstream.core.models.vision.placed import PlacedImage, check_pixels
+from slipstream.core.models.vision import PlacedImage, check_pixels
 from slipstream.rollout_server.agents.conversations import (
     AgentTurn,
     ConversationBranch,

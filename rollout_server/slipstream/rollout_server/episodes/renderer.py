@@ -22,7 +22,7 @@ from slipstream.core.models.thoughts import (
     marks_thoughts,
     split_thoughts,
 )
-from slipstream.core.models.vision.placed import ImageTokens, PlacedImage
+from slipstream.core.models.vision import ImageTokens, PlacedImage
 from slipstream.core.template_values import read_template
 from slipstream.rollout_server.chat import (
     NO_INPUTS,

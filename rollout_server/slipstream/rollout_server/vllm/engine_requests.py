@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from slipstream.core.models.vision.placed import PlacedImage
-from slipstream.core.models.vision.processors import PixtralProcessor, load_processor
+from slipstream.core.models.vision import PixtralProcessor, PlacedImage, load_processor
 from slipstream.rollout_server.engine_interface import (
     EngineUse,
     Generation,

@@ -10,9 +10,8 @@ from make_tiny_vision_model import FAMILIES, make_model, make_tokenizer
 from slipstream.core.configuration.config_file import check_model
 from slipstream.core.errors import ConfigError
 from slipstream.core.models import model_tensors
-from slipstream.core.models.model_files import INDEX, read_header
+from slipstream.core.models.model_files import INDEX, read_header, tensor_problems
 from slipstream.core.models.model_sizes import decoder_table
-from slipstream.core.models.model_tensors import tensor_problems
 from support.fakes.model_folders import loadable_tensors, write_loadable_files, write_safetensors
 from support.fakes.small_configs import config_with
 

@@ -3,7 +3,7 @@ import torch
 from slipstream.core.errors import UntrainableBatch
 from slipstream.core.settings.config import OffloadSection
 from slipstream.extensions.offload.trainer import HostMemory
-from slipstream.learner.trainer.model.memory import Part
+from slipstream.learner.trainer.model.model import Part
 
 
 def offloaded(part: Part) -> tuple[HostMemory, torch.Tensor]:

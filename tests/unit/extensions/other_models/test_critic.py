@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 import torch
-from slipstream.extensions.other_models.trainer.critic import (
+from slipstream.extensions.other_models.trainer import (
     ValueSum,
     explained_variance,
     value_loss,

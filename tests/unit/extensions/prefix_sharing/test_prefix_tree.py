@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slipstream.extensions.prefix_sharing.tree import (
+from slipstream.extensions.prefix_sharing.trainer import (
     PrefixTree,
     Segment,
     num_squares,

@@ -1,7 +1,7 @@
 """Micro batches in which sequences share prefixes: what a token predicts, sees and is."""
 
 import numpy as np
-from slipstream.extensions.prefix_sharing.tree import PrefixTree
+from slipstream.extensions.prefix_sharing.trainer import PrefixTree
 from slipstream.learner.trainer.batches.micro_batch import build_tree_micro_batch
 from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
 

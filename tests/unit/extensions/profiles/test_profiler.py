@@ -4,7 +4,7 @@ from pathlib import Path
 import torch
 from slipstream.core.settings.config import ProfileSection
 from slipstream.extensions.profiles.trainer import ProfileWindow
-from slipstream.learner.trainer.stage_times import StageTimes
+from slipstream.learner.trainer.step_cost import StageTimes
 from support.rigs.waiting import wait_until
 
 

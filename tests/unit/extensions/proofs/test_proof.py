@@ -9,7 +9,7 @@ import torch
 from pydantic import JsonValue
 from slipstream.core.settings.algorithm_functions import FUNCTIONS, FunctionKind
 from slipstream.core.settings.algorithm_section import AlgorithmSection
-from slipstream.extensions.proofs.episode_proof import EpisodeProof
+from slipstream.extensions.proofs.proof import EpisodeProof
 from slipstream.extensions.proofs.token_proof import TokenProof
 from slipstream.learner.algorithms.functions import function_of
 from support.fakes import wrong_algorithms

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from slipstream.learner.trainer.adapters.lora import gathering_itself
+from slipstream.learner.trainer.model.policy import gathering_itself
 
 
 @pytest.mark.parametrize(("fused", "silent"), [(True, False), (False, True)])

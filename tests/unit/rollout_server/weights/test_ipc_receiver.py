@@ -10,7 +10,7 @@ import pytest
 import torch
 from slipstream.core.errors import WeightSyncError
 from slipstream.core.settings.config import WeightsSection
-from slipstream.learner.trainer.weights.ipc_sender import IpcSender
+from slipstream.learner.trainer.weights.bucket_senders import IpcSender
 from slipstream.protocol.weights.digests import HostDigests, bucket_digest
 from slipstream.protocol.weights.handover import HandoverSender, Offer
 from slipstream.rollout_server.weights.bucket_receiver import Incoming, Seat

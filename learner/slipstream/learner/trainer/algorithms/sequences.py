@@ -11,7 +11,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 import torch
-from slipstream.core.models.vision.processors import load_processor
+from slipstream.core.models.vision import load_processor
 from slipstream.core.settings.algorithm_section import AggregationKind, AlgorithmSection
 from slipstream.core.settings.config import Config
 from slipstream.core.types import LogprobArray, ReferenceLogprobs, Trajectory

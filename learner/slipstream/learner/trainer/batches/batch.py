@@ -1,4 +1,4 @@
-"""The trajectories of one training step, and checks of their data; results are equal on every rank."""
+"""The trajectories of one training step, and checks of their data, equal on every rank."""
 
 from __future__ import annotations
 
@@ -6,17 +6,20 @@ import functools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 from slipstream.core.errors import RunFailed, StalenessError, UntrainableBatch
-from slipstream.core.models.vision.pixels import decoded
+from slipstream.core.models.vision import decoded
 from slipstream.core.staleness import lag
 from slipstream.core.types import Trajectory
 from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.batches.planner import round_up
-from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
-from slipstream.learner.trainer.ranks.parallel import Ranks
 from slipstream.v1 import trainer_pb2
+
+if TYPE_CHECKING:
+    from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
+    from slipstream.learner.trainer.ranks.parallel import Ranks
 
 # The most trajectories or groups that an error names.
 MAX_TOLD = 3

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from slipstream.core.errors import UntrainableBatch
-from slipstream.core.models.vision.pixels import ImageProcessor
+from slipstream.core.models.vision import ImageProcessor
 from slipstream.core.staleness import lag
 from slipstream.core.types import TokenArray, Trajectory
 from torch import Tensor

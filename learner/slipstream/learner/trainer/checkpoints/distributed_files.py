@@ -35,13 +35,18 @@ from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.checkpoints.disk_work import CountedFile, DiskWork
 from slipstream.learner.trainer.checkpoints.host_copies import HostCopies
 from slipstream.learner.trainer.checkpoints.restricted_pickle import read_index
-from slipstream.learner.trainer.checkpoints.stored_model import POLICY, StoredModel
+from slipstream.learner.trainer.checkpoints.stored_model import (
+    POLICY,
+    StoredModel,
+    distributed_files_of,
+)
 from slipstream.learner.trainer.checkpoints.threaded_save import (
     PendingSave,
     ThreadedSaveStrategy,
     first_cause,
 )
 from slipstream.learner.trainer.model.model import unwrapped
+from slipstream.learner.trainer.ranks.parallel import Ranks
 from torch import Tensor
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.api import CheckpointException
@@ -150,6 +155,15 @@ def load_models(models: Sequence[StoredModel], folder: Path, disk: DiskWork) -> 
                 # apply Adam's bias correction as in the first update.
                 for group in model.optimizer.param_groups if part[_UPDATES] else ():
                     group["step"] = part[_UPDATES]
+
+
+def load_starting_weights(models: Sequence[StoredModel], path: Path, ranks: Ranks) -> None:
+    """Loads weights from a run's checkpoint or other torch_dist files; collective.
+
+    Raises CheckpointError if the files do not hold these models.
+    """
+    files = distributed_files_of(path)
+    load_models(models, files, DiskWork(files, ranks))
 
 
 def _load(state: dict[str, Any], folder: Path, disk: DiskWork) -> dict[str, Any]:

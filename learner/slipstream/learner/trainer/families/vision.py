@@ -21,7 +21,7 @@ from megatron.bridge.models.conversion.param_mapping import ReplicatedMapping
 from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
 from slipstream.core.errors import ConfigError
 from slipstream.core.models.registry import nested_name, tower_name
-from slipstream.core.models.vision.pixels import ImageProcessor
+from slipstream.core.models.vision import ImageProcessor
 from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.batches.micro_batch import MicroBatch
 from slipstream.learner.trainer.batches.training_sequence import ImageInputs

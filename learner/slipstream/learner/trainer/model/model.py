@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import math
 import types
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, fields
+from enum import Enum
 from typing import TYPE_CHECKING
 
 import torch
 from slipstream.core.errors import UntrainableBatch
 from slipstream.core.settings.config import ParallelSection
 from slipstream.learner.trainer import Megatron
-from slipstream.learner.trainer.model.memory import DeviceMemory, Part
 from slipstream.learner.trainer.outputs.logprobs import (
     Projection,
     bring_to_all_ranks,
@@ -29,8 +30,10 @@ from torch import Tensor
 if TYPE_CHECKING:
     from slipstream.extensions.prefix_sharing.trainer import PrefixSharing
     from slipstream.learner.trainer.families.vision import Vision
-    from slipstream.learner.trainer.model.named_adapters import NamedAdapters
     from slipstream.learner.trainer.model.recompute import Recompute
+
+# Function that changes the chunks of this rank after loading, before they get gradients.
+Change = Callable[[list[Megatron]], list[Megatron]]
 
 
 @dataclass(frozen=True)
@@ -257,17 +260,6 @@ class TrainedModel(ParallelModel):
                 chunk.start_param_sync(force_sync=True)
 
 
-@dataclass(frozen=True)
-class Policy(TrainedModel):
-    """The trained model whose weights are published to the rollout servers."""
-
-    adapters: NamedAdapters = field(kw_only=True)
-
-
-# Function that changes the chunks of this rank after loading, before they get gradients.
-Change = Callable[[list[Megatron]], list[Megatron]]
-
-
 def defer_projections(chunks: list[Megatron]) -> list[Megatron]:
     """Makes chunks return hidden states, not logits (see `logprobs`), and returns `chunks`.
 
@@ -316,3 +308,61 @@ def shared_scaler(optimizer: Megatron) -> Megatron:
     for part in parts:
         part.grad_scaler = scaler
     return scaler
+
+
+class Part(Enum):
+    """A part of a model that need not be on the device all the time."""
+
+    PARAMETERS = "parameters"
+    # Gradients are needed from `zero_grad` to the optimizer's step only: they are dropped, not
+    # copied.
+    GRADIENTS = "gradients"
+    # Moments and master weights.
+    OPTIMIZER = "optimizer"
+
+
+class DeviceMemory:
+    """Keeps all parts of a model on the device; `HostMemory` moves unused ones away."""
+
+    def own(self, tensors: Mapping[Part, Callable[[], Iterable[Tensor]]]) -> None:
+        """Takes for each part a function that returns the part's tensors, which may be replaced."""
+
+    def offloads(self, part: Part) -> bool:
+        """Whether `part` moves to host memory when it is not in use."""
+        return False
+
+    def resident(self, *parts: Part) -> AbstractContextManager[None]:
+        """Returns a context in which `parts` are on the device."""
+        return nullcontext()
+
+    def settle(self) -> None:
+        """Moves parts to where they are while nothing uses them, before any use."""
+
+
+def parameters(chunks: Sequence[Megatron]) -> Iterator[Tensor]:
+    """Yields the parameters of all chunks, including frozen ones."""
+    for chunk in chunks:
+        yield from chunk.parameters()
+
+
+def gradient_buffers(chunks: Sequence[Megatron]) -> Iterator[Tensor]:
+    """Yields the flat buffers whose views are the gradients."""
+    for chunk in chunks:
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+            yield buffer.grad_data
+
+
+def optimizer_state(optimizer: Megatron, chunks: Sequence[Megatron]) -> Iterator[Tensor]:
+    """Yields the optimizer's moments and master weights."""
+    yield from master_weights(optimizer, chunks)
+    for part in optimizer.chained_optimizers:
+        for state in () if part.is_stub_optimizer else part.optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+def master_weights(optimizer: Megatron, chunks: Sequence[Megatron]) -> Iterator[Tensor]:
+    """Yields the tensors that the optimizer updates, except those that are model parameters."""
+    theirs = {tensor.untyped_storage().data_ptr() for tensor in parameters(chunks)}
+    for part in optimizer.chained_optimizers:
+        for group in () if part.is_stub_optimizer else part.optimizer.param_groups:
+            yield from (p for p in group["params"] if p.untyped_storage().data_ptr() not in theirs)

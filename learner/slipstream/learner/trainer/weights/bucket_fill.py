@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from slipstream.core.errors import RunFailed
-from slipstream.learner.trainer.model.model import Policy
+from slipstream.learner.trainer.model.policy import Policy
 from slipstream.learner.trainer.weights.export import adapter_tensors, hf_tensors
 from slipstream.learner.trainer.weights.export_plan import (
     Piece,

@@ -20,8 +20,8 @@ from slipstream.core.models.registry import TOWERS
 from slipstream.core.settings.config import Config
 from slipstream.core.template_values import read_template
 from slipstream.learner.trainer.checkpoints.disk_work import DiskWork, write_safetensors
-from slipstream.learner.trainer.model.memory import Part
-from slipstream.learner.trainer.model.model import Policy
+from slipstream.learner.trainer.model.model import Part
+from slipstream.learner.trainer.model.policy import Policy
 from slipstream.learner.trainer.weights.export_plan import VOCABULARY, exported_type, peft_name
 from slipstream.protocol.checkpoints import PARTIAL_SUFFIX, sync_folder
 from torch import Tensor
@@ -99,7 +99,7 @@ def hf_tensors(
     the device. A tensor may share its memory with the model, so copy a tensor that is used after
     the next training step or, if parameters are offloaded, after the next tensor is yielded.
     """
-    from slipstream.learner.trainer.adapters.expert_adapters import merged_tasks
+    from slipstream.learner.trainer.layers.expert_adapters import merged_tasks
 
     with policy.memory.resident(Part.PARAMETERS):
         policy.gather_parameters()
@@ -128,7 +128,7 @@ def adapter_tensors(
 
     Iterate to the end, and copy tensors, as for `hf_tensors`.
     """
-    from slipstream.learner.trainer.adapters.expert_adapters import factor_tasks
+    from slipstream.learner.trainer.layers.expert_adapters import factor_tasks
 
     has_vision = policy.vision is not None
     with policy.memory.resident(Part.PARAMETERS):
@@ -157,7 +157,7 @@ def _adapted_experts(policy: Policy) -> list[str]:
     """Returns name parts of the expert matrices that have adapters on any rank; collective."""
     if policy.chunks[0].config.num_moe_experts is None:
         return []
-    from slipstream.learner.trainer.adapters.expert_adapters import adapted_names
+    from slipstream.learner.trainer.layers.expert_adapters import adapted_names
 
     matrices = [f".mlp.experts.{name}." for name in ("linear_fc1", "linear_fc2")]
     here = adapted_names(policy.chunks)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from slipstream.learner.trainer import Megatron
-from slipstream.learner.trainer.model.model import Policy
+from slipstream.learner.trainer.model.policy import Policy
 from torch import Tensor
 
 # Endings of the tensors with a row for each token.
@@ -58,7 +58,7 @@ def plan_merged(policy: Policy) -> list[Piece]:
     Raises UnknownMapping for a mapping that this module does not know, and for a matrix with an
     adapter, because no memory holds the merged matrix.
     """
-    from slipstream.learner.trainer.adapters.expert_adapters import has_adapters
+    from slipstream.learner.trainer.layers.expert_adapters import has_adapters
 
     tasks = _tasks_here(policy)
     for task in tasks:

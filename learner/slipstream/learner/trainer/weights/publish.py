@@ -14,19 +14,15 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import numpy as np
-import torch
-from slipstream.core.errors import ConfigError, WeightSyncError
-from slipstream.core.settings.config import Config, WeightsSection
+from slipstream.core.errors import WeightSyncError
+from slipstream.core.settings.config import Config
 from slipstream.core.types import TokenArray
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.controller_client import ControllerClient
-from slipstream.learner.trainer.model.model import Policy
+from slipstream.learner.trainer.model.policy import Policy
 from slipstream.learner.trainer.model.schedule import sequence_logprobs
 from slipstream.learner.trainer.ranks.parallel import Ranks
-from slipstream.learner.trainer.weights.bucket_sender import BucketSender
-from slipstream.learner.trainer.weights.gloo_sender import GlooSender
-from slipstream.learner.trainer.weights.ipc_sender import IpcSender
-from slipstream.learner.trainer.weights.nccl_sender import open_nccl_sender
+from slipstream.learner.trainer.weights.bucket_senders import BucketSender, BucketSenders
 from slipstream.learner.trainer.weights.published import Published
 from slipstream.learner.trainer.weights.weight_stream import Release
 from slipstream.protocol.codec import pack_logprobs, pack_tokens
@@ -223,46 +219,6 @@ class _Sends:
             except WeightSyncError as error:
                 self.problem = f"{where}{error}"
         return None
-
-
-class BucketSenders:
-    """The senders of one rank, one for each transport, created at first use."""
-
-    def __init__(
-        self, weights: WeightsSection, device: torch.device, *, largest_bucket: int, host: str
-    ) -> None:
-        """Takes the size of the largest bucket, in bytes, and the host of rank 0."""
-        self._weights, self._device = weights, device
-        self._largest_bucket, self._host = largest_bucket, host
-        self._made: dict[str, BucketSender] = {}
-
-    def for_transport(self, transport: str) -> BucketSender:
-        """Returns the sender of a transport.
-
-        Raises ConfigError if the transport is unknown, or is nccl without a GPU.
-        """
-        weights, device, host = self._weights, self._device, self._host
-        if transport not in self._made:
-            match transport:
-                case "gloo":
-                    made: BucketSender = GlooSender(weights, host=host)
-                case "ipc":
-                    made = IpcSender(weights, device, num_bytes=self._largest_bucket, host=host)
-                case "nccl" if device.type == "cuda":
-                    made = open_nccl_sender(weights, device)
-                case "nccl":
-                    raise ConfigError("weights.transport is nccl, but the trainer has no GPU")
-                case _:
-                    raise ConfigError(
-                        f"the transport of weights must be gloo, nccl or ipc, got {transport!r}"
-                    )
-            self._made[transport] = made
-        return self._made[transport]
-
-    def abort(self) -> None:
-        """Aborts every communicator."""
-        for sender in self._made.values():
-            sender.abort()
 
 
 def probe_sequences(batch: Batch | None, *, vocab_size: int, max_tokens: int) -> list[TokenArray]:

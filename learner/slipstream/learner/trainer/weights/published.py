@@ -9,8 +9,7 @@ from dataclasses import replace
 
 from slipstream.core.errors import RunFailed
 from slipstream.core.settings.config import Config
-from slipstream.learner.trainer.model.model import Policy
-from slipstream.learner.trainer.model.named_adapters import NamedAdapters
+from slipstream.learner.trainer.model.policy import NamedAdapters, Policy
 from slipstream.learner.trainer.weights.bucket_fill import Kind
 from slipstream.learner.trainer.weights.weight_stream import (
     Release,

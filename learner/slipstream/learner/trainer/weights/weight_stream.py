@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 import torch
 from slipstream.core.settings.config import Config, WeightsSection
-from slipstream.learner.trainer.model.memory import Part
-from slipstream.learner.trainer.model.model import Policy
+from slipstream.learner.trainer.model.model import Part
+from slipstream.learner.trainer.model.policy import Policy
 from slipstream.learner.trainer.weights.bucket_fill import (
     BridgeFilling,
     Filling,

@@ -19,8 +19,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from slipstream.core.errors import SlipstreamError
-from slipstream.core.models.vision.pixels import data_of_url
-from slipstream.core.models.vision.placed import ImageTokens, PlacedImage, image_tokens
+from slipstream.core.models.vision import ImageTokens, PlacedImage, data_of_url, image_tokens
 from slipstream.core.settings.config import RolloutServerSection
 from slipstream.rollout_server.agents.conversations import Found, message_key
 from slipstream.rollout_server.agents.limits import ServedCall

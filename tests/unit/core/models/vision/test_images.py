@@ -9,9 +9,14 @@ import pytest
 from PIL import Image, ImageOps
 from slipstream.core.configuration.config_file import check_model, parse_config
 from slipstream.core.errors import ConfigError, ProtocolError
-from slipstream.core.models.vision.pixels import MAX_PIXELS, data_of_url, decoded, size_of
-from slipstream.core.models.vision.placed import image_tokens
-from slipstream.core.models.vision.processors import load_processor
+from slipstream.core.models.vision import (
+    MAX_PIXELS,
+    data_of_url,
+    decoded,
+    image_tokens,
+    load_processor,
+    size_of,
+)
 from slipstream.core.types import ImagePlace
 from slipstream.learner.trainer.tiny_model import make_model as make_text_model
 from slipstream.learner.trainer.tiny_model import make_tokenizer as make_text_tokenizer

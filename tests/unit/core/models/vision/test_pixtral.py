@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from slipstream.core.errors import ConfigError
-from slipstream.core.models.vision.placed import image_tokens
-from slipstream.core.models.vision.processors import PixtralProcessor, load_processor
+from slipstream.core.models.vision import PixtralProcessor, image_tokens, load_processor
 from support.fakes.tiny_models import make_seeing_model
 
 IMAGE, BREAK, END = 5, 6, 7

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from make_tiny_vision_model import make_model
 from slipstream.core.errors import UntrainableBatch
-from slipstream.core.models.vision.pixels import ImageProcessor
-from slipstream.core.models.vision.processors import load_processor
+from slipstream.core.models.vision import ImageProcessor, load_processor
 from slipstream.core.types import ImagePlace
 from slipstream.learner.trainer.batches.batch import check_pixels
 from slipstream.learner.trainer.batches.micro_batch import build_micro_batch

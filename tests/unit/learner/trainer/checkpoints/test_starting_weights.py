@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 from slipstream.core.errors import CheckpointError, ConfigError  # noqa: E402
 from slipstream.core.settings.config import Config  # noqa: E402
-from slipstream.learner.trainer.checkpoints.starting_weights import (  # noqa: E402
+from slipstream.learner.trainer.checkpoints.stored_model import (  # noqa: E402
     check_no_adapters,
     check_no_lost_tower,
     check_saved,

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 from slipstream.core.errors import UntrainableBatch
-from slipstream.learner.trainer.adapters.lora import draw_adapters
-from slipstream.learner.trainer.model.memory import DeviceMemory
-from slipstream.learner.trainer.model.named_adapters import NamedAdapters
+from slipstream.learner.trainer.model.model import DeviceMemory
+from slipstream.learner.trainer.model.policy import NamedAdapters, draw_adapters
 from slipstream.learner.trainer.ranks import compat
 
 # Importing Megatron starts git, and warns.

@@ -4,7 +4,7 @@ import json
 
 import torch
 from slipstream.core.settings.config import WeightsSection
-from slipstream.learner.trainer.weights.nccl_sender import CudaStream, NcclSender
+from slipstream.learner.trainer.weights.bucket_senders import CudaStream, NcclSender
 from slipstream.learner.trainer.weights.weight_stream import WeightStream
 from slipstream.protocol.weights.buckets import TensorSpec
 from slipstream.protocol.weights.digests import HostDigests

@@ -16,10 +16,9 @@ from slipstream.core.errors import ConfigError, WeightSyncError
 from slipstream.core.settings.config import OffloadSection, WeightsSection
 from slipstream.extensions.offload.trainer import HostMemory
 from slipstream.learner.trainer.controller_client import ControllerClient
-from slipstream.learner.trainer.model.memory import Part
-from slipstream.learner.trainer.weights.gloo_sender import GlooSender
-from slipstream.learner.trainer.weights.nccl_sender import NcclSender
-from slipstream.learner.trainer.weights.publish import BucketSenders, WeightPublisher
+from slipstream.learner.trainer.model.model import Part
+from slipstream.learner.trainer.weights.bucket_senders import BucketSenders, GlooSender, NcclSender
+from slipstream.learner.trainer.weights.publish import WeightPublisher
 from slipstream.learner.trainer.weights.published import Published
 from slipstream.learner.trainer.weights.weight_stream import WeightStream
 from slipstream.protocol.weights.buckets import Bucket, TensorSpec, plan_buckets

@@ -1,0 +1,370 @@
+"""Images in conversations: their bytes, their pixels, and where their tokens are.
+
+Servers and trainer turn images into patches in the same way: both use transformers' PIL processor
+on every host, since torchvision resizes differently. Pixtral, of Mistral 3, turns an image into one
+token for each merged patch, a break token after each row, and an end token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import functools
+import io
+import json
+import math
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from slipstream.core.errors import ConfigError
+from slipstream.core.models.model_sizes import read_model_sizes, read_model_table
+from slipstream.core.models.registry import is_nested
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+# An image of so many pixels takes 50 MB before it is made smaller.
+MAX_PIXELS = 1 << 24
+# EXIF's tag of an image's orientation, what each value asks of a viewer, and the first value of
+# those that exchange width and height.
+_ORIENTATION, _FIRST_ON_SIDE = 0x0112, 5
+_TURNS = {
+    2: "FLIP_LEFT_RIGHT",
+    3: "ROTATE_180",
+    4: "FLIP_TOP_BOTTOM",
+    5: "TRANSPOSE",
+    6: "ROTATE_270",
+    7: "TRANSVERSE",
+    8: "ROTATE_90",
+}
+# Field of processor_config.json -> default of the token at the end of a row, and of an image.
+ROW_TOKENS = {"image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"}
+# Images that are known to be readable: the members of a group have the same images.
+_KEPT_IMAGES = 32
+
+
+class Pixels(NamedTuple):
+    """One image: float32 [patches, values of a patch], and its grid of patches, (1, height, width).
+
+    The processor decides the order of patches: grouped by token, or row by row.
+    """
+
+    values: npt.NDArray[np.float32]
+    grid: tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class ImageProcessor:
+    """Qwen's image processor, with the settings in a model folder's preprocessor_config.json."""
+
+    # transformers' PIL processor, here Qwen2VLImageProcessorPil.
+    inner: Any
+
+    # Whether positions of its tokens have three axes.
+    has_axes = True
+
+    @property
+    def merge(self) -> int:
+        """The number of patches along each side of the square that is merged into one token."""
+        return int(self.inner.merge_size)
+
+    @property
+    def max_tokens(self) -> int:
+        """The most tokens that one image can have."""
+        side = int(self.inner.patch_size) * self.merge
+        return int(self.inner.size["longest_edge"]) // side**2
+
+    def tokens(self, token_id: int, data: bytes) -> list[int]:
+        """Returns the tokens that stand for an image in a prompt; reads its header only.
+
+        `token_id` is the placeholder of image features. Raises ValueError for bytes that are no
+        image, and for too many pixels.
+        """
+        width, height = size_of(data)
+        patches = int(self.inner.get_number_of_image_patches(height, width))
+        return [token_id] * (patches // self.merge**2)
+
+    def has_features(self, height: int, width: int) -> npt.NDArray[np.bool_]:
+        """Returns a flag for each token of an image: true for placeholders of features.
+
+        `height` and `width` are the numbers of rows and columns of placeholders.
+        """
+        return np.ones(height * width, dtype=np.bool_)
+
+    def pixels(self, data: bytes) -> Pixels:
+        """Returns the pixels of a PNG, JPEG, WebP or GIF. Raises ValueError for other bytes."""
+        found = self.inner(images=[decoded(data)], return_tensors="np")
+        grid = found["image_grid_thw"][0]
+        values = np.ascontiguousarray(found["pixel_values"], dtype=np.float32)
+        return Pixels(values, (int(grid[0]), int(grid[1]), int(grid[2])))
+
+
+def decoded(data: bytes) -> Any:  # noqa: ANN401 - Pillow's
+    """Returns an encoded image as Pillow's, in RGB, as people see it: upright and on white.
+
+    Raises ValueError for unreadable pixels.
+    """
+    from PIL import Image
+
+    with opened(data) as image:
+        found, turn = image, _TURNS.get(_orientation(image))
+        if image.has_transparency_data:
+            seen = image.convert("RGBA")
+            found = Image.alpha_composite(Image.new("RGBA", seen.size, "white"), seen)
+        found = found.convert("RGB")
+        return found if turn is None else found.transpose(Image.Transpose[turn])
+
+
+def size_of(data: bytes) -> tuple[int, int]:
+    """Returns width and height of an image when it is upright; only its header is read.
+
+    Raises ValueError for bytes that are no image, and for too many pixels.
+    """
+    with opened(data) as image:
+        width, height = image.size
+        return (height, width) if _orientation(image) >= _FIRST_ON_SIDE else (width, height)
+
+
+def _orientation(image: Any) -> int:  # noqa: ANN401 - Pillow's
+    """Returns EXIF's orientation of an image as cameras write it, or 1."""
+    if image.format not in ("JPEG", "WEBP"):
+        return 1
+    try:
+        found = image.getexif().get(_ORIENTATION)
+    except (OSError, SyntaxError, ValueError, struct.error):
+        # Viewers show an image whose EXIF is broken as it is.
+        return 1
+    return found if found in _TURNS else 1
+
+
+@contextmanager
+def opened(data: bytes) -> Iterator[Any]:
+    """Yields a Pillow image of which only the header has been read.
+
+    Raises ValueError if the image cannot be read or has too many pixels.
+    """
+    from PIL import Image
+
+    try:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            width, height = image.size
+            if width * height > MAX_PIXELS:
+                raise ValueError(
+                    f"an image must have at most {MAX_PIXELS} pixels, got {width} * {height}"
+                )
+            yield image
+    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+        raise ValueError(f"an image cannot be read: {error}") from error
+
+
+def data_of_url(url: str) -> bytes:
+    """Returns the bytes of `data:image/...;base64,...`. Raises ValueError for any other URL."""
+    head, found, text = url.partition(",")
+    if not (found and head.startswith("data:image/") and head.endswith(";base64")):
+        raise ValueError(
+            "the URL of an image must be data:image/...;base64,..., as nothing is fetched, "
+            f"got {url[:60]!r}"
+        )
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ValueError(f"the data URL of an image is no base64: {error}") from error
+
+
+@dataclass(frozen=True)
+class PixtralProcessor(ImageProcessor):
+    """Pixtral's image processor; the values of a patch are ordered by channel, row and column."""
+
+    patch_size: int
+    merge_size: int
+    # Tokens at the end of a row, and of the image.
+    break_id: int
+    end_id: int
+
+    # Positions have one axis, as in text.
+    has_axes = False
+
+    @property
+    def merge(self) -> int:
+        return self.merge_size
+
+    @property
+    def max_tokens(self) -> int:
+        side = math.ceil(self._longest / self._square)
+        return side * (side + 1)
+
+    def tokens(self, token_id: int, data: bytes) -> list[int]:
+        """Returns rows of `token_id`, each ended by `break_id`, the last one by `end_id`."""
+        height, width = self._squares(data)
+        found = ([token_id] * width + [self.break_id]) * height
+        found[-1] = self.end_id
+        return found
+
+    def has_features(self, height: int, width: int) -> npt.NDArray[np.bool_]:
+        """Returns a flag for each token of an image: true for placeholders, false for row ends."""
+        return np.tile(np.arange(width + 1) < width, height)
+
+    def pixels(self, data: bytes) -> Pixels:
+        image, size = self.image(data), self.patch_size
+        height, width = (side // size for side in image.shape[1:])
+        patches = image.reshape(-1, height, size, width, size).transpose(1, 3, 0, 2, 4)
+        values = np.ascontiguousarray(patches.reshape(height * width, -1))
+        return Pixels(values, (1, height, width))
+
+    def image(self, data: bytes) -> npt.NDArray[np.float32]:
+        """Returns the pixels as float32 [channels, rows, columns]."""
+        found = self.inner(images=[decoded(data)], patch_size=self._square, return_tensors="np")
+        return np.ascontiguousarray(found["pixel_values"][0], dtype=np.float32)
+
+    @property
+    def _square(self) -> int:
+        return self.patch_size * self.merge_size
+
+    @property
+    def _longest(self) -> int:
+        return int(self.inner.size["longest_edge"])
+
+    def _squares(self, data: bytes) -> tuple[int, int]:
+        """Returns the rows and columns of an image in tokens."""
+        width, height = size_of(data)
+        ratio = max(1.0, height / self._longest, width / self._longest)
+        rows, columns = (
+            math.ceil(math.floor(side / ratio) / self._square) for side in (height, width)
+        )
+        if not rows * columns:
+            raise ValueError(
+                f"an image must keep a row and a column of pixels when its longer side is made "
+                f"{self._longest}, got {width} * {height}"
+            )
+        return rows, columns
+
+
+def load_pixtral(folder: Path, table: Mapping[str, Any]) -> PixtralProcessor:
+    """Returns the processor of a folder, whose config.json is `table`.
+
+    Raises ConfigError for settings that are not supported, and OSError, TypeError, KeyError or
+    ValueError for files that cannot be read.
+    """
+    from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+
+    path = folder / "processor_config.json"
+    names = json.loads(path.read_text()) if path.is_file() else {}
+    ids = row_tokens(names, json.loads((folder / "tokenizer.json").read_text()))
+    for name, default in ROW_TOKENS.items():
+        if name not in ids:
+            raise ConfigError(
+                f"model.path must hold a tokenizer with the token {names.get(name, default)!r}, "
+                f"which stands between parts of an image, {folder}/tokenizer.json has none"
+            )
+    return PixtralProcessor(
+        PixtralImageProcessorPil.from_pretrained(folder),
+        patch_size=int(table["vision_config"]["patch_size"]),
+        merge_size=int(table.get("spatial_merge_size", 2)),
+        break_id=ids["image_break_token"],
+        end_id=ids["image_end_token"],
+    )
+
+
+def row_tokens(names: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> dict[str, int]:
+    """Returns the token ids of `ROW_TOKENS` by field name.
+
+    `names` is the table of processor_config.json, and `tokenizer` the table of tokenizer.json. A
+    token that the tokenizer lacks is left out. Raises KeyError, TypeError or ValueError for tables
+    of another form.
+    """
+    ids = {token["content"]: int(token["id"]) for token in tokenizer["added_tokens"]}
+    wanted = {name: names.get(name, default) for name, default in ROW_TOKENS.items()}
+    return {name: ids[token] for name, token in wanted.items() if token in ids}
+
+
+@functools.lru_cache(maxsize=4)
+def load_processor(folder: str | Path) -> ImageProcessor:
+    """Returns the image processor of a folder. Raises ConfigError if its files cannot be read."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    table = read_model_table(Path(folder))
+    try:
+        if is_nested(table):
+            return load_pixtral(Path(folder), table)
+        return ImageProcessor(Qwen2VLImageProcessorPil.from_pretrained(folder))
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(
+            f"model.path must hold the image processor of a model with vision: {folder}: {error}"
+        ) from error
+
+
+class PlacedImage(NamedTuple):
+    """An encoded image whose first token is at `offset` of a sequence."""
+
+    offset: int
+    data: bytes
+
+    def moved(self, distance: int) -> PlacedImage:
+        """Returns the image with its offset increased by `distance` tokens."""
+        return self._replace(offset=self.offset + distance)
+
+
+@dataclass(frozen=True)
+class ImageTokens:
+    """Expands the one token that a chat template writes for an image into all of its tokens."""
+
+    token_id: int
+    processor: ImageProcessor
+
+    def expanded(
+        self, token_ids: Sequence[int], images: Sequence[bytes]
+    ) -> tuple[list[int], list[PlacedImage]]:
+        """Returns `token_ids` with each image's token expanded, and the images with offsets.
+
+        Raises ValueError unless there is one image token for each image, since the text may contain
+        the token too.
+        """
+        found: list[int] = []
+        placed: list[PlacedImage] = []
+        written = sum(token == self.token_id for token in token_ids)
+        if written != len(images):
+            raise ValueError(
+                f"the chat template must write token {self.token_id} once for each of the "
+                f"{len(images)} images, it wrote {written}: a text may not hold it"
+            )
+        left = iter(images)
+        for token in token_ids:
+            if token != self.token_id:
+                found.append(token)
+                continue
+            image = next(left)
+            placed.append(PlacedImage(len(found), image))
+            found += self.processor.tokens(token, image)
+        return found, placed
+
+
+def image_tokens(folder: Path, *, max_images: int) -> ImageTokens | None:
+    """Returns the `ImageTokens` of a Hugging Face folder, or None if it is used without vision.
+
+    A model whose vision tower can be left out is used without it if `max_images` is 0.
+    """
+    sizes = read_model_sizes(folder)
+    if not sizes.has_vision or (sizes.is_nested and not max_images):
+        return None
+    return ImageTokens(int(sizes.image_token), load_processor(folder))
+
+
+async def check_pixels(images: Sequence[PlacedImage]) -> None:
+    """Decodes the images in threads, one after the other. Raises ValueError for a broken image.
+
+    Other code may miss a broken image: tokens are counted from its header only, and the engine,
+    which decodes images, never sees replies that the environment gives.
+    """
+    for image in images:
+        await asyncio.to_thread(_check, image.data)
+
+
+@lru_cache(_KEPT_IMAGES)
+def _check(data: bytes) -> None:
+    decoded(data)

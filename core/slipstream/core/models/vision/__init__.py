@@ -1,1 +1,0 @@
-"""Images in conversations: their bytes, their pixels, and where their tokens are."""

@@ -1,1 +1,0 @@
-"""The critic and the reference."""

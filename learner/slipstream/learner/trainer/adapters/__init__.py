@@ -1,1 +1,0 @@
-"""Low-rank adapters (LoRA) of a loaded model."""
