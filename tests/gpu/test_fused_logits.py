@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from slipstream.learner.trainer.outputs.logprobs import Projection, vocab_parallel_logprobs
+from slipstream.learner.trainer.model.logprobs import Projection, vocab_parallel_logprobs
 from torch import Tensor
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]

@@ -89,7 +89,7 @@ def run_rank(folder: Path, job: str) -> None:
     from slipstream.learner.trainer.checkpoints.disk_work import DiskWork
     from slipstream.learner.trainer.checkpoints.distributed_files import load_models
     from slipstream.learner.trainer.checkpoints.stored_model import POLICY, StoredModel
-    from slipstream.learner.trainer.model import memory
+    from slipstream.learner.trainer.model import model
     from slipstream.learner.trainer.step import TrainingStep
     from slipstream.learner.trainer.weights.export import save_adapters, save_hf_folder
 
@@ -126,8 +126,8 @@ def run_rank(folder: Path, job: str) -> None:
     loaded = weights_of(policy)
     step.run(batches(config)[-1])
     retrained = weights_of(policy)
-    state = memory.optimizer_state(policy.optimizer, policy.chunks)
-    trained = [p for p in memory.parameters(policy.chunks) if p.requires_grad]
+    state = model.optimizer_state(policy.optimizer, policy.chunks)
+    trained = [p for p in model.parameters(policy.chunks) if p.requires_grad]
     result = {
         "metrics": metrics,
         "logprobs": logprobs,

@@ -132,10 +132,10 @@ def dtypes_of(policy: Policy, part: object) -> list[str]:
 
 
 def tensors(policy: Policy, part: object) -> list[torch.Tensor]:
-    from slipstream.learner.trainer.model import memory
+    from slipstream.learner.trainer.model import model
 
-    if part is memory.Part.PARAMETERS:
-        return list(memory.parameters(policy.chunks))
-    if part is memory.Part.GRADIENTS:
-        return list(memory.gradient_buffers(policy.chunks))
-    return list(memory.optimizer_state(policy.optimizer, policy.chunks))
+    if part is model.Part.PARAMETERS:
+        return list(model.parameters(policy.chunks))
+    if part is model.Part.GRADIENTS:
+        return list(model.gradient_buffers(policy.chunks))
+    return list(model.optimizer_state(policy.optimizer, policy.chunks))

@@ -234,7 +234,7 @@ def _prepare() -> Start:
 
     if torch.cuda.is_available():
         return _start_plain
-    from slipstream.learner.trainer.preload import preload
+    from slipstream.learner.trainer.__main__ import preload
 
     # Imported objects are never collected: the ranks share their memory until a rank writes to it.
     preload()

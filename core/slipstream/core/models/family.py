@@ -1,7 +1,7 @@
 """The record of a model family: all that the programs know of one class of models.
 
-A family is a class that config.json names. `families` has one module for each lineage. Rules use
-the records and name no class. The defaults of a record describe a plain dense decoder: attention
+A family is a class that config.json names; `families` has the records. Rules use these and name no
+class. The defaults of a record describe a plain dense decoder: attention
 with RoPE and a gated MLP.
 """
 

@@ -1,11 +1,9 @@
-"""All known families, found in the modules of `families`.
+"""All known families by class, and the decoders that are part of a model with images.
 
 Gemma 3 and Mistral 3 have a vision tower, and a decoder that is a text class of its own. The
 programs treat such a folder as a model of its text class, with other tensor names.
 """
 
-import importlib
-import pkgutil
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -14,15 +12,10 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.models import families
 from slipstream.core.models.family import Family
 
-
-def _found() -> dict[str, Family]:
-    names = sorted(module.name for module in pkgutil.iter_modules(families.__path__))
-    modules = [importlib.import_module(f"{families.__name__}.{name}") for name in names]
-    return {each.architecture: each for module in modules for each in module.FAMILIES}
-
-
 # Class that config.json names -> its record.
-FAMILIES: Mapping[str, Family] = MappingProxyType(_found())
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {each.architecture: each for each in families.FAMILIES}
+)
 # Class of a folder with a nested decoder -> class of its decoder by text_config's model_type; the
 # first is the default.
 NESTED: Mapping[str, Mapping[str, str]] = MappingProxyType(

@@ -131,7 +131,7 @@ class PrefixSharing:
 
 def shared_sequences(micro_batch: MicroBatch, paths: Paths) -> Megatron:
     """Returns Megatron's packed-sequence parameters for a micro batch with `paths`."""
-    from slipstream.learner.trainer.batches.routed_sequences import SharedSequences
+    from slipstream.learner.trainer.layers.attention import SharedSequences
 
     num_tokens = len(micro_batch.token_ids)
     whole = torch.tensor([0, num_tokens], dtype=torch.int32)
@@ -155,7 +155,7 @@ def _by_paths(
     _module: object, arguments: tuple[Any, ...], named: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Returns an attention's arguments changed by `by_paths`, or None without shared prefixes."""
-    from slipstream.learner.trainer.batches.routed_sequences import SharedSequences
+    from slipstream.learner.trainer.layers.attention import SharedSequences
 
     shared = named["packed_seq_params"]
     return by_paths(arguments, named, shared) if isinstance(shared, SharedSequences) else None
@@ -168,7 +168,7 @@ def by_paths(
 
     In the result, the packed-sequence parameters have the true bounds of queries and keys.
     """
-    from slipstream.learner.trainer.batches.routed_sequences import RoutedSequences
+    from slipstream.learner.trainer.layers.attention import RoutedSequences
 
     query, key, value, *others = arguments
     by_path = RoutedSequences(

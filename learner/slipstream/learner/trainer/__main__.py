@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import importlib
 import logging
 import os
 import sys
@@ -24,10 +25,9 @@ from slipstream.core.errors import (
     SlipstreamError,
 )
 from slipstream.core.machine.gpus import fill_gpus, gpu_names
-from slipstream.core.machine.process import flush_output
+from slipstream.core.machine.process import flush_output, without_collections
 from slipstream.core.run_folder import LOCKS
 from slipstream.core.settings.config import Config
-from slipstream.learner.trainer.preload import preload
 from slipstream.protocol.weights.transports import check_storage
 
 if TYPE_CHECKING:
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from slipstream.learner.trainer.train import Trainer
 
 logger = logging.getLogger(__name__)
+
+_PACKAGE = "slipstream.learner.trainer"
 
 # Most seconds between two heartbeats of a trainer that works.
 WORK_PERIOD_S = 5.0
@@ -151,6 +153,15 @@ def _load(
     if collector is not None:
         collector.stages = trainer.stages
     return trainer, policy.ranks
+
+
+def preload() -> None:
+    """Imports what a rank needs before it loads a model; patches Megatron and Bridge."""
+    with without_collections():
+        for name in ("ranks.cpu", "ranks.compat"):
+            importlib.import_module(f"{_PACKAGE}.{name}").install()
+        for name in ("layers.spec", "ranks.activity", "opening", "train"):
+            importlib.import_module(f"{_PACKAGE}.{name}")
 
 
 class StageCollector:

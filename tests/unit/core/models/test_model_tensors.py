@@ -9,7 +9,7 @@ import pytest
 from make_tiny_vision_model import FAMILIES, make_model, make_tokenizer
 from slipstream.core.configuration.config_file import check_model
 from slipstream.core.errors import ConfigError
-from slipstream.core.models import model_tensors
+from slipstream.core.models import model_files
 from slipstream.core.models.model_files import INDEX, read_header, tensor_problems
 from slipstream.core.models.model_sizes import decoder_table
 from support.fakes.model_folders import loadable_tensors, write_loadable_files, write_safetensors
@@ -114,7 +114,7 @@ def test_an_output_layer_beside_tied_embeddings_must_be_equal(
     import torch
     from safetensors.torch import save_file
 
-    monkeypatch.setattr(model_tensors, "_READ_BYTES", 96)
+    monkeypatch.setattr(model_files, "_READ_BYTES", 96)
     (folder / "config.json").write_text(json.dumps(SIZES | {"tie_word_embeddings": True}))
     file = folder / "model.safetensors"
     tensors = {name: torch.zeros(shape) for name, shape in shapes().items()}

@@ -4,22 +4,27 @@ Attention with sinks is computed here on every device. A sink is a learnt score 
 TransformerEngine 2.11 has no kernel with sinks for packed sequences (`get_attention_backend` in its
 `dot_product_attention/utils.py`).
 
-The class inherits from Megatron's, so import this module only after `compat.install`.
+Here are also Megatron's parameters of packed sequences, extended by replayed experts, padding and
+shared prefixes. The classes inherit from Megatron's, so import this module only after
+`compat.install`.
 """
 
 import math
 import types
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import (
     is_layer_window_attention,
     make_sharded_tensors_for_checkpoint,
 )
 from slipstream.learner.trainer import Megatron
+from slipstream.learner.trainer.batches.micro_batch import Paths
 from slipstream.learner.trainer.layers import own_device
 from slipstream.learner.trainer.layers.length_groups import (
     MOST_SCORES,
@@ -265,3 +270,30 @@ def attend(
         enable_gqa=per_group > 1,
     )[..., :dim]
     return found[:, :, 1:] if is_causal else found
+
+
+@dataclass
+class RoutedSequences(PackedSeqParams):  # type: ignore[misc]
+    """Packed-sequence parameters with what routers need to know of the tokens.
+
+    Megatron passes this object to every layer, also when it recomputes the layer, so that each
+    router gets the experts of the current micro batch.
+    """
+
+    # Same as `MicroBatch.expert_ids`; None if the routers choose.
+    expert_ids: Tensor | None = None
+    # Same as `MicroBatch.is_padding`.
+    is_padding: Tensor | None = None
+
+
+@dataclass
+class SharedSequences(RoutedSequences):
+    """Packed-sequence parameters of a micro batch whose sequences share prefixes.
+
+    Megatron's own fields describe the micro batch as one sequence; `PrefixSharing` gives each token
+    the rotary angles of its position. The bounds of the segments are in `bounds` and `paths`.
+    """
+
+    bounds: Tensor | None = None
+    max_queries: int = 0
+    paths: Paths | None = None

@@ -60,13 +60,13 @@ def layer_spec(config: Megatron, vp_stage: int | None = None) -> Megatron:
             mlp_parts(layer.submodules).experts = GroupedExperts
         _place_norms(layer.submodules, config, norm)
     if is_equal:
-        from slipstream.extensions.engine_bits.trainer import equal_layers
+        from slipstream.extensions.engine_bits import trainer as engine_bits
 
-        equal_layers.install()
-        norm = equal_layers.SumNorm
+        engine_bits.install()
+        norm = engine_bits.SumNorm
         block.layer_specs = [copy.deepcopy(layer) for layer in block.layer_specs]
         for place, layer in zip(_places(config, vp_stage), block.layer_specs, strict=True):
-            equal_layers.equal_parts(layer.submodules, is_first=place == 0)
+            engine_bits.equal_parts(layer.submodules, is_first=place == 0)
     is_delta_net = getattr(config, "is_delta_net", None)
     if is_delta_net is not None:
         for number, place in enumerate(_places(config, vp_stage)):

@@ -17,7 +17,7 @@ import torch
 from slipstream.core.errors import UntrainableBatch
 from slipstream.core.settings.config import ParallelSection
 from slipstream.learner.trainer import Megatron
-from slipstream.learner.trainer.outputs.logprobs import (
+from slipstream.learner.trainer.model.logprobs import (
     Projection,
     bring_to_all_ranks,
     output_weight,

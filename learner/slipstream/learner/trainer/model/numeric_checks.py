@@ -169,7 +169,7 @@ def _shared(
     `own` has queries, keys and values; `named` has the call's other arguments.
     """
     from slipstream.extensions.prefix_sharing.trainer import by_paths
-    from slipstream.learner.trainer.batches.routed_sequences import SharedSequences
+    from slipstream.learner.trainer.layers.attention import SharedSequences
 
     device = own[0].device
     keys = Paths.of([np.array(places) for _, places in paths], bounds[-1])

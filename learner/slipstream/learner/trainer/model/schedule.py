@@ -27,12 +27,12 @@ from slipstream.learner.trainer.batches.micro_batch import (
 from slipstream.learner.trainer.batches.planner import plan_micro_batches, round_up
 from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
 from slipstream.learner.trainer.model.attention_choice import log_attention_once
-from slipstream.learner.trainer.model.model import ParallelModel, Part, TrainedModel
-from slipstream.learner.trainer.outputs.logprobs import (
+from slipstream.learner.trainer.model.logprobs import (
     Projection,
     top_tokens,
     vocab_parallel_logprobs,
 )
+from slipstream.learner.trainer.model.model import ParallelModel, Part, TrainedModel
 from torch import Tensor
 
 Output = TypeVar("Output")
@@ -204,7 +204,7 @@ def _parameters(micro_batch: MicroBatch, cp_size: int) -> Megatron:
 
 def packed_sequences(cu_seqlens: Tensor, max_seqlen: int, cp_size: int) -> Megatron:
     """Returns Megatron's parameters of packed sequences; the arguments are as in `MicroBatch`."""
-    from slipstream.learner.trainer.batches.routed_sequences import RoutedSequences
+    from slipstream.learner.trainer.layers.attention import RoutedSequences
 
     packed = RoutedSequences(
         qkv_format="thd",

@@ -9,8 +9,8 @@ from typing import TypeVar
 import pytest
 import torch
 import torch.distributed as dist
-from slipstream.learner.trainer.outputs import logprobs
-from slipstream.learner.trainer.outputs.logprobs import Projection, vocab_parallel_logprobs
+from slipstream.learner.trainer.model import logprobs
+from slipstream.learner.trainer.model.logprobs import Projection, vocab_parallel_logprobs
 from torch import Tensor
 
 Found = TypeVar("Found")

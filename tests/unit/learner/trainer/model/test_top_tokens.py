@@ -6,7 +6,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from slipstream.learner.trainer.outputs.logprobs import Projection, top_tokens
+from slipstream.learner.trainer.model.logprobs import Projection, top_tokens
 from torch import Tensor
 
 ROWS, HIDDEN, VOCAB = 9, 5, 11

@@ -4,23 +4,28 @@ The logits of a micro batch are by far its largest tensor. So they are computed,
 in chunks, and the backward pass computes each chunk again. If all logits fit into `kept_logits`,
 they are computed once. The vocabulary may be split over tensor parallel ranks, and be padded at its
 end so that it splits evenly.
+
+`_reduce` and `_gradient` compute with torch's operations what `fused_logits` computes on a GPU by
+one kernel each. They are the reference, and serve CPUs and several targets per row.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from slipstream.learner.trainer import Megatron
-from slipstream.learner.trainer.outputs import logits
-from slipstream.learner.trainer.outputs.logits import LogitColumns, Sums
 from torch import Tensor
 
 # Logits in one chunk. A CPU's chunk takes 128 MiB in float32, and three such tensors are alive at a
 # time; a tiny model's micro batch is one chunk. A GPU holds one chunk in the model's precision, and
 # its matrix units need thousands of tokens.
 CHUNK_LOGITS = {"cpu": 1 << 25, "cuda": 1 << 29}
+# Far below every logit, and far enough from the smallest float that differences stay finite.
+PADDING_LOGIT = -1e30
 _FUSED_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -144,6 +149,18 @@ class _Logprobs(torch.autograd.Function):
         return hidden_grad, total, None, None, None
 
 
+class Sums(NamedTuple):
+    """Sums over the vocabulary for each row of logits, written by `_reduce`."""
+
+    # The largest logit.
+    peaks: Tensor
+    # Sum of exp(logit - peak), and of exp(logit - peak) * (logit - peak).
+    totals: Tensor
+    expected: Tensor
+    # The logits of the targets, [rows] or [rows, targets]; 0 where this rank does not have one.
+    wanted: Tensor
+
+
 class _Part:
     """This rank's rows of the projection to the vocabulary."""
 
@@ -155,7 +172,6 @@ class _Part:
         # Token id of the first row, and the number of rows that are not padding.
         self.first = self._width * (group.rank() if group is not None else 0)
         self.num_tokens = max(0, min(self._width, projection.vocab_size - self.first))
-        self._columns = LogitColumns(self.num_tokens, projection.temperature)
         # The logits' element type: bfloat16 rounds a logit of 20 by up to 0.06.
         self._dtype = torch.promote_types(weight.dtype, torch.float32)
         # The fused kernels do not support several targets per row.
@@ -179,9 +195,12 @@ class _Part:
         return [slice(start, min(start + step, length)) for start in starts]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Returns the logits [len(hidden), width], raw for fused kernels, otherwise prepared."""
+        """Returns the logits [len(hidden), width], at least float32.
+
+        They are raw for fused kernels, else divided by the temperature, with padding masked.
+        """
         if self._projection.has_engine_bits:
-            from slipstream.extensions.engine_bits.trainer.engine_kernels import engine_kernels
+            from slipstream.extensions.engine_bits.trainer import engine_kernels
 
             found = engine_kernels().logits(hidden, self._weight, self._dtype)
         elif self._dtype == self._weight.dtype:
@@ -191,27 +210,31 @@ class _Part:
             found = torch.mm(hidden, self._weight.t(), out_dtype=self._dtype)
         else:
             found = F.linear(hidden.to(self._dtype), self._weight.to(self._dtype))
-        return found if self._is_fused else logits.prepared(found, self._columns)
+        if not self._is_fused:
+            if self._projection.temperature != 1.0:
+                found /= self._projection.temperature
+            found[:, self.num_tokens :] = PADDING_LOGIT
+        return found
 
     def engine_logprobs(self, found: Tensor, targets: Tensor) -> Tensor:
         """Returns the log-probabilities of `targets`, computed by the engine's kernel from `found`.
 
         They are bit for bit equal to the engine's log-probabilities; `found` are the logits.
         """
-        from slipstream.extensions.engine_bits.trainer.engine_kernels import engine_kernels
+        from slipstream.extensions.engine_bits.trainer import engine_kernels
 
         rows = targets if targets.dim() > 1 else targets[:, None]
         tokens = found[:, : self.num_tokens]
         return engine_kernels().token_logprobs(tokens, rows).view(targets.shape)
 
     def reduce(self, found: Tensor, places: Tensor, sums: Sums) -> None:
-        """Fills `sums` like `logits.reduce`."""
+        """Fills `sums` like `_reduce`."""
         if self._is_fused:
-            from slipstream.learner.trainer.outputs import fused_logits
+            from slipstream.learner.trainer.model import fused_logits
 
-            fused_logits.reduce(found, places, self._columns, sums)
+            fused_logits.reduce(found, places, self.num_tokens, self._projection.temperature, sums)
         else:
-            logits.reduce(found, places, sums)
+            _reduce(found, places, sums)
 
     def gradient(
         self,
@@ -223,18 +246,19 @@ class _Part:
     ) -> Tensor:
         """Returns the gradient with respect to the raw logits, in the weight's type.
 
-        The arguments are as in `logits.gradient`; the logits `found` are overwritten.
+        The arguments are as in `_gradient`; the logits `found` are overwritten.
         """
         if self._is_fused:
-            from slipstream.learner.trainer.outputs import fused_logits
+            from slipstream.learner.trainer.model import fused_logits
 
             # The gradient overwrites the logits if they have the weight's type.
             grad = found
             if self._dtype != self._weight.dtype:
                 grad = torch.empty_like(found, dtype=self._weight.dtype)
-            fused_logits.gradient(found, places, self._columns, log_total, slopes, bends, grad)
+            columns = (self.num_tokens, self._projection.temperature)
+            fused_logits.gradient(found, places, columns, log_total, slopes, bends, grad)
             return grad
-        grad = logits.gradient(found, places, log_total, slopes, bends)
+        grad = _gradient(found, places, log_total, slopes, bends)
         return grad.to(self._weight.dtype)
 
     def places(self, targets: Tensor) -> Tensor:
@@ -340,3 +364,52 @@ def top_tokens(hidden: Tensor, weight: Tensor, top_k: int, projection: Projectio
     dist.all_gather(every_id, ids, group=group)
     best = torch.cat(every_value, dim=1).topk(top_k, dim=1).indices
     return torch.cat(every_id, dim=1).gather(1, best)
+
+
+def _reduce(logits: Tensor, places: Tensor, sums: Sums) -> None:
+    """Fills `sums` for `logits` [rows, width] of `_Part.logits`.
+
+    `places` [rows] or [rows, targets] are the columns of the targets, -1 where they are on another
+    rank.
+    """
+    found = logits.gather(-1, _rows(places).clamp(min=0)).view_as(places)
+    sums.wanted.copy_(found * (places >= 0))
+    torch.amax(logits, dim=-1, out=sums.peaks)
+    shifted = logits - sums.peaks[:, None]
+    exps = shifted.exp()
+    torch.sum(exps, dim=-1, out=sums.totals)
+    torch.sum(exps.mul_(shifted), dim=-1, out=sums.expected)
+
+
+def _gradient(
+    logits: Tensor,
+    places: Tensor,
+    log_totals: Tensor,
+    slopes: Tensor,
+    bends: tuple[Tensor, Tensor] | None,
+) -> Tensor:
+    """Returns the gradient [rows, width] of a loss with respect to the logits.
+
+    The loss is the sum of slope * log-probability over all targets and, with `bends`, of factor *
+    entropy over all rows. `logits` come from `_Part.logits` and are overwritten, but the gradient
+    is with respect to the logits before the division by the temperature: slopes and factors must
+    already be divided by it. `slopes` and `places` are [rows] or [rows, targets]; the place of a
+    target on another rank is -1. `bends` are the factors and the entropies, and `log_totals` the
+    logarithms of the sums of exp(logit), each [rows].
+    """
+    logprobs = logits.sub_(log_totals[:, None])
+    total = _rows(slopes).sum(-1, keepdim=True)
+    if bends is None:
+        grad = logprobs.exp_().mul_(-total)
+    else:
+        factors, entropies = bends
+        grad = logprobs.exp()
+        weights = logprobs.add_(entropies[:, None]).mul_(factors[:, None]).add_(total)
+        grad.mul_(weights).neg_()
+    here = slopes * (places >= 0)
+    return grad.scatter_add_(-1, _rows(places).clamp(min=0), _rows(here))
+
+
+def _rows(values: Tensor) -> Tensor:
+    """Returns `values`, which are [rows] or [rows, targets], as [rows, targets]."""
+    return values if values.dim() > 1 else values[:, None]

@@ -1,35 +1,40 @@
 # ruff: noqa: ANN001, ANN202 - Triton compiles the kernels from the types of their arguments
 """Triton kernels that compute sums over the vocabulary and gradients of logits on a GPU.
 
-The reference implementation is the module `logits`, which uses torch's operations. Each kernel
-takes raw logits, to which `logits.prepared` was not applied, reads them once, and allocates no
-memory. Triton is installed only with torch's CUDA build, so import this module only there.
+The reference implementation is in `logprobs`, which uses torch's operations. Each kernel takes raw
+logits, neither divided by the temperature nor masked, reads them once, and allocates no memory.
+Triton is installed only with torch's CUDA build, so import this module only there.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import triton
 import triton.language as tl
-from slipstream.learner.trainer.outputs.logits import PADDING_LOGIT, LogitColumns, Sums
 from torch import Tensor
 
 _BLOCK = 8192
 _WARPS = 8
+# As in `logprobs`: far below every logit.
+_PADDING_LOGIT = -1e30
 
 
-def reduce(logits: Tensor, places: Tensor, columns: LogitColumns, sums: Sums) -> None:
-    """Fills `sums` like `logits.reduce`, but from raw logits; `places` must be [rows].
+def reduce(
+    logits: Tensor, places: Tensor, num_tokens: int, temperature: float, sums: Sequence[Tensor]
+) -> None:
+    """Fills `sums` like `logprobs._reduce`, but from raw logits; `places` must be [rows].
 
-    The cap of `columns` is ignored.
+    The first `num_tokens` columns are tokens; the rest is padding, with probability 0.
     """
     _reduce_kernel[(len(logits),)](
         logits,
         logits.stride(0),
         places,
         *sums,
-        columns.num_tokens,
-        1.0 / columns.temperature,
-        PADDING=PADDING_LOGIT,
+        num_tokens,
+        1.0 / temperature,
+        PADDING=_PADDING_LOGIT,
         BLOCK=_BLOCK,
         num_warps=_WARPS,
     )
@@ -38,18 +43,19 @@ def reduce(logits: Tensor, places: Tensor, columns: LogitColumns, sums: Sums) ->
 def gradient(
     logits: Tensor,
     places: Tensor,
-    columns: LogitColumns,
+    columns: tuple[int, float],
     log_totals: Tensor,
     slopes: Tensor,
     bends: tuple[Tensor, Tensor] | None,
     grad: Tensor,
 ) -> None:
-    """Writes the result of `logits.gradient` into `grad`, but computes it from raw logits.
+    """Writes the result of `logprobs._gradient` into `grad`, but computes it from raw logits.
 
-    `places` must be [rows]. `grad` may be `logits` itself, or a tensor of another type with the
-    same strides. The cap of `columns` is ignored.
+    `places` must be [rows], and `columns` are the number of tokens and the temperature. `grad` may
+    be `logits` itself, or a tensor of another type with the same strides.
     """
     bend, entropy = bends if bends is not None else (slopes, slopes)
+    num_tokens, temperature = columns
     width = logits.shape[1]
     assert grad.stride() == logits.stride()
     _gradient_kernel[(len(logits), triton.cdiv(width, _BLOCK))](
@@ -62,8 +68,8 @@ def gradient(
         bend,
         entropy,
         width,
-        columns.num_tokens,
-        1.0 / columns.temperature,
+        num_tokens,
+        1.0 / temperature,
         HAS_BENDS=bends is not None,
         BLOCK=_BLOCK,
         num_warps=_WARPS,

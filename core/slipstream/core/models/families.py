@@ -1,0 +1,500 @@
+"""The records of all model families that can be trained, which `registry` finds here."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from slipstream.core.models.family import (
+    ANY_BIAS,
+    DENSE,
+    FULL,
+    LINEAR,
+    NONE,
+    OFF,
+    SLIDING,
+    UNSHARED,
+    ZERO,
+    EngineFacts,
+    Experts,
+    Family,
+    Nested,
+    Rope,
+    Table,
+    Values,
+    VisionFacts,
+)
+
+# Routers with a sigmoid: the weights of a token's experts always add up to routed_scaling_factor.
+_SIGMOID: Mapping[str, Values] = {
+    "norm_topk_prob": (None, True),
+    "scoring_func": (None, "sigmoid"),
+    "topk_method": (None, "noaux_tc"),
+}
+_READ_OF_EXPERTS = (
+    *("n_routed_experts", "n_group", "topk_group", "routed_scaling_factor"),
+    # The layers that predict further tokens are neither loaded nor sampled from.
+    *("num_nextn_predict_layers", "num_mtp_layers"),
+)
+_READ = (
+    *_READ_OF_EXPERTS,
+    *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim"),
+    "v_head_dim",
+)
+_GELU: Values = (None, "gelu_pytorch_tanh")
+# Windows are in all layers or in none.
+_VALUES = {**DENSE, "layer_types": NONE, "use_sliding_window": NONE}
+_DEEP_LAYERS = (8, 16, 24)
+_IMAGE_TOKEN = 151655
+_READ_OF_DELTA_NETS = (
+    *("full_attention_interval", "partial_rotary_factor", "linear_conv_kernel_dim"),
+    *("linear_key_head_dim", "linear_value_head_dim"),
+    *("linear_num_key_heads", "linear_num_value_heads"),
+)
+_NO_ADAPTERS = (
+    "of layers without attention only the delta nets of a Qwen3NextForCausalLM have adapters"
+)
+# vLLM reads whether attention is gated; transformers always gates it.
+_GATED = {"attn_output_gate": (None, True)}
+_GATED_MIXTURE = {
+    **_GATED,
+    "num_local_experts": ZERO,
+    # The weights of a token's experts always add up to 1.
+    "norm_topk_prob": (None, True),
+}
+_AXES = ("mrope_section", "mrope_interleaved")
+_SEEING_ROPE = Rope(kinds=("default",), alias="mrope", needed=_AXES[:1], optional=_AXES[1:])
+
+
+def _rope_problems(kind: str, table: Table, _: Table) -> Iterator[str]:
+    """Yields one line for each RoPE setting that a model with latent attention cannot have."""
+    if kind == "default":
+        return
+    if kind != "yarn":
+        yield f"model.path: the rope_type of latent attention must be default or yarn, got {kind!r}"
+    mscale, of_all = table.get("mscale"), table.get("mscale_all_dim")
+    if not mscale or mscale != of_all or table.get("attention_factor") is not None:
+        yield (
+            "model.path: mscale and mscale_all_dim of latent attention must be the same number "
+            f"without an attention_factor, got {mscale!r} and {of_all!r}"
+        )
+
+
+def _dense_problems(values: Table) -> Iterator[str]:
+    """Yields a line if the programs would have other layers without experts."""
+    kinds, dense = values.get("mlp_layer_types") or [], values.get("first_k_dense_replace") or 0
+    if kinds and kinds != ["dense"] * dense + ["sparse"] * (len(kinds) - dense):
+        yield (
+            f"model.path: mlp_layer_types must be dense for the first {dense} layers and sparse "
+            f"for all others, as first_k_dense_replace says, got {kinds}"
+        )
+
+
+def _turned_problems(values: Table) -> Iterator[str]:
+    """Yields a line if vLLM, which reads `rotary_dim`, would turn another part of each head."""
+    table = values.get("rope_scaling") or values.get("rope_parameters") or {}
+    part = table.get("partial_rotary_factor", values.get("partial_rotary_factor"))
+    turned, size = values.get("rotary_dim"), values.get("head_dim") or 0
+    if not isinstance(turned, int) or (part is not None and part * size != turned):
+        yield (
+            "model.path: rotary_dim of a MiniMaxM2ForCausalLM must be the number of turned "
+            f"dimensions of its {size} in a head, got {turned} and a part of {part}"
+        )
+
+
+def _score_problems(values: Table) -> Iterator[str]:
+    """Yields a line if learner and transformers would rank expert groups differently."""
+    groups, chosen, of_token = (
+        values.get(name) or 0 for name in ("n_group", "topk_group", "num_experts_per_tok")
+    )
+    if groups > 1 and chosen and of_token // chosen != 2:
+        yield (
+            "model.path: num_experts_per_tok must be 2 * topk_group, since the learner scores a "
+            "group by its best num_experts_per_tok / topk_group experts and transformers by its "
+            f"best 2, got {of_token} and {chosen}"
+        )
+
+
+def _window_problems(values: Table) -> Iterator[str]:
+    """Yields a line if windowed and full attention do not alternate: vLLM ignores `layer_types`."""
+    kinds = values.get("layer_types") or ()
+    wrong = [place for place, kind in enumerate(kinds) if kind != (SLIDING, FULL)[place % 2]]
+    if wrong:
+        yield (
+            "model.path: layer_types of a GptOssForCausalLM must alternate from sliding_attention "
+            f"on, as rollout servers take it, got {kinds[wrong[0]]!r} for layer {wrong[0]}"
+        )
+
+
+def _mistral(architecture: str, model_type: str) -> Family:
+    return Family(
+        architecture=architecture,
+        model_type=model_type,
+        values=_VALUES,
+        has_windows=True,
+        nested=Nested(
+            outer="Mistral3ForConditionalGeneration", model_type=model_type, has_tower=True
+        ),
+    )
+
+
+def _axes_problems(_: str, table: Table, values: Table) -> Iterator[str]:
+    """Yields one line for each M-RoPE setting that a model of the family cannot have."""
+    sections = table.get("mrope_section")
+    if not sections:
+        return
+    architecture = values["architectures"][0]
+    if table.get("mrope_interleaved") is not True:
+        yield (
+            f"model.path: mrope_interleaved of a {architecture} must be true in rope_parameters, "
+            f"as transformers takes it, got {table.get('mrope_interleaved')!r}"
+        )
+    # transformers takes a quarter if config.json does not say which part is turned.
+    part = table.get("partial_rotary_factor", values.get("partial_rotary_factor", 0.25))
+    turned = int(values.get("head_dim", 256) * part) // 2
+    if len(sections) != 3 or sum(sections) != turned:
+        yield (
+            f"model.path: mrope_section of a {architecture} must be three numbers that add up to "
+            f"half of the turned part of a head, {turned}, got {sections}"
+        )
+
+
+_QWEN35 = Family(
+    values={**DENSE, **_GATED},
+    # The layers that predict further tokens are neither loaded nor sampled from.
+    read=(*_READ_OF_DELTA_NETS, "mtp_num_hidden_layers"),
+    layer_kinds=(FULL, LINEAR),
+    # Text has one axis of positions, so vLLM ignores these keys.
+    rope=Rope(is_partial=True, optional=_AXES),
+    query_norm="head",
+    is_delta=True,
+    engine=EngineFacts(module="delta_models", starts_cuda=True),
+    cannot={"lora.rank": _NO_ADAPTERS},
+)
+_QWEN35_EXPERTS = Experts(is_normalized=True)
+_SEEING_QWEN35 = replace(
+    _QWEN35,
+    rope=replace(_SEEING_ROPE, is_partial=True, problems=_axes_problems),
+    vision=VisionFacts(image_token=248056, ties="same"),
+)
+
+FAMILIES = (
+    Family(
+        architecture="DeepseekV3ForCausalLM",
+        model_type="deepseek_v3",
+        values={
+            **_SIGMOID,
+            "scoring_func": ("sigmoid",),
+            "topk_method": ("noaux_tc",),
+            # transformers norms latent vectors with 1e-6, vLLM with the value in config.json.
+            "rms_norm_eps": (None, 1e-6, 1e-5),
+        },
+        read=_READ,
+        written=("scoring_func", "topk_method"),
+        problems=_score_problems,
+        rope=Rope(problems=_rope_problems),
+        has_latent_attention=True,
+        experts=Experts(),
+    ),
+    Family(
+        architecture="Glm4MoeForCausalLM",
+        model_type="glm4_moe",
+        values={**_SIGMOID, "attention_bias": ANY_BIAS, "use_qk_norm": ANY_BIAS},
+        read=(*_READ_OF_EXPERTS, "partial_rotary_factor"),
+        rope=Rope(is_partial=True),
+        experts=Experts(),
+    ),
+    Family(
+        architecture="Glm4MoeLiteForCausalLM",
+        model_type="glm4_moe_lite",
+        values={
+            **_SIGMOID,
+            # vLLM needs the number, which transformers does not read.
+            "first_k_dense_replace": (1,),
+            # vLLM always has a separate output projection.
+            "tie_word_embeddings": OFF,
+            # transformers norms latent vectors with 1e-6, vLLM with the value in config.json.
+            "rms_norm_eps": (None, 1e-6, 1e-5),
+        },
+        read=(*_READ, "mlp_layer_types"),
+        written=("first_k_dense_replace",),
+        problems=_dense_problems,
+        rope=Rope(problems=_rope_problems),
+        has_latent_attention=True,
+        experts=Experts(is_normalized=True),
+    ),
+    Family(
+        architecture="MiniMaxM2ForCausalLM",
+        model_type="minimax_m2",
+        values={
+            **UNSHARED,
+            # The weights of a token's experts always add up to 1, and experts have biases.
+            "norm_topk_prob": (None, True),
+            "scoring_func": ("sigmoid",),
+            "use_routing_bias": (True,),
+            "qk_norm_type": (None, "per_layer"),
+            # vLLM always has a separate output projection.
+            "tie_word_embeddings": OFF,
+            "use_qk_norm": (None, True),
+        },
+        read=(
+            *("rotary_dim", "partial_rotary_factor"),
+            # The layers that predict further tokens are neither loaded nor sampled from.
+            *("num_mtp_modules", "use_mtp", "mtp_transformer_layers"),
+        ),
+        written=("scoring_func", "use_routing_bias"),
+        problems=_turned_problems,
+        rope=Rope(is_partial=True),
+        query_norm="whole",
+        experts=Experts(is_normalized=True),
+    ),
+    Family(
+        architecture="ExaoneMoeForCausalLM",
+        model_type="exaone_moe",
+        values=_SIGMOID,
+        read=(
+            *("routed_scaling_factor", "mlp_layer_types"),
+            # The layers that predict further tokens are neither loaded nor sampled from.
+            "num_nextn_predict_layers",
+        ),
+        # transformers has one such layer if config.json does not say how many.
+        written=("first_k_dense_replace",),
+        layer_kinds=(FULL, SLIDING),
+        problems=_dense_problems,
+        query_norm="head",
+        has_windows=True,
+        experts=Experts(is_normalized=True),
+    ),
+    Family(
+        architecture="Exaone4ForCausalLM",
+        model_type="exaone4",
+        values=DENSE,
+        layer_kinds=(FULL, SLIDING),
+        query_norm="head",
+        has_windows=True,
+    ),
+    Family(
+        architecture="Gemma3ForCausalLM",
+        model_type="gemma3_text",
+        values={
+            **DENSE,
+            "hidden_act": _GELU,
+            "hidden_activation": _GELU,
+            "tie_word_embeddings": (None, True),
+        },
+        layer_kinds=(FULL, SLIDING),
+        is_tied=True,
+        rope=Rope(kinds=("default", "linear"), is_by_layer=True),
+        query_norm="head",
+        has_windows=True,
+        nested=Nested(
+            outer="Gemma3ForConditionalGeneration",
+            model_type="gemma3_text",
+            defaults={
+                "vocab_size": 262208,
+                "num_attention_heads": 8,
+                "num_key_value_heads": 4,
+                "head_dim": 256,
+                "max_position_embeddings": 131072,
+                "rms_norm_eps": 1e-6,
+                "query_pre_attn_scalar": 256,
+                "sliding_window": 4096,
+                "tie_word_embeddings": True,
+            },
+        ),
+        cannot={
+            "model.dtype": "vLLM (0.32.0) does not compute it in float16",
+            "sampling.max_images": (
+                "its tokens of an image attend to each other in both directions, the learner's "
+                "only to those before them"
+            ),
+        },
+    ),
+    Family(
+        architecture="GptOssForCausalLM",
+        model_type="gpt_oss",
+        # vLLM does not read these fields, and uses these values.
+        values={
+            "attention_bias": (None, True),
+            "rms_norm_eps": (None, 1e-5),
+            "swiglu_alpha": (None, 1.702),
+            "swiglu_limit": (None, 7.0),
+            "tie_word_embeddings": OFF,
+            "norm_topk_prob": (None, True),
+        },
+        layer_kinds=(FULL, SLIDING),
+        problems=_window_problems,
+        # vLLM computes no other kind, has no values of its own for what is needed, and reads no
+        # other option.
+        rope=Rope(
+            kinds=("yarn",), needed=("beta_fast", "beta_slow"), options={"yarn": ("truncate",)}
+        ),
+        conversion="write them anew in bfloat16 as docs/guides/models.md shows",
+        has_sinks=True,
+        has_windows=True,
+        experts=Experts(is_fused=True, is_normalized=True),
+        engine=EngineFacts(is_harmony=True, copies_parameters=True),
+        cannot={
+            "learner.parallel.etp": "Megatron does not split experts with biases",
+            "model.dtype": "vLLM (0.32.0) computes its sinks on GPUs in bfloat16 only",
+        },
+    ),
+    Family(architecture="LlamaForCausalLM", model_type="llama", values=DENSE, has_engine_bits=True),
+    Family(architecture="Ernie4_5ForCausalLM", model_type="ernie4_5", values=DENSE, is_tied=True),
+    Family(
+        architecture="SeedOssForCausalLM",
+        model_type="seed_oss",
+        values={**DENSE, "attention_bias": ANY_BIAS},
+    ),
+    Family(
+        architecture="SmolLM3ForCausalLM",
+        model_type="smollm3",
+        values={**DENSE, "use_sliding_window": OFF},
+        # Some layers have no positions.
+        read=("no_rope_layers", "no_rope_layer_interval"),
+        is_tied=True,
+    ),
+    Family(
+        architecture="CwmForCausalLM",
+        model_type="cwm",
+        values=DENSE,
+        layer_kinds=(FULL, SLIDING),
+        has_windows=True,
+    ),
+    Family(
+        architecture="MixtralForCausalLM",
+        model_type="mixtral",
+        values={
+            **UNSHARED,
+            # The weights of a token's experts always add up to 1.
+            "norm_topk_prob": (None, True),
+            # transformers reads only this field to decide on a window.
+            "sliding_window": NONE,
+        },
+        experts=Experts(is_normalized=True),
+    ),
+    _mistral("MistralForCausalLM", "mistral"),
+    _mistral("Ministral3ForCausalLM", "ministral3"),
+    Family(
+        architecture="Olmo2ForCausalLM",
+        model_type="olmo2",
+        values=DENSE,
+        query_norm="whole",
+    ),
+    Family(
+        architecture="OlmoeForCausalLM",
+        model_type="olmoe",
+        values={
+            **UNSHARED,
+            # vLLM never normalizes the weights of a token's experts to a sum of 1.
+            "norm_topk_prob": OFF,
+            # vLLM uses 1e-5 for all, and always has a separate output projection.
+            "rms_norm_eps": (None, 1e-5),
+            "tie_word_embeddings": OFF,
+        },
+        has_head_dim=False,
+        query_norm="whole",
+        experts=Experts(),
+    ),
+    Family(
+        architecture="FlexOlmoForCausalLM",
+        model_type="flex_olmo",
+        values=UNSHARED,
+        has_head_dim=False,
+        query_norm="whole",
+        experts=Experts(),
+    ),
+    Family(
+        architecture="Qwen2ForCausalLM",
+        model_type="qwen2",
+        # No program reads attention_bias of a Qwen2, which has biases.
+        values={**DENSE, "attention_bias": ANY_BIAS},
+        has_head_dim=False,
+        has_engine_bits=True,
+    ),
+    Family(
+        architecture="MiMoForCausalLM",
+        model_type="mimo",
+        values={**DENSE, "attention_bias": ANY_BIAS},
+        # The layers that predict further tokens are neither loaded nor sampled from.
+        read=("num_nextn_predict_layers",),
+        has_head_dim=False,
+    ),
+    Family(
+        architecture="Qwen2MoeForCausalLM",
+        model_type="qwen2_moe",
+        # vLLM always has these biases.
+        values={"attention_bias": ANY_BIAS, "qkv_bias": (None, True)},
+        has_head_dim=False,
+        experts=Experts(needs_shared=True),
+    ),
+    Family(
+        architecture="Qwen3ForCausalLM",
+        model_type="qwen3",
+        values=DENSE,
+        query_norm="head",
+        has_engine_bits=True,
+    ),
+    Family(
+        architecture="Qwen3MoeForCausalLM",
+        model_type="qwen3_moe",
+        values=UNSHARED,
+        query_norm="head",
+        experts=Experts(),
+    ),
+    Family(
+        architecture="Qwen3NextForCausalLM",
+        model_type="qwen3_next",
+        values={**_GATED, "num_local_experts": ZERO},
+        read=_READ_OF_DELTA_NETS,
+        layer_kinds=(FULL, LINEAR),
+        rope=Rope(is_partial=True),
+        query_norm="head",
+        is_delta=True,
+        experts=Experts(),
+    ),
+    replace(_QWEN35, architecture="Qwen3_5ForCausalLM", model_type="qwen3_5_text"),
+    replace(
+        _QWEN35,
+        architecture="Qwen3_5MoeForCausalLM",
+        model_type="qwen3_5_moe_text",
+        values=_GATED_MIXTURE,
+        experts=_QWEN35_EXPERTS,
+    ),
+    Family(
+        architecture="Qwen2_5_VLForConditionalGeneration",
+        model_type="qwen2_5_vl",
+        values={**DENSE, "attention_bias": ANY_BIAS},
+        has_head_dim=False,
+        rope=_SEEING_ROPE,
+        vision=VisionFacts(image_token=_IMAGE_TOKEN, ties="either"),
+        engine=EngineFacts(module="vision_models"),
+    ),
+    Family(
+        architecture="Qwen3VLForConditionalGeneration",
+        model_type="qwen3_vl",
+        values=DENSE,
+        rope=_SEEING_ROPE,
+        query_norm="head",
+        vision=VisionFacts(image_token=_IMAGE_TOKEN, deep_layers=_DEEP_LAYERS),
+        engine=EngineFacts(module="vision_models"),
+    ),
+    Family(
+        architecture="Qwen3VLMoeForConditionalGeneration",
+        model_type="qwen3_vl_moe",
+        # transformers always normalizes the weights of a token's experts, vLLM if the file says so.
+        values={**UNSHARED, "norm_topk_prob": (True,)},
+        written=("norm_topk_prob",),
+        rope=_SEEING_ROPE,
+        query_norm="head",
+        experts=Experts(is_fused=True),
+        vision=VisionFacts(image_token=_IMAGE_TOKEN, deep_layers=_DEEP_LAYERS),
+        engine=EngineFacts(module="vision_models"),
+    ),
+    replace(_SEEING_QWEN35, architecture="Qwen3_5ForConditionalGeneration", model_type="qwen3_5"),
+    replace(
+        _SEEING_QWEN35,
+        architecture="Qwen3_5MoeForConditionalGeneration",
+        model_type="qwen3_5_moe",
+        values=_GATED_MIXTURE,
+        experts=replace(_QWEN35_EXPERTS, is_fused=True),
+    ),
+)

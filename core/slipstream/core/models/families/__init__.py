@@ -1,1 +1,0 @@
-"""Records of model families, one module for each lineage; `registry` finds them here."""

@@ -1,1 +1,0 @@
-"""The engine's kernels and layers in the learner."""

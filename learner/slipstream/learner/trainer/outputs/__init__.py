@@ -1,1 +1,0 @@
-"""Log-probabilities, entropies and top-k tokens from hidden states and the output layer."""
