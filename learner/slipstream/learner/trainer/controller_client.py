@@ -131,6 +131,11 @@ class ControllerClient:
                 elif _code(error) is grpc.StatusCode.FAILED_PRECONDITION:
                     # The next call fails with the same cause.
                     return
+            except ValueError:
+                # gRPC's error for a channel that `close` has closed meanwhile.
+                if self._closed.is_set():
+                    return
+                raise
             self._closed.wait(RETRY_PAUSE_S)
 
     def _enter_again(self) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 _BLOCK = 8192
 _WARPS = 8
-# As in `logprobs`: far below every logit.
+# The same value as in `logprobs`.
 _PADDING_LOGIT = -1e30
 
 
