@@ -13,7 +13,9 @@ from slipstream.protocol.checkpoints import (
 LAYOUT = Layout(world_size=1, tp=1, pp=1, vpp=None, cp=1, ep=1, etp=1, distributed_optimizer=False)
 
 
-def save_checkpoint(folder: Path, step: int, *, keep_last: int = 100) -> Path:
+def save_checkpoint(
+    folder: Path, step: int, *, keep_last: int = 100, weight_digest: str = "d"
+) -> Path:
     """The folder of version `step`, published as the trainer does it."""
     partial = folder / f"step-{step:06d}.partial"
     partial.mkdir(parents=True)
@@ -21,7 +23,7 @@ def save_checkpoint(folder: Path, step: int, *, keep_last: int = 100) -> Path:
     manifest = Manifest(
         incarnation=0,
         step=step,
-        weight_digest="d",
+        weight_digest=weight_digest,
         config_digest="c",
         layout=LAYOUT,
         models=("policy",),

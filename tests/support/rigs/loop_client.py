@@ -1,7 +1,9 @@
 """A client of the Tinker API: the requests of SDK 0.38, in its order and with its numbers."""
 
 import asyncio
+import contextlib
 import itertools
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,33 +28,43 @@ class LoopClient:
         self.numbers, self.models = itertools.count(1), itertools.count()
         self.sampling, self.samples = itertools.count(), itertools.count()
 
+    async def ready(self) -> None:
+        """Waits until the HTTP process answers."""
+        while True:
+            with contextlib.suppress(httpx.TransportError):
+                await self.http.get("healthz")
+                return
+            await asyncio.sleep(0.02)
+
     async def post(self, path: str, body: dict[str, Any] | bytes) -> Any:  # noqa: ANN401
         """The answer to a request: JSON, or an `httpx.Response` that is none of success."""
-        while True:
-            if isinstance(body, bytes):
-                kind = {"content-type": PROTOBUF}
-                answer = await self.http.post(path, content=body, headers=kind)
-            else:
-                answer = await self.http.post(path, json=body)
-            if answer.status_code != 503:
-                return answer.json() if answer.status_code == 200 else answer
-            # The controller is away, or not there yet.
-            await asyncio.sleep(0.05)
+        answer = await self._answer(path, body)
+        return answer.json() if answer.status_code == 200 else answer
 
     async def result(self, future: dict[str, Any]) -> Any:  # noqa: ANN401
-        """The result of a future: JSON, or the bytes of a protobuf."""
+        """The result of a future: JSON, the bytes of a protobuf, None of a sample that is lost."""
+        asked = {"request_id": future["request_id"], "allow_metadata_only": True}
         while True:
-            asked = {"request_id": future["request_id"], "allow_metadata_only": True}
-            answer = await self.http.post("retrieve_future", json=asked)
-            if answer.status_code == 503:
-                # The controller is away.
-                await asyncio.sleep(0.05)
-                continue
+            answer = await self._answer("retrieve_future", asked)
+            if answer.status_code == 410 and asked["request_id"].endswith(":sample"):
+                return None
             assert answer.status_code == 200, answer.text
             if answer.headers["content-type"] == PROTOBUF:
                 return answer.content
             if (found := answer.json()).get("type") != "try_again":
                 return found
+
+    async def _answer(self, path: str, body: dict[str, Any] | bytes) -> httpx.Response:
+        is_json = isinstance(body, dict)
+        content = json.dumps(body).encode() if is_json else body
+        kind = {"content-type": "application/json" if is_json else PROTOBUF}
+        while True:
+            # The SDK sends again what a connection or the server has lost, too.
+            with contextlib.suppress(httpx.TransportError):
+                answer = await self.http.post(path, content=content, headers=kind)
+                if answer.status_code < 500:
+                    return answer
+            await asyncio.sleep(0.05)
 
     async def begin(self, rank: int = 4, **asked: Any) -> dict[str, Any]:  # noqa: ANN401
         """Creates the session, if there is none, and a model."""

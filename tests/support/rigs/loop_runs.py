@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
-import httpx
 from slipstream.client.launch.preflight import free_port
 from slipstream.core.settings.config import Config
 from slipstream.extensions.tinker.front import serve
@@ -28,14 +27,10 @@ async def fronted(config: Config, *, in_flight: bool = False) -> AsyncIterator[L
     """A client of an HTTP process that ends with it."""
     port = free_port("127.0.0.1")
     front = asyncio.ensure_future(serve(config, port, in_flight=in_flight))
-    client = LoopClient(port)
+    client = LoopClient(port, base_model=str(config.model.path))
     try:
         async with asyncio.timeout(60):
-            while True:
-                with contextlib.suppress(httpx.TransportError):
-                    await client.http.get("healthz")
-                    break
-                await asyncio.sleep(0.02)
+            await client.ready()
         yield client
     finally:
         await client.http.aclose()

@@ -1,0 +1,237 @@
+"""Measures what the Tinker API adds to the work behind it.
+
+A step is `forward_backward` and `optim_step`, sent together, until both results are there: over
+HTTP, of a run with one trainer rank, and beside it in this process `Passes`, which the trainer
+has for it, and `TrainingStep`, which is the step of a run of our own. All three train the same
+sequences.
+
+A sample is a request and its result, of a server that replies at once: all of it is added.
+
+    PYTHONPATH=tests python -m benchmarks.controller.client_loop                # on a CPU
+    PYTHONPATH=tests python -m benchmarks.controller.client_loop --shape 0.6B   # on a GPU
+
+Prints two tables and writes benchmarks/results/client-loop-SHAPE.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from slipstream.client.launch.preflight import free_port
+from slipstream.core.configuration.config_file import dump_config
+from slipstream.core.settings.config import Config
+from slipstream.learner.trainer.batches.batch import Batch
+from slipstream.v1 import trainer_pb2
+from support.fakes.fake_server import FakeServer
+from support.fakes.fake_trainer import FakeTrainer
+from support.fakes.named_channel import RUN_ID
+from support.rigs.loop_client import ADAM, LoopClient
+from support.rigs.loop_runs import fronted, loop_config
+
+from benchmarks.common import measure
+from benchmarks.common.shapes import SHAPES, make_apart
+from benchmarks.learner.loops import LOADS, Load, lognormal_batch, shape_config, synchronize
+
+HTTP, PASSES, OWN = "over HTTP", "passes alone", "a run's own step"
+# Samples at once.
+AT_ONCE = (1, 64)
+# Adam moves the weights as little as it can: all steps have the same work.
+RATE = 1e-12
+
+Datum = tuple[list[int], list[int], dict[str, list[float]]]
+
+
+def data_of(batch: Batch) -> list[Datum]:
+    """Returns the sequences of a batch as a client gives them."""
+    found: list[Datum] = []
+    for each in batch.trajectories:
+        tokens = each.token_ids.tolist()
+        inputs = {
+            "logprobs": each.behavior_logprobs.tolist(),
+            "advantages": [each.reward - 0.5] * (len(tokens) - 1),
+        }
+        found.append((tokens[:-1], tokens[1:], inputs))
+    return found
+
+
+@contextlib.asynccontextmanager
+async def program(*arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    """Runs a program of this Python, which is ended after use."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", *arguments), stdout=asyncio.subprocess.DEVNULL
+    )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.send_signal(signal.SIGTERM if "learner" in arguments else signal.SIGKILL)
+        await process.wait()
+
+
+async def steps_over_http(config: Config, data: list[Datum], asked: argparse.Namespace) -> list:
+    """Returns the seconds of each step of a client, whose run this starts."""
+    config.run_dir.mkdir(parents=True)
+    path = config.run_dir.parent / "client-loop.toml"
+    path.write_text(dump_config(config))
+    run = program("slipstream.client.cli", "learner", str(path))
+    async with run, fronted(config) as client:
+        await client.begin()
+        measure.progress("the run has begun")
+        times = [await one_step(client, data) for _ in range(asked.repeats + asked.uncounted)]
+    return times[asked.uncounted :]
+
+
+async def one_step(client: LoopClient, data: list[Datum]) -> float:
+    given = client.passed(data, "ppo")
+    started_s = time.perf_counter()
+    passed = await client.send(given)
+    stepped = await client.order("optim_step", adam_params=ADAM | {"learning_rate": RATE})
+    await client.result(passed)
+    assert "error" not in (found := await client.result(stepped)), found
+    return time.perf_counter() - started_s
+
+
+def steps_here(config: Config, batch: Batch, asked: argparse.Namespace) -> dict[str, list[float]]:
+    """Returns the seconds of steps in this process, those of both loops in turns."""
+    from slipstream.extensions.tinker.operations import forward_backward
+    from slipstream.extensions.tinker.wire_pb2 import ForwardBackwardRequest
+    from slipstream.learner.trainer.opening import open_policy
+    from slipstream.learner.trainer.passes import Passes
+    from slipstream.learner.trainer.ranks.parallel import Launch
+    from slipstream.learner.trainer.step import TrainingStep
+
+    policy = open_policy(config, Launch(0, 1, 0), load_weights=False)
+    training, passes = TrainingStep(policy, config), Passes(policy, config, lambda *_: None)
+    client = LoopClient(0)
+    numbers = trainer_pb2.AdamNumbers(**ADAM | {"learning_rate": RATE})
+
+    def by_passes() -> None:
+        request = ForwardBackwardRequest.FromString(client.passed(data_of(batch), "ppo"))
+        given = forward_backward(request).compute
+        started[0] = time.perf_counter()
+        passes.compute(given)
+        passes.run(Batch(0, "b", (), trainer_pb2.GivenStep(adam=numbers), (given,)))
+
+    loops: dict[str, Callable[[], object]] = {OWN: lambda: training.run(batch), PASSES: by_passes}
+    found: dict[str, list[float]] = {name: [] for name in loops}
+    for turn in range(asked.repeats + asked.uncounted):
+        for name, step in loops.items():
+            synchronize(policy.ranks.device)
+            started = [time.perf_counter()]
+            step()
+            synchronize(policy.ranks.device)
+            if turn >= asked.uncounted:
+                found[name].append(time.perf_counter() - started[0])
+    policy.ranks.close()
+    return found
+
+
+async def samples(folder: Path, asked: argparse.Namespace) -> dict[int, list[float]]:
+    """Returns the seconds of a sample, by the number of them at once."""
+    config = loop_config(folder)
+    config.run_dir.mkdir(parents=True)
+    path = folder / "samples.toml"
+    path.write_text(dump_config(config))
+    address = config.controller.address
+    peers = FakeTrainer(address), FakeServer(address, max_episodes=max(AT_ONCE), delay_s=0.0)
+    port, found = free_port("127.0.0.1"), {number: [] for number in AT_ONCE}
+    front = ("slipstream.extensions.tinker.front", "--config", str(path), "--port", str(port))
+    async with program("slipstream.learner.controller", "--config", str(path)), program(*front):
+        tasks = [asyncio.ensure_future(peer.run()) for peer in peers]
+        client = LoopClient(port)
+        await client.ready()
+        await client.begin()
+        session = await client.publish()
+
+        async def one() -> None:
+            await client.result(await client.ask(session, list(range(32))))
+
+        for number in AT_ONCE:
+            for turn in range(asked.samples + asked.uncounted):
+                started_s = time.perf_counter()
+                await asyncio.gather(*(one() for _ in range(number)))
+                if turn >= asked.uncounted:
+                    found[number].append((time.perf_counter() - started_s) / number)
+        await client.http.aclose()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    return found
+
+
+def run_config(load: Load, folder: Path, asked: argparse.Namespace) -> Config:
+    """Returns the settings of the run on a whole model."""
+    make_apart(
+        folder / "model",
+        asked.shape,
+        dtype="bfloat16" if torch.cuda.is_available() else "float32",
+        layers=load.layers,
+    )
+    config = shape_config(asked.shape, load, folder / "model", threads=asked.threads)
+    address = f"127.0.0.1:{free_port('127.0.0.1')}"
+    own = {"client_loop": True, "address": address}
+    run = {"dir": folder / "runs", "name": "own", "id": RUN_ID}
+    return config.model_copy(
+        update={
+            "run": config.run.model_copy(update=run),
+            "controller": config.controller.model_copy(update=own),
+            "learner": config.learner.model_copy(update={"shared_prefix_tokens": 0}),
+        }
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", choices=tuple(LOADS), default="tiny")
+    parser.add_argument("--repeats", type=int, default=20, help="steps of each loop")
+    parser.add_argument("--uncounted", type=int, default=3, help="steps and samples before")
+    parser.add_argument("--samples", type=int, default=30)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--out", type=Path)
+    asked = parser.parse_args()
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port("127.0.0.1"))}
+    # Every token is trained, as in a pass.
+    load = dataclasses.replace(LOADS[asked.shape], prompt_tokens=1)
+    batch = lognormal_batch(load, SHAPES[asked.shape].vocab, 0)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        config = run_config(load, folder, asked)
+        found = {HTTP: asyncio.run(steps_over_http(config, data_of(batch), asked))}
+        measure.progress("steps in this process")
+        found |= steps_here(config, batch, asked)
+        measure.progress("samples")
+        replies = asyncio.run(samples(folder / "samples", asked))
+    spreads = {name: measure.Spread.of(times) for name, times in found.items()}
+    own = spreads[OWN].median
+    rows = [
+        [name, one.text(2, 1000), f"{1000 * (one.median - own):.2f}", f"{one.median / own:.3f}"]
+        for name, one in spreads.items()
+    ]
+    tokens = sum(len(each.token_ids) for each in batch.trajectories)
+    table = measure.table([f"step of {tokens:,} tokens", "ms (min-max)", "more", "of own"], rows)
+    table += measure.table(
+        ["samples at once", "ms each (min-max)"],
+        [[number, measure.Spread.of(times).text(2, 1000)] for number, times in replies.items()],
+    )
+    record = {"settings": measure.settings_of(asked), "table": table, "steps": found}
+    record["samples"] = {number: float(np.median(times)) for number, times in replies.items()}
+    measure.write_result(f"client-loop-{asked.shape}", record, asked.out)
+    print("\n".join(table))
+
+
+if __name__ == "__main__":
+    main()
