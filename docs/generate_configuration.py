@@ -18,7 +18,6 @@ from pydantic_core import PydanticUndefined
 from slipstream.core.configuration.automatic import completed
 from slipstream.core.settings.algorithm_functions import FUNCTIONS, FunctionKind
 from slipstream.core.settings.config import Config
-from slipstream.core.settings.environment_algorithm import OWN
 from slipstream.core.settings.measurement_sections import PlayedSection
 from slipstream.core.settings.section import Section
 from slipstream.core.settings.sections import QueueUserSection
@@ -39,7 +38,6 @@ AUTOMATIC = {
 # Settings that mean the same in another table, by the paths of both tables.
 LIKE = {
     "evaluations": ("environments", tuple(PlayedSection.model_fields)),
-    "environments.algorithm": ("algorithm", OWN),
     "critic": ("learner", ("parallel",)),
     "reference": ("learner", ("parallel",)),
     "queue.rollout_server": ("queue.controller", tuple(QueueUserSection.model_fields)),

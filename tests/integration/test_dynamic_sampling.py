@@ -6,7 +6,6 @@ import pytest
 from slipstream.client.run_folder import check_run_folder, write_config
 from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.errors import ConfigError
-from slipstream.core.settings.environment_algorithm import EnvironmentAlgorithmSection
 from slipstream.learner.controller.records.journal import read_records
 from slipstream.learner.controller.trajectories.intake import MOST_FILTERED_BATCHES
 from slipstream.v1.trajectory_pb2 import EPISODE_PURPOSE_EVALUATION
@@ -36,18 +35,6 @@ async def test_groups_with_equal_rewards_are_filtered_and_replaced(tmp_path):
     records = list(read_records(config.run_dir / "journal"))
     filtered = {r["id"].split(".")[0] for r in records if r.get("end") == "filtered"}
     assert len(filtered) == summary["filtered_groups"]
-
-
-async def test_an_environment_may_keep_its_groups_of_equal_rewards(tmp_path):
-    own = {"filter": "none"}
-    config = make_config(tmp_path, run__steps=2, algorithm__filter="unequal_rewards")
-    environment = config.environments[0].model_copy(
-        update={"algorithm": EnvironmentAlgorithmSection.model_validate(own)}
-    )
-    config = config.model_copy(update={"environments": (environment,)})
-    server = FakeServer(config.controller.address, judge=lambda lease, member, attempt: 0.25)
-    summary = await play(config, server)
-    assert (summary["steps"], summary["filtered_groups"]) == (2, 0)
 
 
 async def test_a_run_whose_groups_all_fail_alike_stops_with_the_cause(tmp_path):

@@ -82,9 +82,6 @@ class RandomStep:
         }
         names = ENVIRONMENTS[: self._one(1, 2, 3)]
         environments = [{"name": name, "reference": "module:Class"} for name in names]
-        for environment in environments[1:]:
-            weight = {"loss_weight": self._one(0.5, 3.0)}
-            environment["algorithm"] = self._algorithm() | weight
         learner: Table = {
             "world_size": ranks,
             "parallel": parallel,
@@ -113,7 +110,7 @@ class RandomStep:
             },
             "learner": learner,
         }
-        if any("kl" in one for one in (algorithm, *(e.get("algorithm", {}) for e in environments))):
+        if "kl" in algorithm:
             table["reference"] = {"top_k": 5} | self._one(
                 {"path": str(self._folder / "tied"), "parallel": {}},
                 {"server": {"base_url": "http://127.0.0.1:9/v1", "model": "teacher"}},

@@ -25,7 +25,6 @@ class Conversation:
     episode: Trajectory
     branch: Branch
     algorithm: AlgorithmSection
-    loss_weight: float
     # The reward of the episode, or of the branch's name.
     reward: float = 0.0
     # The policy before the step, and the reference model.
@@ -104,7 +103,7 @@ def conversation_of(
     whole: Trajectory, one: Trajectory, branch: Branch, config: Config
 ) -> Conversation:
     """One of the `conversations` of the episode `whole`, with its settings and its reward."""
-    algorithm = config.algorithm_of(whole.environment)
+    algorithm = config.algorithm
     reward = whole.reward if branch.reward is None else branch.reward
     arguments, limit = algorithm.reward_args, config.sampling.max_reply_tokens
     if algorithm.reward == "overlong":
@@ -112,8 +111,7 @@ def conversation_of(
         rising = min(arguments["cache_tokens"], limit)
         over = (max(whole.run_lengths[1::2]) - limit + rising) / rising
         reward -= arguments["penalty"] * min(max(over, 0.0), 1.0)
-    weight = config.algorithms.loss_weight(whole.environment)
-    found = Conversation(one, branch, algorithm, weight, reward)
+    found = Conversation(one, branch, algorithm, reward)
     if one.reference is not None:
         found.reference = torch.from_numpy(one.reference.logprobs.astype(np.float64))
         found.likely_ids = torch.from_numpy(one.reference.top_ids.astype(np.int64))
@@ -127,14 +125,12 @@ def give_advantages(conversations: Sequence[Conversation]) -> None:
     scores: dict[tuple[str, str, str], float] = {}
     for one in counted:
         scores[one.side] = scores.get(one.side, one.reward) - float(one.costs.sum())
-    for kind in {one.algorithm.advantage for one in counted}:
-        members = [one for one in counted if one.algorithm.advantage == kind]
-        for one in members:
-            one.advantages = _advantages(one, kind, scores)
-        if kind.startswith("reinforce_pp"):
-            every = torch.cat([one.advantages for one in members])
-            for one in members:
-                one.advantages = (one.advantages - every.mean()) / (every.std(correction=0) + 1e-6)
+    for one in counted:
+        one.advantages = _advantages(one, one.algorithm.advantage, scores)
+    if counted and counted[0].algorithm.advantage.startswith("reinforce_pp"):
+        every = torch.cat([one.advantages for one in counted])
+        for one in counted:
+            one.advantages = (one.advantages - every.mean()) / (every.std(correction=0) + 1e-6)
     for one in counted:
         one.advantages = one.advantages * one.branch.share
 
@@ -186,7 +182,7 @@ def token_losses(one: Conversation, vocabulary: Tensor) -> Tensor:
             distance = divergence(policy, one.reference, kl.estimator)
         loss = loss + kl.coefficient * weight * distance
     entropy = -(vocabulary.exp() * vocabulary).sum(-1)
-    return one.loss_weight * (loss - algorithm.entropy_coefficient * entropy)
+    return loss - algorithm.entropy_coefficient * entropy
 
 
 def _weight(algorithm: AlgorithmSection, log_ratio: Tensor) -> Tensor:

@@ -291,7 +291,7 @@ async def run_check(
         )
     config = load_config(path, overrides, hub="small")
     code = await audit_all(config)
-    if not config.algorithms.has_own:
+    if not config.algorithm.own_functions:
         return code
     require_packages("learner")
     checked = await prove_algorithms(config)
@@ -468,7 +468,8 @@ def describe_dry_run(config: Config, share: Share) -> tuple[str, tuple[str, ...]
     missing = check_sizes(config)
     config, gpus, misfit = place_dry(config, share)
     notes = [*(_describe_ranks(config) if share.ranks else ()), *gpus]
-    for warning in (*config.algorithms.staleness_warnings, *model_warnings(config)):
+    warnings = [*filter(None, [config.algorithm.staleness_warning]), *model_warnings(config)]
+    for warning in warnings:
         notes += ["", f"Warning: {warning}"]
     if missing:
         notes += ["", "Only sizes were checked. Before a run can start:", *missing]

@@ -105,17 +105,17 @@ async def check_megatron(scene: Scene) -> str | None:
 
 async def check_functions(scene: Scene) -> str | None:
     """Checks that the user's own algorithm functions can be imported and called."""
-    algorithms, late = scene.config.algorithms, "own functions of the algorithm did not answer"
-    if not algorithms.has_own:
+    late = "own functions of the algorithm did not answer"
+    names = set(scene.config.algorithm.own_functions.values())
+    if not names:
         return None
     _accept(await _ask(FUNCTIONS_CHECK, scene.config, late=late))
-    names = {name for each in algorithms.distinct for name in each.own_functions.values()}
     return f"own functions can be called: {', '.join(sorted(names))}"
 
 
 async def check_proofs(scene: Scene) -> str | None:
     """Tests the user's own algorithm functions for a minute, unless they are unchanged since."""
-    if not scene.config.algorithms.has_own:
+    if not scene.config.algorithm.own_functions:
         return None
     _accept(await prove_algorithms(scene.config, "--cached"))
     return "the algorithm's own functions are proved"
@@ -266,7 +266,7 @@ def audit_command(section: PlayedSection, config: Config) -> list[str]:
     command += ["--timeout-s", str(section.timeout_s)]
     command += ["--max-images", str(config.sampling.max_images)]
     command += ["--max-turns", str(config.sampling.max_turns)]
-    of_step = max(each.groups_per_step * each.group_size for each in config.algorithms.distinct)
+    of_step = config.algorithm.groups_per_step * config.algorithm.group_size
     number = section.num_episodes if isinstance(section, EvaluationSection) else of_step
     workers = section.num_workers * config.rollout_server.count
     command += ["--episodes", str(math.ceil(number / workers))]

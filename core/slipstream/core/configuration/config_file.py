@@ -121,8 +121,8 @@ def load_config(
         config = Config.model_validate(completed(table, hub=hub, apart=apart))
     except ValidationError as error:
         raise ConfigError(f"{_source(path, overrides, error)}: {_worst(error)}") from None
-    if "sources" not in table and config.algorithms.has_own:
-        config = config.model_copy(update={"sources": source_digests(config.algorithms)})
+    if "sources" not in table and config.algorithm.own_functions:
+        config = config.model_copy(update={"sources": source_digests(config.algorithm)})
     return config
 
 

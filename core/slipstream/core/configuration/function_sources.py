@@ -7,20 +7,20 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from slipstream.core.settings.environment_algorithm import EnvironmentAlgorithms
+from slipstream.core.settings.algorithm_section import AlgorithmSection
 
 # Folders of installed packages, which are independent of each other.
 INSTALLED = ("site-packages", "dist-packages")
 
 
-def source_digests(algorithms: EnvironmentAlgorithms) -> dict[str, str]:
+def source_digests(algorithm: AlgorithmSection) -> dict[str, str]:
     """Returns the digest of each of the user's own functions, by its name "module:function".
 
     A digest covers the function's module, its packages and the modules that these import from the
     same folder of `sys.path`; for an installed module, from the same package only. A function whose
     module is not found on this host is left out: another host may have it.
     """
-    names = sorted({name for each in algorithms.distinct for name in each.own_functions.values()})
+    names = sorted(set(algorithm.own_functions.values()))
     found = {name: _digest(name.partition(":")[0]) for name in names}
     return {name: digest for name, digest in found.items() if digest}
 

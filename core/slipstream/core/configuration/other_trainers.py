@@ -58,7 +58,7 @@ _REMOVED = {
     "debug.profile.details": "a profile has times alone",
     "debug.profile.ranks": "all ranks are profiled",
     "debug.stage_on_server": "weights are staged where there is room",
-    "environments.algorithm.solved_reward": "1 is the full reward",
+    "environments.algorithm": "all environments have the run's algorithm",
     **dict.fromkeys(("environments.audit", "evaluations.audit"), "run.audit is for all"),
     "evaluations.pass_at": "k are samples_per_task and the powers of two below",
     "evaluations.pass_reward": "a reply passes with a reward of 1",

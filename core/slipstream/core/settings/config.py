@@ -103,7 +103,7 @@ class Config(Tables):
         yield from world_problems(self.learner)
         yield from table_problems(self.learner)
         yield from engine_problems(server.engine, max_episodes=server.max_episodes)
-        yield from served_problems(self.reference, self.algorithms, self.sampling.temperature)
+        yield from served_problems(self.reference, self.algorithm.kl, self.sampling.temperature)
         for rule in TABLE_RULES:
             yield from rule(self)
 

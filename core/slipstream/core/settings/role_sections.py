@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, TypeAlias
 
 from pydantic import Field, model_validator
-from slipstream.core.settings.environment_algorithm import EnvironmentAlgorithms
+from slipstream.core.settings.algorithm_section import KlSection
 from slipstream.core.settings.section import Seconds, Section
 from slipstream.core.settings.sections import (
     LearnerSection,
@@ -89,14 +89,13 @@ class CriticSection(Section):
 
 
 def served_problems(
-    reference: ReferenceSection | None, algorithms: EnvironmentAlgorithms, temperature: float
+    reference: ReferenceSection | None, kl: KlSection, temperature: float
 ) -> Iterator[str]:
     """Yields one line for each rule that top-k divergences or a reference server break."""
-    users = [each.kl.estimator for each in algorithms.distinct if each.kl.uses_top_k]
     top_k = reference.top_k if reference is not None else 0
-    if users and not top_k:
-        yield f"algorithm.kl.estimator = {users[0]!r} needs reference.top_k >= 1, got 0"
-    if top_k and not users:
+    if kl.uses_top_k and not top_k:
+        yield f"algorithm.kl.estimator = {kl.estimator!r} needs reference.top_k >= 1, got 0"
+    if top_k and not kl.uses_top_k:
         yield (
             f"reference.top_k must be 0 unless a kl.estimator is forward_top_k or reverse_top_k, "
             f"got {top_k}"

@@ -9,7 +9,6 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, JsonValue, model_validator
 from slipstream.core.machine.address import address_parts
-from slipstream.core.settings.environment_algorithm import EnvironmentAlgorithmSection
 from slipstream.core.settings.measurement_sections import (
     MAX_TEMPERATURE,
     MIN_TEMPERATURE,
@@ -238,8 +237,6 @@ class EnvironmentSection(PlayedSection):
 
     # Share of trained groups relative to the other environments, and at most twice that of leases.
     weight: float = Field(1.0, gt=0)
-    # A table of its own, below.
-    algorithm: EnvironmentAlgorithmSection | None = None
 
 
 # Longest time between two reports of a rollout server in a small fleet.

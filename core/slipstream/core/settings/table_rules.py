@@ -21,7 +21,7 @@ from slipstream.v1 import bounds_pb2, trajectory_pb2
 def precision_problems(config: Tables) -> Iterator[str]:
     """Yields one line for each setting that conflicts with the model's dtype or FP8 engines."""
     server, model, lora = config.rollout_server, config.model, config.lora
-    if server.computes_in_fp8 and not all(each.corrects for each in config.algorithms.distinct):
+    if server.computes_in_fp8 and not config.algorithm.corrects:
         yield (
             "engines in FP8 sample with other probabilities than the learner's: "
             "algorithm.weight must be token or sequence, or have a band, got 'none'"
@@ -236,24 +236,19 @@ def trajectory_problems(config: Tables, num_bytes: int) -> Iterator[str]:
 
 
 def algorithm_problems(config: Tables) -> Iterator[str]:
-    """Yields one line for each setting that conflicts with an algorithm of the run."""
+    """Yields one line for each setting that conflicts with the algorithm."""
     algorithm, sampling = config.algorithm, config.sampling
-    for environment in config.environments:
-        own = environment.algorithm
-        if own is not None and (refusal := own.refusal(algorithm)):
-            yield f"algorithm of environment {environment.name}: {refusal}"
-    for each in config.algorithms.distinct:
-        cache_tokens = each.reward_args.get("cache_tokens", 0)
-        if each.reward == "overlong" and cast(int, cache_tokens) > sampling.max_reply_tokens:
-            yield (
-                f"algorithm.reward_args.cache_tokens must be at most sampling.max_reply_tokens, "
-                f"got {cache_tokens} and {sampling.max_reply_tokens}"
-            )
-        if each.advantage == "gae" and config.critic is None:
-            yield "algorithm.advantage = 'gae' needs the table critic"
-        values = each.advantage in ("gae", "turn_gae") or is_own(each.advantage)
-        if config.critic is not None and not values:
-            yield f"the table critic has no effect with algorithm.advantage = {each.advantage!r}"
+    cache_tokens = algorithm.reward_args.get("cache_tokens", 0)
+    if algorithm.reward == "overlong" and cast(int, cache_tokens) > sampling.max_reply_tokens:
+        yield (
+            f"algorithm.reward_args.cache_tokens must be at most sampling.max_reply_tokens, "
+            f"got {cache_tokens} and {sampling.max_reply_tokens}"
+        )
+    if algorithm.advantage == "gae" and config.critic is None:
+        yield "algorithm.advantage = 'gae' needs the table critic"
+    values = algorithm.advantage in ("gae", "turn_gae") or is_own(algorithm.advantage)
+    if config.critic is not None and not values:
+        yield f"the table critic has no effect with algorithm.advantage = {algorithm.advantage!r}"
     if config.critic is not None and config.critic.warmup_steps >= config.run.steps:
         yield (
             f"critic.warmup_steps must be below run.steps, or the policy is never trained, "

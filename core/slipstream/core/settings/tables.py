@@ -5,7 +5,6 @@ from pathlib import Path
 
 from pydantic import JsonValue
 from slipstream.core.settings.algorithm_section import AlgorithmSection
-from slipstream.core.settings.environment_algorithm import EnvironmentAlgorithms
 from slipstream.core.settings.lora_section import LoraSection
 from slipstream.core.settings.measurement_sections import (
     DebugSection,
@@ -103,23 +102,11 @@ class Tables(Section):
         return TRAJECTORY_OVERHEAD_BYTES + branches + images + tokens
 
     @property
-    def algorithms(self) -> EnvironmentAlgorithms:
-        """The algorithm of each environment; each access computes it again."""
-        tables = [(each.name, each.algorithm) for each in self.environments]
-        return EnvironmentAlgorithms.of(self.algorithm, tables)
-
-    def algorithm_of(self, environment: str) -> AlgorithmSection:
-        """Returns the algorithm of the environment with the name `environment`."""
-        if all(each.algorithm is None for each in self.environments):
-            return self.algorithm
-        return self.algorithms.get(environment)
-
-    @property
     def needs_reference(self) -> bool:
         """Whether a step uses the reference model, for a KL penalty or the user's own functions."""
-        algorithms = self.algorithms
-        has_readers = algorithms.has_own and self.reference is not None
-        return algorithms.measures_divergence or has_readers
+        algorithm = self.algorithm
+        has_readers = bool(algorithm.own_functions) and self.reference is not None
+        return algorithm.kl.coefficient > 0 or has_readers
 
     @property
     def roles(self) -> dict[str, RoleSection]:

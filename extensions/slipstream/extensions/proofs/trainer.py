@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ import numpy as np
 from slipstream.core.configuration.config_file import dump_config, load_config, parse_config
 from slipstream.core.errors import USAGE_ERROR, ConfigError, RunFailed
 from slipstream.core.machine.address import listen
-from slipstream.core.settings.algorithm_section import KINDS, AlgorithmSection
+from slipstream.core.settings.algorithm_section import KINDS
 from slipstream.core.settings.config import Config
 from slipstream.core.types import (
     GroupId,
@@ -91,8 +91,8 @@ def main() -> int:
         known = _known(config)
         if arguments.cached and known.is_file():
             return 0
-        functions = list(_functions(config))
-        faults = [fault for one in functions for fault in _prove_alone(config, *one)]
+        functions = [function_of(config.algorithm, kind) for kind in KINDS]
+        faults = [fault for one in functions for fault in _prove_alone(config, one)]
         # Nothing is trained by functions that have a fault.
         faults = faults or train_alike(config)
     except ConfigError as error:
@@ -101,7 +101,7 @@ def main() -> int:
         print(f"slipstream: {fault}", file=sys.stderr)
     if faults:
         return USAGE_ERROR
-    for function, _ in functions:
+    for function in functions:
         print(f"{function}: proved", file=answers)
     print(f"a tiny model is trained alike with {', '.join(LAYOUTS)}", file=answers, flush=True)
     try:
@@ -116,7 +116,7 @@ def _known(config: Config) -> Path:
     """Returns the path of the cache file that exists if `prove` has passed for the same inputs."""
     proved = {
         "sources": config.sources,
-        "algorithms": [one.model_dump(mode="json") for one in config.algorithms.distinct],
+        "algorithm": config.algorithm.model_dump(mode="json"),
         "roles": sorted(config.roles),
         "versions": [importlib.metadata.version(name) for name in ("slipstream-rl", "torch")],
     }
@@ -125,22 +125,13 @@ def _known(config: Config) -> Path:
     return Path(cache) / "slipstream" / "proved" / key
 
 
-def _functions(config: Config) -> Iterator[tuple[Function, AlgorithmSection]]:
-    """Yields each function of the configuration once, with an algorithm that has it."""
-    algorithms: dict[Function, AlgorithmSection] = {}
-    for algorithm in config.algorithms.distinct:
-        for kind in KINDS:
-            algorithms.setdefault(function_of(algorithm, kind), algorithm)
-    yield from algorithms.items()
-
-
-def _prove_alone(config: Config, function: Function, algorithm: AlgorithmSection) -> list[str]:
+def _prove_alone(config: Config, function: Function) -> list[str]:
     from slipstream.extensions.proofs.proof import EpisodeProof
     from slipstream.extensions.proofs.token_proof import TokenProof
 
     if function.kind in ("loss", "weight"):
         return TokenProof(function, config.needs_reference).faults()
-    return EpisodeProof(algorithm, function.kind, config.critic is not None).faults()
+    return EpisodeProof(config.algorithm, function.kind, config.critic is not None).faults()
 
 
 def train_alike(config: Config) -> list[str]:
@@ -230,19 +221,17 @@ def _train(config: Config, rank: int, *, is_permuted: bool) -> dict[str, Tensor]
 
 
 def _settings(config: Config, folder: Path, layout: Mapping[str, Any]) -> Config:
-    """Returns settings of a tiny run with the algorithms of `config`."""
+    """Returns settings of a tiny run with the algorithm of `config`."""
     given = tomllib.loads(dump_config(config))
     algorithm = given["algorithm"]
     algorithm |= {"group_size": min(3, config.algorithm.group_size), "groups_per_step": GROUPS}
     algorithm |= {"max_staleness": 1, "learning_rate": 0.05, "warmup_steps": 0, "decay": "none"}
     algorithm |= {"mini_batches": 2, "epochs": 1, "router_replay": "off"}
+    if algorithm["reward"] == "overlong":
+        algorithm["reward_args"]["cache_tokens"] = LONGEST_REPLY // 2
     environments = [
-        {key: one[key] for key in ("name", "reference", "algorithm") if key in one}
-        for one in given["environments"]
+        {key: one[key] for key in ("name", "reference")} for one in given["environments"]
     ]
-    for one in (algorithm, *(each.get("algorithm", {}) for each in environments)):
-        if one.get("reward") == "overlong":
-            one["reward_args"]["cache_tokens"] = LONGEST_REPLY // 2
     table: dict[str, Any] = {
         "run": {"name": "check", "steps": STEPS},
         "model": {"path": str(folder / "policy"), "dtype": "float32"},

@@ -24,7 +24,7 @@ def check_functions(config: Config) -> None:
     from slipstream.learner.algorithms.token_functions import step_columns
 
     load_functions(config)
-    step_columns(config.algorithms.distinct, has_reference=config.needs_reference)
+    step_columns(config.algorithm, has_reference=config.needs_reference)
 
 
 if __name__ == "__main__":

@@ -120,15 +120,14 @@ def named_loss(name: str, arguments: Mapping[str, float]) -> Function:
 
 
 def load_functions(config: Config, kinds: Sequence[FunctionKind] = KINDS) -> None:
-    """Loads the functions of these `kinds` of all environments' algorithms.
+    """Loads the functions of these `kinds` of the algorithm.
 
     Raises ConfigError if a function cannot be loaded, or if the source of a user's own function has
     changed since the run was started.
     """
-    for algorithm in config.algorithms.distinct:
-        for kind in kinds:
-            function_of(algorithm, kind)
-    now = source_digests(config.algorithms)
+    for kind in kinds:
+        function_of(config.algorithm, kind)
+    now = source_digests(config.algorithm)
     for name, digest in config.sources.items():
         if now.get(name) != digest:
             raise ConfigError(f"the source of {name} is not that with which the run was started")
@@ -136,10 +135,10 @@ def load_functions(config: Config, kinds: Sequence[FunctionKind] = KINDS) -> Non
 
 def used_functions(config: Config) -> dict[str, str]:
     """Returns the source digests of the user's own functions, keyed by "kind name arguments"."""
+    algorithm = config.algorithm
     return {
-        f"{kind} {name} {json.dumps(getattr(each, f'{kind}_args'), sort_keys=True)}": digest
-        for each in config.algorithms.distinct
-        for kind, name in each.own_functions.items()
+        f"{kind} {name} {json.dumps(getattr(algorithm, f'{kind}_args'), sort_keys=True)}": digest
+        for kind, name in algorithm.own_functions.items()
         if (digest := config.sources.get(name)) is not None
     }
 

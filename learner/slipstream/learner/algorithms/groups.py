@@ -36,26 +36,22 @@ def shaped_rewards(
     episode that does not count (`is_counted`) has none. Raises RunFailed if the reward function is
     faulty.
     """
-    limit, found = config.sampling.max_reply_tokens, []
+    algorithm, limit, found = config.algorithm, config.sampling.max_reply_tokens, []
     groups: dict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
     for index, trajectory in enumerate(trajectories):
-        algorithm = config.algorithm_of(trajectory.environment)
         sides = _sides(trajectory, limit) if is_counted(trajectory, algorithm) else []
         for place, side in enumerate(sides):
             groups[trajectory.group_id, side.side].append((index, place))
         found.append(sides)
     for (group_id, _), members in groups.items():
         group = [found[index][place] for index, place in members]
-        algorithm = config.algorithm_of(group[0].environment)
         changed = rewarded(algorithm, group, where=f"group {group_id}")
         for (index, place), episode in zip(members, changed, strict=True):
             found[index][place] = episode
     return found
 
 
-def is_trained(
-    trajectories: Sequence[Trajectory], algorithm: AlgorithmSection, config: Config
-) -> bool:
+def is_trained(trajectories: Sequence[Trajectory], config: Config) -> bool:
     """Whether `algorithm.filter` keeps the group of `trajectories`, which must not be empty.
 
     A filter is never called without an episode: it keeps no group in which none counts, unless it
@@ -64,8 +60,8 @@ def is_trained(
     sides = shaped_rewards(trajectories, config)
     group = [side for episode in sides for side in episode]
     if not group:
-        return algorithm.filter == "none"
-    return filtered(algorithm, group, where=f"group {trajectories[0].group_id}")
+        return config.algorithm.filter == "none"
+    return filtered(config.algorithm, group, where=f"group {trajectories[0].group_id}")
 
 
 def _sides(trajectory: Trajectory, limit: int) -> list[RewardedEpisode]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -58,22 +58,20 @@ def token_weights(function: Function, tokens: LossInputs, where: str) -> TokenWe
     return weights
 
 
-def step_columns(algorithms: Iterable[AlgorithmSection], *, has_reference: bool) -> list[Column]:
+def step_columns(algorithm: AlgorithmSection, *, has_reference: bool) -> list[Column]:
     """Returns the columns of all reports and of the faults of users' own functions, sorted.
 
     Each function is called with three tokens to learn its reports. Raises RunFailed if a function
     is faulty.
     """
-    found: set[Column] = set()
     tokens, where = _three_tokens(has_reference=has_reference), "three tokens"
-    for algorithm in algorithms:
-        weight, loss = function_of(algorithm, "weight"), function_of(algorithm, "loss")
-        reports = {
-            **token_weights(weight, tokens, where).reports,
-            **token_terms(loss, tokens, where).reports,
-        }
-        found |= {Column.of_report(name) for name in reports}
-        found |= {Column(str(own), Reduce.FAULTS) for own in (weight, loss) if own.is_own}
+    weight, loss = function_of(algorithm, "weight"), function_of(algorithm, "loss")
+    reports = {
+        **token_weights(weight, tokens, where).reports,
+        **token_terms(loss, tokens, where).reports,
+    }
+    found = {Column.of_report(name) for name in reports}
+    found |= {Column(str(own), Reduce.FAULTS) for own in (weight, loss) if own.is_own}
     return sorted(found, key=lambda column: column.name)
 
 

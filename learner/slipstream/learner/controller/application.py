@@ -194,7 +194,7 @@ class Controller:
                 if self._config.tracking.prometheus is not None:
                     await stack.enter_async_context(self._metrics())
                 self._run.events.add(f"run {self._progress.run_id} listens")
-                for warning in self._config.algorithms.staleness_warnings:
+                if warning := self._config.algorithm.staleness_warning:
                     self._run.events.warn(warning)
                 lasting = {
                     "intake": parts.intake.consume(),

@@ -51,7 +51,7 @@ def recorded_steps(journal: Path) -> Iterator[RecordedStep]:
 
 def check_functions(config: Config, journal: Path) -> None:
     """Raises ConfigError if any start of the run recorded other functions of the user."""
-    here = source_digests(config.algorithms)
+    here = source_digests(config.algorithm)
     used = used_functions(config.model_copy(update={"sources": here}))
     for record in read_records(journal):
         had = record.get("functions") or {}

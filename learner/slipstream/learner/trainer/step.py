@@ -75,9 +75,8 @@ class TrainingStep:
 
     def __init__(self, policy: Policy, config: Config, parts: Sequence[StepPart] = ()) -> None:
         self.policy, self._parts, self._config = policy, parts, config
-        self._algorithms = config.algorithms.distinct
         load_functions(config)
-        self._columns = step_columns(self._algorithms, has_reference=config.needs_reference)
+        self._columns = step_columns(config.algorithm, has_reference=config.needs_reference)
         self.stages = StageTimes()
         # Number of weight updates of the newest `run`, and of its forward and backward passes over
         # a mini-batch: after an overflow in float16 a pass is made again.
@@ -130,8 +129,7 @@ class TrainingStep:
         sequences = training_sequences(batch, config, estimates, totals.reports)
         check_advantages(batch, sequences)
         totals.advantages = mean_advantages(batch, sequences)
-        environments = [batch.trajectories[owner].environment for owner in batch.owners]
-        sequences = weighted(sequences, mini_batches, config, environments)
+        sequences = weighted(sequences, mini_batches, config)
         with policy.memory.resident(Part.PARAMETERS, Part.GRADIENTS):
             shares = [
                 rank_micro_batches(
@@ -179,6 +177,7 @@ class TrainingStep:
         `share` has this rank's micro batches, and `old` the proximal policy's log-probabilities
         of each (empty before any update).
         """
+        algorithm = self._config.algorithm
 
         def loss(
             place: int, micro_batch: MicroBatch, logprobs: Tensor, entropy: Tensor
@@ -188,7 +187,7 @@ class TrainingStep:
                 entropy,
                 old[place] if old else None,
                 micro_batch,
-                self._algorithms,
+                algorithm,
                 self._columns,
                 step=step,
                 group=self.policy.ranks.cp_group,
@@ -201,7 +200,7 @@ class TrainingStep:
             share,
             loss,
             temperature=self._config.sampling.temperature,
-            entropy_gradient=any(one.entropy_coefficient > 0 for one in self._algorithms),
+            entropy_gradient=algorithm.entropy_coefficient > 0,
         )
 
     def _metrics(self, totals: _Totals, rate: float) -> dict[str, float]:

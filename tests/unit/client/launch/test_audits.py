@@ -118,7 +118,7 @@ async def test_one_error_is_one_line_with_its_number(
 def test_the_episodes_of_a_step_are_shared_by_the_workers(asking: Callable[..., Config]) -> None:
     config = asking([row("a", ("user", "b c"))])
     (section,) = config.environments
-    algorithm, servers = config.algorithms.distinct[0], config.rollout_server.count
+    algorithm, servers = config.algorithm, config.rollout_server.count
     section = section.model_copy(update={"num_workers": 2})
     command = audit_command(section, config)
     number = int(command[command.index("--episodes") + 1])

@@ -100,6 +100,11 @@ def test_an_unknown_key_is_refused_with_the_nearest_right_one(path: str, message
             "unknown key 'evaluations.0.pass_reward'; the setting was removed: a reply passes with "
             "a reward of 1",
         ),
+        (
+            {"environments": [{"name": "a", "reference": "a:B", "algorithm": {"loss": "gspo"}}]},
+            "unknown key 'environments.0.algorithm'; the setting was removed: all environments "
+            "have the run's algorithm",
+        ),
     ],
 )
 def test_a_setting_that_was_removed_is_refused_with_what_holds_instead(table, message) -> None:
@@ -107,14 +112,15 @@ def test_a_setting_that_was_removed_is_refused_with_what_holds_instead(table, me
 
 
 def test_removed_settings_in_the_file_of_an_earlier_versions_run_are_told(tmp_path, caplog):
-    config = config_with({"evaluations": [{"name": "a", "reference": "a:B"}]})
+    config = config_with({"evaluations": [{"name": "held", "reference": "a:B"}]})
     table = parse_toml(dump_config(config))
     table["debug"]["head_dtype"] = "model"
+    table["environments"][0]["algorithm"] = {"loss_weight": 0.5, "kl": {"coefficient": 0.1}}
     table["evaluations"][0]["pass_reward"] = 0.5
     file = tmp_path / "config.toml"
     file.write_bytes(with_first_line(tomli_w.dumps(table)))
     assert load_config(file) == config
-    gone = "evaluations.pass_reward, debug.head_dtype"
+    gone = "environments.algorithm, evaluations.pass_reward, debug.head_dtype"
     assert caplog.messages == [f"{file} is of an earlier version: {gone} are no settings"]
 
 
@@ -279,7 +285,7 @@ def test_all_settings_come_back_from_a_dump(tmp_path: Path) -> None:
         {
             "environments": [
                 {"name": "a", "reference": "a.b:C", "args": {"x": [1, {"y": "z"}]}},
-                {"name": "c", "reference": "a.b:C", "algorithm": {"loss_weight": 0.1}},
+                {"name": "c", "reference": "a.b:C", "weight": 0.1},
             ],
             "evaluations": [{"name": "b", "reference": "a.b:C", "temperature": 0}],
             "learner.world_size": 8,

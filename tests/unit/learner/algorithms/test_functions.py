@@ -138,7 +138,7 @@ def test_ones_own_loss_is_called_with_its_arguments_and_reports_by_name(module: 
     found = terms_of(algorithm(**own), loss_inputs(policy, policy.detach()))
     assert found.losses.tolist() == [6.0, 3.0]
     assert found.reports["steep_fraction"].tolist() == [True, True]
-    columns = step_columns([algorithm(**own)], has_reference=False)
+    columns = step_columns(algorithm(**own), has_reference=False)
     found = {column.name: column.reduce for column in columns}
     assert found["steep_fraction"] is Reduce.MEAN
     assert found["steep_max"] is Reduce.LARGEST
@@ -263,7 +263,7 @@ def test_rewards_and_advantages_report_numbers_of_episodes(module: str) -> None:
 
 
 def with_sources(config: Config) -> Config:
-    return config.model_copy(update={"sources": source_digests(config.algorithms)})
+    return config.model_copy(update={"sources": source_digests(config.algorithm)})
 
 
 def test_functions_are_loaded_with_the_source_of_the_runs_start_only(module, tmp_path):

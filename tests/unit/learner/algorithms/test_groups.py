@@ -100,10 +100,10 @@ def test_filtered_episodes_give_no_variance() -> None:
 def test_a_filter_is_never_called_with_a_group_in_which_no_episode_counts(name: str) -> None:
     own = config(filter=f"{wrong_algorithms.__name__}:{name}", leave_out_truncated=True)
     cut = [trajectory(1.0, truncated=True)] * 2
-    assert not is_trained(cut, own.algorithm, own)
-    assert is_trained([*cut, trajectory(1.0)], own.algorithm, own)
+    assert not is_trained(cut, own)
+    assert is_trained([*cut, trajectory(1.0)], own)
     every = config(leave_out_truncated=True)
-    assert is_trained(cut, every.algorithm, every)
+    assert is_trained(cut, every)
 
 
 def played(first: float, second: float, *, reward: float = 0.0) -> Trajectory:

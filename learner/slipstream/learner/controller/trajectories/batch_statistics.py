@@ -124,7 +124,7 @@ class LessonWatch:
     """
 
     def __init__(self, config: Config) -> None:
-        self._algorithms = config.algorithms
+        self._compares = config.algorithm.advantage in GROUP_ADVANTAGES
         # Steps in a row with equal rewards, by environment.
         self._steps: Counter[str] = Counter()
 
@@ -133,9 +133,7 @@ class LessonWatch:
         due = []
         for key, fraction in row.items():
             name, slash, metric = key.rpartition("/")
-            if not slash or metric != _EQUAL:
-                continue
-            if self._algorithms.get(name).advantage not in GROUP_ADVANTAGES:
+            if not (self._compares and slash and metric == _EQUAL):
                 continue
             self._steps[name] = self._steps[name] + 1 if fraction >= 1 else 0
             if self._steps[name] == HINT_AFTER_STEPS:

@@ -56,7 +56,7 @@ class Feed:
             if entry.is_news(DROPPED_METRICS):
                 self._warn(entry, f"{left_out} metrics of an episode are left out, beyond 16")
         self._tell_ignored(entry, metrics)
-        advantage = self._run.config.algorithm_of(trajectory.environment).advantage
+        advantage = self._run.config.algorithm.advantage
         adds_up = advantage in (*GROUP_ADVANTAGES, "score") and trajectory.token_rewards is not None
         if adds_up and entry.is_news("sums"):
             self._run.events.add(

@@ -361,14 +361,14 @@ class GroupFilter:
         self._endings, self._withdraw = endings, withdraw
 
     def filter(self, group: Group) -> None:
-        """Leaves a complete group out if the filter of its environment does not keep it.
+        """Leaves a complete group out if `algorithm.filter` does not keep it.
 
         A faulty function of the algorithm fails the run.
         """
         config = self._run.config
-        algorithm = config.algorithm_of(group.environment)
+        algorithm = config.algorithm
         try:
-            if algorithm.filter == "none" or is_trained(group.in_order(), algorithm, config):
+            if algorithm.filter == "none" or is_trained(group.in_order(), config):
                 return
         except RunFailed as error:
             self._progress.fail(str(error))

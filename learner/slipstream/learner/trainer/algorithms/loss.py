@@ -6,7 +6,6 @@ from these sums.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,7 +43,7 @@ def policy_loss(
     entropy: Tensor,
     old_logprobs: Tensor | None,
     micro_batch: MicroBatch,
-    algorithms: Sequence[AlgorithmSection],
+    algorithm: AlgorithmSection,
     columns: Sequence[Column],
     *,
     step: int = 0,
@@ -60,11 +59,10 @@ def policy_loss(
     `policy_logprobs` are the log-probabilities of `micro_batch.all_targets`. `old_logprobs` are the
     log-probabilities of the targets by the proximal policy (the policy before the first
     mini-batch), or None if no mini-batch has changed the policy yet. `entropy` carries a gradient
-    if its coefficient is not 0. `algorithms[n]` is the algorithm of a token whose `algorithm_ids`
-    is n; `columns` are those of the step. Collective over `group`, the context parallel ranks,
-    unless it is None. Raises RunFailed for a faulty function.
+    if its coefficient is not 0. `columns` are those of the step. Collective over `group`, the
+    context parallel ranks, unless it is None. Raises RunFailed for a faulty function.
     """
-    mask, ids = micro_batch.loss_mask, micro_batch.algorithm_ids
+    mask = micro_batch.loss_mask
     top: Tensor | None = None
     if policy_logprobs.dim() > 1:
         policy_logprobs, top = policy_logprobs[:, 0], policy_logprobs[:, 1:]
@@ -85,32 +83,25 @@ def policy_loss(
         entropy=entropy.detach(),
         sequences=SequenceSums(micro_batch.sequence_ids, mask, len(micro_batch.indices) + 1, group),
     )
-    used = algorithms if ids is not None else algorithms[:1]
     where = f"step {step + 1}"
-    losses = weights = torch.zeros_like(proximal)
+    loss, weight = function_of(algorithm, "loss"), function_of(algorithm, "weight")
+    factors, terms = token_weights(weight, tokens, where), token_terms(loss, tokens, where)
     values: list[Values] = []
     names = {column.name for column in columns}
-    for place, algorithm in enumerate(used):
-        chosen = mask if ids is None else mask & (ids == place)
-        own = dataclasses.replace(tokens, mask=chosen)
-        loss, weight = function_of(algorithm, "loss"), function_of(algorithm, "weight")
-        factors, terms = token_weights(weight, own, where), token_terms(loss, own, where)
-        for function, one, mine in ((loss, terms, chosen), (weight, factors, chosen & ~is_given)):
-            if unknown := one.reports.keys() - names:
-                what = f"it reports {min(unknown)}, but did not of three tokens"
-                raise function.fault(what, where)
-            values += values_of(function, one, mine, chosen)
-        found = factors.weights * terms.losses
-        kl = algorithm.kl
-        if kl.coefficient and kl.placement == "loss":
-            divergence = _divergence(policy_logprobs, top, micro_batch, kl.estimator)
-            found = found + kl.coefficient * factors.weights * divergence
-        if algorithm.entropy_coefficient:
-            found = found - algorithm.entropy_coefficient * entropy
-        losses = torch.where(chosen, found, losses) if place else found
-        weights = torch.where(chosen, factors.weights, weights) if place else factors.weights
+    for function, one, mine in ((loss, terms, mask), (weight, factors, mask & ~is_given)):
+        if unknown := one.reports.keys() - names:
+            what = f"it reports {min(unknown)}, but did not of three tokens"
+            raise function.fault(what, where)
+        values += values_of(function, one, mine, mask)
+    losses = factors.weights * terms.losses
+    kl = algorithm.kl
+    if kl.coefficient and kl.placement == "loss":
+        divergence = _divergence(policy_logprobs, top, micro_batch, kl.estimator)
+        losses = losses + kl.coefficient * factors.weights * divergence
+    if algorithm.entropy_coefficient:
+        losses = losses - algorithm.entropy_coefficient * entropy
     losses = torch.where(mask, micro_batch.loss_weights * losses, 0.0)
-    statistics = token_statistics(losses, weights, tokens, values, columns)
+    statistics = token_statistics(losses, factors.weights, tokens, values, columns)
     return TokenLoss(losses.sum(), mask.sum(), statistics, losses.detach())
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from slipstream.core.models.vision import load_processor
-from slipstream.core.settings.algorithm_section import AggregationKind, AlgorithmSection
+from slipstream.core.settings.algorithm_section import AggregationKind, KlSection
 from slipstream.core.settings.config import Config
 from slipstream.core.types import LogprobArray, ReferenceLogprobs, Trajectory
 from slipstream.learner.algorithms.episodes import (
@@ -62,9 +62,7 @@ def training_sequences(
     """
     trajectories = batch.trajectories
     known = estimates if estimates is not None else [ModelEstimates()] * len(trajectories)
-    places = [config.algorithms.place(t.environment) for t in trajectories]
-    own = [config.algorithms.distinct[place] for place in places]
-    found = _advantages(batch, config, known, own, {} if reports is None else reports)
+    found = _advantages(batch, config, known, {} if reports is None else reports)
     has_images = any(trajectory.images for trajectory in trajectories)
     sequences = TrainingSequence.of_trajectories(
         trajectories,
@@ -74,12 +72,9 @@ def training_sequences(
         with_experts=config.algorithm.router_replay != "off",
     )
     for index, owner in enumerate(batch.owners):
-        sequence = sequences[index]
         if owner not in found:
-            mask = np.zeros_like(sequence.loss_mask)
-            sequences[index] = dataclasses.replace(sequence, loss_mask=mask)
-        elif places[owner]:
-            sequences[index] = dataclasses.replace(sequence, algorithm=places[owner])
+            mask = np.zeros_like(sequences[index].loss_mask)
+            sequences[index] = dataclasses.replace(sequences[index], loss_mask=mask)
     return sequences
 
 
@@ -97,23 +92,16 @@ def weighted(
     sequences: Sequence[TrainingSequence],
     mini_batches: Sequence[Sequence[int]],
     config: Config,
-    environments: Sequence[str] | None = None,
 ) -> list[TrainingSequence]:
-    """Returns the sequences with the loss weights that follow from mini-batch and environment.
-
-    `environments` has the environment of each sequence; None leaves out the environments' weights.
-    """
-    algorithm, algorithms = config.algorithm, config.algorithms
+    """Returns the sequences with the loss weights that follow from their mini-batches."""
     changed = list(sequences)
     for members in mini_batches:
         weights = loss_weights(
             [int(np.count_nonzero(sequences[index].loss_mask)) for index in members],
-            algorithm.aggregation,
+            config.algorithm.aggregation,
             fixed_tokens=config.sampling.max_reply_tokens,
         )
         for index, weight in zip(members, weights, strict=True):
-            if environments is not None:
-                weight *= algorithms.loss_weight(environments[index])
             if weight != changed[index].loss_weight:
                 changed[index] = dataclasses.replace(changed[index], loss_weight=weight)
     return changed
@@ -150,12 +138,11 @@ def _advantages(
     batch: Batch,
     config: Config,
     known: Sequence[ModelEstimates],
-    own: Sequence[AlgorithmSection],
     reports: Reports,
 ) -> dict[int, TokenAdvantages]:
     """Returns the advantages of each episode that is not left out, by its index in the batch.
 
-    `own` has the algorithm of each trajectory; `reports` collects the values that functions report.
+    `reports` collects the values that functions report.
     """
     shaped = shaped_rewards(batch.trajectories, config)
     episodes: list[ScoredEpisode] = []
@@ -167,7 +154,7 @@ def _advantages(
         by_side = {side.side: float(side.reward) for side in sides}
         turns, told = _turns_of(trajectory), trajectory.token_rewards
         own_rewards = {side_of(branch): branch.reward for branch in trajectory.branches}
-        costs = _token_costs(trajectory, known[index], own[index])
+        costs = _token_costs(trajectory, known[index], config.algorithm.kl)
         lags = token_lags([trajectory], batch.step)
         said = known[index].values
         values = None if said is None else said.astype(np.float64)
@@ -195,8 +182,10 @@ def _advantages(
                     tuple(turns[side]),
                 )
             )
-    where = f"step {batch.step + 1}"
-    estimated = _by_function(episodes, [own[index] for index, _ in owners], where)
+    estimated: list[TokenAdvantages] = []
+    if episodes:
+        where = f"step {batch.step + 1}"
+        estimated = token_advantages(config.algorithm, episodes, where=where)
     reported = [side.reports for sides in shaped for side in sides]
     reported += [one.reports for one in estimated]
     for name, value in (item for each in reported for item in each.items()):
@@ -214,29 +203,7 @@ def _advantages(
     return found
 
 
-def _by_function(
-    episodes: Sequence[ScoredEpisode], algorithms: Sequence[AlgorithmSection], where: str
-) -> list[TokenAdvantages]:
-    """Returns the advantages of each episode; `algorithms` has the algorithm of each episode.
-
-    Episodes with the same advantage function and arguments are passed to it in one call.
-    """
-    by_function: dict[str, list[int]] = {}
-    for place, algorithm in enumerate(algorithms):
-        key = f"{algorithm.advantage} {algorithm.advantage_args}"
-        by_function.setdefault(key, []).append(place)
-    found: dict[int, TokenAdvantages] = {}
-    for members in by_function.values():
-        chosen = [episodes[place] for place in members]
-        estimated = token_advantages(algorithms[members[0]], chosen, where=where)
-        found |= zip(members, estimated, strict=True)
-    return [found[place] for place in range(len(episodes))]
-
-
-def _token_costs(
-    trajectory: Trajectory, estimates: ModelEstimates, algorithm: AlgorithmSection
-) -> FloatArray:
-    kl = algorithm.kl
+def _token_costs(trajectory: Trajectory, estimates: ModelEstimates, kl: KlSection) -> FloatArray:
     if not kl.coefficient or kl.placement != "reward" or trajectory.is_given:
         return np.zeros(trajectory.num_sampled_tokens)
     assert estimates.reference is not None, "a cost of divergence needs a reference model"

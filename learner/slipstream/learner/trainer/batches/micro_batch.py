@@ -48,8 +48,6 @@ class MicroBatch(TokenFields[Tensor]):
     max_seqlen: int
     # Indices of the sequences, in order, without filler.
     indices: tuple[int, ...]
-    # int64: for each token the index of its algorithm; None if all tokens have algorithm 0.
-    algorithm_ids: Tensor | None = None
     # Keys of tree attention; None if each sequence attends to its own tokens.
     paths: Paths | None = None
     # None if no sequence has images.
@@ -257,7 +255,6 @@ def _packed(
     ends = np.cumsum(lengths)
     own = np.array([segment.end - segment.start for segment in segments] + [0] * len(filler))
     weights = np.array([part.loss_weight for part in parts], dtype=np.float32)
-    ids = np.repeat(np.array([part.algorithm for part in parts]), lengths)
     first = np.repeat(ends - lengths - np.asarray(starts), lengths)
     images = [part.images for part in parts]
     fields: dict[str, Any] = {}
@@ -280,7 +277,6 @@ def _packed(
         cu_seqlens=torch.tensor([0, *ends.tolist()], dtype=torch.int32),
         max_seqlen=int(lengths.max()),
         indices=tuple(place_of),
-        algorithm_ids=torch.from_numpy(ids) if ids.any() else None,
         images=ImageInputs.of(images, lengths.tolist()) if any(images) else None,
     )
 

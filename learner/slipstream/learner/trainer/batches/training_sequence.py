@@ -274,8 +274,6 @@ class TrainingSequence(TokenFields[NumpyArray]):
 
     # Weight of the sequence's tokens in the loss.
     loss_weight: float = 1.0
-    # Index in `EnvironmentAlgorithms.distinct` of the algorithm that trains the sequence.
-    algorithm: int = 0
     images: tuple[SequenceImage, ...] = ()
 
     @classmethod

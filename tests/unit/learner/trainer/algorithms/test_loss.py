@@ -15,24 +15,23 @@ from slipstream.learner.trainer.algorithms.loss import (
     TokenLoss,
     policy_loss,
 )
-from slipstream.learner.trainer.batches.micro_batch import MicroBatch
 from support.fakes.packed import algorithm, micro_batch
 from torch import Tensor
 
 USUAL = algorithm()
-COLUMNS = step_columns([USUAL], has_reference=False)
+COLUMNS = step_columns(USUAL, has_reference=False)
 BEHAVIOR = {"loss_args": {"ratio": "behavior"}, "weight": "none"}
 
 
 def loss_of(policy, batch, settings=USUAL, *, old=None, entropy=None):
     entropies = torch.ones(len(policy)) if entropy is None else entropy
-    columns = step_columns([settings], has_reference=False)
-    return policy_loss(policy, entropies, old, batch, [settings], columns, group=None)
+    columns = step_columns(settings, has_reference=False)
+    return policy_loss(policy, entropies, old, batch, settings, columns, group=None)
 
 
 def reported(found: TokenLoss, settings: AlgorithmSection) -> dict[str, float]:
     """Sums of the reports over the tokens, and of the largest ones their values."""
-    columns = step_columns([settings], has_reference=False)
+    columns = step_columns(settings, has_reference=False)
     sums, largest = found.statistics.reports[0].tolist(), found.statistics.maxima[1:].tolist()
     found = zip(columns, sums, largest, strict=True)
     return {c.name: m if c.name.endswith("_max") else s for c, s, m in found}
@@ -261,54 +260,6 @@ def test_everything_stays_on_the_device_of_the_micro_batch(loss: str) -> None:
         assert tensor.device.type == "meta"
 
 
-OTHERS = [
-    algorithm(
-        loss="gspo", loss_args={"clip_high": 0.01}, weight="sequence", weight_args={"cap": 1.1}
-    ),
-    algorithm(loss="reinforce", entropy_coefficient=0.3, kl={"coefficient": 0.7}),
-]
-
-
-def test_each_token_is_trained_by_the_algorithm_of_its_environment() -> None:
-    """A micro batch of three algorithms has the loss of three micro batches, one for each."""
-    policy = torch.linspace(-2.0, -0.5, 9, requires_grad=True)
-    old, entropy = torch.linspace(-1.9, -0.7, 9), torch.linspace(0.5, 2.0, 9)
-    behavior, reference = torch.linspace(-1.5, -1.0, 9), torch.linspace(-1.0, -2.0, 9)
-    ids = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2, 2])
-
-    def part(chosen: Tensor) -> MicroBatch:
-        sequences = ids[chosen] - ids[chosen].min()
-        made = micro_batch(
-            behavior[chosen].tolist(),
-            [1.0 if place % 2 else -2.0 for place in torch.arange(9)[chosen].tolist()],
-            sequence_ids=sequences.tolist(),
-            reference=reference[chosen].tolist(),
-        )
-        return dataclasses.replace(made, algorithm_ids=ids[chosen])
-
-    everything = part(torch.ones(9, dtype=torch.bool))
-    algorithms = [USUAL, *OTHERS]
-    columns = step_columns(algorithms, has_reference=True)
-    whole = policy_loss(policy, entropy, old, everything, algorithms, columns, group=None)
-    gradients = gradient(whole, policy)
-    parts = []
-    for place, settings in enumerate(algorithms):
-        chosen = ids == place
-        mine = policy.detach()[chosen].requires_grad_()
-        alone = dataclasses.replace(part(chosen), algorithm_ids=None)
-        found = policy_loss(
-            mine, entropy[chosen], old[chosen], alone, [settings], columns, group=None
-        )
-        assert torch.equal(whole.token_losses[chosen], found.token_losses)
-        assert gradients[3 * place : 3 * place + 3] == gradient(found, mine)
-        parts.append(found.statistics)
-    for name in ("sums", "reports"):
-        sums = torch.stack([getattr(part, name) for part in parts]).sum(0)
-        assert torch.allclose(getattr(whole.statistics, name), sums)
-    maxima = torch.stack([part.maxima for part in parts]).amax(0)
-    assert torch.equal(whole.statistics.maxima, maxima)
-
-
 @pytest.mark.parametrize("estimator", ["forward_top_k", "reverse_top_k"])
 def test_the_divergence_over_likely_tokens_weighs_and_masks_like_the_loss(estimator: str) -> None:
     settings = algorithm(
@@ -428,7 +379,7 @@ def test_values_of_ones_own_functions_that_are_not_finite_are_counted_and_named(
     batch = micro_batch([-1.0, math.nan, -1.0], [1.0, 0.0, 0.0], [True, True, False])
     for kind in ("loss", "weight"):
         settings = algorithm(**{kind: f"own_nan_{kind}:{kind}"})
-        step = StepStatistics(columns=step_columns([settings], has_reference=False))
+        step = StepStatistics(columns=step_columns(settings, has_reference=False))
         step.add([loss_of(policy, batch, settings).statistics], OneRank())
         named = f"{kind} own_nan_{kind}:{kind}"
         assert step.fault == f"{named} gave 1 tokens a value that is not finite"

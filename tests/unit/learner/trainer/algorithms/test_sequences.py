@@ -27,8 +27,6 @@ from support.fakes import own_grpo
 from support.fakes.fake_controller import make_batch
 from support.fakes.small_configs import small_config
 
-OTHER = "other"
-
 
 def said(logprobs: np.ndarray) -> ReferenceLogprobs:
     """What a reference says of sampled tokens alone."""
@@ -36,10 +34,8 @@ def said(logprobs: np.ndarray) -> ReferenceLogprobs:
     return ReferenceLogprobs(logprobs, nothing.astype(np.uint32), nothing.astype(np.float32))
 
 
-def config(own=None, **algorithm):
+def config(**algorithm):
     tables: dict[str, JsonValue] = {}
-    if own is not None:
-        tables["environments"] = [{"name": OTHER, "reference": "m:E", "algorithm": own}]
     if algorithm.get("advantage") == "gae":
         tables["critic"] = {"learning_rate": 1e-3}
     sampling = {"max_reply_tokens": 10, "max_episode_tokens": 64}
@@ -370,68 +366,6 @@ def test_a_turn_says_what_was_read_before_it_and_what_was_sampled() -> None:
     assert [turn.reply.tolist() for turn in episode.turns] == [[2], [7, 8], [11]]
     with pytest.raises(ValueError, match="read-only"):
         episode.turns[0].context[0] = 1
-
-
-def mixed(rewards: list[float], truncated: tuple[int, ...] = ()) -> Batch:
-    """A batch whose second group is another environment's."""
-    one = batch(rewards, truncated)
-    second = [dataclasses.replace(t, environment=OTHER) for t in one.trajectories[3:]]
-    return dataclasses.replace(one, trajectories=(*one.trajectories[:3], *second))
-
-
-def test_each_environment_has_its_own_advantages() -> None:
-    settings = config({"advantage": "score", "loss": "reinforce"}, advantage="dr_grpo")
-    found = training_sequences(mixed([0, 1, 2, 5, 5, 8]), settings)
-    assert advantages(found) == pytest.approx([-1, 0, 1, 5, 5, 8])
-    assert [one.algorithm for one in found] == [0, 0, 0, 1, 1, 1]
-
-
-def test_batch_statistics_are_those_of_the_environments_with_the_same_advantage() -> None:
-    rewards: list[float] = [0, 1, 2, 50, 50, 80]
-    found = training_sequences(
-        mixed(rewards), config({"advantage": "score"}, advantage="reinforce_pp")
-    )
-    one = batch(rewards)
-    alone = Batch(0, one.batch_id, one.trajectories[:3])
-    expected = training_sequences(alone, config(advantage="reinforce_pp"))
-    assert advantages(found)[:3] == advantages(expected)
-
-
-def test_an_environment_with_the_runs_advantage_shares_its_statistics() -> None:
-    rewards: list[float] = [0, 1, 2, 50, 50, 80]
-    settings = config({"entropy_coefficient": 0.5}, advantage="reinforce_pp")
-    found = training_sequences(mixed(rewards), settings)
-    plain = training_sequences(batch(rewards), config(advantage="reinforce_pp"))
-    assert advantages(found) == advantages(plain)
-
-
-def test_overlong_episodes_are_judged_by_the_settings_of_their_environment() -> None:
-    settings = config({"leave_out_truncated": True})
-    found = training_sequences(mixed([0, 1, 2, 5, 5, 8], truncated=(0, 5)), settings)
-    assert [bool(one.loss_mask.any()) for one in found] == [True] * 5 + [False]
-
-
-def test_costs_of_the_divergence_are_those_of_the_environment() -> None:
-    settings = config(
-        {"kl": {"coefficient": 1.0, "placement": "reward", "estimator": "k1"}}, advantage="score"
-    )
-    one = mixed([0, 1, 2, 5, 5, 8])
-    known = [ModelEstimates(said(t.behavior_logprobs - 1)) for t in one.trajectories]
-    lengths = [t.num_sampled_tokens for t in one.trajectories]
-    found = training_sequences(one, settings, known)
-    expected = [0, 1, 2, 5 - lengths[3], 5 - lengths[4], 8 - lengths[5]]
-    assert advantages(found) == pytest.approx(expected, abs=1e-5)
-
-
-def test_the_loss_weight_of_an_environment_is_a_factor_of_its_tokens_alone() -> None:
-    one = mixed([0, 1, 2, 5, 5, 8])
-    settings = config({"loss_weight": 0.25}, aggregation="sequence_mean")
-    found = training_sequences(one, settings)
-    names = [one.trajectories[owner].environment for owner in one.owners]
-    plain = weighted(found, one.mini_batches(1), settings)
-    own = weighted(found, one.mini_batches(1), settings, names)
-    factors = [b.loss_weight / a.loss_weight for a, b in zip(plain, own, strict=True)]
-    assert factors == [1.0] * 3 + [0.25] * 3
 
 
 def test_mini_batch_without_a_trained_token_has_weights() -> None:

@@ -49,15 +49,6 @@ def test_micro_batch_lays_sequences_side_by_side() -> None:
     assert found.indices == (1, 0)
 
 
-def test_tokens_name_the_algorithm_of_their_sequence_unless_all_have_the_runs() -> None:
-    first = sequence([5, 6, 7], [False, True, True], 0.5)
-    second = dataclasses.replace(sequence([8, 9], [False, True], -1.0), algorithm=2)
-    found = build_micro_batch([first, second], [1, 0], multiple=4)
-    assert found.algorithm_ids is not None
-    assert found.algorithm_ids.tolist() == [2, 2, 0, 0, 0, 0, 0, 0]
-    assert build_micro_batch([first, second], [0]).algorithm_ids is None
-
-
 def test_filler_makes_the_tokens_a_multiple_and_carries_no_loss() -> None:
     found = build_micro_batch([sequence([5, 6, 7], [False, True, True], 1.0)], [0], multiple=4)
     assert found.token_ids.tolist() == [5, 6, 7, 0]

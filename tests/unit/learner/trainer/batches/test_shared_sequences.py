@@ -36,7 +36,7 @@ def loss_of(name: str, places: Tensor, group: dist.ProcessGroup | None) -> dict[
         mask[places].tolist(),
         sequence_ids=ids[places].tolist(),
     )
-    settings = [algorithm(**SETTINGS[name])]
+    settings = algorithm(**SETTINGS[name])
     columns = step_columns(settings, has_reference=False)
     zeros = torch.zeros(len(places))
     found = policy_loss(mine, zeros, old[places], batch, settings, columns, group=group)
