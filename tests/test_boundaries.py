@@ -47,7 +47,7 @@ PARTS = {
 }
 # The controller's modules and folders from the ground up: each imports only what stands before it.
 STAIRS = (
-    *("events", "loop_clock", "run"),
+    *("events", "run"),
     *("servers", "records", "tasks", "leasing", "trajectories"),
     *("part", "publishing", "loop"),
     *(
@@ -109,7 +109,7 @@ OWNERS = {
         *("slipstream.extensions.engine_bits.row_kernels", "slipstream.extensions.proofs"),
         *(
             f"slipstream.learner.algorithms.{name}"
-            for name in ("inputs", "kl", "losses", "token_functions", "weights")
+            for name in ("inputs", "losses", "token_functions")
         ),
     ),
 }

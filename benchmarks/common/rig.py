@@ -25,11 +25,11 @@ from slipstream.core.run_folder import METRICS
 from slipstream.core.settings.config import Config
 from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.application import Controller
-from slipstream.learner.controller.leasing.books import Books
+from slipstream.learner.controller.leasing.scheduler import Books
 from slipstream.learner.controller.parts import Parts, make_parts
 from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.reporting.metrics import RunRecorder
-from slipstream.learner.controller.reporting.result_files import read_rows
+from slipstream.learner.controller.reporting.trackers import read_rows
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.fleet import Fleet
 from slipstream.learner.controller.servers.session import ServerSession

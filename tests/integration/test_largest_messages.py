@@ -15,7 +15,7 @@ import pytest
 from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message
 from slipstream.core.errors import ProtocolError
-from slipstream.learner.controller.publishing.transport_choice import place_from_pb
+from slipstream.learner.controller.publishing.receivers import place_from_pb
 from slipstream.learner.controller.trajectories.intake import SMALL_BYTES as LARGEST_IN_LOOP
 from slipstream.protocol.access.checked_calls import SMALL_BYTES
 from slipstream.protocol.bounds import decode, max_message_bytes

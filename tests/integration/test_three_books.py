@@ -15,7 +15,7 @@ from slipstream.learner.controller.application import Controller
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.journal import Journal, read_records
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
-from slipstream.learner.controller.servers.server_states import ServerKey
+from slipstream.learner.controller.servers.session import ServerKey
 from slipstream.learner.controller.trajectories.intake import Intake
 from slipstream.protocol.queue.base import Amount
 from slipstream.rollout_server.engine_interface import EngineUse

@@ -31,7 +31,7 @@ from slipstream.core.types import ServerId, Trajectory
 from slipstream.extensions.redis import queue as redis
 from slipstream.learner.controller import application
 from slipstream.learner.controller.records.state import RunState
-from slipstream.learner.controller.services import status_service
+from slipstream.learner.controller.services import fleet_service
 from slipstream.learner.trainer import controller_client
 from slipstream.learner.trainer.ranks import activity
 from slipstream.protocol.access.security import Credentials
@@ -612,7 +612,7 @@ class World:
             (metadata, "version", _package_version),
             (ProcessMemory, "resident_bytes", lambda _: 0),
             (session, "host_id", lambda: "host"),
-            (status_service, "describe_setup", lambda *_, **named: status_pb2.Setup(**named)),
+            (fleet_service, "describe_setup", lambda *_, **named: status_pb2.Setup(**named)),
             (session, "is_cpu_build", lambda: True),
         ]
         with contextlib.ExitStack() as stack:

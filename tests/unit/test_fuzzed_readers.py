@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from slipstream.core.errors import ProtocolError
-from slipstream.learner.controller.reporting.result_files import COLUMNS
+from slipstream.learner.controller.reporting.trackers import COLUMNS
 from slipstream.v1 import fleet_pb2, status_pb2, trainer_pb2, trajectory_pb2
 from support.rigs.counted_work import counted
 from support.rigs.fuzz_budget import BUDGET

@@ -30,9 +30,9 @@ from slipstream.core.types import (
     TrajectoryId,
     TrajectoryName,
 )
-from slipstream.learner.controller.reporting.readable import readable
+from slipstream.learner.controller.reporting.summary import readable
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
-from slipstream.learner.controller.servers.server_states import ServerKey
+from slipstream.learner.controller.servers.session import ServerKey
 from slipstream.learner.controller.trajectories.inspection import read_claim
 from slipstream.learner.trainer.controller_client import read_order
 from slipstream.protocol.bounds import check_bounds, decode

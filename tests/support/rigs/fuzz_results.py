@@ -8,8 +8,7 @@ from pathlib import Path
 from slipstream.learner.controller.events import EventLog
 from slipstream.learner.controller.records.state import RunState
 from slipstream.learner.controller.reporting.metrics import RunRecorder
-from slipstream.learner.controller.reporting.result_files import COLUMNS
-from slipstream.learner.controller.reporting.trackers import RunIds, Trackers
+from slipstream.learner.controller.reporting.trackers import COLUMNS, RunIds, Trackers
 from slipstream.v1 import status_pb2
 
 from support.rigs.fuzz_files import changed_table, config_of, file_reader, shown_page

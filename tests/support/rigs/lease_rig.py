@@ -7,10 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from slipstream.core.types import PolicyVersion
-from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.leasing.leases import LeaseBook
-from slipstream.learner.controller.leasing.scheduler import Scheduler
+from slipstream.learner.controller.leasing.scheduler import Books, Scheduler
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.records.kinds import Record, fields_of
@@ -20,7 +19,7 @@ from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.fleet import Fleet, FleetHandlers
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.session import ServerSession
-from slipstream.learner.controller.tasks.environments import EnvironmentBook, EnvironmentEntry
+from slipstream.learner.controller.tasks import EnvironmentBook, EnvironmentEntry
 from slipstream.protocol.queue.base import Amount
 from slipstream.v1 import environment_pb2, fleet_pb2, trajectory_pb2
 

@@ -11,8 +11,7 @@ from slipstream.core.types import PolicyVersion, ServerId
 from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.fleet import Fleet, FleetHandlers
-from slipstream.learner.controller.servers.server_states import ServerKey
-from slipstream.learner.controller.servers.session import JoinedOrder, ServerSession
+from slipstream.learner.controller.servers.session import JoinedOrder, ServerKey, ServerSession
 from slipstream.protocol.codec import pack_logprobs
 from slipstream.protocol.weights.transports import Place
 from slipstream.v1 import fleet_pb2, trainer_pb2, weights_pb2

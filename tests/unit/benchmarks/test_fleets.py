@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from slipstream.core.types import ServerId
-from slipstream.learner.controller.servers.server_states import ServerKey
+from slipstream.learner.controller.servers.session import ServerKey
 from support.fakes.small_configs import small_config
 
 from benchmarks.asynchrony import speedup as asynchrony

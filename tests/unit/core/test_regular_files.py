@@ -12,7 +12,7 @@ from slipstream.core.regular_files import open_regular, read_regular
 from slipstream.core.run_folder import journaled_run_id
 from slipstream.environments.question_files import named_rows
 from slipstream.learner.controller.records.journal import Journal, read_batch
-from slipstream.learner.controller.reporting.result_files import ResultFile, read_rows
+from slipstream.learner.controller.reporting.trackers import ResultFile, read_rows
 from slipstream.protocol.access.tokens import read_tokens
 from slipstream.protocol.checkpoints import read_manifest
 

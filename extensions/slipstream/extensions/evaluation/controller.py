@@ -17,16 +17,15 @@ from dataclasses import dataclass, field
 from slipstream.core.settings.measurement_sections import EvaluationSection
 from slipstream.core.types import FULL_REWARD, GroupId, PolicyVersion, Status, Trajectory
 from slipstream.learner.controller.events import Severity
-from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.groups import Group
-from slipstream.learner.controller.leasing.scheduler import Scheduler
+from slipstream.learner.controller.leasing.scheduler import Books, Scheduler
 from slipstream.learner.controller.part import OrderTimes, Part, Tasks
 from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.session import ServerSession
-from slipstream.learner.controller.trajectories.batch_statistics import means_of_metrics
+from slipstream.learner.controller.trajectories.batch import means_of_metrics
 from slipstream.learner.controller.trajectories.batches import Trained
 from slipstream.learner.controller.trajectories.intake import Intake
 from slipstream.v1 import trainer_pb2

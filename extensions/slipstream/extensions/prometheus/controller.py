@@ -15,8 +15,7 @@ from pathlib import Path
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from slipstream.core.settings.config import Config
 from slipstream.core.time_parts import LEASE_WAITS
-from slipstream.learner.controller.leasing.books import Books
-from slipstream.learner.controller.leasing.scheduler import Scheduler
+from slipstream.learner.controller.leasing.scheduler import Books, Scheduler
 from slipstream.learner.controller.publishing.publish_totals import PublishTotals
 from slipstream.learner.controller.records.ledger import FATES
 from slipstream.learner.controller.reporting.metrics import RunRecorder

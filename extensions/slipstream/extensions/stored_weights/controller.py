@@ -14,15 +14,14 @@ from collections import Counter
 from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.part import Part, Tasks
 from slipstream.learner.controller.publishing.delivery import Deliveries, Publish
-from slipstream.learner.controller.publishing.failures import (
+from slipstream.learner.controller.publishing.receivers import (
     MAX_FAILED_WHILE_NONE_SERVES,
+    READY,
     retry_wait_s,
 )
-from slipstream.learner.controller.publishing.questions import READY
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.fleet import Fleet
-from slipstream.learner.controller.servers.server_states import JOINING, STALE, ServerKey
-from slipstream.learner.controller.servers.session import ServerSession
+from slipstream.learner.controller.servers.session import JOINING, STALE, ServerKey, ServerSession
 from slipstream.protocol.codec import version_from_pb
 from slipstream.v1 import fleet_pb2, trainer_pb2, weights_pb2
 

@@ -23,8 +23,7 @@ from slipstream.core.run_folder import CHECKPOINTS
 from slipstream.extensions.tinker.models import NEWEST, Entry, Model, Models, Named
 from slipstream.extensions.tinker.samples import Samples
 from slipstream.extensions.tinker.store import OperationStore
-from slipstream.learner.controller.leasing.books import Books
-from slipstream.learner.controller.leasing.scheduler import Scheduler
+from slipstream.learner.controller.leasing.scheduler import Books, Scheduler
 from slipstream.learner.controller.part import OrderTimes, Part, Tasks
 from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.records.history import RunHistory

@@ -12,9 +12,8 @@ from dataclasses import replace
 
 from slipstream.core.types import Status, Trajectory
 from slipstream.extensions.tinker.models import NEWEST, Entry, Model, Models, Named
-from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.groups import RawPrompt
-from slipstream.learner.controller.leasing.scheduler import Scheduler
+from slipstream.learner.controller.leasing.scheduler import Books, Scheduler
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.session import ServerSession
 from slipstream.learner.controller.trajectories.intake import Intake

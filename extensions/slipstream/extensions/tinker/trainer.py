@@ -1,7 +1,7 @@
 """Losses of the Tinker API that the learner does not have: pure functions of tokens."""
 
 from slipstream.learner.algorithms.inputs import LossInputs
-from slipstream.learner.algorithms.kl import safe_ratio
+from slipstream.learner.algorithms.losses import safe_ratio
 from torch import Tensor
 
 

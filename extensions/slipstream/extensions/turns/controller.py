@@ -10,11 +10,10 @@ import asyncio
 from collections.abc import Collection, Sequence
 
 from slipstream.learner.controller.part import Part
-from slipstream.learner.controller.publishing.transport_choice import place_from_pb
+from slipstream.learner.controller.publishing.receivers import place_from_pb
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.fleet import Fleet
-from slipstream.learner.controller.servers.server_states import LOADING, SERVING, ServerKey
-from slipstream.learner.controller.servers.session import ServerSession
+from slipstream.learner.controller.servers.session import LOADING, SERVING, ServerKey, ServerSession
 from slipstream.protocol.weights.transports import Place
 from slipstream.v1 import fleet_pb2
 

@@ -1,15 +1,92 @@
-"""The built-in losses of single tokens, before aggregation: pure functions.
+"""The built-in losses and importance weights of single tokens, before aggregation: pure functions.
 
-The ratio is the token's probability by the trained policy divided by its probability by the anchor.
-The argument `ratio` chooses the anchor: "proximal" is the policy before the step, "behavior" the
-policy that sampled the token. Log ratios are clamped to -20 .. 20 before exp. A is the advantage.
+**Losses.** The ratio is the token's probability by the trained policy divided by its probability by
+the anchor. The argument `ratio` chooses the anchor: "proximal" is the policy before the step,
+"behavior" the policy that sampled the token. A is the advantage.
+
+**Weights** are factors and masks without a gradient. Here the ratio is a token's probability by the
+proximal policy divided by its probability by the behavior policy. The loss's ratio then corrects
+from the proximal to the trained policy: decoupled PPO (arXiv:2110.00641), as in AReaL
+(arXiv:2505.24298). A loss without a ratio needs `to="present"`, which puts the trained policy in
+place of the proximal policy. All three functions can mask tokens:
+- `token_band` masks a token whose ratio is outside the band: IcePop (arXiv:2510.18855);
+- `sequence_band` masks a sequence whose ratios have a geometric mean outside the band.
+
+Log ratios, and their sums over sequences, are clamped to -20 .. 20 before exp.
 """
 
+from typing import Literal
+
 import torch
-from slipstream.core.settings.algorithm_functions import Anchor
-from slipstream.learner.algorithms.inputs import LossInputs, TokenTerms
-from slipstream.learner.algorithms.kl import safe_ratio
+from slipstream.core.settings.algorithm_functions import Anchor, Band
+from slipstream.core.settings.algorithm_section import KlEstimator
+from slipstream.learner.algorithms.inputs import LossInputs, TokenTerms, TokenWeights
 from torch import Tensor
+
+MAX_LOG_RATIO = 20.0
+# Lower bound of the probability of all other tokens: float32 cannot resolve much smaller ones.
+MIN_REST = 1e-6
+
+
+def safe_ratio(log_ratio: Tensor) -> Tensor:
+    """Returns exp(`log_ratio`); clamps `log_ratio` to -20 .. 20 so that products stay finite."""
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def kl_estimate(
+    policy_logprobs: Tensor, reference_logprobs: Tensor, estimator: KlEstimator
+) -> Tensor:
+    """Estimates KL(policy || reference) at each token that the policy sampled, [tokens].
+
+    With r = log reference - log policy, limited to -20 .. 20:
+    - k1 = -r is unbiased, but the mean of its gradient is 0 for every policy. So it suits a cost in
+     the reward, but is useless in the loss.
+    - k2 = r^2 / 2 is slightly biased, but the mean of its gradient is the gradient of
+     KL(policy || reference), which is correct for the loss.
+    - k3 = exp(r) - 1 - r is unbiased, never negative and has a small variance. The mean of its
+     gradient is the gradient of KL(reference || policy), which agrees near the reference. GRPO
+     (arXiv:2402.03300) uses k3.
+    Raises ValueError for a top-k estimator. Source: J. Schulman, "Approximating KL divergence"
+    (2020); for the gradients "Rethinking KL regularization in RLHF" (arXiv:2510.01555).
+    """
+    log_ratio = (reference_logprobs - policy_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    match estimator:
+        case "k1":
+            return -log_ratio
+        case "k2":
+            return log_ratio.square() / 2
+        case "k3":
+            # exp(r) - 1 would round the small difference away for a small r.
+            return log_ratio.expm1() - log_ratio
+        case "forward_top_k" | "reverse_top_k":
+            raise ValueError(f"{estimator} is no estimate at a sampled token")
+
+
+def top_k_divergence(
+    policy_logprobs: Tensor, reference_logprobs: Tensor, estimator: KlEstimator
+) -> Tensor:
+    """Returns the divergence at each position over the reference's most likely tokens, [tokens].
+
+    Both arguments are [tokens, top k]: log-probabilities of the same tokens in the whole
+    vocabulary. All other tokens count as one token, whose probability is at least `MIN_REST`. So
+    the value is at most the divergence over the vocabulary, and 0 where the policy and the
+    reference agree. With p the policy and q the reference:
+    - forward_top_k = KL(q || p), the sum of q * (log q - log p);
+    - reverse_top_k = KL(p || q), the sum of p * (log p - log q).
+    Log ratios are clamped to -20 .. 20.
+    """
+    policy, reference = _with_rest(policy_logprobs), _with_rest(reference_logprobs)
+    log_ratio = (reference - policy).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    if estimator == "forward_top_k":
+        return (reference.exp() * log_ratio).sum(-1)
+    assert estimator == "reverse_top_k", estimator
+    return -(policy.exp() * log_ratio).sum(-1)
+
+
+def _with_rest(logprobs: Tensor) -> Tensor:
+    """Appends the log-probability of all other tokens together, as one more column."""
+    rest = (1.0 - logprobs.exp().sum(-1, keepdim=True)).clamp(min=MIN_REST)
+    return torch.cat([logprobs, rest.log()], dim=-1)
 
 
 def ppo(
@@ -112,3 +189,90 @@ def _clip_marks(is_low: Tensor, is_high: Tensor) -> dict[str, Tensor]:
         "clip_fraction_low": is_low,
         "clip_fraction_high": is_high,
     }
+
+
+Target = Literal["proximal", "present"]
+
+
+def none(
+    tokens: LossInputs,
+    *,
+    token_band: Band | None = None,
+    sequence_band: Band | None = None,
+    to: Target = "proximal",
+) -> TokenWeights:
+    """Returns 1 for each token inside the bands, else 0."""
+    log_ratios = _log_ratios(tokens, to)
+    return _masked(tokens, log_ratios, torch.ones_like(log_ratios), {}, token_band, sequence_band)
+
+
+def token(
+    tokens: LossInputs,
+    *,
+    cap: float = 2.0,
+    token_band: Band | None = None,
+    sequence_band: Band | None = None,
+    to: Target = "proximal",
+) -> TokenWeights:
+    """Returns min(ratio, cap) for each token inside the bands, else 0.
+
+    This is truncated importance sampling (IMPALA, arXiv:1802.01561).
+    """
+    log_ratios = _log_ratios(tokens, to)
+    capped = _capped(safe_ratio(log_ratios), cap)
+    return _masked(tokens, log_ratios, *capped, token_band, sequence_band)
+
+
+def sequence(
+    tokens: LossInputs,
+    *,
+    cap: float = 2.0,
+    token_band: Band | None = None,
+    sequence_band: Band | None = None,
+    to: Target = "proximal",
+) -> TokenWeights:
+    """Returns min(product of the sequence's ratios, cap) for each token inside the bands, else 0.
+
+    Without bands only the cap adds bias.
+    """
+    log_ratios = _log_ratios(tokens, to)
+    capped = _capped(safe_ratio(tokens.sequences.sums(log_ratios)), cap)
+    return _masked(tokens, log_ratios, *capped, token_band, sequence_band)
+
+
+def _log_ratios(tokens: LossInputs, to: Target) -> Tensor:
+    if to == "proximal":
+        return tokens.proximal_logprobs - tokens.behavior_logprobs
+    # Given tokens have the ratio 1: no policy sampled them, so there is nothing to correct.
+    found = tokens.logprobs.detach() - tokens.behavior_logprobs
+    return torch.where(tokens.is_given, 0.0, found)
+
+
+def _capped(ratios: Tensor, cap: float) -> tuple[Tensor, dict[str, Tensor]]:
+    is_capped = ratios > cap
+    reports = {"importance_ratio_max": ratios, "importance_capped_fraction": is_capped}
+    return torch.where(is_capped, cap, ratios), reports
+
+
+def _masked(
+    tokens: LossInputs,
+    log_ratios: Tensor,
+    weights: Tensor,
+    reports: dict[str, Tensor],
+    token_band: Band | None,
+    sequence_band: Band | None,
+) -> TokenWeights:
+    if token_band is not None:
+        is_outside = _is_outside(safe_ratio(log_ratios), token_band)
+        reports["masked_token_fraction"] = is_outside
+        weights = torch.where(is_outside, 0.0, weights)
+    if sequence_band is not None:
+        means = safe_ratio(tokens.sequences.means(log_ratios))
+        is_outside = _is_outside(means, sequence_band)
+        reports["masked_sequence_fraction"] = is_outside
+        weights = torch.where(is_outside, 0.0, weights)
+    return TokenWeights(weights, reports)
+
+
+def _is_outside(ratios: Tensor, band: Band) -> Tensor:
+    return (ratios < band[0]) | (ratios > band[1])

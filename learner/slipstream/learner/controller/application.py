@@ -14,8 +14,8 @@ from slipstream.core.errors import SlipstreamError
 from slipstream.core.run_folder import JOURNAL
 from slipstream.core.settings.config import Config
 from slipstream.core.types import MAX_EXCUSED_ATTEMPTS, GroupId
-from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.leases import LeaseBook
+from slipstream.learner.controller.leasing.scheduler import Books
 from slipstream.learner.controller.parts import Parts, make_parts
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.records.ledger import (
@@ -29,10 +29,9 @@ from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.fleet import Fleet, FleetHandlers
 from slipstream.learner.controller.servers.session import ServerSession
 from slipstream.learner.controller.services.environment_service import environment_specs
-from slipstream.learner.controller.services.fleet_service import FleetServicer
-from slipstream.learner.controller.services.status_service import ServiceHealth
+from slipstream.learner.controller.services.fleet_service import FleetServicer, ServiceHealth
 from slipstream.learner.controller.services.trainer_service import await_goodbye
-from slipstream.learner.controller.tasks.environments import EnvironmentBook
+from slipstream.learner.controller.tasks import EnvironmentBook
 from slipstream.protocol.access.security import Credentials, bind, create_server
 from slipstream.protocol.bounds import one_line
 from slipstream.v1 import (

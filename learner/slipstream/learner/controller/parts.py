@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from slipstream.core.run_folder import CHECKPOINTS
-from slipstream.learner.controller.leasing.books import Books
-from slipstream.learner.controller.leasing.scheduler import Scheduler
+from slipstream.learner.controller.leasing.scheduler import Books, Scheduler
 from slipstream.learner.controller.loop import TrainerOrders
 from slipstream.learner.controller.part import Part
 from slipstream.learner.controller.publishing.publish import Publisher
@@ -16,7 +15,7 @@ from slipstream.learner.controller.results import Results
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.fleet import Fleet
 from slipstream.learner.controller.services.environment_service import EnvironmentServicer
-from slipstream.learner.controller.services.status_service import StatusServicer
+from slipstream.learner.controller.services.fleet_service import StatusServicer
 from slipstream.learner.controller.services.trainer_service import TrainerServicer
 from slipstream.learner.controller.trajectories.batches import BatchFormer, Trained
 from slipstream.learner.controller.trajectories.intake import Intake

@@ -1,26 +1,223 @@
-"""Writes the results of each step, of each evaluation and of the whole run."""
+"""Writes the results of each step, of each evaluation and of the whole run, and a trace of a step.
+
+The trace has Chrome's trace format, which ui.perfetto.dev opens. Times are Unix seconds by the
+clock of the controller's machine.
+"""
 
 import asyncio
+import heapq
 import json
+import math
+import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from slipstream.core.run_folder import TRACE
+from slipstream.core.time_parts import LEASE_WAITS, SERVER_SHARES
 from slipstream.learner.controller.events import Severity
-from slipstream.learner.controller.leasing.books import Books
-from slipstream.learner.controller.leasing.scheduler import Scheduler
+from slipstream.learner.controller.leasing.groups import Group
+from slipstream.learner.controller.leasing.scheduler import Books, Scheduler
 from slipstream.learner.controller.part import OrderTimes, Part, Tasks
 from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.reporting.metrics import RunRecorder
-from slipstream.learner.controller.reporting.result_files import write_result
-from slipstream.learner.controller.reporting.step_times import StepTimes, trace
+from slipstream.learner.controller.reporting.trackers import write_result
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.session import ServerSession
 from slipstream.learner.controller.trajectories.batches import BatchFormer, Trained
 from slipstream.learner.controller.trajectories.intake import Intake
 from slipstream.v1 import fleet_pb2, status_pb2, trainer_pb2
+
+# Parts of training in their order.
+_TRAINING = ("forward_s", "forward_backward_s", "optimizer_s")
+# Largest number of episodes in a trace; browsers open larger traces slowly.
+MOST_EPISODES = 4096
+_COUNTED = ("busy_s", "paused_s", "uptime_s")
+
+
+@dataclass(frozen=True)
+class ServerWork:
+    """The work of a server between two of its reports, or a sum of several such records."""
+
+    busy_s: float = 0.0
+    paused_s: float = 0.0
+    uptime_s: float = 0.0
+
+    @classmethod
+    def between(cls, before: fleet_pb2.ServerReport, after: fleet_pb2.ServerReport) -> "ServerWork":
+        """Returns the work of one server between the reports `before` and `after`."""
+        return cls(*(getattr(after, name) - getattr(before, name) for name in _COUNTED))
+
+    def __add__(self, other: "ServerWork") -> "ServerWork":
+        return ServerWork(*(getattr(self, name) + getattr(other, name) for name in _COUNTED))
+
+    def shares(self) -> dict[str, float]:
+        """Returns the shares of sampling, paused and idle time, or {} if no server has reported."""
+        if self.uptime_s <= 0:
+            return {}
+        # A server may report a wrong time.
+        sampling = min(1.0, max(0.0, self.busy_s / self.uptime_s))
+        paused = min(1.0 - sampling, max(0.0, self.paused_s / self.uptime_s))
+        values = (sampling, paused, 1.0 - sampling - paused)
+        return dict(zip(SERVER_SHARES, values, strict=True))
+
+
+class StepTimes:
+    """Computes the times of each step from counters, which grow from the controller's start.
+
+    Call `report` for each report of a server, and `step` at the end of each step.
+    """
+
+    def __init__(self) -> None:
+        self._reports: dict[object, fleet_pb2.ServerReport] = {}
+        self._work = ServerWork()
+        self._before: dict[str, float] = {}
+
+    def report(self, key: object, report: fleet_pb2.ServerReport) -> None:
+        """Adds the work of the server `key` since its previous report."""
+        before = self._reports.get(key, fleet_pb2.ServerReport())
+        self._work += ServerWork.between(before, report)
+        self._reports[key] = report
+
+    def lost(self, key: object) -> None:
+        """Forgets a lost server."""
+        self._reports.pop(key, None)
+
+    def step(
+        self,
+        groups: Sequence[Group],
+        orders: Sequence[OrderTimes],
+        *,
+        waited_s: float,
+        lease_waits_s: Mapping[str, float],
+    ) -> dict[str, float]:
+        """Returns the times of the step that has just ended, by name.
+
+        `waited_s` is the time in which the trainer waited for groups, and `lease_waits_s` the time
+        in which a lease waited, by cause. Both are in seconds, in total since the controller
+        started.
+        """
+        totals = {"groups_wait_s": waited_s} | {
+            f"lease_wait_{name}_s": lease_waits_s[name] for name in LEASE_WAITS
+        }
+        passed = {name: total - self._before.get(name, 0.0) for name, total in totals.items()}
+        self._before = totals
+        work, self._work = self._work, ServerWork()
+        given_s = orders[-1].given_s if orders else time.time()
+        return {**passed, **work.shares(), **group_times(groups, given_s)}
+
+
+def group_times(groups: Sequence[Group], given_s: float) -> dict[str, float]:
+    """Returns the means of the groups' time in the queue and of their episodes' rest, in seconds.
+
+    `given_s` is the Unix time at which the trainer got the groups. The rest of an episode is its
+    time from lease to arrival outside engine and environment, or 0 if an earlier controller leased
+    it.
+    """
+    waits = [max(0.0, given_s - max(g.back_s.values())) for g in groups if g.back_s]
+    rests = [
+        max(0.0, back_s - group.leased_s - each.generation_s - each.environment_s)
+        if group.leased_s and (back_s := group.back_s.get(each.member)) is not None
+        else 0.0
+        for group in groups
+        for each in group.in_order()
+    ]
+    return {
+        **({"queue_s_mean": statistics.fmean(waits)} if waits else {}),
+        **({"episode_rest_s_mean": statistics.fmean(rests)} if rests else {}),
+    }
+
+
+def trace(
+    row: Mapping[str, float],
+    groups: Sequence[Group],
+    orders: Sequence[OrderTimes],
+    *,
+    training: tuple[float, float],
+) -> dict[str, Any]:
+    """Returns the step of `row` as a trace: one process for the trainer, one for each server.
+
+    `training` is the start and end of training in Unix seconds. A server has one line for each
+    episode that runs at the same time; an episode is a span from its lease to its arrival.
+    """
+    events = [*_trainer_events(row, orders, training)]
+    number = 0
+    servers: dict[str, int] = {}
+    lanes: dict[str, list[tuple[float, int]]] = {}
+    given_s = orders[-1].given_s if orders else training[0]
+    for group in sorted(groups, key=lambda each: each.leased_s):
+        for each in group.in_order():
+            back_s = group.back_s.get(each.member)
+            if back_s is None or not group.leased_s or number >= MOST_EPISODES:
+                continue
+            number += 1
+            server = servers.setdefault(each.server_id, len(servers) + 2)
+            free = lanes.setdefault(each.server_id, [])
+            # Reuses a line that was free when the episode was leased.
+            if free and free[0][0] <= group.leased_s:
+                lane = heapq.heappop(free)[1]
+            else:
+                lane = len(free) + 1
+            heapq.heappush(free, (back_s, lane))
+            details = {
+                "environment": each.environment,
+                "task": each.task_index,
+                "sampled_tokens": each.num_sampled_tokens,
+                "engine_s": each.generation_s,
+                "environment_s": each.environment_s,
+                "versions": [span.version.step for span in each.version_spans],
+                "complete_group_waited_s": max(0.0, given_s - max(group.back_s.values())),
+            }
+            name = f"{group.group_id}.{each.member}"
+            events.append(_span(name, server, lane, (group.leased_s, back_s), details))
+    names = {1: "trainer", **{place: f"server {name}" for name, place in servers.items()}}
+    for place, name in names.items():
+        label = {"ph": "M", "name": "process_name", "pid": place, "tid": 0, "ts": 0}
+        events.append(label | {"args": {"name": name}})
+    return {"traceEvents": events, "otherData": {"step": row["step"], "episodes": number}}
+
+
+def _trainer_events(
+    row: Mapping[str, float], orders: Sequence[OrderTimes], training: tuple[float, float]
+) -> Iterator[dict[str, Any]]:
+    # A controller that was started again while the trainer worked has given no order.
+    for order, after in zip(orders, [*orders[1:], None], strict=False):
+        yield _span(f"waits for: {order.kind}", 1, 1, (order.asked_s, order.given_s), {})
+        if after is not None:
+            yield _span(order.kind, 1, 1, (order.given_s, after.asked_s), {})
+        else:
+            yield _span("batch on its way", 1, 1, (order.given_s, training[0]), {})
+    details = {
+        name: value
+        for name, value in row.items()
+        if name.endswith(("_s", "_tokens")) and math.isfinite(value)
+    }
+    yield _span(f"training of step {row['step']:.0f}", 1, 1, training, details)
+    at_s = training[0]
+    for name in _TRAINING:
+        if (took_s := row.get(name, 0.0)) > 0:
+            yield _span(name.removesuffix("_s"), 1, 1, (at_s, at_s + took_s), {})
+            at_s += took_s
+
+
+def _span(
+    name: str, process: int, line: int, times: tuple[float, float], details: Mapping[str, Any]
+) -> dict[str, Any]:
+    # Both ends are rounded, so that spans that touch do not overlap.
+    start_us, end_us = (round(at_s * 1e6) for at_s in times)
+    return {
+        "ph": "X",
+        "name": name,
+        "pid": process,
+        "tid": line,
+        "ts": start_us,
+        "dur": max(0, end_us - start_us),
+        "args": dict(details),
+    }
+
 
 # Time between two looks at the ledger, which counts all trajectories that wait.
 LEDGER_S = 2.0

@@ -15,11 +15,11 @@ from pathlib import Path
 from slipstream.core.errors import CheckpointError
 from slipstream.core.types import GroupId
 from slipstream.learner.controller.events import EventLog
-from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.groups import Group
+from slipstream.learner.controller.leasing.scheduler import Books
 from slipstream.learner.controller.run import Run
-from slipstream.learner.controller.servers.server_states import ServerKey
-from slipstream.learner.controller.tasks.environments import EnvironmentEntry
+from slipstream.learner.controller.servers.session import ServerKey
+from slipstream.learner.controller.tasks import EnvironmentEntry
 from slipstream.protocol.checkpoints import (
     MANIFEST_NAME,
     checkpoint_path,

@@ -112,7 +112,8 @@ def test_a_setting_that_was_removed_is_refused_with_what_holds_instead(table, me
 
 
 def test_removed_settings_in_the_file_of_an_earlier_versions_run_are_told(tmp_path, caplog):
-    config = config_with({"evaluations": [{"name": "held", "reference": "a:B"}]})
+    played = [{"name": name, "reference": "a:B"} for name in ("a", "held")]
+    config = config_with({"environments": played[:1], "evaluations": played[1:]})
     table = parse_toml(dump_config(config))
     table["debug"]["head_dtype"] = "model"
     table["environments"][0]["algorithm"] = {"loss_weight": 0.5, "kl": {"coefficient": 0.1}}

@@ -6,8 +6,7 @@ import functools
 import pytest
 from slipstream.extensions.turns.controller import EngineTurns, shares
 from slipstream.learner.controller.servers.fleet import Fleet, FleetHandlers
-from slipstream.learner.controller.servers.server_states import ServerEvent
-from slipstream.learner.controller.servers.session import ServerSession
+from slipstream.learner.controller.servers.session import ServerEvent, ServerSession
 from slipstream.protocol.weights.transports import Place
 from slipstream.v1 import fleet_pb2
 from support.rigs.publishing_scene import joined, nothing, run_of, sent

@@ -1,11 +1,135 @@
+import dataclasses
 import math
 
 import pytest
 import torch
 from slipstream.learner.algorithms import losses
-from slipstream.learner.algorithms.inputs import SequenceSums
-from support.fakes.packed import algorithm, loss_inputs, terms_of
+from slipstream.learner.algorithms.inputs import SequenceSums, TokenWeights
+from slipstream.learner.algorithms.losses import kl_estimate, safe_ratio, top_k_divergence
+from support.fakes.packed import algorithm, loss_inputs, terms_of, weights_of
 from torch import Tensor
+
+ESTIMATORS = ("k1", "k2", "k3")
+
+
+def test_k3_of_policies_that_hardly_differ_is_not_lost_in_rounding() -> None:
+    policy = torch.linspace(-3.0, -0.5, 100)
+    reference = policy + 1e-4
+    # r^2 / 2 + r^3 / 6, of what the numbers really are apart.
+    log_ratio = (reference - policy).double()
+    expected = log_ratio.square() / 2 + log_ratio**3 / 6
+    found = kl_estimate(policy, reference, "k3")
+    torch.testing.assert_close(found.double(), expected, rtol=1e-2, atol=0.0)
+    assert (found > 0).all()
+
+
+def softmax_policies() -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    logits = torch.randn(6, dtype=torch.float64, requires_grad=True)
+    reference = torch.randn(6, dtype=torch.float64).log_softmax(-1)
+    return logits, reference
+
+
+def gradient(value: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    (found,) = torch.autograd.grad(value, logits)
+    return found
+
+
+def mean_estimate(logits: torch.Tensor, reference: torch.Tensor, estimator) -> torch.Tensor:
+    """Over all tokens that the policy may sample, each as often as it does; exact."""
+    policy = logits.log_softmax(-1)
+    return (policy.detach().exp() * kl_estimate(policy, reference, estimator)).sum()
+
+
+def test_means_of_k1_and_k3_are_the_divergence() -> None:
+    logits, reference = softmax_policies()
+    policy = logits.log_softmax(-1)
+    divergence = (policy.exp() * (policy - reference)).sum().item()
+    assert mean_estimate(logits, reference, "k1").item() == pytest.approx(divergence)
+    assert mean_estimate(logits, reference, "k3").item() == pytest.approx(divergence)
+
+
+def test_mean_gradient_of_k1_in_the_loss_is_nothing() -> None:
+    logits, reference = softmax_policies()
+    found = gradient(mean_estimate(logits, reference, "k1"), logits)
+    assert found.tolist() == pytest.approx([0.0] * 6, abs=1e-12)
+
+
+def test_mean_gradient_of_k2_in_the_loss_is_that_of_the_divergence_from_the_reference() -> None:
+    logits, reference = softmax_policies()
+    policy = logits.log_softmax(-1)
+    expected = gradient((policy.exp() * (policy - reference)).sum(), logits)
+    found = gradient(mean_estimate(logits, reference, "k2"), logits)
+    torch.testing.assert_close(found, expected)
+
+
+def test_mean_gradient_of_k3_in_the_loss_is_that_of_the_opposite_divergence() -> None:
+    logits, reference = softmax_policies()
+    policy = logits.log_softmax(-1)
+    expected = gradient((reference.exp() * (reference - policy)).sum(), logits)
+    found = gradient(mean_estimate(logits, reference, "k3"), logits)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("delta", [-1e3, 1e3])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_log_ratios_of_any_size_give_finite_estimates(estimator, delta: float) -> None:
+    policy = torch.tensor([delta], requires_grad=True)
+    found = kl_estimate(policy, torch.zeros(1), estimator)
+    found.sum().backward()
+    assert torch.isfinite(found).all()
+    assert policy.grad is not None
+    assert torch.isfinite(policy.grad).all()
+
+
+def test_ratio_is_limited_to_twenty_on_either_side() -> None:
+    found = safe_ratio(torch.tensor([-1e3, 0.0, 1e3]))
+    assert found.tolist() == pytest.approx([math.exp(-20), 1.0, math.exp(20)])
+    assert torch.isfinite(found * found).all()
+
+
+def test_the_divergence_over_likely_tokens_by_hand() -> None:
+    # The policy gives 0.5 and 0.25, the reference 0.25 and 0.25; 0.25 and 0.5 are left.
+    policy = torch.tensor([[0.5, 0.25]]).log()
+    reference = torch.tensor([[0.25, 0.25]]).log()
+    forward = top_k_divergence(policy, reference, "forward_top_k")
+    assert forward.item() == pytest.approx(-0.25 * math.log(2) + 0.5 * math.log(2), rel=1e-5)
+    reverse = top_k_divergence(policy, reference, "reverse_top_k")
+    assert reverse.item() == pytest.approx(0.5 * math.log(2) - 0.25 * math.log(2), rel=1e-5)
+
+
+@pytest.mark.parametrize("estimator", ["forward_top_k", "reverse_top_k"])
+def test_all_tokens_but_one_give_the_divergence_of_the_whole_vocabulary(estimator) -> None:
+    logits, reference = softmax_policies()
+    policy = logits.log_softmax(-1)
+    found = top_k_divergence(policy[None, :-1], reference[None, :-1], estimator)
+    one, other = (reference, policy) if estimator == "forward_top_k" else (policy, reference)
+    expected = (one.exp() * (one - other)).sum()
+    assert found.item() == pytest.approx(expected.item(), abs=1e-9)
+    (ours,) = torch.autograd.grad(found.sum(), logits, retain_graph=True)
+    torch.testing.assert_close(ours, gradient(expected, logits))
+
+
+@pytest.mark.parametrize("estimator", ["forward_top_k", "reverse_top_k"])
+@pytest.mark.parametrize("k", [1, 3, 5])
+def test_fewer_likely_tokens_give_less_of_the_divergence_and_none_where_both_agree(k, estimator):
+    logits, reference = softmax_policies()
+    policy = logits.log_softmax(-1).detach()
+    whole = top_k_divergence(policy[None, :-1], reference[None, :-1], estimator).item()
+    ids = reference.topk(k).indices
+    found = top_k_divergence(policy[None, ids], reference[None, ids], estimator).item()
+    assert -1e-9 <= found <= whole + 1e-9
+    assert top_k_divergence(reference[None, ids], reference[None, ids], estimator).item() == 0.0
+
+
+@pytest.mark.parametrize("estimator", ["forward_top_k", "reverse_top_k"])
+def test_certain_policies_and_references_give_finite_divergences_and_gradients(estimator) -> None:
+    for policy, reference in ([0.0, -60.0], [-0.7, -0.7]), ([-40.0, -50.0], [0.0, -9999.0]):
+        values = torch.tensor([policy], requires_grad=True)
+        found = top_k_divergence(values, torch.tensor([reference]), estimator)
+        assert found.isfinite().all()
+        assert gradient(found.sum(), values).isfinite().all()
+
 
 LOSSES = ("ppo", "gspo", "cispo", "sapo", "reinforce")
 
@@ -121,3 +245,69 @@ def test_sums_and_means_run_over_the_trained_tokens_of_each_sequence() -> None:
 def test_sums_carry_no_gradient() -> None:
     tokens = loss_inputs(torch.zeros(2), torch.zeros(2))
     assert not tokens.sequences.sums(torch.ones(2, requires_grad=True)).requires_grad
+
+
+# Two sequences: ratios 1.5 and 4, and 0.5 and 0.25.
+RATIOS = [1.5, 4.0, 0.5, 0.25]
+IDS = [0, 0, 1, 1]
+
+
+def corrected(log_ratios: list[float] | None = None, weight: str = "token", **args) -> TokenWeights:
+    gaps = [math.log(ratio) for ratio in RATIOS] if log_ratios is None else log_ratios
+    proximal = torch.tensor([-1.0 + gap for gap in gaps])
+    policy = torch.full((4,), 9.0, requires_grad=True)
+    tokens = loss_inputs(policy, proximal, behavior=torch.full((4,), -1.0), sequence_ids=IDS)
+    return weights_of(algorithm(weight=weight, weight_args=args), tokens)
+
+
+def test_token_weights_are_the_ratios_cut_at_the_cap() -> None:
+    found = corrected(cap=2.0)
+    assert found.weights.tolist() == pytest.approx([1.5, 2.0, 0.5, 0.25])
+    assert found.reports["importance_ratio_max"].tolist() == pytest.approx(RATIOS)
+    assert found.reports["importance_capped_fraction"].tolist() == [False, True, False, False]
+    assert not found.weights.requires_grad
+
+
+def test_sequence_weights_are_the_products_of_the_ratios_cut_at_the_cap() -> None:
+    found = corrected(weight="sequence", cap=2.0)
+    assert found.weights.tolist() == pytest.approx([2.0, 2.0, 0.125, 0.125])
+    assert found.reports["importance_ratio_max"].tolist() == pytest.approx([6.0, 6.0, 0.125, 0.125])
+    assert found.reports["importance_capped_fraction"].tolist() == [True, True, False, False]
+
+
+def test_without_weights_every_token_counts_once() -> None:
+    found = corrected(weight="none")
+    assert found.weights.tolist() == [1.0] * 4
+    assert not found.reports
+
+
+def test_icepop_masks_tokens_outside_the_band_and_weighs_those_within() -> None:
+    found = corrected(weight="token", cap=5.0, token_band=[0.5, 3.0])
+    # The ends belong to the band.
+    assert found.weights.tolist() == pytest.approx([1.5, 0.0, 0.5, 0.0])
+    assert found.reports["masked_token_fraction"].tolist() == [False, True, False, True]
+    assert "masked_sequence_fraction" not in found.reports
+
+
+def test_masks_and_weights_combine() -> None:
+    found = corrected(weight="token", cap=2.0, token_band=[0.4, 9.0], sequence_band=[0.3, 2.0])
+    assert found.weights.tolist() == pytest.approx([0.0, 0.0, 0.5, 0.0])
+
+
+@pytest.mark.parametrize("weight", ["none", "token", "sequence"])
+@pytest.mark.parametrize("delta", [-1e3, 1e3])
+def test_log_ratios_of_any_size_give_finite_weights(weight: str, delta: float) -> None:
+    cap = {} if weight == "none" else {"cap": 1e9}
+    found = corrected([delta] * 4, weight, sequence_band=[0.0, 1e9], **cap)
+    assert torch.isfinite(found.weights).all()
+    if weight != "none":
+        ratios = found.reports["importance_ratio_max"].tolist()
+        assert ratios == pytest.approx([math.exp(math.copysign(20, delta))] * 4)
+
+
+def test_weights_may_lead_to_the_present_policy_but_not_at_given_tokens() -> None:
+    policy, behavior = torch.tensor([math.log(1.5), math.log(3.0)]), torch.zeros(2)
+    tokens = loss_inputs(policy, torch.full((2,), 7.0), behavior=behavior)
+    given = dataclasses.replace(tokens, is_given=torch.tensor([False, True]))
+    found = weights_of(algorithm(weight_args={"to": "present"}), given)
+    assert found.weights.tolist() == pytest.approx([1.5, 1.0])

@@ -14,7 +14,7 @@ from slipstream.learner.controller.events import EventLog
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.run import Run
-from slipstream.learner.controller.servers.server_states import ServerKey
+from slipstream.learner.controller.servers.session import ServerKey
 from slipstream.learner.controller.watch import (
     CANCEL_LIMIT_S,
     CheckpointWatch,

@@ -9,7 +9,7 @@ from enum import Enum
 from slipstream.core.errors import ProtocolError
 from slipstream.core.types import GroupId, Purpose, Trajectory
 from slipstream.learner.controller.records.state import OpenGroup
-from slipstream.learner.controller.servers.server_states import ServerKey
+from slipstream.learner.controller.servers.session import ServerKey
 from slipstream.v1 import fleet_pb2
 
 

@@ -13,9 +13,8 @@ from enum import IntEnum
 from slipstream.core.types import GroupId
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.leasing.leases import LeaseBook
-from slipstream.learner.controller.servers.server_states import ServerKey
-from slipstream.learner.controller.servers.session import ServerSession
-from slipstream.learner.controller.tasks.environments import EnvironmentBook
+from slipstream.learner.controller.servers.session import ServerKey, ServerSession
+from slipstream.learner.controller.tasks import EnvironmentBook
 
 
 class LeaseWait(IntEnum):

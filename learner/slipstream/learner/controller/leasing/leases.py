@@ -17,9 +17,8 @@ from slipstream.learner.controller.leasing.groups import (
     fewest_members,
     reopened,
 )
-from slipstream.learner.controller.records.history import RunHistory
-from slipstream.learner.controller.records.seen_ids import group_number
-from slipstream.learner.controller.servers.server_states import ServerKey
+from slipstream.learner.controller.records.history import RunHistory, group_number
+from slipstream.learner.controller.servers.session import ServerKey
 
 
 class LeaseBook:

@@ -8,11 +8,11 @@ new version; a completed write of the journal.
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from slipstream.core import reservation
 from slipstream.core.configuration.config_file import largest_trajectory_bytes
 from slipstream.core.types import Purpose
-from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.leasing.lease_pass import (
     WORDS,
@@ -23,12 +23,34 @@ from slipstream.learner.controller.leasing.lease_pass import (
     place_orphans,
     rooms,
 )
-from slipstream.learner.controller.loop_clock import Stopwatch
+from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.records import kinds
-from slipstream.learner.controller.run import Run
-from slipstream.learner.controller.servers.server_states import ServerKey
-from slipstream.learner.controller.servers.session import ServerSession
+from slipstream.learner.controller.records.journal import Journal
+from slipstream.learner.controller.records.ledger import AccountedReceiver, TokenLedger
+from slipstream.learner.controller.records.state import RunState
+from slipstream.learner.controller.run import Run, Stopwatch
+from slipstream.learner.controller.servers.fleet import Fleet
+from slipstream.learner.controller.servers.session import ServerKey, ServerSession
+from slipstream.learner.controller.tasks import EnvironmentBook
 from slipstream.v1 import environment_pb2, fleet_pb2, trajectory_pb2
+
+
+@dataclass(frozen=True)
+class Books:
+    """The leases, environments, servers, journal with its state, tokens and queue of a run.
+
+    A run has one object of each, which several parts of the controller share.
+    """
+
+    leases: LeaseBook
+    environments: EnvironmentBook
+    fleet: Fleet
+    journal: Journal
+    # What only appending to the journal changes.
+    state: RunState
+    ledger: TokenLedger
+    queue: AccountedReceiver
+
 
 RECHECK_S = 1.0
 # Bound that lets the event loop serve other tasks between two passes.

@@ -12,13 +12,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from slipstream.learner.controller.publishing.failures import Failures
 from slipstream.learner.controller.publishing.publish_totals import PublishTotals, check_probe
-from slipstream.learner.controller.publishing.questions import FAILED, Questions
+from slipstream.learner.controller.publishing.receivers import FAILED, Failures, Questions
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.fleet import Fleet
-from slipstream.learner.controller.servers.server_states import ServerEvent, ServerKey
-from slipstream.learner.controller.servers.session import JoinedOrder, ServerSession
+from slipstream.learner.controller.servers.session import (
+    JoinedOrder,
+    ServerEvent,
+    ServerKey,
+    ServerSession,
+)
 from slipstream.protocol.codec import version_from_pb
 from slipstream.v1 import fleet_pb2, weights_pb2
 

@@ -21,11 +21,10 @@ from collections.abc import Mapping
 from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.part import Part
 from slipstream.learner.controller.publishing.delivery import Deliveries, Publish
-from slipstream.learner.controller.publishing.transport_choice import choose_for
+from slipstream.learner.controller.publishing.receivers import choose_for
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.fleet import Fleet
-from slipstream.learner.controller.servers.server_states import JOINING, STALE
-from slipstream.learner.controller.servers.session import ServerSession
+from slipstream.learner.controller.servers.session import JOINING, STALE, ServerSession
 from slipstream.protocol.codec import version_from_pb, version_to_pb
 from slipstream.protocol.weights.buckets import num_tensors
 from slipstream.v1 import fleet_pb2, trainer_pb2, weights_pb2

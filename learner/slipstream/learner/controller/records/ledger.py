@@ -17,13 +17,12 @@ from typing import Any
 import grpc.aio
 from slipstream.core.types import Trajectory, TrajectoryId
 from slipstream.learner.controller.records import kinds
-from slipstream.learner.controller.records.history import RunHistory
+from slipstream.learner.controller.records.history import RunHistory, SeenIds
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.records.kinds import ServerGaps, ServerTokens, TrajectoryEnd
-from slipstream.learner.controller.records.seen_ids import SeenIds
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
-from slipstream.learner.controller.servers.server_states import ServerKey
+from slipstream.learner.controller.servers.session import ServerKey
 from slipstream.protocol.access.security import redis_url_of
 from slipstream.protocol.queue.base import (
     NOTHING,

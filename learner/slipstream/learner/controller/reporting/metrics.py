@@ -15,23 +15,26 @@ from slipstream.learner.controller.events import EventLog
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.state import RunState
-from slipstream.learner.controller.reporting.readable import (
+from slipstream.learner.controller.reporting.summary import (
+    GenerationRate,
+    Interval,
+    RunFacts,
     TokenTexts,
     group_line,
     open_token_texts,
     readable,
 )
-from slipstream.learner.controller.reporting.result_files import (
+from slipstream.learner.controller.reporting.trackers import (
     ResultFile,
+    Trackers,
     drop_torn_line,
     drop_unfinished_step,
+    open_trackers,
     read_rows,
     write_result,
 )
-from slipstream.learner.controller.reporting.run_facts import GenerationRate, Interval, RunFacts
-from slipstream.learner.controller.reporting.trackers import Trackers, open_trackers
-from slipstream.learner.controller.trajectories.batch import FormedBatch
-from slipstream.learner.controller.trajectories.batch_statistics import (
+from slipstream.learner.controller.trajectories.batch import (
+    FormedBatch,
     LessonWatch,
     batch_statistics,
     environment_means,

@@ -12,8 +12,13 @@ from functools import partial
 from slipstream.core.types import PolicyVersion, ServerId
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
-from slipstream.learner.controller.servers.server_states import DRAINING, ServerEvent, ServerKey
-from slipstream.learner.controller.servers.session import ServerSession, describe
+from slipstream.learner.controller.servers.session import (
+    DRAINING,
+    ServerEvent,
+    ServerKey,
+    ServerSession,
+    describe,
+)
 from slipstream.v1 import fleet_pb2, status_pb2
 
 # Largest number of departed servers whose last state the status shows; each answer copies them.

@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from slipstream.learner.controller.servers.server_states import ServerKey
+from slipstream.learner.controller.servers.session import ServerKey
 from slipstream.protocol.queue.base import Amount
 from slipstream.v1 import fleet_pb2
 

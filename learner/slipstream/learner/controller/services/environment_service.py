@@ -19,14 +19,13 @@ from slipstream.core.settings.measurement_sections import PlayedSection
 from slipstream.core.settings.sections import EnvironmentSection
 from slipstream.core.template_values import read_values, values_json
 from slipstream.core.types import Purpose
-from slipstream.learner.controller.leasing.books import Books
+from slipstream.learner.controller.leasing.scheduler import Books
 from slipstream.learner.controller.part import Part
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.session import CallContext, ServerSession
-from slipstream.learner.controller.tasks.environments import EnvironmentEntry
-from slipstream.learner.controller.tasks.relay import ClientSession, Relay
+from slipstream.learner.controller.tasks import ClientSession, EnvironmentEntry, Relay
 from slipstream.learner.controller.trajectories.intake import Intake
 from slipstream.protocol.bounds import shown
 from slipstream.protocol.rich_errors import Reason, abort

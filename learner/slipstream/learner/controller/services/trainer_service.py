@@ -17,7 +17,7 @@ import grpc
 from slipstream.core.errors import ProtocolError, RunFailed
 from slipstream.learner.controller.loop import TrainerOrders
 from slipstream.learner.controller.part import OrderTimes
-from slipstream.learner.controller.publishing.transport_choice import place_from_pb
+from slipstream.learner.controller.publishing.receivers import place_from_pb
 from slipstream.learner.controller.records.history import REMEDY
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.session import CallContext

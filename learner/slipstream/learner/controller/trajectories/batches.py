@@ -11,14 +11,14 @@ from pathlib import Path
 
 from slipstream.core.errors import ProtocolError, RunFailed
 from slipstream.core.types import PolicyVersion
-from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.groups import Group, sampled_tokens
-from slipstream.learner.controller.loop_clock import Stopwatch
+from slipstream.learner.controller.leasing.scheduler import Books
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.records.kinds import TrajectoryEnd
 from slipstream.learner.controller.records.state import JournaledStep, batch_name
-from slipstream.learner.controller.servers.server_states import ServerKey
+from slipstream.learner.controller.run import Stopwatch
+from slipstream.learner.controller.servers.session import ServerKey
 from slipstream.learner.controller.trajectories.batch import (
     FormedBatch,
     SetAside,

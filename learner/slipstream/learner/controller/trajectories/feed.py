@@ -16,9 +16,9 @@ from slipstream.core.types import (
     Status,
     Trajectory,
 )
-from slipstream.learner.controller.leasing.books import Books
+from slipstream.learner.controller.leasing.scheduler import Books
 from slipstream.learner.controller.run import Run
-from slipstream.learner.controller.tasks.environments import EnvironmentEntry
+from slipstream.learner.controller.tasks import EnvironmentEntry
 
 # Metrics of verdicts that are above 0 where a judge could read an answer.
 READ = ("readable", "well_formed")

@@ -29,15 +29,15 @@ from slipstream.core.types import (
     TrajectoryName,
 )
 from slipstream.learner.controller.events import Severity
-from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.groups import Group
+from slipstream.learner.controller.leasing.scheduler import Books
 from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.records.kinds import TrajectoryEnd
 from slipstream.learner.controller.records.ledger import Endings
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
-from slipstream.learner.controller.servers.server_states import ServerKey
+from slipstream.learner.controller.servers.session import ServerKey
 from slipstream.protocol.codec import MAX_TRAJECTORY_BYTES, decode_trajectory, trajectory_from_pb
 from slipstream.protocol.queue.base import Delivery
 from slipstream.v1 import trajectory_pb2

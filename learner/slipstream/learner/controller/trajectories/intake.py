@@ -20,15 +20,14 @@ from slipstream.core.types import (
     Trajectory,
     TrajectoryName,
 )
-from slipstream.learner.algorithms.groups import is_trained
+from slipstream.learner.algorithms.functions import is_trained
 from slipstream.learner.controller.events import Severity
-from slipstream.learner.controller.leasing.books import Books
 from slipstream.learner.controller.leasing.groups import Fate, Group
+from slipstream.learner.controller.leasing.scheduler import Books
 from slipstream.learner.controller.records import kinds
-from slipstream.learner.controller.records.history import RunHistory
+from slipstream.learner.controller.records.history import RunHistory, group_number
 from slipstream.learner.controller.records.kinds import TrajectoryEnd
 from slipstream.learner.controller.records.ledger import Endings
-from slipstream.learner.controller.records.seen_ids import group_number
 from slipstream.learner.controller.records.state import FilterVerdict, is_solved
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.trajectories.feed import Feed

@@ -20,7 +20,7 @@ from slipstream.core.settings.algorithm_section import (
 )
 from slipstream.learner.algorithms.functions import Function, function_of
 from slipstream.learner.algorithms.inputs import LossInputs, SequenceSums, TokenTerms, TokenWeights
-from slipstream.learner.algorithms.kl import kl_estimate, top_k_divergence
+from slipstream.learner.algorithms.losses import kl_estimate, top_k_divergence
 from slipstream.learner.algorithms.token_functions import (
     Column,
     Reduce,

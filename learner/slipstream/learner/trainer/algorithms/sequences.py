@@ -21,9 +21,8 @@ from slipstream.learner.algorithms.episodes import (
     TokenAdvantages,
     Turn,
 )
-from slipstream.learner.algorithms.functions import token_advantages
-from slipstream.learner.algorithms.groups import shaped_rewards, side_of
-from slipstream.learner.algorithms.kl import kl_estimate
+from slipstream.learner.algorithms.functions import shaped_rewards, side_of, token_advantages
+from slipstream.learner.algorithms.losses import kl_estimate
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.batches.training_sequence import (
     NumpyArray,

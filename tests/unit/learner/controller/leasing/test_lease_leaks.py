@@ -16,7 +16,7 @@ from slipstream.core.types import (
 )
 from slipstream.learner.controller.leasing.groups import Fate, Group
 from slipstream.learner.controller.leasing.leases import LeaseBook
-from slipstream.learner.controller.servers.server_states import ServerKey
+from slipstream.learner.controller.servers.session import ServerKey
 from support.fakes.fake_trajectories import GOOD
 from support.rigs.fuzz_budget import times
 

@@ -16,7 +16,7 @@ from slipstream.core.types import (
 )
 from slipstream.learner.controller.leasing.groups import Fate, fewest_members
 from slipstream.learner.controller.leasing.leases import LeaseBook
-from slipstream.learner.controller.servers.server_states import ServerKey
+from slipstream.learner.controller.servers.session import ServerKey
 
 A, B = ServerKey(ServerId("a"), 1), ServerKey(ServerId("b"), 1)
 C = ServerKey(ServerId("c"), 3)

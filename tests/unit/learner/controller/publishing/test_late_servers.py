@@ -9,10 +9,14 @@ import numpy as np
 import pytest
 from slipstream.core.types import PolicyVersion, ServerId
 from slipstream.extensions.stored_weights.controller import StoredPublisher
-from slipstream.learner.controller.publishing.failures import MAX_FAILED_WHILE_NONE_SERVES
+from slipstream.learner.controller.publishing.receivers import MAX_FAILED_WHILE_NONE_SERVES
 from slipstream.learner.controller.run import Run
-from slipstream.learner.controller.servers.server_states import STALE, ServerEvent, ServerKey
-from slipstream.learner.controller.servers.session import ServerSession
+from slipstream.learner.controller.servers.session import (
+    STALE,
+    ServerEvent,
+    ServerKey,
+    ServerSession,
+)
 from slipstream.protocol.codec import pack_logprobs, version_to_pb
 from slipstream.v1 import fleet_pb2, status_pb2, trainer_pb2, weights_pb2
 from support.rigs.publishing_scene import (

@@ -5,7 +5,7 @@ import gc
 
 import pytest
 from slipstream.core.types import PolicyVersion
-from slipstream.learner.controller.publishing.failures import MAX_FAILED_PUBLISHES
+from slipstream.learner.controller.publishing.receivers import MAX_FAILED_PUBLISHES
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.session import ServerSession
 from slipstream.protocol.weights.buckets import TensorSpec, layout_to_pb

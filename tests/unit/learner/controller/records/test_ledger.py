@@ -9,7 +9,7 @@ from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.records.kinds import TrajectoryEnd
 from slipstream.learner.controller.records.ledger import Endings
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
-from slipstream.learner.controller.servers.server_states import ServerKey
+from slipstream.learner.controller.servers.session import ServerKey
 from slipstream.protocol.queue.base import Amount
 from slipstream.v1 import fleet_pb2
 from support.fakes.fake_trajectories import GOOD

@@ -15,10 +15,14 @@ from slipstream.learner.controller.events import EventLog
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.reporting.metrics import RunRecorder
-from slipstream.learner.controller.reporting.result_files import ResultFile, write_result
-from slipstream.learner.controller.reporting.run_facts import GenerationRate, RunFacts
-from slipstream.learner.controller.reporting.trackers import RunIds, Trackers
-from slipstream.learner.controller.servers.server_states import ServerKey
+from slipstream.learner.controller.reporting.summary import GenerationRate, RunFacts
+from slipstream.learner.controller.reporting.trackers import (
+    ResultFile,
+    RunIds,
+    Trackers,
+    write_result,
+)
+from slipstream.learner.controller.servers.session import ServerKey
 from slipstream.learner.controller.trajectories.batch import FormedBatch
 from slipstream.v1 import fleet_pb2
 from support.fakes.fake_trajectories import GOOD

@@ -1,6 +1,6 @@
 import pytest
 from slipstream.learner.controller.servers.fleet import MAX_DEPARTED, Fleet, FleetHandlers
-from slipstream.learner.controller.servers.server_states import DEAD, LEFT
+from slipstream.learner.controller.servers.session import DEAD, LEFT
 from slipstream.v1 import fleet_pb2
 from support.rigs.publishing_scene import joined, nothing, run_of
 

@@ -15,7 +15,7 @@ from slipstream.learner.controller.services.environment_service import (
     EnvironmentServicer,
     environment_specs,
 )
-from slipstream.learner.controller.tasks.environments import EnvironmentEntry
+from slipstream.learner.controller.tasks import EnvironmentEntry
 from slipstream.v1 import environment_pb2, fleet_pb2
 from support.rigs.lease_rig import books_of
 from support.rigs.publishing_scene import joined, nothing, run_of

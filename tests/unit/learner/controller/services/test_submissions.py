@@ -11,7 +11,7 @@ from slipstream.learner.controller.services.environment_service import (
     EnvironmentServicer,
     environment_specs,
 )
-from slipstream.learner.controller.tasks.environments import EnvironmentBook
+from slipstream.learner.controller.tasks import EnvironmentBook
 from slipstream.v1 import environment_pb2, trajectory_pb2
 from support.rigs.lease_rig import books_of
 from support.rigs.publishing_scene import run_of

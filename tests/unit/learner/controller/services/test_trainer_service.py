@@ -9,9 +9,8 @@ import pytest
 from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.loop import TrainerOrders
-from slipstream.learner.controller.loop_clock import LoopClock
 from slipstream.learner.controller.part import Part
-from slipstream.learner.controller.run import Run
+from slipstream.learner.controller.run import LoopClock, Run
 from slipstream.learner.controller.services.environment_service import EnvironmentServicer
 from slipstream.learner.controller.services.fleet_service import FleetServicer
 from slipstream.learner.controller.services.trainer_service import (
@@ -19,7 +18,7 @@ from slipstream.learner.controller.services.trainer_service import (
     TrainerPlace,
     TrainerServicer,
 )
-from slipstream.learner.controller.tasks.relay import Relay
+from slipstream.learner.controller.tasks import Relay
 from slipstream.learner.controller.trajectories.batch import FormedBatch
 from slipstream.learner.controller.trajectories.batches import Trained
 from slipstream.protocol.codec import TRAINER_EPOCH

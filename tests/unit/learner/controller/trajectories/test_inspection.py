@@ -3,12 +3,12 @@ from pathlib import Path
 
 import pytest
 from slipstream.core.types import PolicyVersion, VersionSpan
-from slipstream.learner.controller.leasing.books import Books
+from slipstream.learner.controller.leasing.scheduler import Books
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.records.ledger import Endings
 from slipstream.learner.controller.run import Run
-from slipstream.learner.controller.servers.server_states import ServerKey
+from slipstream.learner.controller.servers.session import ServerKey
 from slipstream.learner.controller.trajectories.inspection import Inspector
 from slipstream.protocol.codec import encode_trajectory
 from slipstream.protocol.queue.base import Delivery

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from slipstream.core.types import ServerId, TrajectoryId, TrajectoryName
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
-from slipstream.learner.controller.servers.server_states import ServerKey
+from slipstream.learner.controller.servers.session import ServerKey
 from slipstream.learner.controller.trajectories.inspection import (
     MAX_IN_A_ROW,
     MAX_SERVERS,

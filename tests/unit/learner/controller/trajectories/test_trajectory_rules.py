@@ -15,7 +15,7 @@ from slipstream.core.types import (
     VersionSpan,
 )
 from slipstream.learner.controller.leasing.groups import Group
-from slipstream.learner.controller.servers.server_states import ServerKey
+from slipstream.learner.controller.servers.session import ServerKey
 from slipstream.learner.controller.trajectories.inspection import KnownFacts, contradiction
 from support.fakes.fake_trajectories import GOOD
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from slipstream.core.configuration.config_file import parse_config
-from slipstream.learner.controller.publishing.transport_choice import choose_for, misfit
+from slipstream.learner.controller.publishing.receivers import choose_for, misfit
 from slipstream.learner.controller.run import Run
 from slipstream.protocol.weights.transports import Place
 from slipstream.v1 import fleet_pb2, weights_pb2

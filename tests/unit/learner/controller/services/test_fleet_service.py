@@ -6,7 +6,7 @@ from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.history import read_history
 from slipstream.learner.controller.records.journal import Journal, read_records
-from slipstream.learner.controller.services.status_service import StatusServicer
+from slipstream.learner.controller.services.fleet_service import StatusServicer
 from support.rigs.lease_rig import Rig
 
 

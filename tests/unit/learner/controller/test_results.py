@@ -10,7 +10,7 @@ import pytest
 from slipstream.core.types import GroupId, Purpose
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.part import OrderTimes
-from slipstream.learner.controller.reporting.step_times import StepTimes, trace
+from slipstream.learner.controller.results import StepTimes, trace
 from slipstream.v1 import fleet_pb2
 from support.fakes.fake_trajectories import GOOD
 

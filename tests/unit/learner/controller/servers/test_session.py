@@ -1,7 +1,7 @@
 from itertools import product
 
 import pytest
-from slipstream.learner.controller.servers.server_states import (
+from slipstream.learner.controller.servers.session import (
     DEAD,
     DRAINING,
     JOINING,

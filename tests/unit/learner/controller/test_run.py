@@ -6,7 +6,7 @@ import time
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from slipstream.learner.controller.loop_clock import LoopClock, Stopwatch
+from slipstream.learner.controller.run import LoopClock, Stopwatch
 from slipstream.learner.controller.servers.fleet import Fleet, FleetHandlers
 from slipstream.learner.controller.watch import RunWatch
 from support.rigs.lease_rig import SoundJournal, books_of

@@ -11,7 +11,7 @@ from slipstream.core.types import Branch, GroupId, Purpose
 from slipstream.learner.controller.events import EventLog
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.reporting.metrics import sampled_groups
-from slipstream.learner.controller.reporting.readable import (
+from slipstream.learner.controller.reporting.summary import (
     TokenTexts,
     group_line,
     open_token_texts,

@@ -1,0 +1,353 @@
+"""The servers that take part in a publish: by transport, by readiness, and after failures.
+
+Consumes: the answers of servers. Produces: questions, of which each server has at most one open.
+Waits for: answers, for `bucket_deadline_s`. Unblocked by: the answer, the loss of the server, or
+the limit.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from slipstream.core.errors import ConfigError
+from slipstream.core.types import ServerId
+from slipstream.learner.controller.run import Run
+from slipstream.learner.controller.servers.fleet import Fleet
+from slipstream.learner.controller.servers.session import ServerEvent, ServerKey, ServerSession
+from slipstream.protocol.weights.transports import Place, choose_transport
+from slipstream.v1 import fleet_pb2, weights_pb2
+
+FIRST_RETRY_S = 1.0
+MAX_RETRY_S = 30.0
+# Failed publishes of one session after which the server is sent away.
+MAX_FAILED_PUBLISHES = 8
+# Failed publishes after which the server shares no publish with others.
+MAX_JOINT_FAILURES = 2
+# Failed publishes of one server, while no server serves, after which the run fails. By then the
+# server was sent away once and came back.
+MAX_FAILED_WHILE_NONE_SERVES = 2 * MAX_FAILED_PUBLISHES
+# Largest number of servers, by name, whose failed publishes are counted; the oldest goes first.
+MAX_FAILING = 1000
+
+
+@dataclass(frozen=True)
+class FailureCounts:
+    """Counts of consecutive failed publishes to one server."""
+
+    # Failures since this session began or last served.
+    in_session: int
+    # Failures since the server last served, in this or an earlier epoch.
+    of_server: int
+    # Failures of the server since any server last served.
+    while_none_served: int
+
+    @property
+    def needs_own_publish(self) -> bool:
+        """Whether the server gets its own publish, after the healthy servers."""
+        return self.of_server >= MAX_JOINT_FAILURES
+
+
+class Consequence(Enum):
+    """The consequence of a failed publish."""
+
+    # The server is sent the weights again after `retry_wait_s`.
+    RETRY = "retry"
+    # The controller ends the server's stream; the server may join again.
+    SEND_AWAY = "send away"
+    # No server could be sent its weights.
+    FAIL_RUN = "fail run"
+
+
+def consequence(counts: FailureCounts, *, is_any_serving: bool) -> Consequence:
+    """Returns the consequence of a failed publish, which `counts` already includes.
+
+    The run fails only if `is_any_serving` is false.
+    """
+    if counts.while_none_served >= MAX_FAILED_WHILE_NONE_SERVES and not is_any_serving:
+        return Consequence.FAIL_RUN
+    is_last = counts.in_session >= MAX_FAILED_PUBLISHES
+    return Consequence.SEND_AWAY if is_last else Consequence.RETRY
+
+
+def retry_wait_s(num_failed: int) -> float:
+    """Returns the seconds between a failure and the next attempt, after failures in a row."""
+    return min(FIRST_RETRY_S * 2.0 ** max(num_failed - 1, 0), MAX_RETRY_S)
+
+
+class Failures:
+    """Counts the failed publishes of each server, over all of its epochs, and acts on them."""
+
+    def __init__(self, fleet: Fleet, run: Run) -> None:
+        self._fleet, self._run = fleet, run
+        # Failures in a row: the first counts since any server served last, the second since that
+        # server served last.
+        self._while_none_served: Counter[ServerId] = Counter()
+        self._of_server: Counter[ServerId] = Counter()
+
+    def together(self, due: Sequence[ServerSession]) -> list[ServerSession]:
+        """Returns the servers of `due` that share the next publish.
+
+        Servers whose last two publishes failed are left out, since a member that fails makes all
+        others stale. Once only such servers are due, each gets a publish of its own.
+        """
+        sound = [s for s in due if not self._counts(s).needs_own_publish]
+        return sound or sorted(due, key=lambda s: self._of_server[s.key.server_id])[:1]
+
+    def served(self, session: ServerSession) -> None:
+        """Notes that a publish to this server succeeded."""
+        session.failed_publishes = 0
+        self._while_none_served.clear()
+        del self._of_server[session.key.server_id]
+
+    def make_stale(self, session: ServerSession, cause: str) -> None:
+        """Takes a server out of service until it has a whole version."""
+        if self._fleet.find(session.key) is not session:
+            return
+        session.failed_publishes += 1
+        session.on(ServerEvent.FAILED)
+        if session.is_leaving:
+            return
+        session.cause = cause
+        self._run.events.warn(f"rollout server {session.name} is stale: {cause}")
+        self._follow(session, cause)
+
+    def fetch_failed(self, session: ServerSession, cause: str) -> None:
+        """Notes a failed fetch: a serving server keeps its version, any other becomes stale."""
+        if not session.is_serving:
+            self.make_stale(session, cause)
+            return
+        assert session.version is not None
+        session.failed_publishes += 1
+        self._run.events.warn(
+            f"rollout server {session.name} keeps version {session.version.step}: {cause}"
+        )
+        self._follow(session, cause)
+
+    def send_away(self, session: ServerSession, cause: str) -> None:
+        """Ends the stream of a server; others get its leases, and it may join again."""
+        session.disconnect()
+        self._fleet.remove(session, cause)
+        self._note(session, cause)
+
+    def _follow(self, session: ServerSession, cause: str) -> None:
+        if self._note(session, cause) is Consequence.RETRY:
+            session.retry_publish_s = time.monotonic() + retry_wait_s(session.failed_publishes)
+        else:
+            session.disconnect()
+            cause = f"{session.failed_publishes} publishes failed: {cause}"
+            self._fleet.remove(session, cause)
+
+    def _counts(self, session: ServerSession) -> FailureCounts:
+        server_id = session.key.server_id
+        return FailureCounts(
+            in_session=session.failed_publishes,
+            of_server=self._of_server[server_id],
+            while_none_served=self._while_none_served[server_id],
+        )
+
+    def _note(self, session: ServerSession, cause: str) -> Consequence:
+        """Counts a failed publish and returns its `consequence`; FAIL_RUN also fails the run."""
+        for failures in (self._of_server, self._while_none_served):
+            failures[session.key.server_id] += 1
+            if len(failures) > MAX_FAILING:
+                del failures[next(iter(failures))]
+        counts, progress = self._counts(session), self._run.progress
+        is_any_serving = bool(self._fleet.serving()) or progress.is_over
+        found = consequence(counts, is_any_serving=is_any_serving)
+        if found is Consequence.FAIL_RUN:
+            progress.fail(
+                f"no rollout server serves, and {counts.while_none_served} publishes in a row to "
+                f"{session.name} failed, the last one: {cause}"
+            )
+        return found
+
+
+READY = fleet_pb2.PUBLISH_PHASE_READY
+FAILED = fleet_pb2.PUBLISH_PHASE_FAILED
+
+
+@dataclass(eq=False)
+class Question:
+    """A question to one server, and the future of its answer: a READY or FAILED report."""
+
+    publish_id: str
+    session: ServerSession
+    asked_s: float
+    answer: asyncio.Future[fleet_pb2.PublishReport]
+    # A publish left the server out while the question was open.
+    is_late: bool = False
+
+    @property
+    def is_open(self) -> bool:
+        return not self.answer.done()
+
+    def reply(self, report: fleet_pb2.PublishReport) -> None:
+        """Answers the question unless it has an answer."""
+        if self.is_open:
+            self.answer.set_result(report)
+
+
+class Questions:
+    """The open question of each server, and answers that no publish has used yet.
+
+    `ask` sends the question. `answers` returns the answer for the next publish and forgets the
+    question. If the server has not answered after `bucket_deadline_s`, the publish leaves the
+    server out and `is_late` is true until the server answers; then the next publish may include it.
+    Without an answer within `join_deadline_s` the controller ends the server's stream.
+    """
+
+    def __init__(self, run: Run, tasks: asyncio.TaskGroup, failures: Failures) -> None:
+        self._run, self._settings = run, run.config.weights
+        self._tasks, self._failures = tasks, failures
+        self._asked: dict[ServerKey, Question] = {}
+
+    def is_late(self, session: ServerSession) -> bool:
+        """Whether a publish left this server out, and it has still not answered."""
+        question = self._asked.get(session.key)
+        return question is not None and question.is_late and question.is_open
+
+    def ask(
+        self, targets: Collection[ServerSession], prepare: fleet_pb2.PreparePublish
+    ) -> list[Question]:
+        """Asks these servers, unless their question is still open; returns the questions."""
+        message = fleet_pb2.ControllerMessage(prepare=prepare)
+        for session in targets:
+            earlier = self._asked.get(session.key)
+            if earlier is None or not earlier.is_open:
+                self._asked[session.key] = Question(
+                    prepare.publish_id,
+                    session,
+                    self._run.clock.now_s(),
+                    asyncio.get_running_loop().create_future(),
+                )
+                session.send(message)
+        return [self._asked[session.key] for session in targets]
+
+    async def answers(
+        self, targets: Sequence[ServerSession], prepare: fleet_pb2.PreparePublish
+    ) -> dict[ServerSession, str]:
+        """Returns the answer of each server that answered: why it stays out, or "" if it is ready.
+
+        Servers that were not asked before are asked now. Waits until `bucket_deadline_s` after the
+        newest open question; servers that have not answered by then are left out of this publish.
+        """
+        self.ask([session for session in targets if session.key not in self._asked], prepare)
+        questions = [self._asked[session.key] for session in targets]
+        if unanswered := [question for question in questions if question.is_open]:
+            clock = self._run.clock
+            until_s = max(q.asked_s for q in unanswered) + self._settings.bucket_deadline_s
+            await clock.wait([q.answer for q in unanswered], until_s - clock.now_s())
+        problems = {}
+        for question in questions:
+            if question.is_open:
+                self._leave_out(question, prepare.version.step)
+                continue
+            self.forget(question)
+            report = question.answer.result()
+            ready = report.phase == READY
+            problems[question.session] = "" if ready else report.message or "it failed"
+        return problems
+
+    def _leave_out(self, question: Question, step: int) -> None:
+        session, question.is_late = question.session, True
+        keeps = "it serves nothing yet"
+        if session.is_serving and session.version is not None:
+            keeps = f"it keeps version {session.version.step}"
+        waited_s = self._run.clock.now_s() - question.asked_s
+        self._run.events.warn(
+            f"rollout server {session.name} is left out of the publish of version {step}: "
+            f"not ready {waited_s:.1f} s after it was asked; {keeps}"
+        )
+        self._tasks.create_task(self._follow(question))
+
+    async def _follow(self, question: Question) -> None:
+        """Waits for a late answer, then wakes the run; ends the server's stream if none comes."""
+        limit_s, clock = self._settings.join_deadline_s, self._run.clock
+        await clock.wait([question.answer], question.asked_s + limit_s - clock.now_s())
+        if not question.is_open:
+            self._run.signal.notify()
+            return
+        self.forget(question)
+        if not question.session.is_leaving:
+            self._failures.send_away(
+                question.session,
+                f"it did not say within {limit_s:g} s (weights.join_deadline_s) "
+                "that it is ready for new weights",
+            )
+
+    def report(self, session: ServerSession, report: fleet_pb2.PublishReport) -> None:
+        """Takes a server's report, if it answers the server's question."""
+        question = self._asked.get(session.key)
+        is_its = question is not None and question.publish_id == report.publish_id
+        if question is not None and is_its and report.phase in (READY, FAILED):
+            question.reply(report)
+
+    def server_lost(self, session: ServerSession) -> None:
+        """Ends the wait for a lost server."""
+        question = self._asked.pop(session.key, None)
+        if question is not None:
+            question.reply(
+                fleet_pb2.PublishReport(
+                    publish_id=question.publish_id, phase=FAILED, message="the server is gone"
+                )
+            )
+
+    def forget(self, question: Question) -> None:
+        """Forgets a question; a later report is no answer to it."""
+        if self._asked.get(question.session.key) is question:
+            del self._asked[question.session.key]
+
+
+def place_from_pb(message: weights_pb2.Place) -> Place:
+    """Returns the `Place` (host, GPUs and NCCL settings) in a message."""
+    return Place(message.host_id, tuple(message.gpus), dict(message.nccl))
+
+
+def choose_for(run: Run, servers: Mapping[str, weights_pb2.Place]) -> tuple[str, list[str]]:
+    """Returns the transport for these servers, and for each server the reason why it is left out.
+
+    A server with the reason "" takes part. The transport is "" if no server takes part.
+    """
+    places = {name: place_from_pb(message) for name, message in servers.items()}
+    # Usually all servers fit; to add them one by one takes quadratic time.
+    with contextlib.suppress(ConfigError):
+        return _choose(run, places) if places else "", [""] * len(places)
+    fitting: dict[str, Place] = {}
+    transport, problems = "", []
+    for name, place in places.items():
+        wider = fitting | {name: place}
+        try:
+            transport = _choose(run, wider)
+        except ConfigError as error:
+            problems.append(str(error))
+        else:
+            problems.append("")
+            fitting = wider
+    return transport, problems
+
+
+def _choose(run: Run, places: Mapping[str, Place]) -> str:
+    transport, parallel = run.config.weights.transport, run.config.learner.parallel
+    return choose_transport(transport, run.progress.learner_places, places, parallel=parallel)
+
+
+def misfit(run: Run, hello: fleet_pb2.ServerHello) -> str:
+    """Returns why a server can never get weights, or "" if it can.
+
+    Also returns "" if no trainer has registered yet, unless only one side uses storage.
+    """
+    is_by_storage = run.config.weights.storage_url is not None
+    if hello.from_storage != is_by_storage:
+        both = "for the learner and every server of a run, or for none"
+        differs = "it has a weights.storage_url, but the trainer sends the weights"
+        if is_by_storage:
+            differs = "it has no weights.storage_url, but the run's weights are in storage"
+        return f"{differs}: set it {both}"
+    if is_by_storage or not run.progress.learner_places:
+        return ""
+    _, (problem,) = choose_for(run, {hello.server_id: hello.place})
+    return problem

@@ -1,1 +1,0 @@
-"""The environments of a run and their tasks."""
