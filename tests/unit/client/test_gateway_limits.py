@@ -8,7 +8,12 @@ from urllib.parse import urlsplit
 
 import pytest
 from slipstream.client.agents.exchange import MAX_OPEN_CALLS, MAX_WAITING_BYTES, CallExchange
-from slipstream.client.agents.gateway import MAX_BODY_BYTES, MAX_HEAD_BYTES, Gateway
+from slipstream.client.agents.gateway import (
+    MAX_BODY_BYTES,
+    MAX_HEAD_BYTES,
+    REQUEST_LIMIT_S,
+    Gateway,
+)
 from slipstream.v1 import environment_pb2 as pb
 from support.rigs.waiting import LIMIT_S, until
 
@@ -24,6 +29,8 @@ class Rig:
     port: int
     head: bytes
     writers: list[asyncio.StreamWriter]
+    # Seconds by which the clock of the event loop is ahead.
+    ahead_s: float = 0.0
 
     async def connected(self, data: bytes = b"") -> Streams:
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
@@ -36,6 +43,12 @@ class Rig:
         lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         return self.head + f"content-length: {size}\r\n{lines}\r\n".encode()
 
+    async def pass_limit(self, number: int) -> None:
+        """Lets the time of `number` requests run out, once the gateway waits for so many."""
+        connections = self.gateway._server.server_state.connections
+        await until(lambda: sum(one._deadline is not None for one in connections) == number)
+        self.ahead_s += REQUEST_LIMIT_S
+
 
 @contextlib.asynccontextmanager
 async def opened(**limits: float) -> AsyncIterator[Rig]:
@@ -45,6 +58,9 @@ async def opened(**limits: float) -> AsyncIterator[Rig]:
     head = f"POST {url.path}/chat/completions HTTP/1.1\r\nhost: x\r\n"
     head += f"authorization: Bearer {endpoint.api_key}\r\n"
     rig = Rig(gateway, exchange, url.port, head.encode(), [])
+    # The loop is this test's own.
+    loop = asyncio.get_running_loop()
+    loop.time = lambda now=loop.time: now() + rig.ahead_s
     try:
         async with asyncio.timeout(LIMIT_S):
             yield rig
@@ -137,7 +153,7 @@ async def test_bodies_of_one_episode_are_counted_before_they_are_whole() -> None
 @pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize("part", ["nothing", "head", "body", "refused body"])
 async def test_a_request_that_does_not_become_whole_is_given_up(part: str, kept: bool) -> None:
-    async with opened(request_limit_s=0.3) as rig:
+    async with opened() as rig:
         reader, writer = await rig.connected()
         if kept:
             # A connection that has had an answer may rest for long.
@@ -145,6 +161,7 @@ async def test_a_request_that_does_not_become_whole_is_given_up(part: str, kept:
             assert await status(reader) == 401
         if part == "nothing" and kept:
             other, _ = await rig.connected()
+            await rig.pass_limit(1)
             assert await other.read() == b""
             writer.write(b"GET /x HTTP/1.1\r\nhost: x\r\n\r\n")
             assert await status(reader) == 401
@@ -153,14 +170,16 @@ async def test_a_request_that_does_not_become_whole_is_given_up(part: str, kept:
             writer.write(b"POST /x HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n")
             assert await status(reader) == 401
         writer.write({"head": b"POST", "body": rig.begun(5) + b"{"}.get(part, b""))
+        await rig.pass_limit(1)
         assert await reader.read() == b""
         assert not rig.exchange.num_reading
 
 
 async def test_a_request_that_came_early_is_given_up_too() -> None:
-    async with opened(request_limit_s=0.3) as rig:
+    async with opened() as rig:
         reader, _ = await rig.connected(b"GET /x HTTP/1.1\r\nhost: x\r\n\r\n" + rig.begun(2) + b"{")
         assert await status(reader) == 401
+        await rig.pass_limit(1)
         assert await reader.read() == b""
         assert not rig.exchange.num_reading
 

@@ -8,19 +8,29 @@ import pytest
 from slipstream.v1 import environment_pb2 as pb
 from slipstream.v1 import trajectory_pb2
 from support.fakes.fake_workers import LIMIT_S, WorkerServer, worker_process
+from support.rigs.forked_programs import Forks
 
 pytestmark = pytest.mark.process
 
 FAKES = str(Path(__file__).parents[2] / "support" / "fakes")
 
 
+# Checks fork where their imports are there already; workers start as servers start them.
+CHECKS = Forks(
+    "slipstream.client.worker",
+    "slipstream.client.audit_report",
+    "slipstream.client.environment",
+    "slipstream.client.episode_host",
+    entry="slipstream.client.worker:main",
+)
+
+
 async def check(*arguments: str) -> tuple[int, str, str]:
     """Exit code, stdout and last line of stderr of a check."""
-    async with worker_process("--check", *arguments) as process, asyncio.timeout(LIMIT_S):
-        out, errors = await process.communicate()
-        assert process.returncode is not None
-        lines = errors.decode().splitlines()
-        return process.returncode, out.decode(), lines[-1] if lines else ""
+    given = ("--check", *arguments)
+    done = await asyncio.to_thread(CHECKS.run, given, limit_s=LIMIT_S, environ={"PATH": ""})
+    lines = done.stderr.splitlines()
+    return done.returncode, done.stdout, lines[-1] if lines else ""
 
 
 async def test_a_worker_runs_episodes_from_a_search_path_and_ends_with_its_stream(tmp_path):

@@ -9,14 +9,12 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 from slipstream.client.cli import parse
 from slipstream.core.configuration.config_file import load_config
 from support.rigs.completed import completed
-from support.rigs.namespaces import poll
-from support.rigs.waiting import LIMIT_S
+from support.rigs.waiting import LIMIT_S, wait_until
 
 DEPLOY = Path(__file__).parents[4] / "deploy"
 CONFIG = DEPLOY / "configs" / "quickstart.toml"
@@ -60,13 +58,6 @@ class Site:
                 stdout=log,
                 stderr=log,
             )
-
-    def until(self, is_there: Any) -> None:
-        """Waits until it holds."""
-        for _ in poll(60, every_s=0.02):
-            if is_there():
-                return
-        raise TimeoutError
 
     def point_to(self, listener: socket.socket) -> str:
         """Names a controller's address as the learner's job does."""
@@ -113,7 +104,7 @@ def running(site: Site) -> Iterator[subprocess.Popen[bytes]]:
         site.point_to(listener)
         job = rollout_job(site)
         try:
-            site.until(lambda: site.started)
+            wait_until(lambda: site.started)
             yield job
         finally:
             job.terminate()
@@ -138,14 +129,14 @@ def test_a_rollout_job_stays_while_slurm_does_not_answer(site, running) -> None:
     (site.folder / "jobs").unlink()
     calls = site.folder / "calls"
     asked = calls.stat().st_size
-    site.until(lambda: calls.stat().st_size >= asked + 3)
+    wait_until(lambda: calls.stat().st_size >= asked + 3)
     assert running.poll() is None
 
 
 def test_a_server_follows_the_learner_to_another_node(site, running) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = site.point_to(listener)
-        site.until(lambda: f"--controller={address} " in site.started)
+        wait_until(lambda: f"--controller={address} " in site.started)
     assert running.poll() is None
 
 
@@ -157,14 +148,14 @@ def test_a_rollout_job_waits_for_a_learners_job_that_is_not_there_yet(site: Site
         job = rollout_job(site)
         try:
             calls = site.folder / "calls"
-            site.until(calls.exists)
+            wait_until(calls.exists)
             asked = calls.stat().st_size
-            site.until(lambda: calls.stat().st_size >= asked + 3)
+            wait_until(lambda: calls.stat().st_size >= asked + 3)
             assert (job.poll(), site.started) == (None, "")
             waits = "there is no job quick-learner yet: this one waits 3600 s for it"
             assert site.said == f"slipstream: {waits}\n"
             (site.folder / "jobs").write_text("1\n")
-            site.until(lambda: site.started)
+            wait_until(lambda: site.started)
         finally:
             job.terminate()
             job.wait()

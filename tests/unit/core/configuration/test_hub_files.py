@@ -12,12 +12,15 @@ import pytest
 import tomli_w
 from slipstream.core.configuration.automatic import QUESTIONS
 from support.fakes.hub import COMMIT, Hub, serve_hub
-from support.rigs.completed import python
+from support.rigs.forked_programs import Forks
+from support.rigs.waiting import LIMIT_S
 
 pytest.importorskip("huggingface_hub")
 
-# The client reads its variables when it is imported, so each use is a process of its own.
+# The client reads its variables when it is imported, so each use is a process of its own. Whatever
+# else they import is imported once.
 pytestmark = pytest.mark.process
+ASKS = Forks("slipstream.core.configuration.config_file", entry="")
 
 PROGRAM = """
 import json, sys
@@ -53,6 +56,9 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
 def ask(hub: Hub, tmp_path: Path) -> Ask:
     """Returns the settings of a configuration, or {"refused": the line that refuses it}."""
 
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+
     def ask(*overrides: str, offline: bool = False, endpoint: str = "", **settings: object) -> dict:
         variables = os.environ | {
             "HF_ENDPOINT": endpoint or hub.url,
@@ -62,13 +68,8 @@ def ask(hub: Hub, tmp_path: Path) -> Ask:
         variables.pop("HF_TOKEN", None)
         environment = 'environments=[{reference="some:Thing"}]'
         words = [environment, "run.steps=1", "run.name=first", *overrides]
-        done = python(
-            PROGRAM,
-            json.dumps(words),
-            json.dumps({"hub": "whole"} | settings),
-            cwd=tmp_path,
-            env=variables,
-        )
+        given = (str(program), json.dumps(words), json.dumps({"hub": "whole"} | settings))
+        done = ASKS.run(given, limit_s=LIMIT_S, cwd=tmp_path, environ=variables)
         if done.returncode:
             *others, line = done.stderr.splitlines()
             assert others == [], done.stderr

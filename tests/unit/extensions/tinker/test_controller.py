@@ -1,10 +1,11 @@
 """Steps of a client's loop, when kills come between the journal and the results on the disk."""
 
 import asyncio
+import contextlib
 import itertools
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ class Loop:
     """The operations of one start of a controller, whose trainer makes each step at once."""
 
     def __init__(self, journal: Journal, folder: Path, **settings: dict) -> None:
+        self._context: Any = Refusing()
         self.run = run_of(run={"name": "r", "steps": 9, "dir": str(folder)}, **settings)
         self.history = read_history(read_records(folder / "r" / "journal"))
         self.run.progress.reached(self.history.version)
@@ -53,11 +55,16 @@ class Loop:
         self.operations = Operations(self.run, books, unused, unused, unused)
         self.operations.restore(self.history)
 
-    async def submit(self, operations: Sequence[Operation]) -> None:
-        context: Any = None
-        for number, operation in enumerate(operations):
+    async def give(self, operation: Operation) -> None:
+        await self.operations.Submit(operation, self._context)
+
+    async def begin(self, operations: Sequence[Operation] = ()) -> None:
+        """Gives these operations, or three steps, behind that which begins."""
+        steps = [Operation(id=name, step=ADAM) for name in STEPS]
+        begin = Operation(id="begin", begin=operations_pb2.Begin())
+        for number, operation in enumerate([begin, *(operations or steps)]):
             operation.stream, operation.number = "s", number
-            await self.operations.Submit(operation, context)
+            await self.give(operation)
         self.operations._look()
 
     async def write_results(self) -> None:
@@ -70,9 +77,8 @@ class Loop:
         written.cancel()
 
     async def result(self, name: str) -> operations_pb2.OperationResult:
-        context: Any = None
         asked = operations_pb2.AwaitRequest(id=name, limit_s=LIMIT_S)
-        return await self.operations.Await(asked, context)
+        return await self.operations.Await(asked, self._context)
 
     def form(self) -> FormedBatch | None:
         """Journals the batch of the step whose turn it is; None if there is no such step."""
@@ -101,19 +107,28 @@ class Loop:
         return batch.given.id
 
 
-async def begun(journal: Journal, folder: Path, operations: Sequence[Operation] = ()) -> Loop:
-    """The first start, with these operations or three steps behind that which begins."""
-    journal.append(kinds.Start(format=1, run_id="r"))
-    journal.sync()
-    loop = Loop(journal, folder)
-    steps = [Operation(id=name, step=ADAM) for name in STEPS]
-    await loop.submit([Operation(id="begin", begin=operations_pb2.Begin()), *(operations or steps)])
-    return loop
+@contextlib.contextmanager
+def opened(folder: Path, **settings: dict) -> Iterator[Loop]:
+    """A start of a controller; the first one begins the journal."""
+    with Journal(folder / "r" / "journal") as journal:
+        if not any(read_records(folder / "r" / "journal")):
+            journal.append(kinds.Start(format=1, run_id="r"))
+            journal.sync()
+        yield Loop(journal, folder, **settings)
+
+
+@contextlib.asynccontextmanager
+async def writing(folder: Path) -> AsyncIterator[Loop]:
+    """A start that writes results beside the test."""
+    with opened(folder) as loop:
+        writes = asyncio.create_task(loop.operations._write_results())
+        yield loop
+        writes.cancel()
 
 
 async def test_a_step_begins_when_all_results_before_it_are_on_the_disk(tmp_path: Path) -> None:
-    with Journal(tmp_path / "r" / "journal") as journal:
-        loop = await begun(journal, tmp_path)
+    with opened(tmp_path) as loop:
+        await loop.begin()
         assert loop.step() == ""
         await loop.write_results()
         assert [loop.step(), loop.step()] == ["step1", ""]
@@ -124,8 +139,9 @@ async def test_a_step_begins_when_all_results_before_it_are_on_the_disk(tmp_path
 async def test_a_step_whose_result_a_kill_has_lost_is_made_once(tmp_path: Path) -> None:
     made = []
     for start in range(3):
-        with Journal(tmp_path / "r" / "journal") as journal:
-            loop = Loop(journal, tmp_path) if start else await begun(journal, tmp_path)
+        with opened(tmp_path) as loop:
+            if start == 0:
+                await loop.begin()
             await loop.write_results()
             # The controller is killed before the result is written.
             made.append(loop.step())
@@ -133,14 +149,13 @@ async def test_a_step_whose_result_a_kill_has_lost_is_made_once(tmp_path: Path) 
 
 
 async def test_a_step_that_a_user_sets_aside_fails(tmp_path: Path) -> None:
-    with Journal(tmp_path / "r" / "journal") as journal:
-        loop = await begun(journal, tmp_path)
+    with opened(tmp_path) as loop:
+        await loop.begin()
         await loop.write_results()
         batch = loop.form()
         assert batch is not None
-        journal.append(SetAside.of(batch, (), "x", by="user").record())
-    with Journal(tmp_path / "r" / "journal") as journal:
-        loop = Loop(journal, tmp_path)
+        loop.journal.append(SetAside.of(batch, (), "x", by="user").record())
+    with opened(tmp_path) as loop:
         await loop.write_results()
         assert (await loop.result("step1")).error == "batch b000000 was set aside"
         assert loop.step() == "step2"
@@ -162,8 +177,8 @@ async def test_a_long_loop_keeps_neither_sequences_nor_results_in_memory(tmp_pat
         for name in ("forward", "backward"):
             assert (await loop.result(name)).compute.logprobs[0] == data
 
-    with Journal(tmp_path / "r" / "journal") as journal:
-        loop = await begun(journal, tmp_path, [*given, Operation(id="step", step=ADAM)])
+    with opened(tmp_path) as loop:
+        await loop.begin([*given, Operation(id="step", step=ADAM)])
         for each in given:
             loop.operations._look()
             loop.operations.computed(trainer_pb2.PassReport(id=each.id, logprobs=[data]))
@@ -175,8 +190,8 @@ async def test_a_long_loop_keeps_neither_sequences_nor_results_in_memory(tmp_pat
         loop.made(batch)
         await loop.write_results()
         await check(loop)
-    with Journal(tmp_path / "r" / "journal") as journal:
-        await check(Loop(journal, tmp_path))
+    with opened(tmp_path) as loop:
+        await check(loop)
 
 
 TWO = {"rank": 8, "publish": "adapters", "adapters": ["a", "b"]}
@@ -192,14 +207,9 @@ def begin_of(stream: str, rank: int) -> Operation:
 
 
 async def test_streams_have_turns_however_much_one_of_them_sends(tmp_path: Path) -> None:
-    context: Any = None
-    journal = Journal(tmp_path / "r" / "journal")
-    with journal:
-        journal.append(kinds.Start(format=1, run_id="r"))
-        journal.sync()
-        loop = Loop(journal, tmp_path, lora=TWO)
+    with opened(tmp_path, lora=TWO) as loop:
         for stream, rank in (("s", 1), ("t", 8)):
-            await loop.operations.Submit(begin_of(stream, rank), context)
+            await loop.give(begin_of(stream, rank))
         for stream in ("s:begin", "t:begin"):
             assert loop.step() == stream
             await loop.write_results()
@@ -208,7 +218,7 @@ async def test_streams_have_turns_however_much_one_of_them_sends(tmp_path: Path)
                 name = f"{stream}{number}"
                 compute = trainer_pb2.Pass(id=name, backward=True)
                 one = Operation(id=name, stream=stream, number=number, compute=compute)
-                await loop.operations.Submit(one, context)
+                await loop.give(one)
         order = []
         for _ in range(6):
             loop.operations._look()
@@ -223,20 +233,15 @@ async def test_streams_have_turns_however_much_one_of_them_sends(tmp_path: Path)
 async def test_models_are_taken_over_whatever_the_order_in_which_operations_came(
     tmp_path: Path,
 ) -> None:
-    context: Any = None
-    with Journal(tmp_path / "r" / "journal") as journal:
-        journal.append(kinds.Start(format=1, run_id="r"))
-        journal.sync()
-        loop = Loop(journal, tmp_path, lora=TWO)
+    with opened(tmp_path, lora=TWO) as loop:
         late = [of_stream("s", n, f"step{n}", step=ADAM) for n in (2, 1)]
         for one in (begin_of("t", 8), begin_of("s", 1), *late):
-            await loop.operations.Submit(one, context)
+            await loop.give(one)
         for name in ("t:begin", "s:begin", "s:step1", "s:step2"):
             assert loop.step() == name
             await loop.write_results()
-    with Journal(tmp_path / "r" / "journal") as journal:
-        loop = Loop(journal, tmp_path, lora=TWO)
-        await loop.operations.Submit(of_stream("s", 3, "step3", step=ADAM), context)
+    with opened(tmp_path, lora=TWO) as loop:
+        await loop.give(of_stream("s", 3, "step3", step=ADAM))
         batch = loop.form()
         assert batch is not None
         assert batch.given is not None
@@ -244,16 +249,11 @@ async def test_models_are_taken_over_whatever_the_order_in_which_operations_came
 
 
 async def test_a_beginning_that_a_kill_has_cut_has_its_place_again(tmp_path: Path) -> None:
-    context: Any = None
-    with Journal(tmp_path / "r" / "journal") as journal:
-        journal.append(kinds.Start(format=1, run_id="r"))
-        journal.sync()
-        loop = Loop(journal, tmp_path, lora=TWO)
+    with opened(tmp_path, lora=TWO) as loop:
         for stream in ("s", "t"):
-            await loop.operations.Submit(begin_of(stream, 1), context)
+            await loop.give(begin_of(stream, 1))
         assert loop.form() is not None
-    with Journal(tmp_path / "r" / "journal") as journal:
-        loop = Loop(journal, tmp_path, lora=TWO)
+    with opened(tmp_path, lora=TWO) as loop:
         loop.operations._look()
         # The trainer has the batch of the first.
         assert loop.operations.next_step() is None
@@ -267,18 +267,16 @@ async def test_a_session_that_sends_too_much_must_wait_and_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(controller, "MAX_WAITING", 2)
-    context: Any = Refusing()
-    with Journal(tmp_path / "r" / "journal") as journal:
-        loop = Loop(journal, tmp_path, lora=TWO)
+    with opened(tmp_path, lora=TWO) as loop:
         for stream in ("s", "t"):
-            await loop.operations.Submit(begin_of(stream, 1), context)
+            await loop.give(begin_of(stream, 1))
         for number in (1, 2):
-            await loop.operations.Submit(of_stream("s", number, str(number), step=ADAM), context)
+            await loop.give(of_stream("s", number, str(number), step=ADAM))
         with pytest.raises(Refused, match="2 requests of session s wait already"):
-            await loop.operations.Submit(of_stream("s", 3, "3", step=ADAM), context)
-        await loop.operations.Submit(of_stream("t", 1, "1", step=ADAM), context)
+            await loop.give(of_stream("s", 3, "3", step=ADAM))
+        await loop.give(of_stream("t", 1, "1", step=ADAM))
         # One that is sent again is known.
-        await loop.operations.Submit(of_stream("s", 2, "2", step=ADAM), context)
+        await loop.give(of_stream("s", 2, "2", step=ADAM))
 
 
 @pytest.fixture
@@ -296,14 +294,14 @@ class Client:
 
     async def order(self, **operation: object) -> operations_pb2.OperationResult:
         """Carries an operation out, its trainer's part too, and returns its result."""
-        operations, context = self.loop.operations, None
+        operations = self.loop.operations
         name = f"s:{self.number}"
         if "compute" in operation:
             data = [trainer_pb2.PassSequence(token_ids=bytes(400))]
             operation["compute"] = trainer_pb2.Pass(id=name, backward=True, sequences=data)
         given = Operation(id=name, stream="s", number=self.number, **operation)
         self.number += 1
-        await operations.Submit(given, context)
+        await self.loop.give(given)
         operations._look()
         if "compute" in operation:
             operations.computed(trainer_pb2.PassReport(id=name, logprobs=[bytes(400)]))
@@ -321,11 +319,7 @@ class Client:
 @pytest.mark.long
 async def test_ten_thousand_operations_leave_few_on_the_disk_and_in_memory(in_memory: Path) -> None:
     most, files = 2 * KEPT + 16, in_memory / "r" / "operations"
-    with Journal(in_memory / "r" / "journal") as journal:
-        journal.append(kinds.Start(format=1, run_id="r"))
-        journal.sync()
-        loop = Loop(journal, in_memory)
-        writes = asyncio.create_task(loop.operations._write_results())
+    async with writing(in_memory) as loop:
         client = Client(loop)
         await client.order(begin=operations_pb2.Begin())
         while client.number < 10_000:
@@ -339,10 +333,7 @@ async def test_ten_thousand_operations_leave_few_on_the_disk_and_in_memory(in_me
         assert len(list(files.iterdir())) <= 2 * most
         pending = [await client.order(compute=True) for _ in range(2)]
         assert not any(one.error for one in pending)
-        writes.cancel()
-    with Journal(in_memory / "r" / "journal") as journal:
-        loop = Loop(journal, in_memory)
-        writes = asyncio.create_task(loop.operations._write_results())
+    async with writing(in_memory) as loop:
         # It goes on behind the newest one, with the passes that no step has yet.
         client.loop, (model,) = loop, loop.operations._models.in_turn()
         assert (model.next, len(model.passes)) == (client.number, 2)
@@ -351,16 +342,11 @@ async def test_ten_thousand_operations_leave_few_on_the_disk_and_in_memory(in_me
         assert (await client.order(compute=True)).error == (
             "s:5 was carried out; its result is not kept any more"
         )
-        writes.cancel()
 
 
 @pytest.mark.long
 async def test_what_went_with_the_step_of_very_many_passes_is_not_written_again(in_memory) -> None:
-    with Journal(in_memory / "r" / "journal") as journal:
-        journal.append(kinds.Start(format=1, run_id="r"))
-        journal.sync()
-        loop = Loop(journal, in_memory)
-        writes = asyncio.create_task(loop.operations._write_results())
+    async with writing(in_memory) as loop:
         client = Client(loop)
         await client.order(begin=operations_pb2.Begin())
         while client.number < 3 * KEPT - 1:
@@ -369,7 +355,6 @@ async def test_what_went_with_the_step_of_very_many_passes_is_not_written_again(
         assert not (await client.order(step=ADAM)).error
         await until(loop.operations._ends.empty)
         await client.order(refused=operations_pb2.Refused(cause="no"))
-        writes.cancel()
         files = list((in_memory / "r" / "operations").iterdir())
         assert len(files) < 3 * KEPT
         assert all(path.with_suffix(".result").exists() for path in files)
@@ -378,59 +363,52 @@ async def test_what_went_with_the_step_of_very_many_passes_is_not_written_again(
 async def test_operations_stay_as_long_as_their_names_are_known(
     in_memory: Path,
 ) -> None:
-    with Journal(in_memory / "r" / "journal") as journal:
-        journal.append(kinds.Start(format=1, run_id="r"))
-        journal.sync()
-        loop = Loop(journal, in_memory)
-        writes = asyncio.create_task(loop.operations._write_results())
+    async with writing(in_memory) as loop:
         client = Client(loop)
         await client.order(begin=operations_pb2.Begin())
         await client.order(save=operations_pb2.Save(name="start"))
         for _ in range(2 * KEPT):
             await client.order(refused=operations_pb2.Refused(cause="no"))
-        writes.cancel()
         assert {"s:0", "s:1"} <= loop.operations._entries.keys()
         assert "s:2" not in loop.operations._entries
-        assert "start" in Loop(journal, in_memory).operations._models.named
+        assert "start" in Loop(loop.journal, in_memory).operations._models.named
 
 
 async def test_a_client_that_died_unsaved_goes_on_from_the_newest_state(tmp_path: Path) -> None:
-    with Journal(tmp_path / "r" / "journal") as journal:
-        loop = await begun(journal, tmp_path, [Operation(id="step1", step=ADAM)])
+    with opened(tmp_path) as loop:
+        await loop.begin([Operation(id="step1", step=ADAM)])
         await loop.write_results()
         assert loop.step() == "step1"
         await loop.write_results()
-        context: Any = None
         for number, stream in enumerate(("t", "u")):
             path = ("tinker://newest", "tinker://t/newest")[number]
             load = operations_pb2.Load(name=path)
-            await loop.operations.Submit(Operation(id=stream, stream=stream, load=load), context)
+            await loop.give(Operation(id=stream, stream=stream, load=load))
             # The trainer is asked for nothing.
             loop.operations._look()
             assert loop.operations.next_step() is None
             await loop.write_results()
             assert (await loop.result(stream)).step == 1
         late = Operation(id="late", stream="s", number=2, step=ADAM)
-        await loop.operations.Submit(late, context)
+        await loop.give(late)
         await loop.write_results()
         assert "is not trained by this run any more" in (await loop.result("late")).error
 
 
 async def test_a_request_that_a_kill_has_cut_is_none(tmp_path: Path) -> None:
-    with Journal(tmp_path / "r" / "journal") as journal:
-        await begun(journal, tmp_path)
+    with opened(tmp_path) as loop:
+        await loop.begin()
         torn = tmp_path / "r" / "operations" / ".000000004.request"
         torn.write_bytes(b"\n")
-        assert len(Loop(journal, tmp_path).operations._entries) == 4
+        assert len(Loop(loop.journal, tmp_path).operations._entries) == 4
         assert not torn.exists()
 
 
 async def test_a_caller_that_goes_and_comes_again_leaves_one_operation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    context: Any = None
-    with Journal(tmp_path / "r" / "journal") as journal:
-        loop = await begun(journal, tmp_path)
+    with opened(tmp_path) as loop:
+        await loop.begin()
         store, begins, may_write = loop.operations._store, threading.Event(), threading.Event()
 
         def write(number: int, operation: Operation, write=store.write) -> None:
@@ -440,10 +418,10 @@ async def test_a_caller_that_goes_and_comes_again_leaves_one_operation(
 
         monkeypatch.setattr(store, "write", write)
         late = Operation(id="late", stream="s", number=4, step=ADAM)
-        call = asyncio.create_task(loop.operations.Submit(late, context))
+        call = asyncio.create_task(loop.give(late))
         await asyncio.to_thread(begins.wait, LIMIT_S)
         call.cancel()
-        again = asyncio.create_task(loop.operations.Submit(late, context))
+        again = asyncio.create_task(loop.give(late))
         may_write.set()
         await again
         assert call.cancelled()
@@ -451,11 +429,10 @@ async def test_a_caller_that_goes_and_comes_again_leaves_one_operation(
 
 
 async def test_an_operation_that_begins_no_model_does_not_take_one_over(tmp_path: Path) -> None:
-    context: Any = None
-    with Journal(tmp_path / "r" / "journal") as journal:
-        loop = await begun(journal, tmp_path)
+    with opened(tmp_path) as loop:
+        await loop.begin()
         strange = Operation(id="x", stream="s", step=ADAM)
-        await loop.operations.Submit(strange, context)
+        await loop.give(strange)
         await loop.write_results()
         assert [loop.step(), loop.step()] == ["step1", ""]
         await loop.write_results()
@@ -474,20 +451,16 @@ async def test_an_operation_that_begins_no_model_does_not_take_one_over(tmp_path
 async def test_a_model_that_waits_for_its_turn_is_not_silent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    context: Any = None
-    with Journal(tmp_path / "r" / "journal") as journal:
-        journal.append(kinds.Start(format=1, run_id="r"))
-        journal.sync()
-        loop = Loop(journal, tmp_path, lora=TWO)
+    with opened(tmp_path, lora=TWO) as loop:
         for stream in ("s", "t"):
-            await loop.operations.Submit(begin_of(stream, 1), context)
+            await loop.give(begin_of(stream, 1))
             assert loop.step() == f"{stream}:begin"
             await loop.write_results()
         for stream in ("s", "t"):
-            await loop.operations.Submit(of_stream(stream, 1, "step1", step=ADAM), context)
+            await loop.give(of_stream(stream, 1, "step1", step=ADAM))
         later = itertools.count(models.time.monotonic() + models.IDLE_S + 1)
         monkeypatch.setattr(models.time, "monotonic", lambda: next(later))
-        await loop.operations.Submit(begin_of("u", 1), context)
+        await loop.give(begin_of("u", 1))
         for stream in ("s", "t"):
             assert loop.step() == f"{stream}:step1"
             await loop.write_results()
@@ -499,13 +472,10 @@ async def test_samples_go_once_told_and_the_oldest_untold_ones_at_last(
 ) -> None:
     monkeypatch.setattr(controller, "KEPT", 2)
     monkeypatch.setattr(controller, "MAX_KEPT", 3)
-    context: Any = None
-    with Journal(tmp_path / "r" / "journal") as journal:
-        loop = Loop(journal, tmp_path)
-        writes = asyncio.create_task(loop.operations._write_results())
+    async with writing(tmp_path) as loop:
         for number in range(20):
             sample = Operation(id=str(number), sample=operations_pb2.Sample())
-            await loop.operations.Submit(sample, context)
+            await loop.give(sample)
             entry = loop.operations._entries[str(number)]
             if number == 0:
                 continue
@@ -513,7 +483,6 @@ async def test_samples_go_once_told_and_the_oldest_untold_ones_at_last(
             await until(entry.ended.is_set)
             if number > 6:
                 await loop.result(str(number))
-        writes.cancel()
         # The first is under way, and nobody has asked for six others.
         kept = loop.operations._entries.keys()
         assert {"0", "4", "5", "6", "18", "19"} <= kept
@@ -539,8 +508,7 @@ class Serving:
 
 
 def test_a_session_in_flight_is_not_of_the_model_that_had_its_place_before(tmp_path: Path) -> None:
-    with Journal(tmp_path / "r" / "journal") as journal:
-        loop = Loop(journal, tmp_path, lora=TWO)
+    with opened(tmp_path, lora=TWO) as loop:
         model = loop.operations._models.take("s", trainer_pb2.Adapter(rank=1, alpha=1.0))
         model.served, fleet = 5, Fleet(4, 5, 6)
         samples: Any = loop.operations._samples
@@ -553,11 +521,7 @@ async def test_a_model_that_rests_goes_on_after_a_restart_however_much_others_di
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(controller, "KEPT", 2)
-    context: Any = None
-    with Journal(tmp_path / "r" / "journal") as journal:
-        journal.append(kinds.Start(format=1, run_id="r"))
-        journal.sync()
-        loop = Loop(journal, tmp_path, lora=TWO)
+    with opened(tmp_path, lora=TWO) as loop:
         loop.history.checkpoint = loop.history.checkpoint._replace(step=9)
         data = [trainer_pb2.PassSequence(token_ids=b"1234")]
         compute = trainer_pb2.Pass(id="s:pass", backward=True, sequences=data)
@@ -569,7 +533,7 @@ async def test_a_model_that_rests_goes_on_after_a_restart_however_much_others_di
             of_stream("s", 3, "no", refused=no),
             *(of_stream("t", number, f"no{number}", refused=no) for number in range(1, 20)),
         ):
-            await loop.operations.Submit(one, context)
+            await loop.give(one)
             if one.HasField("compute"):
                 loop.operations._look()
                 loop.operations.computed(trainer_pb2.PassReport(id="s:pass"))
@@ -579,8 +543,7 @@ async def test_a_model_that_rests_goes_on_after_a_restart_however_much_others_di
             if not one.HasField("compute"):
                 assert (await loop.result(one.id)).is_done
         assert "s:step" not in loop.operations._entries
-    with Journal(tmp_path / "r" / "journal") as journal:
-        loop = Loop(journal, tmp_path, lora=TWO)
+    with opened(tmp_path, lora=TWO) as loop:
         model = loop.operations._models.of("s")
         assert model is not None
         assert (model.next, model.passes) == (4, [])
