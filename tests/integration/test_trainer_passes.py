@@ -38,6 +38,10 @@ def loss_of(name: str, policy: Tensor, behavior: Tensor, worth: Tensor) -> Tenso
             terms = -torch.minimum(ratio * worth, clipped * worth)
         case "cispo":
             terms = -clipped.detach() * worth * policy
+        case "gspo":
+            mean = (policy - behavior).detach()[worth != 0].mean()
+            ratio = (mean + policy - policy.detach()).exp()
+            terms = -torch.minimum(ratio * worth, ratio.clamp(0.9, 1.3) * worth)
         case _:
             terms = -(policy * worth - 0.15 * (policy - behavior) ** 2)
     return terms.sum()

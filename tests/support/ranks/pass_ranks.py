@@ -23,6 +23,7 @@ LOSSES: dict[str, tuple[str, dict[str, float | str]]] = {
     "importance_sampling": (f"{OWN}:importance_sampling", {}),
     "ppo": ("ppo", {"ratio": "behavior", "clip_low": 0.1, "clip_high": 0.3}),
     "cispo": ("cispo", {"ratio": "behavior", "clip_low": 0.1, "clip_high": 0.3}),
+    "gspo": ("gspo", {"ratio": "behavior", "clip_low": 0.1, "clip_high": 0.3}),
     "dro": (f"{OWN}:dro", {"beta": 0.3}),
 }
 # Three steps: the second has other numbers, and the third a gradient that is cut.
@@ -58,11 +59,15 @@ def passes_of(loss: str, step: int) -> list[pb.Pass]:
         for length in (7, 12, 1, 20):
             tokens = random.integers(0, VOCAB, length + 1)
             tokens[-1] = random.integers(0, VOCAB)
+            advantages = random.normal(size=length)
+            if loss == "gspo":
+                # Those of a prompt, whose log-probabilities are no part of the sequence's ratio.
+                advantages[: length // 3] = 0.0
             sequences.append(
                 pb.PassSequence(
                     token_ids=tokens[:-1].astype("<u4").tobytes(),
                     targets=tokens[1:].astype("<u4").tobytes(),
-                    advantages=random.normal(size=length).astype("<f4").tobytes(),
+                    advantages=advantages.astype("<f4").tobytes(),
                     behavior_logprobs=random.normal(-3.5, 0.3, length).astype("<f4").tobytes(),
                 )
             )

@@ -8,32 +8,44 @@ asks again.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import json
 import logging
+import re
 import secrets
 import sys
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
+from urllib.parse import parse_qsl
 
 import grpc.aio
 import uvicorn
 from google.protobuf.message import DecodeError
-from slipstream.client.agents.gateway import LOOPBACK, bounded_server
+from slipstream.client.agents.gateway import LOOPBACK, REQUEST_LIMIT_S, bounded_server
 from slipstream.core.configuration.config_file import load_config, vocabulary_size
 from slipstream.core.errors import USAGE_ERROR, SlipstreamError
 from slipstream.core.settings.config import Config
 from slipstream.extensions.tinker import operations, wire_pb2
+from slipstream.extensions.tinker.archives import Archives, NotReady
 from slipstream.extensions.tinker.operations import Refused
 from slipstream.protocol.access.security import Credentials, call_metadata, open_channel
 from slipstream.v1 import operations_pb2 as pb
 from slipstream.v1 import operations_pb2_grpc
+from starlette.responses import FileResponse
 
 # Seconds for which an answer is held back until the operation has ended.
 HOLD_S = 20.0
 CALL_S = 30.0
 MAX_BODY_BYTES = 24 << 20
+# Most requests of a key at once, of which a sample has one while it waits; the SDK is told to keep
+# below. Others are sent again.
+MAX_OPEN = 1536
+MAX_SAMPLES = 1024
+# What is kept of the end of a request that is too large.
+_END_BYTES = 64 << 10
 _PREFIX = "/api/v1"
 _STATUS = {
     grpc.StatusCode.UNAVAILABLE: 503,
@@ -45,6 +57,8 @@ _MALFORMED = (
     *(ArithmeticError, AttributeError, DecodeError, LookupError, RecursionError, TypeError),
     ValueError,
 )
+# The members of JSON by which an operation has its turn; inside of a text their quotes are escaped.
+_MEMBER = re.compile(rb'"(model_id|session_id|seq_id|model_seq_id)":\s*("[^"\\]*"|\d+)')
 _JSON, _PROTOBUF = "application/json", "application/x-protobuf"
 
 Receive: TypeAlias = Callable[[], Awaitable[dict[str, Any]]]
@@ -64,12 +78,19 @@ class Front:
         metadata: Any,  # noqa: ANN401 - gRPC's
         *,
         in_flight: bool,
+        limit_s: float = REQUEST_LIMIT_S,
     ) -> None:
-        """Takes the stub of the controller's service; `in_flight` is said of all publishes."""
+        """Takes the stub of the controller's service; `in_flight` is said of all publishes.
+
+        A body comes within `limit_s`.
+        """
+        self._limit_s = limit_s
         self._config, self._stub, self._metadata = config, stub, metadata
         self._vocabulary = vocabulary_size(config)
+        self._archives = Archives(config)
+        self._open: Counter[str] = Counter()
         self._at_once: Mapping[str, Callable[[Body], Body]] = {
-            "client/config": lambda _: {},
+            "client/config": lambda _: {"sample_max_concurrent_requests": MAX_SAMPLES},
             "client/dynamic_config": lambda _: {},
             "healthz": lambda _: {"status": "ok"},
             "telemetry": lambda _: {"status": "accepted"},
@@ -88,33 +109,65 @@ class Front:
                 body, in_flight=in_flight
             ),
             "save_weights": operations.save_weights,
+            "save_weights_external": operations.save_weights_external,
         }
 
     async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
         """Answers one request of HTTP."""
+        headers = _headers(scope)
+        path, key = str(scope["path"]).removeprefix(f"{_PREFIX}/"), headers.get("x-api-key", "")
+        # Their addresses are secret: whoever opens them has no key.
+        if _is_here(headers) and (file := self._archives.file(path)):
+            await FileResponse(file)(scope, receive, send)
+            return
+        more: list[tuple[bytes, bytes]] = []
+        self._open[key] += 1
         try:
-            status, kind, body = _refusal(scope) or await self._answer(
-                str(scope["path"]), *await _body(receive)
-            )
+            answer = _refusal(headers, self._open[key])
+            status, kind, body = answer or await self._answer(path, scope, headers, receive)
         except _MALFORMED as error:
             status, kind, body = _error(400, _cause(error))
+        except NotReady as error:
+            status, kind, body = _error(503, str(error))
+        except TimeoutError:
+            status, kind, body = _error(408, f"a body comes within {self._limit_s:g} s")
+            more = [(b"connection", b"close")]
         except grpc.aio.AioRpcError as error:
             # The SDK asks again: the controller may be about to come back.
             status = _STATUS.get(error.code(), 500)
             status, kind, body = _error(status, error.details() or "")
-        headers = [(b"content-type", kind.encode()), (b"content-length", b"%d" % len(body))]
-        await send({"type": "http.response.start", "status": status, "headers": headers})
+        finally:
+            self._open[key] -= 1
+            if not self._open[key]:
+                del self._open[key]
+        own = [(b"content-type", kind.encode()), (b"content-length", b"%d" % len(body)), *more]
+        await send({"type": "http.response.start", "status": status, "headers": own})
         await send({"type": "http.response.body", "body": body})
 
-    async def _answer(self, path: str, data: bytes, size: int) -> Answer:
-        path = path.removeprefix(f"{_PREFIX}/")
+    async def _answer(
+        self, path: str, scope: Mapping[str, Any], headers: Mapping[str, str], receive: Receive
+    ) -> Answer:
+        async with asyncio.timeout(self._limit_s):
+            data, size = await _body(receive)
+        if headers.get("content-encoding") == "zstd":
+            data, size = await asyncio.to_thread(_unpacked, data)
         if path in ("forward_backward", "forward"):
             return await self._pass(data, size)
         if size > MAX_BODY_BYTES:
+            if path in self._orders:
+                return await self._submit(path, _members(data), _too_large(size))
             raise Refused(_too_large(size))
+        if path.startswith(("training_runs", "checkpoints")) and scope["method"] == "GET":
+            query = dict(parse_qsl(scope["query_string"].decode("latin-1")))
+            address = f"http://{headers['host']}{_PREFIX}"
+            found = await self._archives.answer(path, query, address)
+            return _error(404, f"{path} is not there") if found is None else _json(found)
         body: Body = json.loads(data) if data else {}
         if not isinstance(body, dict):
             raise Refused("a body is a JSON object")
+        return await self._call(path, body)
+
+    async def _call(self, path: str, body: Body) -> Answer:
         if path.startswith("sessions/") and path.endswith("/finish"):
             operation = operations.finish(path.split("/")[1])
             await self._stub.Submit(operation, metadata=self._metadata, timeout=CALL_S)
@@ -176,7 +229,7 @@ class Front:
         return {"type": "create_sampling_session", "sampling_session_id": name}
 
     async def _pass(self, data: bytes, size: int) -> Answer:
-        is_cut, kind = size > len(data), "forward_backward"
+        is_cut, kind = size > MAX_BODY_BYTES, "forward_backward"
         request = (_head if is_cut else wire_pb2.ForwardBackwardRequest.FromString)(data)
         try:
             if is_cut:
@@ -186,8 +239,10 @@ class Front:
             operation = operations.refused(request.model_id, request.seq_id, kind, _cause(error))
         return await self._future(operation)
 
-    async def _submit(self, path: str, body: Body) -> Answer:
+    async def _submit(self, path: str, body: Body, refusal: str = "") -> Answer:
         try:
+            if refusal:
+                raise Refused(refusal)
             operation = self._orders[path](body)
         except _MALFORMED as error:
             # It fails in its turn, for which later ones wait.
@@ -236,16 +291,25 @@ class Front:
         return _json(operations.answer(name, result))
 
 
-def _refusal(scope: Mapping[str, Any]) -> Answer | None:
+def _headers(scope: Mapping[str, Any]) -> dict[str, str]:
+    return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+
+
+def _is_here(headers: Mapping[str, str]) -> bool:
+    """Whether a request is to this machine by name, unlike one that a page was led to send."""
+    return headers.get("host", "").partition(":")[0] in (LOOPBACK, "localhost")
+
+
+def _refusal(headers: Mapping[str, str], num_open: int) -> Answer | None:
     """Returns why a request is refused before its body is read, or None."""
-    headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
     # A page in a browser can send neither: the first needs the server's leave, and the second
     # has the page's own host.
-    host = headers.get("host", "").partition(":")[0]
-    if not headers.get("x-api-key", "").startswith("tml-") or host not in (LOOPBACK, "localhost"):
+    if not headers.get("x-api-key", "").startswith("tml-") or not _is_here(headers):
         return _error(401, f"a request needs an api_key that begins with tml-, and {LOOPBACK}")
-    if encoding := headers.get("content-encoding"):
-        return _error(415, f"a body is sent as it is, not in {encoding}")
+    if num_open > MAX_OPEN:
+        return _error(429, f"{MAX_OPEN} requests of this key are open already")
+    if (encoding := headers.get("content-encoding", "zstd")) != "zstd":
+        return _error(415, f"a body is sent as it is, or in zstd, not in {encoding}")
     return None
 
 
@@ -267,19 +331,38 @@ def _head(data: bytes) -> wire_pb2.ForwardBackwardRequest:
     raise Refused("a pass begins with its model and number")
 
 
+def _members(data: bytes) -> Body:
+    """Returns of JSON that is too large what says whose turn it is."""
+    found: Body = {}
+    for name, value in _MEMBER.findall(data):
+        found.setdefault(name.decode(), json.loads(value))
+    return found
+
+
+def _unpacked(data: bytes) -> tuple[bytes, int]:
+    """Returns the bytes of a body in zstd, at most one more than a request has, and their size."""
+    import pyarrow
+
+    try:
+        with pyarrow.input_stream(pyarrow.py_buffer(data), compression="zstd") as stream:
+            found: bytes = stream.read(MAX_BODY_BYTES + 1)
+    except OSError as error:
+        raise Refused(f"the body is no zstd: {error}") from error
+    return found, len(found)
+
+
 async def _body(receive: Receive) -> tuple[bytes, int]:
-    """Returns a request's bytes, or the first of one that is too large, and its size."""
-    parts: list[bytes] = []
-    size = 0
+    """Returns a request's bytes, or beginning and end of one that is too large, and its size."""
+    data, end, size = bytearray(), b"", 0
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise Refused("the client has gone")
-        size += len(message.get("body", b""))
-        if size <= MAX_BODY_BYTES or not parts:
-            parts.append(message.get("body", b""))
+        part = message.get("body", b"")
+        data += part[: MAX_BODY_BYTES - len(data)]
+        end, size = (end + part)[-_END_BYTES:], size + len(part)
         if not message.get("more_body"):
-            return b"".join(parts), size
+            return bytes(data) + (end if size > MAX_BODY_BYTES else b""), size
 
 
 def _json(body: Mapping[str, Any]) -> Answer:
@@ -302,8 +385,6 @@ async def serve(config: Config, port: int, *, in_flight: bool = False) -> None:
 
 def main() -> int:
     """Runs the process; returns 2 for settings that cannot work."""
-    import asyncio
-
     parser = argparse.ArgumentParser(prog="slipstream-tinker", description=__doc__)
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--port", type=int, required=True)

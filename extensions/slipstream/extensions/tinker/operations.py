@@ -28,6 +28,7 @@ LOSSES: Mapping[str, tuple[str, dict[str, str]]] = {
     "importance_sampling": (f"{OWN}:importance_sampling", {}),
     "ppo": ("ppo", _CLIPPED),
     "cispo": ("cispo", _CLIPPED),
+    "gspo": ("gspo", _CLIPPED),
     "dro": (f"{OWN}:dro", {}),
 }
 _INPUTS = {"cross_entropy": ("weights", None)}
@@ -204,6 +205,15 @@ def save_weights(body: Mapping[str, Any]) -> pb.Operation:
     model, path = str(body["model_id"]), body.get("path") or f"step-{body['seq_id']}"
     save = pb.Save(name=_checked_name(f"tinker://{model}/weights/{path}"))
     return _operation(model, body["seq_id"], "save_weights", save=save)
+
+
+def save_weights_external(body: Mapping[str, Any]) -> pb.Operation:
+    """Returns the checkpoint of save_weights_external, whose files the REST calls export."""
+    if body.get("age_encryption_recipients"):
+        raise Refused("files are not encrypted here: leave age_encryption_recipients out")
+    model = str(body["model_id"])
+    save = pb.Save(name=_checked_name(f"tinker://{model}/external_weights/{body['path']}"))
+    return _operation(model, body["seq_id"], "save_weights_external", save=save)
 
 
 def refused(model: str, number: int, kind: str, cause: str) -> pb.Operation:

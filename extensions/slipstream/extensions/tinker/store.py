@@ -3,6 +3,7 @@
 Consumes: operations and results. Produces: files, and all of them again after a restart.
 """
 
+import contextlib
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -54,6 +55,15 @@ class OperationStore:
             # Without its result it would begin again.
             path.unlink()
             path.with_suffix(".result").unlink()
+
+    @staticmethod
+    def ended(folder: Path) -> Iterator[tuple[float, pb.Operation, pb.OperationResult]]:
+        """Yields when each operation ended, for a reader beside the writer; removed ones go."""
+        for path in sorted(folder.glob("[0-9]*.result")):
+            with contextlib.suppress(FileNotFoundError):
+                operation = pb.Operation.FromString(path.with_suffix(".request").read_bytes())
+                result = pb.OperationResult.FromString(path.read_bytes())
+                yield path.stat().st_mtime, operation, result
 
     def _write(self, name: str, message: Message) -> None:
         path = self._folder / name

@@ -262,6 +262,8 @@ class _PassLoss:
 
     def _loss(self, place: int, batch: MicroBatch, logprobs: Tensor, entropy: Tensor) -> TokenLoss:
         ranks, mask = self._policy.ranks, batch.loss_mask
+        # Other tokens of a sequence are its prompt's, whose behavior log-probabilities say nothing.
+        trained = mask & (batch.advantages != 0.0)
         tokens = LossInputs(
             logprobs=logprobs,
             proximal_logprobs=logprobs.detach(),
@@ -274,7 +276,7 @@ class _PassLoss:
             reference_logprobs=None,
             entropy=entropy,
             sequences=SequenceSums(
-                batch.sequence_ids, mask, len(batch.indices) + 1, ranks.cp_group
+                batch.sequence_ids, trained, len(batch.indices) + 1, ranks.cp_group
             ),
         )
         losses = torch.where(mask, token_terms(self._function, tokens, self._where).losses, 0.0)

@@ -1,11 +1,13 @@
 """What the HTTP process of a client's own loop refuses, and when."""
 
+import asyncio
 import json
 from typing import Any
 
 import pytest
 from slipstream.client.agents.gateway import LOOPBACK
-from slipstream.extensions.tinker.front import Front
+from slipstream.extensions.tinker import wire_pb2
+from slipstream.extensions.tinker.front import MAX_BODY_BYTES, MAX_OPEN, Front
 from slipstream.v1 import operations_pb2 as pb
 from support.fakes.small_configs import small_config
 
@@ -36,7 +38,7 @@ async def answered(
     controller = Controller()
 
     async def receive() -> dict[str, Any]:
-        assert headers is KEY
+        assert headers[: len(KEY)] == KEY
         return {"type": "http.request", "body": body}
 
     async def send(message: dict[str, Any]) -> None:
@@ -79,3 +81,99 @@ async def test_an_operation_of_another_form_fails_in_its_turn(numbers: object) -
 async def test_a_request_without_a_key_is_refused_before_its_body(headers: list) -> None:
     status, answer, _ = await answered("forward", b"", headers)
     assert (status, "a request needs an api_key" in answer["error"]) == (401, True)
+
+
+# The forward_backward of `test_operations.SENT`, as the SDK packs it if it is told to.
+ZIPPED_PASS = bytes.fromhex(
+    "28b52ffd602000150600520a272c70499b0384f5ff3c6198aaaa6a4404afb957d7286a13d16253556fc1d773646aa865"
+    "ecbca45256653a5223296fc1b8e36808ee2d202a6d6de0bc8a090a8288d689e39d199a529a90956883d2074eb596356c"
+    "35c67280b3a59986a7e8503394a3bc300bf4532dfcd57f098aa15e2b2b0d68a6b1d5ace551ff3bd24ac351c23cc18708"
+    "7627b4ffecbff17f213dd049af8802963c6e92e0cd4e0177070e004415002826e21d42f88850730c2585203c303018c4"
+    "2320436060a0446566038002"
+)
+
+
+async def test_a_pass_in_zstd_is_the_pass() -> None:
+    status, _, controller = await answered(
+        "forward_backward", ZIPPED_PASS, [*KEY, (b"content-encoding", b"zstd")]
+    )
+    assert status == 200
+    (operation,) = controller.taken
+    (sequence,) = operation.compute.sequences
+    assert operation.id == "s1:train:0:3:forward_backward"
+    assert sequence.token_ids == b"\1\0\0\0\2\0\0\0\3\0\0\0"
+
+
+@pytest.mark.parametrize(
+    ("encoding", "body", "said"),
+    [(b"gzip", b"", (415, "or in zstd, not in gzip")), (b"zstd", b"{}", (400, "is no zstd"))],
+)
+async def test_a_body_that_is_packed_otherwise_is_refused(encoding, body, said) -> None:
+    headers = [*KEY, (b"content-encoding", encoding)]
+    status, answer, controller = await answered("forward_backward", body, headers)
+    assert (status, controller.taken) == (said[0], [])
+    assert said[1] in answer["error"]
+
+
+async def test_zstd_of_more_than_a_request_has_fails_in_its_turn() -> None:
+    import pyarrow
+
+    head = wire_pb2.ForwardBackwardRequest(model_id="m", seq_id=3).SerializeToString()
+    packed = pyarrow.compress(head + bytes(MAX_BODY_BYTES), codec="zstd", asbytes=True)
+    assert len(packed) < 100_000
+    headers = [*KEY, (b"content-encoding", b"zstd")]
+    status, _, controller = await answered("forward_backward", packed, headers)
+    (operation,) = controller.taken
+    assert (status, operation.stream, operation.number) == (200, "m", 3)
+    assert "a request has at most" in operation.refused.cause
+
+
+async def test_an_operation_of_json_that_is_too_large_fails_in_its_turn() -> None:
+    body = {"model_id": "m", "path": 'x"seq_id":7,' * (MAX_BODY_BYTES // 10), "seq_id": 4}
+    status, _, controller = await answered("save_weights", json.dumps(body).encode())
+    (operation,) = controller.taken
+    assert (status, operation.id) == (200, "m:4:save_weights")
+    assert operation.refused.cause.startswith("a request has at most 25165824 bytes, got")
+
+
+async def test_a_body_that_never_ends_is_refused_and_its_connection_closed() -> None:
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    front = Front(small_config(), Controller(), (), in_flight=False, limit_s=0.01)
+    await front({"type": "http", "path": "/api/v1/asample", "headers": KEY}, receive, send)
+    assert (sent[0]["status"], (b"connection", b"close") in sent[0]["headers"]) == (408, True)
+
+
+async def test_a_key_has_a_number_of_requests_at_once() -> None:
+    statuses: list[int] = []
+    hold = asyncio.Event()
+
+    async def receive() -> dict[str, Any]:
+        await hold.wait()
+        return {"type": "http.request", "body": b"{}"}
+
+    async def send(message: dict[str, Any]) -> None:
+        if "status" in message:
+            statuses.append(message["status"])
+
+    front = Front(small_config(), Controller(), (), in_flight=False)
+    scope = {"type": "http", "path": "/api/v1/healthz", "headers": KEY}
+    async with asyncio.TaskGroup() as group:
+        for _ in range(MAX_OPEN + 1):
+            group.create_task(front(scope, receive, send))
+        other = [KEY[0], (b"x-api-key", b"tml-other")]
+        group.create_task(front(scope | {"headers": other}, receive, send))
+        while not statuses:
+            await asyncio.sleep(0)
+        assert statuses == [429]
+        hold.set()
+    assert statuses == [429, *[200] * (MAX_OPEN + 1)]
+    await front(scope, receive, send)
+    assert statuses[-1] == 200

@@ -1,0 +1,186 @@
+"""The REST calls of the Tinker API: training runs, their checkpoints, and files of these.
+
+Consumes: the run's folder, in which only an export writes. Produces: answers, exported folders.
+Waits for: an export, at most `HOLD_S`. Unblocked by: its end; the SDK then asks again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from slipstream.core.run_folder import CHECKPOINTS
+from slipstream.core.settings.config import Config
+from slipstream.extensions.tinker.operations import Refused
+from slipstream.extensions.tinker.store import OperationStore
+from slipstream.protocol.checkpoints import complete_steps
+
+# Seconds for which an answer is held back until files are exported.
+HOLD_S = 20.0
+# How long the addresses of files are said to hold; then the SDK asks for others.
+ADDRESS_LIFE = timedelta(hours=1)
+FILES = "files"
+_KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
+
+Body: TypeAlias = dict[str, Any]
+
+
+class NotReady(Exception):
+    """Raised while files are still exported: the SDK asks again."""
+
+
+@dataclass
+class _Run:
+    """The model of a client, with what can be loaded or sampled of it by its path."""
+
+    stream: str
+    adapter: str = ""
+    rank: int | None = None
+    ended_s: float = 0.0
+    # Version and JSON by path; of publishes the newest alone, since engines hold one.
+    checkpoints: dict[str, tuple[int, Body]] = field(default_factory=dict)
+
+    def newest(self, kind: str) -> Body | None:
+        of_kind = [one for _, one in self.checkpoints.values() if one["checkpoint_type"] == kind]
+        return of_kind[-1] if of_kind else None
+
+
+class Archives:
+    """Answers GET requests of paths that begin with `training_runs` or `checkpoints`."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._operations = config.run_dir / "operations"
+        self._checkpoints = config.run_dir / CHECKPOINTS
+        self._exports: dict[int, asyncio.Task[None]] = {}
+        # The folders whose files are served, by the secret part of their address.
+        self._folders: dict[str, Path] = {}
+
+    async def answer(self, path: str, query: Mapping[str, str], address: str) -> Body | None:
+        """Returns the answer, or None if there is nothing at `path`; `address` is the server's.
+
+        Raises Refused if a checkpoint cannot be exported, NotReady while it is.
+        """
+        runs = await asyncio.to_thread(self._runs)
+        match path.split("/", 2):
+            case ["training_runs"]:
+                return _page("training_runs", [self._told(run) for run in runs.values()], query)
+            case ["checkpoints"]:
+                found = [one for run in runs.values() for _, one in run.checkpoints.values()]
+                return _page("checkpoints", found, query)
+            case ["training_runs", name, *rest] if run := runs.get(name):
+                if not rest:
+                    return self._told(run)
+                if rest == ["checkpoints"]:
+                    return {"checkpoints": [one for _, one in run.checkpoints.values()]}
+                saved, _, asked = rest[0].removeprefix("checkpoints/").rpartition("/")
+                step, _ = run.checkpoints.get(f"tinker://{name}/{saved}", (0, None))
+                if step and asked == "external_weights_urls":
+                    return await self._addresses(step, run.adapter, address)
+        return None
+
+    def file(self, path: str) -> Path | None:
+        """Returns the file of an address that `answer` has told, or None if there is none."""
+        match path.split("/", 2):
+            case ["files", secret, name] if folder := self._folders.get(secret):
+                found = (folder / name).resolve()
+                return found if found.is_file() and found.is_relative_to(folder) else None
+        return None
+
+    def _runs(self) -> dict[str, _Run]:
+        steps = complete_steps(self._checkpoints)
+        runs: dict[str, _Run] = {}
+        for ended_s, operation, result in OperationStore.ended(self._operations):
+            if result.error or not operation.number and operation.HasField("finish"):
+                continue
+            stream = operation.stream
+            run = runs.setdefault(stream, _Run(stream))
+            run.ended_s = ended_s
+            if result.HasField("adapter"):
+                run.adapter, run.rank = result.adapter.name, result.adapter.rank or None
+            is_there = operation.HasField("save") and result.step in steps
+            if operation.HasField("publish"):
+                is_there = True
+                for name, (_, one) in list(run.checkpoints.items()):
+                    if one["checkpoint_type"] == "sampler":
+                        del run.checkpoints[name]
+            kind, _, _ = result.name.removeprefix(f"tinker://{stream}/").partition("/")
+            if kind in _KINDS and is_there:
+                run.checkpoints.pop(result.name, None)
+                run.checkpoints[result.name] = (
+                    result.step,
+                    {
+                        "checkpoint_id": result.name.removeprefix(f"tinker://{stream}/"),
+                        "checkpoint_type": _KINDS[kind],
+                        "time": _time(ended_s),
+                        "tinker_path": result.name,
+                    },
+                )
+        return runs
+
+    def _told(self, run: _Run) -> Body:
+        lora = self._config.lora
+        return {
+            "training_run_id": run.stream,
+            "base_model": str(self._config.model.path),
+            "model_owner": self._config.run.name,
+            "is_lora": bool(lora.rank),
+            "lora_rank": run.rank or lora.rank or None,
+            "last_request_time": _time(run.ended_s),
+            "last_checkpoint": run.newest("training"),
+            "last_sampler_checkpoint": run.newest("sampler"),
+        }
+
+    async def _addresses(self, step: int, adapter: str, address: str) -> Body:
+        """Returns the address of each file of a version: a Hugging Face folder, or PEFT's."""
+        whole = self._checkpoints / f"hf-{step:06d}"
+        folder = whole.with_name(f"{whole.name}-adapters") / adapter
+        if not self._config.lora.rank:
+            folder = whole
+        if not folder.exists():
+            task = self._exports.get(step)
+            if task is None or task.done() and not task.cancelled() and task.exception():
+                task = self._exports[step] = asyncio.ensure_future(self._export(step))
+            try:
+                await asyncio.wait_for(asyncio.shield(task), HOLD_S)
+            except TimeoutError as error:
+                raise NotReady(f"version {step} is exported") from error
+        folder = folder.resolve()
+        known = {found: secret for secret, found in self._folders.items()}
+        secret = known.get(folder) or secrets.token_urlsafe(24)
+        self._folders[secret] = folder
+        names = [one.relative_to(folder).as_posix() for one in folder.rglob("*") if one.is_file()]
+        urls = {name: f"{address}/{FILES}/{secret}/{name}" for name in sorted(names)}
+        return {"urls": urls, "expires": (datetime.now(UTC) + ADDRESS_LIFE).isoformat()}
+
+    async def _export(self, step: int) -> None:
+        command = ("-m", "slipstream.client.cli", "export", self._config.run_dir, "--step", step)
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *map(str, command),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        try:
+            said, _ = await process.communicate()
+        finally:
+            if process.returncode is None:
+                process.kill()
+        if process.returncode:
+            raise Refused(said.decode(errors="replace").strip().rpartition("\n")[2])
+
+
+def _page(name: str, found: list[Body], query: Mapping[str, str]) -> Body:
+    limit, offset = int(query.get("limit", 100)), int(query.get("offset", 0))
+    cursor = {"offset": offset, "limit": limit, "total_count": len(found)}
+    return {name: found[offset : offset + limit], "cursor": cursor}
+
+
+def _time(unix_s: float) -> str:
+    return datetime.fromtimestamp(unix_s, UTC).isoformat()

@@ -1,0 +1,97 @@
+"""The REST calls about training runs, checkpoints and their files."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from slipstream.core.settings.config import Config
+from slipstream.extensions.tinker.archives import Archives
+from slipstream.extensions.tinker.store import OperationStore
+from slipstream.v1 import operations_pb2 as pb
+from slipstream.v1 import trainer_pb2
+from support.fakes.small_checkpoints import save_checkpoint
+from support.fakes.small_configs import small_config
+
+RUN = "s1:train:0"
+ADDRESS = "http://127.0.0.1:8000/api/v1"
+
+
+def named(kind: str, name: str) -> str:
+    return f"tinker://{RUN}/{kind}/{name}"
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    """A run with states of versions 1 and 2, of which that of 1 was removed, and two publishes."""
+    config = small_config(run={"name": "r", "dir": str(tmp_path)})
+    save_checkpoint(config.run_dir / "checkpoints", 2)
+    store = OperationStore(config.run_dir / "operations")
+    adapter = trainer_pb2.Adapter(name="a", rank=4)
+    ended: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"begin": pb.Begin()}, {"adapter": adapter}),
+        ({"save": pb.Save(name=named("weights", "old"))}, {"step": 1}),
+        ({"publish": pb.Publish(name=named("sampler_weights", "old"))}, {"step": 1}),
+        ({"save": pb.Save(name=named("weights", "x"))}, {"step": 2}),
+        ({"save": pb.Save(name=named("external_weights", "x"))}, {"step": 2}),
+        ({"publish": pb.Publish(name=named("sampler_weights", "x"))}, {"step": 2}),
+        ({"save": pb.Save(name=named("weights", "bad"))}, {"step": 2, "error": "it failed"}),
+    ]
+    for number, (operation, result) in enumerate(ended):
+        store.write(number, pb.Operation(stream=RUN, number=number, **operation))
+        name = next(iter(operation.values()))
+        told = {} if isinstance(name, pb.Begin) else {"name": name.name}
+        store.end(number, pb.OperationResult(is_done=True, **told, **result))
+    finish = pb.Operation(stream="s1", finish=pb.Finish())
+    store.write(7, finish)
+    store.end(7, pb.OperationResult(is_done=True))
+    store.write(8, pb.Operation(stream=RUN, number=7, save=pb.Save(name=named("weights", "y"))))
+    return config
+
+
+async def test_runs_have_the_checkpoints_that_can_be_loaded_and_sampled(config: Config) -> None:
+    archives = Archives(config)
+    listed = await archives.answer(f"training_runs/{RUN}/checkpoints", {}, ADDRESS)
+    assert listed is not None
+    told = [(one["checkpoint_id"], one["checkpoint_type"]) for one in listed["checkpoints"]]
+    assert told == [
+        ("weights/x", "training"),
+        ("external_weights/x", "external"),
+        ("sampler_weights/x", "sampler"),
+    ]
+    run = await archives.answer(f"training_runs/{RUN}", {}, ADDRESS)
+    assert run is not None
+    assert (run["lora_rank"], run["base_model"]) == (4, str(config.model.path))
+    assert run["last_checkpoint"]["tinker_path"] == named("weights", "x")
+    assert run["last_sampler_checkpoint"]["tinker_path"] == named("sampler_weights", "x")
+    runs = await archives.answer("training_runs", {}, ADDRESS)
+    assert runs == {
+        "training_runs": [run],
+        "cursor": {"offset": 0, "limit": 100, "total_count": 1},
+    }
+    page = await archives.answer("checkpoints", {"limit": "1", "offset": "1"}, ADDRESS)
+    assert page is not None
+    assert (page["checkpoints"], page["cursor"]["total_count"]) == (listed["checkpoints"][1:2], 3)
+    for nothing in ("training_runs/other", f"training_runs/{RUN}/checkpoints/weights/x", "x"):
+        assert await archives.answer(nothing, {}, ADDRESS) is None
+
+
+async def test_files_of_a_checkpoint_have_secret_addresses(config: Config) -> None:
+    folder = config.run_dir / "checkpoints" / "hf-000002"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "sub" / "weights").write_bytes(b"w")
+    (config.run_dir / "secret").write_text("no")
+    archives = Archives(config)
+    asked = f"training_runs/{RUN}/checkpoints/external_weights/x/external_weights_urls"
+    found = await archives.answer(asked, {}, ADDRESS)
+    assert found is not None
+    assert list(found["urls"]) == ["sub/weights"]
+    path = found["urls"]["sub/weights"].removeprefix(f"{ADDRESS}/")
+    file = archives.file(path)
+    assert file is not None
+    assert file.read_bytes() == b"w"
+    again = await archives.answer(asked, {}, ADDRESS)
+    assert again is not None
+    assert again["urls"] == found["urls"]
+    secret = path.split("/")[1]
+    for other in (f"files/{secret}/../../secret", f"files/{secret}/sub", "files/x/sub/weights"):
+        assert archives.file(other) is None
