@@ -16,7 +16,7 @@ import re
 import secrets
 import sys
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 from urllib.parse import parse_qsl
@@ -35,6 +35,7 @@ from slipstream.protocol.access.security import Credentials, call_metadata, open
 from slipstream.v1 import operations_pb2 as pb
 from slipstream.v1 import operations_pb2_grpc
 from starlette.responses import FileResponse
+from starlette.types import Receive, Scope, Send
 
 # Seconds for which an answer is held back until the operation has ended.
 HOLD_S = 20.0
@@ -61,8 +62,6 @@ _MALFORMED = (
 _MEMBER = re.compile(rb'"(model_id|session_id|seq_id|model_seq_id)":\s*("[^"\\]*"|\d+)')
 _JSON, _PROTOBUF = "application/json", "application/x-protobuf"
 
-Receive: TypeAlias = Callable[[], Awaitable[dict[str, Any]]]
-Send: TypeAlias = Callable[[dict[str, Any]], Awaitable[None]]
 Body: TypeAlias = dict[str, Any]
 # Status, content type and body.
 Answer: TypeAlias = tuple[int, str, bytes]
@@ -112,7 +111,7 @@ class Front:
             "save_weights_external": operations.save_weights_external,
         }
 
-    async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request of HTTP."""
         headers = _headers(scope)
         path, key = str(scope["path"]).removeprefix(f"{_PREFIX}/"), headers.get("x-api-key", "")
@@ -145,7 +144,7 @@ class Front:
         await send({"type": "http.response.body", "body": body})
 
     async def _answer(
-        self, path: str, scope: Mapping[str, Any], headers: Mapping[str, str], receive: Receive
+        self, path: str, scope: Scope, headers: Mapping[str, str], receive: Receive
     ) -> Answer:
         async with asyncio.timeout(self._limit_s):
             data, size = await _body(receive)
@@ -291,7 +290,7 @@ class Front:
         return _json(operations.answer(name, result))
 
 
-def _headers(scope: Mapping[str, Any]) -> dict[str, str]:
+def _headers(scope: Scope) -> dict[str, str]:
     return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
 
 
@@ -380,7 +379,9 @@ async def serve(config: Config, port: int, *, in_flight: bool = False) -> None:
         stub = operations_pb2_grpc.OperationServiceStub(channel)
         metadata = call_metadata(credentials, config.run.id)
         front = Front(config, stub, metadata, in_flight=in_flight)
-        await uvicorn.Server(bounded_server(front, port=port)).serve()
+        # Starlette has names of its own for the types of ASGI.
+        server = bounded_server(front, port=port)  # type: ignore[arg-type]
+        await uvicorn.Server(server).serve()
 
 
 def main() -> int:
