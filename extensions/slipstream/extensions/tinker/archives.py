@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from slipstream.client.launch.launcher import run_export
+from slipstream.core.errors import SlipstreamError
 from slipstream.core.run_folder import CHECKPOINTS
 from slipstream.core.settings.config import Config
 from slipstream.extensions.tinker.operations import Refused
@@ -58,7 +59,7 @@ class Archives:
         self._config = config
         self._operations = config.run_dir / "operations"
         self._checkpoints = config.run_dir / CHECKPOINTS
-        self._exports: dict[int, asyncio.Task[None]] = {}
+        self._exports: dict[int, asyncio.Task[int]] = {}
         # The folders whose files are served, by the secret part of their address.
         self._folders: dict[str, Path] = {}
 
@@ -146,11 +147,15 @@ class Archives:
         if not folder.exists():
             task = self._exports.get(step)
             if task is None or task.done() and not task.cancelled() and task.exception():
-                task = self._exports[step] = asyncio.ensure_future(self._export(step))
+                task = self._exports[step] = asyncio.ensure_future(
+                    run_export(self._config.run_dir, step, None)
+                )
             try:
                 await asyncio.wait_for(asyncio.shield(task), HOLD_S)
             except TimeoutError as error:
                 raise NotReady(f"version {step} is exported") from error
+            except SlipstreamError as error:
+                raise Refused(str(error)) from error
         folder = folder.resolve()
         known = {found: secret for secret, found in self._folders.items()}
         secret = known.get(folder) or secrets.token_urlsafe(24)
@@ -158,22 +163,6 @@ class Archives:
         names = [one.relative_to(folder).as_posix() for one in folder.rglob("*") if one.is_file()]
         urls = {name: f"{address}/{FILES}/{secret}/{name}" for name in sorted(names)}
         return {"urls": urls, "expires": (datetime.now(UTC) + ADDRESS_LIFE).isoformat()}
-
-    async def _export(self, step: int) -> None:
-        command = ("-m", "slipstream.client.cli", "export", self._config.run_dir, "--step", step)
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            *map(str, command),
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-        )
-        try:
-            said, _ = await process.communicate()
-        finally:
-            if process.returncode is None:
-                process.kill()
-        if process.returncode:
-            raise Refused(said.decode(errors="replace").strip().rpartition("\n")[2])
 
 
 def _page(name: str, found: list[Body], query: Mapping[str, str]) -> Body:
