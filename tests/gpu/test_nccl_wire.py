@@ -40,7 +40,7 @@ def layout(rng: random.Random, num_tensors: int, largest: int) -> list[TensorSpe
 
 
 def test_digests_on_the_gpu_are_those_of_the_host() -> None:
-    from slipstream.protocol.weights.cuda_digests import CudaDigests
+    from slipstream.protocol.weights.digests import CudaDigests
 
     buckets = plan_buckets(layout(random.Random(0), 60, 700_000), 8 * MIB)
     memory = [torch.randint(0, 256, (b.num_bytes,), dtype=torch.uint8) for b in buckets]
@@ -59,7 +59,7 @@ def test_digests_on_the_gpu_are_those_of_the_host() -> None:
 
 @pytest.mark.parametrize("tensors_per_bucket", [1, 12, 300])
 def test_digests_run_at_the_rate_of_the_memory(tensors_per_bucket: int) -> None:
-    from slipstream.protocol.weights.cuda_digests import CudaDigests
+    from slipstream.protocol.weights.digests import CudaDigests
 
     size = 256 * MIB // tensors_per_bucket // 2 // 8 * 8
     tensors = [TensorSpec(f"t{n}", "bfloat16", (size,)) for n in range(tensors_per_bucket)]

@@ -14,7 +14,7 @@ import pytest
 from slipstream.client import Client
 from slipstream.learner.controller.records.journal import read_records
 from slipstream.protocol.codec import TRAINER_EPOCH
-from slipstream.protocol.queue.seal import seal
+from slipstream.protocol.queue.base import seal
 from slipstream.v1 import (
     environment_pb2,
     environment_pb2_grpc,

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from slipstream.core.settings.lora_section import FUSED, LATENT
+from slipstream.core.settings.role_sections import FUSED, LATENT
 from slipstream.learner.trainer.weights.export import _write_adapter
 from slipstream.learner.trainer.weights.export_plan import peft_name
 from support.fakes.parity_models import make_models

@@ -20,8 +20,8 @@ from slipstream.client.environment import (
 from slipstream.client.environment_loader import environment_failed
 from slipstream.client.messages import read_message, show
 from slipstream.core.errors import ProtocolError
+from slipstream.core.machine.files import read_regular
 from slipstream.core.models.vision import data_of_url
-from slipstream.core.regular_files import read_regular
 from slipstream.core.template_values import tools_json
 from slipstream.protocol.bounds import check_bounds
 from slipstream.v1 import environment_pb2 as pb

@@ -34,13 +34,13 @@ from slipstream.core.backoff import Backoff
 from slipstream.core.errors import ConfigError, EnvironmentFailed, SlipstreamError
 from slipstream.core.settings.config import SecuritySection, address_parts
 from slipstream.core.template_values import values_json
-from slipstream.protocol.access.certificates import check_certificates
 from slipstream.protocol.access.security import (
     Credentials,
     call_metadata,
     is_loopback,
     open_channel,
 )
+from slipstream.protocol.access.tokens import check_certificates
 from slipstream.v1 import (
     environment_pb2,
     environment_pb2_grpc,

@@ -27,7 +27,7 @@ from slipstream.client.run_folder import settings_of
 from slipstream.client.terminal import say
 from slipstream.core.configuration.toml_text import parse_toml
 from slipstream.core.errors import ConfigError
-from slipstream.core.regular_files import open_regular, read_regular
+from slipstream.core.machine.files import open_regular, read_regular
 from slipstream.core.run_folder import CONFIG, METRICS, SAMPLES, SUMMARY, SUSPENDED
 from slipstream.core.settings.config import told_settings
 

@@ -10,7 +10,7 @@ from slipstream.client.run_folder import FoundRun, find_run
 from slipstream.client.status import EnvironmentStatus, RunStatus
 from slipstream.client.terminal import aligned, counted, say
 from slipstream.core.errors import ConfigError, RunFailed
-from slipstream.core.time_parts import LEASE_WAITS, SERVER_SHARES, TRAINER_PARTS
+from slipstream.core.run_folder import LEASE_WAITS, SERVER_SHARES, TRAINER_PARTS
 
 CREDENTIALS = ("token_file", "tls_ca", "tls_certificate", "tls_key")
 # States of a server that a scheduler should not restart.

@@ -26,9 +26,9 @@ from slipstream.core.configuration.config_file import (
 from slipstream.core.configuration.other_trainers import without_removed
 from slipstream.core.configuration.toml_text import parse_toml
 from slipstream.core.errors import CheckpointError, ConfigError
+from slipstream.core.machine.files import open_regular, read_regular
 from slipstream.core.models.model_rules import sees_images
 from slipstream.core.models.model_sizes import read_model_sizes
-from slipstream.core.regular_files import open_regular, read_regular
 from slipstream.core.run_folder import (
     ADDRESS,
     CHECKPOINTS,

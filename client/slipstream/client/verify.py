@@ -25,7 +25,7 @@ from slipstream.client.terminal import plain, say
 from slipstream.core import run_folder
 from slipstream.core.configuration.toml_text import parse_toml
 from slipstream.core.errors import DONE, FAILED, ConfigError
-from slipstream.core.regular_files import open_regular, read_regular
+from slipstream.core.machine.files import open_regular, read_regular
 from slipstream.core.run_folder import CONFIG, GROUPS, METRICS, SAMPLES, SUMMARY
 from slipstream.v1 import trainer_pb2
 

@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _serve(address: str, record: int | None) -> int:
-    from slipstream.core.machine.owned_folder import remove_abandoned
+    from slipstream.core.machine.files import remove_abandoned
     from slipstream.core.machine.process import die_with_parent
 
     token = os.environ.pop(TOKEN_VARIABLE, None)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.core.errors import ConfigError, SlipstreamError
-from slipstream.core.regular_files import read_regular
+from slipstream.core.machine.files import read_regular
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI

@@ -1,4 +1,4 @@
-"""Names of files in a run's folder that several programs use, and functions on logs."""
+"""Names of files in a run's folder and of metrics that several programs use; functions on logs."""
 
 import itertools
 import json
@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from slipstream.core.errors import ConfigError
-from slipstream.core.regular_files import open_regular
+from slipstream.core.machine.files import open_regular
 
 # The settings of the run, all of them.
 CONFIG = "config.toml"
@@ -103,3 +103,23 @@ def rename_aside(path: Path) -> Path:
         if not os.path.lexists(aside):
             return path.rename(aside)
     raise AssertionError
+
+
+# The metrics of a step that are parts of the trainer's time, in words; other parts have none.
+TRAINER_PARTS = {
+    "training_s": "training",
+    "groups_wait_s": "waiting for groups",
+    "publish_s": "publish",
+    "checkpoint_s": "checkpoint",
+    "export_s": "digests",
+}
+# The metrics of a step that are the parts of the servers' time.
+SERVER_SHARES = ("servers_sampling_share", "servers_paused_share", "servers_idle_share")
+# What the next lease waited for in a step, in words; NAME's metric is `lease_wait_NAME_s`.
+LEASE_WAITS = {
+    "staleness": "a step, by max_staleness",
+    "slots": "a free place on a server",
+    "server": "a server that serves",
+    "environment": "an environment",
+    "queue": "room in the queue",
+}

@@ -13,9 +13,8 @@ from urllib.parse import urlsplit
 
 from slipstream.client.environment import AgentEnvironment, AgentOutcome, Endpoint
 from slipstream.core.errors import ConfigError
-from slipstream.core.machine.owned_folder import OwnedFolder
+from slipstream.core.machine.files import OwnedFolder, read_regular
 from slipstream.core.machine.process import open_variables
-from slipstream.core.regular_files import read_regular
 from slipstream.environments.arguments import FIELD, check_above_0, check_filled, filled
 from slipstream.environments.question_files import Row, named_rows
 from slipstream.environments.sandbox.kept_program import ProgramEnd, ProgramLimits, run_program

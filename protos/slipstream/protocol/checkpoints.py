@@ -15,7 +15,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from slipstream.core.errors import CheckpointError
-from slipstream.core.regular_files import open_regular, read_regular
+from slipstream.core.machine.files import open_regular, read_regular
 from slipstream.core.run_folder import rename_aside
 from slipstream.core.types import PolicyVersion
 from slipstream.protocol.bounds import one_line

@@ -30,10 +30,9 @@ from slipstream.core.errors import (
     ConfigError,
     SlipstreamError,
 )
-from slipstream.core.machine.descendants import kernel_oom_kills
+from slipstream.core.machine.description import free_memory
 from slipstream.core.machine.gpus import fill_gpus, gpu_names
-from slipstream.core.machine.memory import free_memory
-from slipstream.core.machine.process import become_reaper, die_with_parent
+from slipstream.core.machine.process import become_reaper, die_with_parent, kernel_oom_kills
 from slipstream.core.names import check_server_id
 from slipstream.core.run_folder import LOCKS, LOGS
 from slipstream.core.settings.config import Config, address_parts

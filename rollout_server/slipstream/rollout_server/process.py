@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import NoReturn
 
 from slipstream.core.errors import NOT_STARTED, ConfigError
-from slipstream.core.machine.descendants import kernel_oom_kills
 from slipstream.core.machine.description import installed
+from slipstream.core.machine.files import MAX_SOCKET_PATH_BYTES, OwnedFolder
 from slipstream.core.machine.gpus import ALL_BITS
-from slipstream.core.machine.owned_folder import MAX_SOCKET_PATH_BYTES, OwnedFolder
 from slipstream.core.machine.process import (
     die_with_parent,
     flush_output,
+    kernel_oom_kills,
     open_variables,
     without_collections,
 )

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from slipstream.protocol.weights import cuda_digests
+from slipstream.protocol.weights import digests
 from slipstream.protocol.weights.nccl_group import agreed_settings
 
 
@@ -141,8 +141,8 @@ def installed() -> Iterator[FakeCupy]:
             patch.setitem(sys.modules, name, module)
         for name in uses:
             patch.delitem(sys.modules, name, raising=False)
-        cuda_digests.load_kernel.cache_clear()
+        digests.load_kernel.cache_clear()
         yield fake
     for name in uses:
         sys.modules.pop(name, None)
-    cuda_digests.load_kernel.cache_clear()
+    digests.load_kernel.cache_clear()

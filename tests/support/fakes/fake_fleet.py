@@ -14,7 +14,7 @@ from slipstream.client.episode_host import EpisodeHost
 from slipstream.core.types import PolicyVersion, Trajectory
 from slipstream.protocol.access.security import CHANNEL_OPTIONS
 from slipstream.protocol.codec import decode_trajectory, version_to_pb
-from slipstream.protocol.queue.seal import SEAL_BYTES
+from slipstream.protocol.queue.base import SEAL_BYTES
 from slipstream.v1 import (
     environment_pb2,
     fleet_pb2,

@@ -20,9 +20,8 @@ from slipstream.core.types import (
     VersionSpan,
 )
 from slipstream.protocol.codec import PROTOCOL_VERSION, encode_trajectory, version_from_pb
-from slipstream.protocol.queue.base import Amount, TrajectorySender
+from slipstream.protocol.queue.base import Amount, TrajectorySender, seal
 from slipstream.protocol.queue.grpc import GrpcSender
-from slipstream.protocol.queue.seal import seal
 from slipstream.protocol.weights.buckets import TensorSpec, layout_from_pb, layout_to_pb
 from slipstream.v1 import fleet_pb2, fleet_pb2_grpc, trajectory_pb2, weights_pb2
 

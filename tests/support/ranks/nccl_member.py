@@ -12,9 +12,13 @@ from pathlib import Path
 
 from slipstream.core.errors import WeightSyncError
 from slipstream.protocol.weights.buckets import TensorSpec, plan_buckets
-from slipstream.protocol.weights.cuda_digests import CudaDigests
-from slipstream.protocol.weights.cupy_nccl import CupyNccl, make_unique_id
-from slipstream.protocol.weights.nccl_group import NcclGroup, set_nccl_environment
+from slipstream.protocol.weights.digests import CudaDigests
+from slipstream.protocol.weights.nccl_group import (
+    CupyNccl,
+    NcclGroup,
+    make_unique_id,
+    set_nccl_environment,
+)
 
 BUCKET_BYTES = 256 << 20
 

@@ -98,9 +98,13 @@ class NcclSender:
 def serve() -> None:
     """The process: answers until stdin ends."""
     from safetensors.torch import load_file
-    from slipstream.protocol.weights.cuda_digests import CudaDigests
-    from slipstream.protocol.weights.cupy_nccl import CupyNccl, make_unique_id
-    from slipstream.protocol.weights.nccl_group import NcclGroup, set_nccl_environment
+    from slipstream.protocol.weights.digests import CudaDigests
+    from slipstream.protocol.weights.nccl_group import (
+        CupyNccl,
+        NcclGroup,
+        make_unique_id,
+        set_nccl_environment,
+    )
 
     set_nccl_environment(os.environ)
     torch.cuda.set_device(0)

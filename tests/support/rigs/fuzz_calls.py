@@ -29,7 +29,7 @@ from slipstream.core.types import (
     VersionSpan,
 )
 from slipstream.protocol.codec import PROTOCOL_VERSION, TRAINER_EPOCH, encode_trajectory
-from slipstream.protocol.queue.seal import seal
+from slipstream.protocol.queue.base import seal
 from slipstream.v1 import environment_pb2, fleet_pb2, fleet_pb2_grpc, trainer_pb2, trajectory_pb2
 
 from support.rigs.fuzz_honest import HONEST

@@ -44,8 +44,7 @@ from slipstream.protocol.codec import (
     unpack_logprobs,
     unpack_tokens,
 )
-from slipstream.protocol.queue.base import Delivery
-from slipstream.protocol.queue.seal import opener
+from slipstream.protocol.queue.base import Delivery, opener
 from slipstream.protocol.weights.buckets import layout_from_pb
 from slipstream.rollout_server.episodes.calls import CallTable, StreamSession
 from slipstream.rollout_server.episodes.lease import Lease

@@ -3,7 +3,7 @@
 import pytest
 from slipstream.client.requests import environment_lines, find_fault, status_lines, time_lines
 from slipstream.client.status import environment_from_pb, run_from_pb
-from slipstream.core.time_parts import LEASE_WAITS
+from slipstream.core.run_folder import LEASE_WAITS
 from slipstream.v1 import environment_pb2, fleet_pb2, status_pb2, trajectory_pb2
 
 METRICS = {

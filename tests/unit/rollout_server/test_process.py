@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 from slipstream.core.errors import NOT_STARTED, ConfigError
-from slipstream.core.machine.descendants import kernel_oom_kills
 from slipstream.core.machine.gpus import ALL_BITS
+from slipstream.core.machine.process import kernel_oom_kills
 from slipstream.rollout_server.process import (
     check_companions,
     describe_engine_death,

@@ -41,7 +41,6 @@ from slipstream.core.configuration.config_file import check_model, check_sizes, 
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import address_parts
 from slipstream.core.settings.measurement_sections import check_trackers
-from slipstream.protocol.access.certificates import check_certificates, check_own_certificate
 from slipstream.protocol.access.exposure import (
     check_private,
     describe_exposure,
@@ -54,7 +53,12 @@ from slipstream.protocol.access.security import (
     check_metrics_address,
     redis_url_of,
 )
-from slipstream.protocol.access.tokens import check_own, is_open_to_all
+from slipstream.protocol.access.tokens import (
+    check_certificates,
+    check_own,
+    check_own_certificate,
+    is_open_to_all,
+)
 
 if TYPE_CHECKING:
     from slipstream.extensions.prometheus.endpoint import Role

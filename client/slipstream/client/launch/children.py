@@ -21,8 +21,7 @@ from typing import BinaryIO
 
 from slipstream.client.terminal import say
 from slipstream.core.errors import FINAL_ERROR, NOT_STARTED, USAGE_ERROR, ConfigError, RunFailed
-from slipstream.core.machine.descendants import kernel_oom_kills
-from slipstream.core.machine.process import below_this
+from slipstream.core.machine.process import below_this, kernel_oom_kills
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 30.0
 # A restart after one of these would fail in the same way.

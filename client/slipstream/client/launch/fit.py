@@ -16,8 +16,8 @@ from slipstream.client.launch.placement import Placement, fit_here, uses_gpus
 from slipstream.client.launch.share import Share
 from slipstream.core.configuration.roles import role_settings
 from slipstream.core.errors import ConfigError
+from slipstream.core.machine.description import free_memory
 from slipstream.core.machine.gpus import find_gpu, list_gpus
-from slipstream.core.machine.memory import free_memory
 from slipstream.core.models.model_files import loaded_tensors, missing_weights
 from slipstream.core.models.model_rules import cpu_cache_bytes, cpu_engine_problems
 from slipstream.core.settings.config import Config, RolloutServerSection

@@ -66,7 +66,7 @@ from slipstream.core.models.model_sizes import read_model_sizes
 from slipstream.core.names import check_server_id
 from slipstream.core.run_folder import BATCHES, CHECKPOINTS, JOURNAL, log_path
 from slipstream.core.settings.config import Config
-from slipstream.core.settings.rank_layout import RankLayout
+from slipstream.core.settings.parallel_rules import RankLayout
 from slipstream.protocol.access.security import Credentials, without_password
 
 if TYPE_CHECKING:

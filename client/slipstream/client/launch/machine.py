@@ -27,9 +27,8 @@ from slipstream.client.launch.findings import (
 from slipstream.client.launch.placement import uses_gpus
 from slipstream.client.terminal import complain
 from slipstream.core.errors import ConfigError
-from slipstream.core.machine.description import PACKAGES, installed
+from slipstream.core.machine.description import PACKAGES, free_memory, installed
 from slipstream.core.machine.gpus import VISIBLE, Gpu, Nvml, list_gpus, visible_ids
-from slipstream.core.machine.memory import free_memory
 from slipstream.core.machine.process import MAX_OPEN_FILES
 from slipstream.protocol.weights.nccl_group import NCCL_ENVIRONMENT
 

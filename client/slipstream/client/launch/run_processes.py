@@ -30,7 +30,7 @@ from slipstream.client.status import RunStatus, run_from_pb
 from slipstream.core.configuration.automatic import describe_choices
 from slipstream.core.configuration.config_file import model_warnings
 from slipstream.core.errors import FAILED, QueueError, RunFailed
-from slipstream.core.machine.owned_folder import remove_abandoned
+from slipstream.core.machine.files import remove_abandoned
 from slipstream.core.run_folder import LOGS, log_path
 from slipstream.core.settings.config import Config
 from slipstream.protocol.access.security import Credentials, call_metadata, open_channel

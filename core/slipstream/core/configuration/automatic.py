@@ -19,8 +19,8 @@ from pydantic import BaseModel, JsonValue, ValidationError
 from slipstream.core.configuration.toml_text import parse_toml
 from slipstream.core.errors import ConfigError
 from slipstream.core.hub import COMMIT, DATA_PREFIX, HubFiles
+from slipstream.core.machine.files import read_regular
 from slipstream.core.models.model_sizes import ModelSizes, read_model_sizes
-from slipstream.core.regular_files import read_regular
 from slipstream.core.run_folder import CONFIG
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.table_rules import replay_table_problems, trajectory_problems

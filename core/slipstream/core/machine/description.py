@@ -1,4 +1,4 @@
-"""Descriptions of this machine and its packages, which runs and benchmarks record."""
+"""Descriptions of this machine, of its free memory and of its packages."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import contextlib
 import importlib.metadata
 import os
 import platform
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import psutil
 from pydantic import JsonValue
 from slipstream.core.machine.gpus import list_gpus
 
@@ -52,3 +53,50 @@ def processor() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return os.uname().machine
+
+
+def free_memory(root: Path = Path("/")) -> tuple[int, int]:
+    """Returns free and total bytes: of the machine, or of the control group that leaves least.
+
+    A container or a job of a scheduler has such a group. The folder `root` holds /proc and /sys.
+    """
+    machine = psutil.virtual_memory()
+    free, total = min([(machine.available, machine.total), *_grants(root)])
+    return max(0, free), total
+
+
+def _grants(root: Path) -> Iterator[tuple[int, int]]:
+    """Yields free bytes and limit of each control group, of version 1 or 2, that limits us.
+
+    A group's limit holds for the groups below it too. In a container the path may be that of the
+    host, of which the container sees only its own group, as the topmost one.
+    """
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        mount, names = root / "sys/fs/cgroup", ("max", "current")
+        if controllers:
+            mount, names = mount / "memory", ("limit_in_bytes", "usage_in_bytes")
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        group = mount / path.lstrip("/")
+        for folder in (group, *group.parents):
+            if folder.is_relative_to(mount):
+                yield from _grant(folder, *names)
+
+
+def _grant(folder: Path, limit_name: str, used_name: str) -> Iterator[tuple[int, int]]:
+    try:
+        limit, used = ((folder / f"memory.{name}").read_text() for name in (limit_name, used_name))
+        lines = (folder / "memory.stat").read_text().splitlines()
+    except OSError:
+        return
+    # Without a limit version 1 writes a number beyond all memory, version 2 a word.
+    if limit.strip().isdigit() and int(limit) < psutil.virtual_memory().total:
+        counts = dict(line.split(" ", 1) for line in lines)
+        # The kernel drops cached files when a process needs the memory.
+        cached = int(counts.get("total_inactive_file", counts.get("inactive_file", 0)))
+        yield int(limit) - int(used) + cached, int(limit)

@@ -27,15 +27,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from slipstream.core.machine.descendants import (
+from slipstream.core.machine.process import (
     Descendant,
+    become_reaper,
     descendants,
+    die_with_parent,
     kernel_oom_kills,
     kill,
     resident_bytes,
     shared_out_bytes,
 )
-from slipstream.core.machine.process import become_reaper, die_with_parent
 
 # Seconds after SIGTERM in which PROGRAM may end before the keeper kills it.
 GRACE_S = 2.0

@@ -12,10 +12,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from slipstream.core.machine.files import open_regular
 from slipstream.core.models.model_rules import sees_images
 from slipstream.core.models.model_sizes import ModelSizes, read_model_sizes, read_model_table
 from slipstream.core.models.registry import TOWERS, family_of, is_nested
-from slipstream.core.regular_files import open_regular
 from slipstream.core.settings.config import Config
 
 # Files that hold a tokenizer's vocabulary, by transformers' names; one of them is enough.

@@ -9,14 +9,18 @@ from pydantic import JsonValue, model_validator
 from slipstream.core.machine.address import address_parts, is_loopback
 from slipstream.core.settings.algorithm_section import AlgorithmSection
 from slipstream.core.settings.engine_table import engine_problems
-from slipstream.core.settings.lora_section import LoraSection
 from slipstream.core.settings.measurement_sections import (
     EvaluationSection,
     ProfileSection,
     TrackingSection,
 )
 from slipstream.core.settings.parallel_rules import table_problems, world_problems
-from slipstream.core.settings.role_sections import CriticSection, ReferenceSection, served_problems
+from slipstream.core.settings.role_sections import (
+    CriticSection,
+    LoraSection,
+    ReferenceSection,
+    served_problems,
+)
 from slipstream.core.settings.section import Section
 from slipstream.core.settings.sections import (
     CheckpointSection,

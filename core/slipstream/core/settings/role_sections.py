@@ -1,11 +1,11 @@
-"""The settings of the models besides the policy: reference and critic."""
+"""The settings of what a run has besides the whole policy: adapters, reference and critic."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, model_validator
 from slipstream.core.settings.algorithm_section import KlSection
@@ -16,6 +16,170 @@ from slipstream.core.settings.sections import (
     RoleParallelSection,
 )
 from slipstream.core.types import MAX_TOP_K
+
+# Megatron's matrices, each with the names of its parts in Hugging Face models.
+FUSED = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj"),
+    "linear_fc2": ("down_proj",),
+}
+# The separate matrices that `linear_qkv` stands for in latent attention.
+LATENT = {
+    "linear_q_proj": ("q_proj",),
+    "linear_q_down_proj": ("q_a_proj",),
+    "linear_q_up_proj": ("q_b_proj",),
+    "linear_kv_down_proj": ("kv_a_proj_with_mqa",),
+    "linear_kv_up_proj": ("kv_b_proj",),
+}
+Target = Literal[
+    "linear_qkv",
+    "linear_proj",
+    "linear_fc1",
+    "linear_fc2",
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "o_proj",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+]
+
+ATTENTION = ("linear_qkv", "linear_proj")
+# Matrices of dense MLPs and of experts.
+MLP = ("linear_fc1", "linear_fc2")
+# The largest rank for which vLLM has kernels.
+MAX_SERVED_RANK = 512
+# An engine has room for all adapters of a run at once.
+MAX_ADAPTERS = 16
+# Settings of `learner.optimizer` with which Megatron keeps state elsewhere than torch's optimizers:
+# several adapters could not be exchanged.
+NOT_EXCHANGED = ("optimizer_cpu_offload", "use_precision_aware_optimizer")
+AdapterName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
+
+
+class LoraSection(Section):
+    """Low-rank adapters that are trained in place of the policy's parameters."""
+
+    # Rank of the adapters, a multiple of `learner.parallel.tp`. With 0 all parameters are trained.
+    rank: int = Field(0, ge=0)
+    # An adapter's product is multiplied by `alpha` / `rank`.
+    alpha: float = Field(32.0, gt=0)
+    # Matrices with adapters, by Megatron's or Hugging Face's names. Parts of a fused matrix go
+    # together and share a factor. `linear_qkv` also names the matrices before latent attention, and
+    # with `linear_proj` those of delta nets.
+    target_modules: tuple[Target, ...] = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+
+    # `merged` sends merged weights, `adapters` the adapters alone once a server has the matrices.
+    # On GPUs that needs half precision.
+    publish: Literal["merged", "adapters"] = "merged"
+
+    # Names of several adapters, one for each environment (`environments[].adapter`). By default all
+    # share one.
+    adapters: Annotated[tuple[AdapterName, ...], Field(max_length=MAX_ADAPTERS)] = ()
+
+    @property
+    def publishes_adapters(self) -> bool:
+        return self.publish == "adapters"
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The weight matrices with adapters, by Megatron's module names."""
+        named = set(self.target_modules)
+        return tuple(name for name, parts in FUSED.items() if named & {name, *parts})
+
+    @property
+    def has_mlp(self) -> bool:
+        return self.rank > 0 and bool(set(self.modules) & set(MLP))
+
+    @model_validator(mode="after")
+    def _whole(self) -> LoraSection:
+        if not self.target_modules:
+            raise ValueError("lora.target_modules must name a matrix, got none")
+        if self.publishes_adapters and not 1 <= self.rank <= MAX_SERVED_RANK:
+            raise ValueError(
+                f"lora.rank must be 1 to {MAX_SERVED_RANK} with lora.publish = adapters, "
+                f"got {self.rank}"
+            )
+        if self.adapters and not self.publishes_adapters:
+            raise ValueError(
+                "lora.publish must be adapters with several adapters (lora.adapters), got "
+                f"{self.publish!r}: merged weights hold one"
+            )
+        if len(set(self.adapters)) < len(self.adapters):
+            raise ValueError(f"lora.adapters must differ, got {', '.join(self.adapters)}")
+        named = set(self.target_modules)
+        for name, parts in FUSED.items():
+            missing = set(parts) - named
+            if name not in named and missing != set(parts) and missing:
+                raise ValueError(
+                    f"lora.target_modules must hold all of {', '.join(parts)} or none, "
+                    f"{' and '.join(sorted(missing))} is missing"
+                )
+        return self
+
+    def refusal(self, adapter: str) -> str:
+        """Returns why an environment cannot have `adapter`, or "" if it can."""
+        if adapter in (self.adapters or ("",)):
+            return ""
+        if not self.adapters:
+            return f"adapter must be left out without lora.adapters, got {adapter!r}"
+        known, found = ", ".join(self.adapters), repr(adapter) if adapter else "none"
+        return f"adapter must be one of lora.adapters ({known}), got {found}"
+
+    def problems(
+        self,
+        *,
+        num_experts: int,
+        latent_tp: int = 0,
+        has_delta_nets: bool = False,
+        has_fused_experts: bool = False,
+    ) -> Iterator[str]:
+        """Yields one line for each rule that these settings break for a model.
+
+        `num_experts` is 0 for a dense model. `latent_tp` is the learner's tensor parallel size for
+        a model with latent attention, else 0. `has_delta_nets` says that some layers are gated
+        delta nets, `has_fused_experts` that files hold one tensor for all experts of a layer.
+
+        vLLM applies adapters to fused experts on GPUs only, and reads these adapters in another
+        format.
+        """
+        if has_fused_experts and self.has_mlp:
+            yield (
+                f"lora.target_modules must leave {' and '.join(MLP)} out for a model whose files "
+                "hold one tensor for all experts of a layer: adapters of single experts have no "
+                f"names there, got {', '.join(self.target_modules)}"
+            )
+        elif num_experts and self.has_mlp and self.adapters:
+            yield (
+                f"lora.adapters must be empty with adapters on experts, got "
+                f"{', '.join(self.adapters)}: or leave {' and '.join(MLP)} out of "
+                "lora.target_modules"
+            )
+        elif num_experts and self.has_mlp and self.publishes_adapters:
+            yield (
+                f"lora.publish must be merged with adapters on experts, got {self.publish!r}: or "
+                f"leave {' and '.join(MLP)} out of lora.target_modules"
+            )
+        rule, found = "lora.publish must be merged", repr(self.publish)
+        if self.adapters:
+            rule, found = "lora.adapters must be empty", ", ".join(self.adapters)
+        if latent_tp and self.publishes_adapters:
+            yield (
+                f"{rule} for a model with latent attention, got {found}: vLLM multiplies kv_b_proj "
+                "into other matrices once, without adapters"
+            )
+        if self.rank and latent_tp > 1:
+            yield (
+                "learner.parallel.tp must be 1 for adapters in a model with latent attention, "
+                f"got {latent_tp}"
+            )
+        if has_delta_nets and self.publishes_adapters:
+            yield (
+                f"{rule} for a model with delta nets, got {found}: vLLM computes its adapters on "
+                "GPUs only, where that was not tested"
+            )
 
 
 class ReferenceServerSection(Section):

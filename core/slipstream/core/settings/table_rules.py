@@ -10,10 +10,9 @@ from typing import Any, cast
 from pydantic import ValidationError
 from slipstream.core.machine.address import address_parts
 from slipstream.core.reservation import smallest_queue
-from slipstream.core.settings.algorithm_functions import is_own
-from slipstream.core.settings.lora_section import NOT_EXCHANGED
+from slipstream.core.settings.algorithm_section import is_own
 from slipstream.core.settings.parallel_rules import replay_problems, table_problems, world_problems
-from slipstream.core.settings.role_sections import in_place_of, renamed
+from slipstream.core.settings.role_sections import NOT_EXCHANGED, in_place_of, renamed
 from slipstream.core.settings.tables import Tables
 from slipstream.v1 import bounds_pb2, trajectory_pb2
 

@@ -5,13 +5,17 @@ from pathlib import Path
 
 from pydantic import JsonValue
 from slipstream.core.settings.algorithm_section import AlgorithmSection
-from slipstream.core.settings.lora_section import LoraSection
 from slipstream.core.settings.measurement_sections import (
     DebugSection,
     EvaluationSection,
     TrackingSection,
 )
-from slipstream.core.settings.role_sections import CriticSection, ReferenceSection, RoleSection
+from slipstream.core.settings.role_sections import (
+    CriticSection,
+    LoraSection,
+    ReferenceSection,
+    RoleSection,
+)
 from slipstream.core.settings.section import ElementType, Section
 from slipstream.core.settings.sections import (
     CheckpointSection,

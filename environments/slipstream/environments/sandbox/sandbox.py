@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from slipstream.core.errors import ConfigError
-from slipstream.core.machine.owned_folder import OwnedFolder
+from slipstream.core.machine.files import OwnedFolder
 from slipstream.core.machine.process import send_signal
 from slipstream.environments.arguments import check_above_0
 from slipstream.environments.sandbox.kept_program import own_program

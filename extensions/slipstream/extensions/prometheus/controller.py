@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from slipstream.core.run_folder import LEASE_WAITS
 from slipstream.core.settings.config import Config
-from slipstream.core.time_parts import LEASE_WAITS
 from slipstream.learner.controller.leasing.scheduler import Books, Scheduler
 from slipstream.learner.controller.publishing.publish_totals import PublishTotals
 from slipstream.learner.controller.records.ledger import FATES

@@ -15,8 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from slipstream.core.errors import RunFailed
-from slipstream.core.settings.algorithm_functions import FunctionKind
-from slipstream.core.settings.algorithm_section import AlgorithmSection
+from slipstream.core.settings.algorithm_section import AlgorithmSection, FunctionKind
 from slipstream.learner.algorithms.episodes import RewardedEpisode, ScoredEpisode, Turn
 from slipstream.learner.algorithms.functions import (
     Function,

@@ -16,7 +16,7 @@ from pathlib import Path
 from urllib.parse import quote, urlencode
 
 from slipstream.core.errors import QueueError
-from slipstream.core.machine.owned_folder import (
+from slipstream.core.machine.files import (
     MAX_SOCKET_PATH_BYTES,
     OwnedFolder,
     remove_abandoned,

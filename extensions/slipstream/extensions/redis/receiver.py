@@ -30,8 +30,14 @@ from slipstream.extensions.redis.connection import (
     check_settings,
 )
 from slipstream.protocol.bounds import decode
-from slipstream.protocol.queue.base import Amount, Delivery
-from slipstream.protocol.queue.seal import SMALL_BYTES, OpenSeal, not_sealed, without_seal
+from slipstream.protocol.queue.base import (
+    SMALL_BYTES,
+    Amount,
+    Delivery,
+    OpenSeal,
+    not_sealed,
+    without_seal,
+)
 from slipstream.v1 import trajectory_pb2
 
 GROUP = "controller"

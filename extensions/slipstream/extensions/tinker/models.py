@@ -11,7 +11,7 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from slipstream.core.settings.lora_section import LoraSection
+from slipstream.core.settings.role_sections import LoraSection
 from slipstream.core.types import GroupId, Trajectory
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.v1 import operations_pb2 as pb

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from slipstream.core.settings.config import Config
-from slipstream.core.settings.lora_section import ATTENTION, MLP
+from slipstream.core.settings.role_sections import ATTENTION, MLP
 from slipstream.extensions.tinker import wire_pb2 as wire
 from slipstream.v1 import fleet_pb2, trainer_pb2
 from slipstream.v1 import operations_pb2 as pb

@@ -27,8 +27,13 @@ import numpy as np
 from pydantic import ConfigDict, create_model
 from slipstream.core.configuration.function_sources import source_digests
 from slipstream.core.errors import ConfigError, RunFailed
-from slipstream.core.settings.algorithm_functions import FunctionKind, is_own, validated
-from slipstream.core.settings.algorithm_section import KINDS, AlgorithmSection
+from slipstream.core.settings.algorithm_section import (
+    KINDS,
+    AlgorithmSection,
+    FunctionKind,
+    is_own,
+    validated,
+)
 from slipstream.core.settings.config import Config
 from slipstream.core.types import Branch, Status, Trajectory
 from slipstream.learner.algorithms.episodes import (

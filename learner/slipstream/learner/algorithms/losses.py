@@ -18,8 +18,7 @@ Log ratios, and their sums over sequences, are clamped to -20 .. 20 before exp.
 from typing import Literal
 
 import torch
-from slipstream.core.settings.algorithm_functions import Anchor, Band
-from slipstream.core.settings.algorithm_section import KlEstimator
+from slipstream.core.settings.algorithm_section import Anchor, Band, KlEstimator
 from slipstream.learner.algorithms.inputs import LossInputs, TokenTerms, TokenWeights
 from torch import Tensor
 

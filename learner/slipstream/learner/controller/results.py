@@ -14,8 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from slipstream.core.run_folder import TRACE
-from slipstream.core.time_parts import LEASE_WAITS, SERVER_SHARES
+from slipstream.core.run_folder import LEASE_WAITS, SERVER_SHARES, TRACE
 from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.leasing.scheduler import Books, Scheduler

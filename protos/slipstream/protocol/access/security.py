@@ -19,7 +19,6 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.machine.address import is_loopback as is_loopback_host
 from slipstream.core.settings.config import Config, QueueSection, SecuritySection, address_parts
 from slipstream.core.settings.sections import QueueEnd
-from slipstream.protocol.access.certificates import check_certificates, check_shown
 from slipstream.protocol.access.checked_calls import (
     CallRates,
     CheckingInterceptor,
@@ -33,6 +32,8 @@ from slipstream.protocol.access.tokens import (
     TOKEN_KEY,
     CallMetadata,
     Tokens,
+    check_certificates,
+    check_shown,
     may_call,
     needs_run,
     read_secret,

@@ -22,8 +22,17 @@ from slipstream.core.backoff import Backoff
 from slipstream.core.errors import QueueError
 from slipstream.core.types import TrajectoryId
 from slipstream.protocol.access.security import Credentials, call_metadata
-from slipstream.protocol.queue.base import Amount, AsyncClosing, ByteBudget, Delivery, EpochAmounts
-from slipstream.protocol.queue.seal import SMALL_BYTES, OpenSeal, not_sealed, without_seal
+from slipstream.protocol.queue.base import (
+    SMALL_BYTES,
+    Amount,
+    AsyncClosing,
+    ByteBudget,
+    Delivery,
+    EpochAmounts,
+    OpenSeal,
+    not_sealed,
+    without_seal,
+)
 from slipstream.v1 import trajectory_pb2 as pb
 from slipstream.v1 import trajectory_pb2_grpc
 

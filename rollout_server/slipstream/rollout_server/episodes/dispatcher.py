@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 from slipstream.core.errors import TrajectoryQueueFull
 from slipstream.core.types import MAX_EXCUSED_ATTEMPTS, FailureKind, GroupId, Status, Trajectory
 from slipstream.protocol.codec import encode_trajectory
-from slipstream.protocol.queue.base import TrajectorySender
-from slipstream.protocol.queue.seal import seal
+from slipstream.protocol.queue.base import TrajectorySender, seal
 from slipstream.rollout_server.episodes.episode import Episode
 from slipstream.rollout_server.episodes.epoch_counters import EpochCounters
 from slipstream.rollout_server.episodes.lease import EpisodeTask, Identity, Lease

@@ -19,8 +19,8 @@ from typing import BinaryIO, Self
 import grpc
 import grpc.aio
 from slipstream.core.errors import RunFailed
+from slipstream.core.machine.files import OwnedFolder, remove_abandoned
 from slipstream.core.machine.other_python import worker_program
-from slipstream.core.machine.owned_folder import OwnedFolder, remove_abandoned
 from slipstream.protocol.access.security import SERVER_OPTIONS
 from slipstream.protocol.access.tokens import TOKEN_KEY
 from slipstream.rollout_server.episodes.calls import CallTable

@@ -15,8 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
-from slipstream.core.machine.descendants import kill_orphans
-from slipstream.core.machine.process import is_reaper, send_signal
+from slipstream.core.machine.process import is_reaper, kill_orphans, send_signal
 from slipstream.protocol.call_record import CallRecord
 from slipstream.rollout_server.process import worker_environment
 

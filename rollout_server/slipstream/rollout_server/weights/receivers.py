@@ -171,7 +171,7 @@ class IpcReceiver(BucketReceiver):
         super().__init__(device)
         where = membership.communicator
         if device.type == "cuda":
-            from slipstream.protocol.weights.cuda_digests import load_kernel
+            from slipstream.protocol.weights.digests import load_kernel
 
             torch.cuda.set_device(device)
             # The kernel is loaded here, before the other members wait for this one.

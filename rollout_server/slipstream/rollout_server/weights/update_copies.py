@@ -21,7 +21,7 @@ from enum import Enum
 from itertools import accumulate
 
 import torch
-from slipstream.core.machine.memory import free_memory
+from slipstream.core.machine.description import free_memory
 from slipstream.protocol.weights.waits import result_of, started
 from slipstream.rollout_server.weights.bucket_receiver import BucketReceiver, Incoming
 

@@ -17,7 +17,7 @@ from slipstream.client.launch.children import (
     with_full_disk,
 )
 from slipstream.core.errors import ConfigError
-from slipstream.core.machine.descendants import kernel_oom_kills
+from slipstream.core.machine.process import kernel_oom_kills
 from support.rigs.waiting import LIMIT_S, until
 
 RAISE_TWO = """

@@ -38,8 +38,8 @@ from slipstream.core.errors import ConfigError, RunFailed, SlipstreamError
 from slipstream.core.settings.config import Config, EnvironmentSection, SecuritySection
 from slipstream.core.settings.sections import QueueSection, QueueUserSection
 from slipstream.extensions.redis.embedded import EmbeddedServer
-from slipstream.protocol.access.certificates import check_own_certificate
 from slipstream.protocol.access.security import Credentials, bind, create_server
+from slipstream.protocol.access.tokens import check_own_certificate
 from support.fakes.small_configs import config_of, small_config
 from support.rigs.other_pythons import bare_python
 from support.rigs.waiting import LIMIT_S

@@ -18,7 +18,7 @@ from slipstream.client.launch.preflight import free_port
 from slipstream.client.launch.run_processes import RunCalls, RunProcesses, end_in_order
 from slipstream.client.terminal import this_command
 from slipstream.core.errors import RunFailed
-from slipstream.core.machine.owned_folder import OwnedFolder
+from slipstream.core.machine.files import OwnedFolder
 from slipstream.core.settings.config import Config
 from slipstream.protocol.access.security import Credentials, bind, create_server
 from slipstream.v1 import status_pb2, status_pb2_grpc

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from slipstream.core.machine import descendants
+from slipstream.core.machine.process import Descendant, descendants, kill
 from support.rigs.waiting import LIMIT_S, wait_until
 
 pytestmark = [
@@ -150,10 +150,10 @@ def test_a_fork_bomb_is_ended_with_the_cause() -> None:
 def test_a_process_with_the_number_of_another_one_is_not_killed() -> None:
     stranger = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
     try:
-        (known,) = [d for d in descendants.descendants(os.getpid()) if d.pid == stranger.pid]
-        descendants.kill(descendants.Descendant(known.pid, known.start - 1))
+        (known,) = [d for d in descendants(os.getpid()) if d.pid == stranger.pid]
+        kill(Descendant(known.pid, known.start - 1))
         assert stranger.poll() is None
-        descendants.kill(known)
+        kill(known)
         assert stranger.wait(LIMIT_S) == -signal.SIGKILL
     finally:
         stranger.kill()

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 from pydantic import JsonValue
-from slipstream.core.settings.algorithm_functions import FUNCTIONS, FunctionKind
-from slipstream.core.settings.algorithm_section import AlgorithmSection
+from slipstream.core.settings.algorithm_section import FUNCTIONS, AlgorithmSection, FunctionKind
 from slipstream.extensions.proofs.proof import EpisodeProof
 from slipstream.extensions.proofs.token_proof import TokenProof
 from slipstream.learner.algorithms.functions import function_of

@@ -15,7 +15,7 @@ from slipstream.core.types import TrajectoryId
 from slipstream.extensions.redis.connection import DELIVERY
 from slipstream.extensions.redis.embedded import RIGHTS
 from slipstream.extensions.redis.queue import EmbeddedServer, RedisReceiver
-from slipstream.protocol.queue.seal import opener, seal, server_key
+from slipstream.protocol.queue.base import opener, seal, server_key
 from slipstream.v1 import trajectory_pb2
 from support.rigs.fuzz_budget import BUDGET
 from support.rigs.fuzzing import TEXTS, mutated

@@ -1,7 +1,7 @@
 """The places of clients' models."""
 
 import pytest
-from slipstream.core.settings.lora_section import LoraSection
+from slipstream.core.settings.role_sections import LoraSection
 from slipstream.extensions.tinker import models
 from slipstream.extensions.tinker.models import Entry, Models
 from slipstream.v1.operations_pb2 import Operation

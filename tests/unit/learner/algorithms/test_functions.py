@@ -11,7 +11,7 @@ import torch
 from pydantic import JsonValue
 from slipstream.core.configuration.function_sources import source_digests
 from slipstream.core.errors import ConfigError, RunFailed
-from slipstream.core.settings.algorithm_functions import FUNCTIONS
+from slipstream.core.settings.algorithm_section import FUNCTIONS
 from slipstream.core.settings.config import Config
 from slipstream.core.types import Branch, Status, Trajectory
 from slipstream.learner.algorithms.episodes import RewardedEpisode, ScoredEpisode

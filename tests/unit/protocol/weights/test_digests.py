@@ -1,14 +1,20 @@
+"""Digests on a GPU, with a cupy that is not there."""
+
 import ctypes
 import hashlib
 import random
+import struct
+from types import SimpleNamespace
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from slipstream.protocol.weights.buckets import TensorSpec, plan_buckets
 from slipstream.protocol.weights.digests import (
     BLOCK_WORDS,
+    CudaDigests,
     HostDigests,
     block_keys,
     bucket_digest,
@@ -17,6 +23,7 @@ from slipstream.protocol.weights.digests import (
     weight_digest,
     word_keys,
 )
+from support.fakes import fake_cupy
 
 MASK = (1 << 64) - 1
 
@@ -108,3 +115,31 @@ def test_identity_of_weights_depends_on_names_but_not_on_their_order() -> None:
     assert weight_digest({"yz": b, "x": a}) == expected
     assert weight_digest({"x": b, "yz": a}) != expected
     assert weight_digest({"xy": a, "z": b}) != expected
+
+
+def test_kernel_is_compiled_and_loaded_before_any_bucket_is_digested() -> None:
+    buckets = plan_buckets([TensorSpec("a", "bfloat16", (9000,))], 1 << 20)
+    with fake_cupy.installed() as cupy:
+        CudaDigests(buckets)
+        # Nothing is read.
+        assert cupy.seen == ["digest 0 spans"]
+        CudaDigests(buckets)
+        assert cupy.seen == ["digest 0 spans"]
+
+
+def test_sums_become_digests_of_each_buckets_tensors() -> None:
+    tensors = [TensorSpec(name, "bfloat16", (9000,)) for name in "abc"]
+    sums = np.array([[1, 2], [3, 1 << 63], [5, 6]], dtype=np.uint64)
+    expected = [struct.pack("<QQ", *map(int, row)) for row in sums]
+    with fake_cupy.installed() as cupy:
+        digests = CudaDigests(plan_buckets(tensors, 40_000))
+
+        def get(stream: object, out: npt.NDArray[np.uint64], *, blocking: bool) -> None:
+            assert not blocking
+            cupy.seen.append("copy")
+            out[:] = sums
+
+        digests._sums = SimpleNamespace(get=get)
+        assert digests.read(7) == [expected[:2], expected[2:]]
+        # An abort releases who waits for a stream, not surely who waits in a copy.
+        assert cupy.seen[-2:] == ["copy", "wait for stream 7"]

@@ -1,4 +1,4 @@
-"""The watchdog around NCCL, with members in threads of this process."""
+"""NCCL through cupy, with a cupy that is not there."""
 
 import ctypes
 import threading
@@ -6,9 +6,27 @@ import time
 
 import pytest
 from slipstream.core.errors import WeightSyncError
-from slipstream.protocol.weights.nccl_group import NcclGroup, Wire
+from slipstream.protocol.weights.nccl_group import CupyNccl, NcclGroup, Wire
+from support.fakes import fake_cupy
 from support.fakes.fake_nccl import FakeCommunicator, FakeNccl, Meeting
 from support.rigs.waiting import wait_until
+
+
+def test_communicator_whose_warm_up_fails_is_aborted_before_it_is_finalised() -> None:
+    with fake_cupy.installed() as cupy:
+        cupy.broadcast_error = fake_cupy.NcclError("unhandled system error")
+        with pytest.raises(WeightSyncError, match="unhandled system error"):
+            NcclGroup.join(CupyNccl(0), b"id", rank=0, world_size=2, deadline_s=30.0)
+        assert [each.num_aborts for each in cupy.communicators] == [1]
+
+
+def test_communicator_whose_warm_up_never_ends_is_aborted() -> None:
+    with fake_cupy.installed() as cupy:
+        cupy.ends = False
+        with pytest.raises(WeightSyncError, match="did not meet|was lost when all had met"):
+            NcclGroup.join(CupyNccl(0), b"id", rank=0, world_size=2, deadline_s=0.2)
+        assert [each.num_aborts for each in cupy.communicators] == [1]
+
 
 # Without the watchdog some tests would wait for ever.
 pytestmark = pytest.mark.timeout(60)

@@ -35,7 +35,7 @@ from google.protobuf.message import DecodeError
 from pydantic import JsonValue
 from pydantic_core import from_json
 from slipstream.core.errors import ConfigError, ProtocolError, RunFailed
-from slipstream.core.regular_files import open_regular, read_regular
+from slipstream.core.machine.files import open_regular, read_regular
 from slipstream.core.run_folder import (
     BATCHES,
     JOURNAL_LOG,

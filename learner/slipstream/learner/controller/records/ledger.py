@@ -30,8 +30,8 @@ from slipstream.protocol.queue.base import (
     AsyncClosing,
     Delivery,
     TrajectoryReceiver,
+    opener,
 )
-from slipstream.protocol.queue.seal import opener
 from slipstream.v1 import fleet_pb2, status_pb2, trajectory_pb2_grpc
 
 FLUSH_S = 0.05

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 from pydantic import JsonValue
+from slipstream.core.run_folder import SERVER_SHARES, TRAINER_PARTS
 from slipstream.core.settings.config import Config
-from slipstream.core.time_parts import SERVER_SHARES, TRAINER_PARTS
 from slipstream.core.types import TokenArray, TokenSequence, Trajectory
 from slipstream.learner.controller.events import EventLog
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 from pydantic import JsonValue
-from slipstream.core.regular_files import open_regular
+from slipstream.core.machine.files import open_regular
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.measurement_sections import tracker_named
 from slipstream.learner.controller.events import EventLog

@@ -31,7 +31,7 @@ from slipstream.learner.controller.servers.session import (
 )
 from slipstream.learner.controller.tasks import Relay, first_message, raise_failure
 from slipstream.protocol.codec import PROTOCOL_VERSION
-from slipstream.protocol.queue.seal import server_key
+from slipstream.protocol.queue.base import server_key
 from slipstream.protocol.rich_errors import Reason, abort
 from slipstream.protocol.setup import describe_setup
 from slipstream.v1 import fleet_pb2, fleet_pb2_grpc, status_pb2_grpc

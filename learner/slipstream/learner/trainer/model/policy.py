@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from slipstream.core.errors import UntrainableBatch
 from slipstream.core.settings.config import Config
-from slipstream.core.settings.lora_section import LATENT
+from slipstream.core.settings.role_sections import LATENT
 from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.model.model import (
     Change,

@@ -17,7 +17,7 @@ from pydantic import ConfigDict, JsonValue, TypeAdapter, ValidationError
 from slipstream.core.errors import ConfigError
 from slipstream.core.names import did_you_mean, near_names
 from slipstream.core.settings.config import Config, LearnerSection
-from slipstream.core.settings.rank_layout import RankLayout
+from slipstream.core.settings.parallel_rules import RankLayout
 from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.layers import rotary
 from slipstream.learner.trainer.layers.routers import count_tokens_once, has_router_losses

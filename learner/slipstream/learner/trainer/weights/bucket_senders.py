@@ -23,9 +23,8 @@ from slipstream.core.settings.config import WeightsSection
 from slipstream.learner.trainer.weights.weight_stream import Release
 from slipstream.protocol.access.exposure import local_address
 from slipstream.protocol.weights.buckets import Bucket
-from slipstream.protocol.weights.cupy_nccl import CupyNccl, make_unique_id
 from slipstream.protocol.weights.handover import HandoverSender, Offer, listen_for_members
-from slipstream.protocol.weights.nccl_group import NcclGroup, Wire
+from slipstream.protocol.weights.nccl_group import CupyNccl, NcclGroup, Wire, make_unique_id
 from slipstream.protocol.weights.shared_buffers import SharedBuffers, make_buffers
 from slipstream.protocol.weights.waits import Unanswered, on_thread, reason
 from slipstream.v1 import weights_pb2

@@ -264,7 +264,7 @@ def open_digests(buckets: tuple[Bucket, ...], device: torch.device) -> BucketDig
     """Returns an object that computes the digests of `buckets`, whose data are on `device`."""
     if device.type != "cuda":
         return HostDigests(buckets)
-    from slipstream.protocol.weights.cuda_digests import CudaDigests
+    from slipstream.protocol.weights.digests import CudaDigests
 
     with torch.cuda.device(device):
         return CudaDigests(buckets)

@@ -8,7 +8,7 @@ from typing import get_args
 
 import torch
 from slipstream.core.errors import ConfigError, WeightSyncError
-from slipstream.core.settings.lora_section import FUSED, LoraSection
+from slipstream.core.settings.role_sections import FUSED, LoraSection
 from slipstream.protocol.weights.buckets import Bucket
 from slipstream.rollout_server.engine_interface import GenerationFailed
 from slipstream.rollout_server.weights.copy_plan import cut

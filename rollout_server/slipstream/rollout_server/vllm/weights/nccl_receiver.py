@@ -10,9 +10,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
-from slipstream.protocol.weights.cuda_digests import load_kernel
-from slipstream.protocol.weights.cupy_nccl import CupyNccl
-from slipstream.protocol.weights.nccl_group import NcclGroup, Wire, set_nccl_environment
+from slipstream.protocol.weights.digests import load_kernel
+from slipstream.protocol.weights.nccl_group import CupyNccl, NcclGroup, Wire, set_nccl_environment
 from slipstream.rollout_server.weights.bucket_receiver import BucketReceiver, Incoming, Seat
 
 # Buffers start at multiples of this.

@@ -1,6 +1,6 @@
 import pytest
 from pydantic import ValidationError
-from slipstream.core.settings.lora_section import LoraSection
+from slipstream.core.settings.role_sections import LoraSection
 
 NAMED = {"rank": 8, "publish": "adapters", "adapters": ("code", "math")}
 

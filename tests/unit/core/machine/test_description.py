@@ -4,7 +4,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from slipstream.core.machine.memory import free_memory
+from slipstream.core.machine.description import free_memory
 
 MIB = 1 << 20
 V1 = {"limit": "limit_in_bytes", "used": "usage_in_bytes", "cached": "total_inactive_file"}
