@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from slipstream.client.launch.preflight import free_port
 from slipstream.learner.trainer.batches.batch import Batch
-from slipstream.learner.trainer.model.attention_choice import chosen_attention
+from slipstream.learner.trainer.model.attention_kernels import chosen_attention
 
 from benchmarks.common import measure
 from benchmarks.common.shapes import SHAPES, Shape

@@ -55,7 +55,7 @@ class Attention(nn.Module):
 
 
 def check(*layers: nn.Module, sharing: object | None = None) -> None:
-    from slipstream.learner.trainer.model.numeric_checks import check_attention
+    from slipstream.learner.trainer.model.attention_kernels import check_attention
 
     ranks = SimpleNamespace(cp_rank=0, cp_size=1, device=torch.device("cpu"))
     model = SimpleNamespace(ranks=ranks, chunks=[nn.ModuleList(layers)], dtype=torch.bfloat16)

@@ -20,7 +20,7 @@ from support.ranks.rank_program import STEPS, kept, opened, score, settings_of, 
 
 if TYPE_CHECKING:
     from slipstream.learner.trainer.model.policy import Policy
-    from slipstream.learner.trainer.weights.published import Published
+    from slipstream.learner.trainer.weights.publish import Published
 
 RANK, ALPHA = 4, 8.0
 SP = {"tp": 2}
@@ -166,7 +166,7 @@ def note_sent(
 
 def see_published(policy: Policy, config: Config) -> Published:
     """What a run with `lora.publish = "adapters"` sends."""
-    from slipstream.learner.trainer.weights.published import open_published
+    from slipstream.learner.trainer.weights.publish import open_published
 
     lora = config.lora.model_copy(update={"publish": "adapters"})
     return open_published(policy, config.model_copy(update={"lora": lora}))

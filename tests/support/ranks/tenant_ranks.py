@@ -115,7 +115,7 @@ def run_rank(folder: Path, job: str) -> None:
     from slipstream.learner.trainer.checkpoints.distributed_files import load_models
     from slipstream.learner.trainer.checkpoints.stored_model import stored_policy
     from slipstream.learner.trainer.passes import Passes
-    from slipstream.learner.trainer.weights.published import open_published
+    from slipstream.learner.trainer.weights.publish import open_published
 
     from support.ranks.lora_ranks import save
 

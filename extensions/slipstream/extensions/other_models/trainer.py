@@ -66,16 +66,13 @@ class Roles(StepPart):
         If `is_served`, the batch must have passed `check_references`.
         """
         with stages.measure("estimates"):
-            return self._estimates(batch)
-
-    def _estimates(self, batch: Batch) -> list[ModelEstimates]:
-        nothing = [None] * len(batch.trajectories)
-        known: Sequence[ReferenceLogprobs | None] = nothing
-        if self.is_served:
-            known = [trajectory.reference for trajectory in batch.trajectories]
-        elif self.reference is not None:
-            known = self.reference.logprobs(batch)
-        values = self.critic.values(batch) if self.critic is not None else nothing
+            nothing = [None] * len(batch.trajectories)
+            known: Sequence[ReferenceLogprobs | None] = nothing
+            if self.is_served:
+                known = [trajectory.reference for trajectory in batch.trajectories]
+            elif self.reference is not None:
+                known = self.reference.logprobs(batch)
+            values = self.critic.values(batch) if self.critic is not None else nothing
         return [ModelEstimates(a, values=b) for a, b in zip(known, values, strict=True)]
 
     def models(self) -> dict[str, ParallelModel]:

@@ -65,7 +65,7 @@ def export(config: Config, path: Path, out: Path) -> None:
     from slipstream.learner.trainer.opening import open_policy
     from slipstream.learner.trainer.ranks.parallel import Launch
     from slipstream.learner.trainer.weights.export import RunChat, save_adapters, save_hf_folder
-    from slipstream.learner.trainer.weights.published import open_published
+    from slipstream.learner.trainer.weights.publish import open_published
 
     alone, chat = on_one_rank(config, path), RunChat.of(config)
     policy = open_policy(alone, Launch.from_environment(), load_weights=False)

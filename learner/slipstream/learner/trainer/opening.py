@@ -22,6 +22,7 @@ from slipstream.learner.trainer.checkpoints.stored_model import (
     check_no_lost_tower,
     check_saved,
 )
+from slipstream.learner.trainer.model.attention_kernels import check_attention
 from slipstream.learner.trainer.model.model import (
     Change,
     DeviceMemory,
@@ -35,7 +36,6 @@ from slipstream.learner.trainer.model.model import (
     shared_scaler,
     unwrapped,
 )
-from slipstream.learner.trainer.model.numeric_checks import check_attention
 from slipstream.learner.trainer.model.policy import NamedAdapters, Policy, adapters
 from slipstream.learner.trainer.model.recipe import (
     ddp_config_of,

@@ -9,7 +9,7 @@ from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.controller_client import ControllerClient
 from slipstream.learner.trainer.model.policy import Policy
 from slipstream.learner.trainer.step import StepPart
-from slipstream.learner.trainer.weights.published import Published
+from slipstream.learner.trainer.weights.publish import Published
 
 if TYPE_CHECKING:
     from slipstream.extensions.prefix_sharing.trainer import PrefixSharing

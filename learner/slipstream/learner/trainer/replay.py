@@ -109,7 +109,7 @@ def replay(config: Config, steps: list[RecordedStep]) -> int:
     from slipstream.learner.trainer.passes import Passes
     from slipstream.learner.trainer.ranks.parallel import Launch
     from slipstream.learner.trainer.step import TrainingStep
-    from slipstream.learner.trainer.weights.published import open_published
+    from slipstream.learner.trainer.weights.publish import open_published
 
     policy = open_policy(config, Launch.from_environment())
     training = TrainingStep(policy, config, step_parts(config, policy))

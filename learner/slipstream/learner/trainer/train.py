@@ -52,8 +52,7 @@ from slipstream.learner.trainer.step import TrainingStep, around
 from slipstream.learner.trainer.step_cost import StepCost
 from slipstream.learner.trainer.weights.bucket_senders import BucketSenders
 from slipstream.learner.trainer.weights.export import RunChat, save_adapters, save_hf_folder
-from slipstream.learner.trainer.weights.publish import WeightPublisher, build_probe
-from slipstream.learner.trainer.weights.published import open_published
+from slipstream.learner.trainer.weights.publish import WeightPublisher, build_probe, open_published
 from slipstream.learner.trainer.weights.weight_stream import WeightDigests
 from slipstream.protocol.codec import version_from_pb, version_to_pb
 from slipstream.protocol.weights.handover import host_id

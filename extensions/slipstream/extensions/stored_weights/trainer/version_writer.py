@@ -30,7 +30,7 @@ from slipstream.v1 import trainer_pb2, weights_pb2
 
 if TYPE_CHECKING:
     from slipstream.learner.trainer.ranks.parallel import Ranks
-    from slipstream.learner.trainer.weights.published import Published
+    from slipstream.learner.trainer.weights.publish import Published
 
 logger = logging.getLogger(__name__)
 

@@ -297,3 +297,20 @@ class SharedSequences(RoutedSequences):
     bounds: Tensor | None = None
     max_queries: int = 0
     paths: Paths | None = None
+
+
+def packed_sequences(cu_seqlens: Tensor, max_seqlen: int, cp_size: int) -> Megatron:
+    """Returns Megatron's parameters of packed sequences; the arguments are as in `MicroBatch`."""
+    packed = RoutedSequences(
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=max_seqlen,
+        max_seqlen_kv=max_seqlen,
+    )
+    if cp_size > 1:
+        # TransformerEngine requires these fields; trailing padding needs no mask of its own. They
+        # are the same tensor as `cu_seqlens_q`, so that TransformerEngine knows, without a wait for
+        # the device, that there are no gaps between sequences.
+        packed.cu_seqlens_q_padded = packed.cu_seqlens_kv_padded = cu_seqlens
+    return packed

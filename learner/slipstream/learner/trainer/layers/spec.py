@@ -8,11 +8,6 @@ import functools
 from collections.abc import Mapping
 from dataclasses import replace
 
-from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
-from megatron.bridge.models.conversion.param_mapping import AutoMapping
-from megatron.bridge.models.qwen.qwen2_bridge import Qwen2Bridge
-from megatron.bridge.models.qwen.qwen3_bridge import Qwen3Bridge
-from megatron.bridge.models.qwen.qwen3_moe_bridge import Qwen3MoEBridge
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
@@ -146,28 +141,3 @@ def _place_norms(parts: Megatron, config: Megatron, norm: Megatron) -> None:
             from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
 
             attention.linear_qkv = mlp_parts(parts).linear_fc1 = TEColumnParallelLinear
-
-
-@functools.cache
-def register_norm_names() -> None:
-    """Adds names of separate norms to Bridge's Qwen families, which know only fused norms."""
-    names = {
-        "input_layernorm.weight": "input_layernorm.weight",
-        "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
-    }
-    for family in (Qwen2Bridge, Qwen3Bridge, Qwen3MoEBridge):
-        original = family.mapping_registry
-
-        def registry(self: Megatron, original: Megatron = original) -> Megatron:
-            known = original(self).mappings
-            have = {mapping.megatron_param for mapping in known}
-            added = [
-                AutoMapping(
-                    megatron_param=f"decoder.layers.*.{ours}", hf_param=f"model.layers.*.{theirs}"
-                )
-                for ours, theirs in names.items()
-                if f"decoder.layers.*.{ours}" not in have
-            ]
-            return MegatronMappingRegistry(*known, *added)
-
-        family.mapping_registry = registry

@@ -224,7 +224,6 @@ def _without_transformer_engine(config: Config) -> dict[str, object]:
             raise ConfigError(
                 f"learner.transformer.{key} needs TransformerEngine, which is not installed here"
             )
-    spec.register_norm_names()
     values: dict[str, object] = dict.fromkeys(_FUSIONS, False)
     values["use_cpu_initialization"] = not torch.cuda.is_available()
     values["transformer_layer_spec"] = spec.layer_spec

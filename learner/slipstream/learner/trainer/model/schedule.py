@@ -26,7 +26,7 @@ from slipstream.learner.trainer.batches.micro_batch import (
 )
 from slipstream.learner.trainer.batches.planner import plan_micro_batches, round_up
 from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
-from slipstream.learner.trainer.model.attention_choice import log_attention_once
+from slipstream.learner.trainer.model.attention_kernels import log_attention_once
 from slipstream.learner.trainer.model.logprobs import (
     Projection,
     top_tokens,
@@ -196,28 +196,11 @@ def _parameters(micro_batch: MicroBatch, cp_size: int) -> Megatron:
         from slipstream.extensions.prefix_sharing.trainer import shared_sequences
 
         return shared_sequences(micro_batch, micro_batch.paths)
+    from slipstream.learner.trainer.layers.attention import packed_sequences
+
     packed = packed_sequences(micro_batch.cu_seqlens, micro_batch.max_seqlen, cp_size)
     packed.expert_ids = micro_batch.expert_ids
     packed.is_padding = micro_batch.is_padding
-    return packed
-
-
-def packed_sequences(cu_seqlens: Tensor, max_seqlen: int, cp_size: int) -> Megatron:
-    """Returns Megatron's parameters of packed sequences; the arguments are as in `MicroBatch`."""
-    from slipstream.learner.trainer.layers.attention import RoutedSequences
-
-    packed = RoutedSequences(
-        qkv_format="thd",
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_kv=cu_seqlens,
-        max_seqlen_q=max_seqlen,
-        max_seqlen_kv=max_seqlen,
-    )
-    if cp_size > 1:
-        # TransformerEngine requires these fields; trailing padding needs no mask of its own. They
-        # are the same tensor as `cu_seqlens_q`, so that TransformerEngine knows, without a wait for
-        # the device, that there are no gaps between sequences.
-        packed.cu_seqlens_q_padded = packed.cu_seqlens_kv_padded = cu_seqlens
     return packed
 
 

@@ -18,8 +18,7 @@ from slipstream.extensions.offload.trainer import HostMemory
 from slipstream.learner.trainer.controller_client import ControllerClient
 from slipstream.learner.trainer.model.model import Part
 from slipstream.learner.trainer.weights.bucket_senders import BucketSenders, GlooSender, NcclSender
-from slipstream.learner.trainer.weights.publish import WeightPublisher
-from slipstream.learner.trainer.weights.published import Published
+from slipstream.learner.trainer.weights.publish import Published, WeightPublisher
 from slipstream.learner.trainer.weights.weight_stream import WeightStream
 from slipstream.protocol.weights.buckets import Bucket, TensorSpec, plan_buckets
 from slipstream.protocol.weights.digests import bucket_digest, bucket_tensor_digests

@@ -1,16 +1,21 @@
-"""Checks attention's gradients of a loaded model before it trains.
+"""Which attention kernel a model uses, and a check of its gradients before the model trains.
 
-Kernels differ by GPU, by library and by head size, and some are wrong: for heads of 256 dimensions
-on a Hopper GPU, cuDNN 9.14 returns gradients that are up to 70% off, and sometimes NaN. A run would
-train with these gradients. So each kind of attention in a model is compared with plain operations
-in float64, over a few short packed sequences. In a model that shares prefixes each kind is also
-checked over sequences with shared prefixes, as such calls may use another kernel.
+TransformerEngine chooses a kernel at the first call, by shapes and library versions. Kernels differ
+by GPU, by library and by head size, and some are wrong: for heads of 256 dimensions on a Hopper
+GPU, cuDNN 9.14 returns gradients that are up to 70% off, and sometimes NaN. A run would train with
+these gradients. So each kind of attention in a model is compared with plain operations in float64,
+over a few short packed sequences. In a model that shares prefixes each kind is also checked over
+sequences with shared prefixes, as such calls may use another kernel.
 
 Produces: nothing, or ConfigError. Waits for: the other ranks, which compute parts of the same
 sequences. Unblocked by: their parts, or the limit of their group.
 """
 
+import functools
+import importlib
 import itertools
+import logging
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,9 +25,7 @@ import torch
 from slipstream.core.errors import ConfigError
 from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.batches.micro_batch import Paths, zigzag
-from slipstream.learner.trainer.model.attention_choice import kernel_and_remedy
 from slipstream.learner.trainer.model.model import ParallelModel, unwrapped
-from slipstream.learner.trainer.model.schedule import packed_sequences
 from torch import Tensor
 
 # Rounding to bfloat16 gives 0.005.
@@ -38,6 +41,13 @@ _SEED = 20
 # The queries of a sequence, and the indices of the keys that they see.
 Path = tuple[range, list[int]]
 _COMPARED = ("outputs", "gradients of queries", "gradients of keys", "gradients of values")
+logger = logging.getLogger(__name__)
+_DECISION = "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"
+_KINDS = {
+    "use_flash_attention": "flash attention",
+    "use_fused_attention": "fused attention (cuDNN)",
+    "use_unfused_attention": "unfused attention",
+}
 
 
 @dataclass(frozen=True)
@@ -99,7 +109,7 @@ def kind_of(attention: Megatron) -> Kind:
 
 
 def _check(model: ParallelModel, kind: Kind, attention: Megatron, *, shares: bool) -> None:
-    from slipstream.learner.trainer.layers.attention import CoreAttention
+    from slipstream.learner.trainer.layers.attention import CoreAttention, packed_sequences
 
     ranks = model.ranks
     lengths = [2 * ranks.cp_size * length for length in _LENGTHS]
@@ -229,3 +239,51 @@ def _attended(kind: Kind, own: Sequence[Tensor], sink: Tensor | None) -> Tensor:
     if sink is not None:
         scores = torch.cat([scores, sink.expand(len(scores), 1)], dim=-1)
     return scores.softmax(-1)[:, : len(key)] @ value
+
+
+@functools.cache
+def log_attention_once() -> None:
+    """Logs the attention kernel once in a process; call this after the first forward pass."""
+    logger.info("attention: %s", chosen_attention())
+
+
+def chosen_attention() -> str:
+    """Returns one line that describes the kernel of the last call of attention."""
+    if _DECISION not in sys.modules:
+        return "torch's scaled_dot_product_attention"
+    return describe(vars(importlib.import_module(_DECISION)))
+
+
+def kernel_and_remedy(*, of_torch: bool) -> tuple[str, str]:
+    """Returns the kernel of the last call of attention, and a change that avoids this kernel.
+
+    `of_torch` tells whether torch's own attention is used, without TransformerEngine.
+    """
+    if of_torch:
+        return f"torch {torch.__version__}", "another version of torch"
+    chosen = chosen_attention()
+    if chosen.startswith(_KINDS["use_unfused_attention"]):
+        return chosen, "another version of TransformerEngine"
+    if "cuDNN" not in chosen:
+        return chosen, "NVTE_FLASH_ATTN=0 in the environment of the trainer"
+    utils = importlib.import_module("transformer_engine.pytorch.utils")
+    version = ".".join(map(str, utils.get_cudnn_version()))
+    newer = "a newer cuDNN (in CUDNN_HOME), or NVTE_FUSED_ATTN=0 in the environment of the trainer"
+    return f"{chosen}, cuDNN {version}", newer
+
+
+def describe(decision: dict[str, Any]) -> str:
+    """Returns kind, layout and element type of the kernel that TransformerEngine chose last.
+
+    `decision` is the namespace of TransformerEngine's module `dot_product_attention`.
+    """
+    found = decision["_attention_backends"]
+    kinds = [name for key, name in _KINDS.items() if found[key]]
+    parameters = found["attention_params"]
+    text = " and ".join(kinds) or "none"
+    if parameters is None:
+        return text
+    text += f", {parameters.qkv_layout} {str(parameters.qkv_dtype).removeprefix('torch.')}"
+    if parameters.context_parallel:
+        text += f", sequences split over ranks by {parameters.cp_comm_type}"
+    return text + (", deterministic" if parameters.deterministic else "")

@@ -6,8 +6,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from slipstream.learner.trainer.model import attention_choice
-from slipstream.learner.trainer.model.attention_choice import (
+from slipstream.learner.trainer.model import attention_kernels
+from slipstream.learner.trainer.model.attention_kernels import (
     describe,
     kernel_and_remedy,
     log_attention_once,
@@ -75,7 +75,7 @@ def test_a_wrong_kernel_is_named_with_what_avoids_it(monkeypatch, kind, kernel, 
     chosen, utils = ModuleType("chosen"), ModuleType("utils")
     vars(chosen).update(decision(kind))
     vars(utils)["get_cudnn_version"] = lambda: (9, 14, 0)
-    monkeypatch.setitem(sys.modules, attention_choice._DECISION, chosen)
+    monkeypatch.setitem(sys.modules, attention_kernels._DECISION, chosen)
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.utils", utils)
     named, told = kernel_and_remedy(of_torch=False)
     assert named.endswith(kernel)
