@@ -28,7 +28,7 @@ from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.batches.micro_batch import MicroBatch
 from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
 from slipstream.learner.trainer.checkpoints.stored_model import StoredModel, stored_adapter
-from slipstream.learner.trainer.model.model import AdamNumbers, Part, gradient_buffers, unwrapped
+from slipstream.learner.trainer.model.model import Part, gradient_buffers, unwrapped
 from slipstream.learner.trainer.model.policy import Policy, draw_adapters
 from slipstream.learner.trainer.model.schedule import (
     forward_backward,
@@ -94,31 +94,29 @@ class Passes:
         given = batch.given
         assert given is not None
         memory = self._policy.memory
+        metrics: dict[str, float] = {}
         with self._held(given.adapter) as held, memory.resident(Part.PARAMETERS):
             match given.WhichOneof("step"):
                 case "adam":
-                    metrics = self._update(AdamNumbers.from_pb(given.adam), batch.passes, held)
+                    metrics = self._update(given.adam, batch.passes, held)
                 case "load":
                     held.reports.clear()
                     with memory.resident(Part.OPTIMIZER):
                         self._load(given.load.step, self._stored(given))
                         if given.load.without_optimizer:
                             self._policy.forget_moments()
-                    metrics = {}
                 case "begin":
                     held.reports.clear()
                     with memory.resident(Part.OPTIMIZER):
                         self._begin(given)
                         self._serve(given.adapter)
-                    metrics = {}
                 case _:
                     self._serve(given.adapter)
-                    metrics = {}
         self._policy.adapters.changed.add(given.adapter.name)
         return TrainedStep(metrics, time.monotonic() - started, {})
 
     def _update(
-        self, numbers: AdamNumbers, passes: Sequence[pb.Pass], held: _Held
+        self, numbers: pb.AdamNumbers, passes: Sequence[pb.Pass], held: _Held
     ) -> dict[str, float]:
         if list(held.reports) != [given.id for given in passes]:
             held.reports.clear()

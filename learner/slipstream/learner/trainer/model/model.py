@@ -9,7 +9,7 @@ import math
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -34,24 +34,6 @@ if TYPE_CHECKING:
 
 # Function that changes the chunks of this rank after loading, before they get gradients.
 Change = Callable[[list[Megatron]], list[Megatron]]
-
-
-@dataclass(frozen=True)
-class AdamNumbers:
-    """The numbers of one step of Adam, in place of those of the settings."""
-
-    learning_rate: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    # Largest norm of the gradient; 0 is no limit.
-    max_grad_norm: float
-
-    @classmethod
-    def from_pb(cls, message: trainer_pb2.AdamNumbers) -> AdamNumbers:
-        """Returns the numbers in `message`, whose fields have the same names."""
-        return cls(**{name.name: getattr(message, name.name) for name in fields(cls)})
 
 
 @dataclass(frozen=True)
@@ -147,7 +129,11 @@ class TrainedModel(ParallelModel):
         return 1.0 if self.scaler is None else float(self.scaler.scale)
 
     def optimizer_step(
-        self, learning_rate: float, again: Callable[[], object], *, adam: AdamNumbers | None = None
+        self,
+        learning_rate: float,
+        again: Callable[[], object],
+        *,
+        adam: trainer_pb2.AdamNumbers | None = None,
     ) -> float:
         """Clips and applies the gradients; returns their norm before clipping. Collective.
 
@@ -188,7 +174,7 @@ class TrainedModel(ParallelModel):
         self.scaler.update(overflowed)
         return not (overflowed and can_fall)
 
-    def _optimizer_step(self, learning_rate: float, adam: AdamNumbers | None) -> float:
+    def _optimizer_step(self, learning_rate: float, adam: trainer_pb2.AdamNumbers | None) -> float:
         """Clips the gradients and updates the weights; returns the gradient norm before clipping.
 
         It replaces the rest of Megatron's `step`. Raises UntrainableBatch, before weights change,
