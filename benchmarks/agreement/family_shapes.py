@@ -12,7 +12,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -392,11 +393,18 @@ FAMILIES = {
 }
 
 
-def make_family(folder: Path, name: str, *, tiny: bool) -> Path:
-    """Writes a random model of the family `name` in bfloat16, with a tokenizer."""
+def make_family(
+    folder: Path, name: str, *, tiny: bool, layers: int = 0, values: Mapping[str, Any] | None = None
+) -> Path:
+    """Writes a random model of the family `name` in bfloat16, with a tokenizer.
+
+    `layers` replaces the family's number unless 0, and `values` its fields of those names.
+    """
     import torch
 
     family = FAMILIES[name]
+    more = {"layers": layers or family.layers, "values": family.values | dict(values or {})}
+    family = replace(family, **more)
     folder.mkdir(parents=True, exist_ok=True)
     vocab = family.settings(tiny=tiny)["vocab_size"]
     make_tokenizer(folder, vocab, sees_images=bool(family.tower))
@@ -484,8 +492,12 @@ def main() -> None:
     parser.add_argument("family", choices=tuple(FAMILIES))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--tiny", action="store_true", help="sizes for a rehearsal on a CPU")
+    parser.add_argument("--layers", type=int, default=0, help="0: a few")
+    parser.add_argument("--values", default="{}", help="fields of config.json, as JSON")
     arguments = parser.parse_args()
-    make_family(arguments.folder, arguments.family, tiny=arguments.tiny)
+    values = json.loads(arguments.values)
+    made = {"tiny": arguments.tiny, "layers": arguments.layers, "values": values}
+    make_family(arguments.folder, arguments.family, **made)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 Every layout starts from one folder of random weights and gets the same batches, so that its first
 step's loss and gradient norm must be those of one rank up to rounding. The speed is that of the
-last half of the steps. Layouts run one after another, each in processes of its own.
+last half of the steps. Then Megatron's own loop (`loops.BareLoop`) trains the same batches in the
+same processes, and its speed is that of its last half. Layouts run one after another.
 
     python -m benchmarks.learner.layouts --shape 0.6B --layouts one,dp4,tp2-pp2 --micro-batches 8
     python -m benchmarks.learner.layouts --shape qwen3-moe --layers 8 --layouts one,ep4,tp2-ep2
@@ -25,16 +26,26 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from slipstream.client.launch.preflight import free_port
+from slipstream.learner.trainer.batches.batch import Batch
 
 from benchmarks.agreement.family_shapes import FAMILIES, make_family
 from benchmarks.common import measure
 from benchmarks.common.shapes import SHAPES, make_shape
-from benchmarks.learner.loops import LOADS, Load, lognormal_batch, shape_config, synchronize
+from benchmarks.learner.loops import (
+    LOADS,
+    BareLoop,
+    Load,
+    lognormal_batch,
+    packed_as_ours,
+    shape_config,
+    synchronize,
+)
 
 PART = re.compile(r"(tp|pp|cp|ep|dp)(\d+)")
 
@@ -44,6 +55,7 @@ class Found:
     """What one layout did; lists have a value for each step."""
 
     tokens_per_s: float
+    bare_tokens_per_s: float
     losses: list[float]
     grad_norms: list[float]
     entropies: list[float]
@@ -81,21 +93,30 @@ def run_rank(arguments: argparse.Namespace) -> None:
     policy = open_policy(config, Launch.from_environment())
     training, device = TrainingStep(policy, config), policy.ranks.device
     vocab = json.loads((arguments.model / "config.json").read_text())["vocab_size"]
-    steps, began, num_tokens = [], 0.0, 0
-    for step in range(arguments.steps):
-        if step == arguments.steps // 2:
+    batches = [lognormal_batch(load, vocab, step) for step in range(arguments.steps)]
+    metrics: list[dict[str, float]] = []
+    speed = speed_of(lambda batch: metrics.append(training.run(batch).metrics), batches, device)
+    peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
+    bare = BareLoop(policy)
+    packed = {batch.step: packed_as_ours(policy, config, batch) for batch in batches}
+    peer = speed_of(lambda batch: bare.step(packed[batch.step]), batches, device)
+    columns = ([step[key] for step in metrics] for key in ("loss", "grad_norm", "entropy"))
+    if policy.ranks.is_main:
+        arguments.found.write_text(json.dumps(asdict(Found(speed, peer, *columns, peak))))
+    policy.ranks.close()
+
+
+def speed_of(run: Callable[[Batch], object], batches: list[Batch], device: torch.device) -> float:
+    """Runs all batches; returns the tokens per second of the last half of them."""
+    began, num_tokens = 0.0, 0
+    for place, batch in enumerate(batches):
+        if place == len(batches) // 2:
             synchronize(device)
             began = time.perf_counter()
-        batch = lognormal_batch(load, vocab, step)
-        steps.append(training.run(batch).metrics)
+        run(batch)
         num_tokens += sum(len(one.token_ids) for one in batch.trajectories) if began else 0
     synchronize(device)
-    speed = num_tokens / (time.perf_counter() - began)
-    peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
-    columns = ([step[key] for step in steps] for key in ("loss", "grad_norm", "entropy"))
-    if policy.ranks.is_main:
-        arguments.found.write_text(json.dumps(asdict(Found(speed, *columns, peak))))
-    policy.ranks.close()
+    return num_tokens / (time.perf_counter() - began)
 
 
 def load_of(arguments: argparse.Namespace) -> Load:
@@ -143,12 +164,13 @@ def rows(found: dict[str, Found | str]) -> list[list[object]]:
     lines: list[list[object]] = []
     for layout, one in found.items():
         if isinstance(one, str) or isinstance(first, str):
-            lines.append([layout, *[""] * 6, one if isinstance(one, str) else "no first layout"])
+            lines.append([layout, *[""] * 7, one if isinstance(one, str) else "no first layout"])
             continue
         speed = f"{one.tokens_per_s:,.0f}", f"{one.tokens_per_s / first.tokens_per_s:.2f}"
+        beside = f"{one.tokens_per_s / one.bare_tokens_per_s:.3f}"
         away = max(abs(a - b) for a, b in zip(one.losses, first.losses, strict=True))
         start = f"{one.losses[0]:.8f}", f"{one.grad_norms[0]:.6f}"
-        lines.append([layout, *speed, *start, f"{away:.1e}", f"{one.peak_gib:.1f}", ""])
+        lines.append([layout, *speed, beside, *start, f"{away:.1e}", f"{one.peak_gib:.1f}", ""])
     return lines
 
 
@@ -194,17 +216,15 @@ def main() -> int:
             dtype = "bfloat16" if on_gpu else "float32"
             make_shape(model, arguments.shape, dtype=dtype, max_positions=40960, layers=layers)
         else:
-            family = FAMILIES[arguments.shape]
-            values = family.values | {"max_position_embeddings": 40960}
-            FAMILIES[arguments.shape] = dataclasses.replace(
-                family, values=values, layers=arguments.layers or family.layers
-            )
-            make_family(model, arguments.shape, tiny=not on_gpu)
+            values = {"max_position_embeddings": 40960}
+            made = {"tiny": not on_gpu, "layers": arguments.layers, "values": values}
+            make_family(model, arguments.shape, **made)
         for layout in arguments.layouts.split(","):
             found[layout] = run_layout(layout, arguments, model)
             measure.progress(f"{layout}: {found[layout]}")
-            header = ["layout", "tokens/s", "of the first", "loss, step 1", "grad norm, step 1"]
-            header += ["largest loss difference", "peak GiB of rank 0", ""]
+            header = ["layout", "tokens/s", "of the first", "of the bare loop"]
+            header += ["loss, step 1", "grad norm, step 1", "largest loss difference"]
+            header += ["peak GiB of rank 0", ""]
             table = measure.table(header, rows(found))
             kept = {
                 name: one if isinstance(one, str) else asdict(one) for name, one in found.items()

@@ -176,22 +176,23 @@ class BareLoop:
     def __init__(self, policy: Policy) -> None:
         self._model = policy.chunks
         self._optimizer = policy.optimizer
-        self._output_layer = unwrapped(policy.chunks[-1]).output_layer
+        # Only the last pipeline stage has one.
+        self._output_layer = getattr(unwrapped(policy.chunks[-1]), "output_layer", None)
         if torch.cuda.is_available():
             # On an H200 this is the fastest of Megatron's three losses.
             settings = unwrapped(policy.chunks[-1]).config
             settings.cross_entropy_loss_fusion = True
             settings.cross_entropy_fusion_impl = "te"
 
-    def step(self, micro_batches: Sequence[MicroBatch]) -> float:
-        """Makes one optimizer step; returns the mean loss of a token."""
+    def step(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Makes one optimizer step; collective, with each rank's share of the micro batches."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         with self._own_projection():
             for chunk in self._model:
                 chunk.zero_grad_buffer()
             self._optimizer.zero_grad()
-            losses = get_forward_backward_func()(
+            get_forward_backward_func()(
                 forward_step_func=forward_step,
                 data_iterator=iter(micro_batches),
                 model=self._model[0],
@@ -201,15 +202,28 @@ class BareLoop:
                 forward_only=False,
             )
             self._optimizer.step()
-        total = torch.stack(losses).sum(dim=0)
-        return float(total[0] / total[1])
 
     @contextlib.contextmanager
     def _own_projection(self) -> Iterator[None]:
+        if self._output_layer is None:
+            yield
+            return
         # The policy has replaced `forward` on the instance.
         replaced = vars(self._output_layer).pop("forward")
         yield
         self._output_layer.forward = replaced
+
+
+def packed_as_ours(policy: Policy, config: Config, batch: Batch) -> list[MicroBatch]:
+    """Returns this rank's micro batches of a step, packed as ours packs them, on the device."""
+    from slipstream.learner.trainer.algorithms.sequences import training_sequences, weighted
+    from slipstream.learner.trainer.model.shares import rank_micro_batches
+
+    members = batch.mini_batches(1)
+    sequences = weighted(training_sequences(batch, config, None), members, config)
+    limit = config.learner.micro_batch_tokens
+    packed = rank_micro_batches(policy, sequences, members[0], max_tokens=limit)
+    return [one.to(policy.ranks.device) for one in packed]
 
 
 def forward_step(
@@ -217,6 +231,7 @@ def forward_step(
     model: Any,  # noqa: ANN401
 ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]]:
     from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.parallel_state import get_context_parallel_world_size
 
     micro_batch = next(data)
     packed = PackedSeqParams(
@@ -226,6 +241,9 @@ def forward_step(
         max_seqlen_q=micro_batch.max_seqlen,
         max_seqlen_kv=micro_batch.max_seqlen,
     )
+    if get_context_parallel_world_size() > 1:
+        # TransformerEngine requires these fields.
+        packed.cu_seqlens_q_padded = packed.cu_seqlens_kv_padded = micro_batch.cu_seqlens
     output = model(
         micro_batch.token_ids[None],
         micro_batch.position_ids[None],

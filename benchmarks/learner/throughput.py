@@ -50,6 +50,7 @@ from benchmarks.learner.loops import (
     Load,
     lognormal_batch,
     matmul_tflops,
+    packed_as_ours,
     quickstart_batch,
     shape_config,
     synchronize,
@@ -98,8 +99,6 @@ class Work:
 
 def works_of(config: Config, batches: list[Batch], training: object) -> list[Work]:
     """Returns the steps of all loops, packed for the peers as ours packs them, on the device."""
-    from slipstream.learner.trainer.algorithms.sequences import training_sequences, weighted
-    from slipstream.learner.trainer.model.schedule import rank_micro_batches
     from slipstream.learner.trainer.step import TrainingStep
 
     assert isinstance(training, TrainingStep)
@@ -107,17 +106,12 @@ def works_of(config: Config, batches: list[Batch], training: object) -> list[Wor
     sizes = json.loads((config.model.path / "config.json").read_text())
     found = []
     for batch in batches:
-        members = batch.mini_batches(1)
-        sequences = weighted(training_sequences(batch, config, None), members, config)
-        packed = rank_micro_batches(
-            policy, sequences, members[0], max_tokens=config.learner.micro_batch_tokens
-        )
+        packed = packed_as_ours(policy, config, batch)
         lengths = [len(trajectory.token_ids) for trajectory in batch.trajectories]
         flops = Arithmetic.of(sizes).training_flops(lengths)
         untrained = sum(lengths) - sum(int(one.loss_mask.sum()) for one in packed)
         skipped = 6.0 * sizes["hidden_size"] * sizes["vocab_size"] * untrained
-        placed = [one.to(policy.ranks.device) for one in packed]
-        found.append(Work(batch, placed, sum(lengths), {OURS: flops - skipped, PEER: flops}))
+        found.append(Work(batch, packed, sum(lengths), {OURS: flops - skipped, PEER: flops}))
     return found
 
 

@@ -12,6 +12,10 @@ waits for the same groups again, or a few more, so that waves of replies of one 
     python -m benchmarks.whole_systems.compare --systems ours trl-async   # two GPUs, 8 minutes
     python -m benchmarks.whole_systems.compare --gpus 1 --systems ours ours-off
     python -m benchmarks.whole_systems.compare --device cpu --systems ours trl-async --rounds 1
+    python -m benchmarks.whole_systems.compare --gpus 4 --learner '{"world_size": 2}' --servers 2 \
+        --systems ours-defaults --rounds 1
+    python -m benchmarks.whole_systems.compare --gpus 4 --shape qwen3-moe --layers 12 --servers 2 \
+        --learner '{"world_size": 2, "parallel": {"ep": 2}}' --systems ours-defaults --rounds 1
 
 `ours-fp8` is ours with `rollout_server.quantization = "fp8_per_channel"`, `ours-kv8` with the KV
 cache in FP8, `ours-bits` with `algorithm.agreement = "bits"`. `ours-off`, `ours-pause` and
@@ -30,6 +34,7 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -39,6 +44,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.agreement.family_shapes import FAMILIES
 from benchmarks.common.measure import (
     ROOT,
     note,
@@ -49,7 +55,7 @@ from benchmarks.common.measure import (
     visible,
     write_result,
 )
-from benchmarks.common.shapes import make_apart
+from benchmarks.common.shapes import SHAPES, make_apart
 from benchmarks.whole_systems.setup import (
     START_LIMIT_S,
     System,
@@ -62,6 +68,8 @@ from benchmarks.whole_systems.tables import fewest_fixed_steps, figures, table_o
 from benchmarks.whole_systems.work import NO_SEEDS, Work
 
 NAME = "whole-systems"
+# The work has 150,000 words; families have smaller vocabularies elsewhere.
+QWEN_VOCAB = 151936
 # What may follow `ours`, with hyphens between.
 WORDS = {"bits", "fp8", "kv8", "both", "defaults", "off", "pause", "sleep"}
 
@@ -96,7 +104,7 @@ class Benchmark:
             config = folder / "config.toml"
             config.write_text(our_config(self.arguments, system, self.model))
             run = [sys.executable, "-m", "slipstream.client.cli", "run", str(config)]
-            system.start(run, self.device_environ(0, 1))
+            system.start(run, self.device_environ(*range(max(2, self.arguments.gpus))))
             return system
         port = free_port()
         system.url = f"http://127.0.0.1:{port}"
@@ -185,11 +193,18 @@ def started(found: Benchmark, names: Sequence[str], folder: Path) -> Iterator[li
 def benchmark(arguments: argparse.Namespace, folder: Path) -> None:
     """Rounds of all systems, the first one of a round another each time."""
     began_s = time.monotonic()
-    shape = "tiny" if arguments.device == "cpu" else arguments.shape
+    is_dense = arguments.shape in SHAPES
+    shape = "tiny" if arguments.device == "cpu" and is_dense else arguments.shape
     dtype = "float32" if arguments.device == "cpu" else "bfloat16"
-    found = Benchmark(
-        arguments, make_apart(folder / "model", shape, dtype=dtype, layers=arguments.layers)
-    )
+    if shape in SHAPES:
+        model = make_apart(folder / "model", shape, dtype=dtype, layers=arguments.layers)
+    else:
+        model = folder / "model"
+        values = json.dumps({} if arguments.device == "cpu" else {"vocab_size": QWEN_VOCAB})
+        sizes = ["--tiny"] if arguments.device == "cpu" else ["--layers", str(arguments.layers)]
+        make = [*program("agreement.family_shapes"), shape, str(model), "--values", values, *sizes]
+        subprocess.run(make, check=True)
+    found = Benchmark(arguments, model)
     for number in range(arguments.rounds):
         if number and time.monotonic() - began_s > arguments.limit_s:
             break
@@ -231,8 +246,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--systems", nargs="+", type=known, default=["ours", "trl-async"])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--gpus", type=int, choices=(1, 2), default=2)
-    parser.add_argument("--shape", default="0.6B")
+    parser.add_argument("--gpus", type=int, choices=(1, 2, 4), default=2)
+    parser.add_argument("--learner", default="{}", help="more of our table, as JSON")
+    parser.add_argument("--servers", type=int, default=1, help="of ours, with GPUs of their own")
+    parser.add_argument("--shape", choices=(*SHAPES, *FAMILIES), default="0.6B")
     parser.add_argument("--layers", type=int, default=0, help="0: as many as the shape has")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--limit-s", type=float, default=0.0, help="no later round begins after")

@@ -142,6 +142,13 @@ def work_of(arguments: argparse.Namespace, fixed_steps: int) -> Work:
     return Work(fixed)
 
 
+def _toml(value: Any) -> str:  # noqa: ANN401 - any value of JSON
+    """Returns a value of JSON as TOML."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {_toml(one)}" for key, one in value.items()) + "}"
+    return json.dumps(value)
+
+
 def our_config(arguments: argparse.Namespace, system: System, model: Path) -> str:
     """Returns the configuration of our run: what a user writes for this work."""
     work, on_cpu = system.work, arguments.device == "cpu"
@@ -154,8 +161,10 @@ def our_config(arguments: argparse.Namespace, system: System, model: Path) -> st
     if "defaults" not in words:
         packed = f"micro_batch_tokens = {arguments.micro_tokens}\nthreads = {threads}\n"
         extra += f"max_episodes = {arguments.episodes}\nthreads = {threads}\n"
-    if "both" in words:
-        extra += "count = 2\n"
+    if "both" in words or arguments.servers > 1:
+        extra += f"count = {max(2, arguments.servers)}\n"
+    for key, value in json.loads(arguments.learner).items():
+        packed += f"{key} = {_toml(value)}\n"
     if not on_cpu and "defaults" not in words:
         # The second server samples beside the learner.
         if "both" in words:

@@ -1,6 +1,7 @@
 """Checkpoints of ranks with a GPU each: copied to pinned memory, gathered from device to device."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -8,10 +9,13 @@ import torch
 from support.ranks import checkpoint_ranks
 from support.ranks.rank_pool import RankPool
 
+# Rehearses everything without a GPU: on gloo, and in float32.
+REHEARSAL = "SLIPSTREAM_REHEARSAL" in os.environ
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+    pytest.mark.skipif(not torch.cuda.is_available() and not REHEARSAL, reason="no GPU"),
 ]
 LAYOUTS = {
     "plain": {},
@@ -57,3 +61,35 @@ def test_a_checkpoint_holds_every_bit(
     for key in ("loss", "grad_norm", "entropy"):
         near = pytest.approx(saved["metrics"][2][key], rel=1e-2, abs=1e-3)
         assert again["metrics"][0][key] == near, key
+
+
+@pytest.mark.parametrize("parallel", [{"tp": 2, "pp": 2}, {"tp": 2, "cp": 2}, {}], ids=str)
+def test_a_checkpoint_of_four_gpus_goes_on_on_one_and_on_two(
+    parallel: dict, folder: Path, rank_pool: RankPool
+) -> None:
+    if torch.cuda.device_count() < 4 and not REHEARSAL:
+        pytest.skip("fewer than 4 GPUs")
+    distributed = {"ddp": {"use_distributed_optimizer": True}}
+    name = f"four-{'-'.join(parallel)}"
+    layouts = {
+        name: {"world_size": 4, "parallel": parallel},
+        f"{name}-one": {},
+        f"{name}-two": {"world_size": 2, "parallel": {"tp": 2}},
+    }
+    found = {}
+    for its, layout in layouts.items():
+        job = {"run": name, "learner": layout | distributed, "until": 3}
+        job |= {"dtype": "float32" if REHEARSAL else "bfloat16"}
+        job |= {"save": [2]} if its == name else {"resume": True}
+        (folder / f"{its}.json").write_text(json.dumps(job))
+        program = Path(checkpoint_ranks.__file__)
+        rank_pool.run(program, [its], world_size=layout.get("world_size", 1), folder=folder)
+        found[its] = torch.load(folder / f"{its}.pt", weights_only=True, map_location="cpu")
+    saved = found.pop(name)
+    for its, again in found.items():
+        assert (again["error"], again["loaded"]) == ("", 2), its
+        # That of the saved weights is in the manifest.
+        assert again["digest"] == again["loaded_digest"], its
+        for key in ("loss", "grad_norm", "entropy"):
+            near = pytest.approx(saved["metrics"][2][key], rel=1e-2, abs=1e-3)
+            assert again["metrics"][0][key] == near, (its, key)

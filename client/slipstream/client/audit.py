@@ -221,13 +221,15 @@ class Audit:
                 played.unbegun[index] = answer.failure.message
             else:
                 opening = answer.observation
-                openings.append(opening)
                 look(index, opening)
                 task = _task(index, opening, self._host.environment_of(key))
                 if opening.is_agent:
                     played.tasks.append(task)
                     played.first_call = await self._first_call(key)
                     return
+                # An environment may draw each episode's limit.
+                opening.ClearField("max_reply_tokens")
+                openings.append(opening)
             await self._ask(close={"episode_key": key})
         if task is None or index in played.unbegun:
             return

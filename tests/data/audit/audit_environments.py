@@ -311,3 +311,11 @@ class Long(Guessing):
         if self._turns == 40:
             return StepResult(float(reply.content.strip() == str(self._secret)))
         return StepResult(done=False, messages=[Message("user", f"Turn {self._turns}.")])
+
+
+class Limited(Sums):
+    """Draws the limit of each episode's replies."""
+
+    def reset(self, task):
+        self.max_reply_tokens = random.randrange(8, 1000)
+        return super().reset(task)
