@@ -1,9 +1,9 @@
 """Trains the same steps in several layouts of ranks, and compares speed and figures with one rank.
 
 Every layout starts from one folder of random weights and gets the same batches, so that its first
-step's loss and gradient norm must be those of one rank up to rounding. The speed is that of the
-last half of the steps. Then Megatron's own loop (`loops.BareLoop`) trains the same batches in the
-same processes, and its speed is that of its last half. Layouts run one after another.
+step's loss and gradient norm must be those of one rank up to rounding. Megatron's own loop
+(`loops.BareLoop`) trains the same batches in the same processes, in turns with ours once both are
+warm; speeds are those of two turns each. Layouts run one after another.
 
     python -m benchmarks.learner.layouts --shape 0.6B --layouts one,dp4,tp2-pp2 --micro-batches 8
     python -m benchmarks.learner.layouts --shape qwen3-moe --layers 8 --layouts one,ep4,tp2-ep2
@@ -59,6 +59,8 @@ class Found:
     losses: list[float]
     grad_norms: list[float]
     entropies: list[float]
+    forward_backward_s: list[float]
+    optimizer_s: list[float]
     peak_gib: float
 
 
@@ -94,29 +96,31 @@ def run_rank(arguments: argparse.Namespace) -> None:
     training, device = TrainingStep(policy, config), policy.ranks.device
     vocab = json.loads((arguments.model / "config.json").read_text())["vocab_size"]
     batches = [lognormal_batch(load, vocab, step) for step in range(arguments.steps)]
-    metrics: list[dict[str, float]] = []
-    speed = speed_of(lambda batch: metrics.append(training.run(batch).metrics), batches, device)
+    metrics = [training.run(batch).metrics for batch in batches]
     peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
     bare = BareLoop(policy)
     packed = {batch.step: packed_as_ours(policy, config, batch) for batch in batches}
-    peer = speed_of(lambda batch: bare.step(packed[batch.step]), batches, device)
-    columns = ([step[key] for step in metrics] for key in ("loss", "grad_norm", "entropy"))
+    loops = (training.run, lambda batch: bare.step(packed[batch.step]))
+    turns = [[seconds_of(loop, batches, device) for loop in loops] for _ in range(3)]
+    num_tokens = sum(
+        len(one.token_ids) for batch in batches[len(batches) // 2 :] for one in batch.trajectories
+    )
+    ours, peer = (2 * num_tokens / sum(each) for each in zip(*turns[1:], strict=True))
+    names = ("loss", "grad_norm", "entropy", "forward_backward_s", "optimizer_s")
+    columns = ([step[key] for step in metrics] for key in names)
     if policy.ranks.is_main:
-        arguments.found.write_text(json.dumps(asdict(Found(speed, peer, *columns, peak))))
+        arguments.found.write_text(json.dumps(asdict(Found(ours, peer, *columns, peak))))
     policy.ranks.close()
 
 
-def speed_of(run: Callable[[Batch], object], batches: list[Batch], device: torch.device) -> float:
-    """Runs all batches; returns the tokens per second of the last half of them."""
-    began, num_tokens = 0.0, 0
-    for place, batch in enumerate(batches):
-        if place == len(batches) // 2:
-            synchronize(device)
-            began = time.perf_counter()
-        run(batch)
-        num_tokens += sum(len(one.token_ids) for one in batch.trajectories) if began else 0
+def seconds_of(run: Callable[[Batch], object], batches: list[Batch], device: torch.device) -> float:
+    """Runs the last half of the batches; returns the seconds."""
     synchronize(device)
-    return num_tokens / (time.perf_counter() - began)
+    began = time.perf_counter()
+    for batch in batches[len(batches) // 2 :]:
+        run(batch)
+    synchronize(device)
+    return time.perf_counter() - began
 
 
 def load_of(arguments: argparse.Namespace) -> Load:
