@@ -1,17 +1,26 @@
+"""Packing of sequences into micro batches, and their split over context parallel ranks."""
+
+import dataclasses
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from slipstream.core.types import Branch
 from slipstream.learner.trainer.batches.micro_batch import (
     build_micro_batch,
     gathered_places,
     share_of_rank,
     zigzag,
 )
-from slipstream.learner.trainer.batches.training_sequence import TokenEstimates, TrainingSequence
-from support.fakes.fake_controller import make_batch
+from slipstream.learner.trainer.batches.training_sequence import (
+    TokenEstimates,
+    TrainingSequence,
+    token_lags,
+)
+from support.fakes.fake_controller import make_batch, with_branches
 from torch import Tensor
 
 PARTS = st.lists(st.integers(1, 6), min_size=1, max_size=6)
@@ -80,3 +89,215 @@ def test_shares_are_those_of_every_tensor_of_tokens() -> None:
 def test_the_only_rank_trains_the_whole() -> None:
     whole = build_micro_batch([], [])
     assert share_of_rank(whole, 0, 1) is whole
+
+
+def sequence(token_ids: list[int], trained: list[bool], advantage: float) -> TrainingSequence:
+    """`trained[i]`: the prediction of token i is trained."""
+    mask = np.array([*trained[1:], False])
+    return TrainingSequence(
+        token_ids=np.array(token_ids),
+        targets=np.array([*token_ids[1:], 0]),
+        loss_mask=mask,
+        behavior_logprobs=np.where(mask, -0.5, 0).astype(np.float32),
+        lags=mask.astype(np.int32),
+        advantages=np.full(len(mask), advantage, dtype=np.float32),
+    )
+
+
+def estimates(number: int, advantage: float) -> TokenEstimates:
+    return TokenEstimates(np.full(number, advantage, dtype=np.float32))
+
+
+def test_micro_batch_lays_sequences_side_by_side() -> None:
+    first = sequence([5, 6, 7], [False, True, True], 0.5)
+    second = sequence([8, 9], [False, True], -1.0)
+    found = build_micro_batch([first, second], [1, 0])
+    assert found.token_ids.tolist() == [8, 9, 5, 6, 7]
+    assert found.position_ids.tolist() == [0, 1, 0, 1, 2]
+    assert found.targets.tolist() == [9, 0, 6, 7, 0]
+    assert found.loss_mask.tolist() == [True, False, True, True, False]
+    assert found.advantages.tolist() == [-1.0, -1.0, 0.5, 0.5, 0.5]
+    assert found.behavior_logprobs.tolist() == [-0.5, 0, -0.5, -0.5, 0]
+    assert found.lags.tolist() == [1, 0, 1, 1, 0]
+    assert found.sequence_ids.tolist() == [0, 0, 1, 1, 1]
+    assert found.loss_weights.tolist() == [1.0] * 5
+    assert found.reference_logprobs is None
+    assert found.cu_seqlens.tolist() == [0, 2, 5]
+    assert found.max_seqlen == 3
+    assert found.indices == (1, 0)
+
+
+def test_filler_makes_the_tokens_a_multiple_and_carries_no_loss() -> None:
+    found = build_micro_batch([sequence([5, 6, 7], [False, True, True], 1.0)], [0], multiple=4)
+    assert found.token_ids.tolist() == [5, 6, 7, 0]
+    assert found.cu_seqlens.tolist() == [0, 3, 4]
+    assert found.loss_mask.tolist() == [True, True, False, False]
+    assert found.is_padding.tolist() == [False, False, False, True]
+    assert found.indices == (0,)
+
+
+def test_what_models_estimate_of_sampled_tokens_stands_where_they_are_predicted() -> None:
+    trajectory = make_batch(0, num_groups=1, group_size=1, vocab_size=9, max_tokens=9).trajectories[
+        0
+    ]
+    number = trajectory.num_sampled_tokens
+    known = np.arange(1, number + 1, dtype=np.float32)
+    found = build_micro_batch(
+        TrainingSequence.of_trajectories(
+            [trajectory], [TokenEstimates(known, -known, 2 * known)], step=0
+        ),
+        [0],
+        multiple=100,
+    )
+    mask = found.loss_mask
+    assert found.advantages[mask].tolist() == known.tolist()
+    assert found.reference_logprobs is not None
+    assert found.reference_logprobs[mask].tolist() == (-known).tolist()
+    assert found.values is not None
+    assert found.values[mask].tolist() == (2 * known).tolist()
+    assert found.values.shape == mask.shape
+    assert not found.values[~mask].any()
+    assert found.returns is None
+    assert found.sequence_ids.tolist()[-1] == 1
+
+
+def test_likely_tokens_of_a_reference_stand_where_the_sampled_token_is_predicted() -> None:
+    batch = with_branches(
+        make_batch(0, num_groups=1, group_size=3, vocab_size=9, max_tokens=9),
+        vocab_size=9,
+        max_tokens=9,
+    )
+    known = []
+    for trajectory in batch.trajectories:
+        number = trajectory.num_sampled_tokens
+        ids = np.arange(2 * number, dtype=np.int64).reshape(number, 2) + 10
+        zeros = np.zeros(number, dtype=np.float32)
+        known.append(TokenEstimates(zeros, top_ids=ids, top_logprobs=-ids.astype(np.float32)))
+    sequences = TrainingSequence.of_trajectories(batch.trajectories, known, step=0)
+    order = range(len(sequences))
+    found = build_micro_batch(sequences, list(order), multiple=100, sequence_multiple=4)
+    assert found.top_ids is not None
+    assert found.top_logprobs is not None
+    assert found.top_ids.shape == found.top_logprobs.shape == (len(found.token_ids), 2)
+    mask = found.loss_mask
+    expected = np.concatenate([one.top_ids for one in known])
+    assert found.top_ids[mask].tolist() == expected.tolist()
+    assert found.top_logprobs[mask].tolist() == (-expected).tolist()
+    assert not found.top_ids[~mask].any()
+    assert found.all_targets[:, 0].tolist() == found.targets.tolist()
+    assert found.all_targets[:, 1:].tolist() == found.top_ids.tolist()
+    # A rank whose share of a mini-batch is empty has as many targets as the others.
+    assert build_micro_batch(sequences, [], multiple=8).all_targets.shape == (8, 3)
+
+
+def test_every_sequence_is_padded_at_its_end_without_loss() -> None:
+    first = sequence([5, 6, 7], [False, True, True], 0.5)
+    second = sequence([8, 9], [False, True], -1.0)
+    found = build_micro_batch([first, second], [0, 1], multiple=8, sequence_multiple=4)
+    assert found.token_ids.tolist() == [5, 6, 7, 0, 8, 9, 0, 0]
+    assert found.position_ids.tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert found.targets.tolist() == [6, 7, 0, 0, 9, 0, 0, 0]
+    assert found.loss_mask.tolist() == [True, True, False, False, True, False, False, False]
+    assert found.behavior_logprobs.tolist() == [-0.5, -0.5, 0, 0, -0.5, 0, 0, 0]
+    assert found.lags.tolist() == [1, 1, 0, 0, 1, 0, 0, 0]
+    assert found.sequence_ids.tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert found.cu_seqlens.tolist() == [0, 4, 8]
+    assert found.max_seqlen == 4
+    assert found.indices == (0, 1)
+    assert found.advantages[found.loss_mask].tolist() == [0.5, 0.5, -1.0]
+    filled = build_micro_batch([first], [0], multiple=8, sequence_multiple=4)
+    assert filled.cu_seqlens.tolist() == [0, 4, 8]
+
+
+def test_empty_micro_batch_is_one_token_of_filler() -> None:
+    found = build_micro_batch([], [])
+    assert found.token_ids.tolist() == [0]
+    assert found.loss_mask.tolist() == [False]
+    assert found.cu_seqlens.tolist() == [0, 1]
+
+
+@settings(deadline=None)
+@given(seed=st.integers(0, 1000), multiple=st.integers(1, 8))
+def test_micro_batch_trains_each_sampled_token_where_it_is_predicted(seed, multiple):
+    batch = make_batch(seed, num_groups=2, group_size=3, vocab_size=99, max_tokens=20)
+    known = [estimates(t.num_sampled_tokens, t.reward - 0.5) for t in batch.trajectories]
+    sequences = TrainingSequence.of_trajectories(batch.trajectories, known, step=batch.step)
+    found = build_micro_batch(sequences, range(6), multiple=multiple)
+    assert len(found.token_ids) % multiple == 0
+    mask = found.loss_mask
+    sampled = [t.token_ids[t.sampled_mask()] for t in batch.trajectories]
+    assert found.targets[mask].tolist() == np.concatenate(sampled).tolist()
+    behavior = np.concatenate([t.behavior_logprobs for t in batch.trajectories])
+    assert found.behavior_logprobs[mask].tolist() == behavior.tolist()
+    versions = [
+        seed - span.version.step
+        for t in batch.trajectories
+        for span in t.version_spans
+        for _ in range(span.length)
+    ]
+    assert found.lags[mask].tolist() == versions
+
+
+def test_token_sampled_without_any_context_is_left_out() -> None:
+    batch = make_batch(0, num_groups=1, group_size=1, vocab_size=9, max_tokens=4)
+    from dataclasses import replace
+
+    trajectory = batch.trajectories[0]
+    number = len(trajectory.token_ids)
+    alone = replace(
+        trajectory,
+        run_lengths=(0, number),
+        behavior_logprobs=-np.arange(number, dtype=np.float32),
+        version_spans=(trajectory.version_spans[0]._replace(length=number),),
+    )
+    (found,) = TrainingSequence.of_trajectories([alone], [estimates(number, 1.0)], step=0)
+    assert found.loss_mask.sum() == number - 1
+    assert found.behavior_logprobs.tolist() == [*range(-1, -number, -1), 0]
+
+
+def test_sequences_of_a_batch_are_those_of_each_trajectory_alone() -> None:
+    batch = make_batch(3, num_groups=2, group_size=3, vocab_size=99, max_tokens=20)
+    known = [estimates(t.num_sampled_tokens, t.reward - 0.5) for t in batch.trajectories]
+    together = TrainingSequence.of_trajectories(batch.trajectories, known, step=3)
+    for trajectory, one, found in zip(batch.trajectories, known, together, strict=True):
+        (alone,) = TrainingSequence.of_trajectories([trajectory], [one], step=3)
+        assert found.token_ids.tolist() == trajectory.token_ids.tolist()
+        assert not found.loss_mask[-1]
+        for name in ("loss_mask", "behavior_logprobs", "lags"):
+            assert getattr(found, name).tolist() == getattr(alone, name).tolist()
+        assert found.advantages.tolist() == alone.advantages.tolist()
+    assert TrainingSequence.of_trajectories([], [], step=3) == []
+
+
+def test_branches_of_a_batch_are_those_of_each_branch_alone() -> None:
+    made = make_batch(3, num_groups=2, group_size=3, vocab_size=99, max_tokens=20)
+    batch = with_branches(made, vocab_size=99, max_tokens=20)
+    assert len(batch.owners) > 6
+    known = [estimates(t.num_sampled_tokens, t.reward - 0.5) for t in batch.trajectories]
+    together = iter(TrainingSequence.of_trajectories(batch.trajectories, known, step=3))
+    for trajectory in batch.trajectories:
+        lags = token_lags([trajectory], 3)
+        for part in trajectory.sequences():
+            found, sampled = next(together), trajectory.sampled_mask()[part.tokens]
+            assert found.token_ids.tolist() == trajectory.token_ids[part.tokens].tolist()
+            assert found.loss_mask.tolist() == [*sampled[1:], False]
+            behavior = trajectory.behavior_logprobs[part.sampled]
+            assert found.behavior_logprobs[found.loss_mask].tolist() == behavior.tolist()
+            assert found.lags[found.loss_mask].tolist() == lags[part.sampled].tolist()
+    assert next(together, None) is None
+
+
+def test_a_branch_that_begins_with_a_sampled_token_leaves_that_one_out() -> None:
+    made = make_batch(0, num_groups=1, group_size=1, vocab_size=9, max_tokens=4).trajectories[0]
+    tree = dataclasses.replace(
+        made,
+        token_ids=np.arange(7, dtype=np.uint32),
+        run_lengths=(1, 2, 0, 4),
+        behavior_logprobs=-np.arange(6, dtype=np.float32),
+        version_spans=(made.version_spans[0]._replace(length=6),),
+        branches=(Branch(2), Branch(2)),
+    )
+    first, second = TrainingSequence.of_trajectories([tree], [estimates(6, 1.0)], step=0)
+    assert first.behavior_logprobs.tolist() == [0, -1, 0]
+    assert second.behavior_logprobs.tolist() == [-3, -4, -5, 0]
+    assert second.loss_mask.tolist() == [True, True, True, False]
