@@ -58,13 +58,6 @@ from torch import Tensor
 
 # Metrics that each adapter has too, where there are several.
 BY_ADAPTER = ("loss", "entropy", "kl", "grad_norm", "trained_tokens")
-# Fraction of the decay that is done after a fraction x of its steps.
-_FALLEN: dict[DecayKind, Callable[[float], float]] = {
-    "none": lambda _: 0.0,
-    "linear": lambda x: x,
-    "cosine": lambda x: (1 - math.cos(math.pi * x)) / 2,
-    "sqrt": math.sqrt,
-}
 
 
 class TrainingStep:
@@ -255,6 +248,15 @@ class _Totals:
         self.num_micro_batches += others.num_micro_batches
         self.forward_backward_s += others.forward_backward_s
         self.optimizer_s += others.optimizer_s
+
+
+# Fraction of the decay that is done after a fraction x of its steps.
+_FALLEN: dict[DecayKind, Callable[[float], float]] = {
+    "none": lambda _: 0.0,
+    "linear": lambda x: x,
+    "cosine": lambda x: (1 - math.cos(math.pi * x)) / 2,
+    "sqrt": math.sqrt,
+}
 
 
 def learning_rate(config: Config, step: int) -> float:
