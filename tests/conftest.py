@@ -33,8 +33,9 @@ def refuse_processes(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 sys.addaudithook(refuse_processes)
-# gRPC says nothing of peers that go, as for the users of the command.
+# gRPC and torch say nothing of peers that go, which here are sent away.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 if importlib.util.find_spec("hypothesis"):
     # Before any test takes the number of examples that is usual, and a deadline for each.
     importlib.import_module("support.rigs.fuzz_budget")

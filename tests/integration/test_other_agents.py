@@ -32,6 +32,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.usefixtures(
 FOLDER = Path(os.environ.get("SLIPSTREAM_AGENTS", "agents-of-others"))
 PYTHON = FOLDER / "py" / "bin" / "python"
 NODE = FOLDER / "node" / "node_modules" / ".bin"
+HOW = f"the top of {Path(__file__).name} says how to install it"
 LIMIT_S = 400.0
 # Coding agents open with a hundred thousand characters, each of them a token here.
 MAX_TOKENS = 600_000
@@ -46,13 +47,13 @@ def needs(package: str) -> pytest.MarkDecorator:
     if PYTHON.exists():
         code = f"import importlib.util as u, sys; sys.exit(u.find_spec({package!r}) is None)"
         found = subprocess.run([PYTHON, "-c", code], check=False).returncode == 0
-    reason = f"{package} is not in {PYTHON}; the top of this file says how to install it"
+    reason = f"{package} is not in {PYTHON}; {HOW}"
     return pytest.mark.skipif(not found, reason=reason)
 
 
 def needs_program(name: str) -> pytest.MarkDecorator:
     """Skips without a program of npm in the folder."""
-    reason = f"{name} is not in {NODE}; the top of this file says how to install it"
+    reason = f"{name} is not in {NODE}; {HOW}"
     return pytest.mark.skipif(not (NODE / name).exists(), reason=reason)
 
 

@@ -48,7 +48,8 @@ def python_of(framework: str) -> Path:
 
 def needs(framework: str) -> pytest.MarkDecorator:
     """Skips without the virtual environment of a framework."""
-    reason = f"{python_of(framework)} is not there; the top of this file says how to make it"
+    how = f"the top of {Path(__file__).name} says how to make it"
+    reason = f"{python_of(framework)} is not there; {how}"
     return pytest.mark.skipif(not python_of(framework).exists(), reason=reason)
 
 

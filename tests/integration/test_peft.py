@@ -18,7 +18,7 @@ from slipstream.learner.trainer.weights.export import _write_adapter
 from slipstream.learner.trainer.weights.export_plan import peft_name
 from support.fakes.parity_models import make_models
 
-peft: Any = pytest.importorskip("peft", reason="PEFT is not installed: see this file's first lines")
+peft: Any = pytest.importorskip("peft", reason="PEFT is not installed here: make test-peft has it")
 
 RANK, ALPHA = 4, 8.0
 ADAPTED = {part for table in (FUSED, LATENT) for parts in table.values() for part in parts}

@@ -44,10 +44,8 @@ def test_a_missing_package_is_refused_before_anything_starts(tmp_path, command):
 
 
 async def test_all_trackers_at_once_take_every_step_and_the_evaluations(tmp_path, monkeypatch):
-    pytest.importorskip("wandb")
-    pytest.importorskip("tensorboard")
-    pytest.importorskip("mlflow")
-    pytest.importorskip("sqlalchemy")
+    for package in ("wandb", "tensorboard", "mlflow", "sqlalchemy"):
+        pytest.importorskip(package, reason=f"{package} is not installed")
     monkeypatch.setenv("WANDB_MODE", "offline")
     config = make_config(
         tmp_path,
