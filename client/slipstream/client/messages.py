@@ -9,7 +9,7 @@ from dataclasses import fields
 from typing import Any
 
 from slipstream.client.environment import Message, ToolCall
-from slipstream.core.names import did_you_mean, near_names
+from slipstream.core.errors import did_you_mean, near_names
 
 # Where the fields of chat formats go: to the field of `Message` with this name.
 FIELDS = {field.name: field.name for field in fields(Message)}

@@ -10,8 +10,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from slipstream.core.errors import ConfigError
-from slipstream.core.names import did_you_mean, near_names
+from slipstream.core.errors import ConfigError, did_you_mean, near_names
 
 FIELD = re.compile(r"\{(\w+)\}")
 

@@ -29,11 +29,11 @@ from slipstream.core.errors import (
     USAGE_ERROR,
     ConfigError,
     SlipstreamError,
+    check_server_id,
 )
 from slipstream.core.machine.description import free_memory
 from slipstream.core.machine.gpus import fill_gpus, gpu_names
 from slipstream.core.machine.process import become_reaper, die_with_parent, kernel_oom_kills
-from slipstream.core.names import check_server_id
 from slipstream.core.run_folder import LOCKS, LOGS
 from slipstream.core.settings.config import Config, address_parts
 from slipstream.core.types import ServerId

@@ -1,5 +1,6 @@
 """The staleness promise: never broken, never stuck, whatever the servers do."""
 
+import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import combinations, product
@@ -13,9 +14,12 @@ from slipstream.core.staleness import (
     choose_batch,
     deadline,
     due_groups,
+    free_bytes,
     holds,
     lag,
     may_finish,
+    may_promise,
+    smallest_queue,
 )
 from support.references.plain_staleness import may_lease, must_start_afresh
 
@@ -203,3 +207,44 @@ def test_the_check_notices_a_queue_that_holds_less_than_one_batch() -> None:
 def test_the_check_itself_notices_a_rule_that_lets_groups_expire(groups_per_step, max_staleness):
     verdict, _ = explore(groups_per_step, max_staleness, 3, holds_from_step)
     assert verdict == "expired"
+
+
+def test_used_and_promised_bytes_are_what_is_not_free() -> None:
+    assert free_bytes(1000, 300, 4, 100) == 300
+    assert free_bytes(1000, 950, 1, 100) == -50
+
+
+@pytest.mark.parametrize(("episodes", "fits"), [(2, True), (3, True), (4, False)])
+def test_a_group_is_promised_only_what_is_free(episodes: int, fits: bool) -> None:
+    assert may_promise(300, episodes, 100) is fits
+
+
+@given(st.integers(0, 2**32), st.integers(1, 5), st.integers(1, 4), st.integers(0, 3))
+def test_no_order_of_events_ever_fills_the_queue_beyond_its_size(
+    seed: int, group_size: int, groups_per_step: int, spare: int
+) -> None:
+    """Groups are leased, episodes end with any size, whole batches are journaled."""
+    draw, largest = random.Random(seed), 10
+    size = smallest_queue(groups_per_step, group_size, largest) + spare
+    missing, waiting, complete = [], 0, []
+    for _ in range(60):
+        free = free_bytes(size, waiting + sum(complete), sum(missing), largest)
+        assert free >= 0
+        grant = may_promise(free, group_size, largest)
+        # Never stuck: with less than a batch leased there is room for one more group.
+        assert grant or len(missing) + len(complete) >= groups_per_step
+        match draw.randrange(3):
+            case 0 if grant:
+                missing.append(group_size)
+            case 1 if missing:
+                index = draw.randrange(len(missing))
+                missing[index] -= 1
+                waiting += draw.randint(1, largest)
+                if not missing[index]:
+                    del missing[index]
+                    # The bytes of the whole group, at most.
+                    taken = min(waiting, group_size * largest)
+                    waiting -= taken
+                    complete.append(taken)
+            case 2 if len(complete) >= groups_per_step:
+                del complete[:groups_per_step]

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from slipstream.core.errors import ProtocolError
-from slipstream.core.reservation import max_text_bytes
 from slipstream.core.settings.tables import BYTES_PER_TOKEN, TRAJECTORY_OVERHEAD_BYTES
+from slipstream.core.staleness import max_text_bytes
 from slipstream.core.types import (
     Branch,
     PolicyVersion,

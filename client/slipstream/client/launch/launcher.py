@@ -60,10 +60,15 @@ from slipstream.core.configuration.config_file import (
     parse_config,
 )
 from slipstream.core.configuration.roles import role_settings
-from slipstream.core.errors import USAGE_ERROR, ConfigError, RunFailed, SlipstreamError
+from slipstream.core.errors import (
+    USAGE_ERROR,
+    ConfigError,
+    RunFailed,
+    SlipstreamError,
+    check_server_id,
+)
 from slipstream.core.machine.process import raise_open_files
 from slipstream.core.models.model_sizes import read_model_sizes
-from slipstream.core.names import check_server_id
 from slipstream.core.run_folder import BATCHES, CHECKPOINTS, JOURNAL, log_path
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.parallel_rules import RankLayout

@@ -23,7 +23,13 @@ from slipstream.core.configuration.function_sources import source_digests
 from slipstream.core.configuration.other_trainers import VALUES, ours_of, removed, without_removed
 from slipstream.core.configuration.roles import missing_weights, role_folders, role_problems
 from slipstream.core.configuration.toml_text import MAX_KEY_PARTS, Table, check_values, parse_toml
-from slipstream.core.errors import USAGE_ERROR, ConfigError, SlipstreamError
+from slipstream.core.errors import (
+    USAGE_ERROR,
+    ConfigError,
+    SlipstreamError,
+    did_you_mean,
+    near_names,
+)
 from slipstream.core.machine.files import read_regular
 from slipstream.core.models.family import refusals
 from slipstream.core.models.model_fields import field_problems, unknown_fields
@@ -37,7 +43,6 @@ from slipstream.core.models.model_rules import (
     vision_problems,
 )
 from slipstream.core.models.model_sizes import ModelSizes, read_model_sizes, read_model_table
-from slipstream.core.names import did_you_mean, near_names
 from slipstream.core.settings.config import NOTES, Config
 from slipstream.core.settings.sections import RUN_NAME
 from slipstream.core.settings.table_rules import trajectory_problems

@@ -9,11 +9,11 @@ from typing import Any, cast
 
 from pydantic import ValidationError
 from slipstream.core.machine.address import address_parts
-from slipstream.core.reservation import smallest_queue
 from slipstream.core.settings.algorithm_section import is_own
 from slipstream.core.settings.parallel_rules import replay_problems, table_problems, world_problems
 from slipstream.core.settings.role_sections import NOT_EXCHANGED, in_place_of, renamed
 from slipstream.core.settings.tables import Tables
+from slipstream.core.staleness import smallest_queue
 from slipstream.v1 import bounds_pb2, trajectory_pb2
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from pydantic import JsonValue, PydanticSchemaGenerationError, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
-from slipstream.core.names import did_you_mean, near_names
+from slipstream.core.errors import did_you_mean, near_names
 from slipstream.core.settings.config import RolloutServerSection
 from slipstream.core.settings.engine_table import OWNED, SECTION
 from vllm import AsyncEngineArgs

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from slipstream.core import reservation
+from slipstream.core import staleness
 from slipstream.core.configuration.config_file import largest_trajectory_bytes
 from slipstream.core.types import Purpose
 from slipstream.learner.controller.leasing.groups import Group
@@ -233,7 +233,7 @@ class Scheduler:
 
     def may_send(self, episodes: int) -> bool:
         """Whether the queue has room for `episodes` more than the promised episodes."""
-        return reservation.may_promise(self._free_bytes(), episodes, self._largest_bytes)
+        return staleness.may_promise(self._free_bytes(), episodes, self._largest_bytes)
 
     @property
     def reserved_bytes(self) -> int:
@@ -253,7 +253,7 @@ class Scheduler:
     def _free_bytes(self) -> int:
         limit, waiting = self._config.queue.max_bytes, self._queue.waiting_bytes
         promised = self._book.promised_episodes
-        return reservation.free_bytes(limit, waiting, promised, self._largest_bytes)
+        return staleness.free_bytes(limit, waiting, promised, self._largest_bytes)
 
     def _note(self, wait: LeaseWait) -> None:
         self._wait = wait

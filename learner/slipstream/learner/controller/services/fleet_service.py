@@ -14,8 +14,7 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
-from slipstream.core.errors import ConfigError, ProtocolError
-from slipstream.core.names import check_server_id
+from slipstream.core.errors import ConfigError, ProtocolError, check_server_id
 from slipstream.core.run_folder import JOURNAL, JOURNAL_LOG
 from slipstream.core.types import ServerId
 from slipstream.learner.controller.leasing.scheduler import Books, Scheduler

@@ -15,10 +15,9 @@ from pathlib import Path
 import numpy as np
 from google.protobuf.message import DecodeError
 from slipstream.core.configuration.config_file import largest_trajectory_bytes, vocabulary_size
-from slipstream.core.errors import ProtocolError
-from slipstream.core.names import is_server_id
-from slipstream.core.reservation import max_text_bytes
+from slipstream.core.errors import ProtocolError, is_server_id
 from slipstream.core.settings.sections import MAX_TURNS, SamplingSection
+from slipstream.core.staleness import max_text_bytes
 from slipstream.core.types import (
     GroupId,
     PolicyVersion,

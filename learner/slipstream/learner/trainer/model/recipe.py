@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 
 import torch
 from pydantic import ConfigDict, JsonValue, TypeAdapter, ValidationError
-from slipstream.core.errors import ConfigError
-from slipstream.core.names import did_you_mean, near_names
+from slipstream.core.errors import ConfigError, did_you_mean, near_names
 from slipstream.core.settings.config import Config, LearnerSection
 from slipstream.core.settings.parallel_rules import RankLayout
 from slipstream.learner.trainer import Megatron

@@ -5,7 +5,7 @@ from collections import Counter
 from pathlib import Path
 from random import Random
 
-from slipstream.core import reservation, staleness
+from slipstream.core import staleness
 from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.leasing.lease_pass import WORDS, Grant, LeaseWait
@@ -107,15 +107,13 @@ class PlainScheduler(Scheduler):
             if old is None and turn is None:
                 wait = max(wait, LeaseWait.ENVIRONMENT)
                 continue
-            free = reservation.free_bytes(
+            free = staleness.free_bytes(
                 self._config.queue.max_bytes,
                 self._queue.waiting_bytes,
                 episodes.total(),
                 self._largest_bytes,
             )
-            if not reservation.may_promise(
-                free, size + self._evaluated_soon(), self._largest_bytes
-            ):
+            if not staleness.may_promise(free, size + self._evaluated_soon(), self._largest_bytes):
                 return LeaseWait.QUEUE
             if old is not None:
                 self._book.again.remove(old)

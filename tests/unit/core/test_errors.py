@@ -3,8 +3,7 @@
 from pathlib import Path
 
 import pytest
-from slipstream.core.errors import ConfigError
-from slipstream.core.names import check_server_id
+from slipstream.core.errors import ConfigError, check_server_id
 from support.fakes.small_configs import config_of
 
 OUTSIDE = [
