@@ -103,6 +103,7 @@ def test_a_figure_is_tokens_over_time_and_not_the_mean_of_speeds() -> None:
 def test_the_words_of_a_system_are_settings_of_its_run(name, settings, tmp_path):
     sizes = {"memory": 0.3, "kv_gib": 1, "shared_episodes": 32, "episodes": 64}
     work = {"group": 4, "sequences": 16, "staleness": 4, "micro_tokens": 4096, "run_s": 60.0}
+    work |= {"learner": '{"parallel": {"ep": 1}}', "servers": 1}
     arguments = argparse.Namespace(device="cuda", systems=[known(name)], **sizes, **work)
     system = System(name, tmp_path, 4, tmp_path, Work(fixed=0), 1, 2)
     config = parse_config(
