@@ -72,13 +72,16 @@ FLIGHTS = (
 )
 # Packages and modules of what a run may do without.
 OPTIONAL = (
-    "slipstream.client.agents",
+    *("slipstream.client.agent_episodes", "slipstream.client.agent_exchange"),
+    "slipstream.client.agent_gateway",
     "slipstream.environments",
     "slipstream.extensions",
     "slipstream.learner.controller.reporting",
     "slipstream.rollout_server.agents",
     "slipstream.rollout_server.episodes.agent_talk",
-    "slipstream.rollout_server.vllm.agents",
+    "slipstream.rollout_server.vllm.agent_application",
+    "slipstream.rollout_server.vllm.agent_services",
+    "slipstream.rollout_server.vllm.reply_reader",
 )
 # Package of others -> the only modules of ours that may import it.
 OWNERS = {

@@ -16,9 +16,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from google.protobuf.message import Message
-from slipstream.client.launch.children import Child, start_child
-from slipstream.client.launch.share import SERVER, TRAINER
-from slipstream.client.launch.trainer_ranks import rank_environments
+from slipstream.client.launch.children import Child, rank_environments, start_child
+from slipstream.client.launch.placement import SERVER, TRAINER
 from slipstream.client.run_folder import identified, write_config
 from slipstream.core.errors import RunFailed
 from slipstream.core.run_folder import METRICS

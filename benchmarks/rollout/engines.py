@@ -97,7 +97,7 @@ class Served:
         from slipstream.rollout_server.episodes.renderer import Renderer
         from slipstream.rollout_server.episodes.worker_gateway import WorkerGateway
         from slipstream.rollout_server.service import RolloutServer
-        from slipstream.rollout_server.vllm.agents.agent_services import AgentServices
+        from slipstream.rollout_server.vllm.agent_services import AgentServices
 
         self._engine = engine
         self._stop = asyncio.Event()

@@ -27,7 +27,7 @@ from slipstream.learner.trainer.weights.export_plan import Piece
 from slipstream.learner.trainer.weights.weight_stream import WeightStream, bucket_bytes
 from slipstream.protocol.weights.buckets import layout_from_pb, layout_to_pb
 from slipstream.protocol.weights.nccl_group import NcclGroup, Wire, set_nccl_environment
-from slipstream.rollout_server.vllm.weights.weight_receiver import TRANSPORTS
+from slipstream.rollout_server.vllm.weight_receiver import TRANSPORTS
 from slipstream.rollout_server.weights.bucket_receiver import Incoming, Seat
 from slipstream.rollout_server.weights.copy_plan import Copy, CopyPlan, Replay, View
 from slipstream.v1 import weights_pb2

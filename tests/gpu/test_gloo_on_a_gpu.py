@@ -7,8 +7,7 @@ import torch
 from slipstream.core.settings.config import WeightsSection
 from slipstream.learner.trainer.weights.bucket_senders import GlooSender
 from slipstream.protocol.weights.buckets import TensorSpec, plan_buckets
-from slipstream.rollout_server.weights.bucket_receiver import Incoming, Seat
-from slipstream.rollout_server.weights.receivers import GlooReceiver
+from slipstream.rollout_server.weights.bucket_receiver import GlooReceiver, Incoming, Seat
 
 pytestmark = [
     pytest.mark.gpu,

@@ -12,8 +12,7 @@ import pytest
 import torch
 from slipstream.core.errors import WeightSyncError
 from slipstream.protocol.weights.digests import HostDigests, bucket_digest
-from slipstream.rollout_server.weights.bucket_receiver import Incoming, Seat
-from slipstream.rollout_server.weights.receivers import IpcReceiver
+from slipstream.rollout_server.weights.bucket_receiver import Incoming, IpcReceiver, Seat
 from slipstream.v1 import weights_pb2
 from support.ranks import ipc_learner
 

@@ -18,7 +18,7 @@ from slipstream.rollout_server.engine_interface import (
     TextOptions,
     TextPart,
 )
-from slipstream.rollout_server.vllm.agents.agent_services import AgentServices
+from slipstream.rollout_server.vllm.agent_services import AgentServices
 from support.fakes.agent_rig import SAMPLING, AgentRig, agent_config
 from support.fakes.chat_models import make_chat_model
 from support.rigs.engine_rig import Reference

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from slipstream.rollout_server.episodes.recording import Recording
-from slipstream.rollout_server.vllm.agents.agent_services import AgentServices
+from slipstream.rollout_server.vllm.agent_services import AgentServices
 from support.fakes.agent_rig import SAMPLING, AgentRig, agent_config, scripted_engine
 from support.fakes.tiny_models import make_seeing_model
 

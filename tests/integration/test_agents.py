@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 from slipstream.core.errors import ConfigError
 from slipstream.rollout_server.engine_interface import RequestRefused
-from slipstream.rollout_server.vllm.agents.agent_services import AgentServices
+from slipstream.rollout_server.vllm.agent_services import AgentServices
 from support.fakes.agent_rig import SAMPLING, AgentRig, agent_config, agent_rig, script
 from support.fakes.chat_models import CHAT_TEMPLATE
 from support.fakes.small_configs import NGRAM

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from slipstream.rollout_server.inference.step_rules import PromptGathering
+from slipstream.rollout_server.engine_rules import PromptGathering
 from slipstream.rollout_server.vllm import chunking_scheduler
 from slipstream.rollout_server.vllm.chunking_scheduler import Chunk, scheduler_class
 from slipstream.rollout_server.vllm.engine_arguments import engine_config

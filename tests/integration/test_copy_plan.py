@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from slipstream.protocol.weights.buckets import TensorSpec, plan_buckets
-from slipstream.rollout_server.vllm.weights.loader_update import check_layers
+from slipstream.rollout_server.vllm.loader_update import check_layers
 from slipstream.rollout_server.weights.copy_plan import NotCopied, record
 from support.fakes import receiver_worker
 from support.ranks.loader_ranks import (

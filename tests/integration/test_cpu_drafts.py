@@ -1,7 +1,7 @@
 """What vLLM does with drafts on CPUs, and what is mended."""
 
 import torch
-from slipstream.rollout_server.vllm.cpu_repairs import repair_expansion
+from slipstream.rollout_server.vllm.cpu import repair_expansion
 from vllm.platforms import current_platform
 from vllm.v1.sample import rejection_sampler
 

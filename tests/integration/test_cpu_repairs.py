@@ -4,8 +4,8 @@ import functools
 
 import pytest
 import torch
-from slipstream.rollout_server.vllm import cpu_repairs
-from slipstream.rollout_server.vllm.weights.loader_update import LoaderUpdate
+from slipstream.rollout_server.vllm import cpu
+from slipstream.rollout_server.vllm.loader_update import LoaderUpdate
 from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 from vllm.model_executor.layers.rotary_embedding import get_rope
@@ -14,7 +14,7 @@ from vllm.model_executor.model_loader import reload
 
 @pytest.fixture(autouse=True)
 def repaired() -> None:
-    cpu_repairs.repair_layers()
+    cpu.repair_layers()
 
 
 @pytest.mark.parametrize("heads", [1, 4])

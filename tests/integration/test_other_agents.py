@@ -21,7 +21,7 @@ import pytest
 import pytest_asyncio
 from slipstream.client.episode_host import EpisodeHost
 from slipstream.environments.command import Command
-from slipstream.rollout_server.agents.limits import HttpCall
+from slipstream.rollout_server.agents.request_rules import HttpCall
 from slipstream.rollout_server.engine_interface import Sampling
 from slipstream.v1 import environment_pb2 as pb
 from support.fakes.agent_rig import AgentRig, agent_rig

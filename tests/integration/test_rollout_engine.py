@@ -19,9 +19,8 @@ from slipstream.rollout_server.engine_interface import (
     Sampling,
     TextOptions,
 )
-from slipstream.rollout_server.vllm import engine
+from slipstream.rollout_server.vllm import engine, loader_update
 from slipstream.rollout_server.vllm.chunking_scheduler import CHUNK_TOKENS, check_outputs
-from slipstream.rollout_server.vllm.weights import loader_update
 from support.fakes.gloo_sender import GlooSender, layout_of
 from support.rigs.engine_rig import PROMPT, SAMPLING, Rig, engine_rig
 from support.rigs.running_replies import until_generated

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from slipstream.core.types import PolicyVersion
 from slipstream.rollout_server.engine_interface import EngineDied, Sampling
-from slipstream.rollout_server.inference.usage import EngineWatchdog
+from slipstream.rollout_server.usage import EngineWatchdog
 from slipstream.rollout_server.vllm import engine as engine_module
 from slipstream.rollout_server.vllm import engine_pause
 from slipstream.rollout_server.vllm.engine import VllmEngine

@@ -24,8 +24,7 @@ from slipstream.learner.trainer.weights.bucket_senders import GlooSender
 from slipstream.protocol.access.exposure import RENDEZVOUS_VARIABLE
 from slipstream.protocol.access.security import call_metadata
 from slipstream.protocol.weights.buckets import TensorSpec, plan_buckets
-from slipstream.rollout_server.weights.bucket_receiver import Incoming, Seat
-from slipstream.rollout_server.weights.receivers import GlooReceiver
+from slipstream.rollout_server.weights.bucket_receiver import GlooReceiver, Incoming, Seat
 from slipstream.v1 import status_pb2, status_pb2_grpc
 from support.fakes.guarded_controller import TOKEN, serving, with_token
 from support.rigs.loopbacks import LOOPBACKS

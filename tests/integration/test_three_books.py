@@ -19,7 +19,7 @@ from slipstream.learner.controller.servers.session import ServerKey
 from slipstream.learner.controller.trajectories.intake import Intake
 from slipstream.protocol.queue.base import Amount
 from slipstream.rollout_server.engine_interface import EngineUse
-from slipstream.rollout_server.episodes.epoch_counters import EpochCounters
+from slipstream.rollout_server.usage import EpochCounters
 from slipstream.v1 import trainer_pb2
 from support.fakes.fake_server import FakeServer, environment_failure
 from support.fakes.fake_trainer import START, FakeTrainer

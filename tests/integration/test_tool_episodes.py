@@ -11,7 +11,7 @@ from typing import Any
 from slipstream.core.types import Branch, FailureKind, Status, Trajectory
 from slipstream.rollout_server.chat import TemplateInputs
 from slipstream.rollout_server.engine_interface import GenerationFailed
-from slipstream.rollout_server.vllm.agents.agent_services import AgentServices
+from slipstream.rollout_server.vllm.agent_services import AgentServices
 from support.fakes import example_tools
 from support.fakes.agent_rig import agent_config, script, scripted_engine
 from support.fakes.chat_models import CHAT_TEMPLATE, make_chat_model

@@ -368,7 +368,7 @@ def test_a_pipe_into_which_nobody_writes_is_a_fault(planted: Planted, name: str)
 
 
 def test_a_line_without_an_end_is_read_in_parts(planted: Planted, monkeypatch) -> None:
-    monkeypatch.setattr("slipstream.client.run_files.LINE_BYTES", 1000)
+    monkeypatch.setattr("slipstream.client.run_folder.LINE_BYTES", 1000)
     with planted.log.open("ab") as log:
         log.write(b"x" * 10_000 + b"\n")
     assert any("is damaged" in text for text in examine(planted.folder).faults)

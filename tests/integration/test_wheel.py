@@ -49,7 +49,7 @@ def test_the_client_installs_alone_and_brings_no_torch(wheel, tmp_path):
     code = (
         "import importlib.util, slipstream.client as c; c.Client, c.Environment, c.StepResult; "
         "import slipstream; slipstream.run, slipstream.__version__; "
-        "from slipstream.client.agents.gateway import Gateway; "
+        "from slipstream.client.agent_gateway import Gateway; "
         "from slipstream.environments.command import Command; "
         "from slipstream.environments.echo import Echo; "
         "assert importlib.util.find_spec('torch') is None; "

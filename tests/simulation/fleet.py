@@ -26,7 +26,7 @@ from slipstream.rollout_server.engine_interface import (
     LoadedWeights,
 )
 from slipstream.rollout_server.episodes.calls import CallTable
-from slipstream.rollout_server.episodes.worker_process import NO_LIMITS
+from slipstream.rollout_server.episodes.worker_gateway import NO_LIMITS
 from slipstream.rollout_server.episodes.workers import EnvironmentWorker
 from slipstream.v1 import environment_pb2, trajectory_pb2, weights_pb2
 

@@ -29,7 +29,7 @@ BATCHES = f"{CONTROLLER}.trajectories.batches:BatchFormer"
 ORDERS = "slipstream.rollout_server.weight_orders:WeightOrders"
 CLIENT = "slipstream.learner.trainer.controller_client:ControllerClient"
 SERVICE = f"{CONTROLLER}.services.trainer_service"
-WRITER = "slipstream.extensions.stored_weights.trainer.version_writer:VersionWriter"
+WRITER = "slipstream.extensions.stored_weights.trainer:VersionWriter"
 FETCHED = "slipstream.extensions.stored_weights.server:StoredWeights"
 
 
@@ -229,7 +229,7 @@ MUTANTS: dict[str, tuple[Change, ...]] = {
     ),
     "a manifest names objects that storage did not take": (
         Change(
-            "slipstream.extensions.stored_weights.trainer.rank_objects:RankObjects._put",
+            "slipstream.extensions.stored_weights.trainer:RankObjects._put",
             "self._storage.write(key, data, until)",
             "with __import__('contextlib').suppress(Exception):\n"
             "        self._storage.write(key, data, until)",

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from slipstream.extensions.stored_weights import server as stored_weights
 from slipstream.extensions.stored_weights import storage
+from slipstream.extensions.stored_weights import trainer as version_writer
 from slipstream.extensions.stored_weights.controller import StoredPublisher
-from slipstream.extensions.stored_weights.trainer import version_writer
 from slipstream.protocol.weights.buckets import TensorSpec, layout_to_pb, plan_buckets
 from slipstream.protocol.weights.digests import bucket_digest, bucket_tensor_digests
 from slipstream.protocol.weights.waits import Unanswered

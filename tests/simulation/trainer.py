@@ -17,7 +17,7 @@ import numpy as np
 from slipstream.core.errors import RunFailed, SlipstreamError
 from slipstream.core.settings.config import Config
 from slipstream.core.types import PolicyVersion, Trajectory
-from slipstream.extensions.stored_weights.trainer.version_writer import VersionWriter
+from slipstream.extensions.stored_weights.trainer import VersionWriter
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.controller_client import (
     TERMINATED,

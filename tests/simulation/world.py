@@ -40,8 +40,8 @@ from slipstream.protocol.queue import grpc
 from slipstream.rollout_server import service, session
 from slipstream.rollout_server.episodes import dispatcher, environments
 from slipstream.rollout_server.episodes.play import Model
-from slipstream.rollout_server.memory import ProcessMemory
-from slipstream.rollout_server.vllm.agents.agent_services import AgentServices
+from slipstream.rollout_server.usage import ProcessMemory
+from slipstream.rollout_server.vllm.agent_services import AgentServices
 from slipstream.v1 import fleet_pb2, status_pb2, trainer_pb2, trajectory_pb2
 
 from simulation.blocking import THREADING, BlockingChannel, run_blocking, sleep

@@ -16,7 +16,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from slipstream.client.audit_data import Row
-from slipstream.client.task_digest import MAX_LISTED, spaced
+from slipstream.client.episode_host import MAX_LISTED, spaced
 from slipstream.core.errors import EnvironmentFailed
 
 if TYPE_CHECKING:

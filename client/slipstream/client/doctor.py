@@ -14,7 +14,7 @@ from dataclasses import replace
 from slipstream.client.launch.checks import DOCTOR_LIMIT_S, find_all
 from slipstream.client.launch.findings import Finding, Scene, Verdict
 from slipstream.client.launch.launcher import learner_overrides, scene_of
-from slipstream.client.launch.share import LEARNER, Share, learner_node
+from slipstream.client.launch.placement import LEARNER, Share, learner_node
 from slipstream.client.terminal import say
 from slipstream.core.configuration.config_file import load_config
 from slipstream.core.errors import ConfigError

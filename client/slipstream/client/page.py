@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import JsonValue
-from slipstream.client.run_files import lines_of, parsed
-from slipstream.client.run_folder import settings_of
+from slipstream.client.run_folder import lines_of, parsed, settings_of
 from slipstream.client.terminal import say
 from slipstream.core.configuration.toml_text import parse_toml
 from slipstream.core.errors import ConfigError

@@ -5,9 +5,12 @@ groups keep their tasks, seeds and deadlines. So a resumed run must keep some se
 (`FIXED`), and may only increase others (`GROWING`).
 """
 
+from __future__ import annotations
+
 import contextlib
 import fcntl
 import json
+import math
 import os
 import secrets
 import tempfile
@@ -15,8 +18,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+from pydantic import JsonValue
 from slipstream.core.configuration.config_file import (
     REMEDY,
     dump_config,
@@ -458,3 +462,26 @@ def _top_k(config: Config) -> int | None:
 
 def _value(config: Config, key: str) -> object:
     return reduce(getattr, key.split("."), config)
+
+
+LINE_BYTES = 16 << 20
+
+
+def lines_of(file: BinaryIO) -> Iterator[bytes]:
+    """Yields the lines of a file with their newlines; of a line beyond `LINE_BYTES` its parts."""
+    while line := file.readline(LINE_BYTES):
+        yield line
+
+
+def parsed(data: bytes) -> JsonValue:
+    """Returns the parsed JSON, or None if it is invalid; NaN and infinities become None."""
+    try:
+        found: JsonValue = json.loads(data, parse_float=_finite, parse_constant=_finite)
+    except (ValueError, RecursionError):
+        return None
+    return found
+
+
+def _finite(text: str) -> float | None:
+    value = float(text)
+    return value if math.isfinite(value) else None

@@ -33,8 +33,7 @@ from slipstream.client.client import LOOK_S, Client, NoController
 from slipstream.client.environment import AnyEnvironment, Environment
 from slipstream.client.episode_host import EpisodeHost
 from slipstream.client.page import PAGE
-from slipstream.client.run_files import parsed
-from slipstream.client.run_folder import FoundRun, read_summary
+from slipstream.client.run_folder import FoundRun, parsed, read_summary
 from slipstream.client.status import RunStatus
 from slipstream.core.configuration.automatic import add_names
 from slipstream.core.configuration.config_file import parse_config
@@ -122,7 +121,6 @@ class Run:
 
     @property
     def folder(self) -> Path:
-        """The run's folder."""
         return self._plan.config.run_dir
 
     @property

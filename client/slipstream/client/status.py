@@ -124,7 +124,6 @@ class RunStatus:
 
     @property
     def is_over(self) -> bool:
-        """Whether the run has ended."""
         return self.state in ("finished", "failed", "stopped")
 
 

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from google.protobuf.message import DecodeError
-from slipstream.client.run_files import lines_of, parsed
-from slipstream.client.run_folder import LOCK, settings_of
+from slipstream.client.run_folder import LOCK, lines_of, parsed, settings_of
 from slipstream.client.terminal import plain, say
 from slipstream.core import run_folder
 from slipstream.core.configuration.toml_text import parse_toml

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from slipstream.client.answers import TRAINED, holds_null, trains
 from slipstream.client.environment import Environment, Message, ResetResult, StepResult
-from slipstream.client.messages import TRAINED, holds_null, trains
 from slipstream.core.errors import ConfigError
 from slipstream.core.template_values import tools_json
 from slipstream.environments.arguments import check_at_least

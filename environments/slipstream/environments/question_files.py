@@ -17,9 +17,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from slipstream.client.answers import content_parts
+from slipstream.client.answers import content_parts, read_message
 from slipstream.client.environment import Environment, Message
-from slipstream.client.messages import read_message
 from slipstream.core.errors import ConfigError
 from slipstream.core.hub import DATA_PREFIX, HubFiles
 from slipstream.environments.answers import bare

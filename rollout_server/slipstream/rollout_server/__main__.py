@@ -42,7 +42,7 @@ from slipstream.protocol.weights.nccl_group import set_nccl_environment
 from slipstream.protocol.weights.transports import check_storage
 from slipstream.rollout_server import process
 from slipstream.rollout_server.engine_interface import EngineDied
-from slipstream.rollout_server.episodes.worker_process import WorkerLimits
+from slipstream.rollout_server.episodes.worker_gateway import WorkerLimits
 
 if TYPE_CHECKING:
     from slipstream.rollout_server.vllm.engine import VllmEngine
@@ -108,7 +108,7 @@ async def _serve(config: Config, options: argparse.Namespace) -> None:
 
     check_storage(config.weights.storage_url)
     process.import_engine(config)
-    from slipstream.rollout_server.vllm.agents.agent_services import AgentServices
+    from slipstream.rollout_server.vllm.agent_services import AgentServices
     from slipstream.rollout_server.vllm.engine import VllmEngine
 
     set_nccl_environment(os.environ)

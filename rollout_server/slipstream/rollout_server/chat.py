@@ -55,7 +55,6 @@ class ChatMessage(NamedTuple):
 
     @property
     def num_characters(self) -> int:
-        """The number of characters in the message's text."""
         parts = [part for part in self.parts if isinstance(part, str)]
         parts += [text for call in self.tool_calls for text in (call.name, call.arguments)]
         return len(self.content) + len(self.reasoning) + sum(map(len, parts))

@@ -1,21 +1,36 @@
-"""Checks that vLLM accepts a run's settings: `python -m slipstream.rollout_server.check < FILE`.
+"""Checks that vLLM accepts a run's settings, and that a chat template renders prompts.
+
+    python -m slipstream.rollout_server.check < FILE
 
 Values are checked against the types of vLLM's arguments, and names of parsers against vLLM's lists.
 If a parser of tool calls is set, the chat template is tried too. No weights are read, and no engine
 is started.
+
+    python -m slipstream.rollout_server.check prompts < QUESTION
+
+QUESTION is JSON: the folder `model`, a file `template` or null, `values`, and `environments`, each
+with `values` as JSON text and serialized `openings` in base64. The answer is JSON too: for each
+opening `tokens` and `fault`, such as a message that the template leaves out.
 """
 
+import json
 import os
 import sys
+from base64 import b64decode
 from collections.abc import Iterator
 from itertools import chain
+from pathlib import Path
+from typing import Any
 
 from slipstream.core.configuration.config_file import run_check
-from slipstream.core.errors import WARNING, ConfigError
+from slipstream.core.errors import USAGE_ERROR, WARNING, ConfigError
 from slipstream.core.models.model_files import missing_tokenizer
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.engine_table import SECTION
 from slipstream.rollout_server import process
+from slipstream.rollout_server.chat import ChatMessage, TemplateInputs
+from slipstream.rollout_server.episodes.renderer import Renderer, RenderingFailed
+from slipstream.v1 import environment_pb2
 
 
 def check_settings(config: Config) -> None:
@@ -43,8 +58,6 @@ def _tool_warnings(config: Config) -> Iterator[str]:
     server, folder = config.rollout_server, config.model.path
     if server.tool_parser is None or missing_tokenizer(folder, server.chat_template):
         return
-    from slipstream.rollout_server.episodes.renderer import Renderer, RenderingFailed
-
     template, values = server.chat_template, server.chat_template_kwargs
     try:
         if Renderer(folder, template=template, values=values).writes_tools:
@@ -59,5 +72,35 @@ def _tool_warnings(config: Config) -> Iterator[str]:
     )
 
 
+def check_prompts() -> int:
+    """Answers the question on stdin; returns 0, or 2 with the cause on stderr if it cannot."""
+    asked = json.loads(sys.stdin.read())
+    template = asked["template"] and Path(asked["template"])
+    try:
+        renderer = Renderer(Path(asked["model"]), template=template, values=asked["values"])
+    except (ConfigError, OSError, ValueError) as error:
+        print(str(error).splitlines()[0], file=sys.stderr)
+        return USAGE_ERROR
+    answers = [
+        [_look(renderer, b64decode(opening), each["values"]) for opening in each["openings"]]
+        for each in asked["environments"]
+    ]
+    print(json.dumps(answers))
+    return 0
+
+
+def _look(renderer: Renderer, data: bytes, values: str) -> dict[str, Any]:
+    opening = environment_pb2.Observation.FromString(data)
+    messages = tuple(map(ChatMessage.from_pb, opening.messages))
+    inputs = TemplateInputs(opening.tools_json, values)
+    try:
+        tokens = len(renderer.prompt(messages, inputs))
+        if opening.given_reply:
+            renderer.reply(opening.given_reply, messages, inputs)
+        return {"tokens": tokens, "fault": ""}
+    except RenderingFailed as error:
+        return {"tokens": 0, "fault": str(error)}
+
+
 if __name__ == "__main__":
-    sys.exit(run_check(check_settings))
+    sys.exit(check_prompts() if sys.argv[1:] == ["prompts"] else run_check(check_settings))

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NoReturn
 
-from slipstream.core.errors import NOT_STARTED, ConfigError
+from slipstream.core.errors import NOT_STARTED
 from slipstream.core.machine.description import installed
 from slipstream.core.machine.files import MAX_SOCKET_PATH_BYTES, OwnedFolder
 from slipstream.core.machine.gpus import ALL_BITS
@@ -52,13 +52,11 @@ _SOCKET_NAME_BYTES = 37
 def import_engine(config: Config) -> None:
     """Imports vLLM and the modules of the server.
 
-    Ends this process with code NOT_STARTED if that exceeds `rollout_server.start_timeout_s`. Raises
-    ConfigError if a package that vLLM imports is broken.
+    Ends this process with code NOT_STARTED if that exceeds `rollout_server.start_timeout_s`.
     """
     on_cpu = is_cpu_build()
     os.environ.update(engine_environment(config, on_cpu=on_cpu))
     with limited_start(config.rollout_server.start_timeout_s), without_collections():
-        check_companions()
         for name in ("vllm.engine", "episodes.renderer", "service"):
             importlib.import_module(f"slipstream.rollout_server.{name}")
         importlib.import_module("transformers")
@@ -97,19 +95,6 @@ def engine_folder() -> Iterator[Path]:
         if len(os.fsencode(folder.path)) + _SOCKET_NAME_BYTES <= MAX_SOCKET_PATH_BYTES:
             os.environ["VLLM_RPC_BASE_PATH"] = str(folder.path)
         yield folder.path
-
-
-def check_companions() -> None:
-    """Raises ConfigError if torchvision or torchaudio is installed but cannot be imported."""
-    for name in ("torchvision", "torchaudio"):
-        try:
-            importlib.import_module(name)
-        except (AttributeError, ImportError, OSError, RuntimeError) as error:
-            if isinstance(error, ModuleNotFoundError) and error.name == name:
-                continue
-            raise ConfigError(
-                f"{name} cannot be imported, so neither can vLLM ({error}): pip uninstall {name}"
-            ) from error
 
 
 def is_cpu_build() -> bool:

@@ -48,8 +48,7 @@ from slipstream.core.types import ServerId, TrajectoryId
 from slipstream.protocol.access.security import Credentials, call_metadata, open_channel
 from slipstream.protocol.rich_errors import Reason, has_reason
 from slipstream.rollout_server.episodes.environments import ClientEnvironments, Environments
-from slipstream.rollout_server.episodes.lease import Identity
-from slipstream.rollout_server.episodes.play import EpisodeServices, Model
+from slipstream.rollout_server.episodes.play import EpisodeServices, Identity, Model
 from slipstream.rollout_server.episodes.worker_gateway import WorkerGateway
 from slipstream.rollout_server.parts import (
     open_fetches,

@@ -26,10 +26,9 @@ from slipstream.protocol.weights.handover import host_id
 from slipstream.protocol.weights.nccl_group import agreed_settings
 from slipstream.rollout_server.engine_interface import Engine
 from slipstream.rollout_server.episodes.dispatcher import Dispatcher
-from slipstream.rollout_server.episodes.epoch_counters import EpochCounters
-from slipstream.rollout_server.episodes.lease import Identity, Lease
-from slipstream.rollout_server.episodes.play import EpisodeServices
+from slipstream.rollout_server.episodes.play import EpisodeServices, Identity, Lease
 from slipstream.rollout_server.process import is_cpu_build
+from slipstream.rollout_server.usage import EpochCounters
 from slipstream.rollout_server.weight_orders import WeightOrders
 from slipstream.v1 import fleet_pb2, weights_pb2
 

@@ -10,10 +10,10 @@ from typing import Any
 import httpx2
 from slipstream.core.settings.config import Config
 from slipstream.rollout_server.agents.agent_api import Answering
-from slipstream.rollout_server.agents.limits import HttpCall
 from slipstream.rollout_server.agents.recorder import Recorder
+from slipstream.rollout_server.agents.request_rules import HttpCall
 from slipstream.rollout_server.engine_interface import Sampling
-from slipstream.rollout_server.vllm.agents.agent_services import AgentServices
+from slipstream.rollout_server.vllm.agent_services import AgentServices
 
 from support.fakes.chat_models import make_chat_model
 from support.fakes.scripted_engine import ScriptedEngine

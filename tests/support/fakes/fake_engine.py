@@ -10,7 +10,7 @@ from slipstream.core.errors import WeightSyncError
 from slipstream.core.types import LogprobArray, PolicyVersion, VersionSpan
 from slipstream.protocol.codec import merge_spans
 from slipstream.rollout_server import engine_interface
-from slipstream.rollout_server.inference.usage import UseClock
+from slipstream.rollout_server.usage import UseClock
 from slipstream.v1 import weights_pb2
 
 from support.rigs.waiting import LIMIT_S

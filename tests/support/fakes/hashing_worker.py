@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from slipstream.rollout_server.vllm import engine_arguments
-from slipstream.rollout_server.vllm.weights.worker_extension import WorkerExtension
+from slipstream.rollout_server.vllm.weight_receiver import WorkerExtension
 
 
 class HashingWorker(WorkerExtension):

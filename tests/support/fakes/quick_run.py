@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 from slipstream.client import cli, started_run
-from slipstream.client.launch import launcher, run_processes, trainer_ranks
+from slipstream.client.launch import children, launcher, run_processes
 from slipstream.core.configuration.config_file import load_config
 from slipstream.core.types import PolicyVersion
 from slipstream.protocol.checkpoints import complete_steps
@@ -254,7 +254,7 @@ def main() -> int:
         return does((sys.executable, "-m", "support.fakes.quick_run"))
     if sys.argv[1] == "replay":
         return replay(Path(sys.argv[2]))
-    trainer_ranks.TRAINER = replace(trainer_ranks.TRAINER, module=MODULES["rank"])
+    children.TRAINER = replace(children.TRAINER, module=MODULES["rank"])
     server = replace(run_processes.SERVER, module=MODULES["server"])
     launcher.SERVER_PROGRAM = run_processes.SERVER = server
     if sys.argv[1] == "started":

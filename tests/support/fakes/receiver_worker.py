@@ -204,11 +204,11 @@ def value_of(answer: dict[str, Any]) -> Any:
 
 
 def _worker(config: Any, model: Any) -> Any:
-    from slipstream.rollout_server.vllm.weights.weight_receiver import (
+    from slipstream.rollout_server.vllm.weight_receiver import (
         BACKEND,
         SlipstreamWeightTransfer,
+        WorkerExtension,
     )
-    from slipstream.rollout_server.vllm.weights.worker_extension import WorkerExtension
     from vllm.config import WeightTransferConfig, set_current_vllm_config
 
     transfer = WeightTransferConfig(backend=BACKEND)

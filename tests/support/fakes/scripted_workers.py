@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from slipstream.core.errors import EnvironmentFailed
 from slipstream.rollout_server.episodes.calls import CallTable
 from slipstream.rollout_server.episodes.environments import HostedEnvironment
-from slipstream.rollout_server.episodes.worker_process import WorkerLimits
+from slipstream.rollout_server.episodes.worker_gateway import WorkerLimits
 from slipstream.rollout_server.episodes.workers import EnvironmentWorker
 from slipstream.v1 import environment_pb2, fleet_pb2
 

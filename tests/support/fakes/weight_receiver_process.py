@@ -100,7 +100,7 @@ class Own:
 
     @classmethod
     def _kind(cls) -> Any:
-        from slipstream.rollout_server.vllm.weights.weight_receiver import TRANSPORTS
+        from slipstream.rollout_server.vllm.weight_receiver import TRANSPORTS
 
         return TRANSPORTS[cls.name]
 

@@ -59,13 +59,13 @@ def keep_matrices_transposed() -> None:
 
 
 def _one_shape(folder: Path, shape: Shape, rank: int, tp_size: int) -> Quantised:
-    from slipstream.rollout_server.vllm.weights.fp8_plan import (
+    from slipstream.rollout_server.vllm.fp8_plan import (
         Fp8Check,
         Fp8Plan,
         Fp8Replay,
         fp8_linears,
     )
-    from slipstream.rollout_server.vllm.weights.loader_update import recorded_plan
+    from slipstream.rollout_server.vllm.loader_update import recorded_plan
 
     config, model, fresh = two_models(folder, shape, rank, tp_size)
     first, second = checkpoint(folder, 1), checkpoint(folder, 2)

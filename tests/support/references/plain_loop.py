@@ -11,7 +11,7 @@ import os
 from collections import defaultdict
 from pathlib import Path
 
-from slipstream.client.launch.trainer_ranks import rank_environments
+from slipstream.client.launch.children import rank_environments
 from slipstream.core.configuration.config_file import load_config
 from slipstream.core.settings.config import Config
 from slipstream.core.types import Trajectory

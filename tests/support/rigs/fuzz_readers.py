@@ -47,7 +47,7 @@ from slipstream.protocol.codec import (
 from slipstream.protocol.queue.base import Delivery, opener
 from slipstream.protocol.weights.buckets import layout_from_pb
 from slipstream.rollout_server.episodes.calls import CallTable, StreamSession
-from slipstream.rollout_server.episodes.lease import Lease
+from slipstream.rollout_server.episodes.play import Lease
 from slipstream.v1 import (
     environment_pb2,
     fleet_pb2,

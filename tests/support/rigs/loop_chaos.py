@@ -19,7 +19,7 @@ from typing import Any
 
 import httpx
 import uvicorn
-from slipstream.client.agents.gateway import bounded_server
+from slipstream.client.agent_gateway import bounded_server
 from slipstream.client.launch.preflight import free_port
 from slipstream.client.terminal import say
 from slipstream.client.verify import examine

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from slipstream.extensions.stored_weights.storage import Storage, Until
-from slipstream.extensions.stored_weights.trainer.rank_objects import RankObjects
+from slipstream.extensions.stored_weights.trainer import RankObjects
 from slipstream.protocol.weights.buckets import Bucket, TensorSpec, layout_to_pb, plan_buckets
 from slipstream.protocol.weights.digests import bucket_digest, bucket_tensor_digests
 from slipstream.v1 import trajectory_pb2, weights_pb2

@@ -10,11 +10,10 @@ from collections.abc import AsyncIterator
 
 import numpy as np
 import pytest
-from slipstream.client import AgentEnvironment, AgentOutcome, Endpoint
-from slipstream.client.agents import episodes as agent_episodes
-from slipstream.client.agents.episodes import AgentEpisode, AgentEpisodes, AgentRun
-from slipstream.client.agents.exchange import MAX_OPEN_CALLS, CallExchange
-from slipstream.client.agents.gateway import MAX_BODY_BYTES, Gateway
+from slipstream.client import AgentEnvironment, AgentOutcome, Endpoint, agent_episodes
+from slipstream.client.agent_episodes import AgentEpisode, AgentEpisodes, AgentRun
+from slipstream.client.agent_exchange import MAX_OPEN_CALLS, CallExchange
+from slipstream.client.agent_gateway import MAX_BODY_BYTES, Gateway
 from slipstream.client.environment_loader import CallTracker
 from slipstream.client.episode_host import EpisodeHost, answer_commands
 from slipstream.core.errors import EnvironmentFailed

@@ -10,9 +10,9 @@ import pytest
 from slipstream.client import Client
 from slipstream.client.cli import parse
 from slipstream.client.environment import TaskSource
+from slipstream.client.episode_host import digest_of
 from slipstream.client.launch.preflight import free_port
 from slipstream.client.requests import status_lines
-from slipstream.client.task_digest import digest_of
 from slipstream.core.errors import ConfigError, EnvironmentFailed, SlipstreamError
 from slipstream.protocol.access.security import Credentials, bind, create_server
 from slipstream.v1 import (

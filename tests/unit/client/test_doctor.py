@@ -32,8 +32,8 @@ from slipstream.client.launch.findings import (
 )
 from slipstream.client.launch.fit import check_disk
 from slipstream.client.launch.meeting import check_queue
+from slipstream.client.launch.placement import Share
 from slipstream.client.launch.preflight import Ended, free_port
-from slipstream.client.launch.share import Share
 from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.gpus import list_gpus

@@ -12,7 +12,7 @@ from slipstream.client.launch import fit, machine, placement
 from slipstream.client.launch.findings import Finding, Scene, Verdict
 from slipstream.client.launch.fit import Needs, check_fit
 from slipstream.client.launch.machine import check_build, check_gpus
-from slipstream.client.launch.share import Share
+from slipstream.client.launch.placement import Share
 from slipstream.core.machine.gpus import Gpu
 from slipstream.core.settings.config import Config
 from slipstream.protocol.weights.nccl_group import NCCL_ENVIRONMENT

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from slipstream.client.agents.exchange import CallExchange
-from slipstream.client.agents.gateway import Gateway
+from slipstream.client.agent_exchange import CallExchange
+from slipstream.client.agent_gateway import Gateway
 from support.rigs.fuzz_budget import BUDGET
 
 NAMES = ("authorization", "x-api-key", "accept", "content-type", "content-length", "cookie")

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 import pytest
-from slipstream.client.agents.exchange import MAX_OPEN_CALLS, MAX_WAITING_BYTES, CallExchange
-from slipstream.client.agents.gateway import (
+from slipstream.client.agent_exchange import MAX_OPEN_CALLS, MAX_WAITING_BYTES, CallExchange
+from slipstream.client.agent_gateway import (
     MAX_BODY_BYTES,
     MAX_HEAD_BYTES,
     REQUEST_LIMIT_S,

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from slipstream.client import Environment
 from slipstream.client.environment import TaskSource
-from slipstream.client.task_digest import MAX_LISTED, digest_of, spaced
+from slipstream.client.episode_host import MAX_LISTED, digest_of, spaced
 
 
 class Given(Environment[Any]):

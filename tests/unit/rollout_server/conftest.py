@@ -13,7 +13,7 @@ from slipstream.rollout_server.episodes.play import Model
 from slipstream.rollout_server.episodes.renderer import Renderer
 from slipstream.rollout_server.episodes.worker_gateway import WorkerGateway
 from slipstream.rollout_server.service import RolloutServer
-from slipstream.rollout_server.vllm.agents.agent_services import AgentServices
+from slipstream.rollout_server.vllm.agent_services import AgentServices
 from slipstream.v1 import environment_pb2 as env_pb
 from support.fakes.fake_engine import FakeEngine
 from support.fakes.fake_fleet import Connection, FakeFleet

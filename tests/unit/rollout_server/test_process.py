@@ -1,14 +1,12 @@
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from slipstream.core.errors import NOT_STARTED, ConfigError
+from slipstream.core.errors import NOT_STARTED
 from slipstream.core.machine.gpus import ALL_BITS
 from slipstream.core.machine.process import kernel_oom_kills
 from slipstream.rollout_server.process import (
-    check_companions,
     describe_engine_death,
     engine_environment,
 )
@@ -57,27 +55,6 @@ def test_a_program_that_leaves_calls_its_exit_functions_and_takes_nothing_apart(
         [sys.executable, "-c", LEAVE], capture_output=True, text=True, timeout=LIMIT_S
     )
     assert (run.returncode, run.stdout, run.stderr) == (3, "written\nleft\n", "")
-
-
-def test_torchvision_may_be_installed_where_it_can_be_imported(tmp_path, monkeypatch):
-    check_companions()
-    monkeypatch.syspath_prepend(tmp_path)
-    module = tmp_path / "torchvision.py"
-    for text, cause in (
-        ("", None),
-        ("raise RuntimeError('operator torchvision::nms does not exist')", "operator torchvision"),
-        ("raise OSError('undefined symbol: x')", "undefined symbol: x"),
-        ("import no_such_package", "No module named 'no_such_package'"),
-    ):
-        module.write_text(text)
-        monkeypatch.delitem(sys.modules, "torchvision", raising=False)
-        shutil.rmtree(tmp_path / "__pycache__", ignore_errors=True)
-        if cause is None:
-            check_companions()
-            continue
-        with pytest.raises(ConfigError, match=rf"^torchvision cannot be .* \({cause}.*: pip unin"):
-            check_companions()
-    monkeypatch.delitem(sys.modules, "torchvision", raising=False)
 
 
 @pytest.mark.process

@@ -13,9 +13,8 @@ from slipstream.protocol.queue.base import TrajectorySender
 from slipstream.rollout_server import weight_orders
 from slipstream.rollout_server.engine_interface import EngineDied, LoadedWeights
 from slipstream.rollout_server.episodes.dispatcher import Dispatcher
-from slipstream.rollout_server.episodes.epoch_counters import EpochCounters
-from slipstream.rollout_server.episodes.lease import Identity
-from slipstream.rollout_server.episodes.play import EpisodeServices
+from slipstream.rollout_server.episodes.play import EpisodeServices, Identity
+from slipstream.rollout_server.usage import EpochCounters
 from slipstream.rollout_server.weight_orders import Phase, WeightOrders
 from slipstream.v1 import fleet_pb2, weights_pb2
 from support.fakes.fake_engine import DIGESTS, FakeEngine

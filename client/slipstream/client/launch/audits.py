@@ -19,6 +19,7 @@ from typing import TypedDict
 from pydantic import JsonValue
 from slipstream.client.audit_data import shared_questions
 from slipstream.client.launch.preflight import (
+    ENGINE_CHECK,
     SETTINGS_LIMIT_S,
     audit_command,
     check_python,
@@ -33,7 +34,6 @@ from slipstream.core.models.model_sizes import read_model_table
 from slipstream.core.settings.config import Config
 from slipstream.core.template_values import values_json
 
-PROMPTS = "slipstream.rollout_server.check_prompts"
 # Seconds in which replies are played to an environment.
 PLAYED_S = 12.0
 
@@ -148,7 +148,7 @@ async def _written(asked: Sequence[tuple[Report, str]], model: _Model) -> list[l
         ],
     }
     ended = await run_program(
-        [sys.executable, "-m", PROMPTS],
+        [sys.executable, "-m", ENGINE_CHECK, "prompts"],
         limit_s=SETTINGS_LIMIT_S,
         given=json.dumps(question).encode(),
     )

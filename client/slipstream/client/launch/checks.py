@@ -34,8 +34,8 @@ from slipstream.client.launch.findings import (
     ok,
     problem,
 )
+from slipstream.client.launch.placement import QUEUE_ENDS
 from slipstream.client.launch.preflight import hold_address
-from slipstream.client.launch.share import QUEUE_ENDS
 from slipstream.client.run_folder import check_run_folder
 from slipstream.core.configuration.config_file import check_model, check_sizes, model_warnings
 from slipstream.core.errors import ConfigError

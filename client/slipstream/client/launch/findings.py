@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Literal
 
-from slipstream.client.launch.share import Share
+from slipstream.client.launch.placement import Share
 from slipstream.core.settings.config import Config
 
 # `replay`: trainer ranks without a run around them, for the commands that read a run's folder.

@@ -12,8 +12,7 @@ from pathlib import Path
 
 from slipstream.client.launch.findings import Finding, Scene, advice, ok, problem
 from slipstream.client.launch.machine import GIB
-from slipstream.client.launch.placement import Placement, fit_here, uses_gpus
-from slipstream.client.launch.share import Share
+from slipstream.client.launch.placement import Placement, Share, fit_here, uses_gpus
 from slipstream.core.configuration.roles import role_settings
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.description import free_memory

@@ -20,23 +20,32 @@ from typing import TYPE_CHECKING
 
 from slipstream.client.launch.audits import audit_all, audit_class
 from slipstream.client.launch.checks import Stage, require
-from slipstream.client.launch.children import first_failed, show_lines, start_child, stop_signal
+from slipstream.client.launch.children import (
+    first_failed,
+    rank_environments,
+    show_lines,
+    start_child,
+    stop_signal,
+)
 from slipstream.client.launch.findings import CONTROLLER, LEARNER, SERVER, Scene
 from slipstream.client.launch.fit import describe_engine, processor_problems
 from slipstream.client.launch.machine import require_packages, warn_unproved
 from slipstream.client.launch.meeting import running_id
+from slipstream.client.launch.placement import SERVER as SERVER_PROGRAM
 from slipstream.client.launch.placement import (
+    TINKER,
+    Program,
+    Share,
     describe_sharing,
     describe_turns,
     fit_here,
+    learner_node,
     place_here,
+    server_grace_s,
     uses_gpus,
 )
 from slipstream.client.launch.preflight import free_port, hold_address, prove_algorithms
 from slipstream.client.launch.run_processes import GRACE_S, RunProcesses
-from slipstream.client.launch.share import SERVER as SERVER_PROGRAM
-from slipstream.client.launch.share import TINKER, Program, Share, learner_node, server_grace_s
-from slipstream.client.launch.trainer_ranks import rank_environments
 from slipstream.client.page import PAGE, page_kept, reply_lines
 from slipstream.client.run_folder import (
     begin_run,

@@ -14,8 +14,8 @@ import time
 import grpc
 import grpc.aio
 from slipstream.client.launch.findings import Finding, Scene, ok
+from slipstream.client.launch.placement import QUEUE_ENDS
 from slipstream.client.launch.preflight import told_when_slow
-from slipstream.client.launch.share import QUEUE_ENDS
 from slipstream.core.errors import ConfigError, QueueError
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.sections import QueueEnd

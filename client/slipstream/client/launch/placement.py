@@ -1,6 +1,8 @@
-"""Assigns GPUs to processes: first to the learner, then to each rollout server.
+"""The share of a run that one command starts, and the GPUs of its processes.
 
-If there is only one GPU, all processes share it.
+`slipstream run` starts all programs of a run on one machine; `slipstream learner` and `slipstream
+rollout-server` start one instance each, where a scheduler places it. GPUs are assigned first to the
+learner, then to each rollout server. If there is only one GPU, all processes share it.
 """
 
 from __future__ import annotations
@@ -10,13 +12,81 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from slipstream.client.launch.share import Share
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.description import installed
 from slipstream.core.machine.gpus import VISIBLE, Gpu, find_gpu, list_gpus, visible_ids
-from slipstream.core.settings.config import Config
+from slipstream.core.settings.config import Config, address_parts
+from slipstream.core.settings.sections import QueueEnd
 from slipstream.protocol.weights.handover import host_id
 from slipstream.protocol.weights.transports import Place, choose_transport
+
+LEARNER = "learner"
+QUEUE_ENDS: tuple[QueueEnd, ...] = ("controller", "rollout_server")
+# Seconds after `rollout_server.drain_timeout_s` in which a server ends its engine.
+SERVER_GRACE_S = 30.0
+
+
+@dataclass(frozen=True)
+class Program:
+    """A process of a run, which is started again when it dies."""
+
+    name: str
+    module: str
+    # The most starts after the first one, until it gets on.
+    restarts: int
+
+
+CONTROLLER = Program("controller", "slipstream.learner.controller", restarts=5)
+TRAINER = Program("trainer-rank", "slipstream.learner.trainer", restarts=3)
+SERVER = Program("server", "slipstream.rollout_server", restarts=5)
+TINKER = Program("tinker", "slipstream.extensions.tinker.front", restarts=5)
+
+
+@dataclass(frozen=True)
+class Share:
+    """The part of a run that one command starts on this machine."""
+
+    ranks: range = range(0)
+    servers: int = 0
+    node_rank: int = 0
+
+    @property
+    def has_controller(self) -> bool:
+        return 0 in self.ranks
+
+
+def learner_node(config: Config, node_rank: int | None) -> Share:
+    """Returns the share of the run that one learner node starts.
+
+    Raises ConfigError for a wrong `node_rank`, or if several nodes lack a port in `learner.master`.
+    """
+    nodes, per_node = learner_nodes(config)
+    if node_rank is None:
+        if nodes > 1:
+            raise ConfigError(
+                f"the learner has {nodes} nodes, so each needs a --node-rank, or NODE_RANK in its "
+                "environment"
+            )
+        node_rank = 0
+    if not 0 <= node_rank < nodes:
+        raise ConfigError(f"--node-rank must be 0 to {nodes - 1}, got {node_rank}")
+    if nodes > 1 and not address_parts(config.learner.master)[1]:
+        raise ConfigError(
+            "learner.master needs a port that all nodes know, got 0: set it, or give --master"
+        )
+    return Share(range(node_rank * per_node, (node_rank + 1) * per_node), node_rank=node_rank)
+
+
+def learner_nodes(config: Config) -> tuple[int, int]:
+    """Returns the number of the learner's nodes, and the number of trainer ranks on each node."""
+    per_node = config.learner.ranks_per_node or config.learner.world_size
+    return config.learner.world_size // per_node, per_node
+
+
+def server_grace_s(config: Config) -> float:
+    """Returns the seconds that a rollout server has to drain and end its engine."""
+    return config.rollout_server.drain_timeout_s + SERVER_GRACE_S
+
 
 # Share of a GPU that an engine takes next to the learner, unless the settings say it. Models that
 # fit one GPU together with gradients and optimizer gain little from larger caches.
@@ -56,7 +126,6 @@ class Placement:
         return (server.shared_max_episodes if self.shares(number) else None) or server.max_episodes
 
     def shares(self, number: int) -> bool:
-        """Whether rollout server `number` uses a GPU of the learner."""
         return bool(self.servers) and not self.shared.keys().isdisjoint(self.servers[number])
 
     @property

@@ -16,15 +16,21 @@ from typing import TYPE_CHECKING
 import grpc.aio
 from slipstream.client.launch.children import (
     Child,
+    Milestones,
     RestartPolicy,
+    TrainerRanks,
     start_child,
     stop_signal,
     with_full_disk,
 )
 from slipstream.client.launch.display import Display, loading_line
-from slipstream.client.launch.placement import Placement, describe_sharing
-from slipstream.client.launch.share import CONTROLLER, SERVER, Program
-from slipstream.client.launch.trainer_ranks import Milestones, TrainerRanks
+from slipstream.client.launch.placement import (
+    CONTROLLER,
+    SERVER,
+    Placement,
+    Program,
+    describe_sharing,
+)
 from slipstream.client.run_folder import identity_overrides, node_folder, write_config
 from slipstream.client.status import RunStatus, run_from_pb
 from slipstream.core.configuration.automatic import describe_choices

@@ -93,7 +93,6 @@ class OwnedFolder:
                 os.close(self._lock)
 
     def close(self) -> None:
-        """Removes the folder and its contents."""
         _remove(self.path)
         os.close(self._lock)
 

@@ -148,7 +148,7 @@ def tracker_named(name: str) -> EntryPoint:
     Raises ConfigError for a name that no installed package has.
     """
     if name in PACKAGES:
-        place = f"slipstream.extensions.trackers.{name}:{_CLASSES[name]}"
+        place = f"slipstream.extensions.trackers.controller:{_CLASSES[name]}"
         return EntryPoint(name, place, TRACKERS)
     others = entry_points(group=TRACKERS)
     if name not in others.names:

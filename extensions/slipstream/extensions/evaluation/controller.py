@@ -172,7 +172,6 @@ class Evaluator(Part):
             await self._run.signal.changes(0.5)
 
     def tasks(self) -> Tasks:
-        """Returns the task that measures."""
         return {"evaluator": self.run_forever()}
 
     def drains(self, session: ServerSession) -> None:
@@ -198,7 +197,6 @@ class Evaluator(Part):
         )
 
     def is_done(self) -> bool:
-        """Whether nothing is left to evaluate."""
         self._want_the_last()
         return self._round is None and self._wanted_step is None
 

@@ -113,7 +113,6 @@ class RunCollector:
         self._disk = DiskSpace(config.run_dir)
 
     def collect(self) -> Iterator[Metric]:
-        """Yields the present metrics."""
         status, row = self._status(), self._recorder.newest
         for name, (meaning, value) in self._totals_of(status).items():
             yield CounterMetricFamily(f"slipstream_{name}", meaning, value)

@@ -216,7 +216,6 @@ class BuildInfo:
         self._labels = found | {"python": platform.python_version()}
 
     def collect(self) -> Iterator[Metric]:
-        """Yields the metric, with the value 1."""
         meaning = "Versions of Slipstream and its packages in this process; the value is 1."
         yield InfoMetricFamily("slipstream_build", meaning, self._labels)
 
@@ -228,7 +227,6 @@ class Snapshot:
     metrics: list[Metric]
 
     def collect(self) -> list[Metric]:
-        """Returns the metrics."""
         return self.metrics
 
 

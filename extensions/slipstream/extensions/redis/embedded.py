@@ -72,7 +72,6 @@ class EmbeddedServer(AsyncClosing):
 
     @property
     def pid(self) -> int:
-        """Process id of the server."""
         assert self._process is not None
         return self._process.pid
 
@@ -115,7 +114,6 @@ class EmbeddedServer(AsyncClosing):
             ) from None
 
     async def wait(self) -> int:
-        """Waits for the end of the server and returns its exit code."""
         assert self._process is not None
         return await self._process.wait()
 

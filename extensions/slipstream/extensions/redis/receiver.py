@@ -114,7 +114,6 @@ class RedisReceiver:
             await self._connection.client.aclose()
 
     async def get(self) -> Delivery:
-        """Waits for the next trajectory and returns it; see `TrajectoryReceiver`."""
         delivery = await self._deliveries.get()
         self.given = self.given.plus(delivery.tokens)
         return delivery

@@ -88,7 +88,6 @@ class ReferenceServer:
         self.name = f"the reference model {settings.model} at {settings.base_url}"
 
     async def aclose(self) -> None:
-        """Closes all connections to the server."""
         await self.client.close()
 
     async def logprobs(self, sequences: Sequence[ScoredSequence]) -> ReferenceLogprobs:

@@ -84,7 +84,6 @@ class StoredPublisher(Part):
         return trainer_pb2.StoredReceipt(needed=sorted(needed))
 
     def tasks(self) -> Tasks:
-        """Returns the task that publishes."""
         return {"storage": self.run_forever()}
 
     async def run_forever(self) -> None:
@@ -101,7 +100,6 @@ class StoredPublisher(Part):
             await self._run.signal.changes(_LOOK_S)
 
     def lost(self, session: ServerSession) -> None:
-        """Forgets a lost server."""
         self._loads.pop(session.key, None)
         self._too_old.pop(session.key, None)
 

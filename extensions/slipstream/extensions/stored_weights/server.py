@@ -24,8 +24,13 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from slipstream.core.errors import ProtocolError, WeightSyncError
 from slipstream.core.settings.config import WeightsSection
-from slipstream.extensions.stored_weights.deltas import content_name, on_the_wire, put_payload
-from slipstream.extensions.stored_weights.storage import Storage, Until
+from slipstream.extensions.stored_weights.storage import (
+    Storage,
+    Until,
+    content_name,
+    on_the_wire,
+    put_payload,
+)
 from slipstream.protocol.bounds import check_bounds
 from slipstream.protocol.weights.buckets import Bucket, layout_from_pb
 from slipstream.protocol.weights.digests import bucket_digest, bucket_tensor_digests

@@ -24,7 +24,7 @@ from urllib.parse import parse_qsl
 import grpc.aio
 import uvicorn
 from google.protobuf.message import DecodeError
-from slipstream.client.agents.gateway import LOOPBACK, REQUEST_LIMIT_S, bounded_server
+from slipstream.client.agent_gateway import LOOPBACK, REQUEST_LIMIT_S, bounded_server
 from slipstream.core.configuration.config_file import load_config, vocabulary_size
 from slipstream.core.errors import USAGE_ERROR, SlipstreamError
 from slipstream.core.settings.config import Config

@@ -13,7 +13,7 @@ from slipstream.learner.trainer.weights.publish import Published
 
 if TYPE_CHECKING:
     from slipstream.extensions.prefix_sharing.trainer import PrefixSharing
-    from slipstream.extensions.stored_weights.trainer.version_writer import VersionWriter
+    from slipstream.extensions.stored_weights.trainer import VersionWriter
 
 
 def step_parts(config: Config, policy: Policy) -> list[StepPart]:
@@ -48,7 +48,7 @@ def open_writer(
     """Returns the writer of versions to storage; None without `weights.storage_url`."""
     if config.weights.storage_url is None:
         return None
-    from slipstream.extensions.stored_weights.trainer.version_writer import VersionWriter
+    from slipstream.extensions.stored_weights.trainer import VersionWriter
 
     return VersionWriter(published, config.weights, ranks=policy.ranks, client=client)
 

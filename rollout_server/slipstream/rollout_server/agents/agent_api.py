@@ -12,7 +12,6 @@ from contextvars import Context, ContextVar, copy_context
 from typing import Any, TypeAlias
 
 from slipstream.core.template_values import NEED_PARSER
-from slipstream.rollout_server.agents.limits import HttpCall, HttpPart, Refusal, ServedCall
 from slipstream.rollout_server.agents.recorder import (
     CHAT_PATH,
     MESSAGES_PATH,
@@ -20,7 +19,16 @@ from slipstream.rollout_server.agents.recorder import (
     AsMessages,
     Recorder,
 )
-from slipstream.rollout_server.agents.sampling_rule import SAMPLING_HEADER, Ruled, items_of, rule
+from slipstream.rollout_server.agents.request_rules import (
+    SAMPLING_HEADER,
+    HttpCall,
+    HttpPart,
+    Refusal,
+    Ruled,
+    ServedCall,
+    items_of,
+    rule,
+)
 
 log = logging.getLogger(__name__)
 

@@ -29,15 +29,15 @@ from slipstream.rollout_server.agents.conversations import (
     MessageKey,
     reply_keys,
 )
-from slipstream.rollout_server.agents.limits import (
+from slipstream.rollout_server.agents.request_rules import (
     HttpCall,
     Refusal,
     ReplyRoom,
     ServedCall,
     Use,
+    items_of,
     room,
 )
-from slipstream.rollout_server.agents.sampling_rule import items_of
 from slipstream.rollout_server.engine_interface import (
     EngineDied,
     FinishReason,
@@ -47,7 +47,7 @@ from slipstream.rollout_server.engine_interface import (
     TextOptions,
     TextPart,
 )
-from slipstream.rollout_server.inference.usage import UseClock
+from slipstream.rollout_server.usage import UseClock
 
 # Turns a reply in the form of the API at a path into chat messages.
 AsMessages: TypeAlias = Callable[[str, Any], Sequence[Mapping[str, Any]]]

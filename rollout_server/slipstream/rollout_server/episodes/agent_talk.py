@@ -18,8 +18,8 @@ from slipstream.core.settings.sections import MAX_TURNS
 from slipstream.core.template_values import read_values
 from slipstream.core.types import IGNORED, Status
 from slipstream.rollout_server.agents.agent_api import Answering
-from slipstream.rollout_server.agents.limits import HttpCall
 from slipstream.rollout_server.agents.recorder import Recorder
+from slipstream.rollout_server.agents.request_rules import HttpCall
 from slipstream.rollout_server.episodes.calls import AgentEnd, Opening, StreamSession, misused
 from slipstream.rollout_server.episodes.play import Play
 from slipstream.v1 import environment_pb2, trajectory_pb2

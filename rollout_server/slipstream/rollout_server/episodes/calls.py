@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 from slipstream.core.errors import EnvironmentFailed
 from slipstream.core.template_values import NEED_PARSER, read_tools
-from slipstream.rollout_server.agents.limits import HttpPart
+from slipstream.rollout_server.agents.request_rules import HttpPart
 from slipstream.rollout_server.chat import ChatMessage, ParsedReply
 from slipstream.v1 import environment_pb2, trajectory_pb2
 

@@ -21,8 +21,11 @@ from slipstream.rollout_server.episodes.calls import (
     check_tools,
     misused,
 )
-from slipstream.rollout_server.episodes.worker_gateway import WorkerGateway, WorkerStream
-from slipstream.rollout_server.episodes.worker_process import WorkerProcess
+from slipstream.rollout_server.episodes.worker_gateway import (
+    WorkerGateway,
+    WorkerProcess,
+    WorkerStream,
+)
 from slipstream.v1 import environment_pb2, trajectory_pb2
 
 _STOP_LIMIT_S = 2.0

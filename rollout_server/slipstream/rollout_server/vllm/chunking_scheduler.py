@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 from slipstream.core.errors import ConfigError
-from slipstream.rollout_server.inference.step_rules import PromptGathering
+from slipstream.rollout_server.engine_rules import PromptGathering
 from slipstream.rollout_server.vllm.steady_decoding import (
     KnownSlots,
     SteadyPlanner,
@@ -61,7 +61,7 @@ _FIELDS = {
 }
 
 # Worker class that records experts on CPUs, where vLLM's own scheduler never asks for them.
-CPU_WORKER = "slipstream.rollout_server.vllm.cpu_worker.RoutingWorker"
+CPU_WORKER = "slipstream.rollout_server.vllm.cpu.RoutingWorker"
 
 
 def check_outputs(fields: Iterable[str]) -> None:

@@ -19,7 +19,8 @@ from slipstream.core.settings.config import Config
 from slipstream.core.types import LogprobArray
 from slipstream.rollout_server import process
 from slipstream.rollout_server.engine_interface import EngineDied, LoadedWeights
-from slipstream.rollout_server.inference.usage import SILENCE_LIMIT_S, EngineWatchdog
+from slipstream.rollout_server.usage import SILENCE_LIMIT_S, EngineWatchdog
+from slipstream.rollout_server.vllm.adapter_slot import WITHOUT_ADAPTERS, AdapterRequests
 from slipstream.rollout_server.vllm.engine_arguments import engine_config
 from slipstream.rollout_server.vllm.engine_pause import EnginePause
 from slipstream.rollout_server.vllm.engine_requests import (
@@ -28,7 +29,6 @@ from slipstream.rollout_server.vllm.engine_requests import (
     TokenCounter,
 )
 from slipstream.rollout_server.vllm.vllm_requests import VllmParts, scores_of, scoring_parameters
-from slipstream.rollout_server.vllm.weights.adapter_slot import WITHOUT_ADAPTERS, AdapterRequests
 from slipstream.rollout_server.weights.weight_update import WeightUpdate
 from slipstream.v1 import weights_pb2
 from vllm.outputs import RequestOutput
@@ -130,13 +130,11 @@ class VllmEngine:
     async def prepare_weights(
         self, order: weights_pb2.PublishOrder, layout: weights_pb2.WeightLayout, first_rank: int
     ) -> None:
-        """Prepares to receive new weights while the old ones serve."""
         self._adapters.check(layout)
         await self.pauses.wake_weights()
         await self._updates.prepare(order, layout, first_rank, is_busy=bool(self.requests.num_open))
 
     async def receive_weights(self, publish_id: str) -> LoadedWeights:
-        """Pauses, unless no request is open, and loads the weights of `prepare_weights`."""
         if self.requests.num_open:
             return await self._updates.receive(publish_id)
         # Nothing runs, and requests are held until `resume`: the update needs no pause.
@@ -146,7 +144,6 @@ class VllmEngine:
     async def teacher_forced_logprobs(
         self, sequences: Sequence[Sequence[int]], adapters: Sequence[str] = ()
     ) -> LogprobArray:
-        """Returns the log-probabilities of given sequences' tokens, in one flat array."""
         # Sequences without a name in `adapters` get the name "".
         names = [*adapters, *[""] * len(sequences)]
         await self.pauses.let_in(PROBE_PREFIX)
@@ -167,7 +164,6 @@ class VllmEngine:
         return await self.requests.next(request_id, collector)
 
     async def watch(self) -> None:
-        """Raises EngineDied when the engine has ended or hangs."""
         watchdog = EngineWatchdog(SILENCE_LIMIT_S)
         while not self._llm.errored:
             await asyncio.sleep(min(_HEALTH_PERIOD_S, SILENCE_LIMIT_S))
@@ -176,7 +172,6 @@ class VllmEngine:
         raise EngineDied("vLLM's engine process is gone; its own message stands above")
 
     async def aclose(self) -> None:
-        """Stops the engine and all of its processes."""
         self._llm.shutdown(timeout=_EXIT_LIMIT_S)
         _, alive = psutil.wait_procs(self._processes, timeout=_EXIT_LIMIT_S)
         for each in alive:

@@ -11,12 +11,11 @@ from slipstream.core.models.model_sizes import ModelSizes, read_model_table
 from slipstream.core.models.registry import FAMILIES, NESTED, family_of, is_nested
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.sections import SamplingSection
-from slipstream.rollout_server.inference.step_rules import graph_values
-from slipstream.rollout_server.memory import vllm_share, wire_bytes
+from slipstream.rollout_server.engine_rules import graph_values, vllm_share, wire_bytes
+from slipstream.rollout_server.vllm.adapter_slot import check_adapted, lora_arguments
 from slipstream.rollout_server.vllm.chunking_scheduler import CPU_WORKER, scheduler_class
 from slipstream.rollout_server.vllm.passed_table import table_problems
-from slipstream.rollout_server.vllm.weights.adapter_slot import check_adapted, lora_arguments
-from slipstream.rollout_server.vllm.weights.weight_receiver import BACKEND
+from slipstream.rollout_server.vllm.weight_receiver import BACKEND
 from vllm import AsyncEngineArgs, ModelRegistry
 from vllm.config import VllmConfig, WeightTransferConfig
 from vllm.platforms import current_platform
@@ -24,7 +23,7 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 _PACKAGE = "slipstream.rollout_server.vllm"
-_WORKER_EXTENSION = f"{_PACKAGE}.weights.worker_extension.WorkerExtension"
+_WORKER_EXTENSION = f"{_PACKAGE}.weight_receiver.WorkerExtension"
 
 
 def engine_config(config: Config, seed: int) -> VllmConfig:
@@ -63,11 +62,11 @@ def engine_config(config: Config, seed: int) -> VllmConfig:
     if config.lora.publishes_adapters:
         check_adapted(settings)
     if on_cpu:
-        from slipstream.rollout_server.vllm import cpu_repairs
+        from slipstream.rollout_server.vllm import cpu
 
-        cpu_repairs.repair_layers()
+        cpu.repair_layers()
         if settings.speculative_config is not None:
-            cpu_repairs.repair_expansion()
+            cpu.repair_expansion()
     scheduling = settings.scheduler_config
     scheduling.scheduler_cls = scheduler_class(async_scheduling=bool(scheduling.async_scheduling))
     return settings

@@ -11,7 +11,7 @@ from collections.abc import Awaitable
 
 from slipstream.core.types import PolicyVersion
 from slipstream.rollout_server.engine_interface import EngineDied
-from slipstream.rollout_server.inference.usage import UseClock
+from slipstream.rollout_server.usage import UseClock
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -65,7 +65,6 @@ class EnginePause:
         self._let_all_in()
 
     async def resume(self, version: PolicyVersion) -> None:
-        """Resumes generation with `version`, and admits the held requests; see `Engine`."""
         if self._ahead != version:
             await self._call(self._resuming(version))
         self.version, self._gave_back = version, False

@@ -26,6 +26,7 @@ from slipstream.rollout_server.engine_interface import (
     TextOptions,
     TextPart,
 )
+from slipstream.rollout_server.vllm.adapter_slot import AdapterRequests
 from slipstream.rollout_server.vllm.engine_pause import EnginePause
 from slipstream.rollout_server.vllm.vllm_requests import (
     ReplyRecord,
@@ -33,7 +34,6 @@ from slipstream.rollout_server.vllm.vllm_requests import (
     as_ours,
     parameters,
 )
-from slipstream.rollout_server.vllm.weights.adapter_slot import AdapterRequests
 from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.inputs.engine import MultiModalInput, TokensInput, mm_input, tokens_input
@@ -75,7 +75,6 @@ class EngineRequests:
         return len(self._open)
 
     def use(self) -> EngineUse:
-        """Returns the counters since the engine's start."""
         return EngineUse(
             generated_tokens=self.counter.generated_tokens,
             returned_tokens=self._returned_tokens,
@@ -97,7 +96,6 @@ class EngineRequests:
         experts_from: int = 0,
         images: Sequence[PlacedImage] = (),
     ) -> Generation:
-        """Samples a reply, and returns its tokens."""
         asked = parameters(sampling, max_tokens, experts_from=experts_from)
         async with self._admitted(request_id) as is_wanted:
             if not is_wanted:
@@ -120,7 +118,6 @@ class EngineRequests:
         experts_from: int = 0,
         images: Sequence[PlacedImage] = (),
     ) -> AsyncGenerator[TextPart, None]:
-        """Samples a reply, and yields its tokens and text in parts."""
         with as_ours():
             asked = parameters(sampling, max_tokens, experts_from=experts_from, options=options)
         record = ReplyRecord()
@@ -168,7 +165,6 @@ class EngineRequests:
             self._pauses.clock.leave()
 
     async def cancel(self, request_id: str) -> None:
-        """Ends an open request soon; an unknown id is ignored."""
         if request_id in self._open:
             self._open[request_id] = True
             self._pauses.release(request_id)

@@ -1,15 +1,30 @@
-"""The receiving side of a transport: how buckets reach an engine worker."""
+"""The receiving sides of transports: how buckets reach an engine worker.
 
+With gloo and storage, buckets arrive in main memory. With ipc, workers read buckets directly from
+the learner's buffers: by CUDA IPC, even if learner and engine share one GPU, or in shared memory on
+CPUs. That of nccl is `slipstream.rollout_server.vllm.nccl_receiver`.
+"""
+
+import contextlib
+import os
+import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from datetime import timedelta
+from typing import Any, ClassVar
 
 import torch
+from slipstream.core.errors import WeightSyncError
+from slipstream.protocol.access.exposure import local_address
 from slipstream.protocol.weights.buckets import Bucket
 from slipstream.protocol.weights.digests import BucketDigests, HostDigests, bucket_digest
+from slipstream.protocol.weights.handover import HandoverReceiver
 from slipstream.protocol.weights.nccl_group import Wire
+from slipstream.protocol.weights.shared_buffers import open_buffers
 from slipstream.v1 import weights_pb2
+from torch._C import _distributed_c10d as c10d
 
 
 @dataclass(frozen=True)
@@ -103,3 +118,239 @@ def open_digests(buckets: tuple[Bucket, ...], device: torch.device) -> BucketDig
 
     with torch.cuda.device(device):
         return CudaDigests(buckets)
+
+
+class HostReceiver(BucketReceiver):
+    """Receives buckets in two alternating buffers in main memory; subclasses fill them."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self._buffers: list[torch.Tensor] = []
+
+    def prepare(self, incoming: Incoming) -> Sequence[torch.Tensor]:
+        """Returns a buffer for each bucket; two buffers alternate.
+
+        Returns [] with `own_buffers`, since `receive` then allocates memory for each bucket.
+        """
+        if incoming.own_buffers:
+            self._buffers = []
+            return []
+        size = max(bucket.num_bytes for bucket in incoming.buckets)
+        if not self._buffers or self._buffers[0].numel() < size:
+            self._buffers = [torch.empty(size, dtype=torch.uint8) for _ in range(2)]
+        return [
+            self._buffers[place % 2][: bucket.num_bytes]
+            for place, bucket in enumerate(incoming.buckets)
+        ]
+
+    def receive(self, incoming: Incoming) -> Iterator[torch.Tensor]:
+        digests, memory = self._open_digests(incoming), self.prepare(incoming)
+        for place, bucket in enumerate(incoming.buckets):
+            buffer = memory[place] if memory else torch.empty(bucket.num_bytes, dtype=torch.uint8)
+            self._take(bucket, buffer, incoming.bucket_deadline_s)
+            digests.add(place, buffer.data_ptr(), 0)
+            yield incoming.memory[place].copy_(buffer) if incoming.memory else buffer
+
+    def _take(self, bucket: Bucket, buffer: torch.Tensor, deadline_s: float) -> None:
+        """Fills `buffer` with the next bucket. Raises WeightSyncError after `deadline_s`."""
+        raise NotImplementedError
+
+
+class GlooReceiver(HostReceiver):
+    """A `BucketReceiver` over gloo: the sender of each bucket broadcasts it; `receive` blocks."""
+
+    def __init__(self, membership: Seat, device: torch.device) -> None:
+        """Joins the communicator. Raises WeightSyncError when a member misses the deadline."""
+        super().__init__()
+        communicator = membership.communicator
+        timeout = timedelta(seconds=membership.join_deadline_s)
+        try:
+            self._store: c10d.Store | None = c10d.TCPStore(
+                communicator.store_host,
+                communicator.store_port,
+                is_master=False,
+                wait_for_workers=False,
+                timeout=timeout,
+            )
+            meeting = c10d.PrefixStore(communicator.communicator_id, self._store)
+            host = local_address(communicator.store_host, communicator.store_port)
+            options = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            options._devices = [c10d.ProcessGroupGloo.create_device(hostname=host)]
+            options._timeout = timeout
+            # torch gives the class no public stub.
+            self._group: Any = c10d.ProcessGroupGloo(
+                meeting, membership.rank, communicator.world_size, options
+            )
+        except RuntimeError as error:
+            raise WeightSyncError(
+                f"could not join communicator {communicator.communicator_id} "
+                f"within {membership.join_deadline_s:g} s: {error}"
+            ) from error
+
+    def close(self) -> None:
+        """Leaves the communicator.
+
+        The other members notice the closed connections at once. But if a thread waits for a bucket,
+        it and the other members wait until the bucket's deadline: gloo has no abort.
+        """
+        self._group = self._store = None
+
+    def _take(self, bucket: Bucket, buffer: torch.Tensor, deadline_s: float) -> None:
+        group, deadline = self._group, timedelta(seconds=deadline_s)
+        if group is None:
+            raise WeightSyncError("the communicator was left")
+        options = c10d.BroadcastOptions()
+        options.rootRank, options.rootTensor = bucket.root, 0
+        options.timeout = deadline
+        try:
+            group.broadcast([buffer], options).wait(deadline)
+        except RuntimeError as error:
+            raise WeightSyncError(
+                f"a bucket of {bucket.num_bytes} bytes did not arrive "
+                f"within {deadline_s:g} s: {error}"
+            ) from error
+
+
+class StorageReceiver(HostReceiver):
+    """A `BucketReceiver` of files; every worker of the engine reads the same file."""
+
+    def __init__(self, membership: Seat, device: torch.device) -> None:
+        """Opens the file that the order names. Raises WeightSyncError if the file is missing."""
+        super().__init__()
+        path = membership.communicator.path
+        if not path:
+            raise WeightSyncError("weights from storage were ordered, but none were fetched")
+        try:
+            self._file: int | None = os.open(path, os.O_RDONLY)
+        except OSError as error:
+            raise WeightSyncError(f"the fetched weights in {path} are gone: {error}") from error
+        self._next = 0
+
+    def close(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            os.close(file)
+
+    def receive(self, incoming: Incoming) -> Iterator[torch.Tensor]:
+        self._next = 0
+        return super().receive(incoming)
+
+    def _take(self, bucket: Bucket, buffer: torch.Tensor, deadline_s: float) -> None:
+        if self._file is None:
+            raise WeightSyncError("the fetched weights were closed")
+        view = memoryview(buffer.numpy().data)
+        while view:
+            count = os.preadv(self._file, [view], self._next)
+            if not count:
+                raise WeightSyncError(f"the fetched weights end at byte {self._next}")
+            view, self._next = view[count:], self._next + count
+
+
+_CLOSE_LIMIT_S = 5.0
+
+
+class IpcReceiver(BucketReceiver):
+    """A `BucketReceiver` over ipc; the buckets of an update use the learner's buffers in turn."""
+
+    def __init__(self, membership: Seat, device: torch.device) -> None:
+        """Joins the communicator and opens the learner's buffers.
+
+        Raises WeightSyncError when that fails or misses the deadline.
+        """
+        super().__init__(device)
+        where = membership.communicator
+        if device.type == "cuda":
+            from slipstream.protocol.weights.digests import load_kernel
+
+            torch.cuda.set_device(device)
+            # The kernel is loaded here, before the other members wait for this one.
+            load_kernel(device.index)
+        self._link = HandoverReceiver(
+            (where.store_host, where.store_port),
+            where.communicator_id,
+            membership.rank,
+            membership.join_deadline_s,
+        )
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._link.close)
+            offer, gpu = self._link.offer, device.index if device.type == "cuda" else None
+            self._buffers = open_buffers(offer.handles, offer.num_bytes, gpu)
+            stack.callback(self._buffers.close)
+            self._memory = [torch.as_tensor(each, device=device) for each in self._buffers.arrays]
+            self._link.opened()
+            # The link and the buffers stay open.
+            stack.pop_all()
+        # Held while a thread copies a bucket into its own memory: another thread may call `close`.
+        self._copying = threading.Lock()
+        # The number of buckets that were read since the communicator was made.
+        self._number = 0
+
+    def prepare(self, incoming: Incoming) -> Sequence[torch.Tensor]:
+        """Returns the learner's buffer of each bucket, or [] with `own_buffers`.
+
+        Raises WeightSyncError if a bucket is larger than the buffers.
+        """
+        largest = max(bucket.num_bytes for bucket in incoming.buckets)
+        if largest > self._memory[0].numel():
+            raise WeightSyncError(
+                f"a bucket of {largest} bytes does not fit the shared buffers "
+                f"of {self._memory[0].numel()}"
+            )
+        self._open_digests(incoming)
+        if incoming.own_buffers:
+            return []
+        return [self._place(place, bucket) for place, bucket in enumerate(incoming.buckets)]
+
+    def receive(self, incoming: Incoming) -> Iterator[torch.Tensor]:
+        self.prepare(incoming)
+        digests = self._digests
+        assert digests is not None
+        for place, bucket in enumerate(incoming.buckets):
+            self._link.wait_filled(self._number, incoming.bucket_deadline_s)
+            if incoming.own_buffers:
+                with self._copying:
+                    data = self._place(place, bucket)
+                    data = incoming.memory[place].copy_(data) if incoming.memory else data.clone()
+                    digests.add(place, data.data_ptr(), stream_handle(self._device))
+                    self._wait_done(incoming.bucket_deadline_s)
+            else:
+                data = self._place(place, bucket)
+                digests.add(place, data.data_ptr(), stream_handle(self._device))
+                yield data
+                # The work that is enqueued so far is the last to read the buffer.
+                self._wait_done(incoming.bucket_deadline_s)
+            self._link.read(self._number)
+            self._number += 1
+            if incoming.own_buffers:
+                yield data
+
+    def close(self) -> None:
+        """Leaves the communicator and unmaps the learner's buffers, which no weights refer to."""
+        self._link.close()
+        # Buffers that are still being read stay mapped for ever: unmapping them would break a copy.
+        if self._copying.acquire(timeout=_CLOSE_LIMIT_S):
+            try:
+                with contextlib.suppress(WeightSyncError):
+                    self._wait_done(_CLOSE_LIMIT_S)
+                    self._memory = []
+                    self._buffers.close()
+            finally:
+                self._copying.release()
+
+    def _place(self, place: int, bucket: Bucket) -> torch.Tensor:
+        if not self._memory:
+            raise WeightSyncError("the communicator was left")
+        return self._memory[place % len(self._memory)][: bucket.num_bytes]
+
+    def _wait_done(self, deadline_s: float) -> None:
+        """Waits for the current stream's work. Raises WeightSyncError after the deadline.
+
+        Polls without sleeping: the work takes a fraction of a millisecond, less than a sleep.
+        """
+        if self._device.type != "cuda":
+            return
+        done = torch.cuda.current_stream().record_event()
+        until_s = time.monotonic() + deadline_s
+        while not done.query():
+            if time.monotonic() > until_s:
+                raise WeightSyncError(f"a bucket was not copied within {deadline_s:g} s")

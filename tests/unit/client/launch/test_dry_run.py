@@ -4,7 +4,7 @@ from pathlib import Path
 
 from slipstream.client.launch import fit
 from slipstream.client.launch.launcher import describe_dry_run
-from slipstream.client.launch.share import Share
+from slipstream.client.launch.placement import Share
 from slipstream.core.configuration.config_file import parse_config
 from support.fakes.small_configs import config_of
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from slipstream.client.launch import launcher, placement
 from slipstream.client.launch.placement import (
     Placement,
+    Share,
     Visible,
     check_transport,
     describe_sharing,
@@ -19,7 +20,6 @@ from slipstream.client.launch.placement import (
     place,
     share_memory,
 )
-from slipstream.client.launch.share import Share
 from slipstream.core.configuration.config_file import load_config, parse_config
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.gpus import Gpu

@@ -4,9 +4,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from slipstream.client.launch.children import start_child
+from slipstream.client.launch.children import Milestones, TrainerRanks, start_child
 from slipstream.client.launch.placement import Placement
-from slipstream.client.launch.trainer_ranks import Milestones, TrainerRanks
 from support.fakes import exits
 from support.fakes.small_configs import config_of
 

@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 import pytest
-from slipstream.extensions.stored_weights.deltas import (
+from slipstream.extensions.stored_weights.storage import (
     content_name,
     num_blocks,
     on_the_wire,

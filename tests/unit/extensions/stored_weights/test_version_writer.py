@@ -13,8 +13,7 @@ from slipstream.core.errors import RunFailed
 from slipstream.core.settings.config import WeightsSection
 from slipstream.extensions.stored_weights.server import StoredWeights
 from slipstream.extensions.stored_weights.storage import Storage
-from slipstream.extensions.stored_weights.trainer.rank_objects import RankObjects
-from slipstream.extensions.stored_weights.trainer.version_writer import VersionWriter
+from slipstream.extensions.stored_weights.trainer import RankObjects, VersionWriter
 from slipstream.learner.trainer.weights.publish import Published
 from slipstream.learner.trainer.weights.weight_stream import WeightStream
 from slipstream.protocol.weights.buckets import TensorSpec

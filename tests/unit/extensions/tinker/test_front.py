@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 import pytest
-from slipstream.client.agents.gateway import LOOPBACK
+from slipstream.client.agent_gateway import LOOPBACK
 from slipstream.extensions.tinker import wire_pb2
 from slipstream.extensions.tinker.front import MAX_BODY_BYTES, MAX_OPEN, Front
 from slipstream.v1 import operations_pb2 as pb

@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from slipstream.rollout_server.agents.limits import WAIT, Refusal, ReplyRoom, Use, room
+from slipstream.rollout_server.agents.request_rules import WAIT, Refusal, ReplyRoom, Use, room
 from slipstream.rollout_server.engine_interface import Sampling
 
 SAMPLING = Sampling(1.0, 1.0, 0, 10, 4, 50, max_total_tokens=80, max_branches=2)

@@ -8,13 +8,13 @@ from collections.abc import AsyncGenerator
 import pytest
 from slipstream.core.types import PolicyVersion
 from slipstream.rollout_server.agents.conversations import MessageKey
-from slipstream.rollout_server.agents.limits import HttpCall, ServedCall
 from slipstream.rollout_server.agents.recorder import (
     CHAT_PATH,
     AsMessages,
     LimitReached,
     Recorder,
 )
+from slipstream.rollout_server.agents.request_rules import HttpCall, ServedCall
 from slipstream.rollout_server.engine_interface import (
     GenerationFailed,
     Sampling,

@@ -1,8 +1,7 @@
 """The run's sampling holds; a request is told what it asked otherwise."""
 
 import pytest
-from slipstream.rollout_server.agents.limits import Refusal
-from slipstream.rollout_server.agents.sampling_rule import rule
+from slipstream.rollout_server.agents.request_rules import Refusal, rule
 from slipstream.rollout_server.engine_interface import Sampling
 
 SAMPLING = Sampling(1.0, 0.9, 0, 100, 4, 500)

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 from slipstream.core.errors import EnvironmentFailed
-from slipstream.rollout_server.agents.limits import HttpCall, HttpPart
 from slipstream.rollout_server.agents.recorder import Recorder
+from slipstream.rollout_server.agents.request_rules import HttpCall, HttpPart
 from slipstream.rollout_server.engine_interface import Sampling
 from slipstream.rollout_server.episodes.agent_talk import AgentTalk
 from slipstream.rollout_server.episodes.calls import AgentEnd

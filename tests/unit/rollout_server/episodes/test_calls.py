@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 from slipstream.core.errors import EnvironmentFailed
-from slipstream.rollout_server.agents.limits import HttpPart
+from slipstream.rollout_server.agents.request_rules import HttpPart
 from slipstream.rollout_server.episodes.calls import AgentEnd, CallTable, StreamSession
 from slipstream.v1 import environment_pb2 as pb
 from slipstream.v1 import trajectory_pb2

@@ -16,10 +16,11 @@ from slipstream.protocol.access.tokens import TOKEN_KEY
 from slipstream.rollout_server.chat import ChatMessage
 from slipstream.rollout_server.episodes import workers
 from slipstream.rollout_server.episodes.environments import ClientEnvironments, Environments
-from slipstream.rollout_server.episodes.worker_gateway import WorkerGateway, WorkerStream
-from slipstream.rollout_server.episodes.worker_process import (
+from slipstream.rollout_server.episodes.worker_gateway import (
     NO_LIMITS,
+    WorkerGateway,
     WorkerLimits,
+    WorkerStream,
 )
 from slipstream.rollout_server.process import worker_environment
 from slipstream.v1 import environment_pb2 as env_pb

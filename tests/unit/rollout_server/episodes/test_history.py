@@ -1,9 +1,8 @@
 import json
 
 import pytest
-from slipstream.client.answers import observation
+from slipstream.client.answers import observation, read_message
 from slipstream.client.environment import ToolCall
-from slipstream.client.messages import read_message
 from slipstream.core.errors import EnvironmentFailed
 from slipstream.learner.trainer.tiny_model import make_tokenizer
 from slipstream.rollout_server.chat import (

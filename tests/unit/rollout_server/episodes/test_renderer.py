@@ -4,7 +4,6 @@ from pathlib import Path
 import pytest
 from slipstream.core.errors import ConfigError
 from slipstream.learner.trainer.tiny_model import make_tokenizer
-from slipstream.rollout_server import template_limits
 from slipstream.rollout_server.chat import (
     REPLY,
     ChatMessage,
@@ -12,6 +11,7 @@ from slipstream.rollout_server.chat import (
     ParsedToolCall,
     TemplateInputs,
 )
+from slipstream.rollout_server.episodes import renderer
 from slipstream.rollout_server.episodes.renderer import Renderer, RenderingFailed
 from support.fakes.chat_models import make_chat_tokenizer
 
@@ -102,7 +102,7 @@ def test_a_template_that_takes_much_memory_is_refused_in_one_line(template, tmp_
 
 def test_a_template_that_does_not_end_is_refused_in_one_line(tmp_path: Path, monkeypatch) -> None:
     # The kernel counts the processor time of the process.
-    monkeypatch.setattr(template_limits, "PROCESSOR_S", 0.1)
+    monkeypatch.setattr(renderer, "PROCESSOR_S", 0.1)
     loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     with pytest.raises(ConfigError, match="fails: TemplateTooSlow: it took more than 0.1 s of pro"):
         with_template(tmp_path, loop)

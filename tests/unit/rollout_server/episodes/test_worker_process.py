@@ -18,7 +18,7 @@ SERVER = """
 import asyncio, os, signal, sys
 import uvloop
 from slipstream.core.machine.process import become_reaper
-from slipstream.rollout_server.episodes.worker_process import NO_LIMITS, WorkerProcess
+from slipstream.rollout_server.episodes.worker_gateway import NO_LIMITS, WorkerProcess
 
 WORKER = '''
 import os, sys, time

@@ -6,8 +6,7 @@ import pytest
 import torch
 from slipstream.core.errors import WeightSyncError
 from slipstream.protocol.weights.buckets import layout_from_pb
-from slipstream.rollout_server.weights.bucket_receiver import Incoming, Seat
-from slipstream.rollout_server.weights.receivers import GlooReceiver
+from slipstream.rollout_server.weights.bucket_receiver import GlooReceiver, Incoming, Seat
 from support.fakes.gloo_sender import GlooSender, layout_of
 
 LONG_S = 30.0

@@ -13,8 +13,7 @@ from slipstream.core.settings.config import WeightsSection
 from slipstream.learner.trainer.weights.bucket_senders import IpcSender
 from slipstream.protocol.weights.digests import HostDigests, bucket_digest
 from slipstream.protocol.weights.handover import HandoverSender, Offer
-from slipstream.rollout_server.weights.bucket_receiver import Incoming, Seat
-from slipstream.rollout_server.weights.receivers import IpcReceiver
+from slipstream.rollout_server.weights.bucket_receiver import Incoming, IpcReceiver, Seat
 from slipstream.v1 import weights_pb2
 from support.fakes import fake_cupy
 from support.ranks import ipc_learner

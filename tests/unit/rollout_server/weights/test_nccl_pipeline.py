@@ -6,8 +6,8 @@ import pytest
 import torch
 from slipstream.protocol.weights.buckets import TensorSpec, plan_buckets
 from slipstream.protocol.weights.nccl_group import NcclGroup
-from slipstream.rollout_server.vllm.weights import nccl_receiver
-from slipstream.rollout_server.vllm.weights.nccl_receiver import NcclReceiver
+from slipstream.rollout_server.vllm import nccl_receiver
+from slipstream.rollout_server.vllm.nccl_receiver import NcclReceiver
 from slipstream.rollout_server.weights.bucket_receiver import Incoming, Seat
 from slipstream.v1 import weights_pb2
 from support.fakes import fake_cupy, fake_streams

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from slipstream.core.errors import WeightSyncError
-from slipstream.rollout_server.vllm.weights.weight_receiver import TRANSPORTS
+from slipstream.rollout_server.vllm.weight_receiver import TRANSPORTS
 from slipstream.rollout_server.weights.bucket_receiver import Incoming, Seat
 from slipstream.v1 import weights_pb2
 from support.rigs.stored_versions import BUCKETS, digests_of, first_content

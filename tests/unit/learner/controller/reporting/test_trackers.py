@@ -11,8 +11,7 @@ import pytest
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import told_settings
 from slipstream.core.settings.measurement_sections import TrackingSection, check_trackers
-from slipstream.extensions.trackers.tables import COLUMNS
-from slipstream.extensions.trackers.tensorboard import TensorBoardTracker, tag_of
+from slipstream.extensions.trackers.controller import COLUMNS, TensorBoardTracker, tag_of
 from slipstream.learner.controller.reporting.trackers import (
     RunIds,
     Trackers,

@@ -23,7 +23,7 @@ from slipstream.learner.trainer.weights.weight_stream import WeightStream
 from slipstream.protocol.weights.buckets import Bucket, TensorSpec, plan_buckets
 from slipstream.protocol.weights.digests import bucket_digest, bucket_tensor_digests
 from slipstream.protocol.weights.nccl_group import NcclGroup
-from slipstream.rollout_server.vllm.weights.weight_receiver import TRANSPORTS
+from slipstream.rollout_server.vllm.weight_receiver import TRANSPORTS
 from slipstream.rollout_server.weights.bucket_receiver import Incoming, Seat
 from slipstream.v1 import trainer_pb2, weights_pb2
 from support.fakes.fake_controller import FakeController, publish_order

@@ -1,4 +1,4 @@
-"""Rules that keep the steps of an engine inside captured CUDA graphs.
+"""Rules for an engine's memory and its steps; they keep steps inside captured CUDA graphs.
 
 A step with a prompt needs more than one CUDA graph, and costs a small model a third more time than
 a step without. Requests begin and end all the time, so nearly every step would have a prompt. So
@@ -9,8 +9,11 @@ has more tokens, so the engine's thread must start each of its kernels, which li
 `graph_values` therefore asks vLLM to capture larger steps.
 """
 
+import math
 from collections.abc import Mapping
 
+from slipstream.core.models.model_files import loaded_tensors
+from slipstream.core.settings.config import Config
 from slipstream.core.settings.sections import RolloutServerSection
 
 # Number of running replies for each waiting prompt above which prompts wait. At most a 32nd of an
@@ -78,3 +81,24 @@ def graph_sizes(max_episodes: int) -> list[int]:
         sizes.update(range(start, min(end, largest), stride))
         start = end
     return sorted(sizes)
+
+
+# Greatest part of the engine's share that is taken from the KV cache for arriving weights.
+MOST_OF_SHARE = 1 / 6
+
+
+def vllm_share(config: Config, wire_bytes: int, gpu_bytes: int) -> float:
+    """Returns the fraction of a GPU's memory for vLLM: the engine's share minus a staged update.
+
+    `wire_bytes` is the size of an update, all of which each worker of an engine receives;
+    `gpu_bytes` is the GPU's memory. Nothing is subtracted if updates are not staged, or if the
+    update is too large.
+    """
+    share, part = config.rollout_server.gpu_memory_utilization, wire_bytes / gpu_bytes
+    return share - part if config.may_stage and part <= MOST_OF_SHARE * share else share
+
+
+def wire_bytes(config: Config) -> int:
+    """Returns the size of all weights as they are sent, from the shapes in the model's files."""
+    elements = sum(math.prod(shape) for _, shape in loaded_tensors(config))
+    return (4 if config.model.dtype == "float32" else 2) * elements

@@ -51,7 +51,6 @@ class Fp8Linear:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The numbers of rows and columns of the matrix."""
         rows, columns = self.weight.shape
         return rows, columns
 
@@ -232,7 +231,6 @@ class Fp8Replay(Replay):
 
     @property
     def landing_bytes(self) -> int:
-        """The size of all landings in bytes."""
         storages = [landing.plain.untyped_storage() for landing in self._landings.values()]
         return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 from slipstream.protocol.weights.nccl_group import AGREED, agreed_settings
-from slipstream.rollout_server.vllm.weights import nccl_receiver
-from slipstream.rollout_server.vllm.weights.nccl_receiver import NcclReceiver
+from slipstream.rollout_server.vllm import nccl_receiver
+from slipstream.rollout_server.vllm.nccl_receiver import NcclReceiver
 from slipstream.rollout_server.weights.bucket_receiver import Seat
 from slipstream.v1 import weights_pb2
 from support.fakes import fake_cupy

@@ -2,7 +2,7 @@
 
 import pytest
 from slipstream.core.settings.sections import RolloutServerSection
-from slipstream.rollout_server.inference.step_rules import PROMPT_TOKENS, graph_sizes, graph_values
+from slipstream.rollout_server.engine_rules import PROMPT_TOKENS, graph_sizes, graph_values
 
 
 def values(passed=None, *, on_cpu=False, **settings):

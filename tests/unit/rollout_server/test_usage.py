@@ -3,8 +3,7 @@ import dataclasses
 import pytest
 from slipstream.protocol.queue.base import NOTHING
 from slipstream.rollout_server.engine_interface import EngineUse
-from slipstream.rollout_server.episodes.epoch_counters import EpochCounters
-from slipstream.rollout_server.inference.usage import UseClock
+from slipstream.rollout_server.usage import EpochCounters, UseClock
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from slipstream.rollout_server.memory import vllm_share, wire_bytes
+from slipstream.rollout_server.engine_rules import vllm_share, wire_bytes
 from support.fakes.small_configs import small_config
 
 GB = 10**9

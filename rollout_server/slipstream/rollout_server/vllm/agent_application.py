@@ -22,13 +22,13 @@ from slipstream.core.errors import SlipstreamError
 from slipstream.core.models.vision import ImageTokens, PlacedImage, data_of_url, image_tokens
 from slipstream.core.settings.config import RolloutServerSection
 from slipstream.rollout_server.agents.conversations import Found, message_key
-from slipstream.rollout_server.agents.limits import ServedCall
 from slipstream.rollout_server.agents.recorder import (
     MESSAGES_PATH,
     RESPONSES_PATH,
     LimitReached,
     Recorder,
 )
+from slipstream.rollout_server.agents.request_rules import ServedCall
 from slipstream.rollout_server.chat import PLACEHOLDER, REPLY, RESULT
 from slipstream.rollout_server.engine_interface import (
     PartSize,
@@ -36,7 +36,7 @@ from slipstream.rollout_server.engine_interface import (
     TextOptions,
     TextPart,
 )
-from slipstream.rollout_server.template_limits import limited_time
+from slipstream.rollout_server.episodes.renderer import limited_time
 from slipstream.rollout_server.vllm.vllm_requests import VllmParts
 from vllm.entrypoints.anthropic.api_router import attach_router as attach_messages
 from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest

@@ -18,14 +18,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from slipstream.client.agents.exchange import CallExchange
+from slipstream.client.agent_exchange import CallExchange
 from slipstream.client.answers import agent_result
 from slipstream.client.environment import AgentEnvironment, Endpoint
 from slipstream.client.environment_loader import awaited_place, environment_failed, running_place
 from slipstream.v1 import environment_pb2 as pb
 
 if TYPE_CHECKING:
-    from slipstream.client.agents.gateway import Gateway
+    from slipstream.client.agent_gateway import Gateway
 
 # Everything that code of an agent may raise; asyncio would end the event loop at some of these.
 RAISED = (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError)
@@ -114,7 +114,7 @@ class AgentEpisodes:
             )
         if self._gateway is None:
             # The gateway's HTTP server takes as long to import as all else in a worker.
-            from slipstream.client.agents.gateway import Gateway
+            from slipstream.client.agent_gateway import Gateway
 
             self._gateway = Gateway()
         return AgentEpisode(environment, task, self._gateway, on_busy=on_busy)

@@ -14,7 +14,7 @@ from slipstream.rollout_server.agents.agent_api import Answering
 from slipstream.rollout_server.chat import TemplateInputs
 
 if TYPE_CHECKING:
-    from slipstream.rollout_server.vllm.agents.reply_reader import ReplyReader
+    from slipstream.rollout_server.vllm.reply_reader import ReplyReader
     from slipstream.rollout_server.vllm.vllm_requests import VllmParts
 
 
@@ -50,7 +50,7 @@ class AgentServices:
 
     def _open(self) -> Answering:
         # This imports vLLM's server, which takes a second.
-        from slipstream.rollout_server.vllm.agents.application import (
+        from slipstream.rollout_server.vllm.agent_application import (
             CURRENT,
             MODEL,
             as_messages,
@@ -72,7 +72,7 @@ class AgentServices:
         )
 
     def _open_reader(self) -> ReplyReader:
-        from slipstream.rollout_server.vllm.agents.reply_reader import ReplyReader
+        from slipstream.rollout_server.vllm.reply_reader import ReplyReader
 
         try:
             return ReplyReader(self._parts, self._settings)

@@ -3,7 +3,7 @@
 from itertools import product
 
 import pytest
-from slipstream.rollout_server.inference.step_rules import REPLIES_PER_PROMPT, PromptGathering
+from slipstream.rollout_server.engine_rules import REPLIES_PER_PROMPT, PromptGathering
 
 PLACES = 3 * REPLIES_PER_PROMPT
 

@@ -18,7 +18,7 @@ import torch
 from slipstream.core.errors import WeightSyncError
 from slipstream.core.models.registry import FAMILIES
 from slipstream.protocol.weights.buckets import Bucket
-from slipstream.rollout_server.vllm.weights.fp8_plan import (
+from slipstream.rollout_server.vllm.fp8_plan import (
     Fp8Check,
     Fp8Plan,
     Fp8Replay,

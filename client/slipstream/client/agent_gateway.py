@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 
 import h11
 import uvicorn
-from slipstream.client.agents.exchange import CallExchange, PendingCall, TooManyCalls
+from slipstream.client.agent_exchange import CallExchange, PendingCall, TooManyCalls
 from slipstream.client.environment import BRANCH_NAME, Endpoint
 from slipstream.core.errors import ProtocolError
 from slipstream.protocol.bounds import check_bounds

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from slipstream.protocol.weights.buckets import TensorSpec, plan_buckets
 from slipstream.protocol.weights.nccl_group import Wire
-from slipstream.rollout_server.vllm.weights.fp8_plan import Fp8Plan
-from slipstream.rollout_server.vllm.weights.weight_receiver import (
+from slipstream.rollout_server.vllm.fp8_plan import Fp8Plan
+from slipstream.rollout_server.vllm.weight_receiver import (
     SlipstreamWeightTransfer,
     UpdateInfo,
 )

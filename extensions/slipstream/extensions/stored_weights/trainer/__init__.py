@@ -1,1 +1,0 @@
-"""Writes versions to storage."""

@@ -1,0 +1,194 @@
+"""What a server tells of its use: tokens, busy time, memory; and the watchdog of an engine."""
+
+import contextlib
+import time
+from collections.abc import Callable
+
+import psutil
+from slipstream.core.types import TrajectoryId
+from slipstream.protocol.queue.base import Amount
+from slipstream.rollout_server.engine_interface import EngineDied, EngineUse
+from slipstream.v1 import fleet_pb2
+
+
+class UseClock:
+    """Adds up the seconds of pauses, and those with at least one open request outside pauses."""
+
+    def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
+        self._now_s = now_s
+        self._open = 0
+        # A pause counts after the first `resume`: before it there is nothing to pause.
+        self.is_paused = self._has_served = False
+        # Both sums count up to the time `_counted_s`.
+        self._counted_s = now_s()
+        self._busy_s = self._paused_s = 0.0
+
+    @property
+    def busy_s(self) -> float:
+        """The seconds with an open request, up to now and without pauses."""
+        self._count()
+        return self._busy_s
+
+    @property
+    def paused_s(self) -> float:
+        self._count()
+        return self._paused_s
+
+    def enter(self) -> None:
+        """Records that a request was opened."""
+        self._count()
+        self._open += 1
+
+    def leave(self) -> None:
+        """Records that a request has ended."""
+        self._count()
+        self._open -= 1
+
+    def pause(self) -> None:
+        """Records that no request is served until `resume`."""
+        self._count()
+        self.is_paused = True
+
+    def resume(self) -> None:
+        """Records the end of a pause."""
+        self._count()
+        self.is_paused, self._has_served = False, True
+
+    def _count(self) -> None:
+        before_s, self._counted_s = self._counted_s, self._now_s()
+        if self.is_paused and self._has_served:
+            self._paused_s += self._counted_s - before_s
+        elif self._open and not self.is_paused:
+            self._busy_s += self._counted_s - before_s
+
+
+# Seconds without a step after which an engine with requests counts as hung. The limit is longer
+# than compiling kernels takes, and shorter than the limit for which the run waits for a batch.
+SILENCE_LIMIT_S = 300.0
+
+
+class EngineWatchdog:
+    """Raises EngineDied when an engine that has requests makes no step for too long."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        # time.monotonic of the last check at which the engine had nothing to do.
+        self._idle_s = time.monotonic()
+
+    def check(self, *, heard_s: float, num_requests: int) -> None:
+        """Raises EngineDied when the engine had requests and made no step within the limit.
+
+        `heard_s` is the time.monotonic of the engine's last step. `num_requests` is the number of
+        open requests, or 0 while the engine is paused.
+        """
+        now_s = time.monotonic()
+        if not num_requests:
+            self._idle_s = now_s
+        elif now_s - max(self._idle_s, heard_s) > self._limit_s:
+            raise EngineDied(
+                f"vLLM's engine made no step for {self._limit_s:g} s, "
+                f"with {num_requests} open requests"
+            )
+
+
+# Seconds between two scans of all processes: a scan takes too long for every heartbeat.
+_LOOK_S = 5.0
+
+
+class ProcessMemory:
+    """Measures the resident memory of this process and its descendants.
+
+    Shared pages count in each process that shares them.
+    """
+
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+        self._looked_s = -_LOOK_S
+        self._bytes = 0
+
+    def resident_bytes(self) -> int:
+        """Returns the resident bytes at the last scan; scans again if that is more than 5 s ago."""
+        now = time.monotonic()
+        if now - self._looked_s >= _LOOK_S:
+            self._looked_s = now
+            self._bytes = 0
+            for process in (self._process, *self._process.children(recursive=True)):
+                # A process may end after it was listed.
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    self._bytes += int(process.memory_info().rss)
+        return self._bytes
+
+
+class EpochCounters:
+    """The counters of one server epoch.
+
+    While no token is in flight between engine and episodes, two sums are equal. The first adds the
+    tokens that the engine sampled and the tokens of replies that environments gave; the second adds
+    the tokens of ended episodes, open episodes and judges.
+    """
+
+    def __init__(self, use: EngineUse) -> None:
+        """Takes the engine's counters at the start of the epoch, when no request is open."""
+        self._start = use
+        self._started_s = time.monotonic()
+        # Tokens of replies that environments gave: no engine has counted them.
+        self._given_tokens = 0
+        self.all_ended = Amount()
+        # Trajectories of ended episodes that the queue has not taken.
+        self.delivering: dict[TrajectoryId, int] = {}
+        # Sampled tokens of open episodes whose generation has returned.
+        self.recorded_tokens = 0
+        self.open_episodes = 0
+        self.waiting_episodes = 0
+        # Whether an episode ended without a trajectory, since the engine died or the server ends;
+        # its tokens still count as open.
+        self.is_broken_off = False
+        self._memory = ProcessMemory()
+
+    def sampled(self, num_tokens: int) -> None:
+        """Counts `num_tokens` that a generation of an open episode returned."""
+        self.recorded_tokens += num_tokens
+
+    def given(self, num_tokens: int) -> None:
+        """Counts `num_tokens` of a reply that an environment gave in an open episode."""
+        self._given_tokens += num_tokens
+        self.sampled(num_tokens)
+
+    def ended(self, num_tokens: int) -> None:
+        """Counts an episode that ended, normally or not, after `num_tokens` sampled tokens."""
+        self.open_episodes -= 1
+        self.recorded_tokens -= num_tokens
+        self.all_ended = self.all_ended.plus(num_tokens)
+
+    def report(self, use: EngineUse, *, sent: Amount, queued_bytes: int) -> fleet_pb2.ServerReport:
+        """Returns the counters as a message; `sent` is the total of this epoch.
+
+        `use` has the engine's counters now, and `queued_bytes` is the present size of the queue.
+        """
+        # Tokens inside the engine belong to open requests. Without open requests a difference of
+        # the counters is an error, which must show.
+        inside = use.generated_tokens - use.returned_tokens
+        inside -= self._start.generated_tokens - self._start.returned_tokens
+        if not use.open_requests and not self.is_broken_off:
+            inside = 0
+        waiting = Amount(len(self.delivering), sum(self.delivering.values()))
+        return fleet_pb2.ServerReport(
+            generated_tokens=use.generated_tokens
+            - self._start.generated_tokens
+            + self._given_tokens,
+            judged_tokens=use.judged_tokens - self._start.judged_tokens,
+            drafted_tokens=use.drafted_tokens - self._start.drafted_tokens,
+            accepted_tokens=use.accepted_tokens - self._start.accepted_tokens,
+            in_flight_tokens=max(self.recorded_tokens + inside, 0),
+            ended_tokens=self.all_ended.tokens,
+            ended_episodes=self.all_ended.trajectories,
+            delivering=waiting.to_pb(),
+            sent=sent.to_pb(),
+            open_episodes=self.open_episodes,
+            waiting_episodes=self.waiting_episodes,
+            queued_bytes=queued_bytes,
+            busy_s=use.busy_s - self._start.busy_s,
+            uptime_s=time.monotonic() - self._started_s,
+            paused_s=use.paused_s - self._start.paused_s,
+            resident_bytes=self._memory.resident_bytes(),
+        )

@@ -1,1 +1,0 @@
-"""Receives new weights inside the workers of vLLM."""
