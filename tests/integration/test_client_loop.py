@@ -8,13 +8,12 @@ from slipstream.client.launch.display import table_rows
 from slipstream.client.verify import Bounds, examine
 from slipstream.extensions.tinker.front import MAX_BODY_BYTES
 from slipstream.extensions.tinker.wire_pb2 import SampleResponse
-from slipstream.learner.controller.application import Controller
 from slipstream.learner.controller.records.journal import read_batch, read_records
-from support.fakes.fake_server import OPEN, PROMPT_LOGPROBS, FakeServer
+from support.fakes.fake_server import PROMPT_LOGPROBS, FakeServer
 from support.fakes.fake_trainer import FakeTrainer
 from support.fakes.small_checkpoints import save_checkpoint
 from support.rigs.loop_client import LoopClient, logprobs_of, metrics_of, replies
-from support.rigs.loop_runs import DATUM, fronted, loop_config, played
+from support.rigs.loop_runs import DATUM, loop_config, played, started
 from support.rigs.waiting import LIMIT_S, until
 
 
@@ -287,39 +286,23 @@ async def test_a_step_that_cannot_be_made_fails_and_the_loop_goes_on(tmp_path) -
 
 async def test_futures_outlive_the_http_process_and_the_controller(tmp_path) -> None:
     config = loop_config(tmp_path)
-    server, trainer = (kind(config.controller.address) for kind in (FakeServer, FakeTrainer))
-    others = [asyncio.ensure_future(server.run())]
-    running = asyncio.ensure_future(Controller(config, OPEN).run())
-    training = asyncio.ensure_future(trainer.run())
-    async with asyncio.timeout(120):
-        async with fronted(config) as client:
-            await client.begin()
-            first = await client.send(client.passed([DATUM], "cross_entropy"))
-            result = await client.result(first)
-            trainer.hold_at(0)
-            stepped = await client.order("optim_step", adam_params={})
-            await until(lambda: trainer.holds)
-            waiting = await client.send(client.passed([DATUM, DATUM], "cross_entropy"))
-            session = client.session, client.model
-        for task in (running, training, *others):
-            task.cancel()
-        await asyncio.gather(running, training, *others, return_exceptions=True)
-        # All come back: the trainer without gradients, from its start.
-        trainer = FakeTrainer(config.controller.address)
-        server = FakeServer(config.controller.address)
-        others = [asyncio.ensure_future(one.run()) for one in (server, trainer)]
-        controller = Controller(config, OPEN)
-        running = asyncio.ensure_future(controller.run())
-        async with fronted(config) as client:
-            client.session, client.model = session
-            assert await client.result(first) == result
-            assert (await client.result(stepped))["type"] == "optim_step"
-            assert len(logprobs_of(await client.result(waiting))) == 2
-            client.numbers = iter([4])
-            await client.step()
-        controller.stop("the client has done")
-        assert await running == 0
-    await asyncio.gather(*others, return_exceptions=True)
+    async with started(config, is_killed=True) as (client, _, trainer):
+        await client.begin()
+        first = await client.send(client.passed([DATUM], "cross_entropy"))
+        result = await client.result(first)
+        trainer.hold_at(0)
+        stepped = await client.order("optim_step", adam_params={})
+        await until(lambda: trainer.holds)
+        waiting = await client.send(client.passed([DATUM, DATUM], "cross_entropy"))
+        session = client.session, client.model
+    # All come back: the trainer without gradients, from its start.
+    async with started(config, is_killed=False) as (client, _, trainer):
+        client.session, client.model = session
+        assert await client.result(first) == result
+        assert (await client.result(stepped))["type"] == "optim_step"
+        assert len(logprobs_of(await client.result(waiting))) == 2
+        client.numbers = iter([4])
+        await client.step()
     # The step has the pass of before, and the next one that which had waited.
     assert [[one.split(":")[-2] for one in passes] for _, passes in trainer.ordered] == [
         ["1"],

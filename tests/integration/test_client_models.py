@@ -1,13 +1,10 @@
 """Several clients' models in one run over HTTP: real controller and front, and fakes."""
 
-import asyncio
-
-from slipstream.learner.controller.application import Controller
-from support.fakes.fake_server import OPEN, FakeServer
+from support.fakes.fake_server import FakeServer
 from support.fakes.fake_trainer import FakeTrainer
 from support.fakes.small_checkpoints import save_checkpoint
 from support.rigs.loop_client import LoopClient, logprobs_of, replies
-from support.rigs.loop_runs import DATUM, fronted, loop_config, played
+from support.rigs.loop_runs import DATUM, loop_config, played, started
 from support.rigs.waiting import until
 
 LORA = {
@@ -18,11 +15,6 @@ LORA = {
 }
 
 
-def another(client: LoopClient) -> LoopClient:
-    """One more client of the same HTTP process; close its `http` after use."""
-    return LoopClient(client.http.base_url.port)
-
-
 def kinds(trainer: FakeTrainer) -> list[tuple[str, str]]:
     """Kind and adapter of each step that the trainer was ordered."""
     return [(one.WhichOneof("step"), one.adapter.name) for one, _ in trainer.ordered]
@@ -30,7 +22,7 @@ def kinds(trainer: FakeTrainer) -> list[tuple[str, str]]:
 
 async def test_each_client_has_an_adapter_of_its_own_rank_and_passes(tmp_path) -> None:
     async def script(one: LoopClient, server: FakeServer, trainer: FakeTrainer) -> None:
-        other, third = another(one), another(one)
+        other, third = one.another(), one.another()
         await one.begin(rank=1)
         await other.begin(rank=8, user_metadata={"lora_alpha": "4"})
         assert (await third.begin())["error"].startswith("all 2 places for models (lora.adapters)")
@@ -55,15 +47,13 @@ async def test_each_client_has_an_adapter_of_its_own_rank_and_passes(tmp_path) -
         assert "model_id" in await third.begin(rank=2)
         assert kinds(trainer)[-1] == ("begin", "a")
         assert "is not trained by this run any more" in (await one.step())["error"]
-        for client in (other, third):
-            await client.http.aclose()
 
     assert (await played(loop_config(tmp_path, **LORA), script))["code"] == 0
 
 
 async def test_a_publish_leaves_the_sessions_of_other_models_as_they_are(tmp_path) -> None:
     async def script(one: LoopClient, server: FakeServer, trainer: FakeTrainer) -> None:
-        other = another(one)
+        other = one.another()
         await one.begin(rank=1)
         await other.begin(rank=8)
         mine, first = await one.publish(), await other.publish()
@@ -92,14 +82,13 @@ async def test_a_publish_leaves_the_sessions_of_other_models_as_they_are(tmp_pat
         assert asked == [("a", False), ("a", False), ("b", False), ("", True)]
         environments = [lease.environment for lease in server.leases]
         assert environments == ["client-a", "client-a", "client-b", "client"]
-        await other.http.aclose()
 
     assert (await played(loop_config(tmp_path, **LORA), script))["ledger"]["difference"] == 0
 
 
 async def test_one_client_that_fails_again_and_again_stops_no_other(tmp_path) -> None:
     async def script(one: LoopClient, server: FakeServer, trainer: FakeTrainer) -> None:
-        other = another(one)
+        other = one.another()
         await one.begin(rank=1)
         await other.begin(rank=8)
         passed = await other.send(other.passed([DATUM], "cross_entropy"))
@@ -110,7 +99,6 @@ async def test_one_client_that_fails_again_and_again_stops_no_other(tmp_path) ->
         trainer.poisoned = lambda _: None
         assert (await other.step())["type"] == "optim_step"
         assert [len(passes) for _, passes in trainer.ordered] == [0, 0, 1]
-        await other.http.aclose()
 
     config = loop_config(tmp_path, **LORA, controller__max_set_aside_batches=1)
     found = await played(config, script)
@@ -121,7 +109,7 @@ async def test_a_state_goes_to_a_new_model_of_its_rank_and_to_no_other(tmp_path)
     config = loop_config(tmp_path, **LORA)
 
     async def script(one: LoopClient, server: FakeServer, trainer: FakeTrainer) -> None:
-        other = another(one)
+        other = one.another()
         await one.begin(rank=2)
         await one.step()
         path = (await one.result(await one.order("save_weights", path="x")))["path"]
@@ -138,59 +126,42 @@ async def test_a_state_goes_to_a_new_model_of_its_rank_and_to_no_other(tmp_path)
         assert loads == [("a", 2), ("a", 2)]
         await one.step()
         assert trainer.ordered[-1][0].adapter.name == "b"
-        await other.http.aclose()
 
     await played(config, script)
 
 
 async def test_all_models_go_on_after_kills_of_controller_and_trainer(tmp_path) -> None:
     config = loop_config(tmp_path, **LORA)
-    address = config.controller.address
-    others = [FakeServer(address), FakeTrainer(address)]
-    tasks = [asyncio.ensure_future(each.run()) for each in (Controller(config, OPEN), *others)]
-    async with asyncio.timeout(120):
-        async with fronted(config) as one:
-            other, trainer = another(one), others[1]
-            await one.begin(rank=1)
-            await other.begin(rank=8)
-            session = await one.publish()
-            for client in (one, other):
-                await client.result(await client.send(client.passed([DATUM], "cross_entropy")))
-            trainer.hold_at(3)
-            stepped = await one.order("optim_step", adam_params={})
-            await until(lambda: trainer.holds)
-            published = await other.order("save_weights_for_sampler", sampling_session_seq_id=0)
-            known = [(client.session, client.model, client.numbers) for client in (one, other)]
-            await other.http.aclose()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        trainer = FakeTrainer(address)
-        server, controller = FakeServer(address), Controller(config, OPEN)
-        running = asyncio.ensure_future(controller.run())
-        rest = [asyncio.ensure_future(each.run()) for each in (server, trainer)]
-        async with fronted(config) as one:
-            other = another(one)
-            for client, (name, model, numbers) in zip((one, other), known, strict=True):
-                client.session, client.model, client.numbers = name, model, numbers
-            assert (await one.result(stepped))["type"] == "optim_step"
-            theirs = (await other.result(published))["sampling_session_id"]
-            for client, served, adapter in ((one, session, "a"), (other, theirs, "b")):
-                client.samples = iter([7])
-                await client.result(await client.ask(served, [1]))
-                assert server.leases[-1].sampling.adapter == adapter
-            await other.step()
-            assert kinds(trainer) == [
-                ("begin", "a"),
-                ("begin", "b"),
-                ("serve", "a"),
-                ("adam", "a"),
-                ("serve", "b"),
-                ("adam", "b"),
-            ]
-            # Each step has its own passes alone.
-            assert [len(passes) for _, passes in trainer.ordered] == [0, 0, 0, 1, 0, 1]
-            await other.http.aclose()
-        controller.stop("the clients have done")
-        assert await running == 0
-    await asyncio.gather(*rest, return_exceptions=True)
+    async with started(config, is_killed=True) as (one, _, trainer):
+        other = one.another()
+        await one.begin(rank=1)
+        await other.begin(rank=8)
+        session = await one.publish()
+        for client in (one, other):
+            await client.result(await client.send(client.passed([DATUM], "cross_entropy")))
+        trainer.hold_at(3)
+        stepped = await one.order("optim_step", adam_params={})
+        await until(lambda: trainer.holds)
+        published = await other.order("save_weights_for_sampler", sampling_session_seq_id=0)
+        known = [(client.session, client.model, client.numbers) for client in (one, other)]
+    async with started(config, is_killed=False) as (one, server, trainer):
+        other = one.another()
+        for client, (name, model, numbers) in zip((one, other), known, strict=True):
+            client.session, client.model, client.numbers = name, model, numbers
+        assert (await one.result(stepped))["type"] == "optim_step"
+        theirs = (await other.result(published))["sampling_session_id"]
+        for client, served, adapter in ((one, session, "a"), (other, theirs, "b")):
+            client.samples = iter([7])
+            await client.result(await client.ask(served, [1]))
+            assert server.leases[-1].sampling.adapter == adapter
+        await other.step()
+        assert kinds(trainer) == [
+            ("begin", "a"),
+            ("begin", "b"),
+            ("serve", "a"),
+            ("adam", "a"),
+            ("serve", "b"),
+            ("adam", "b"),
+        ]
+        # Each step has its own passes alone.
+        assert [len(passes) for _, passes in trainer.ordered] == [0, 0, 0, 1, 0, 1]

@@ -58,50 +58,43 @@ WIDER_EXPERTS = {
 DELTA_NETS = {"moe_intermediate_size": 64, "linear_conv_kernel_dim": 4}
 
 
+def computed(
+    folder: Path, case: str, *, is_nested: bool = False, **sizes: object
+) -> tuple[np.ndarray, list[np.ndarray]]:
+    """What an engine computes with two sets of weights, and what transformers does with each."""
+    for name, seed in (("first", 0), ("second", 1)):
+        make_field_model(folder / name, case, seed=seed, **sizes)
+        if is_nested:
+            nest(folder / name / case)
+    folders = [folder / name / case for name in ("first", "second")]
+    write_tokenizer(folders[0])
+    output = folder / "found.npy"
+    run_program(family_engine.__file__, *map(str, folders), str(output), limit_s=400)
+    return np.load(output, allow_pickle=False), [logprobs(each) for each in folders]
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_an_engine_computes_what_transformers_does(case: str, tmp_path: Path) -> None:
     sizes = WIDER_EXPERTS.get(case.split(".")[0], {})
     if case.startswith(("olmo", "mimo", "smollm3", "flex")):
         sizes = sizes | WIDER_HEADS
-    for name, seed in (("first", 0), ("second", 1)):
-        make_field_model(tmp_path / name, case, seed=seed, **sizes)
-    folders = [tmp_path / name / case for name in ("first", "second")]
-    write_tokenizer(folders[0])
-    output = tmp_path / "found.npy"
-    run_program(family_engine.__file__, *map(str, folders), str(output), limit_s=400)
-    expected = [logprobs(folder) for folder in folders]
+    found, expected = computed(tmp_path, case, **sizes)
     assert np.abs(expected[0] - expected[1]).mean() > 0.1
-    np.testing.assert_allclose(
-        np.load(output, allow_pickle=False), sent_back(expected), rtol=0, atol=2e-4
-    )
+    np.testing.assert_allclose(found, sent_back(expected), rtol=0, atol=2e-4)
 
 
 @pytest.mark.parametrize("case", ["gemma3.gemma3", "mistral.default", "ministral3.ministral"])
 def test_an_engine_computes_the_decoder_beside_a_tower(case: str, tmp_path: Path) -> None:
-    for name, seed in (("first", 0), ("second", 1)):
-        make_field_model(tmp_path / name, case, seed=seed)
-        nest(tmp_path / name / case)
-    folders = [tmp_path / name / case for name in ("first", "second")]
-    write_tokenizer(folders[0])
-    output = tmp_path / "found.npy"
-    run_program(family_engine.__file__, *map(str, folders), str(output), limit_s=400)
-    expected = [logprobs(folder) for folder in folders]
+    found, expected = computed(tmp_path, case, is_nested=True)
     assert np.abs(expected[0] - expected[1]).mean() > 0.1
-    np.testing.assert_allclose(
-        np.load(output, allow_pickle=False), sent_back(expected), rtol=0, atol=2e-4
-    )
+    np.testing.assert_allclose(found, sent_back(expected), rtol=0, atol=2e-4)
 
 
 @pytest.mark.parametrize("case", ["qwen3-next.glm", "qwen35.glm", "qwen35-moe.glm"])
 def test_an_engine_in_bfloat16_computes_delta_nets_as_transformers_does(case: str, tmp_path: Path):
-    for name, seed in (("first", 0), ("second", 1)):
-        make_field_model(tmp_path / name, case, seed=seed, **DELTA_NETS)
-    folders = [tmp_path / name / case for name in ("first", "second")]
-    write_tokenizer(folders[0])
-    output = tmp_path / "found.npy"
-    run_program(family_engine.__file__, *map(str, folders), str(output), limit_s=400)
-    expected = sent_back([logprobs(folder) for folder in folders])
-    gaps = np.abs(np.load(output, allow_pickle=False) - expected).mean(axis=1)
+    found, each = computed(tmp_path, case, **DELTA_NETS)
+    expected = sent_back(each)
+    gaps = np.abs(found - expected).mean(axis=1)
     apart = np.abs(expected[0] - expected[1]).mean()
     print(f"mean gaps {gaps}, {apart} between the models")
     assert gaps.max() < 0.02 * apart

@@ -10,6 +10,7 @@ from slipstream.core.types import PolicyVersion
 from slipstream.rollout_server.engine_interface import Generation
 from support.rigs.engine_rig import PROMPT, SAMPLING, Rig, engine_rig
 from support.rigs.running_replies import until_generated
+from support.rigs.waiting import until
 
 pytestmark = [pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]
 
@@ -80,7 +81,7 @@ async def test_a_request_that_comes_during_an_update_is_served_by_the_new_weight
 
     async def resume_later(version: PolicyVersion) -> None:
         late.append(asyncio.create_task(rig.generate("late", LONG_PROMPT, 20)))
-        await asyncio.sleep(0.1)
+        await until(lambda: "late" in rig.engine.pauses._held)
         await resume(version)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -1,77 +1,34 @@
 """Two clients' models in a whole run that is killed twice come out as each does alone."""
 
 import asyncio
-import contextlib
-import signal
 
-import httpx
 import pytest
-from slipstream.client.launch.preflight import free_port
-from support.rigs.loop_client import LoopClient, logprobs_of, replies
+from support.rigs.loop_client import LoopClient, logprobs_of
 from support.rigs.run_processes import (
     CONTROLLER,
     SLOW_RUN,
     TRAINER,
     check_ledger,
-    command,
     kill,
     succeed,
     summary_of,
 )
-from support.rigs.smallest_run import own_settings
-from support.rigs.waiting import LIMIT_S, until
+from support.rigs.tinker_runs import newest_reply, taught, tinker
+from support.rigs.waiting import until
 
 pytestmark = [*SLOW_RUN, pytest.mark.timeout(900)]
-PROMPT = [1, 5, 6, 7]
-GREEDY = {"sampling_params": {"max_tokens": 6, "temperature": 0.0}}
 # rank and the reply that is taught, by client
 CLIENTS = {"one": (1, [9, 12, 10, 14, 11, 13]), "two": (8, [14, 9, 13, 12, 10, 11])}
-CONFIG = """
-[run]
-name = "own"
-steps = 1000
-[model]
-dtype = "float32"
-[sampling]
-max_reply_tokens = 8
-max_episode_tokens = 64
-[checkpoint]
-every_steps = 4
-[lora]
-rank = 8
-"""
+SETTINGS = ("checkpoint.every_steps=4", "lora.rank=8")
 PHASES, STEPS = 3, 4
-
-
-@contextlib.asynccontextmanager
-async def tinker(folder, model, places: str):
-    """The port of a run that `slipstream tinker` has started, and its processes."""
-    folder.mkdir()
-    port, config = free_port("127.0.0.1"), folder / "own.toml"
-    config.write_text(CONFIG)
-    given = (config, "--port", port, *own_settings(folder, model), f"lora.adapters={places}")
-    async with command(folder, "tinker", *given, cwd=folder) as run:
-        async with asyncio.timeout(LIMIT_S), httpx.AsyncClient(trust_env=False) as http:
-            while True:
-                assert run.process.returncode is None, run.out + run.err
-                with contextlib.suppress(httpx.TransportError):
-                    await http.get(f"http://127.0.0.1:{port}/api/v1/healthz")
-                    break
-                await asyncio.sleep(0.1)
-        yield port, run
-        run.process.send_signal(signal.SIGINT)
-        assert await run.wait(LIMIT_S) == 128 + signal.SIGINT, run.out + run.err
 
 
 class Seen:
     """A client and what it has seen."""
 
-    def __init__(self, name: str, port: int, model) -> None:
-        self.rank, reply = CLIENTS[name]
-        self.client = LoopClient(port, base_model=str(model))
-        tokens = [*PROMPT, *reply]
-        weights = [0.0] * (len(PROMPT) - 1) + [1.0] * len(reply)
-        self._datum = (tokens[:-1], tokens[1:], {"weights": weights})
+    def __init__(self, name: str, client: LoopClient) -> None:
+        self.client, (self.rank, reply) = client, CLIENTS[name]
+        self._datum = taught(reply)
         self.logprobs: list[list[float]] = []
         self.sampled: list[list[int]] = []
 
@@ -85,19 +42,16 @@ class Seen:
             self.logprobs += logprobs_of(await self.client.result(passed))
 
     async def sample(self) -> None:
-        session = await self.client.publish()
-        future = await self.client.ask(session, PROMPT, **GREEDY)
-        ((tokens, _, _),) = replies(await self.client.result(future))
-        self.sampled.append(tokens)
+        self.sampled.append(await newest_reply(self.client))
 
-    async def close(self) -> None:
+    async def finish(self) -> None:
         await self.client.post(f"sessions/{self.client.session}/finish", {"reason": {}})
-        await self.client.http.aclose()
 
 
 async def test_two_models_that_are_killed_twice_are_those_of_runs_alone(tmp_path, tiny_model):
-    async with tinker(tmp_path / "both", tiny_model, '["a","b"]') as (port, run):
-        both = [Seen(name, port, tiny_model) for name in CLIENTS]
+    places = 'lora.adapters=["a","b"]'
+    async with tinker(tmp_path / "both", tiny_model, *SETTINGS, places) as (client, run):
+        both = [Seen(name, client.another()) for name in CLIENTS]
         await asyncio.gather(*(one.begin() for one in both))
         for phase in range(PHASES):
             training = [asyncio.ensure_future(one.train()) for one in both]
@@ -109,20 +63,21 @@ async def test_two_models_that_are_killed_twice_are_those_of_runs_alone(tmp_path
             await asyncio.gather(*training)
             await asyncio.gather(*(one.sample() for one in both))
         for one in both:
-            await one.close()
+            await one.finish()
     summary = summary_of(tmp_path / "both" / "own")
     check_ledger(summary)
     assert summary["steps"] == 2 * (1 + PHASES * (STEPS + 1))
     replay = succeed("replay", tmp_path / "both" / "own", cwd=tmp_path, limit_s=200)
     assert replay.stdout.count("as recorded") == summary["steps"]
-    async with tinker(tmp_path / "alone", tiny_model, '["a"]') as (port, _):
-        for seen in both:
-            alone = Seen("one" if seen is both[0] else "two", port, tiny_model)
+    places = 'lora.adapters=["a"]'
+    async with tinker(tmp_path / "alone", tiny_model, *SETTINGS, places) as (client, _):
+        for name, seen in zip(CLIENTS, both, strict=True):
+            alone = Seen(name, client.another())
             await alone.begin()
             for _ in range(PHASES):
                 await alone.train()
                 await alone.sample()
-            await alone.close()
+            await alone.finish()
             assert seen.logprobs == alone.logprobs
             assert seen.sampled == alone.sampled
     for seen in both:

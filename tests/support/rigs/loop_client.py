@@ -4,19 +4,21 @@ import asyncio
 import contextlib
 import itertools
 import json
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Self
 
 import httpx
 import numpy as np
 from slipstream.extensions.tinker import wire_pb2 as wire
+
+from support.rigs.waiting import LIMIT_S
 
 PROTOBUF = "application/x-protobuf"
 ADAM = {"learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.0}
 
 
 class LoopClient:
-    """A session and its model; close `http` after use."""
+    """A session and its model."""
 
     def __init__(self, port: int, *, base_model: str = "nowhere") -> None:
         address = f"http://127.0.0.1:{port}/api/v1/"
@@ -24,17 +26,32 @@ class LoopClient:
             base_url=address, headers={"x-api-key": "tml-any"}, timeout=120, trust_env=False
         )
         self._base_model = base_model
+        self._others: list[LoopClient] = []
         self.session = self.model = ""
         self.numbers, self.models = itertools.count(1), itertools.count()
         self.sampling, self.samples = itertools.count(), itertools.count()
 
-    async def ready(self) -> None:
-        """Waits until the HTTP process answers."""
-        while True:
-            with contextlib.suppress(httpx.TransportError):
-                await self.http.get("healthz")
-                return
-            await asyncio.sleep(0.02)
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for each in (*self._others, self):
+            await each.http.aclose()
+
+    def another(self) -> "LoopClient":
+        """One more client of the same HTTP process, which is closed with this one."""
+        self._others.append(LoopClient(self.http.base_url.port, base_model=self._base_model))
+        return self._others[-1]
+
+    async def ready(self, is_there: Callable[[], bool] = lambda: True) -> None:
+        """Waits until the HTTP process answers; AssertionError if it is there no more."""
+        async with asyncio.timeout(LIMIT_S):
+            while True:
+                assert is_there()
+                with contextlib.suppress(httpx.TransportError):
+                    await self.http.get("healthz")
+                    return
+                await asyncio.sleep(0.05)
 
     async def post(self, path: str, body: dict[str, Any] | bytes) -> Any:  # noqa: ANN401
         """The answer to a request: JSON, or an `httpx.Response` that is none of success."""

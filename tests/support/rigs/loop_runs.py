@@ -9,10 +9,11 @@ from slipstream.core.settings.config import Config
 from slipstream.extensions.tinker.front import serve
 from slipstream.learner.controller.application import Controller
 
-from support.fakes.fake_server import FakeServer
+from support.fakes.fake_server import OPEN, FakeServer
 from support.fakes.fake_trainer import FakeTrainer
 from support.rigs.controller_runs import make_config, play
 from support.rigs.loop_client import LoopClient
+from support.rigs.waiting import LIMIT_S
 
 DATUM = ([1, 2, 3], [2, 3, 4], {"weights": [0.0, 1.0, 1.0]})
 
@@ -27,15 +28,33 @@ async def fronted(config: Config, *, in_flight: bool = False) -> AsyncIterator[L
     """A client of an HTTP process that ends with it."""
     port = free_port("127.0.0.1")
     front = asyncio.ensure_future(serve(config, port, in_flight=in_flight))
-    client = LoopClient(port, base_model=str(config.model.path))
     try:
-        async with asyncio.timeout(60):
-            await client.ready()
-        yield client
+        async with LoopClient(port, base_model=str(config.model.path)) as client:
+            await client.ready(lambda: not front.done())
+            yield client
     finally:
-        await client.http.aclose()
         front.cancel()
         await asyncio.gather(front, return_exceptions=True)
+
+
+@contextlib.asynccontextmanager
+async def started(
+    config: Config, *, is_killed: bool
+) -> AsyncIterator[tuple[LoopClient, FakeServer, FakeTrainer]]:
+    """A client of a controller and its fakes, which are killed behind it, or end well."""
+    server, trainer = (kind(config.controller.address) for kind in (FakeServer, FakeTrainer))
+    controller = Controller(config, OPEN)
+    tasks = [asyncio.ensure_future(one.run()) for one in (controller, server, trainer)]
+    async with asyncio.timeout(LIMIT_S):
+        async with fronted(config) as client:
+            yield client, server, trainer
+        if is_killed:
+            for task in tasks:
+                task.cancel()
+        else:
+            controller.stop("the client has done")
+            assert await tasks[0] == 0
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def played(config: Config, script, *, in_flight: bool = False, **options: object) -> dict:
