@@ -1,7 +1,7 @@
 """The audit on planted faults of data, judges and environments, and on sound ones."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -9,10 +9,26 @@ from slipstream.client.audit import Audit, Kind, Play, Played
 from slipstream.client.audit_data import key_of, shared_questions
 from slipstream.client.audit_report import Finding, findings, slowness
 from slipstream.client.episode_host import EpisodeHost
+from slipstream.environments.questions import MathJudge
 from slipstream.v1 import environment_pb2 as pb
 
 pytestmark = pytest.mark.process
+in_one_loop = pytest.mark.asyncio(loop_scope="module")
 DATA = Path(__file__).parents[2] / "data" / "audit"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared_judges() -> Iterator[None]:
+    """The cases share the processes that compare mathematics, of which each imports much."""
+    begin, idle = MathJudge.__init__, []
+
+    def sharing(judge: MathJudge, *, timeout_s: float) -> None:
+        begin(judge, timeout_s=timeout_s)
+        judge._idle = idle
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MathJudge, "__init__", sharing)
+        yield
 
 
 def cases(name: str) -> list[dict]:
@@ -38,6 +54,7 @@ async def audited(case: dict, folder: Path, *, limit_s: float = 600.0) -> list[F
     return findings(await audit.run(lambda *_: None))
 
 
+@in_one_loop
 @pytest.mark.parametrize("case", cases("faults.jsonl"), ids=lambda case: case["name"])
 async def test_a_planted_fault_is_found(case: dict, tmp_path: Path) -> None:
     found = await audited(case, tmp_path)
@@ -45,6 +62,7 @@ async def test_a_planted_fault_is_found(case: dict, tmp_path: Path) -> None:
     assert [each.is_refused for each in said][:1] == [case["refused"]], found
 
 
+@in_one_loop
 @pytest.mark.parametrize("case", cases("sound.jsonl"), ids=lambda case: case["name"])
 async def test_what_is_sound_is_neither_refused_nor_told(case: dict, tmp_path: Path) -> None:
     found = await audited(case, tmp_path)
