@@ -370,7 +370,7 @@ class Audit:
 _FIRST = (Kind.EMPTY, Kind.RIGHT, Kind.WRONG, Kind.WORD, Kind.OWN)
 # What says nothing, after a right answer.
 _WORDS = "That is all there is to say about it, as far as one can see, " * 8
-_OF_JUDGES = (Kind.THOUGHT, Kind.BEHIND, Kind.HEDGED, Kind.LONGER, Kind.AGAIN)
+_OF_JUDGES = (Kind.THOUGHT, Kind.BEHIND, Kind.CUT, Kind.HEDGED, Kind.LONGER, Kind.AGAIN)
 
 
 def reply_to(task: Task, kind: Kind, own: str, form: str, place: int = 0) -> dict[str, Any] | None:

@@ -11,7 +11,7 @@ import re
 import sys
 import sysconfig
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -30,6 +30,8 @@ from slipstream.environments.question_files import Row, cell_in, named_rows, tex
 from slipstream.environments.sandbox import Finished, Limits, Sandbox, StartedProgram
 
 _CHECK = re.compile(r"^def check\(", re.MULTILINE)
+# Tests that are a compressed pickle in base64, as LiveCodeBench's private ones.
+_PACKED = re.compile(r"[A-Za-z0-9+/\n]{60,}={0,2}")
 
 PROGRAM = Path(__file__).with_name("functions_program.py")
 PROGRAM_TEXT = PROGRAM.read_text(encoding="utf-8")
@@ -75,10 +77,22 @@ def _read_exam(
     solved = "" if solution is None else text_in(row, solution, where)
     before = "" if setup is None or row.get(setup) in (None, "") else text_in(row, setup, where)
     name = None if function is None else text_in(row, function, where)
+    if name and name.lstrip().startswith("{"):
+        # LiveCodeBench has it among other facts.
+        name = str(json.loads(name).get("func_name", ""))
     texts = cell_in(row, tests, where)
     if isinstance(texts, str):
-        # A list of tests may be stored as JSON text.
-        texts = unpacked(texts, where) if texts.lstrip().startswith("[") else [texts]
+        if _PACKED.fullmatch(texts.strip()):
+            how = "pickle.loads(zlib.decompress(base64.b64decode(...))), which may run code"
+            raise ConfigError(f"{where}: column {tests!r} is packed: write it as JSON, by {how}")
+        # A list of tests, or an object, may be stored as JSON text.
+        begins = texts.lstrip()[:1]
+        texts = f"[{texts}]" if begins == "{" else texts
+        texts = unpacked(texts, where) if begins in ("[", "{") else [texts]
+    pairs = [texts] if isinstance(texts, Mapping) else texts
+    if isinstance(pairs, list) and isinstance(pairs[0], Mapping):
+        name = name or str(pairs[0].get("fn_name") or "")
+        texts = _tests_of(pairs, name, f"{where}: column {tests!r}")
     if not (isinstance(texts, list) and all(isinstance(text, str) for text in texts)):
         raise ConfigError(
             f"{where}: column {tests!r} must hold a test or a list of tests, each a text of Python"
@@ -98,6 +112,33 @@ def _read_exam(
         _check_judges([*ast.walk(_parsed(text, where))], names, where)
     modules = sorted(set(imported.values()))
     return Exam(where, asked, before, tuple(texts), tuple(sorted(names)), tuple(modules), solved)
+
+
+def _tests_of(pairs: Sequence[Row], name: str, where: str) -> list[str]:
+    """Returns tests of the function `name` from arguments and values, as data sets write them.
+
+    APPS has {"inputs": [[ARGUMENT, ...], ...], "outputs": [VALUE, ...]}, LiveCodeBench for each
+    test {"input": an argument a line, "output": VALUE}, both as JSON.
+    """
+    calls: list[tuple[list[object], list[object]]] = []
+    for pair in pairs:
+        if not name or pair.get("testtype") == "stdin":
+            own = "docs/guides/sandbox.md#in-your-own-environment"
+            what = "what programs read and print; Functions calls functions. Write an environment"
+            raise ConfigError(f"{where} has {what} of your own ({own}), or name the function")
+        try:
+            if "inputs" in pair:
+                # A value may stand in a list of its own.
+                values = [[v, *(v[:1] if isinstance(v, list) else ())] for v in pair["outputs"]]
+                calls += zip(pair["inputs"], values, strict=True)
+            else:
+                arguments = [json.loads(line) for line in pair["input"].splitlines() if line]
+                calls.append((arguments, [json.loads(pair["output"])]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"{where} has no arguments and values of {name}: {error}") from error
+    # JSON has no tuples.
+    text = "got = {}(*{!r})\ngot = list(got) if isinstance(got, tuple) else got\nassert got in {!r}"
+    return [text.format(name, arguments, values) for arguments, values in calls]
 
 
 def _names_under_test(setup: str, tests: Sequence[str], where: str) -> set[str]:

@@ -13,7 +13,6 @@ Only Python's standard library is imported: the sandbox contains no other file.
 """
 
 import builtins
-import contextlib
 import itertools
 import json
 import os
@@ -112,11 +111,8 @@ def examine(hears: IO[str], says: IO[str]) -> None:
     # How each call of the current test ended: "" or an outcome.
     ends: list[str] = []
     names = {name: _stand_in(name, hears, says, ends) for name in exam["functions"]}
-    given = {
-        name: value
-        for name, value in runpy.run_path("setup.py").items()
-        if not name.startswith("__")
-    }
+    found = runpy.run_path("setup.py")
+    given = {name: value for name, value in found.items() if not name.startswith("__")}
     for name in exam["modules"]:
         # Tests import the functions from a file that a reply would be in.
         for part in itertools.accumulate(name.split("."), "{}.{}".format):
@@ -141,6 +137,8 @@ def examine(hears: IO[str], says: IO[str]) -> None:
 
 def _run_cases(found: dict[str, Any], known: dict[str, Any]) -> None:
     """Runs what a text of pytest or unittest defines beside `known`, and has not called."""
+    import contextlib
+
     unittest: Any = sys.modules.get("unittest")
     for name, each in found.items():
         if name in known:
@@ -149,6 +147,11 @@ def _run_cases(found: dict[str, Any], known: dict[str, Any]) -> None:
             for case in unittest.defaultTestLoader.loadTestsFromTestCase(each):
                 with contextlib.suppress(unittest.SkipTest):
                     case.debug()
+        elif name.startswith("Test") and isinstance(each, type):
+            for method in filter(lambda method: method.startswith("test"), dir(each)):
+                case = each()
+                getattr(case, "setup_method", lambda: None)()
+                getattr(case, method)()
         elif name.startswith("test") and isinstance(each, types.FunctionType):
             each()
 
@@ -200,7 +203,12 @@ def answer_calls(hears: IO[str], says: IO[str]) -> None:
     for line in hears:
         call = json.loads(line)
         try:
-            function = functions[call["call"]]
+            name = call["call"]
+            if name in functions or "Solution" not in functions:
+                function = functions[name]
+            else:
+                # LeetCode's functions are methods of this class.
+                function = getattr(functions["Solution"](), name)
             arguments, named = decode(call["arguments"]), decode(call["named"])
             value = encode(function(*arguments, **named))
             # What returns a value could clear its arguments, so that a test expects less.

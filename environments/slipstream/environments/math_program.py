@@ -29,6 +29,10 @@ _UNIT = re.compile(
     r"(-?(?<!\d)\d++(?:\.\d++)?)\s*+(?:\\\w+\{)?\s*([A-Za-z]+)(?![\w^²³/]|\s*\}?\s*(?:\^|/|per\b))"
 )
 _RATE = re.compile(r"(-?\d+(?:[./]\d+)?)(?:\s*[A-Za-z]+(?:/| per )[A-Za-z]+| [A-Za-z]{3,})")
+_PER = re.compile(
+    r"(-?(?<!\d)\d++(?:\.\d++)?) *+(?:\\\w+\{ *+)?([A-Za-z]++) *+(?:/|per ) *([A-Za-z]+)"
+)
+_MPH = re.compile(r"(?<!\s) *+(?<![A-Za-z])(mph|kmh|kph)\b", re.IGNORECASE)
 _MEASURED = re.compile(r"\d\s*(?:\\\w+\{)?\s*[A-Za-z]")
 # What a reply says that the answer is not.
 _REJECTED = re.compile(
@@ -46,6 +50,38 @@ _SCALE = re.compile(
     r"(?<!\d)(\d++(?:\.\d++)?) ++(hundred|thousand|million|billion|dozen)s?\b", re.IGNORECASE
 )
 _SCALES = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "dozen": 12}
+# A number in words, without other words: twelve, minus twenty-five percent, three quarters, a half.
+_ONES = (
+    *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"),
+    *("eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen"),
+    "nineteen",
+)
+_TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
+_NUMERALS = {word: number for number, word in enumerate(_ONES)}
+_NUMERALS |= {word: 10 * number for number, word in enumerate(_TENS, 2)} | {"a": 1, "an": 1}
+_PARTS = {"half": 2, "halve": 2, "third": 3, "quarter": 4, "fourth": 4, "fifth": 5, "sixth": 6}
+_PARTS |= {"seventh": 7, "eighth": 8, "ninth": 9, "tenth": 10}
+_NUMERAL = "|".join(_NUMERALS)
+_SPOKEN = re.compile(
+    rf"(minus |negative )?(?:({_NUMERAL})(?:[- ]({'|'.join(_ONES[1:10])}))?)?(?:(?:^|[- ])"
+    rf"({'|'.join([*_PARTS, *_SCALES])})s?)?( per ?cent|%)?",
+    re.IGNORECASE,
+)
+# Ways to write what mathematics writes otherwise.
+_WRITTEN: tuple[tuple[re.Pattern[str], str], ...] = (
+    (re.compile(r"\b(\d+) (?:over|out of) (\d+)\b"), r"\1/\2"),
+    (re.compile(r"(?<=[\w)])\*\*(?=[\w(])"), "^"),
+    (re.compile(r"(?<![\\A-Za-z])pi(?![A-Za-z])"), r"\\pi "),
+    (re.compile(r"(?<![\\A-Za-z])sqrt(\d+)"), r"\\sqrt{\1}"),
+    (re.compile(r"^\s*\$?[a-z] *(?:in\b|\\in\b|∈) *(?=\\?[\[(])"), ""),
+)
+_DEGREES = re.compile(r"((?<!\d)\d++(?:\.\d++)?) *+(?:°|\^\{?\\circ\}?|degrees?\b)")
+# An interval as bounds of a letter, and the signs of its ends.
+_LESS = r"(<|\\leq?\b)"
+_BETWEEN = re.compile(rf"\$?([^<>=$]+?) *{_LESS} *[a-z] *{_LESS} *([^<>=$]+?)\$?")
+_ONE_SIDED = re.compile(r"\$?[a-z] *(<|>|\\[lg]eq?\b) *([^<>=$]+?)\$?")
+_INTERVAL = re.compile(r"(?:\\left)? *[\[(][^,]+,[^,]+[\])]")
+_COMPARED = re.compile(r"\$? *(?:[<>]|\\[lg]eq?\b)")
 # The units of each quantity, in numbers of the first one.
 _QUANTITIES: tuple[dict[str, float], ...] = (
     {"m": 1, "meter": 1, "metre": 1, "cm": 0.01, "mm": 0.001, "km": 1000}
@@ -58,7 +94,8 @@ _QUANTITIES: tuple[dict[str, float], ...] = (
     {"l": 1, "liter": 1, "litre": 1, "ml": 0.001},
 )
 _CHOICE = re.compile(
-    r"(?:(?:option|choice|it's|it is) |\\text\w*\{)?\(?((?-i:[A-Z]))"
+    r"(?:(?:(?:i|we)(?:'d|'ll| would| will| am sure| think)*\s)?"
+    r"(?:choose|chose|pick|select|go with|option|choice|it's|it is)\s|\\text\w*\{)?\(?((?-i:[A-Z]))"
     # Several letters are no choice.
     r"(?!(?-i:\W|and|or|[A-Z](?!\w))*[A-Z]\W*$)"
     r"(?:[).:](?=[\s\\}]|$)|(?= because| since| is (?:correct|right)|,|$))",
@@ -107,7 +144,12 @@ def compare(answer: str, reply: str) -> dict[str, bool]:
     said = kept if numbers(kept) or not numbers(said) else said
     if said and _text(said, answer) == _text(answer, answer):
         return {"known": True, "readable": True, "right": True}
-    is_bound = _BOUND.search(said) and not _BOUND.search(answer)
+    said, answer = (_rewritten(text) for text in (said, answer))
+    if "\\pi" in answer:
+        said = _DEGREES.sub(r"\1 \\pi / 180", said)
+    if _INTERVAL.fullmatch(bare(answer)):
+        said = _interval(said)
+    is_bound = any(form(said) and not form(answer) for form in (_BOUND.search, _COMPARED.match))
     if is_bound or (_EITHER.search(said) and not _SEVERAL.search(answer)):
         return {"known": True, "readable": False, "right": False}
     answer, said = _SCALE.sub(_scaled, answer), _SCALE.sub(_scaled, said)
@@ -143,23 +185,68 @@ def _text(text: str, answer: str) -> str:
     return text.casefold()
 
 
-def _amount(text: str) -> tuple[int, float] | None:
-    """Returns the quantity and the amount of "90 minutes" or "1 h 30 min", or None."""
+def _rewritten(text: str) -> str:
+    """Returns a text with numbers in words, and what people write otherwise, as mathematics."""
+    for pattern, written in _WRITTEN:
+        text = pattern.sub(written, text)
+    found = _SPOKEN.fullmatch(bare(text))
+    if found is None or not (found[2] or found[4]):
+        return text
+    sign, first, second, part, percent = (each and each.lower() for each in found.groups())
+    number = _NUMERALS[first or "a"] + _NUMERALS.get(second or "", 0)
+    whole = f"{number * _SCALES.get(part or '', 1)}"
+    over = f"/{_PARTS[part]}" if part in _PARTS else ""
+    return f"{'-' if sign else ''}{whole}{over}{'%' if percent else ''}"
+
+
+def _interval(text: str) -> str:
+    """Returns the interval that bounds of a letter write, else the text."""
+    text = bare(text)
+    if (both := _BETWEEN.fullmatch(text)) is not None:
+        low, first, second, high = both.groups()
+        return f"{'(' if first == '<' else '['}{low}, {high}{')' if second == '<' else ']'}"
+    if (one := _ONE_SIDED.fullmatch(text)) is None:
+        return text
+    sign, bound = one.groups()
+    if sign == ">" or sign.startswith("\\g"):
+        return rf"{'(' if sign == '>' else '['}{bound}, \infty)"
+    return rf"(-\infty, {bound}{')' if sign == '<' else ']'}"
+
+
+def _amount(text: str) -> tuple[tuple[int, ...], float] | None:
+    """Returns quantities and amount of "90 minutes", "1 h 30 min" or "60 km/h", or None."""
+    if (rate := _PER.search(_MPH.sub(_speed, text))) is not None:
+        pair = [_unit(each) for each in rate.groups()[1:]]
+        if (first := pair[0]) and (second := pair[1]):
+            amount = float(rate[1]) * first[1] / second[1]
+            return (first[0], second[0]), float(f"{amount:.9g}")
+        return None
     found: dict[int, float] = {}
     finest = float("inf")
     for number, unit in _UNIT.findall(text):
-        for quantity, factors in enumerate(_QUANTITIES):
-            factor = factors.get(unit.lower()) or factors.get(unit.lower().removesuffix("s"))
-            if factor is not None and factor < finest:
-                found[quantity] = found.get(quantity, 0.0) + float(number) * factor
-                finest = factor
-                break
-        else:
+        known = _unit(unit)
+        if known is None or known[1] >= finest:
             return None
+        quantity, finest = known
+        found[quantity] = found.get(quantity, 0.0) + float(number) * finest
     if len(found) != 1:
         return None
     ((quantity, amount),) = found.items()
-    return quantity, round(amount, 9)
+    return (quantity,), round(amount, 9)
+
+
+def _unit(name: str) -> tuple[int, float] | None:
+    """Returns the quantity of a unit, and how many of the first unit it is, or None."""
+    name = name.lower()
+    for quantity, factors in enumerate(_QUANTITIES):
+        factor = factors.get(name) or factors.get(name.removesuffix("s"))
+        if factor is not None:
+            return quantity, factor
+    return None
+
+
+def _speed(found: re.Match[str]) -> str:
+    return " mile/hour" if found[1].lower() == "mph" else " km/hour"
 
 
 def _scaled(found: re.Match[str]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import importlib
 import importlib.util
 import inspect
 import json
@@ -15,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Literal, SupportsFloat, cast
+from typing import Any, Literal, SupportsFloat, cast
 
 from slipstream.client.environment import Message, Reply, StepResult, answer_of
 from slipstream.client.environment_loader import environment_failed
@@ -30,7 +31,6 @@ from slipstream.environments.arguments import (
     check_choice,
     check_holds,
 )
-from slipstream.environments.frameworks.packages import import_function
 from slipstream.environments.question_files import (
     Asked,
     Columns,
@@ -219,6 +219,24 @@ class JudgeFunction:
         metrics = dict(found)
         reward, by_token = metrics.pop("reward"), metrics.pop("token_rewards", ())
         return StepResult(reward, metrics=metrics, token_rewards=by_token)
+
+
+def import_function(argument: str, reference: str) -> Callable[..., Any]:
+    """Imports and returns the function that `reference` names as "module:function".
+
+    Raises ConfigError, which names `argument`, if there is no such function.
+    """
+    module, _, name = reference.partition(":")
+    if not (module and name):
+        raise ConfigError(f"{argument} must be module:function, got {reference!r}")
+    try:
+        function = getattr(importlib.import_module(module), name, None)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{argument}: there is no module {error.name!r}") from error
+    if not callable(function):
+        raise ConfigError(f"{argument}: module {module} has no function {name!r}")
+    found: Callable[..., Any] = function
+    return found
 
 
 def _taken(reference: str, function: Callable[..., object]) -> tuple[str, ...]:

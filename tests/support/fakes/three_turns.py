@@ -1,10 +1,18 @@
 """An environment of three turns, of which only the second decides."""
 
+import random
+
 from slipstream.client import Environment, Message, StepResult
 
 
 class ThreeTurns(Environment[int]):
-    """The reward of the second reply is its share of the letter that the first prompt shows."""
+    """The reward of the second reply is its share of the letter that the first prompt shows.
+
+    The first and the third turn earn `noise` or -`noise` by chance, whatever the replies are.
+    """
+
+    def __init__(self, noise: float = 0.0) -> None:
+        self._noise = noise
 
     def tasks(self) -> range:
         return range(6)
@@ -15,8 +23,10 @@ class ThreeTurns(Environment[int]):
 
     def step(self, reply: str) -> StepResult:
         self._turn += 1
-        if self._turn == 3:
-            return StepResult()
+        if self._turn != 2:
+            earned = random.choice((-self._noise, self._noise))
+            again = [] if self._turn == 3 else [Message("user", self._letter)]
+            return StepResult(earned, done=self._turn == 3, messages=again)
         share = reply.split()[:4].count(self._letter) / 4
-        reward = share if self._turn == 2 else 0.0
-        return StepResult(reward, done=False, messages=[Message("user", self._letter)])
+        again = [Message("user", self._letter)]
+        return StepResult(share, done=False, messages=again, metrics={"second": share})

@@ -237,9 +237,13 @@ UNITTEST = (
     "import unittest\nclass TestAdd(unittest.TestCase):\n    def setUp(self): self.right = 3\n"
     "    def test_add(self): self.assertEqual(add(1, 2), self.right)\n"
 )
+CLASS = (
+    "class TestAdd:\n    def setup_method(self): self.right = 3\n"
+    "    def test_add(self): assert add(1, 2) == self.right\n"
+)
 
 
-@pytest.mark.parametrize("test", [PYTEST, UNITTEST])
+@pytest.mark.parametrize("test", [PYTEST, UNITTEST, CLASS])
 async def test_tests_of_pytest_and_unittest_are_run(test: str, tmp_path: Path) -> None:
     tasks = functions(tmp_path, {"question": "?", "tests": [test]})
     assert (await judged(tasks, block("def add(a, b):\n    return a + b"))).reward == 1
@@ -252,7 +256,7 @@ async def test_tests_of_pytest_and_unittest_are_run(test: str, tmp_path: Path) -
         "def check_add():\n    assert add(1, 2) == 3",
         "def test_add(given):\n    assert add(1, given) == 3",
         "async def test_add():\n    assert add(1, 2) == 3",
-        "class TestAdd:\n    def test_add(self):\n        assert add(1, 2) == 3",
+        "class TestAdd:\n    def test_add(self, given):\n        assert add(1, given) == 3",
         "if __name__ == '__main__':\n    assert add(1, 2) == 3",
         "for n in []:\n    assert add(n, n) == 2 * n",
         "import no_such_package\ndef test_add():\n    assert add(1, 2) == 3",
@@ -352,6 +356,27 @@ async def test_the_code_that_defines_the_function_is_judged_without_thoughts(tmp
         assert (await judged(tasks, reply)).reward == reward
 
 
+APPS = {"fn_name": "add", "inputs": [[1, 2], [4, 1]], "outputs": [3, [5]]}
+LIVE = [
+    {"input": "1\n2\n", "output": "3", "testtype": "functional"},
+    {"input": "[1]\n[2]", "output": "[1, 2]", "testtype": "functional"},
+]
+SOLUTION = "class Solution:\n    def add(self, a, b):\n        return a + b"
+
+
+@pytest.mark.parametrize("tests", [APPS, json.dumps(APPS), LIVE, json.dumps(LIVE)])
+@pytest.mark.parametrize("code", ["def add(a, b):\n    return a + b", SOLUTION])
+async def test_tests_as_apps_and_livecodebench_write_them_are_run(tests, code, tmp_path) -> None:
+    row = {"question": "?", "tests": tests, "metadata": '{"func_name": "add"}'}
+    tasks = functions(tmp_path, row, function="metadata")
+    assert (await judged(tasks, block(code))).reward == 1
+    assert (await judged(tasks, block(code.replace("+", "-")))).reward == 0
+
+
+STDIN = {"inputs": ["1 2\n"], "outputs": ["3\n"]}
+PACKED = "eJwrSa0oSU0qBQAOYgPd" * 4
+
+
 async def test_a_test_that_cannot_run_fails_the_episode(tmp_path: Path) -> None:
     row = {"question": "?", "tests": ["assert f() == 1"], "setup": "import no_such_module"}
     tasks = functions(tmp_path, row, setup="setup")
@@ -365,6 +390,9 @@ async def test_a_test_that_cannot_run_fails_the_episode(tmp_path: Path) -> None:
         ({"tests": ["assert f()"]}, {}, "row 1 has no column 'question'; its columns are 'tests'"),
         ({"question": "?"}, {}, "row 1 has no column 'tests'; its columns are 'question'"),
         ({"question": "?", "tests": []}, {}, "row 1: column 'tests' is empty"),
+        ({"question": "?", "tests": json.dumps(STDIN)}, {}, "Write an environment of your own"),
+        ({"question": "?", "tests": [LIVE[0] | {"testtype": "stdin"}]}, {}, "read and print"),
+        ({"question": "?", "tests": PACKED}, {}, "column 'tests' is packed: write it as JSON"),
         ({"question": "?", "tests": [1]}, {}, "must hold a test or a list of tests"),
         ({"question": "?", "tests": ["assert f("]}, {}, "row 1: a test is no Python"),
         ({"question": "?", "tests": ["assert 1 == 1"]}, {}, "the tests use no name"),

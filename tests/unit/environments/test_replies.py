@@ -27,7 +27,8 @@ REPLIES = [json.loads(line) for line in TABLE.read_text(encoding="utf-8").splitl
 
 def adds(reply: str) -> float:
     """Whether the code of a reply has a function that adds."""
-    code = f"{code_of(answer_of(reply), ['add'])}\nassert add(1, 2) == 3"
+    code = code_of(answer_of(reply), ["add"])
+    code = f"__name__ = 'solution'\n{code}\nassert add(1, 2) == 3"
     ended = subprocess.run([sys.executable, "-ISc", code], capture_output=True, timeout=LIMIT_S)
     return float(ended.returncode == 0)
 

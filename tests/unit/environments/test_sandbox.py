@@ -239,6 +239,27 @@ async def test_a_cancelled_run_leaves_nothing(backend: str) -> None:
     assert not marked(A_TIME)
 
 
+async def test_a_starter_that_was_killed_is_followed_by_another(backend: str) -> None:
+    box = Sandbox(LIMITS, backend=backend)
+    assert (await box.run("print(1)")).stdout == b"1\n"
+    starter = sandbox._STARTER._process
+    assert starter is not None
+    starter.kill()
+    starter.wait()
+    assert (await box.run("print(2)")).stdout == b"2\n"
+    assert sandbox._STARTER._process is not starter
+
+
+async def test_programs_end_with_their_starter(backend: str) -> None:
+    async with Sandbox(LIMITS, backend=backend).start(["sleep", A_TIME]) as started:
+        async with asyncio.timeout(LIMIT_S):
+            while not marked(A_TIME, name="sleep"):
+                await asyncio.sleep(0.02)
+        sandbox._STARTER.end()
+        assert (await started.finish()).status != 0
+    assert not marked(A_TIME)
+
+
 async def test_signals_and_statuses_are_those_of_the_program(backend: str) -> None:
     for number in (signal.SIGSEGV, signal.SIGTERM, signal.SIGABRT):
         finished = await run(backend, f"import os; os.kill(os.getpid(), {int(number)})")

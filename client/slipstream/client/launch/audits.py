@@ -35,7 +35,7 @@ from slipstream.core.settings.config import Config
 from slipstream.core.template_values import values_json
 
 # Seconds in which replies are played to an environment.
-PLAYED_S = 12.0
+PLAYED_S = 15.0
 
 
 class Report(TypedDict):

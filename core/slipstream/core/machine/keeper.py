@@ -1,10 +1,6 @@
 """A keeper: runs a program, and at the end kills every process that the program has started.
 
-    python -m slipstream.core.machine.keeper [--cause-fd FD] [LIMITS] [--call MODULE] -- PROGRAM
-        ARGUMENTS...
-
-With MODULE, all that follows `--` are the arguments of this module's `main`, which stands for
-PROGRAM in a process that need not start Python again.
+    python -m slipstream.core.machine.keeper [--cause-fd FD] [LIMITS] -- PROGRAM ARGUMENTS...
 
 The keeper runs between its parent and PROGRAM. It is the reaper of all processes below PROGRAM, so
 a process that leaves its session, or loses its parent, stays below the keeper.
@@ -16,14 +12,13 @@ a limit or the kernel's memory management ended PROGRAM, the keeper writes the c
 
 import argparse
 import contextlib
-import importlib
 import os
 import resource
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -95,17 +90,17 @@ class Keeper:
         # Why a limit or the kernel ended the program; "" if neither did.
         self.cause = ""
 
-    def run(self, command: Sequence[str], module: str = "") -> int:
-        """Runs `command`, then kills all processes below the keeper; returns the wait status.
+    def run(self, program: Callable[[], None]) -> int:
+        """Runs a program, then kills all processes below the keeper; returns the wait status.
 
-        With `module`, its `main` gets `command` in a process of its own. The status is
-        `command`'s, or SIGKILL's if `command` had not ended. Blocks until these
-        processes have ended, or have not reacted for `KILL_LIMIT_S` seconds.
+        `program` is called in a process of its own, which it replaces or ends. The status is
+        SIGKILL's if that process had not ended. Blocks until these processes have ended, or have
+        not reacted for `KILL_LIMIT_S` seconds.
         """
         signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
         become_reaper()
         die_with_parent(signal.SIGTERM)
-        self._program = _start(command, module)
+        self._program = _start(program)
         told_to_end = False
         while self._status is None and not self.cause and not told_to_end:
             received = signal.sigtimedwait(_WATCHED, CHECK_PERIOD_S)
@@ -174,7 +169,6 @@ def main(arguments: Sequence[str]) -> NoReturn:
     parser.add_argument("--memory-setting", default="the limit")
     parser.add_argument("--processes", type=int, default=0)
     parser.add_argument("--processes-setting", default="the limit")
-    parser.add_argument("--call", default="", help="the module whose main is run")
     parser.add_argument("command", nargs="+")
     options = parser.parse_args(arguments)
     if options.cause_fd > 2:
@@ -183,13 +177,13 @@ def main(arguments: Sequence[str]) -> NoReturn:
         os.execvp(options.command[0], options.command)
     memory = options.memory_bytes, options.memory_setting
     keeper = Keeper(ProgramLimits(*memory, options.processes, options.processes_setting))
-    status = keeper.run(options.command, options.call)
+    status = keeper.run(lambda: _become(options.command))
     if keeper.cause:
         os.write(options.cause_fd, f"{keeper.cause}\n".encode())
     _end_as(status)
 
 
-def _start(command: Sequence[str], module: str) -> int:
+def _start(program: Callable[[], None]) -> int:
     pid = os.fork()
     if pid:
         return pid
@@ -200,15 +194,18 @@ def _start(command: Sequence[str], module: str) -> int:
         with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
             file.write(EXPENDABLE)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)
-        if module:
-            importlib.import_module(module).main(command)
-        os.execvp(command[0], list(command))
-    except OSError as error:
-        what = module or command[0]
-        print(f"slipstream: {what}: {error.strerror}", file=sys.stderr, flush=True)
+        program()
     finally:
         if sys.exc_info()[1] is not None:
             traceback.print_exc()
+        os._exit(127)
+
+
+def _become(command: Sequence[str]) -> NoReturn:
+    try:
+        os.execvp(command[0], [*command])
+    except OSError as error:
+        print(f"slipstream: {command[0]}: {error.strerror}", file=sys.stderr, flush=True)
         os._exit(127)
 
 

@@ -12,16 +12,17 @@ Each episode is an episode of verifiers, whose agents call the model through the
 import asyncio
 import contextlib
 import copy
+import importlib
 import itertools
 import os
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from statistics import fmean
-from typing import Any
+from types import ModuleType
+from typing import Any, TypeAlias
 
 from slipstream.client.environment import AgentEnvironment, AgentOutcome, Endpoint
 from slipstream.core.errors import ConfigError
-from slipstream.environments.frameworks.packages import Foreign, import_package
 
 # verifiers needs other versions of packages than vLLM does.
 INSTALL = (
@@ -32,6 +33,8 @@ INSTALL = (
 # `uv run`.
 REPLACED = frozenset({"null"})
 CHAT = "slipstream-chat"
+# An object of verifiers, whose types are not read here.
+Foreign: TypeAlias = Any
 
 
 class Verifiers(AgentEnvironment[Any]):
@@ -248,3 +251,19 @@ def _first_line(error: Foreign) -> str:
     first = error.errors()[0]
     place = ".".join(map(str, first["loc"]))
     return f"verifiers refuses {place or 'the table'}: {first['msg']}, got {first['input']!r}"
+
+
+def import_package(module: str, *, install: str) -> ModuleType:
+    """Imports and returns the package of a framework, or a module of the package.
+
+    Raises ConfigError, which names the missing package and the command that installs it.
+    """
+    package = module.partition(".")[0]
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name == package:
+            missing = f"the package {package!r} is missing"
+        else:
+            missing = f"the package {package!r} needs {error.name!r}, which is missing"
+        raise ConfigError(f"{missing}: pip install {install}") from error

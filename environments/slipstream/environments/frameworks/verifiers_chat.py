@@ -10,10 +10,9 @@ import json
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import openai
-from slipstream.environments.frameworks.packages import Foreign
 from verifiers.v1.configs.harness import HarnessConfig
 from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.harness import Harness
@@ -22,6 +21,9 @@ from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 from verifiers.v1.runtimes import ProgramResult
 
 __all__ = ["ChatHarness"]
+
+# An object of verifiers, whose types are not read here.
+Foreign: TypeAlias = Any
 
 # Seconds of one reply. A busy engine may take long, and the episode has limits of its own.
 REPLY_LIMIT_S = 3600.0

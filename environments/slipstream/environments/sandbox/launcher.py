@@ -36,8 +36,12 @@ _LAST_SIGNAL = 64
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
-    """Runs the program in its sandbox, and ends with the program's exit code or signal."""
-    plan = Plan.of(arguments[0])
+    """Runs the program of a command line."""
+    launch(Plan.of(arguments[0]), arguments[1:])
+
+
+def launch(plan: Plan, command: Sequence[str]) -> NoReturn:
+    """Runs a command in its sandbox, and ends with the program's exit code or signal."""
     if plan.cause_fd > 2:
         os.set_inheritable(plan.cause_fd, False)
     limits = {
@@ -49,7 +53,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
         # At the soft limit of processor time SIGXCPU shows the cause; the hard limit always kills.
         resource.setrlimit(name, (value, value + (name == resource.RLIMIT_CPU)))
     start = _in_sandlock if plan.backend == "sandlock" else _in_bubblewrap
-    status = _watched(start(plan, arguments[1:]), plan)
+    status = _watched(start(plan, command), plan)
     if status < 0:
         if status == -signal.SIGKILL:
             os.kill(os.getpid(), signal.SIGKILL)

@@ -7,6 +7,7 @@ process or a file behind.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import functools
 import importlib.util
@@ -14,8 +15,10 @@ import os
 import platform
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, fields
@@ -23,10 +26,10 @@ from pathlib import Path
 
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.files import OwnedFolder
-from slipstream.core.machine.process import send_signal
 from slipstream.environments.arguments import check_above_0
 from slipstream.environments.sandbox.kept_program import own_program
 from slipstream.environments.sandbox.plan import Backend, Limits, Plan
+from slipstream.environments.sandbox.starter import Start
 from slipstream.environments.sandbox.system_calls import machine_is_known
 
 BACKENDS: tuple[Backend, ...] = ("sandlock", "bubblewrap")
@@ -34,10 +37,6 @@ LAUNCHER = "slipstream.environments.sandbox.launcher"
 _CHUNK_BYTES = 64 << 10
 # The longest line that `StartedProgram.stdout` gives.
 LINE_BYTES = 4 << 20
-# Bytes of the launcher itself, which the keeper counts too.
-_LAUNCHER_BYTES = 192 << 20
-# Processes of launcher and bubblewrap.
-_OWN_PROCESSES = 4
 # Seconds beyond the program's own for starting and ending it on a busy machine.
 _SLACK_S = 60.0
 _PROBE_LIMIT_S = 60.0
@@ -136,64 +135,107 @@ class Sandbox:
             await asyncio.shield(asyncio.to_thread(owned.close))
 
     async def _start(self, command: Sequence[str], folder: str) -> StartedProgram:
-        read_end, write_end = os.pipe()
-        os.set_blocking(read_end, False)
-        # The keeper does not pass its end of the pipe to the launcher.
-        launchers_end = os.dup(write_end)
+        plan = Plan(self.backend, folder, self._readable, self.limits, cause_fd=0)
+        start = Start(command, plan.text(), _variables(folder))
+        pipes = [os.pipe() for _ in range(4)]
+        theirs = [pipe[place] for pipe, place in zip(pipes, (0, 1, 1, 1), strict=True)]
+        ours = [pipe[1 - place] for pipe, place in zip(pipes, (0, 1, 1, 1), strict=True)]
         try:
-            process = await asyncio.create_subprocess_exec(
-                *self._command(folder, (write_end, launchers_end), command),
-                cwd=folder,
-                env=_variables(folder),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                start_new_session=True,
-                pass_fds=[write_end, launchers_end],
-                limit=LINE_BYTES,
-            )
+            keeper = await asyncio.to_thread(_STARTER.start, start, theirs)
         except BaseException:
-            os.close(read_end)
+            for each in ours:
+                os.close(each)
             raise
         finally:
-            os.close(write_end)
-            os.close(launchers_end)
-        return StartedProgram(process, self.limits, read_end)
+            for each in theirs:
+                os.close(each)
+        started = StartedProgram(keeper, self.limits)
+        await started._open(*ours)
+        return started
 
-    def _command(
-        self, folder: str, cause_fds: tuple[int, int], command: Sequence[str]
-    ) -> list[str]:
-        """Returns the command for a keeper, which starts a launcher, which starts `command`.
 
-        `cause_fds` are two descriptors of one pipe, for keeper and launcher, which write to it why
-        the program was ended.
-        """
-        limits = self.limits
-        plan = Plan(self.backend, folder, self._readable, limits, cause_fds[1])
-        return [
-            *own_program("slipstream.core.machine.keeper"),
-            *("--cause-fd", str(cause_fds[0])),
-            *("--memory-bytes", str(limits.memory_bytes + _LAUNCHER_BYTES)),
-            *("--memory-setting", "memory_bytes"),
-            *("--processes", str(limits.processes + _OWN_PROCESSES)),
-            *("--processes-setting", "processes", "--call", LAUNCHER, "--", plan.text()),
-            *command,
-        ]
+class _Starter:
+    """The process that starts programs for this one, and is started again if it has ended."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self, start: Start, pipes: Sequence[int]) -> int:
+        """Starts a program at its ends of pipes; returns a descriptor of its keeper."""
+        asked = start.descriptor()
+        try:
+            with self._lock:
+                for _ in range(2):
+                    if self._process is None:
+                        self._begin()
+                    with contextlib.suppress(ConnectionError):
+                        socket.send_fds(self._asks, [b"."], [asked, *pipes])
+                        _, keepers, *_ = socket.recv_fds(self._asks, 1, 1)
+                        if keepers:
+                            os.set_inheritable(keepers[0], False)
+                            return keepers[0]
+                    self.end()
+        finally:
+            os.close(asked)
+        raise RuntimeError("the process that starts sandboxes has ended twice")
+
+    def _begin(self) -> None:
+        self._asks, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [*own_program("slipstream.environments.sandbox.starter"), str(theirs.fileno())],
+                env={"LANG": "C.UTF-8"},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        atexit.register(self.end)
+
+    def end(self) -> None:
+        """Ends the process, and so all programs that still run."""
+        atexit.unregister(self.end)
+        process, self._process = self._process, None
+        if process is not None:
+            self._asks.close()
+            process.kill()
+            process.wait()
+
+
+_STARTER = _Starter()
 
 
 class StartedProgram:
     """A program in a sandbox: `stdin` and `stdout` are its pipes, `finish` waits for its end."""
 
-    def __init__(self, process: asyncio.subprocess.Process, limits: Limits, cause_fd: int) -> None:
-        """Takes the process, and the pipe to which launcher and keeper write an exceeded limit."""
-        assert process.stdin is not None
-        assert process.stdout is not None
-        assert process.stderr is not None
-        self.stdin = process.stdin
-        self.stdout = process.stdout
-        self._process, self._limits, self._cause_fd = process, limits, cause_fd
-        self._cause = ""
-        self._errors = _Output(process.stderr, limits.output_bytes)
+    def __init__(self, keeper: int, limits: Limits) -> None:
+        """Takes a descriptor of the keeper; `_open` makes the pipes."""
+        self._keeper, self._limits = keeper, limits
+        self._transports: list[asyncio.BaseTransport] = []
+        self._said = ""
+
+    async def _open(self, stdin: int, *outputs: int) -> None:
+        loop = asyncio.get_running_loop()
+        transport, protocol = await loop.connect_write_pipe(
+            lambda: asyncio.StreamReaderProtocol(asyncio.StreamReader()),
+            os.fdopen(stdin, "wb", 0),
+        )
+        self.stdin = asyncio.StreamWriter(transport, protocol, None, loop)
+        self._transports.append(transport)
+        self.stdout, errors, cause = [await self._reader(each) for each in outputs]
+        self._errors = _Output(errors, self._limits.output_bytes)
+        # Launcher and keeper write to it why they ended the program; it ends with them.
+        self._ended = asyncio.create_task(cause.read())
+
+    async def _reader(self, descriptor: int) -> asyncio.StreamReader:
+        loop = asyncio.get_running_loop()
+        reader = asyncio.StreamReader(LINE_BYTES)
+        transport, _ = await loop.connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(descriptor, "rb", 0)
+        )
+        self._transports.append(transport)
+        return reader
 
     async def finish(self) -> Finished:
         """Waits for the program's end and returns it; ends a program that exceeds a limit.
@@ -210,34 +252,35 @@ class StartedProgram:
                 if reading or output.is_too_long or self._errors.is_too_long:
                     ended_by = "output_bytes"
                 else:
-                    await self._process.wait()
+                    await asyncio.wait([self._ended])
         except TimeoutError:
             ended_by = "seconds"
         finally:
             output.reading.cancel()
             await asyncio.shield(self.end())
-        status = self._process.returncode
-        assert status is not None
-        ended_by = ended_by or self._cause or _SIGNALS_OF_LIMITS.get(status, "")
+        cause, _, said = self._said.rpartition("ended ")
+        # A keeper that was killed says nothing.
+        status = os.waitstatus_to_exitcode(int(said or signal.SIGKILL))
+        ended_by = ended_by or _limit_named_in(cause) or _SIGNALS_OF_LIMITS.get(status, "")
         return Finished(status, bytes(output.kept), bytes(self._errors.kept), ended_by)
 
     async def end(self) -> None:
         """Ends the program and all processes that it has started; a second call does nothing."""
-        if self._cause_fd < 0:
+        if self._keeper < 0:
             return
+        keeper, self._keeper = self._keeper, -1
         self._errors.reading.cancel()
-        send_signal(self._process, signal.SIGTERM)
-        self.stdin.close()
         try:
-            async with asyncio.timeout(_SLACK_S):
-                await self._process.communicate()
-        except TimeoutError:
-            send_signal(self._process, signal.SIGKILL)
-            await self._process.wait()
-        with contextlib.suppress(BlockingIOError):
-            self._cause = _limit_named_in(os.read(self._cause_fd, _CHUNK_BYTES).decode())
-        os.close(self._cause_fd)
-        self._cause_fd = -1
+            for number in (signal.SIGTERM, signal.SIGKILL):
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(keeper, number)
+                if (await asyncio.wait([self._ended], timeout=_SLACK_S))[0]:
+                    self._said = self._ended.result().decode()
+                    break
+        finally:
+            os.close(keeper)
+            for each in self._transports:
+                each.close()
 
 
 class _Output:

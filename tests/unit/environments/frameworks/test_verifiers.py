@@ -6,8 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 from slipstream.core.errors import ConfigError
-from slipstream.environments.frameworks.packages import import_package
-from slipstream.environments.frameworks.verifiers import Serving, Verifiers, outcome_of
+from slipstream.environments.frameworks.verifiers import (
+    Serving,
+    Verifiers,
+    import_package,
+    outcome_of,
+)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("verifiers") is not None, reason="verifiers is here")
