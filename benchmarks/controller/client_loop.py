@@ -5,7 +5,8 @@ HTTP, of a run with one trainer rank, and beside it in this process `Passes`, wh
 has for it, and `TrainingStep`, which is the step of a run of our own. All three train the same
 sequences.
 
-A sample is a request and its result, of a server that replies at once: all of it is added.
+A sample is a request and its result, of a server that replies at once: all of it is added, but
+for what client and server take, so that processor time says more than what passes.
 
     PYTHONPATH=tests python -m benchmarks.controller.client_loop                # on a CPU
     PYTHONPATH=tests python -m benchmarks.controller.client_loop --shape 0.6B   # on a GPU
@@ -25,9 +26,9 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from slipstream.client.launch.preflight import free_port
 from slipstream.core.configuration.config_file import dump_config
@@ -42,6 +43,7 @@ from support.rigs.loop_runs import fronted, loop_config
 
 from benchmarks.common import measure
 from benchmarks.common.shapes import SHAPES, make_apart
+from benchmarks.controller.load import processor_s
 from benchmarks.learner.loops import LOADS, Load, lognormal_batch, shape_config, synchronize
 
 HTTP, PASSES, OWN = "over HTTP", "passes alone", "a run's own step"
@@ -49,6 +51,16 @@ HTTP, PASSES, OWN = "over HTTP", "passes alone", "a run's own step"
 AT_ONCE = (1, 64)
 # Adam moves the weights as little as it can: all steps have the same work.
 RATE = 1e-12
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Seconds of each turn, for one sample, and processor time of a sample in both processes."""
+
+    wall_s: list[float]
+    controller_s: float
+    front_s: float
+
 
 Datum = tuple[list[int], list[int], dict[str, list[float]]]
 
@@ -138,17 +150,18 @@ def steps_here(config: Config, batch: Batch, asked: argparse.Namespace) -> dict[
     return found
 
 
-async def samples(folder: Path, asked: argparse.Namespace) -> dict[int, list[float]]:
-    """Returns the seconds of a sample, by the number of them at once."""
+async def samples(folder: Path, asked: argparse.Namespace) -> dict[int, Sampled]:
+    """Returns what a sample takes, by the number of them at once."""
     config = loop_config(folder)
     config.run_dir.mkdir(parents=True)
     path = folder / "samples.toml"
     path.write_text(dump_config(config))
     address = config.controller.address
     peers = FakeTrainer(address), FakeServer(address, max_episodes=max(AT_ONCE), delay_s=0.0)
-    port, found = free_port("127.0.0.1"), {number: [] for number in AT_ONCE}
+    port, found = free_port("127.0.0.1"), {}
     front = ("slipstream.extensions.tinker.front", "--config", str(path), "--port", str(port))
-    async with program("slipstream.learner.controller", "--config", str(path)), program(*front):
+    controller = program("slipstream.learner.controller", "--config", str(path))
+    async with controller as first, program(*front) as second:
         tasks = [asyncio.ensure_future(peer.run()) for peer in peers]
         client = LoopClient(port)
         await client.ready()
@@ -158,12 +171,21 @@ async def samples(folder: Path, asked: argparse.Namespace) -> dict[int, list[flo
         async def one() -> None:
             await client.result(await client.ask(session, list(range(32))))
 
-        for number in AT_ONCE:
-            for turn in range(asked.samples + asked.uncounted):
+        async def turns(number: int, times: int) -> list[float]:
+            took_s = []
+            for _ in range(times):
                 started_s = time.perf_counter()
                 await asyncio.gather(*(one() for _ in range(number)))
-                if turn >= asked.uncounted:
-                    found[number].append((time.perf_counter() - started_s) / number)
+                took_s.append((time.perf_counter() - started_s) / number)
+            return took_s
+
+        for number in AT_ONCE:
+            await turns(number, asked.uncounted)
+            before = [processor_s(each.pid) for each in (first, second)]
+            took_s = await turns(number, asked.samples)
+            spent = [processor_s(each.pid) for each in (first, second)]
+            own = [(b - a) / number / asked.samples for a, b in zip(before, spent, strict=True)]
+            found[number] = Sampled(took_s, *own)
         await client.http.aclose()
         for task in tasks:
             task.cancel()
@@ -199,7 +221,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=tuple(LOADS), default="tiny")
     parser.add_argument("--repeats", type=int, default=20, help="steps of each loop")
     parser.add_argument("--uncounted", type=int, default=3, help="steps and samples before")
-    parser.add_argument("--samples", type=int, default=30)
+    parser.add_argument("--samples", type=int, default=100)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
@@ -224,11 +246,18 @@ def main() -> None:
     tokens = sum(len(each.token_ids) for each in batch.trajectories)
     table = measure.table([f"step of {tokens:,} tokens", "ms (min-max)", "more", "of own"], rows)
     table += measure.table(
-        ["samples at once", "ms each (min-max)"],
-        [[number, measure.Spread.of(times).text(2, 1000)] for number, times in replies.items()],
+        ["samples at once", "ms each (min-max)", "processor ms: controller, HTTP process"],
+        [
+            [
+                number,
+                measure.Spread.of(one.wall_s).text(2, 1000),
+                f"{1000 * one.controller_s:.2f}, {1000 * one.front_s:.2f}",
+            ]
+            for number, one in replies.items()
+        ],
     )
     record = {"settings": measure.settings_of(asked), "table": table, "steps": found}
-    record["samples"] = {number: float(np.median(times)) for number, times in replies.items()}
+    record["samples"] = {number: asdict(one) for number, one in replies.items()}
     measure.write_result(f"client-loop-{asked.shape}", record, asked.out)
     print("\n".join(table))
 

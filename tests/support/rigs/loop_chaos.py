@@ -118,18 +118,19 @@ class Looper:
         tokens = [*PROMPT, *reply]
         self._datum = tokens[:-1], tokens[1:], {"weights": [1.0] * (len(tokens) - 1)}
         self.rounds: list[object] = []
-        self.is_over = asyncio.Event()
+        self.is_over = self.has_ended = False
 
     async def run(self, rounds: int = sys.maxsize) -> None:
         """Runs so many rounds, or until `is_over`."""
         made = await self.client.begin(rank=self.rank)
         assert "model_id" in made, made
         for number in range(rounds):
-            if self.is_over.is_set():
+            if self.is_over:
                 break
             self.rounds.append(await self._round(number))
         await self.client.post(f"sessions/{self.client.session}/finish", {})
         await self.client.http.aclose()
+        self.has_ended = True
 
     async def _round(self, number: int) -> object:
         client = self.client
@@ -187,9 +188,9 @@ class LoopChaos(chaos.Chaos):
 
     async def _end(self) -> None:
         for looper in self._loopers:
-            looper.is_over.set()
+            looper.is_over = True
         async with asyncio.timeout(END_S):
-            while not all(looper.client.http.is_closed for looper in self._loopers):
+            while not all(looper.has_ended for looper in self._loopers):
                 await asyncio.sleep(0.05)
             while (command := self._live) is None:
                 await asyncio.sleep(0.05)
@@ -208,6 +209,8 @@ async def proxied(port: int):
     """A proxy before the HTTP process of `port`, and its own port."""
     proxy, own = UnrulyProxy(f"http://127.0.0.1:{port}"), free_port("127.0.0.1")
     server = uvicorn.Server(bounded_server(proxy, port=own))
+    # It tells of each connection that is cut.
+    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
     serving = asyncio.ensure_future(server.serve())
     try:
         yield proxy, own
@@ -250,8 +253,6 @@ async def run_loop_chaos(
     loop = ("controller.client_loop=true", "learner.shared_prefix_tokens=0")
     config = load_config(path, [*loop, *overrides])
     become_reaper()
-    # It tells of each connection that is cut.
-    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
     port = free_port("127.0.0.1")
     settings = [str(path), *overrides]
     async with proxied(port) as (proxy, own):
