@@ -105,13 +105,18 @@ class Archives:
             run.ended_s = ended_s
             if result.HasField("adapter"):
                 run.adapter, run.rank = result.adapter.name, result.adapter.rank or None
-            is_there = operation.HasField("save") and result.step in steps
+            is_there = result.step in steps
             if operation.HasField("publish"):
                 is_there = True
                 for name, (_, one) in list(run.checkpoints.items()):
                     if one["checkpoint_type"] == "sampler":
                         del run.checkpoints[name]
             kind, _, _ = result.name.removeprefix(f"tinker://{stream}/").partition("/")
+            if kind == "external_weights":
+                # Exported files outlive the checkpoint.
+                is_there |= self._exported(result.step, run.adapter).exists()
+            # A load has the name of what another model may have saved.
+            is_there &= not operation.HasField("load")
             if kind in _KINDS and is_there:
                 run.checkpoints.pop(result.name, None)
                 run.checkpoints[result.name] = (
@@ -138,12 +143,14 @@ class Archives:
             "last_sampler_checkpoint": run.newest("sampler"),
         }
 
+    def _exported(self, step: int, adapter: str) -> Path:
+        whole = self._checkpoints / f"hf-{step:06d}"
+        has_adapters = bool(self._config.lora.rank)
+        return whole.with_name(f"{whole.name}-adapters") / adapter if has_adapters else whole
+
     async def _addresses(self, step: int, adapter: str, address: str) -> Body:
         """Returns the address of each file of a version: a Hugging Face folder, or PEFT's."""
-        whole = self._checkpoints / f"hf-{step:06d}"
-        folder = whole.with_name(f"{whole.name}-adapters") / adapter
-        if not self._config.lora.rank:
-            folder = whole
+        folder = self._exported(step, adapter)
         if not folder.exists():
             task = self._exports.get(step)
             if task is None or task.done() and not task.cancelled() and task.exception():

@@ -31,6 +31,7 @@ def config(tmp_path: Path) -> Config:
         ({"begin": pb.Begin()}, {"adapter": adapter}),
         ({"save": pb.Save(name=named("weights", "old"))}, {"step": 1}),
         ({"publish": pb.Publish(name=named("sampler_weights", "old"))}, {"step": 1}),
+        ({"save": pb.Save(name=named("external_weights", "old"))}, {"step": 1}),
         ({"save": pb.Save(name=named("weights", "x"))}, {"step": 2}),
         ({"save": pb.Save(name=named("external_weights", "x"))}, {"step": 2}),
         ({"publish": pb.Publish(name=named("sampler_weights", "x"))}, {"step": 2}),
@@ -42,9 +43,9 @@ def config(tmp_path: Path) -> Config:
         told = {} if isinstance(name, pb.Begin) else {"name": name.name}
         store.end(number, pb.OperationResult(is_done=True, **told, **result))
     finish = pb.Operation(stream="s1", finish=pb.Finish())
-    store.write(7, finish)
-    store.end(7, pb.OperationResult(is_done=True))
-    store.write(8, pb.Operation(stream=RUN, number=7, save=pb.Save(name=named("weights", "y"))))
+    store.write(8, finish)
+    store.end(8, pb.OperationResult(is_done=True))
+    store.write(9, pb.Operation(stream=RUN, number=8, save=pb.Save(name=named("weights", "y"))))
     return config
 
 
@@ -95,3 +96,11 @@ async def test_files_of_a_checkpoint_have_secret_addresses(config: Config) -> No
     secret = path.split("/")[1]
     for other in (f"files/{secret}/../../secret", f"files/{secret}/sub", "files/x/sub/weights"):
         assert archives.file(other) is None
+
+
+async def test_files_that_are_exported_outlive_their_checkpoint(config: Config) -> None:
+    asked = f"training_runs/{RUN}/checkpoints/external_weights/old/external_weights_urls"
+    archives = Archives(config)
+    assert await archives.answer(asked, {}, ADDRESS) is None
+    (config.run_dir / "checkpoints" / "hf-000001").mkdir()
+    assert await archives.answer(asked, {}, ADDRESS) is not None
