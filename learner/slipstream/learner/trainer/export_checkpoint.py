@@ -59,6 +59,9 @@ def export(config: Config, path: Path, out: Path) -> None:
     """
     manifest = read_manifest(path)
     check_files(path, manifest.files)
+    from slipstream.learner.trainer.__main__ import preload
+
+    preload()
     from slipstream.learner.trainer.checkpoints.distributed_files import load_starting_weights
     from slipstream.learner.trainer.checkpoints.stored_model import stored_policy
     from slipstream.learner.trainer.model.model import Part
