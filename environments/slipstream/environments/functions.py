@@ -90,7 +90,7 @@ def _read_exam(
         texts = f"[{texts}]" if begins == "{" else texts
         texts = unpacked(texts, where) if begins in ("[", "{") else [texts]
     pairs = [texts] if isinstance(texts, Mapping) else texts
-    if isinstance(pairs, list) and isinstance(pairs[0], Mapping):
+    if isinstance(pairs, list) and pairs and all(isinstance(each, Mapping) for each in pairs):
         name = name or str(pairs[0].get("fn_name") or "")
         texts = _tests_of(pairs, name, f"{where}: column {tests!r}")
     if not (isinstance(texts, list) and all(isinstance(text, str) for text in texts)):
@@ -128,11 +128,13 @@ def _tests_of(pairs: Sequence[Row], name: str, where: str) -> list[str]:
             raise ConfigError(f"{where} has {what} of your own ({own}), or name the function")
         try:
             if "inputs" in pair:
-                # A value may stand in a list of its own.
-                values = [[v, *(v[:1] if isinstance(v, list) else ())] for v in pair["outputs"]]
+                # A value may stand alone in a list of its own.
+                values = [
+                    [v, *v] if isinstance(v, list) and len(v) == 1 else [v] for v in pair["outputs"]
+                ]
                 calls += zip(pair["inputs"], values, strict=True)
             else:
-                arguments = [json.loads(line) for line in pair["input"].splitlines() if line]
+                arguments = [json.loads(line) for line in pair["input"].split("\n") if line]
                 calls.append((arguments, [json.loads(pair["output"])]))
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"{where} has no arguments and values of {name}: {error}") from error

@@ -6,10 +6,12 @@ For example, {"answer": "1/2", "reply": "It is 0.5."} gets
 
 import json
 import logging
+import math
 import os
 import re
 import resource
 import sys
+from typing import TypeAlias
 
 from slipstream.core.machine.process import die_with_parent
 from slipstream.environments.answers import bare, final_of, numbers, other_money, plain
@@ -23,14 +25,14 @@ _MIXED = re.compile(r"(?<![\d/.])(\d+) +(\d+)/(\d+)(?![\d/])")
 _TEXT_WORD = re.compile(r"\s*\\text\{\s*(and|or)\s*\}\s*")
 _WORD = re.compile(r"(?<![\\\w])[A-Za-z]{2}|.\$.")
 _SEVERAL = re.compile(r"or|,")
-_EITHER = re.compile(r"\d\S{0,40} or \S{0,40}\d")
-# A number with the word behind it, unless that is a power or a part of a ratio.
-_UNIT = re.compile(
-    r"(-?(?<!\d)\d++(?:\.\d++)?)\s*+(?:\\\w+\{)?\s*([A-Za-z]+)(?![\w^²³/]|\s*\}?\s*(?:\^|/|per\b))"
-)
+_EITHER = re.compile(r"\d\S{0,40}(?: \S{1,20})? or \S{0,40}\d")
+# A number that is no part of one, and the end of a unit that is no power or part of a ratio.
+_MEASURE = r"(-?(?<![\w.^/])\d++(?:\.\d++)?)"
+_UNIT_END = r"(?![\w^²³/]|\s*\}?\s*(?:\^|/|per\b))"
+_UNIT = re.compile(rf"{_MEASURE}\s*+(?:\\\w+\{{)?\s*([A-Za-z]+){_UNIT_END}")
 _RATE = re.compile(r"(-?\d+(?:[./]\d+)?)(?:\s*[A-Za-z]+(?:/| per )[A-Za-z]+| [A-Za-z]{3,})")
 _PER = re.compile(
-    r"(-?(?<!\d)\d++(?:\.\d++)?) *+(?:\\\w+\{ *+)?([A-Za-z]++) *+(?:/|per ) *([A-Za-z]+)"
+    rf"{_MEASURE} *+(?:\\\w+\{{ *+)?([A-Za-z]++) *+(?:/|per ) *([A-Za-z]+){_UNIT_END}"
 )
 _MPH = re.compile(r"(?<!\s) *+(?<![A-Za-z])(mph|kmh|kph)\b", re.IGNORECASE)
 _MEASURED = re.compile(r"\d\s*(?:\\\w+\{)?\s*[A-Za-z]")
@@ -57,14 +59,14 @@ _ONES = (
     "nineteen",
 )
 _TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
-_NUMERALS = {word: number for number, word in enumerate(_ONES)}
-_NUMERALS |= {word: 10 * number for number, word in enumerate(_TENS, 2)} | {"a": 1, "an": 1}
+_TO_99 = (*_ONES, *(f"{ten}-{one}".strip("-") for ten in _TENS for one in ("", *_ONES[1:10])))
+_NUMERALS = {word: number for number, word in enumerate(_TO_99)}
 _PARTS = {"half": 2, "halve": 2, "third": 3, "quarter": 4, "fourth": 4, "fifth": 5, "sixth": 6}
 _PARTS |= {"seventh": 7, "eighth": 8, "ninth": 9, "tenth": 10}
-_NUMERAL = "|".join(_NUMERALS)
+_NUMERAL = "|".join(_TO_99).replace("-", "[- ]")
 _SPOKEN = re.compile(
-    rf"(minus |negative )?(?:({_NUMERAL})(?:[- ]({'|'.join(_ONES[1:10])}))?)?(?:(?:^|[- ])"
-    rf"({'|'.join([*_PARTS, *_SCALES])})s?)?( per ?cent|%)?",
+    rf"(minus |negative )?({_NUMERAL}|an?(?=[- ]))?(?:(?(2)[- ])"
+    rf"({'|'.join([*_PARTS, *_SCALES])})(s?))?( per ?cent|%)?",
     re.IGNORECASE,
 )
 # Ways to write what mathematics writes otherwise.
@@ -72,7 +74,7 @@ _WRITTEN: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"\b(\d+) (?:over|out of) (\d+)\b"), r"\1/\2"),
     (re.compile(r"(?<=[\w)])\*\*(?=[\w(])"), "^"),
     (re.compile(r"(?<![\\A-Za-z])pi(?![A-Za-z])"), r"\\pi "),
-    (re.compile(r"(?<![\\A-Za-z])sqrt(\d+)"), r"\\sqrt{\1}"),
+    (re.compile(r"(?<![\\A-Za-z])sqrt(\d+(?:\.\d+)?)"), r"\\sqrt{\1}"),
     (re.compile(r"^\s*\$?[a-z] *(?:in\b|\\in\b|∈) *(?=\\?[\[(])"), ""),
 )
 _DEGREES = re.compile(r"((?<!\d)\d++(?:\.\d++)?) *+(?:°|\^\{?\\circ\}?|degrees?\b)")
@@ -81,23 +83,25 @@ _LESS = r"(<|\\leq?\b)"
 _BETWEEN = re.compile(rf"\$?([^<>=$]+?) *{_LESS} *[a-z] *{_LESS} *([^<>=$]+?)\$?")
 _ONE_SIDED = re.compile(r"\$?[a-z] *(<|>|\\[lg]eq?\b) *([^<>=$]+?)\$?")
 _INTERVAL = re.compile(r"(?:\\left)? *[\[(][^,]+,[^,]+[\])]")
-_COMPARED = re.compile(r"\$? *(?:[<>]|\\[lg]eq?\b)")
+_COMPARED = re.compile(r"\$? *([<>]=?|\\[lg]eq?\b)")
 # The units of each quantity, in numbers of the first one.
 _QUANTITIES: tuple[dict[str, float], ...] = (
     {"m": 1, "meter": 1, "metre": 1, "cm": 0.01, "mm": 0.001, "km": 1000}
     | {"inch": 0.0254, "inche": 0.0254, "foot": 0.3048, "feet": 0.3048, "ft": 0.3048}
-    | {"yard": 0.9144, "mile": 1609.344}
+    | {"yard": 0.9144, "mile": 1609.344, "mi": 1609.344}
     | {"kilometer": 1000, "kilometre": 1000, "centimeter": 0.01, "centimetre": 0.01},
     {"g": 1, "gram": 1, "kg": 1000, "kilogram": 1000, "mg": 0.001},
     {"s": 1.0, "sec": 1.0, "second": 1.0, "min": 60.0, "minute": 60.0}
     | {"h": 3600.0, "hr": 3600.0, "hour": 3600.0, "day": 86400.0},
     {"l": 1, "liter": 1, "litre": 1, "ml": 0.001},
 )
+# Quantities, and the number in their first units.
+_Amount: TypeAlias = tuple[tuple[int, ...], float]
 _CHOICE = re.compile(
     r"(?:(?:(?:i|we)(?:'d|'ll| would| will| am sure| think)*\s)?"
     r"(?:choose|chose|pick|select|go with|option|choice|it's|it is)\s|\\text\w*\{)?\(?((?-i:[A-Z]))"
     # Several letters are no choice.
-    r"(?!(?-i:\W|and|or|[A-Z](?!\w))*[A-Z]\W*$)"
+    r"(?!(?-i:\W|and|or|no|wait|actually|[A-Z](?!\w))*[A-Z]\W*$)"
     r"(?:[).:](?=[\s\\}]|$)|(?= because| since| is (?:correct|right)|,|$))",
     re.IGNORECASE,
 )
@@ -149,7 +153,7 @@ def compare(answer: str, reply: str) -> dict[str, bool]:
         said = _DEGREES.sub(r"\1 \\pi / 180", said)
     if _INTERVAL.fullmatch(bare(answer)):
         said = _interval(said)
-    is_bound = any(form(said) and not form(answer) for form in (_BOUND.search, _COMPARED.match))
+    is_bound = _sign(said) != _sign(answer) or (_BOUND.search(said) and not _BOUND.search(answer))
     if is_bound or (_EITHER.search(said) and not _SEVERAL.search(answer)):
         return {"known": True, "readable": False, "right": False}
     answer, said = _SCALE.sub(_scaled, answer), _SCALE.sub(_scaled, said)
@@ -189,14 +193,26 @@ def _rewritten(text: str) -> str:
     """Returns a text with numbers in words, and what people write otherwise, as mathematics."""
     for pattern, written in _WRITTEN:
         text = pattern.sub(written, text)
-    found = _SPOKEN.fullmatch(bare(text))
-    if found is None or not (found[2] or found[4]):
+    if (found := _SPOKEN.fullmatch(bare(text))) is None:
         return text
-    sign, first, second, part, percent = (each and each.lower() for each in found.groups())
-    number = _NUMERALS[first or "a"] + _NUMERALS.get(second or "", 0)
+    sign, first, part, plural, percent = (each and each.lower() for each in found.groups())
+    number = _NUMERALS.get((first or "").replace(" ", "-"), 1)
+    if first and part in _PARTS:
+        # "Twenty-fifth" is a place, as "third" and "hundreds" are.
+        is_number = number < 20 and bool(plural) == (number > 1)
+    else:
+        is_number = bool(first) or (not plural and part in ("half", "quarter", *_SCALES))
+    if not is_number:
+        return text
     whole = f"{number * _SCALES.get(part or '', 1)}"
     over = f"/{_PARTS[part]}" if part in _PARTS else ""
     return f"{'-' if sign else ''}{whole}{over}{'%' if percent else ''}"
+
+
+def _sign(text: str) -> str:
+    """Returns the sign that a bound such as "> 18" begins with, or ""."""
+    found = _COMPARED.match(text)
+    return "" if found is None else found[1][:2].replace("\\l", "<=").replace("\\g", ">=")
 
 
 def _interval(text: str) -> str:
@@ -213,14 +229,10 @@ def _interval(text: str) -> str:
     return rf"(-\infty, {bound}{')' if sign == '<' else ']'}"
 
 
-def _amount(text: str) -> tuple[tuple[int, ...], float] | None:
+def _amount(text: str) -> _Amount | None:
     """Returns quantities and amount of "90 minutes", "1 h 30 min" or "60 km/h", or None."""
-    if (rate := _PER.search(_MPH.sub(_speed, text))) is not None:
-        pair = [_unit(each) for each in rate.groups()[1:]]
-        if (first := pair[0]) and (second := pair[1]):
-            amount = float(rate[1]) * first[1] / second[1]
-            return (first[0], second[0]), float(f"{amount:.9g}")
-        return None
+    if rates := [_rate(*each) for each in _PER.findall(_MPH.sub(_speed, text))]:
+        return rates[0] if all(_is_near(rates[0], each) for each in rates) else None
     found: dict[int, float] = {}
     finest = float("inf")
     for number, unit in _UNIT.findall(text):
@@ -235,11 +247,27 @@ def _amount(text: str) -> tuple[tuple[int, ...], float] | None:
     return (quantity,), round(amount, 9)
 
 
+def _is_near(one: _Amount | None, other: _Amount | None) -> bool:
+    """Whether two amounts are the same, perhaps rounded in another unit."""
+    if one is None or other is None:
+        return False
+    return one[0] == other[0] and math.isclose(one[1], other[1], rel_tol=0.01)
+
+
+def _rate(number: str, *units: str) -> _Amount | None:
+    first, second = map(_unit, units)
+    if first is None or second is None:
+        return None
+    amount = float(number) * first[1] / second[1]
+    return (first[0], second[0]), float(f"{amount:.9g}")
+
+
 def _unit(name: str) -> tuple[int, float] | None:
     """Returns the quantity of a unit, and how many of the first unit it is, or None."""
     name = name.lower()
     for quantity, factors in enumerate(_QUANTITIES):
-        factor = factors.get(name) or factors.get(name.removesuffix("s"))
+        # "5 ms" are no meters.
+        factor = factors.get(name) or factors.get(name.removesuffix("s") if name[2:] else "")
         if factor is not None:
             return quantity, factor
     return None

@@ -241,9 +241,14 @@ CLASS = (
     "class TestAdd:\n    def setup_method(self): self.right = 3\n"
     "    def test_add(self): assert add(1, 2) == self.right\n"
 )
+CLASS_OF_METHODS = (
+    "class TestAdd:\n    test_values = [1, 2]\n"
+    "    def setup_method(self, method): self.right = 3\n"
+    "    def test_add(self): assert add(*self.test_values) == self.right\n"
+)
 
 
-@pytest.mark.parametrize("test", [PYTEST, UNITTEST, CLASS])
+@pytest.mark.parametrize("test", [PYTEST, UNITTEST, CLASS, CLASS_OF_METHODS])
 async def test_tests_of_pytest_and_unittest_are_run(test: str, tmp_path: Path) -> None:
     tasks = functions(tmp_path, {"question": "?", "tests": [test]})
     assert (await judged(tasks, block("def add(a, b):\n    return a + b"))).reward == 1
@@ -356,7 +361,11 @@ async def test_the_code_that_defines_the_function_is_judged_without_thoughts(tmp
         assert (await judged(tasks, reply)).reward == reward
 
 
-APPS = {"fn_name": "add", "inputs": [[1, 2], [4, 1]], "outputs": [3, [5]]}
+APPS = {
+    "fn_name": "add",
+    "inputs": [[1, 2], [4, 1], [[1], [2]]],
+    "outputs": [3, [5], [1, 2]],
+}
 LIVE = [
     {"input": "1\n2\n", "output": "3", "testtype": "functional"},
     {"input": "[1]\n[2]", "output": "[1, 2]", "testtype": "functional"},
@@ -371,6 +380,9 @@ async def test_tests_as_apps_and_livecodebench_write_them_are_run(tests, code, t
     tasks = functions(tmp_path, row, function="metadata")
     assert (await judged(tasks, block(code))).reward == 1
     assert (await judged(tasks, block(code.replace("+", "-")))).reward == 0
+    # The first of several values is not the value.
+    first = block(code.replace("a + b", "(a + b)[0] if isinstance(a, list) else a + b"))
+    assert (await judged(tasks, first)).reward < 1
 
 
 STDIN = {"inputs": ["1 2\n"], "outputs": ["3\n"]}
@@ -393,6 +405,8 @@ async def test_a_test_that_cannot_run_fails_the_episode(tmp_path: Path) -> None:
         ({"question": "?", "tests": json.dumps(STDIN)}, {}, "Write an environment of your own"),
         ({"question": "?", "tests": [LIVE[0] | {"testtype": "stdin"}]}, {}, "read and print"),
         ({"question": "?", "tests": PACKED}, {}, "column 'tests' is packed: write it as JSON"),
+        ({"question": "?", "tests": "[]"}, {}, "the tests use no name"),
+        ({"question": "?", "tests": [LIVE[0], "assert f()"]}, {}, "must hold a test or a list"),
         ({"question": "?", "tests": [1]}, {}, "must hold a test or a list of tests"),
         ({"question": "?", "tests": ["assert f("]}, {}, "row 1: a test is no Python"),
         ({"question": "?", "tests": ["assert 1 == 1"]}, {}, "the tests use no name"),

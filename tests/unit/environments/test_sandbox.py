@@ -2,11 +2,14 @@
 
 import ast
 import asyncio
+import multiprocessing
 import os
 import platform
+import resource
 import signal
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -256,8 +259,75 @@ async def test_programs_end_with_their_starter(backend: str) -> None:
             while not marked(A_TIME, name="sleep"):
                 await asyncio.sleep(0.02)
         sandbox._STARTER.end()
-        assert (await started.finish()).status != 0
+        with pytest.raises(RuntimeError, match="ended from outside"):
+            await started.finish()
     assert not marked(A_TIME)
+
+
+async def test_a_start_that_was_cancelled_leaves_nothing(backend: str, monkeypatch) -> None:
+    start, goes_on = sandbox._STARTER.start, threading.Event()
+
+    def slow(*arguments):
+        keeper = start(*arguments)
+        assert goes_on.wait(LIMIT_S)
+        return keeper
+
+    monkeypatch.setattr(sandbox._STARTER, "start", slow)
+    running = asyncio.create_task(Sandbox(LIMITS, backend=backend).run(["sleep", A_TIME]))
+    async with asyncio.timeout(LIMIT_S):
+        while not marked(A_TIME, name="sleep"):
+            assert not running.done(), running.result()
+            await asyncio.sleep(0.02)
+    running.cancel()
+    await asyncio.sleep(0)
+    goes_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert not marked(A_TIME)
+
+
+async def test_a_starter_that_stands_still_is_followed_by_another(backend: str) -> None:
+    box = Sandbox(LIMITS, backend=backend)
+    await box.run("print(1)")
+    starter = sandbox._STARTER._process
+    assert starter is not None
+    sandbox._STARTER._asks.settimeout(0.1)
+    starter.send_signal(signal.SIGSTOP)
+    assert (await box.run("print(2)")).stdout == b"2\n"
+    assert starter.returncode == -signal.SIGKILL
+
+
+async def test_a_start_without_descriptors_fails_and_ends_no_other_program(backend: str) -> None:
+    box = Sandbox(LIMITS, backend=backend)
+    async with box.start("print(input())") as started:
+        starter = sandbox._STARTER._process
+        assert starter is not None
+        before = resource.prlimit(starter.pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(starter.pid, resource.RLIMIT_NOFILE, (5, before[1]))
+        with pytest.raises(OSError, match="Too many open files"):
+            await box.run("print(2)")
+        resource.prlimit(starter.pid, resource.RLIMIT_NOFILE, before)
+        started.stdin.write(b"3\n")
+        assert (await started.finish()).stdout == b"3\n"
+    assert (await box.run("print(2)")).stdout == b"2\n"
+
+
+def test_a_fork_of_this_process_has_a_starter_of_its_own(backend: str) -> None:
+    box = Sandbox(LIMITS, backend=backend)
+    asyncio.run(box.run("print(1)"))
+    starter = sandbox._STARTER._process
+    forked = multiprocessing.get_context("fork").Process(
+        target=lambda: sys.exit(asyncio.run(box.run("raise SystemExit(7)")).status)
+    )
+    with sandbox._STARTER._lock:
+        forked.start()
+    try:
+        forked.join(LIMIT_S)
+        assert forked.exitcode == 7
+    finally:
+        forked.kill()
+    assert asyncio.run(box.run("print(2)")).stdout == b"2\n"
+    assert sandbox._STARTER._process is starter
 
 
 async def test_signals_and_statuses_are_those_of_the_program(backend: str) -> None:

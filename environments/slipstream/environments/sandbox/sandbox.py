@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import errno
 import functools
 import importlib.util
 import os
@@ -29,7 +30,7 @@ from slipstream.core.machine.files import OwnedFolder
 from slipstream.environments.arguments import check_above_0
 from slipstream.environments.sandbox.kept_program import own_program
 from slipstream.environments.sandbox.plan import Backend, Limits, Plan
-from slipstream.environments.sandbox.starter import Start
+from slipstream.environments.sandbox.starter import described
 from slipstream.environments.sandbox.system_calls import machine_is_known
 
 BACKENDS: tuple[Backend, ...] = ("sandlock", "bubblewrap")
@@ -126,29 +127,27 @@ class Sandbox:
                 given["__main__.py"] = program
                 program = [sys.executable, "-I", "__main__.py"]
             await asyncio.to_thread(_write, Path(folder), given)
-            started = await self._start(program, folder)
+            starting = asyncio.create_task(self._start(program, folder))
             try:
-                yield started
+                yield await asyncio.shield(starting)
             finally:
-                await asyncio.shield(started.end())
+                # What a cancellation has left behind is started, and then ended.
+                await asyncio.shield(_end(starting))
         finally:
             await asyncio.shield(asyncio.to_thread(owned.close))
 
     async def _start(self, command: Sequence[str], folder: str) -> StartedProgram:
         plan = Plan(self.backend, folder, self._readable, self.limits, cause_fd=0)
-        start = Start(command, plan.text(), _variables(folder))
         pipes = [os.pipe() for _ in range(4)]
-        theirs = [pipe[place] for pipe, place in zip(pipes, (0, 1, 1, 1), strict=True)]
+        theirs = [described(command, plan, _variables(folder))]
+        theirs += [pipe[place] for pipe, place in zip(pipes, (0, 1, 1, 1), strict=True)]
         ours = [pipe[1 - place] for pipe, place in zip(pipes, (0, 1, 1, 1), strict=True)]
         try:
-            keeper = await asyncio.to_thread(_STARTER.start, start, theirs)
+            keeper = await asyncio.to_thread(_STARTER.start, theirs)
         except BaseException:
             for each in ours:
                 os.close(each)
             raise
-        finally:
-            for each in theirs:
-                os.close(each)
         started = StartedProgram(keeper, self.limits)
         await started._open(*ours)
         return started
@@ -161,27 +160,35 @@ class _Starter:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
-    def start(self, start: Start, pipes: Sequence[int]) -> int:
-        """Starts a program at its ends of pipes; returns a descriptor of its keeper."""
-        asked = start.descriptor()
+    def start(self, program: Sequence[int]) -> int:
+        """Starts the program of five descriptors, and closes these; returns that of its keeper.
+
+        Raises OSError if this process or the starter lacks processes or descriptors.
+        """
         try:
             with self._lock:
                 for _ in range(2):
                     if self._process is None:
                         self._begin()
-                    with contextlib.suppress(ConnectionError):
-                        socket.send_fds(self._asks, [b"."], [asked, *pipes])
-                        _, keepers, *_ = socket.recv_fds(self._asks, 1, 1)
+                    with contextlib.suppress(ConnectionError, TimeoutError):
+                        socket.send_fds(self._asks, [b"."], program)
+                        said, keepers, *_ = socket.recv_fds(self._asks, 16, 1)
                         if keepers:
                             os.set_inheritable(keepers[0], False)
                             return keepers[0]
+                        if said:
+                            # A descriptor that finds no place here is lost.
+                            number = int(said) or errno.EMFILE
+                            raise OSError(number, f"sandbox: {os.strerror(number)}")
                     self.end()
         finally:
-            os.close(asked)
+            for each in program:
+                os.close(each)
         raise RuntimeError("the process that starts sandboxes has ended twice")
 
     def _begin(self) -> None:
         self._asks, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._asks.settimeout(_SLACK_S)
         with theirs:
             self._process = subprocess.Popen(
                 [*own_program("slipstream.environments.sandbox.starter"), str(theirs.fileno())],
@@ -202,8 +209,19 @@ class _Starter:
             process.kill()
             process.wait()
 
+    def leave(self) -> None:
+        """Leaves the process to the parent of this one, which has just forked."""
+        atexit.unregister(self.end)
+        self._lock = threading.Lock()
+        process, self._process = self._process, None
+        if process is not None:
+            self._asks.close()
+            # Only its parent can wait for it.
+            process.returncode = 0
+
 
 _STARTER = _Starter()
+os.register_at_fork(after_in_child=_STARTER.leave)
 
 
 class StartedProgram:
@@ -240,7 +258,8 @@ class StartedProgram:
     async def finish(self) -> Finished:
         """Waits for the program's end and returns it; ends a program that exceeds a limit.
 
-        The result's `stdout` lacks output that the caller has already read from the pipe.
+        The result's `stdout` lacks output that the caller has already read from the pipe. Raises
+        RuntimeError if the sandbox itself was ended from outside.
         """
         output = _Output(self.stdout, self._limits.output_bytes)
         ended_by = ""
@@ -258,10 +277,13 @@ class StartedProgram:
         finally:
             output.reading.cancel()
             await asyncio.shield(self.end())
-        cause, _, said = self._said.rpartition("ended ")
+        cause, _, said = self._said.partition("ended ")
+        ended_by = ended_by or _limit_named_in(cause)
         # A keeper that was killed says nothing.
+        if not (said or ended_by):
+            raise RuntimeError("a program's sandbox failed or was ended from outside")
         status = os.waitstatus_to_exitcode(int(said or signal.SIGKILL))
-        ended_by = ended_by or _limit_named_in(cause) or _SIGNALS_OF_LIMITS.get(status, "")
+        ended_by = ended_by or _SIGNALS_OF_LIMITS.get(status, "")
         return Finished(status, bytes(output.kept), bytes(self._errors.kept), ended_by)
 
     async def end(self) -> None:
@@ -385,6 +407,10 @@ def _write(folder: Path, files: Mapping[str, str | bytes]) -> None:
             raise ValueError(f"files are inside the folder of the sandbox, got {name!r}")
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+async def _end(starting: asyncio.Task[StartedProgram]) -> None:
+    await (await starting).end()
 
 
 async def _feed(stdin: asyncio.StreamWriter, given: bytes) -> None:
