@@ -35,6 +35,8 @@ _PER = re.compile(
     rf"{_MEASURE} *+(?:\\\w+\{{ *+)?([A-Za-z]++) *+(?:/|per ) *([A-Za-z]+){_UNIT_END}"
 )
 _MPH = re.compile(r"(?<!\s) *+(?<![A-Za-z])(mph|kmh|kph)\b", re.IGNORECASE)
+# What leaves a number before a unit a part of one.
+_FORMULA = re.compile(r"\d *+(?:[+*]|\\(?:cdot|times)\b) *+\d|\\sqrt")
 _MEASURED = re.compile(r"\d\s*(?:\\\w+\{)?\s*[A-Za-z]")
 # What a reply says that the answer is not.
 _REJECTED = re.compile(
@@ -231,6 +233,8 @@ def _interval(text: str) -> str:
 
 def _amount(text: str) -> _Amount | None:
     """Returns quantities and amount of "90 minutes", "1 h 30 min" or "60 km/h", or None."""
+    if _FORMULA.search(text.rpartition("=")[2]):
+        return None
     if rates := [_rate(*each) for each in _PER.findall(_MPH.sub(_speed, text))]:
         return rates[0] if all(_is_near(rates[0], each) for each in rates) else None
     found: dict[int, float] = {}
