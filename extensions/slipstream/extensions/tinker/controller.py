@@ -503,6 +503,8 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
         if self._before is not None and not self._before.ended.is_set():
             # After a kill the journal tells the result of its newest step alone.
             return None
+        if self._is_unserved():
+            return None
         operation, model = entry.operation, self._model_of(entry)
         passes: tuple[trainer_pb2.Pass, ...] = ()
         given = trainer_pb2.GivenStep(id=operation.id, adapter=model.adapter)
@@ -528,6 +530,19 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
                 return None
         entry.is_begun = True
         return StepOrder(given, passes)
+
+    def _is_unserved(self) -> bool:
+        """Whether no server has the version of a publish yet, which the next step would replace.
+
+        Servers that start again get the newest version; clients may still sample by that publish.
+        """
+        version = self._progress.version
+        if self._models.are_several or any(s.version == version for s in self._fleet.serving()):
+            return False
+        return any(
+            named.step == version.step and named.entry is not None and named.entry.kind == "publish"
+            for named in self._models.named.values()
+        )
 
     def stepped(
         self, trained: Trained, report: trainer_pb2.StepReport, orders: Sequence[OrderTimes]

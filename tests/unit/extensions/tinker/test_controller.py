@@ -374,6 +374,18 @@ async def test_operations_stay_as_long_as_their_names_are_known(
         assert "start" in Loop(loop.journal, in_memory).operations._models.named
 
 
+async def test_the_step_behind_a_publish_waits_for_a_server_of_it(tmp_path: Path) -> None:
+    with opened(tmp_path) as loop:
+        await loop.begin()
+        await loop.write_results()
+        publish = Entry(Operation(publish=operations_pb2.Publish(name="x")))
+        loop.operations._models.named["x"] = models.Named(0, entry=publish)
+        # As after a restart: servers that join now get the newest version.
+        assert loop.form() is None
+        loop.operations._fleet = Fleet(0)  # type: ignore[assignment]
+        assert loop.operations.next_step() is not None
+
+
 async def test_a_client_that_died_unsaved_goes_on_from_the_newest_state(tmp_path: Path) -> None:
     with opened(tmp_path) as loop:
         await loop.begin([Operation(id="step1", step=ADAM)])
