@@ -48,10 +48,12 @@ TENANTS = {
     # Two that are equal but for their data.
     "e": Tenant(8, 32.0, "cispo", 0.01),
     "f": Tenant(8, 32.0, "cross_entropy", 0.01),
+    "g": Tenant(16, 16.0, "ppo", 0.01, seed=3),
+    "h": Tenant(32, 8.0, "importance_sampling", 0.02, targets=MATRICES[1:]),
 }
 # name -> (ranks, changes of sections, clients that are also run alone)
 LAYOUTS: dict[str, tuple[int, dict[str, dict], str]] = {
-    "one": (1, {}, "abcdef"),
+    "one": (1, {}, "abcdefgh"),
     "tp2": (
         2,
         {"learner": {"parallel": {"tp": 2}, "transformer": {"sequence_parallel": False}}},
