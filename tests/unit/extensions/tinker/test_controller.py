@@ -380,7 +380,7 @@ async def test_the_step_behind_a_publish_waits_for_a_server_of_it(tmp_path: Path
         await loop.write_results()
         publish = Entry(Operation(publish=operations_pb2.Publish(name="x")))
         loop.operations._models.named["x"] = models.Named(0, entry=publish)
-        # As after a restart: servers that join now get the newest version.
+        # Servers that join after a restart get the newest version.
         assert loop.form() is None
         loop.operations._fleet = Fleet(0)  # type: ignore[assignment]
         assert loop.operations.next_step() is not None
