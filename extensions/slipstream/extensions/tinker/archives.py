@@ -152,17 +152,20 @@ class Archives:
         """Returns the address of each file of a version: a Hugging Face folder, or PEFT's."""
         folder = self._exported(step, adapter)
         if not folder.exists():
-            task = self._exports.get(step)
-            if task is None or task.done() and not task.cancelled() and task.exception():
-                task = self._exports[step] = asyncio.ensure_future(
-                    run_export(self._config.run_dir, step, None)
-                )
+            if step not in self._exports:
+                export = run_export(self._config.run_dir, step, None)
+                self._exports[step] = asyncio.ensure_future(export)
+            task = self._exports[step]
             try:
                 await asyncio.wait_for(asyncio.shield(task), HOLD_S)
             except TimeoutError as error:
                 raise NotReady(f"version {step} is exported") from error
             except SlipstreamError as error:
                 raise Refused(str(error)) from error
+            finally:
+                if task.done():
+                    # Its failure is told once; whoever asks again lets it be tried again.
+                    self._exports.pop(step, None)
         folder = folder.resolve()
         known = {found: secret for secret, found in self._folders.items()}
         secret = known.get(folder) or secrets.token_urlsafe(24)

@@ -1,11 +1,15 @@
 """The REST calls about training runs, checkpoints and their files."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import pytest
+from slipstream.core.errors import RunFailed
 from slipstream.core.settings.config import Config
-from slipstream.extensions.tinker.archives import Archives
+from slipstream.extensions.tinker import archives
+from slipstream.extensions.tinker.archives import Archives, NotReady
+from slipstream.extensions.tinker.operations import Refused
 from slipstream.extensions.tinker.store import OperationStore
 from slipstream.v1 import operations_pb2 as pb
 from slipstream.v1 import trainer_pb2
@@ -50,8 +54,8 @@ def config(tmp_path: Path) -> Config:
 
 
 async def test_runs_have_the_checkpoints_that_can_be_loaded_and_sampled(config: Config) -> None:
-    archives = Archives(config)
-    listed = await archives.answer(f"training_runs/{RUN}/checkpoints", {}, ADDRESS)
+    served = Archives(config)
+    listed = await served.answer(f"training_runs/{RUN}/checkpoints", {}, ADDRESS)
     assert listed is not None
     told = [(one["checkpoint_id"], one["checkpoint_type"]) for one in listed["checkpoints"]]
     assert told == [
@@ -59,21 +63,21 @@ async def test_runs_have_the_checkpoints_that_can_be_loaded_and_sampled(config: 
         ("external_weights/x", "external"),
         ("sampler_weights/x", "sampler"),
     ]
-    run = await archives.answer(f"training_runs/{RUN}", {}, ADDRESS)
+    run = await served.answer(f"training_runs/{RUN}", {}, ADDRESS)
     assert run is not None
     assert (run["lora_rank"], run["base_model"]) == (4, str(config.model.path))
     assert run["last_checkpoint"]["tinker_path"] == named("weights", "x")
     assert run["last_sampler_checkpoint"]["tinker_path"] == named("sampler_weights", "x")
-    runs = await archives.answer("training_runs", {}, ADDRESS)
+    runs = await served.answer("training_runs", {}, ADDRESS)
     assert runs == {
         "training_runs": [run],
         "cursor": {"offset": 0, "limit": 100, "total_count": 1},
     }
-    page = await archives.answer("checkpoints", {"limit": "1", "offset": "1"}, ADDRESS)
+    page = await served.answer("checkpoints", {"limit": "1", "offset": "1"}, ADDRESS)
     assert page is not None
     assert (page["checkpoints"], page["cursor"]["total_count"]) == (listed["checkpoints"][1:2], 3)
     for nothing in ("training_runs/other", f"training_runs/{RUN}/checkpoints/weights/x", "x"):
-        assert await archives.answer(nothing, {}, ADDRESS) is None
+        assert await served.answer(nothing, {}, ADDRESS) is None
 
 
 async def test_files_of_a_checkpoint_have_secret_addresses(config: Config) -> None:
@@ -81,26 +85,53 @@ async def test_files_of_a_checkpoint_have_secret_addresses(config: Config) -> No
     (folder / "sub").mkdir(parents=True)
     (folder / "sub" / "weights").write_bytes(b"w")
     (config.run_dir / "secret").write_text("no")
-    archives = Archives(config)
+    served = Archives(config)
     asked = f"training_runs/{RUN}/checkpoints/external_weights/x/external_weights_urls"
-    found = await archives.answer(asked, {}, ADDRESS)
+    found = await served.answer(asked, {}, ADDRESS)
     assert found is not None
     assert list(found["urls"]) == ["sub/weights"]
     path = found["urls"]["sub/weights"].removeprefix(f"{ADDRESS}/")
-    file = archives.file(path)
+    file = served.file(path)
     assert file is not None
     assert file.read_bytes() == b"w"
-    again = await archives.answer(asked, {}, ADDRESS)
+    again = await served.answer(asked, {}, ADDRESS)
     assert again is not None
     assert again["urls"] == found["urls"]
     secret = path.split("/")[1]
     for other in (f"files/{secret}/../../secret", f"files/{secret}/sub", "files/x/sub/weights"):
-        assert archives.file(other) is None
+        assert served.file(other) is None
 
 
 async def test_files_that_are_exported_outlive_their_checkpoint(config: Config) -> None:
     asked = f"training_runs/{RUN}/checkpoints/external_weights/old/external_weights_urls"
-    archives = Archives(config)
-    assert await archives.answer(asked, {}, ADDRESS) is None
+    served = Archives(config)
+    assert await served.answer(asked, {}, ADDRESS) is None
     (config.run_dir / "checkpoints" / "hf-000001").mkdir()
-    assert await archives.answer(asked, {}, ADDRESS) is not None
+    assert await served.answer(asked, {}, ADDRESS) is not None
+
+
+async def test_an_export_that_fails_later_is_told_and_then_tried_again(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = f"training_runs/{RUN}/checkpoints/external_weights/x/external_weights_urls"
+    started: list[int] = []
+    fails = asyncio.Event()
+
+    async def export(*_: object) -> int:
+        started.append(1)
+        await fails.wait()
+        raise RunFailed("the disk is full")
+
+    monkeypatch.setattr(archives, "run_export", export)
+    monkeypatch.setattr(archives, "HOLD_S", 0)
+    served = Archives(config)
+    with pytest.raises(NotReady):
+        await served.answer(asked, {}, ADDRESS)
+    (task,) = served._exports.values()
+    fails.set()
+    await asyncio.wait([task])
+    with pytest.raises(Refused, match="the disk is full"):
+        await served.answer(asked, {}, ADDRESS)
+    with pytest.raises(NotReady):
+        await served.answer(asked, {}, ADDRESS)
+    assert len(started) == 2
