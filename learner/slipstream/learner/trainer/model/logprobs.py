@@ -345,8 +345,8 @@ def bring_to_all_ranks(
 def top_tokens(hidden: Tensor, weight: Tensor, top_k: int, projection: Projection) -> Tensor:
     """Returns the ids of the top-k tokens of each row, int64 [rows, top_k], in any order.
 
-    `hidden` [rows, hidden size] and `weight` are as in `vocab_parallel_logprobs`. Cap and
-    temperature are ignored: they do not change the order of the logits. Collective over the group;
+    `hidden` [rows, hidden size] and `weight` are as in `vocab_parallel_logprobs`. The
+    temperature is ignored: it does not change the order of the logits. Collective over the group;
     all ranks get the same result.
     """
     part, group = _Part(weight, projection, is_one=False), projection.tp_group
