@@ -59,9 +59,11 @@ def copy_tree(target: Path) -> Path:
         text=True,
     ).stdout
     for name in listed.split("\0"):
-        if name and (ROOT / name).is_file():
+        source = ROOT / name
+        # The client has a link to the folder of the locks.
+        if name and (source.is_file() or source.is_symlink()):
             (target / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, target / name)
+            shutil.copy2(source, target / name, follow_symlinks=False)
     return target
 
 
