@@ -33,7 +33,12 @@ from slipstream.core.errors import (
 )
 from slipstream.core.machine.description import free_memory
 from slipstream.core.machine.gpus import fill_gpus, gpu_names
-from slipstream.core.machine.process import become_reaper, die_with_parent, kernel_oom_kills
+from slipstream.core.machine.process import (
+    become_reaper,
+    die_with_parent,
+    kernel_oom_kills,
+    leave,
+)
 from slipstream.core.run_folder import LOCKS, LOGS
 from slipstream.core.settings.config import Config, address_parts
 from slipstream.core.types import ServerId
@@ -197,4 +202,4 @@ def _leaves(error: BaseException) -> list[BaseException]:
 
 
 if __name__ == "__main__":
-    process.leave(main())
+    leave(main())

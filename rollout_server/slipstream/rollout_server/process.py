@@ -1,6 +1,5 @@
 """Child processes of the server: their environment variables, and how they end with the server."""
 
-import atexit
 import contextlib
 import importlib
 import os
@@ -9,7 +8,6 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NoReturn
 
 from slipstream.core.errors import NOT_STARTED
 from slipstream.core.machine.description import installed
@@ -17,7 +15,6 @@ from slipstream.core.machine.files import MAX_SOCKET_PATH_BYTES, OwnedFolder
 from slipstream.core.machine.gpus import ALL_BITS
 from slipstream.core.machine.process import (
     die_with_parent,
-    flush_output,
     kernel_oom_kills,
     open_variables,
     without_collections,
@@ -140,16 +137,6 @@ def describe_engine_death(said: str, *, oom_kills: int) -> str:
     if kernel_oom_kills() > oom_kills:
         return "memory was full, so the kernel ended a process; give the run more memory"
     return "vLLM's engine process has ended: by the error above in the log, or by a signal"
-
-
-def leave(code: int) -> NoReturn:
-    """Ends this process with `code` after the atexit functions, without finalising its modules.
-
-    Finalising vLLM's and torch's modules takes seconds, in which vLLM's client logs errors.
-    """
-    atexit._run_exitfuncs()
-    flush_output()
-    os._exit(code)
 
 
 def bind_children() -> None:

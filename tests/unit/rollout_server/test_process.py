@@ -1,6 +1,5 @@
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from slipstream.core.errors import NOT_STARTED
@@ -34,36 +33,6 @@ def test_a_start_that_takes_too_long_ends_the_process() -> None:
 @pytest.mark.process
 def test_a_start_in_time_goes_on() -> None:
     assert subprocess.run([sys.executable, "-c", START, "20"], timeout=LIMIT_S).returncode == 0
-
-
-LEAVE = """
-import atexit, sys
-from slipstream.rollout_server.process import leave
-class Late:
-    def __del__(self):
-        print("taken apart")
-sys.late = Late()
-atexit.register(print, "left")
-print("written")
-leave(3)
-"""
-
-
-@pytest.mark.process
-def test_a_program_that_leaves_calls_its_exit_functions_and_takes_nothing_apart() -> None:
-    run = subprocess.run(
-        [sys.executable, "-c", LEAVE], capture_output=True, text=True, timeout=LIMIT_S
-    )
-    assert (run.returncode, run.stdout, run.stderr) == (3, "written\nleft\n", "")
-
-
-@pytest.mark.process
-def test_a_full_disk_of_the_log_changes_no_exit_code(tmp_path: Path) -> None:
-    full = "import os\nos.dup2(os.open('/dev/full', os.O_WRONLY), 1)\n"
-    program = LEAVE.replace("leave(3)", f"{full}leave(3)")
-    with (tmp_path / "log").open("w") as log:
-        run = subprocess.run([sys.executable, "-c", program], stdout=log, timeout=LIMIT_S)
-    assert run.returncode == 3
 
 
 FORK = """

@@ -11,6 +11,7 @@ before the start time is compared.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import gc
@@ -22,7 +23,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     from asyncio.subprocess import Process
@@ -275,6 +276,18 @@ def flush_output() -> None:
         except OSError:
             # The interpreter flushes again at its end.
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def leave(code: int) -> NoReturn:
+    """Ends this process with `code` after the atexit functions, without finalising its modules.
+
+    Native threads that still run while Python finalises may abort the process after all its work,
+    as those of torch's process groups do. Finalising also takes seconds, in which vLLM's client
+    logs errors.
+    """
+    atexit._run_exitfuncs()
+    flush_output()
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ import numpy as np
 from slipstream.core.configuration.config_file import dump_config, load_config, parse_config
 from slipstream.core.errors import USAGE_ERROR, ConfigError, RunFailed
 from slipstream.core.machine.address import listen
+from slipstream.core.machine.process import leave
 from slipstream.core.settings.algorithm_section import KINDS
 from slipstream.core.settings.config import Config
 from slipstream.core.types import (
@@ -327,4 +328,4 @@ def _episode(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -25,7 +25,7 @@ from slipstream.core.errors import (
     SlipstreamError,
 )
 from slipstream.core.machine.gpus import fill_gpus, gpu_names
-from slipstream.core.machine.process import flush_output, without_collections
+from slipstream.core.machine.process import leave, without_collections
 from slipstream.core.run_folder import LOCKS
 from slipstream.core.settings.config import Config
 from slipstream.protocol.weights.transports import check_storage
@@ -184,6 +184,4 @@ class StageCollector:
 
 
 if __name__ == "__main__":
-    status = main()
-    flush_output()
-    sys.exit(status)
+    leave(main())

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from slipstream.core.configuration.config_file import check_model, load_config, parse_config
 from slipstream.core.errors import USAGE_ERROR, CheckpointError, SlipstreamError
+from slipstream.core.machine.process import leave
 from slipstream.core.run_folder import CHECKPOINTS
 from slipstream.core.settings.config import Config
 from slipstream.protocol.checkpoints import check_files, checkpoint_path, read_manifest
@@ -107,4 +108,4 @@ def on_one_rank(config: Config, path: Path) -> Config:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -16,6 +16,7 @@ from pathlib import Path
 from slipstream.core.configuration.config_file import check_model, load_config
 from slipstream.core.configuration.function_sources import source_digests
 from slipstream.core.errors import USAGE_ERROR, ConfigError, SlipstreamError
+from slipstream.core.machine.process import leave
 from slipstream.core.run_folder import JOURNAL
 from slipstream.core.settings.config import Config
 from slipstream.learner.algorithms.functions import used_functions
@@ -148,4 +149,4 @@ def verdict_of(different: int, device_type: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

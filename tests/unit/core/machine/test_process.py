@@ -88,3 +88,58 @@ async def test_a_signal_leaves_the_exit_code_to_the_loop_that_waits_for_it(monke
     assert await process.wait() == -signal.SIGTERM
     # It has ended: there is nobody to be signalled.
     send_signal(process, signal.SIGTERM)
+
+
+LEAVE = """
+import atexit, sys
+from slipstream.core.machine.process import leave
+class Late:
+    def __del__(self):
+        print("taken apart")
+sys.late = Late()
+atexit.register(print, "left")
+print("written")
+leave(3)
+"""
+
+
+@pytest.mark.process
+def test_a_program_that_leaves_calls_its_exit_functions_and_takes_nothing_apart() -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", LEAVE], capture_output=True, text=True, timeout=LIMIT_S
+    )
+    assert (run.returncode, run.stdout, run.stderr) == (3, "written\nleft\n", "")
+
+
+@pytest.mark.process
+def test_a_full_disk_of_the_log_changes_no_exit_code(tmp_path: Path) -> None:
+    full = "import os\nos.dup2(os.open('/dev/full', os.O_WRONLY), 1)\n"
+    program = LEAVE.replace("leave(3)", f"{full}leave(3)")
+    with (tmp_path / "log").open("w") as log:
+        run = subprocess.run([sys.executable, "-c", program], stdout=log, timeout=LIMIT_S)
+    assert run.returncode == 3
+
+
+ROOT = Path(__file__).parents[4]
+# Programs whose processes have native threads at their end: of torch's groups, or of vLLM.
+THREADED = (
+    "learner/slipstream/learner/trainer/__main__.py",
+    "learner/slipstream/learner/trainer/replay.py",
+    "learner/slipstream/learner/trainer/export_checkpoint.py",
+    "extensions/slipstream/extensions/proofs/trainer.py",
+    "rollout_server/slipstream/rollout_server/__main__.py",
+)
+
+
+def test_every_program_that_may_open_groups_leaves_without_finalising() -> None:
+    """The abort of a native thread hits one end in ten on a busy machine, so the text is read."""
+    programs = [
+        path
+        for top in ("learner", "rollout_server", "extensions")
+        for path in sorted((ROOT / top).rglob("*.py"))
+        if 'if __name__ == "__main__":' in (text := path.read_text())
+        and ("open_policy(" in text or "    leave(main())" in text)
+    ]
+    assert {str(path.relative_to(ROOT)) for path in programs} == set(THREADED)
+    for path in programs:
+        assert path.read_text().endswith('if __name__ == "__main__":\n    leave(main())\n'), path
