@@ -36,6 +36,8 @@ sys.addaudithook(refuse_processes)
 # gRPC and torch say nothing of peers that go, which here are sent away.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+# A thread that waits for others of its pool would take the core from them.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 if importlib.util.find_spec("hypothesis"):
     # Before any test takes the number of examples that is usual, and a deadline for each.
     importlib.import_module("support.rigs.fuzz_budget")

@@ -22,7 +22,7 @@ BROKEN = (
     *(44345, 50067, 64486, 77180, 78626, 89599, 89925),
 )
 # Continuous integration spreads the parts over its processes.
-PARTS = 5
+PARTS = 10
 
 
 @pytest.fixture(autouse=True, scope="module")

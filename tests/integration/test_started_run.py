@@ -60,8 +60,13 @@ def commands() -> list[psutil.Process]:
     return [each for each in descendants(os.getpid()) if "quick_run started" in describe(each)]
 
 
-async def test_rows_come_while_a_run_asks_questions_of_this_process(quick, tmp_path, capfd) -> None:
+async def test_rows_come_while_a_run_asks_questions_of_this_process(
+    quick, tmp_path, capfd, monkeypatch
+) -> None:
     threads = set()
+    # Engines start beside each other: each of these waits for the other.
+    monkeypatch.setenv("QUICK_TOGETHER", "2")
+    quick["rollout_server"] |= {"count": 2}
 
     def judge(reply: str, row: dict[str, int]) -> float:
         threads.add(threading.current_thread().name)
@@ -75,6 +80,7 @@ async def test_rows_come_while_a_run_asks_questions_of_this_process(quick, tmp_p
     assert [row["step"] for row in run if "reward_mean" in row] == [1, 2, 3, 4, 5]
     assert run.wait()["state"] == "finished"
     assert list(run) == []
+    assert len(list(run.folder.glob("engine-*"))) == 2
     assert threads == {"slipstream"}
     assert run.page.is_file()
     assert "step 5/5" in capfd.readouterr().out
@@ -84,6 +90,7 @@ async def test_rows_come_while_a_run_asks_questions_of_this_process(quick, tmp_p
         run.wait()
 
 
+@pytest.mark.long
 def test_a_stopped_run_is_resumed_and_yields_what_comes_then(quick) -> None:
     run = slipstream.run(environments=[Repeat], show=False, **quick)
     rows = iter(run)
@@ -157,15 +164,6 @@ def test_what_cannot_work_is_refused_before_anything_starts(quick) -> None:
     with pytest.raises(EnvironmentFailed, match="gives no task"):
         slipstream.run(environments=Empty, **quick)
     assert not commands()
-
-
-def test_engines_of_a_run_start_beside_each_other(quick, monkeypatch) -> None:
-    monkeypatch.setenv("QUICK_TOGETHER", "2")
-    quick["run"]["steps"] = 2
-    quick["rollout_server"] |= {"count": 2}
-    run = slipstream.run(environments=Repeat, **quick)
-    assert run.wait()["state"] == "finished"
-    assert len(list(run.folder.glob("engine-*"))) == 2
 
 
 @pytest.mark.long

@@ -4,7 +4,6 @@ import asyncio
 import json
 from typing import Any
 
-import anthropic
 import openai
 from slipstream.client import AgentEnvironment, AgentOutcome, Endpoint
 
@@ -57,6 +56,12 @@ class ToolAgent(_Agent):
 class RewardingAgent(_Agent):
     """Gives the replies of all APIs rewards of their own, and its reviewer a reward."""
 
+    def __init__(self) -> None:
+        # Two seconds of work, which the others do without.
+        import anthropic
+
+        self._anthropic = anthropic.AsyncAnthropic
+
     async def run(self, task: int, endpoint: Endpoint) -> AgentOutcome:
         asked: Any = {"model": "any", "messages": [{"role": "user", "content": "one"}]}
         async with client(endpoint) as api, client(endpoint.branch("reviewer")) as reviewer:
@@ -65,7 +70,7 @@ class RewardingAgent(_Agent):
             streamed = [part async for part in parts]
             response = await api.responses.create(model="any", input="two")
             reviewed = await reviewer.chat.completions.create(**asked)
-        async with anthropic.AsyncAnthropic(
+        async with self._anthropic(
             base_url=endpoint.anthropic_url, api_key=endpoint.api_key, max_retries=0
         ) as api:
             message = await api.messages.create(**asked, max_tokens=9)

@@ -91,7 +91,7 @@ class Talk:
         self.answering.may_answer.clear()
         running = asyncio.create_task(self.run())
         self.say(*calls)
-        await asyncio.sleep(0.01)
+        await until(lambda: len(self.answering.asked) == len(calls))
         return running
 
 
@@ -141,7 +141,10 @@ async def test_an_open_call_stops_the_clock_which_starts_again_behind_it() -> No
     talk.answering.may_answer.clear()
     running = asyncio.create_task(talk.run())
     talk.say(call(1))
-    await asyncio.sleep(0.6)
+    await until(lambda: talk.answering.asked)
+    with pytest.raises(EnvironmentFailed, match="timeout_s"):
+        await Talk(timeout_s=0.2).run()
+    # One without a call, which began later, has failed by now.
     assert not running.done()
     talk.answering.may_answer.set()
     started_s = time.monotonic()
