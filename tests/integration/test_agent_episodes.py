@@ -14,7 +14,7 @@ from support.rigs.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-AGENTS = ("Tool", "Plain", "Silent", "Hanging", "Raising", "Greedy", "Leaving", "Rewarding")
+AGENTS = ("Tool", "Plain", "Silent", "Hanging", "Raising", "Greedy", "Rewarding")
 AGENTS += ("Stranger", "Miscounting")
 
 
@@ -133,13 +133,6 @@ async def test_an_episode_that_reached_a_limit_is_truncated_and_keeps_its_reward
         trajectory.token_ids[sequence.tokens].size <= SAMPLING["max_episode_tokens"]
         for sequence in trajectory.sequences()
     )
-
-
-async def test_calls_that_are_open_at_the_result_are_ended(server) -> None:
-    server.engine.may_end.set()
-    (trajectory,) = await server.run("LeavingAgent")
-    assert trajectory.status is Status.COMPLETED
-    assert server.engine.num_open == 0
 
 
 async def test_a_cancelled_lease_ends_open_calls_and_keeps_what_was_sampled(server) -> None:

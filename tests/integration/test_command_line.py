@@ -283,6 +283,7 @@ def test_a_dry_run_knows_the_names_of_vllms_arguments(folder: Path) -> None:
     check_refused(result, "unknown key rollout_server.engine.blok_size; did you mean 'block_size'?")
 
 
+@pytest.mark.long
 def test_a_template_that_writes_no_tools_is_told_before_anything_starts(folder: Path) -> None:
     parser = 'rollout_server.tool_parser="hermes"'
     result = run_command("run", "config.toml", parser, "--dry-run", cwd=folder)

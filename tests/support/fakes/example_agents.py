@@ -143,13 +143,3 @@ class GreedyAgent(_Agent):
                 messages += [message.model_dump(exclude_none=True), messages[0]]
         except openai.BadRequestError as error:
             return float(error.code == "context_length_exceeded")
-
-
-class LeavingAgent(_Agent):
-    """Returns while a call is open."""
-
-    async def run(self, task: int, endpoint: Endpoint) -> float:
-        await ask(endpoint, [{"role": "user", "content": "hi"}])
-        self.left = asyncio.create_task(ask(endpoint, [{"role": "user", "content": "long " * 20}]))
-        await asyncio.sleep(0.2)
-        return 1.0

@@ -35,6 +35,13 @@ def cases(name: str) -> list[dict]:
     return [json.loads(line) for line in (DATA / name).read_text().splitlines()]
 
 
+def each_of(name: str) -> Iterator[object]:
+    """Those of several functions start a sandbox for each function and each of the others."""
+    for case in cases(name):
+        is_long = case["class"].endswith(":Functions") and len(case["rows"]) > 1
+        yield pytest.param(case, id=case["name"], marks=[pytest.mark.long] * is_long)
+
+
 async def audited(case: dict, folder: Path, *, limit_s: float = 600.0) -> list[Finding]:
     args = case["args"]
     if case["rows"] is not None:
@@ -55,7 +62,7 @@ async def audited(case: dict, folder: Path, *, limit_s: float = 600.0) -> list[F
 
 
 @in_one_loop
-@pytest.mark.parametrize("case", cases("faults.jsonl"), ids=lambda case: case["name"])
+@pytest.mark.parametrize("case", each_of("faults.jsonl"))
 async def test_a_planted_fault_is_found(case: dict, tmp_path: Path) -> None:
     found = await audited(case, tmp_path)
     said = [each for each in found if case["says"] in each.text]
@@ -63,7 +70,7 @@ async def test_a_planted_fault_is_found(case: dict, tmp_path: Path) -> None:
 
 
 @in_one_loop
-@pytest.mark.parametrize("case", cases("sound.jsonl"), ids=lambda case: case["name"])
+@pytest.mark.parametrize("case", each_of("sound.jsonl"))
 async def test_what_is_sound_is_neither_refused_nor_told(case: dict, tmp_path: Path) -> None:
     found = await audited(case, tmp_path)
     assert not [each for each in found if each.is_refused or not case.get("may_tell")]
