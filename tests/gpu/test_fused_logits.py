@@ -94,6 +94,7 @@ def test_kept_logits_are_the_only_large_tensor() -> None:
     torch.cuda.reset_peak_memory_stats()
     found, _ = vocab_parallel_logprobs(hidden, weight, targets, rows, projection)
     found.sum().backward()
-    logits_bytes, weight_bytes = 2 * len(rows) * PADDED, 2 * weight.numel()
+    # Logits are float32, and their gradient is bfloat16.
+    logits_bytes, weight_bytes = 6 * len(rows) * PADDED, 2 * weight.numel()
     peak = torch.cuda.max_memory_allocated() - before
     assert logits_bytes <= peak < 1.1 * logits_bytes + 2 * weight_bytes + (8 << 20)

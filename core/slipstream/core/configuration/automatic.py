@@ -44,7 +44,8 @@ WORKER_BYTES = 40e9
 # Bytes that such an engine has for weights and KV cache.
 ENGINE_BYTES = 70e9
 # Tokens of a micro batch times parameters of a layer from which a GPU computes for longer than the
-# host needs to launch its kernels, and the smallest and largest number of tokens that follow.
+# host needs to launch its kernels, which are twice as many for a mixture; and the smallest and
+# largest number of tokens that follow.
 LAYER_WORK, LEAST_PACKED, MOST_PACKED = 4.6e11, 8192, 32768
 # Parameters from which a model in 16 bits is trained on GPUs.
 ON_GPUS = 1e8
@@ -131,7 +132,8 @@ def _filled(
     packed = max(4096, share, min(2 * share, 8192))
     is_for_gpus = tables.model.dtype != "float32" and parameters >= ON_GPUS
     if is_for_gpus:
-        packed = max(packed, _packed(sizes.layer_parameters / learner.parallel.tp))
+        kernels = 2 if sizes.experts else 1
+        packed = max(packed, _packed(sizes.layer_parameters / learner.parallel.tp / kernels))
     choice("learner.micro_batch_tokens", packed + packed % 2)
     choice("learner.threads", 4 if is_large else 1)
     # Engines that take the whole GPU in turn need the learner's memory.

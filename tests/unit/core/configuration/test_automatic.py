@@ -108,6 +108,10 @@ SMALL = {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16
 SMALL |= {"num_key_value_heads": 8, "intermediate_size": 3072, "vocab_size": 151936}
 SMALL |= {"head_dim": 128, "tie_word_embeddings": True}
 MIDDLE = SMALL | {"hidden_size": 2048, "intermediate_size": 6144}
+# The width of Qwen3-30B-A3B.
+WIDE_MIXTURE = SMALL | {"hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4}
+WIDE_MIXTURE |= {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 128}
+WIDE_MIXTURE |= {"num_experts_per_tok": 8, "moe_intermediate_size": 768}
 LONG = {"max_position_embeddings": 4096}
 
 
@@ -117,6 +121,7 @@ LONG = {"max_position_embeddings": 4096}
         (SMALL, {}, 32768),
         (MIDDLE, {}, 16384),
         (LARGE, {}, 8192),
+        (WIDE_MIXTURE, {}, 16384),
         (LARGE, {"learner": {"world_size": 4, "parallel": {"tp": 4}}}, 16384),
         (LARGE, {"sampling": {"max_episode_tokens": 20000}}, 20000),
         # On CPUs, where a longer micro batch is no faster and takes more memory.
