@@ -117,7 +117,7 @@ class Sampled(_message.Message):
     def __init__(self, token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., truncated: bool = ..., version_spans: _Optional[_Iterable[_Union[_trajectory_pb2.VersionSpan, _Mapping]]] = ..., prompt_logprobs: _Optional[bytes] = ...) -> None: ...
 
 class OperationResult(_message.Message):
-    __slots__ = ("is_unknown", "is_done", "error", "step", "compute", "metrics", "samples", "name", "adapter")
+    __slots__ = ("is_unknown", "is_done", "error", "step", "compute", "metrics", "samples", "name", "adapter", "id")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -134,6 +134,7 @@ class OperationResult(_message.Message):
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    ID_FIELD_NUMBER: _ClassVar[int]
     is_unknown: bool
     is_done: bool
     error: str
@@ -143,4 +144,5 @@ class OperationResult(_message.Message):
     samples: _containers.RepeatedCompositeFieldContainer[Sampled]
     name: str
     adapter: _trainer_pb2.Adapter
-    def __init__(self, is_unknown: bool = ..., is_done: bool = ..., error: _Optional[str] = ..., step: _Optional[int] = ..., compute: _Optional[_Union[_trainer_pb2.PassReport, _Mapping]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., samples: _Optional[_Iterable[_Union[Sampled, _Mapping]]] = ..., name: _Optional[str] = ..., adapter: _Optional[_Union[_trainer_pb2.Adapter, _Mapping]] = ...) -> None: ...
+    id: str
+    def __init__(self, is_unknown: bool = ..., is_done: bool = ..., error: _Optional[str] = ..., step: _Optional[int] = ..., compute: _Optional[_Union[_trainer_pb2.PassReport, _Mapping]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., samples: _Optional[_Iterable[_Union[Sampled, _Mapping]]] = ..., name: _Optional[str] = ..., adapter: _Optional[_Union[_trainer_pb2.Adapter, _Mapping]] = ..., id: _Optional[str] = ...) -> None: ...

@@ -39,6 +39,11 @@ class OperationServiceStub(object):
                 request_serializer=slipstream_dot_v1_dot_operations__pb2.Operation.SerializeToString,
                 response_deserializer=slipstream_dot_v1_dot_operations__pb2.OperationReceipt.FromString,
                 _registered_method=True)
+        self.Sample = channel.stream_stream(
+                '/slipstream.v1.OperationService/Sample',
+                request_serializer=slipstream_dot_v1_dot_operations__pb2.Operation.SerializeToString,
+                response_deserializer=slipstream_dot_v1_dot_operations__pb2.OperationResult.FromString,
+                _registered_method=True)
         self.Await = channel.unary_unary(
                 '/slipstream.v1.OperationService/Await',
                 request_serializer=slipstream_dot_v1_dot_operations__pb2.AwaitRequest.SerializeToString,
@@ -50,7 +55,14 @@ class OperationServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Submit(self, request, context):
-        """Returns once the operation is on the disk, unless it is a sample.
+        """Returns once the operation, which is no sample, is on the disk.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Sample(self, request_iterator, context):
+        """Takes samples and returns the result of each when it is there, in any order.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -69,6 +81,11 @@ def add_OperationServiceServicer_to_server(servicer, server):
                     servicer.Submit,
                     request_deserializer=slipstream_dot_v1_dot_operations__pb2.Operation.FromString,
                     response_serializer=slipstream_dot_v1_dot_operations__pb2.OperationReceipt.SerializeToString,
+            ),
+            'Sample': grpc.stream_stream_rpc_method_handler(
+                    servicer.Sample,
+                    request_deserializer=slipstream_dot_v1_dot_operations__pb2.Operation.FromString,
+                    response_serializer=slipstream_dot_v1_dot_operations__pb2.OperationResult.SerializeToString,
             ),
             'Await': grpc.unary_unary_rpc_method_handler(
                     servicer.Await,
@@ -103,6 +120,33 @@ class OperationService(object):
             '/slipstream.v1.OperationService/Submit',
             slipstream_dot_v1_dot_operations__pb2.Operation.SerializeToString,
             slipstream_dot_v1_dot_operations__pb2.OperationReceipt.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Sample(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/slipstream.v1.OperationService/Sample',
+            slipstream_dot_v1_dot_operations__pb2.Operation.SerializeToString,
+            slipstream_dot_v1_dot_operations__pb2.OperationResult.FromString,
             options,
             channel_credentials,
             insecure,

@@ -123,10 +123,10 @@ def serve() -> None:
     # Tokenizers need no torch, whose import takes three seconds.
     find = importlib.util.find_spec
     importlib.util.find_spec = lambda name, *args: None if name == "torch" else find(name, *args)
-    from slipstream.rollout_server import process
+    from slipstream.core.machine.process import leave
     from slipstream.rollout_server.__main__ import main
 
-    process.leave(main())
+    leave(main())
 
 
 def train() -> None:

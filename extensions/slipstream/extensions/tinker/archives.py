@@ -18,7 +18,7 @@ from slipstream.client.launch.launcher import run_export
 from slipstream.core.errors import SlipstreamError
 from slipstream.core.run_folder import CHECKPOINTS
 from slipstream.core.settings.config import Config
-from slipstream.extensions.tinker.operations import Refused
+from slipstream.extensions.tinker.operations import NotReady, Refused
 from slipstream.extensions.tinker.store import OperationStore
 from slipstream.protocol.checkpoints import complete_steps
 
@@ -30,10 +30,6 @@ FILES = "files"
 _KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 
 Body: TypeAlias = dict[str, Any]
-
-
-class NotReady(Exception):
-    """Raised while files are still exported: the SDK asks again."""
 
 
 @dataclass

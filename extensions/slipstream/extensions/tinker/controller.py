@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 
 import grpc
 import grpc.aio
+from slipstream.core.errors import ProtocolError
 from slipstream.core.run_folder import CHECKPOINTS
 from slipstream.extensions.tinker.models import NEWEST, Entry, Model, Models, Named
 from slipstream.extensions.tinker.samples import Samples
@@ -29,7 +30,8 @@ from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.records.state import RecordedBatch
 from slipstream.learner.controller.run import Run
-from slipstream.learner.controller.servers.session import CallContext
+from slipstream.learner.controller.servers.session import CallContext, Outbox
+from slipstream.learner.controller.tasks import raise_failure
 from slipstream.learner.controller.trajectories.batch import SetAside, StepOrder
 from slipstream.learner.controller.trajectories.batches import Trained
 from slipstream.learner.controller.trajectories.intake import Intake
@@ -38,7 +40,7 @@ from slipstream.protocol.rich_errors import Reason, abort
 from slipstream.v1 import operations_pb2 as pb
 from slipstream.v1 import operations_pb2_grpc, trainer_pb2
 
-# Most training operations of a session, and most samples, that may wait: others are sent again.
+# Most training operations of a session that may wait: others are sent again.
 MAX_WAITING = 4096
 # Most samples that are kept for clients that have not asked for them.
 MAX_KEPT = 65536
@@ -84,7 +86,9 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
         operations_pb2_grpc.add_OperationServiceServicer_to_server(self, server)
 
     async def Submit(self, request: pb.Operation, context: CallContext) -> pb.OperationReceipt:  # noqa: N802
-        """Adds an operation unless its id is known; it is on the disk, unless it is a sample."""
+        """Adds a training operation, which is on the disk then, unless its id is known."""
+        if request.HasField("sample"):
+            raise ProtocolError(f"{request.id} is a sample, which goes on the stream of samples")
         # A caller that goes leaves nothing on the disk that is not known: it would be there twice.
         if cause := await asyncio.shield(self._add(request)):
             await abort(context, grpc.StatusCode.RESOURCE_EXHAUSTED, cause, Reason.TOO_MANY_CALLS)
@@ -97,25 +101,62 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
                 return ""
             if cause := self._flood(request):
                 return cause
-            entry = Entry(request)
-            if entry.kind == "sample":
-                self._samples.open.append(entry)
-            else:
-                entry.place, self._num_stored = self._num_stored, self._num_stored + 1
-                await asyncio.to_thread(self._store.write, entry.place, request)
-                self._queue(entry)
+            place, self._num_stored = self._num_stored, self._num_stored + 1
+            await asyncio.to_thread(self._store.write, place, request)
+            entry = Entry(request, place)
+            self._queue(entry)
             self._entries[request.id] = entry
             self._run.signal.notify()
         return ""
 
     def _flood(self, request: pb.Operation) -> str:
         """Returns why the client of `request` must wait, or "" if it need not."""
-        session = (request.stream or request.id).partition(":")[0]
-        waiting = self._samples.open if request.HasField("sample") else self._waiting.values()
-        number = sum(one.operation.id.startswith(f"{session}:") for one in waiting)
+        session = request.stream.partition(":")[0]
+        number = sum(stream.partition(":")[0] == session for stream, _ in self._waiting)
         if number < MAX_WAITING:
             return ""
         return f"{number} requests of session {session} wait already: send more when some are done"
+
+    async def Sample(  # noqa: N802
+        self, request_iterator: AsyncIterator[pb.Operation], context: CallContext
+    ) -> AsyncIterator[pb.OperationResult]:
+        """Takes samples, and yields their results as they come, until the caller goes."""
+        outbox = Outbox[pb.OperationResult]()
+        reader = asyncio.create_task(self._take_samples(request_iterator, outbox))
+        try:
+            async for result in outbox.messages():
+                yield result
+            raise_failure(reader)
+        finally:
+            reader.cancel()
+
+    async def _take_samples(
+        self, requests: AsyncIterator[pb.Operation], outbox: Outbox[pb.OperationResult]
+    ) -> None:
+        try:
+            async for request in requests:
+                if not request.HasField("sample"):
+                    raise ProtocolError(f"{request.id} is no sample")
+                entry = self._entries.get(request.id)
+                if entry is None:
+                    entry = Entry(request, num_wanted=request.sample.num_samples)
+                    self._entries[request.id] = entry
+                    self._samples.open[entry] = None
+                    self._run.signal.notify()
+                entry.outbox = outbox
+                if entry.ended.is_set():
+                    self._tell(entry)
+        finally:
+            outbox.close()
+
+    @staticmethod
+    def _tell(entry: Entry) -> None:
+        """Gives the result of a sample to the stream that asked; it is kept for a while."""
+        if entry.outbox is not None:
+            entry.is_told = entry.outbox.put(entry.result)
+            if not entry.is_told:
+                entry.outbox.close()
+            entry.outbox = None
 
     async def Await(self, request: pb.AwaitRequest, context: CallContext) -> pb.OperationResult:  # noqa: N802
         """Returns the result of an operation, or one that is not done after the limit."""
@@ -384,6 +425,7 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
             if len(self._over) >= self._look_through:
                 await self._forget()
             entry.ended.set()
+            self._tell(entry)
             self._run.signal.notify()
 
     async def _forget(self) -> None:

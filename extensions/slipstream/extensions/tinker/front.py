@@ -1,6 +1,7 @@
 """The HTTP process of `slipstream tinker`: the Tinker API in front of the controller.
 
-It keeps nothing. Consumes: requests of the SDK. Produces: operations of the controller, answers.
+It keeps what it can ask for again. Consumes: requests of the SDK. Produces: operations of the
+controller, answers.
 Waits for: the end of an operation, at most `HOLD_S`. Unblocked by: the controller; the SDK then
 asks again.
 """
@@ -23,14 +24,16 @@ from urllib.parse import parse_qsl
 
 import grpc.aio
 import uvicorn
+import uvloop
 from google.protobuf.message import DecodeError
 from slipstream.client.agent_gateway import LOOPBACK, REQUEST_LIMIT_S, bounded_server
 from slipstream.core.configuration.config_file import load_config, vocabulary_size
-from slipstream.core.errors import USAGE_ERROR, SlipstreamError
+from slipstream.core.errors import USAGE_ERROR, ProtocolError, SlipstreamError
 from slipstream.core.settings.config import Config
 from slipstream.extensions.tinker import operations, wire_pb2
-from slipstream.extensions.tinker.archives import Archives, NotReady
-from slipstream.extensions.tinker.operations import Refused
+from slipstream.extensions.tinker.archives import Archives
+from slipstream.extensions.tinker.operations import NotReady, Refused
+from slipstream.extensions.tinker.sample_stream import SampleStream
 from slipstream.protocol.access.security import Credentials, call_metadata, open_channel
 from slipstream.v1 import operations_pb2 as pb
 from slipstream.v1 import operations_pb2_grpc
@@ -56,7 +59,7 @@ _STATUS = {
 # What reading a request raises whose fields are not those of the SDK.
 _MALFORMED = (
     *(ArithmeticError, AttributeError, DecodeError, LookupError, RecursionError, TypeError),
-    ValueError,
+    *(ProtocolError, ValueError),
 )
 # The members of JSON by which an operation has its turn; inside of a text their quotes are escaped.
 _MEMBER = re.compile(rb'"(model_id|session_id|seq_id|model_seq_id)":\s*("[^"\\]*"|\d+)')
@@ -86,7 +89,7 @@ class Front:
         self._limit_s = limit_s
         self._config, self._stub, self._metadata = config, stub, metadata
         self._vocabulary = vocabulary_size(config)
-        self._archives = Archives(config)
+        self._archives, self._samples = Archives(config), SampleStream(stub, metadata)
         self._open: Counter[str] = Counter()
         self._at_once: Mapping[str, Callable[[Body], Body]] = {
             "client/config": lambda _: {"sample_max_concurrent_requests": MAX_SAMPLES},
@@ -110,6 +113,10 @@ class Front:
             "save_weights": operations.save_weights,
             "save_weights_external": operations.save_weights_external,
         }
+
+    async def close(self) -> None:
+        """Ends the stream of samples."""
+        await self._samples.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request of HTTP."""
@@ -266,15 +273,17 @@ class Front:
 
     async def _sample(self, body: Body) -> Answer:
         operation = operations.sample(body, self._config, self._vocabulary)
-        await self._stub.Submit(operation, metadata=self._metadata, timeout=CALL_S)
+        if cause := await self._samples.send(operation):
+            return _error(429, cause)
         names = [f"{operation.id}:{n}" for n in range(operation.sample.num_samples)]
         return _json({"request_id": operation.id, "sample_sequence_ids": names})
 
     async def _retrieve(self, name: str) -> Answer:
-        asked = pb.AwaitRequest(id=name, limit_s=HOLD_S)
-        result: pb.OperationResult = await self._stub.Await(
-            asked, metadata=self._metadata, timeout=HOLD_S + CALL_S
-        )
+        result = await self._samples.result(name, HOLD_S)
+        if result is None:
+            asked = pb.AwaitRequest(id=name, limit_s=HOLD_S)
+            result = await self._stub.Await(asked, metadata=self._metadata, timeout=HOLD_S + CALL_S)
+        assert result is not None
         if result.is_unknown:
             return _error(410, f"request {name} is not known: send it again")
         if not result.is_done:
@@ -313,7 +322,8 @@ def _refusal(headers: Mapping[str, str], num_open: int) -> Answer | None:
 
 
 def _cause(error: Exception) -> str:
-    return str(error) if isinstance(error, Refused) else f"the request is malformed: {error!r}"
+    is_told = isinstance(error, Refused | ProtocolError)
+    return str(error) if is_told else f"the request is malformed: {error!r}"
 
 
 def _too_large(size: int) -> str:
@@ -381,7 +391,10 @@ async def serve(config: Config, port: int, *, in_flight: bool = False) -> None:
         front = Front(config, stub, metadata, in_flight=in_flight)
         # Starlette has names of its own for the types of ASGI.
         server = bounded_server(front, port=port)  # type: ignore[arg-type]
-        await uvicorn.Server(server).serve()
+        try:
+            await uvicorn.Server(server).serve()
+        finally:
+            await front.close()
 
 
 def main() -> int:
@@ -395,7 +408,7 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO)
     try:
         config = load_config(arguments.config, arguments.overrides)
-        asyncio.run(serve(config, arguments.port, in_flight=arguments.in_flight))
+        uvloop.run(serve(config, arguments.port, in_flight=arguments.in_flight))
     except (SlipstreamError, OSError) as error:
         print(f"slipstream: {error}", file=sys.stderr)
         return USAGE_ERROR

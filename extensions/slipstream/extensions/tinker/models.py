@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from slipstream.core.settings.role_sections import LoraSection
 from slipstream.core.types import GroupId, Trajectory
 from slipstream.learner.controller.leasing.groups import Group
+from slipstream.learner.controller.servers.session import Outbox
 from slipstream.v1 import operations_pb2 as pb
 from slipstream.v1 import trainer_pb2
 
@@ -34,6 +35,8 @@ class Entry:
     result: pb.OperationResult = field(default_factory=pb.OperationResult)
     # Set when the result may be told.
     ended: asyncio.Event = field(default_factory=asyncio.Event)
+    # The stream that is to tell the result of a sample.
+    outbox: Outbox[pb.OperationResult] | None = None
     # The version after it, and whether a client has been told of its end.
     step: int = 0
     is_told: bool = False
@@ -41,6 +44,7 @@ class Entry:
     is_begun: bool = False
     groups: dict[GroupId, Group] = field(default_factory=dict)
     finished: list[Trajectory] = field(default_factory=list)
+    num_wanted: int = 0
     num_leased: int = 0
     # Whether nothing is left for the trainer: of a publish, or of a load of what it has.
     is_made: bool = False

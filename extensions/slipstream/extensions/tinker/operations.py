@@ -59,6 +59,10 @@ class Refused(ValueError):
     """Raised for a request that this server does not carry out; the text names what can."""
 
 
+class NotReady(Exception):
+    """Raised for a request that is to be sent again: the controller or a file is not there yet."""
+
+
 def training_run(body: Mapping[str, Any]) -> str:
     """Returns the id of the model that a request creates, as the SDK makes it."""
     return f"{body['session_id']}:train:{body['model_seq_id']}"

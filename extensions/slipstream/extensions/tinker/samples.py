@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from slipstream.core.types import Status, Trajectory
 from slipstream.extensions.tinker.models import NEWEST, Entry, Model, Models, Named
-from slipstream.learner.controller.leasing.groups import RawPrompt
+from slipstream.learner.controller.leasing.groups import Group, RawPrompt
 from slipstream.learner.controller.leasing.scheduler import Books, Scheduler
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.session import ServerSession
@@ -42,7 +42,7 @@ class Samples:
         # Whether servers sample by version 0, too, whatever they serve.
         self._keeps_start = run.config.lora.publishes_adapters
         # In the order in which they came.
-        self.open: list[Entry] = []
+        self.open: dict[Entry, None] = {}
         # Those that the current publish waits for.
         self.awaited: list[Entry] = []
 
@@ -67,23 +67,25 @@ class Samples:
         under way, `publisher`, only those are leased that the publish waits for.
         """
         ready: dict[str, list[tuple[Entry, list[ServerSession]]]] = {}
-        running: Counter[str] = Counter()
-        for entry in list(self.open):
+        granted: dict[ServerSession, list[Group]] = {}
+        # Most calls find that all samples are leased.
+        for entry in [one for one in self.open if one.num_leased < one.num_wanted]:
             sample = entry.operation.sample
             named = self._named(entry)
             if named is None:
                 self._over(entry, f"{sample.name} is no name of a publish of this run")
                 continue
-            stream = "" if named.model is None else named.model.stream
-            running[stream] += len(entry.groups)
             waits = publisher is not None and self._is_of(named, publisher)
             if waits and entry not in self.awaited and named.step != NEWEST:
                 continue
             sessions = self._sessions(named)
             if not sessions and (cause := self._gone(named)):
                 self._over(entry, cause)
-            elif sessions and entry.num_leased < sample.num_samples:
-                ready.setdefault(stream, []).append((entry, sessions))
+            elif sessions:
+                ready.setdefault(self._stream(entry), []).append((entry, sessions))
+        running: Counter[str] = Counter()
+        for entry in self.open if ready else ():
+            running[self._stream(entry)] += len(entry.groups)
         while ready:
             stream = min(ready, key=running.__getitem__)
             entry, sessions = ready[stream][0]
@@ -91,12 +93,15 @@ class Samples:
             if self._scheduler.room(session) < 1 or not self._scheduler.may_send(1):
                 del ready[stream]
                 continue
-            self._send(entry, session)
+            granted.setdefault(session, []).append(self._granted(entry, session))
             running[stream] += 1
-            if entry.num_leased == entry.operation.sample.num_samples:
+            if entry.num_leased == entry.num_wanted:
                 ready[stream].pop(0)
             if not ready[stream]:
                 del ready[stream]
+        for session, groups in granted.items():
+            # The records of one pass are written together.
+            self._scheduler.send_evaluation(session, groups)
 
     def _named(self, entry: Entry) -> Named | None:
         """Returns what a sample is by, or None if its name is not known.
@@ -109,6 +114,10 @@ class Samples:
         if named is None or named.step != NEWEST or not sample.sampling.prompt_logprobs:
             return named
         return replace(named, step=named.since)
+
+    def _stream(self, entry: Entry) -> str:
+        named = self._named(entry)
+        return "" if named is None or named.model is None else named.model.stream
 
     def _is_of(self, named: Named | None, model: Model) -> bool:
         """Whether a publish of `model` changes what `named` samples by."""
@@ -149,7 +158,7 @@ class Samples:
             "save_weights_and_get_sampling_client makes a client of the newest weights"
         )
 
-    def _send(self, entry: Entry, session: ServerSession) -> None:
+    def _granted(self, entry: Entry, session: ServerSession) -> Group:
         sample = entry.operation.sample
         assert session.version is not None
         named = self._named(entry)
@@ -164,7 +173,7 @@ class Samples:
         group = self._book.lease_prompt(environment, prompt, session.key, session.version.step)
         entry.groups[group.group_id] = group
         entry.num_leased += 1
-        self._scheduler.send_evaluation(session, [group])
+        return group
 
     def collect(self) -> None:
         """Takes replies that have come, and ends samples that have all of theirs."""
@@ -183,17 +192,18 @@ class Samples:
                 else:
                     continue
                 del entry.groups[group_id]
-            if len(entry.finished) == entry.operation.sample.num_samples:
+            if len(entry.finished) == entry.num_wanted:
                 self._over(entry)
 
     def _over(self, entry: Entry, error: str = "") -> None:
         """Ends a sample; with an error, what servers still run for it is withdrawn."""
-        self.open.remove(entry)
+        del self.open[entry]
         if error:
             self._intake.withdraw(list(entry.groups.values()), error)
             entry.groups.clear()
         found = () if error else map(_sampled, entry.finished)
-        self._end(entry, pb.OperationResult(error=error, samples=found))
+        result = pb.OperationResult(id=entry.operation.id, error=error, samples=found)
+        self._end(entry, result)
         # The result has its replies.
         entry.finished.clear()
 

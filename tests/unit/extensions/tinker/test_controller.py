@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from slipstream.core.types import PolicyVersion
+from slipstream.core.errors import ProtocolError
+from slipstream.core.types import PolicyVersion, ServerId
 from slipstream.extensions.tinker import controller, models
 from slipstream.extensions.tinker.controller import KEPT, Operations
 from slipstream.extensions.tinker.models import Entry
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.history import read_history
 from slipstream.learner.controller.records.journal import Journal, read_records
+from slipstream.learner.controller.servers.session import ServerKey
 from slipstream.learner.controller.trajectories.batch import FormedBatch, SetAside
 from slipstream.learner.controller.trajectories.batches import Trained
 from slipstream.v1 import operations_pb2, trainer_pb2
@@ -485,21 +487,89 @@ async def test_samples_go_once_told_and_the_oldest_untold_ones_at_last(
     monkeypatch.setattr(controller, "KEPT", 2)
     monkeypatch.setattr(controller, "MAX_KEPT", 3)
     async with writing(tmp_path) as loop:
-        for number in range(20):
-            sample = Operation(id=str(number), sample=operations_pb2.Sample())
-            await loop.give(sample)
-            entry = loop.operations._entries[str(number)]
-            if number == 0:
-                continue
+        names = [str(number) for number in range(20)]
+        told = await sampled(loop, names)
+        for name in names[1:]:
+            entry = loop.operations._entries[name]
+            if int(name) <= 6:
+                # The stream of these is gone.
+                entry.outbox = None
             loop.operations._samples._over(entry)
             await until(entry.ended.is_set)
-            if number > 6:
-                await loop.result(str(number))
+        assert [(await anext(told)).id for _ in names[7:]] == names[7:]
+        await told.aclose()
         # The first is under way, and nobody has asked for six others.
         kept = loop.operations._entries.keys()
         assert {"0", "4", "5", "6", "18", "19"} <= kept
         assert len(kept) <= 10
         assert not {"1", "2", "3"} & kept
+
+
+async def sampled(loop: Loop, names: Sequence[str]) -> Any:
+    """The results of samples that a stream, which stays open, has brought."""
+
+    async def asked() -> AsyncIterator[Operation]:
+        for name in names:
+            yield Operation(id=name, sample=operations_pb2.Sample(num_samples=1))
+        await asyncio.Event().wait()
+
+    answers = loop.operations.Sample(asked(), loop._context)
+    first = asyncio.ensure_future(anext(answers))
+    await until(lambda: all(name in loop.operations._entries for name in names))
+
+    async def results() -> AsyncIterator[operations_pb2.OperationResult]:
+        yield await first
+        async for each in answers:
+            yield each
+
+    return results()
+
+
+async def test_a_sample_whose_stream_broke_is_told_to_the_next_one(tmp_path: Path) -> None:
+    async with writing(tmp_path) as loop:
+        for _ in range(2):
+            told = await sampled(loop, ["a"])
+            entry = loop.operations._entries["a"]
+            if not entry.ended.is_set():
+                loop.operations._samples._over(entry)
+            assert (await anext(told)).id == "a"
+            await told.aclose()
+        assert (await loop.result("a")).is_done
+
+
+async def test_the_records_of_samples_that_are_leased_together_are_written_together(
+    tmp_path: Path,
+) -> None:
+    class Leasing:
+        sent: list[int] = []
+
+        def room(self, _: object) -> int:
+            return 100
+
+        may_send = room
+
+        def send_evaluation(self, _: object, groups: Sequence[object]) -> None:
+            self.sent.append(len(groups))
+
+    with opened(tmp_path) as loop:
+        told = await sampled(loop, [str(number) for number in range(20)])
+        samples: Any = loop.operations._samples
+        samples._scheduler, samples._fleet = Leasing(), Fleet(0)
+        samples.lease(None)
+        samples.lease(None)
+        assert Leasing.sent == [20]
+        await told.aclose()
+
+
+async def test_only_samples_go_on_their_stream(tmp_path: Path) -> None:
+    async def asked() -> AsyncIterator[Operation]:
+        yield Operation(id="step", step=ADAM)
+
+    with opened(tmp_path) as loop:
+        with pytest.raises(ProtocolError, match="step is no sample"):
+            await anext(loop.operations.Sample(asked(), loop._context))
+        with pytest.raises(ProtocolError, match="x is a sample, which goes on the stream"):
+            await loop.give(Operation(id="x", sample=operations_pb2.Sample()))
 
 
 class Fleet:
@@ -516,7 +586,7 @@ class Serving:
     """A server."""
 
     def __init__(self, version: PolicyVersion) -> None:
-        self.version = version
+        self.version, self.key = version, ServerKey(ServerId("s"), 1)
 
 
 def test_a_session_in_flight_is_not_of_the_model_that_had_its_place_before(tmp_path: Path) -> None:

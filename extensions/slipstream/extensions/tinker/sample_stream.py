@@ -1,0 +1,108 @@
+"""The stream on which the HTTP process sends samples to the controller and gets their results.
+
+Consumes: samples, results of the controller. Produces: results, each once. Waits for: the end of a
+sample. Unblocked by: its result, or the end of the stream: the controller knows more then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from typing import Any
+
+import grpc.aio
+from slipstream.extensions.tinker.operations import NotReady
+from slipstream.protocol.bounds import check_bounds
+from slipstream.v1 import operations_pb2 as pb
+
+# Most samples of a session under way: others are sent again.
+MAX_WAITING = 4096
+# Most results that are kept here; the controller has the others for a while.
+MAX_KEPT = 4096
+
+logger = logging.getLogger(__name__)
+
+
+class SampleStream:
+    """Sends samples on one stream, which the first one opens, also after the last one's end."""
+
+    def __init__(self, stub: Any, metadata: Any) -> None:  # noqa: ANN401 - gRPC's
+        self._stub, self._metadata = stub, metadata
+        self._call: Any = None
+        self._reading: asyncio.Task[None] | None = None
+        self._writing = asyncio.Lock()
+        # The samples without a result, and how many of them each session has.
+        self._open: dict[str, asyncio.Future[None]] = {}
+        self._sessions: Counter[str] = Counter()
+        self._results: dict[str, pb.OperationResult] = {}
+
+    async def send(self, operation: pb.Operation) -> str:
+        """Sends a sample unless it is under way; returns why its client must wait, or "".
+
+        Raises ProtocolError if it is out of bounds, NotReady if no controller takes it.
+        """
+        name = operation.id
+        if name in self._open or name in self._results:
+            return ""
+        session = _session(name)
+        if (number := self._sessions[session]) >= MAX_WAITING:
+            return f"{number} samples of session {session} wait: send more when some are done"
+        check_bounds(operation)
+        self._open[name] = asyncio.get_running_loop().create_future()
+        self._sessions[session] += 1
+        async with self._writing:
+            if self._call is None:
+                self._call = self._stub.Sample(metadata=self._metadata)
+                self._reading = asyncio.ensure_future(self._read(self._call))
+            try:
+                await self._call.write(operation)
+            except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+                self._end(name)
+                raise NotReady("the controller does not answer") from error
+        return ""
+
+    async def result(self, name: str, limit_s: float) -> pb.OperationResult | None:
+        """Returns the result of a sample, one that is not done after the limit, or None.
+
+        None: this process does not have it, but the controller may.
+        """
+        if waiting := self._open.get(name):
+            await asyncio.wait((waiting,), timeout=limit_s)
+            if not waiting.done():
+                return pb.OperationResult()
+        return self._results.pop(name, None)
+
+    async def close(self) -> None:
+        """Ends the stream."""
+        if self._reading is not None:
+            self._reading.cancel()
+            await asyncio.gather(self._reading, return_exceptions=True)
+
+    async def _read(self, call: Any) -> None:  # noqa: ANN401 - gRPC's
+        try:
+            async for result in call:
+                self._results[result.id] = result
+                if len(self._results) > MAX_KEPT:
+                    del self._results[next(iter(self._results))]
+                self._end(result.id)
+        except grpc.aio.AioRpcError as error:
+            logger.warning("the stream of samples ended: %s", error.details())
+        finally:
+            call.cancel()
+            self._call = None
+            for name in list(self._open):
+                self._end(name)
+
+    def _end(self, name: str) -> None:
+        """Wakes those who wait for a sample."""
+        if waiting := self._open.pop(name, None):
+            waiting.set_result(None)
+            session = _session(name)
+            self._sessions[session] -= 1
+            if not self._sessions[session]:
+                del self._sessions[session]
+
+
+def _session(name: str) -> str:
+    return name.partition(":")[0]
