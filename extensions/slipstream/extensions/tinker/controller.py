@@ -22,7 +22,7 @@ import grpc.aio
 from slipstream.core.errors import ProtocolError
 from slipstream.core.run_folder import CHECKPOINTS
 from slipstream.extensions.tinker.models import NEWEST, Entry, Model, Models, Named
-from slipstream.extensions.tinker.samples import Samples
+from slipstream.extensions.tinker.samples import Samples, tell
 from slipstream.extensions.tinker.store import OperationStore
 from slipstream.learner.controller.leasing.scheduler import Books, Scheduler
 from slipstream.learner.controller.part import OrderTimes, Part, Tasks
@@ -122,41 +122,13 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
     ) -> AsyncIterator[pb.OperationResult]:
         """Takes samples, and yields their results as they come, until the caller goes."""
         outbox = Outbox[pb.OperationResult]()
-        reader = asyncio.create_task(self._take_samples(request_iterator, outbox))
+        reader = asyncio.create_task(self._samples.take(request_iterator, outbox, self._entries))
         try:
             async for result in outbox.messages():
                 yield result
             raise_failure(reader)
         finally:
             reader.cancel()
-
-    async def _take_samples(
-        self, requests: AsyncIterator[pb.Operation], outbox: Outbox[pb.OperationResult]
-    ) -> None:
-        try:
-            async for request in requests:
-                if not request.HasField("sample"):
-                    raise ProtocolError(f"{request.id} is no sample")
-                entry = self._entries.get(request.id)
-                if entry is None:
-                    entry = Entry(request, num_wanted=request.sample.num_samples)
-                    self._entries[request.id] = entry
-                    self._samples.open[entry] = None
-                    self._run.signal.notify()
-                entry.outbox = outbox
-                if entry.ended.is_set():
-                    self._tell(entry)
-        finally:
-            outbox.close()
-
-    @staticmethod
-    def _tell(entry: Entry) -> None:
-        """Gives the result of a sample to the stream that asked; it is kept for a while."""
-        if entry.outbox is not None:
-            entry.is_told = entry.outbox.put(entry.result)
-            if not entry.is_told:
-                entry.outbox.close()
-            entry.outbox = None
 
     async def Await(self, request: pb.AwaitRequest, context: CallContext) -> pb.OperationResult:  # noqa: N802
         """Returns the result of an operation, or one that is not done after the limit."""
@@ -425,7 +397,7 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
             if len(self._over) >= self._look_through:
                 await self._forget()
             entry.ended.set()
-            self._tell(entry)
+            tell(entry)
             self._run.signal.notify()
 
     async def _forget(self) -> None:

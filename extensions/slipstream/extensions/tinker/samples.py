@@ -7,15 +7,16 @@ the operations calls it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
+from slipstream.core.errors import ProtocolError
 from slipstream.core.types import Status, Trajectory
 from slipstream.extensions.tinker.models import NEWEST, Entry, Model, Models, Named
 from slipstream.learner.controller.leasing.groups import Group, RawPrompt
 from slipstream.learner.controller.leasing.scheduler import Books, Scheduler
 from slipstream.learner.controller.run import Run
-from slipstream.learner.controller.servers.session import ServerSession
+from slipstream.learner.controller.servers.session import Outbox, ServerSession
 from slipstream.learner.controller.trajectories.intake import Intake
 from slipstream.protocol.codec import version_to_pb
 from slipstream.v1 import operations_pb2 as pb
@@ -38,6 +39,7 @@ class Samples:
         end: Callable[[Entry, pb.OperationResult], None],
     ) -> None:
         self._progress, self._book, self._fleet = run.progress, books.leases, books.fleet
+        self._signal = run.signal
         self._intake, self._scheduler, self._models, self._end = intake, scheduler, models, end
         # Whether servers sample by version 0, too, whatever they serve.
         self._keeps_start = run.config.lora.publishes_adapters
@@ -45,6 +47,32 @@ class Samples:
         self.open: dict[Entry, None] = {}
         # Those that the current publish waits for.
         self.awaited: list[Entry] = []
+
+    async def take(
+        self,
+        requests: AsyncIterator[pb.Operation],
+        outbox: Outbox[pb.OperationResult],
+        known: dict[str, Entry],
+    ) -> None:
+        """Adds the samples of a stream to these and to all operations that are `known`.
+
+        Their results go to `outbox`.
+        """
+        try:
+            async for request in requests:
+                if not request.HasField("sample"):
+                    raise ProtocolError(f"{request.id} is no sample")
+                entry = known.get(request.id)
+                if entry is None:
+                    entry = Entry(request, num_wanted=request.sample.num_samples)
+                    known[request.id] = entry
+                    self.open[entry] = None
+                    self._signal.notify()
+                entry.outbox = outbox
+                if entry.ended.is_set():
+                    tell(entry)
+        finally:
+            outbox.close()
 
     def await_before(self, model: Model) -> None:
         """Notes the samples that end before a publish of `model` does."""
@@ -206,6 +234,16 @@ class Samples:
         self._end(entry, result)
         # The result has its replies.
         entry.finished.clear()
+
+
+def tell(entry: Entry) -> None:
+    """Gives the result of a sample to the stream that asked for it."""
+    if entry.outbox is not None:
+        entry.is_told = entry.outbox.put(entry.result)
+        if not entry.is_told:
+            # Its reader does not read; whoever asks by id gets the result.
+            entry.outbox.close()
+        entry.outbox = None
 
 
 def _sampled(trajectory: Trajectory) -> pb.Sampled:
