@@ -70,8 +70,8 @@ def train(folder: Path, model: Path, removed: list[str], settings: list[str]) ->
 def test_every_extension_has_a_row_and_every_row_its_modules() -> None:
     named = [module for modules, _ in capabilities().values() for module in modules]
     assert all(map(sources, named))
-    folders = (ROOT / "extensions" / "slipstream" / "extensions").glob("*/__init__.py")
-    extensions = {f"slipstream.extensions.{file.parent.name}" for file in folders}
+    modules = (ROOT / "extensions" / "slipstream" / "extensions").glob("*/*.py")
+    extensions = {f"slipstream.extensions.{file.parent.name}" for file in modules}
     assert len(extensions) >= 14
     assert extensions == {name for name in named if name.startswith("slipstream.extensions.")}
 

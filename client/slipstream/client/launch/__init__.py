@@ -1,1 +1,0 @@
-"""Starts a run: makes checks, assigns GPUs, starts processes and ends them."""

@@ -1,1 +1,0 @@
-"""Code that all other packages share: settings, facts of models and machines, and pure rules."""

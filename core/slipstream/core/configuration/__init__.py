@@ -1,1 +1,0 @@
-"""Reads a configuration file and the folders of its models, and checks them together."""

@@ -1,1 +1,0 @@
-"""The settings of a run: sections, the rules between them, and values derived from them."""

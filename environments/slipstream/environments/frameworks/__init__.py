@@ -1,1 +1,0 @@
-"""Adapters that turn environments of other frameworks into environments of a run."""

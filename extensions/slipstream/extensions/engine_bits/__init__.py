@@ -1,1 +1,0 @@
-"""The learner computes the bits of the engine."""

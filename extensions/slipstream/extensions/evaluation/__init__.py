@@ -1,1 +1,0 @@
-"""Rounds of held-out episodes while a run trains."""

@@ -1,1 +1,0 @@
-"""State of the trainer on the host while nothing uses it."""

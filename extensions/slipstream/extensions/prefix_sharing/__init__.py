@@ -1,1 +1,0 @@
-"""Prefixes that sequences share are computed once."""

@@ -1,1 +1,0 @@
-"""Profiles of a rank's steps."""

@@ -1,1 +1,0 @@
-"""Numbers of a process for Prometheus."""

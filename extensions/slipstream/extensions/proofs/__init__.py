@@ -1,1 +1,0 @@
-"""Proofs of functions of one's own, before they train."""

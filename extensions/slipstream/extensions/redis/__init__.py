@@ -1,1 +1,0 @@
-"""The queue of trajectories on Redis or Valkey."""

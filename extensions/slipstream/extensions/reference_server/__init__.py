@@ -1,1 +1,0 @@
-"""A server answers for the reference model."""

@@ -1,1 +1,0 @@
-"""The trainer's routers choose the experts that the engine chose."""

@@ -1,1 +1,0 @@
-"""Weights go through storage to servers that are far away."""

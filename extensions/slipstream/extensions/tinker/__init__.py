@@ -1,1 +1,0 @@
-"""Serves a client's own loop over the Tinker API: its operations, and the HTTP process in front."""

@@ -1,1 +1,0 @@
-"""Trackers that come with Slipstream."""

@@ -1,1 +1,0 @@
-"""Engines rest while the learner trains on their device."""

@@ -1,1 +1,0 @@
-"""The learner: the controller, which decides, and the trainer, which computes."""

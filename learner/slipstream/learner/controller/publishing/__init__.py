@@ -1,1 +1,0 @@
-"""The delivery of new weights from the trainer to the rollout servers, and its cost."""

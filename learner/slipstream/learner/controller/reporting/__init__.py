@@ -1,1 +1,0 @@
-"""The files, rows of metrics and trackers that report on a run."""

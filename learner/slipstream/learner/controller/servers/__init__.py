@@ -1,1 +1,0 @@
-"""The controller's view of the rollout servers: sessions, states and orders."""

@@ -1,1 +1,0 @@
-"""The processing of trajectories, from deliveries of the queue to journaled batches."""

@@ -1,1 +1,0 @@
-"""The conversion of a batch's trajectories to packed micro batches for each rank."""

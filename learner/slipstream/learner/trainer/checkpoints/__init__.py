@@ -1,1 +1,0 @@
-"""The trainer's checkpoints, which it can load in any layout."""

@@ -1,1 +1,0 @@
-"""Recipes of model families: how Bridge builds and maps each architecture."""

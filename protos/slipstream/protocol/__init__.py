@@ -1,1 +1,0 @@
-"""The protocol between the parts of a run: messages, their bounds, queues, access, weights."""

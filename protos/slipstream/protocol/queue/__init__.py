@@ -1,1 +1,0 @@
-"""The trajectory queue, which brings finished trajectories to the controller at least once."""

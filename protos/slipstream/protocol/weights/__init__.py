@@ -1,1 +1,0 @@
-"""The transfer of weights: buckets, digests, communicators and shared memory."""

@@ -1,1 +1,0 @@
-"""Agents: environments that call the model themselves, over HTTP, through vLLM's own API."""

@@ -1,1 +1,0 @@
-"""Episodes: environments and their workers, turns, and the trajectories that result."""

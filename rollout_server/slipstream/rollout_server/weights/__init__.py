@@ -1,1 +1,0 @@
-"""New weights in the workers of the engine: transports, copy plans and the receiver."""
