@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from slipstream.core.settings.config import OffloadSection, WeightsSection
+from slipstream.core.settings.sections import OffloadSection, WeightsSection
 from slipstream.extensions.offload.trainer import HostMemory
 from slipstream.learner.trainer.weights.bucket_fill import PlannedFilling
 from slipstream.learner.trainer.weights.bucket_senders import BucketSenders

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from slipstream.core.settings.config import WeightsSection
+from slipstream.core.settings.sections import WeightsSection
 from slipstream.learner.trainer.weights.bucket_senders import GlooSender
 from slipstream.protocol.weights.buckets import TensorSpec, plan_buckets
 from slipstream.rollout_server.weights.bucket_receiver import GlooReceiver, Incoming, Seat

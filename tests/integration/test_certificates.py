@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import redis.asyncio
 from redis.exceptions import NoPermissionError
-from slipstream.core.settings.config import QueueSection
+from slipstream.core.settings.sections import QueueSection
 from slipstream.core.types import TrajectoryId
 from slipstream.extensions.redis.connection import DEFAULT_USER, USERS
 from slipstream.extensions.redis.queue import RedisSender

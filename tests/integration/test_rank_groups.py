@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from slipstream.core.settings.config import ParallelSection
 from slipstream.core.settings.parallel_rules import RankLayout
+from slipstream.core.settings.sections import ParallelSection
 from support.ranks import rank_groups
 from support.ranks.rank_groups import LAYOUTS
 from support.ranks.rank_pool import RankPool

@@ -18,7 +18,7 @@ import pytest
 import torch
 from slipstream.client.launch.preflight import free_port
 from slipstream.core.errors import WeightSyncError
-from slipstream.core.settings.config import WeightsSection
+from slipstream.core.settings.sections import WeightsSection
 from slipstream.learner.trainer.ranks.rendezvous import rendezvous
 from slipstream.learner.trainer.weights.bucket_senders import GlooSender
 from slipstream.protocol.access.exposure import RENDEZVOUS_VARIABLE

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from slipstream.client.launch.preflight import free_port
 from slipstream.core.configuration.config_file import dump_config, parse_config
-from slipstream.core.settings.config import WeightsSection
+from slipstream.core.settings.sections import WeightsSection
 from slipstream.core.types import GroupId
 from slipstream.extensions.stored_weights.server import StoredWeights
 from slipstream.learner.controller.records import kinds

@@ -32,7 +32,8 @@ from slipstream.client.status import (
 )
 from slipstream.core.backoff import Backoff
 from slipstream.core.errors import ConfigError, EnvironmentFailed, SlipstreamError
-from slipstream.core.settings.config import SecuritySection, address_parts
+from slipstream.core.machine.address import address_parts
+from slipstream.core.settings.sections import SecuritySection
 from slipstream.core.template_values import values_json
 from slipstream.protocol.access.security import (
     Credentials,

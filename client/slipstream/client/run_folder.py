@@ -27,7 +27,6 @@ from slipstream.core.configuration.config_file import (
     load_config,
     with_first_line,
 )
-from slipstream.core.configuration.other_trainers import without_removed
 from slipstream.core.configuration.toml_text import parse_toml
 from slipstream.core.errors import CheckpointError, ConfigError
 from slipstream.core.machine.files import open_regular, read_regular
@@ -46,7 +45,8 @@ from slipstream.core.run_folder import (
     journal_logs,
     journaled_run_id,
 )
-from slipstream.core.settings.config import Config, SecuritySection
+from slipstream.core.settings.config import Config
+from slipstream.core.settings.sections import SecuritySection
 from slipstream.protocol.checkpoints import (
     MANIFEST_NAME,
     check_newest,
@@ -344,9 +344,10 @@ def find_run(run: str | None, runs: Path = Path("runs")) -> FoundRun:
         raise ConfigError(
             f"{folder / ADDRESS}: {error.strerror}; give --controller HOST:PORT"
         ) from error
-    # A run of an earlier version.
-    without_removed(settings)
-    security = SecuritySection.model_validate(settings.get("security", {}))
+    # A run of an earlier version may have had other settings, too.
+    stated = settings.get("security", {})
+    known = {name: stated[name] for name in SecuritySection.model_fields if name in stated}
+    security = SecuritySection.model_validate(known)
     return FoundRun(address, security, journaled_run_id(folder))
 
 

@@ -31,6 +31,7 @@ from slipstream.core.errors import (
     SlipstreamError,
     check_server_id,
 )
+from slipstream.core.machine.address import address_parts
 from slipstream.core.machine.description import free_memory
 from slipstream.core.machine.gpus import fill_gpus, gpu_names
 from slipstream.core.machine.process import (
@@ -40,7 +41,7 @@ from slipstream.core.machine.process import (
     leave,
 )
 from slipstream.core.run_folder import LOCKS, LOGS
-from slipstream.core.settings.config import Config, address_parts
+from slipstream.core.settings.config import Config
 from slipstream.core.types import ServerId
 from slipstream.protocol.access.exposure import narrow_sockets
 from slipstream.protocol.weights.nccl_group import set_nccl_environment

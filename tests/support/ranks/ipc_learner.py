@@ -8,7 +8,7 @@ import sys
 
 import torch
 from slipstream.core.errors import WeightSyncError
-from slipstream.core.settings.config import WeightsSection
+from slipstream.core.settings.sections import WeightsSection
 from slipstream.learner.trainer.weights.bucket_senders import IpcSender
 from slipstream.protocol.weights.buckets import Bucket, Span, TensorSpec
 from slipstream.v1 import weights_pb2
@@ -40,7 +40,7 @@ def main() -> None:
     buckets = enlarged(factor)
     largest = max(bucket.num_bytes for bucket in buckets)
     weights = WeightsSection(join_deadline_s=30.0, bucket_deadline_s=20.0)
-    sender = IpcSender(weights, device, num_bytes=largest, host="127.0.0.1")
+    sender = IpcSender(weights, device, num_bytes=largest)
     where = weights_pb2.Communicator()
     # There is one lane, which is filled again as soon as `send` has returned.
     lane = torch.zeros(largest, dtype=torch.uint8, device=device)
@@ -50,7 +50,7 @@ def main() -> None:
             if word == "announce":
                 world_size = 1 + int(arguments[1])
                 where = sender.announce(arguments[0], num_senders=1, world_size=world_size)
-                names = ("communicator_id", "store_host", "store_port", "world_size")
+                names = ("communicator_id", "store_host", "world_size")
                 print(json.dumps({name: getattr(where, name) for name in names}), flush=True)
             elif word == "connect":
                 sender.connect(where, 0)

@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 from pydantic import JsonValue
 from slipstream.core.configuration.config_file import parse_config
-from slipstream.core.settings.config import Config, LearnerSection, ParallelSection
+from slipstream.core.settings.config import Config
+from slipstream.core.settings.sections import LearnerSection, ParallelSection
 from slipstream.core.types import LogprobArray, ReferenceLogprobs
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.batches.training_sequence import TokenEstimates, TrainingSequence

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
-from slipstream.core.settings.config import OffloadSection
+from slipstream.core.settings.sections import OffloadSection
 from slipstream.learner.trainer.ranks.activity import Activity
 from slipstream.learner.trainer.ranks.rendezvous import RankFlags
 from slipstream.protocol.weights.buckets import Bucket, TensorSpec

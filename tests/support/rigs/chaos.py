@@ -27,9 +27,10 @@ from slipstream.client.terminal import say
 from slipstream.client.verify import examine
 from slipstream.core.configuration.config_file import load_config
 from slipstream.core.errors import ConfigError, RunFailed
+from slipstream.core.machine.address import address_parts
 from slipstream.core.machine.process import become_reaper, below_this
 from slipstream.core.run_folder import JOURNAL, LOGS, journal_logs
-from slipstream.core.settings.config import Config, address_parts
+from slipstream.core.settings.config import Config
 
 CLI = (sys.executable, "-m", "slipstream.client.cli")
 # Moments of a fault: any time, or right after a journal record of this kind.

@@ -22,7 +22,7 @@ from slipstream.client.episode_host import EpisodeHost
 from slipstream.client.status import environment_from_pb, event_from_pb, run_from_pb
 from slipstream.core.errors import ConfigError, EnvironmentFailed, ProtocolError
 from slipstream.core.models.vision import FORMATS, decoded
-from slipstream.core.settings.config import SamplingSection
+from slipstream.core.settings.sections import SamplingSection
 from slipstream.core.types import (
     ReferenceLogprobs,
     ServerId,

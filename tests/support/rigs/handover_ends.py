@@ -1,4 +1,4 @@
-"""One end of a hand-over as a program: `python handover_ends.py receive|send HOST PORT ...`.
+"""One end of a hand-over as a program: `python handover_ends.py receive|send PATH ...`.
 
 It is told what to do by lines on its standard input, and answers each with one line.
 """
@@ -13,9 +13,9 @@ from slipstream.protocol.weights.shared_buffers import HostBuffers
 NUM_BYTES = 1 << 16
 
 
-def receive(host: str, port: int, rank: int) -> None:
+def receive(path: str, rank: int) -> None:
     """`read N`: waits for bucket N, answers its digest and gives it back; `look N`: keeps it."""
-    link = HandoverReceiver((host, port), "members-1", rank, 10.0)
+    link = HandoverReceiver(path, "members-1", rank, 10.0)
     buffers = HostBuffers.open(link.offer.handles, link.offer.num_bytes)
     link.opened()
     print("joined", flush=True)
@@ -32,10 +32,10 @@ def receive(host: str, port: int, rank: int) -> None:
 
 
 def send() -> None:
-    """Prints its port, fills bucket 0 with ones, says so, and waits."""
-    sender = HandoverSender("127.0.0.1", "members-1")
+    """Prints its path, fills bucket 0 with ones, says so, and waits."""
+    sender = HandoverSender("members-1")
     buffers = HostBuffers.make(2, NUM_BYTES)
-    print(sender.port, flush=True)
+    print(sender.path, flush=True)
     sender.accept([1], Offer(buffers.handles, NUM_BYTES), 10.0)
     buffers.hide()
     buffers.arrays[0][:] = 1
@@ -45,6 +45,6 @@ def send() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "receive":
-        receive(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+        receive(sys.argv[2], int(sys.argv[3]))
     else:
         send()

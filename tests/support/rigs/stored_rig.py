@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 from slipstream.core.errors import WeightSyncError
-from slipstream.core.settings.config import WeightsSection
+from slipstream.core.settings.sections import WeightsSection
 from slipstream.core.types import PolicyVersion
 from slipstream.extensions.stored_weights.server import FAILED, FetchOrders, StoredWeights
 from slipstream.protocol.codec import version_to_pb

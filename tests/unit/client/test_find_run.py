@@ -16,7 +16,8 @@ from slipstream.client.run_folder import (
 )
 from slipstream.core.errors import ConfigError
 from slipstream.core.run_folder import journaled_run_id
-from slipstream.core.settings.config import Config, SecuritySection
+from slipstream.core.settings.config import Config
+from slipstream.core.settings.sections import SecuritySection
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.restoration import begin
 from slipstream.learner.controller.run import Run

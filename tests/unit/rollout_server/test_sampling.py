@@ -1,7 +1,7 @@
 import dataclasses
 
 import pytest
-from slipstream.core.settings.config import SamplingSection
+from slipstream.core.settings.sections import SamplingSection
 from slipstream.rollout_server.agents.request_rules import rule
 from slipstream.rollout_server.engine_interface import Sampling
 from slipstream.v1 import fleet_pb2

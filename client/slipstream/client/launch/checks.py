@@ -39,7 +39,7 @@ from slipstream.client.launch.preflight import hold_address
 from slipstream.client.run_folder import check_run_folder
 from slipstream.core.configuration.config_file import check_model, check_sizes, model_warnings
 from slipstream.core.errors import ConfigError
-from slipstream.core.settings.config import address_parts
+from slipstream.core.machine.address import address_parts
 from slipstream.core.settings.measurement_sections import check_trackers
 from slipstream.protocol.access.exposure import (
     check_private,

@@ -27,9 +27,10 @@ from slipstream.client.launch.placement import TRAINER, Placement
 from slipstream.client.launch.preflight import free_port
 from slipstream.client.terminal import say
 from slipstream.core.errors import FINAL_ERROR, NOT_STARTED, USAGE_ERROR, ConfigError, RunFailed
+from slipstream.core.machine.address import address_parts
 from slipstream.core.machine.process import below_this, kernel_oom_kills
 from slipstream.core.run_folder import log_path
-from slipstream.core.settings.config import Config, address_parts
+from slipstream.core.settings.config import Config
 from slipstream.protocol.access.exposure import RENDEZVOUS_VARIABLE, rendezvous_secret
 from slipstream.protocol.access.security import Credentials
 
@@ -331,29 +332,15 @@ async def stop_signal(*, same_order_s: float = SAME_ORDER_S) -> signal.Signals:
     return await came
 
 
-@dataclass(frozen=True)
-class Milestones:
-    """The progress of a run that a restart does not lose, as its controller reports it."""
-
-    # The newest version.
-    version: int
-    # The newest version with a checkpoint.
-    checkpoint: int
-
-    def is_beyond(self, earlier: Milestones) -> bool:
-        """Whether the run has gone beyond the milestones `earlier`."""
-        return self.version > earlier.version or self.checkpoint > earlier.checkpoint
-
-
 class TrainerRanks:
     """Starts the ranks, and restarts them until they end or must not start again.
 
-    ranks = TrainerRanks(config, placement, arguments, ranks=range(2), warn=..., milestones=...)
+    ranks = TrainerRanks(config, placement, arguments, ranks=range(2), warn=..., reached=...)
     failed = await ranks.keep()  # None if all ended normally
     await ranks.stop(grace_s)
 
-    The ranks may die `TRAINER.restarts` times between two milestones. Ranks that train the same
-    steps again after each death reach no milestone, however long they run.
+    The ranks may die `TRAINER.restarts` times before a new version or a new checkpoint. Ranks that
+    train the same steps again after each death reach neither, however long they run.
     """
 
     def __init__(
@@ -364,15 +351,16 @@ class TrainerRanks:
         *,
         ranks: range,
         warn: Callable[[str], None],
-        milestones: Callable[[], Awaitable[Milestones | None]],
+        reached: Callable[[], Awaitable[tuple[int, int] | None]],
     ) -> None:
         """Takes the `arguments` of every rank, and the function `warn`, which shows a line.
 
-        `milestones` asks the controller, and returns None if no controller answers.
+        `reached` asks the controller for the newest version and the newest one with a checkpoint;
+        it returns None if no controller answers.
         """
         self._config, self._placement = config, placement
         self._arguments, self._ranks = arguments, ranks
-        self._warn, self._milestones = warn, milestones
+        self._warn, self._reached = warn, reached
         self.children: list[Child] = []
 
     @property
@@ -399,7 +387,7 @@ class TrainerRanks:
         often.
         """
         policy = RestartPolicy(TRAINER.restarts, first_pause_s=first_pause_s)
-        reached = Milestones(0, 0)
+        newest = (0, 0)
         while True:
             await self.start()
             failed = await first_failed(self.children, fine=(0,))
@@ -409,10 +397,10 @@ class TrainerRanks:
                 # The other ranks wait for the dead one, and resume from the disk.
                 child.signal(signal.SIGKILL)
             await asyncio.gather(*(child.process.wait() for child in self.children))
-            now = await self._milestones()
-            if now is not None and now.is_beyond(reached):
+            reached = await self._reached()
+            if reached is not None and (reached[0] > newest[0] or reached[1] > newest[1]):
                 policy.forgive()
-                reached = now
+                newest = reached
             pause_s = policy.pause_after(failed.process.returncode, age_s=failed.age_s)
             if pause_s is None:
                 return failed

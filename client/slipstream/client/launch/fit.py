@@ -19,7 +19,8 @@ from slipstream.core.machine.description import free_memory
 from slipstream.core.machine.gpus import find_gpu, list_gpus
 from slipstream.core.models.model_files import loaded_tensors, missing_weights
 from slipstream.core.models.model_rules import cpu_cache_bytes, cpu_engine_problems
-from slipstream.core.settings.config import Config, RolloutServerSection
+from slipstream.core.settings.config import Config
+from slipstream.core.settings.sections import RolloutServerSection
 
 # torch.compile does nothing where this variable has any value but those of `_NOT_SET`.
 DYNAMO_SWITCH = "TORCHDYNAMO_DISABLE"

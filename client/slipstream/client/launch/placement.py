@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from slipstream.core.errors import ConfigError
+from slipstream.core.machine.address import address_parts
 from slipstream.core.machine.description import installed
 from slipstream.core.machine.gpus import VISIBLE, Gpu, find_gpu, list_gpus, visible_ids
-from slipstream.core.settings.config import Config, address_parts
+from slipstream.core.settings.config import Config
 from slipstream.core.settings.sections import QueueEnd
 from slipstream.protocol.weights.handover import host_id
 from slipstream.protocol.weights.transports import Place, choose_transport

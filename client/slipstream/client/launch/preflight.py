@@ -30,10 +30,11 @@ from slipstream.client.terminal import complain
 from slipstream.core.configuration.config_file import dump_config
 from slipstream.core.configuration.roles import role_settings
 from slipstream.core.errors import WARNING, ConfigError, RunFailed
+from slipstream.core.machine.address import address_parts
 from slipstream.core.machine.other_python import worker_program
 from slipstream.core.machine.process import open_variables, send_signal
 from slipstream.core.run_folder import log_path
-from slipstream.core.settings.config import Config, address_parts
+from slipstream.core.settings.config import Config
 from slipstream.core.settings.measurement_sections import EvaluationSection, PlayedSection
 
 TAIL_BYTES = 65536

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 import grpc.aio
 from slipstream.client.launch.children import (
     Child,
-    Milestones,
     RestartPolicy,
     TrainerRanks,
     start_child,
@@ -94,11 +93,11 @@ class RunCalls:
             return error.code().name
         return ""
 
-    async def milestones(self) -> Milestones | None:
-        """Returns the progress of the run, or None if the controller does not answer."""
+    async def reached(self) -> tuple[int, int] | None:
+        """Returns the newest version and the newest checkpoint, or None without an answer."""
         with contextlib.suppress(grpc.aio.AioRpcError):
             status = await self.status()
-            return Milestones(status.step, status.checkpoint_step)
+            return status.step, status.checkpoint_step
         return None
 
     async def status(self) -> status_pb2.RunStatus:
@@ -257,7 +256,7 @@ class RunProcesses:
             self._config_arguments,
             ranks=ranks,
             warn=self._display.warn,
-            milestones=self._calls.milestones,
+            reached=self._calls.reached,
         )
         learner = self._config.learner
         if len(ranks) < learner.world_size:

@@ -14,13 +14,14 @@ import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import tomli_w
 from pydantic import BaseModel, JsonValue, ValidationError
 from pydantic_core import ErrorDetails
 from slipstream.core.configuration.automatic import Hub, completed
 from slipstream.core.configuration.function_sources import source_digests
-from slipstream.core.configuration.other_trainers import VALUES, ours_of, removed, without_removed
+from slipstream.core.configuration.other_trainers import VALUES, ours_of
 from slipstream.core.configuration.roles import missing_weights, role_folders, role_problems
 from slipstream.core.configuration.toml_text import MAX_KEY_PARTS, Table, check_values, parse_toml
 from slipstream.core.errors import (
@@ -46,6 +47,7 @@ from slipstream.core.models.model_sizes import ModelSizes, read_model_sizes, rea
 from slipstream.core.settings.config import NOTES, Config
 from slipstream.core.settings.sections import RUN_NAME
 from slipstream.core.settings.table_rules import trajectory_problems
+from slipstream.core.settings.tables import Tables
 
 logger = logging.getLogger(__name__)
 _PREFIX = b"# Settings of a run"
@@ -117,7 +119,7 @@ def load_config(
         ) from error
     except ValueError as error:
         raise ConfigError(f"{path} is no TOML: {error}") from error
-    if data.startswith(_PREFIX) and (gone := without_removed(table)):
+    if data.startswith(_PREFIX) and (gone := _without_unknown(table)):
         logger.warning("%s is of an earlier version: %s are no settings", path, ", ".join(gone))
     check_values(table, str(path))
     for override in overrides:
@@ -129,6 +131,22 @@ def load_config(
     if "sources" not in table and config.algorithm.own_functions:
         config = config.model_copy(update={"sources": source_digests(config.algorithm)})
     return config
+
+
+def _without_unknown(table: Table) -> list[str]:
+    """Takes the keys that are no settings out of a file that a run wrote, and returns them."""
+    try:
+        Tables.model_validate(table)
+    except ValidationError as error:
+        unknown = [each["loc"] for each in error.errors() if each["type"] == "extra_forbidden"]
+    else:
+        return []
+    for *parents, last in unknown:
+        place: Any = table
+        for parent in parents:
+            place = place[parent]
+        del place[last]
+    return [".".join(map(str, location)) for location in unknown]
 
 
 def _source(path: Path | None, overrides: Sequence[str], error: ValidationError) -> str:
@@ -396,7 +414,7 @@ def _describe(error: ErrorDetails) -> str:
         if "." in name and name in _paths(Config):
             parent, _, key = name.rpartition(".")
             hint = f"write {key} into the table {parent}"
-        hint = removed(error["loc"]) or ours_of(name, error["input"]) or hint
+        hint = ours_of(name, error["input"]) or hint
         return f"unknown key {where!r}; {hint}"
     if error["type"] == "missing":
         return f"{where} is required"

@@ -1,7 +1,4 @@
-"""Names of other trainers' settings, and of our own former ones, for messages on unknown keys."""
-
-from collections.abc import Sequence
-from typing import Any
+"""Names of other trainers' settings, for messages on unknown keys."""
 
 # docs/guides/migration.md has a row for each.
 _NAMES = {
@@ -34,69 +31,12 @@ _NAMES = {
     "tracking.trackers": "report_to logger",
 }
 OURS = {theirs: ours for ours, names in _NAMES.items() for theirs in names.split()}
-# What holds in place of settings that were removed, by their names without places in lists.
-_REMOVED = {
-    "algorithm.decay_steps": "algorithm.decay falls from the warmup to the end",
-    "algorithm.decay_to": "algorithm.decay falls to 0",
-    "algorithm.max_filtered_batches": "a batch may cost the groups of 20 steps",
-    "algorithm.solved_reward": "1 is the full reward",
-    "checkpoint.keep_batches": "all batches are kept",
-    "controller.min_group_share": "half of a group, and two members, must finish",
-    **dict.fromkeys(
-        (f"critic.{name}" for name in ("weight_decay", "grad_clip", "ddp", "optimizer")),
-        "the critic has the learner's",
-    ),
-    "critic.transformer": "the critic has the learner's",
-    **dict.fromkeys(
-        ("critic.parallel.etp", "reference.parallel.etp"), "learner.parallel.etp is for all models"
-    ),
-    **dict.fromkeys(
-        ("critic.parallel.vpp", "reference.parallel.vpp"), "only the policy has virtual stages"
-    ),
-    "debug.head_dtype": "logits are float32",
-    "debug.probe_tolerance": "the bound follows from model.dtype and quantization",
-    "debug.profile.details": "a profile has times alone",
-    "debug.profile.ranks": "all ranks are profiled",
-    "debug.stage_on_server": "weights are staged where there is room",
-    "environments.algorithm": "all environments have the run's algorithm",
-    **dict.fromkeys(("environments.audit", "evaluations.audit"), "run.audit is for all"),
-    "evaluations.pass_at": "k are samples_per_task and the powers of two below",
-    "evaluations.pass_reward": "a reply passes with a reward of 1",
-    "reference.server.max_open": "a server has 16 open calls at most",
-    "reference.transformer": "the reference has the learner's",
-    "run.changed_functions": 'run.resume = "changed" goes on with them',
-    "security.allow_public_addresses": "addresses must be private",
-    "tracking.traces_url": "trace.json in the run's folder has the newest sampled step",
-}
 # Values that other trainers give a setting of the same name.
 VALUES = {
     ("algorithm.loss", "grpo"): "grpo is the default advantage, and its loss is ppo",
     ("algorithm.loss", "dr_grpo"): "dr_grpo is an advantage, and its loss is ppo",
     ("algorithm.advantage", "ppo"): "the advantage of PPO is gae, with a critic",
 }
-
-
-def removed(path: Sequence[int | str]) -> str:
-    """Returns what holds in place of the removed setting at `path`, or "" if none was there."""
-    reason = _REMOVED.get(".".join(part for part in path if isinstance(part, str)))
-    return f"the setting was removed: {reason}" if reason else ""
-
-
-def without_removed(table: dict[str, Any], above: tuple[str, ...] = ()) -> list[str]:
-    """Takes the removed settings out of `table`, found below the tables `above`.
-
-    Returns their names. For files that a run of an earlier version wrote: it wrote all settings.
-    """
-    found = []
-    for name, value in list(table.items()):
-        path = (*above, name)
-        if removed(path):
-            found.append(".".join(path))
-            del table[name]
-        for each in value if isinstance(value, list) else [value]:
-            if isinstance(each, dict):
-                found += without_removed(each, path)
-    return found
 
 
 def ours_of(name: str, value: object) -> str:

@@ -7,65 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from pydantic import JsonValue, model_validator
 from slipstream.core.machine.address import address_parts, is_loopback
-from slipstream.core.settings.algorithm_section import AlgorithmSection
 from slipstream.core.settings.engine_table import engine_problems
-from slipstream.core.settings.measurement_sections import (
-    EvaluationSection,
-    ProfileSection,
-    TrackingSection,
-)
 from slipstream.core.settings.parallel_rules import table_problems, world_problems
-from slipstream.core.settings.role_sections import (
-    CriticSection,
-    LoraSection,
-    ReferenceSection,
-    served_problems,
-)
-from slipstream.core.settings.section import Section
-from slipstream.core.settings.sections import (
-    CheckpointSection,
-    ControllerSection,
-    EnvironmentSection,
-    LearnerSection,
-    ModelSection,
-    OffloadSection,
-    ParallelSection,
-    QueueSection,
-    RolloutServerSection,
-    RunSection,
-    SamplingSection,
-    SecuritySection,
-    WeightsSection,
-)
+from slipstream.core.settings.role_sections import served_problems
 from slipstream.core.settings.table_rules import TABLE_RULES
 from slipstream.core.settings.tables import Tables
-
-__all__ = [
-    "AlgorithmSection",
-    "CheckpointSection",
-    "Config",
-    "ControllerSection",
-    "CriticSection",
-    "EnvironmentSection",
-    "EvaluationSection",
-    "LearnerSection",
-    "LoraSection",
-    "ModelSection",
-    "OffloadSection",
-    "ParallelSection",
-    "ProfileSection",
-    "QueueSection",
-    "ReferenceSection",
-    "RolloutServerSection",
-    "RunSection",
-    "SamplingSection",
-    "Section",
-    "SecuritySection",
-    "TrackingSection",
-    "WeightsSection",
-    "address_parts",
-    "told_settings",
-]
 
 
 class Config(Tables):

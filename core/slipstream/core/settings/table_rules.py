@@ -17,8 +17,7 @@ from slipstream.core.staleness import smallest_queue
 from slipstream.v1 import bounds_pb2, trajectory_pb2
 
 
-def precision_problems(config: Tables) -> Iterator[str]:
-    """Yields one line for each setting that conflicts with the model's dtype or FP8 engines."""
+def _precision_problems(config: Tables) -> Iterator[str]:
     server, model, lora = config.rollout_server, config.model, config.lora
     if server.computes_in_fp8 and not config.algorithm.corrects:
         yield (
@@ -34,8 +33,7 @@ def precision_problems(config: Tables) -> Iterator[str]:
         yield f"{start}lora.publish = 'merged', got {lora.publish!r}"
 
 
-def agreement_problems(config: Tables) -> Iterator[str]:
-    """Yields one line for each setting that rules out equal bits in learner and engine."""
+def _agreement_problems(config: Tables) -> Iterator[str]:
     if config.algorithm.agreement != "bits":
         return
     server, parallel, sampling = config.rollout_server, config.learner.parallel, config.sampling
@@ -81,8 +79,7 @@ def agreement_problems(config: Tables) -> Iterator[str]:
                 )
 
 
-def length_problems(config: Tables) -> Iterator[str]:
-    """Yields one line for each token limit that does not fit `sampling.max_episode_tokens`."""
+def _length_problems(config: Tables) -> Iterator[str]:
     sampling = config.sampling
     if sampling.total_tokens < sampling.max_episode_tokens:
         yield (
@@ -103,8 +100,7 @@ def length_problems(config: Tables) -> Iterator[str]:
             )
 
 
-def profile_problems(config: Tables) -> Iterator[str]:
-    """Yields one line if profiling starts after the last step."""
+def _profile_problems(config: Tables) -> Iterator[str]:
     profile, run = config.debug.profile, config.run
     if profile.start_step is not None and profile.start_step > run.steps:
         yield (
@@ -113,11 +109,8 @@ def profile_problems(config: Tables) -> Iterator[str]:
         )
 
 
-def role_problems(config: Tables) -> Iterator[str]:
-    """Yields one line for each rule that the parallel layout of the reference or the critic breaks.
-
-    Sizes that a role's table leaves out are the learner's.
-    """
+def _role_problems(config: Tables) -> Iterator[str]:
+    # Sizes that a role's table leaves out are the learner's.
     learner, sampling = config.learner, config.sampling
     for name, role in config.roles.items():
         own = in_place_of(learner, role)
@@ -132,8 +125,7 @@ def role_problems(config: Tables) -> Iterator[str]:
             )
 
 
-def turn_problems(config: Tables) -> Iterator[str]:
-    """Yields one line for each setting that `controller.turns` excludes."""
+def _turn_problems(config: Tables) -> Iterator[str]:
     turns, learner = config.controller.turns, config.learner
     if turns == "sleep" and not learner.offload.gives_memory_back:
         yield (
@@ -142,8 +134,7 @@ def turn_problems(config: Tables) -> Iterator[str]:
         )
 
 
-def storage_problems(config: Tables) -> Iterator[str]:
-    """Yields one line for each setting that conflicts with `weights.storage_url`."""
+def _storage_problems(config: Tables) -> Iterator[str]:
     if config.weights.storage_url is None:
         return
     turns, transport = config.controller.turns, config.weights.transport
@@ -169,8 +160,7 @@ _OPTIONS: Any = trajectory_pb2.Trajectory.DESCRIPTOR.GetOptions()
 _MAX_TRAJECTORY_BYTES: int = _OPTIONS.Extensions[bounds_pb2.max_message_bytes]
 
 
-def size_problems(config: Tables) -> Iterator[str]:
-    """Yields one line for each rule on names, sizes and limits that the settings break."""
+def _size_problems(config: Tables) -> Iterator[str]:
     algorithm, sampling, server = config.algorithm, config.sampling, config.rollout_server
     names = [e.name for e in config.environments] + [e.name for e in config.evaluations]
     if len(set(names)) != len(names):
@@ -234,8 +224,7 @@ def trajectory_problems(config: Tables, num_bytes: int) -> Iterator[str]:
         )
 
 
-def algorithm_problems(config: Tables) -> Iterator[str]:
-    """Yields one line for each setting that conflicts with the algorithm."""
+def _algorithm_problems(config: Tables) -> Iterator[str]:
     algorithm, sampling = config.algorithm, config.sampling
     cache_tokens = algorithm.reward_args.get("cache_tokens", 0)
     if algorithm.reward == "overlong" and cast(int, cache_tokens) > sampling.max_reply_tokens:
@@ -287,8 +276,7 @@ def replay_table_problems(config: Tables) -> Iterator[str]:
     yield from replay_problems(config.learner.transformer)
 
 
-def lora_problems(config: Tables) -> Iterator[str]:
-    """Yields one line for each setting that conflicts with the settings of adapters."""
+def _lora_problems(config: Tables) -> Iterator[str]:
     rank, tp = config.lora.rank, config.learner.parallel.tp
     if rank % tp:
         yield f"lora.rank must be a multiple of learner.parallel.tp, got {rank} and {tp}"
@@ -313,8 +301,7 @@ def lora_problems(config: Tables) -> Iterator[str]:
         yield f"checkpoint.load holds no adapters: lora.rank must be 0 with it, got {rank}"
 
 
-def extension_problems(config: Tables) -> Iterator[str]:
-    """Yields what the pydantic models of other packages say of their tables."""
+def _extension_problems(config: Tables) -> Iterator[str]:
     for name, table in config.extensions.items():
         found = entry_points(group="slipstream.settings", name=name)
         if not found:
@@ -328,8 +315,7 @@ def extension_problems(config: Tables) -> Iterator[str]:
                 yield f"{place}: {each['msg']}, got {each['input']!r}"
 
 
-def client_loop_problems(config: Tables) -> Iterator[str]:
-    """Yields one line for each setting that does not fit a client's own loop."""
+def _client_loop_problems(config: Tables) -> Iterator[str]:
     if not config.controller.client_loop:
         return
     learner, dtype = config.learner, config.model.dtype
@@ -348,8 +334,7 @@ def client_loop_problems(config: Tables) -> Iterator[str]:
             yield f"controller.client_loop needs no {name}, got {value!r}"
 
 
-def port_problems(config: Tables) -> Iterator[str]:
-    """Yields one line for each port on which two parts of one host would listen."""
+def _port_problems(config: Tables) -> Iterator[str]:
     places = [
         ("controller.address", address_parts(config.controller.address)),
         ("learner.master", address_parts(config.learner.master)),
@@ -366,18 +351,18 @@ def port_problems(config: Tables) -> Iterator[str]:
 
 
 TABLE_RULES = (
-    port_problems,
-    client_loop_problems,
-    size_problems,
-    precision_problems,
-    agreement_problems,
-    storage_problems,
-    turn_problems,
-    length_problems,
-    profile_problems,
-    algorithm_problems,
+    _port_problems,
+    _client_loop_problems,
+    _size_problems,
+    _precision_problems,
+    _agreement_problems,
+    _storage_problems,
+    _turn_problems,
+    _length_problems,
+    _profile_problems,
+    _algorithm_problems,
     replay_table_problems,
-    role_problems,
-    lora_problems,
-    extension_problems,
+    _role_problems,
+    _lora_problems,
+    _extension_problems,
 )

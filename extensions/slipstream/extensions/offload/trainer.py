@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from slipstream.core.errors import UntrainableBatch
-from slipstream.core.settings.config import OffloadSection
+from slipstream.core.settings.sections import OffloadSection
 from slipstream.learner.trainer.model.model import DeviceMemory, Part
 from torch import Tensor
 

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from slipstream.core.settings.config import LearnerSection
+from slipstream.core.settings.sections import LearnerSection
 from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.batches.micro_batch import Bundle, MicroBatch, Paths, Segment
 from slipstream.learner.trainer.batches.planner import plan_micro_batches

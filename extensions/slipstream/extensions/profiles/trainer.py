@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from slipstream.core.settings.config import ProfileSection
+from slipstream.core.settings.measurement_sections import ProfileSection
 from slipstream.learner.trainer.step import StepPart
 from torch.profiler import ProfilerActivity, profile
 

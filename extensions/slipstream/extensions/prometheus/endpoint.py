@@ -31,8 +31,9 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.machine.address import address_parts, listen
 from slipstream.core.machine.description import installed
 from slipstream.core.run_folder import TARGETS
-from slipstream.core.settings.config import Config, SecuritySection
+from slipstream.core.settings.config import Config
 from slipstream.core.settings.measurement_sections import METRICS_PORTS
+from slipstream.core.settings.sections import SecuritySection
 from slipstream.protocol.access.checked_calls import Refusals
 from slipstream.protocol.access.security import Credentials, check_metrics_address, is_loopback
 from slipstream.protocol.setup import OURS, RANKS_PACKAGES

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 from google.protobuf.message import DecodeError
 from slipstream.core.errors import ProtocolError, WeightSyncError
-from slipstream.core.settings.config import WeightsSection
+from slipstream.core.settings.sections import WeightsSection
 from slipstream.extensions.stored_weights.storage import (
     Storage,
     Until,

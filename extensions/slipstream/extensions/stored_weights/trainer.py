@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from slipstream.core.errors import RunFailed, WeightSyncError
-from slipstream.core.settings.config import WeightsSection
+from slipstream.core.settings.sections import WeightsSection
 from slipstream.extensions.stored_weights.storage import (
     Storage,
     Until,

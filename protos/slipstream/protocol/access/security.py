@@ -16,9 +16,10 @@ import grpc
 import grpc.aio
 from grpc.experimental import ChannelOptions
 from slipstream.core.errors import ConfigError
+from slipstream.core.machine.address import address_parts
 from slipstream.core.machine.address import is_loopback as is_loopback_host
-from slipstream.core.settings.config import Config, QueueSection, SecuritySection, address_parts
-from slipstream.core.settings.sections import QueueEnd
+from slipstream.core.settings.config import Config
+from slipstream.core.settings.sections import QueueEnd, QueueSection, SecuritySection
 from slipstream.protocol.access.checked_calls import (
     CallRates,
     CheckingInterceptor,

@@ -22,8 +22,10 @@ from pathlib import Path
 from typing import overload
 
 from slipstream.core.errors import ConfigError
+from slipstream.core.machine.address import address_parts
 from slipstream.core.machine.files import read_regular
-from slipstream.core.settings.config import Config, SecuritySection, address_parts
+from slipstream.core.settings.config import Config
+from slipstream.core.settings.sections import SecuritySection
 
 MIN_TOKEN_CHARACTERS = 32
 # Lines of a token file; each call is compared with the tokens of all.

@@ -16,8 +16,8 @@ from typing import Any, Protocol
 import numpy as np
 from slipstream.core.errors import ConfigError, WeightSyncError
 
-_FOLDER = Path("/dev/shm")
-_PREFIX = "slipstream-"
+FOLDER = Path("/dev/shm")
+PREFIX = "slipstream-"
 
 
 class SharedBuffers(Protocol):
@@ -48,9 +48,9 @@ class HostBuffers:
         maps: list[mmap.mmap] = []
         try:
             for _ in range(count):
-                handles.append(_PREFIX + secrets.token_hex(8))
+                handles.append(PREFIX + secrets.token_hex(8))
                 flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
-                descriptor = os.open(_FOLDER / handles[-1], flags, 0o600)
+                descriptor = os.open(FOLDER / handles[-1], flags, 0o600)
                 try:
                     os.posix_fallocate(descriptor, 0, num_bytes)
                     maps.append(mmap.mmap(descriptor, num_bytes))
@@ -60,7 +60,7 @@ class HostBuffers:
             # Files that were already created would keep their memory forever.
             _unlink(handles)
             raise ConfigError(
-                f"weights.transport ipc needs {count} buffers of {num_bytes:,} bytes in {_FOLDER}: "
+                f"weights.transport ipc needs {count} buffers of {num_bytes:,} bytes in {FOLDER}: "
                 f"{error}; containers get more by --shm-size, a smaller weights.bucket_mib needs "
                 "less"
             ) from error
@@ -71,10 +71,10 @@ class HostBuffers:
         """Opens buffers of another process. Raises WeightSyncError if that fails."""
         maps = []
         for name in handles:
-            if not name.startswith(_PREFIX) or "/" in name:
+            if not name.startswith(PREFIX) or "/" in name:
                 raise WeightSyncError(f"{name!r} is no name of a shared buffer")
             try:
-                descriptor = os.open(_FOLDER / name, os.O_RDWR)
+                descriptor = os.open(FOLDER / name, os.O_RDWR)
                 try:
                     maps.append(mmap.mmap(descriptor, num_bytes))
                 finally:
@@ -117,7 +117,7 @@ def open_buffers(handles: Sequence[str], num_bytes: int, gpu: int | None) -> Sha
 
 def _unlink(names: Sequence[str]) -> None:
     for name in names:
-        (_FOLDER / name).unlink(missing_ok=True)
+        (FOLDER / name).unlink(missing_ok=True)
 
 
 class GpuBuffers:

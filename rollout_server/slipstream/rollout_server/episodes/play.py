@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 from slipstream.core.errors import ProtocolError
-from slipstream.core.settings.config import SamplingSection
+from slipstream.core.settings.sections import SamplingSection
 from slipstream.core.template_values import read_values
 from slipstream.core.types import (
     Failure,

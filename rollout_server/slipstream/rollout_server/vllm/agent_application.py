@@ -20,7 +20,7 @@ from typing import Any
 from fastapi import FastAPI
 from slipstream.core.errors import SlipstreamError
 from slipstream.core.models.vision import ImageTokens, PlacedImage, data_of_url, image_tokens
-from slipstream.core.settings.config import RolloutServerSection
+from slipstream.core.settings.sections import RolloutServerSection
 from slipstream.rollout_server.agents.conversations import Found, message_key
 from slipstream.rollout_server.agents.recorder import (
     MESSAGES_PATH,

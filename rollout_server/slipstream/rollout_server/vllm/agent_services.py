@@ -9,7 +9,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from slipstream.core.errors import ConfigError
-from slipstream.core.settings.config import RolloutServerSection
+from slipstream.core.settings.sections import RolloutServerSection
 from slipstream.rollout_server.agents.agent_api import Answering
 from slipstream.rollout_server.chat import TemplateInputs
 

@@ -9,8 +9,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from pydantic import JsonValue, PydanticSchemaGenerationError, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 from slipstream.core.errors import did_you_mean, near_names
-from slipstream.core.settings.config import RolloutServerSection
 from slipstream.core.settings.engine_table import OWNED, SECTION
+from slipstream.core.settings.sections import RolloutServerSection
 from vllm import AsyncEngineArgs
 from vllm.engine import arg_utils
 from vllm.reasoning import ReasoningParserManager

@@ -8,7 +8,7 @@ from typing import Any
 
 from slipstream.core.errors import EnvironmentFailed
 from slipstream.core.models.registry import family_of
-from slipstream.core.settings.config import RolloutServerSection
+from slipstream.core.settings.sections import RolloutServerSection
 from slipstream.rollout_server.chat import ParsedReply, ParsedToolCall, TemplateInputs
 from slipstream.rollout_server.engine_interface import GenerationFailed
 from slipstream.rollout_server.vllm.vllm_requests import VllmParts

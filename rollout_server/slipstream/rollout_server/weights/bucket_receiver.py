@@ -266,7 +266,7 @@ class IpcReceiver(BucketReceiver):
             # The kernel is loaded here, before the other members wait for this one.
             load_kernel(device.index)
         self._link = HandoverReceiver(
-            (where.store_host, where.store_port),
+            where.store_host,
             where.communicator_id,
             membership.rank,
             membership.join_deadline_s,

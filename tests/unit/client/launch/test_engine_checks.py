@@ -16,7 +16,7 @@ from slipstream.client.launch.fit import (
 )
 from slipstream.core.errors import ConfigError
 from slipstream.core.models.model_rules import cpu_cache_bytes
-from slipstream.core.settings.config import RolloutServerSection
+from slipstream.core.settings.sections import RolloutServerSection
 from support.fakes.small_configs import NGRAM, config_of, small_config
 
 COMPILER = {"PATH": "/usr/bin:/bin", "CXX": "sh"}

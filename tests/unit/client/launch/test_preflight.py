@@ -35,8 +35,13 @@ from slipstream.client.launch.preflight import (
 from slipstream.client.run_folder import write_config
 from slipstream.core.configuration.config_file import load_config
 from slipstream.core.errors import ConfigError, RunFailed, SlipstreamError
-from slipstream.core.settings.config import Config, EnvironmentSection, SecuritySection
-from slipstream.core.settings.sections import QueueSection, QueueUserSection
+from slipstream.core.settings.config import Config
+from slipstream.core.settings.sections import (
+    EnvironmentSection,
+    QueueSection,
+    QueueUserSection,
+    SecuritySection,
+)
 from slipstream.extensions.redis.embedded import EmbeddedServer
 from slipstream.protocol.access.security import Credentials, bind, create_server
 from slipstream.protocol.access.tokens import check_own_certificate

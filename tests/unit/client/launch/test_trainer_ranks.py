@@ -1,10 +1,9 @@
 """How often the trainer ranks are started again."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from slipstream.client.launch.children import Milestones, TrainerRanks, start_child
+from slipstream.client.launch.children import TrainerRanks, start_child
 from slipstream.client.launch.placement import Placement
 from support.fakes import exits
 from support.fakes.small_configs import config_of
@@ -39,7 +38,7 @@ async def kept(folder, *codes, reached=()):
     told: list[str] = []
     answers = iter(reached)
 
-    async def milestones() -> Milestones | None:
+    async def newest() -> tuple[int, int] | None:
         return next(answers, None)
 
     ranks = ScriptedRanks(
@@ -48,7 +47,7 @@ async def kept(folder, *codes, reached=()):
         [],
         ranks=range(len(codes)),
         warn=told.append,
-        milestones=milestones,
+        reached=newest,
     )
     ranks.codes = codes
     return await ranks.keep(first_pause_s=0.01), told
@@ -80,16 +79,16 @@ async def test_what_would_fail_again_is_not_started_again(code: int, tmp_path: P
 @pytest.mark.parametrize("answers", [0, 9], ids=["no controller", "the same version each time"])
 async def test_ranks_that_get_no_further_are_not_started_again_for_ever(answers, tmp_path):
     # Each start resumes at version 50, makes 51 to 70 again, and dies.
-    reached = [Milestones(70, 50)] * answers
+    reached = [(70, 50)] * answers
     failed, told = await kept(tmp_path, (1,) * 9, reached=reached)
     assert failed is not None
     assert len(told) == 3
     assert told[-1].endswith("start 4")
 
 
-@pytest.mark.parametrize("what", ["version", "checkpoint"])
+@pytest.mark.parametrize("what", [0, 1], ids=["version", "checkpoint"])
 async def test_ranks_that_get_further_may_die_as_often_as_new_ones(what, tmp_path):
-    reached = [replace(Milestones(70, 50), **{what: 100 + death}) for death in range(6)]
+    reached = [(100 + death, 50) if what == 0 else (70, 100 + death) for death in range(6)]
     failed, told = await kept(tmp_path, (1,) * 6 + (0,), reached=reached)
     assert failed is None
     assert len(told) == 6

@@ -15,7 +15,7 @@ from slipstream.core.configuration.config_file import (
 )
 from slipstream.core.configuration.toml_text import parse_toml
 from slipstream.core.errors import ConfigError
-from slipstream.core.settings.config import address_parts
+from slipstream.core.machine.address import address_parts
 from support.fakes.model_folders import write_loadable_files
 from support.fakes.small_configs import config_with, refusal_of, refusals
 
@@ -87,31 +87,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_right_one(path: str, message
     assert "automatic" not in said
 
 
-@pytest.mark.parametrize(
-    ("table", "message"),
-    [
-        (
-            {"debug.probe_tolerance": 0.2},
-            "unknown key 'debug.probe_tolerance'; the setting was removed: the bound follows from "
-            "model.dtype and quantization",
-        ),
-        (
-            {"evaluations": [{"name": "a", "reference": "a:B", "pass_reward": 0.5}]},
-            "unknown key 'evaluations.0.pass_reward'; the setting was removed: a reply passes with "
-            "a reward of 1",
-        ),
-        (
-            {"environments": [{"name": "a", "reference": "a:B", "algorithm": {"loss": "gspo"}}]},
-            "unknown key 'environments.0.algorithm'; the setting was removed: all environments "
-            "have the run's algorithm",
-        ),
-    ],
-)
-def test_a_setting_that_was_removed_is_refused_with_what_holds_instead(table, message) -> None:
-    assert refusal_of(table) == message
-
-
-def test_removed_settings_in_the_file_of_an_earlier_versions_run_are_told(tmp_path, caplog):
+def test_what_is_no_setting_in_the_file_of_an_earlier_versions_run_is_told(tmp_path, caplog):
     played = [{"name": name, "reference": "a:B"} for name in ("a", "held")]
     config = config_with({"environments": played[:1], "evaluations": played[1:]})
     table = parse_toml(dump_config(config))
@@ -121,7 +97,7 @@ def test_removed_settings_in_the_file_of_an_earlier_versions_run_are_told(tmp_pa
     file = tmp_path / "config.toml"
     file.write_bytes(with_first_line(tomli_w.dumps(table)))
     assert load_config(file) == config
-    gone = "environments.algorithm, evaluations.pass_reward, debug.head_dtype"
+    gone = "environments.0.algorithm, evaluations.0.pass_reward, debug.head_dtype"
     assert caplog.messages == [f"{file} is of an earlier version: {gone} are no settings"]
 
 

@@ -4,8 +4,8 @@ from typing import Any
 import pytest
 from slipstream.core.models.model_rules import layout_problems, model_problems
 from slipstream.core.models.model_sizes import ModelSizes
-from slipstream.core.settings.config import LearnerSection, ParallelSection
 from slipstream.core.settings.parallel_rules import RankLayout, table_problems, world_problems
+from slipstream.core.settings.sections import LearnerSection, ParallelSection
 from support.fakes.small_configs import refusals
 
 

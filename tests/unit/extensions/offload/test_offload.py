@@ -1,7 +1,7 @@
 import pytest
 import torch
 from slipstream.core.errors import UntrainableBatch
-from slipstream.core.settings.config import OffloadSection
+from slipstream.core.settings.sections import OffloadSection
 from slipstream.extensions.offload.trainer import HostMemory
 from slipstream.learner.trainer.model.model import Part
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from slipstream.core.settings.config import LearnerSection
+from slipstream.core.settings.sections import LearnerSection
 from slipstream.extensions.prefix_sharing.trainer import KeysByPath, refusal
 from slipstream.learner.trainer.batches.micro_batch import Paths
 

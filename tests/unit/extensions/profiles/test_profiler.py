@@ -2,7 +2,7 @@ import json
 from pathlib import Path
 
 import torch
-from slipstream.core.settings.config import ProfileSection
+from slipstream.core.settings.measurement_sections import ProfileSection
 from slipstream.extensions.profiles.trainer import ProfileWindow
 from slipstream.learner.trainer.step_cost import StageTimes
 from support.rigs.waiting import wait_until

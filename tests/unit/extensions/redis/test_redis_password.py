@@ -1,6 +1,6 @@
 import pytest
 from slipstream.core.errors import ConfigError
-from slipstream.core.settings.config import QueueSection
+from slipstream.core.settings.sections import QueueSection
 from slipstream.extensions.redis.connection import RedisConnection
 from slipstream.protocol.access.security import redis_url_of
 from support.fakes.small_configs import small_config

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from slipstream.core.settings.config import WeightsSection
+from slipstream.core.settings.sections import WeightsSection
 from slipstream.extensions.stored_weights.server import FetchOrders, StoredWeights
 from slipstream.v1 import fleet_pb2, weights_pb2
 from support.rigs.stored_versions import StoredVersions, changed_content, first_content

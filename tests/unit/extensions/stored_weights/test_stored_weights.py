@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from slipstream.core.errors import WeightSyncError
-from slipstream.core.settings.config import WeightsSection
+from slipstream.core.settings.sections import WeightsSection
 from slipstream.extensions.stored_weights.server import Fetched, StoredWeights
 from slipstream.extensions.stored_weights.storage import Storage, on_the_wire
 from slipstream.v1 import weights_pb2

@@ -10,7 +10,7 @@ import pytest
 import torch
 from fsspec.implementations.local import LocalFileSystem
 from slipstream.core.errors import RunFailed
-from slipstream.core.settings.config import WeightsSection
+from slipstream.core.settings.sections import WeightsSection
 from slipstream.extensions.stored_weights.server import StoredWeights
 from slipstream.extensions.stored_weights.storage import Storage
 from slipstream.extensions.stored_weights.trainer import RankObjects, VersionWriter

@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import pytest
-from slipstream.core.settings.config import Config, ParallelSection
+from slipstream.core.settings.config import Config
+from slipstream.core.settings.sections import ParallelSection
 from slipstream.learner.trainer import export_checkpoint
 from slipstream.learner.trainer.export_checkpoint import on_one_rank
 from support.fakes.small_configs import small_config

@@ -4,6 +4,7 @@ import hashlib
 import json
 import queue
 import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -12,11 +13,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from slipstream.core.errors import ConfigError, WeightSyncError
-from slipstream.protocol.weights.handover import HandoverReceiver, HandoverSender, Offer, host_id
+from slipstream.core.errors import WeightSyncError
+from slipstream.protocol.weights.handover import HandoverReceiver, HandoverSender, Offer
 from slipstream.protocol.weights.shared_buffers import HostBuffers, open_buffers
 from support.rigs import handover_ends
-from support.rigs.loopbacks import LOOPBACKS
 from support.rigs.waiting import LIMIT_S
 
 NUM_BYTES = handover_ends.NUM_BYTES
@@ -58,13 +58,13 @@ def buffers() -> Iterator[HostBuffers]:
 
 @pytest.fixture
 def sender() -> Iterator[HandoverSender]:
-    sender = HandoverSender("127.0.0.1", "members-1")
+    sender = HandoverSender("members-1")
     yield sender
     sender.close()
 
 
-def receivers(sender, buffers, count, host="127.0.0.1"):
-    processes = [Process("receive", host, sender.port, 1 + n) for n in range(count)]
+def receivers(sender, buffers, count):
+    processes = [Process("receive", sender.path, 1 + n) for n in range(count)]
     sender.accept(range(1, count + 1), Offer(buffers.handles, NUM_BYTES), LONG_S)
     assert [process.line() for process in processes] == ["joined"] * count
     return processes
@@ -93,20 +93,6 @@ def test_every_receiver_reads_every_bucket_as_it_was_filled(sender, buffers):
     for process in processes:
         assert [process.line() for _ in range(7)] == [digest(content(n)) for n in range(7)]
         process.kill()
-
-
-@pytest.mark.process
-@pytest.mark.parametrize("host", LOOPBACKS)
-def test_a_sender_listens_on_an_address_of_either_family(host: str, buffers: HostBuffers) -> None:
-    sender = HandoverSender(host, "members-1")
-    (process,) = receivers(sender, buffers, 1, host)
-    process.tell("read 0")
-    buffers.arrays[0][:] = content(0)
-    sender.filled(0)
-    sender.wait_read(0, LONG_S)
-    assert process.line() == digest(content(0))
-    process.kill()
-    sender.close()
 
 
 @pytest.mark.process
@@ -146,7 +132,8 @@ def test_a_dead_receiver_is_noticed_at_once(sender: HandoverSender, buffers: Hos
 @pytest.mark.process
 def test_a_dead_sender_is_noticed_at_once_and_leaves_nothing_behind() -> None:
     process = Process("send")
-    link = HandoverReceiver(("127.0.0.1", int(process.line())), "members-1", 1, LONG_S)
+    path = Path(process.line())
+    link = HandoverReceiver(str(path), "members-1", 1, LONG_S)
     opened = open_buffers(link.offer.handles, link.offer.num_bytes, None)
     link.opened()
     link.wait_filled(0, LONG_S)
@@ -154,7 +141,7 @@ def test_a_dead_sender_is_noticed_at_once_and_leaves_nothing_behind() -> None:
     with pytest.raises(WeightSyncError, match="the sender of members-1 is gone"):
         link.wait_filled(1, LONG_S)
     assert int(opened.arrays[0].sum()) == NUM_BYTES
-    assert not any(Path("/dev/shm", name).exists() for name in link.offer.handles)
+    assert not any(Path("/dev/shm", name).exists() for name in (path.name, *link.offer.handles))
     link.close()
 
 
@@ -170,59 +157,47 @@ def test_receivers_that_are_lost_are_not_waited_for(sender: HandoverSender) -> N
         sender.accept([1, 2], Offer((), 0), LONG_S, abandoned)
 
 
-def hello(sender: HandoverSender, **changes: object) -> socket.socket:
-    values = {"communicator_id": "members-1", "rank": 1, "host": host_id()} | changes
-    connection = socket.create_connection(("127.0.0.1", sender.port), timeout=LONG_S)
-    connection.sendall(json.dumps(values).encode() + b"\n")
+def connected(path: Path) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.settimeout(LONG_S)
+    connection.connect(str(path))
     return connection
 
 
-def test_strangers_are_left_out(sender: HandoverSender) -> None:
-    strangers = [
-        hello(sender, communicator_id="members-0"),
-        hello(sender, rank=3),
-        hello(sender, rank=[]),
-    ]
-    strangers.append(socket.create_connection(("127.0.0.1", sender.port)))
-    strangers[-1].sendall(b"GET / HTTP/1.1\n")
-    member = hello(sender)
+def hello(sender: HandoverSender, message: bytes) -> socket.socket:
+    connection = connected(sender.path)
+    connection.sendall(message)
+    return connection
+
+
+def test_only_the_user_of_the_sender_may_connect(sender: HandoverSender) -> None:
+    assert stat.S_IMODE(sender.path.stat().st_mode) == 0o600
+    sender.close()
+    assert not sender.path.exists()
+
+
+def test_others_are_left_out_and_so_is_who_ends_without_a_word(sender: HandoverSender) -> None:
+    connected(sender.path).close()
+    messages = (b'["members-0", 1]', b'["members-1", 3]', b'["members-1", []]', b"GET /", b"[1]")
+    others = [hello(sender, message) for message in (*messages, b"[" * 60_000, b"\xff")]
+    member = hello(sender, b'["members-1", 1]')
     member.sendall(bytes(8))
     sender.accept([1], Offer(("a", "b"), 7), LONG_S)
-    assert json.loads(member.recv(4096)) == {"handles": ["a", "b"], "num_bytes": 7}
-    for connection in strangers:
+    assert json.loads(member.recv(4096)) == [["a", "b"], 7]
+    for connection in others:
         assert connection.recv(1) == b""
         connection.close()
     member.close()
 
 
-def test_a_first_line_that_no_receiver_writes_is_left_out(sender: HandoverSender) -> None:
-    strangers: list[socket.socket] = []
-    for line in (b"[" * 60_000, b"[1]", b"\xff"):
-        strangers.append(socket.create_connection(("127.0.0.1", sender.port)))
-        strangers[-1].sendall(line + b"\n")
-    member = hello(sender)
-    member.sendall(bytes(8))
-    sender.accept([1], Offer(("a", "b"), 7), LONG_S)
-    for connection in (*strangers, member):
-        connection.close()
+def test_a_number_out_of_turn_is_an_error(sender: HandoverSender) -> None:
+    with hello(sender, b'["members-1", 1]') as member:
+        member.sendall((3).to_bytes(8, "little"))
+        with pytest.raises(WeightSyncError, match="receiver 1 said 3, not 0"):
+            sender.accept([1], Offer((), 0), LONG_S)
 
 
-def test_whoever_says_nothing_holds_up_nobody(sender: HandoverSender) -> None:
-    silent = socket.create_connection(("127.0.0.1", sender.port), timeout=LONG_S)
-    slow = socket.create_connection(("127.0.0.1", sender.port), timeout=LONG_S)
-    slow.sendall(b'{"communicator_id": ')
-    member = hello(sender)
-    member.sendall(bytes(8))
-    # Beyond the limit of the test itself.
-    sender.accept([1], Offer(("a",), 7), 3600.0)
-    for connection in (silent, slow):
-        assert connection.recv(1) == b""
-        connection.close()
-    member.close()
-
-
-def test_whoever_says_nothing_is_left_out_while_others_are_waited_for() -> None:
-    sender = HandoverSender("127.0.0.1", "members-1", hello_limit_s=0.1)
+def test_a_sender_that_is_closed_waits_for_nobody(sender: HandoverSender) -> None:
     errors = queue.Queue[str]()
 
     def accept() -> None:
@@ -232,68 +207,34 @@ def test_whoever_says_nothing_is_left_out_while_others_are_waited_for() -> None:
 
     thread = threading.Thread(target=accept)
     thread.start()
-    with socket.create_connection(("127.0.0.1", sender.port), timeout=LONG_S) as silent:
-        assert silent.recv(1) == b""
-    assert errors.empty()
     sender.close()
     assert "members-1 is closed" in errors.get(timeout=LONG_S / 2)
     thread.join(LIMIT_S)
 
 
-def test_another_host_is_refused_on_both_sides(sender, monkeypatch):
-    errors: list[WeightSyncError] = []
-
-    def accept() -> None:
-        try:
-            sender.accept([1], Offer((), 0), LONG_S)
-        except WeightSyncError as error:
-            errors.append(error)
-
-    with hello(sender, host="elsewhere") as connection:
-        accept()
-        answer = json.loads(connection.recv(4096))
-    assert "receiver 1 runs on another host" in str(errors[0])
-    assert "ipc works within one host" in answer["refusal"]
-
-
-def test_a_refusal_is_what_the_receiver_says() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def refuse() -> None:
-            connection, _ = listener.accept()
-            with connection:
-                connection.recv(4096)
-                connection.sendall(b'{"refusal": "not here"}\n')
-
-        thread = threading.Thread(target=refuse)
-        thread.start()
-        with pytest.raises(WeightSyncError, match="^not here$"):
-            HandoverReceiver(listener.getsockname(), "members-1", 1, LONG_S)
-        thread.join(LIMIT_S)
-
-
-@pytest.mark.parametrize("line", [b"[1]", b"{}", b"[" * 60_000, b"\xff", b'{"handles": 1}'])
-def test_an_answer_of_another_program_is_an_error_of_weights(line: bytes) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+@pytest.mark.parametrize("message", [b"[1]", b"{}", b"[" * 60_000, b"\xff", b"[1, 2]", b""])
+def test_an_answer_of_another_program_is_an_error_of_weights(message: bytes, tmp_path) -> None:
+    path = str(tmp_path / "socket")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(path)
+        listener.listen()
 
         def answer() -> None:
             connection, _ = listener.accept()
             with connection:
                 connection.recv(4096)
-                connection.sendall(line + b"\n")
+                connection.sendall(message)
 
         thread = threading.Thread(target=answer)
         thread.start()
         with pytest.raises(WeightSyncError, match="could not join communicator members-1"):
-            HandoverReceiver(listener.getsockname(), "members-1", 1, LONG_S)
+            HandoverReceiver(path, "members-1", 1, LONG_S)
         thread.join(LIMIT_S)
 
 
-def test_a_sender_that_is_not_there_is_said() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = listener.getsockname()
-    with pytest.raises(WeightSyncError, match="could not join communicator members-1"):
-        HandoverReceiver(address, "members-1", 1, 1.0)
+def test_a_sender_that_is_not_on_this_host_is_said_with_the_rule(tmp_path: Path) -> None:
+    with pytest.raises(WeightSyncError, match="No such file .* ipc works within one host"):
+        HandoverReceiver(str(tmp_path / "socket"), "members-1", 1, 1.0)
 
 
 @pytest.mark.process
@@ -312,11 +253,6 @@ def test_closing_wakes_a_thread_that_waits(sender: HandoverSender, buffers: Host
     assert failed.wait(LONG_S / 2)
     thread.join(LIMIT_S)
     process.kill()
-
-
-def test_host_that_is_not_this_machine_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"learner\.master must be an address of this machine"):
-        HandoverSender("192.0.2.1", "members-1")
 
 
 @pytest.mark.parametrize("name", ["slipstream-0000", "slipstream-../../etc/passwd", "other"])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from slipstream.core.errors import WeightSyncError
-from slipstream.core.settings.config import WeightsSection
+from slipstream.core.settings.sections import WeightsSection
 from slipstream.learner.trainer.weights.bucket_senders import IpcSender
 from slipstream.protocol.weights.digests import HostDigests, bucket_digest
 from slipstream.protocol.weights.handover import HandoverSender, Offer
@@ -29,7 +29,7 @@ class Ends:
 
     def __init__(self, pool: ThreadPoolExecutor) -> None:
         weights = WeightsSection(join_deadline_s=LONG_S, bucket_deadline_s=LONG_S)
-        self.sender, self._pool = IpcSender(weights, CPU, num_bytes=LARGEST, host="127.0.0.1"), pool
+        self.sender, self._pool = IpcSender(weights, CPU, num_bytes=LARGEST), pool
         where = self.sender.announce("members-1", num_senders=1, world_size=2)
         connecting = pool.submit(self.sender.connect, where, 0)
         self.receiver = IpcReceiver(Seat(where, 1, LONG_S), CPU)
@@ -96,7 +96,7 @@ def test_own_buffers_stay_when_the_learner_goes_on(ends: Ends) -> None:
 
 def test_buffers_are_not_left_behind_when_nobody_comes() -> None:
     weights = WeightsSection().model_copy(update={"join_deadline_s": 0.2})
-    sender = IpcSender(weights, torch.device("cpu"), num_bytes=64, host="127.0.0.1")
+    sender = IpcSender(weights, torch.device("cpu"), num_bytes=64)
     where = sender.announce("nobody", num_senders=1, world_size=2)
     with pytest.raises(WeightSyncError, match=r"receivers 1 of nobody did not join within"):
         sender.connect(where, 0)
@@ -115,7 +115,7 @@ def test_a_new_communicator_needs_room_for_its_own_buffers_alone(monkeypatch):
         allocate(descriptor, start, size)
 
     monkeypatch.setattr(os, "posix_fallocate", count_then_allocate)
-    sender = IpcSender(WeightsSection(), torch.device("cpu"), num_bytes=1 << 16, host="127.0.0.1")
+    sender = IpcSender(WeightsSection(), torch.device("cpu"), num_bytes=1 << 16)
     for name in ("first", "second"):
         sender.connect(sender.announce(name, num_senders=1, world_size=1), 0)
     sender.abort()
@@ -123,7 +123,7 @@ def test_a_new_communicator_needs_room_for_its_own_buffers_alone(monkeypatch):
 
 
 def test_several_senders_are_refused() -> None:
-    sender = IpcSender(WeightsSection(), torch.device("cpu"), num_bytes=64, host="127.0.0.1")
+    sender = IpcSender(WeightsSection(), torch.device("cpu"), num_bytes=64)
     with pytest.raises(WeightSyncError, match="but 2 send"):
         sender.announce("two", num_senders=2, world_size=3)
 
@@ -141,10 +141,8 @@ def test_a_layout_larger_than_the_buffers_is_refused(ends: Ends) -> None:
 
 def test_memory_of_a_learner_is_closed_again_when_joining_fails(monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
-    sender = HandoverSender("127.0.0.1", "members-1")
-    where = weights_pb2.Communicator(
-        communicator_id="members-1", store_host="127.0.0.1", store_port=sender.port
-    )
+    sender = HandoverSender("members-1")
+    where = weights_pb2.Communicator(communicator_id="members-1", store_host=str(sender.path))
     errors: list[WeightSyncError] = []
 
     def accept() -> None:

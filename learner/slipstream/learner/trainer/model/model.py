@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from slipstream.core.errors import UntrainableBatch
-from slipstream.core.settings.config import ParallelSection
+from slipstream.core.settings.sections import ParallelSection
 from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.model.logprobs import (
     Projection,

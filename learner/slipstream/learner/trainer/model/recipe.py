@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 import torch
 from pydantic import ConfigDict, JsonValue, TypeAdapter, ValidationError
 from slipstream.core.errors import ConfigError, did_you_mean, near_names
-from slipstream.core.settings.config import Config, LearnerSection
+from slipstream.core.settings.config import Config
 from slipstream.core.settings.parallel_rules import RankLayout
+from slipstream.core.settings.sections import LearnerSection
 from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.layers import rotary
 from slipstream.learner.trainer.layers.routers import count_tokens_once, has_router_losses

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from slipstream.core.settings.config import LearnerSection, ParallelSection
+from slipstream.core.settings.sections import LearnerSection, ParallelSection
 from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.ranks.parallel import Ranks
 

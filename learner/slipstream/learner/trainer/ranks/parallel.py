@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.gpus import gpu_names
-from slipstream.core.settings.config import LearnerSection, ParallelSection
 from slipstream.core.settings.parallel_rules import RankLayout
+from slipstream.core.settings.sections import LearnerSection, ParallelSection
 from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.ranks.activity import Activity
 from slipstream.learner.trainer.ranks.cpu import shared_gloo_devices

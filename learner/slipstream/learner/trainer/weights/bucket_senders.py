@@ -19,11 +19,12 @@ from typing import Any, ClassVar, TypeVar
 import torch
 import torch.distributed as dist
 from slipstream.core.errors import ConfigError, WeightSyncError
-from slipstream.core.settings.config import WeightsSection
+from slipstream.core.machine.address import listen
+from slipstream.core.settings.sections import WeightsSection
 from slipstream.learner.trainer.weights.weight_stream import Release
 from slipstream.protocol.access.exposure import local_address
 from slipstream.protocol.weights.buckets import Bucket
-from slipstream.protocol.weights.handover import HandoverSender, Offer, listen_for_members
+from slipstream.protocol.weights.handover import HandoverSender, Offer
 from slipstream.protocol.weights.nccl_group import CupyNccl, NcclGroup, Wire, make_unique_id
 from slipstream.protocol.weights.shared_buffers import SharedBuffers, make_buffers
 from slipstream.protocol.weights.waits import Unanswered, on_thread, reason
@@ -234,12 +235,9 @@ class IpcSender(BucketSender):
 
     transport = "ipc"
 
-    def __init__(
-        self, weights: WeightsSection, device: torch.device, *, num_bytes: int, host: str
-    ) -> None:
-        """Takes the size of the largest bucket, `num_bytes`; listens only on `host`."""
+    def __init__(self, weights: WeightsSection, device: torch.device, *, num_bytes: int) -> None:
+        """Takes the size of the largest bucket, `num_bytes`."""
         super().__init__(weights)
-        self._host = host
         self._device, self._num_bytes = device, num_bytes
         self._shared: SharedBuffers | None = None
         self._memory: list[Tensor] = []
@@ -256,8 +254,8 @@ class IpcSender(BucketSender):
                 f"weights.transport ipc takes all weights from one trainer rank, "
                 f"but {num_senders} send: learner.parallel.pp and ep must be 1"
             )
-        self._handover = HandoverSender(self._host, communicator_id)
-        return {"store_host": self._host, "store_port": self._handover.port}
+        self._handover = HandoverSender(communicator_id)
+        return {"store_host": str(self._handover.path)}
 
     def _join(
         self, announced: weights_pb2.Communicator, rank: int, abandoned: threading.Event | None
@@ -376,7 +374,12 @@ class GlooSender(BucketSender):
 
     def _meet(self, communicator_id: str, num_senders: int) -> dict[str, Any]:
         # The store would listen on all addresses if it opened the socket itself.
-        listener = listen_for_members(self._host)
+        try:
+            listener = listen(self._host)
+        except OSError as error:
+            raise ConfigError(
+                f"learner.master must be an address of this machine, got {self._host}: {error}"
+            ) from error
         port = listener.getsockname()[1]
         self._meeting_place = dist.TCPStore(  # type: ignore[attr-defined]
             self._host,
@@ -511,7 +514,7 @@ class BucketSenders:
                 case "gloo":
                     made: BucketSender = GlooSender(weights, host=host)
                 case "ipc":
-                    made = IpcSender(weights, device, num_bytes=self._largest_bucket, host=host)
+                    made = IpcSender(weights, device, num_bytes=self._largest_bucket)
                 case "nccl" if device.type == "cuda":
                     made = open_nccl_sender(weights, device)
                 case "nccl":

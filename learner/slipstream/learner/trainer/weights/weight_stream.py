@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from slipstream.core.settings.config import Config, WeightsSection
+from slipstream.core.settings.config import Config
+from slipstream.core.settings.sections import WeightsSection
 from slipstream.learner.trainer.model.model import Part
 from slipstream.learner.trainer.model.policy import Policy
 from slipstream.learner.trainer.weights.bucket_fill import (

@@ -2,7 +2,7 @@ from types import SimpleNamespace
 
 import pytest
 from slipstream.core.errors import ConfigError
-from slipstream.core.settings.config import LearnerSection, OffloadSection
+from slipstream.core.settings.sections import LearnerSection, OffloadSection
 from slipstream.learner.trainer.model.model import token_alignment
 from slipstream.learner.trainer.model.recipe import check_fp8
 from slipstream.learner.trainer.ranks import compat

@@ -6,7 +6,8 @@ import pytest
 import torch
 from megatron.core.optimizer.layer_wise_optimizer import is_managed_by_layer_wise_optimizer
 from slipstream.core.errors import ConfigError
-from slipstream.core.settings.config import Config, LearnerSection
+from slipstream.core.settings.config import Config
+from slipstream.core.settings.sections import LearnerSection
 from slipstream.extensions.other_models.trainer import ValueHead
 from slipstream.learner.trainer.model import recipe
 from slipstream.learner.trainer.ranks import compat

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from slipstream.core.settings.config import LearnerSection, ParallelSection
+from slipstream.core.settings.sections import LearnerSection, ParallelSection
 from slipstream.learner.trainer.model.recompute import (
     Measured,
     Recompute,

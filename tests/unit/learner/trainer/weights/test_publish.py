@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from slipstream.core.errors import ConfigError, WeightSyncError
-from slipstream.core.settings.config import OffloadSection, WeightsSection
+from slipstream.core.settings.sections import OffloadSection, WeightsSection
 from slipstream.extensions.offload.trainer import HostMemory
 from slipstream.learner.trainer.controller_client import ControllerClient
 from slipstream.learner.trainer.model.model import Part
@@ -474,6 +474,11 @@ def test_store_listens_on_the_given_host_only() -> None:
     with pytest.raises(OSError, match="refused"):
         socket.create_connection(("127.0.0.2", where.store_port), timeout=5)
     sender.abort()
+
+
+def test_host_that_is_not_this_machine_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"learner\.master must be an address of this machine"):
+        announce(GlooSender(WeightsSection(), host="192.0.2.1"))
 
 
 def test_transport_that_cannot_be_is_refused() -> None:

@@ -1,7 +1,7 @@
 """In which order a pass over the weights fills, sends and digests its buckets."""
 
 import torch
-from slipstream.core.settings.config import WeightsSection
+from slipstream.core.settings.sections import WeightsSection
 from slipstream.learner.trainer.weights.weight_stream import Release, WeightStream, bucket_bytes
 from slipstream.protocol.weights.buckets import Bucket, TensorSpec
 from slipstream.protocol.weights.digests import BucketDigests, HostDigests, tensor_digest
