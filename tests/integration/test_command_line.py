@@ -242,7 +242,6 @@ def test_only_nodes_that_open_the_queue_need_its_password(folder: Path) -> None:
 
 
 STARTS_A_SERVER = (
-    "# turns: off, because no rollout server shares a GPU with the learner",
     "# weights travel by gloo",
     "# vLLM runs the model eagerly: rollout_server.enforce_eager is true on a CPU",
 )

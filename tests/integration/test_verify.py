@@ -307,15 +307,6 @@ def test_a_change_is_found(planted: Planted, change: str) -> None:
     assert [text for text in planted.faults() if told in text], planted.faults()
 
 
-def test_batches_that_an_earlier_version_did_not_keep_are_no_faults(planted: Planted) -> None:
-    batch_path(planted.log.parent, 3).unlink()
-    config = planted.folder / "config.toml"
-    text = config.read_text().partition("\n")[2]
-    assert "\n[checkpoint]\n" in text
-    config.write_text(text.replace("\n[checkpoint]\n", "\n[checkpoint]\nkeep_batches = false\n"))
-    assert planted.faults() == []
-
-
 def test_a_flipped_bit_is_found_and_a_torn_end_is_none(planted: Planted) -> None:
     data = planted.log.read_bytes()
     planted.log.write_bytes(data + data[:20])

@@ -25,7 +25,7 @@ from slipstream.client.environment_loader import environment_failed
 from slipstream.core.errors import ProtocolError, did_you_mean, near_names
 from slipstream.core.machine.files import read_regular
 from slipstream.core.models.vision import data_of_url
-from slipstream.core.template_values import tools_json
+from slipstream.core.template_values import show, tools_json
 from slipstream.protocol.bounds import check_bounds
 from slipstream.v1 import environment_pb2 as pb
 
@@ -146,12 +146,6 @@ def _list_of(value: object, name: str) -> Sequence[object]:
     if not isinstance(value, list | tuple):
         raise ValueError(f"{name} must be a list, got {show(value)}")
     return value
-
-
-def show(value: object) -> str:
-    """Returns the start of a value's text, for an error."""
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 # The bounds of `ChatMessage.parts` and `ContentPart.image` in environment.proto.

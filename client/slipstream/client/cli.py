@@ -156,9 +156,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_services(commands: argparse._SubParsersAction[_Parser]) -> None:
     first = commands.add_parser("quickstart", help="make a tiny model here and train it")
-    first.add_argument(
-        "overrides", nargs="*", default=[], metavar="section.key=value", help="a setting"
-    )
+    _add_overrides(first)
     _set_program(first, f"{_LAUNCHER}:run_quickstart")
 
     run = commands.add_parser("run", help="everything on this machine")
@@ -214,9 +212,7 @@ def _add_services(commands: argparse._SubParsersAction[_Parser]) -> None:
 def _add_folder_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
     replay = commands.add_parser("replay", help="train a run again from its journal and compare")
     _add_folder(replay)
-    replay.add_argument(
-        "overrides", nargs="*", default=[], metavar="section.key=value", help="a setting"
-    )
+    _add_overrides(replay)
     replay.add_argument("--step", type=int, help="the last step to train; default: all")
     _set_program(replay, f"{_LAUNCHER}:run_replay")
 
@@ -261,9 +257,7 @@ def _add_folder_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
         "check", help="what environments would teach; proves own functions of the algorithm too"
     )
     check.add_argument("path", type=Path, metavar="CONFIG.toml|MODULE:CLASS", help="what to check")
-    check.add_argument(
-        "overrides", nargs="*", default=[], metavar="section.key=value", help="a setting"
-    )
+    _add_overrides(check)
     check.add_argument("--args", metavar="JSON", help="keyword arguments of the class")
     check.add_argument("--python", metavar="PATH", help="another interpreter for the class")
     check.add_argument("--timeout-s", type=seconds, help="limit of one call to it; default: 60")
@@ -318,9 +312,12 @@ def _add_requests(commands: argparse._SubParsersAction[_Parser]) -> None:
 def _add_settings(parser: argparse.ArgumentParser, *, is_optional: bool = False) -> None:
     number = "?" if is_optional else None
     parser.add_argument("path", type=Path, nargs=number, metavar="CONFIG.toml", help="settings")
-    parser.add_argument(
-        "overrides", nargs="*", default=[], metavar="section.key=value", help="a setting"
-    )
+    _add_overrides(parser)
+
+
+def _add_overrides(parser: argparse.ArgumentParser) -> None:
+    said = "section.key=value"
+    parser.add_argument("overrides", nargs="*", default=[], metavar=said, help="a setting")
 
 
 def _add_start(parser: argparse.ArgumentParser, *, is_optional: bool = False) -> None:

@@ -48,8 +48,6 @@ class Bounds(NamedTuple):
     max_staleness: int
     group_size: int
     groups_per_step: int
-    # Whether all batches are there; an earlier version could remove old ones.
-    keep_batches: int = True
 
 
 @dataclass
@@ -126,8 +124,7 @@ def _read_bounds(path: Path) -> Bounds:
     if first and hashlib.blake2b(text, digest_size=16).hexdigest() != first[1].decode():
         raise ValueError("by the digest in its first line")
     tables: Any = parse_toml(text.decode())
-    values = {"keep_batches": True} | tables.get("checkpoint", {}) | tables["algorithm"]
-    return Bounds(*(int(values[name]) for name in Bounds._fields))
+    return Bounds(*(int(tables["algorithm"][name]) for name in Bounds._fields))
 
 
 def read_journal(folder: Path, found: Findings) -> Iterator[tuple[int, int, dict[str, Any]]]:
@@ -301,13 +298,7 @@ class _Oracle:
             told = Counter(dict(self.steps[step]["lags"]) if step in self.steps else {})
             self._found.lags += told
             with self._found.reading(f"the batch of step {step}"):
-                try:
-                    batch = read_batch(self._folder, record)
-                except FileNotFoundError:
-                    if self._bounds.keep_batches:
-                        raise
-                    continue
-                lags = self._batch(step, record, batch)
+                lags = self._batch(step, record, read_batch(self._folder, record))
                 self._same(f"lags of step {step}", lags if step in self.steps else told, told)
 
     def _batch(self, step: int, record: Record, batch: trainer_pb2.RecordedBatch) -> Counter[int]:

@@ -70,7 +70,7 @@ def tools_json(tools: object) -> str:
     Raises ValueError with a message about the first value that breaks a rule.
     """
     if not isinstance(tools, Sequence) or isinstance(tools, str | bytes):
-        raise ValueError(f"tools must be a list of function schemas, got {_show(tools)}")
+        raise ValueError(f"tools must be a list of function schemas, got {show(tools)}")
     if len(tools) > MAX_TOOLS:
         raise ValueError(f"tools must be at most {MAX_TOOLS}, got {len(tools)}")
     names = [_checked_name(tool, f"tools[{place}]") for place, tool in enumerate(tools)]
@@ -97,25 +97,26 @@ def read_tools(text: str) -> list[dict[str, JsonValue]]:
 def _checked_name(tool: object, where: str) -> str:
     """Checks a tool's schema and returns its name; a ValueError names the place `where`."""
     if not isinstance(tool, Mapping) or tool.get("type") != "function":
-        raise ValueError(f'{where} must be an object with type "function", got {_show(tool)}')
+        raise ValueError(f'{where} must be an object with type "function", got {show(tool)}')
     function = tool.get("function")
     if not isinstance(function, Mapping):
-        raise ValueError(f"{where}.function must be an object, got {_show(function)}")
+        raise ValueError(f"{where}.function must be an object, got {show(function)}")
     name = function.get("name")
     if not isinstance(name, str) or _NAME.fullmatch(name) is None:
         rule = "1 to 64 letters, digits and _.-"
-        raise ValueError(f"{where}.function.name must be {rule}, got {_show(name)}")
+        raise ValueError(f"{where}.function.name must be {rule}, got {show(name)}")
     if not isinstance(function.get("description", ""), str):
-        what = _show(function["description"])
+        what = show(function["description"])
         raise ValueError(f"{where}.function.description must be a text, got {what}")
     parameters = function.get("parameters", {"type": "object"})
     if not isinstance(parameters, Mapping) or parameters.get("type") != "object":
         rule = 'a JSON schema with type "object"'
-        raise ValueError(f"{where}.function.parameters must be {rule}, got {_show(parameters)}")
+        raise ValueError(f"{where}.function.parameters must be {rule}, got {show(parameters)}")
     return name
 
 
-def _show(value: object) -> str:
+def show(value: object) -> str:
+    """Returns the start of a value's text, for an error."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 

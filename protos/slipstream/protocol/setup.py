@@ -8,12 +8,12 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.core.machine.description import installed
-from slipstream.core.settings.config import Config
+from slipstream.core.settings.config import Config, flat_settings
 from slipstream.protocol.codec import PROTOCOL_VERSION
 from slipstream.v1 import status_pb2
 
@@ -60,7 +60,7 @@ class Answer:
 
 def describe_setup(config: Config, *, run_id: str, mark: str) -> status_pb2.Setup:
     """Returns this host's setup without its clock; file `mark` in `run.dir` contains the run id."""
-    values = flatten(config.model_dump(mode="json", exclude_none=True))
+    values = compared(config)
     wanted = {*OF_RANKS, *OF_SERVERS, *ROOM.values()}
     return status_pb2.Setup(
         run_id=run_id,
@@ -86,18 +86,18 @@ def differences(answer: Answer, config: Config, *, of_ranks: bool) -> Iterator[s
             f"the clock of this host is {abs(answer.skew_s):.0f} s {way} the controller's, at most "
             f"{MAX_SKEW_S:g} s are allowed: let both hosts set their clocks by NTP"
         )
-    compared = OF_RANKS if of_ranks else OF_SERVERS
+    named = OF_RANKS if of_ranks else OF_SERVERS
     for key in sorted({*ours.settings, *theirs.settings}):
         here, there = (
             settings.get(key, "not set") for settings in (ours.settings, theirs.settings)
         )
-        if here != there and _is_below(key, compared):
+        if here != there and _is_below(key, named):
             yield (
                 f"{key} is {here} here and {there} at the controller: start all instances of a run "
                 "with the same settings"
             )
     if not of_ranks:
-        values = flatten(config.model_dump(mode="json", exclude_none=True))
+        values = compared(config)
         for own, theirs_key in ROOM.items():
             if int(values[own]) < int(theirs.settings.get(theirs_key, "0")):
                 yield (
@@ -158,27 +158,20 @@ def model_digest(folder: Path) -> bytes:
     return digest.digest()
 
 
-def flatten(table: Mapping[str, object], prefix: str = "") -> dict[str, str]:
-    """Returns a settings table as JSON texts by dotted name, without settings of single hosts.
+def compared(config: Config) -> dict[str, str]:
+    """Returns the settings as JSON texts by dotted name, without settings of single hosts.
 
-    All names begin with `prefix`. Long values and the arguments of environments are replaced by
-    their digests.
+    Long values and the arguments of environments are replaced by their digests.
     """
-    found: dict[str, str] = {}
-    for name, value in table.items():
-        key = f"{prefix}{name}"
-        if key in LOCAL or name in LOCAL_NAMES:
-            continue
-        if isinstance(value, list) and value and isinstance(value[0], dict):
-            value = {str(number): each for number, each in enumerate(value)}
-        if isinstance(value, dict):
-            found |= flatten(value, f"{key}.")
-        else:
+    found = {}
+    for name, value in flat_settings(config.model_dump(mode="json", exclude_none=True)):
+        is_local = _is_below(name, LOCAL) or not {*name.split(".")}.isdisjoint(LOCAL_NAMES)
+        if not is_local and value != {}:
             text = json.dumps(value, sort_keys=True)
             # Arguments of an environment may contain secrets.
-            is_hidden = len(text) > LONGEST_VALUE or ".args." in key
+            is_hidden = len(text) > LONGEST_VALUE or ".args." in name
             digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-            found[key] = f"sha256 {digest}" if is_hidden else text
+            found[name] = f"sha256 {digest}" if is_hidden else text
     return found
 
 

@@ -37,7 +37,6 @@ from slipstream.client.launch.placement import (
     Program,
     Share,
     describe_sharing,
-    describe_turns,
     fit_here,
     learner_node,
     place_here,
@@ -518,6 +517,6 @@ def place_dry(config: Config, share: Share) -> tuple[Config, list[str], tuple[st
         return config, [f"The GPUs here do not fit: {error}", *engine], (str(error),)
     sharing = describe_sharing(config, placement)
     if transport:
-        sharing += [describe_turns(config, placement), f"weights travel by {transport}"]
+        sharing.append(f"weights travel by {transport}")
     processes = placement.describe(share.ranks)
     return config, ["The GPUs of what starts here:", *processes, *sharing, *engine], ()

@@ -299,23 +299,6 @@ def describe_sharing(config: Config, placement: Placement) -> list[str]:
     return lines
 
 
-def describe_turns(config: Config, placement: Placement) -> str:
-    """Returns one line that says whether ranks and servers here take turns on a GPU, and why.
-
-    The controller decides the same by the GPUs of the servers and ranks that join (`EngineTurns`).
-    """
-    turns = config.controller.turns
-    first = next(filter(placement.shares, range(len(placement.servers))), None)
-    if turns != "auto":
-        return f"turns: {turns}, as controller.turns says"
-    if first is None:
-        return "turns: off, because no rollout server shares a GPU with the learner"
-    if config.weights.storage_url is not None:
-        return "turns: off, because servers fetch their weights from weights.storage_url"
-    gpu = next(filter(placement.shared.get, placement.servers[first]))
-    return f"turns: pause, because rollout server {first} shares GPU {gpu} with the learner"
-
-
 def _listed(
     name: str, devices: Sequence[int | str] | None, visible: Visible
 ) -> tuple[str, ...] | None:

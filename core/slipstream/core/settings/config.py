@@ -84,19 +84,25 @@ def told_settings(settings: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
 
     `settings` are tables, as in a TOML file. A name is `environments.0.weight`, for example.
     """
-    flat: dict[str, JsonValue] = {}
+    untold = tuple(f"{name}." for name in (*_UNTOLD, *NOTES))
+    return {
+        name: value
+        for name, value in flat_settings(settings)
+        if not f"{name}.".startswith(untold)
+        and not any(map(_SECRET_NAME.search, name.split(".")))
+        and not (isinstance(value, str | list) and _URL_PASSWORD.search(str(value)))
+    }
 
-    def flatten(name: str, value: JsonValue) -> None:
-        key = name.rpartition(".")[2]
-        if name in (*_UNTOLD, *NOTES) or _SECRET_NAME.search(key):
-            return
+
+def flat_settings(
+    table: Mapping[str, JsonValue], above: str = ""
+) -> Iterator[tuple[str, JsonValue]]:
+    """Yields the dotted names and values of all settings of a table, without its tables."""
+    for key, value in table.items():
+        name = f"{above}{key}"
         if isinstance(value, list) and any(isinstance(inner, dict) for inner in value):
             value = {str(place): inner for place, inner in enumerate(value)}
         if isinstance(value, dict) and value:
-            for inner_key, inner in value.items():
-                flatten(f"{name}.{inner_key}" if name else inner_key, inner)
-        elif not (isinstance(value, str | list) and _URL_PASSWORD.search(str(value))):
-            flat[name] = value
-
-    flatten("", dict(settings))
-    return flat
+            yield from flat_settings(value, f"{name}.")
+        else:
+            yield name, value

@@ -257,17 +257,9 @@ def without_password(config: Config) -> Config:
     """Returns the settings with *** for a password in `queue.redis_url`, for messages."""
     if config.queue.redis_url is None:
         return config
-    parts = urlsplit(config.queue.redis_url)
-    login, at, place = parts.netloc.rpartition("@")
-    user, colon, _ = login.partition(":")
-    shown = parts._replace(
-        netloc=f"{user}{colon and ':***'}{at}{place}",
-        query=re.sub(r"(^|&)password=[^&]*", r"\1password=***", parts.query),
-    )
-    # `geturl` drops slashes before an empty host.
-    scheme, _, _ = config.queue.redis_url.partition("//")
-    path = f"{shown.path}{shown.query and '?'}{shown.query}"
-    queue = config.queue.model_copy(update={"redis_url": f"{scheme}//{shown.netloc}{path}"})
+    url = re.sub(r"(?<=://)([^:@/]*):[^@]*@", r"\1:***@", config.queue.redis_url)
+    url = re.sub(r"([?&]password)=[^&]*", r"\1=***", url)
+    queue = config.queue.model_copy(update={"redis_url": url})
     return config.model_copy(update={"queue": queue})
 
 

@@ -15,7 +15,6 @@ from slipstream.client.launch.placement import (
     Visible,
     check_transport,
     describe_sharing,
-    describe_turns,
     fit_here,
     place,
     share_memory,
@@ -213,27 +212,6 @@ def test_shares_of_a_gpu_that_is_used_in_turn_may_be_more_than_all_of_it() -> No
 
 
 ONE, BESIDE, OWN = ("0",), Placement(("0",), (("1",), ("0",))), Placement(("0",), (("1",),))
-
-
-@pytest.mark.parametrize(
-    ("turns", "storage", "placement", "said"),
-    [
-        ("auto", None, Placement(), "off, because no rollout server shares a GPU with "),
-        ("auto", None, OWN, "off, because no rollout server shares a GPU with "),
-        ("auto", None, BESIDE, "pause, because rollout server 1 shares GPU 0 with "),
-        ("auto", "s3://w", BESIDE, "off, because servers fetch their weights from weights.sto"),
-        ("off", None, BESIDE, "off, as controller.turns says"),
-        ("sleep", None, BESIDE, "sleep, as controller.turns says"),
-    ],
-)
-def test_the_plan_names_the_turns_and_why(turns, storage, placement, said):
-    config = small_config(
-        run={"name": "placed", "steps": 1},
-        controller={"turns": turns},
-        learner={"offload": {"gradients": True, "optimizer": True}},
-        weights={"storage_url": storage},
-    )
-    assert describe_turns(config, placement).startswith(f"turns: {said}")
 
 
 def test_shares_of_servers_without_the_learner_are_at_most_all_of_a_gpu() -> None:

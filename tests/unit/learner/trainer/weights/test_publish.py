@@ -266,7 +266,7 @@ class Scene:
         if self.mode == "gives up":
             return []
         where = start.communicator
-        is_new = bool(where.store_port or where.unique_id)
+        is_new = bool(where.store_host or where.unique_id)
         if is_new and self.mode == "receives":
             ranks = range(self.num_senders, where.world_size)
             self.workers = [Worker(self, where, rank) for rank in ranks]
@@ -312,7 +312,7 @@ def test_a_communicator_is_kept_and_a_publish_that_has_begun_asks_nobody(scene: 
     assert len(scene.controller.starts) == 1
     scene.run(new_communicator=False)
     _, last = scene.controller.starts
-    assert not last.communicator.store_port and not last.communicator.unique_id
+    assert not last.communicator.store_host and not last.communicator.unique_id
     for worker in scene.workers:
         assert worker.digests() == scene.digests()
         assert worker.num_buckets == 3 * len(scene.buckets)
