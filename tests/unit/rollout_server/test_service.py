@@ -783,7 +783,7 @@ async def test_a_server_leaves_though_the_controller_takes_nothing_any_more(
 ) -> None:
     for name in ("CANCEL_S", "FLUSH_S", "GOODBYE_S"):
         monkeypatch.setattr(session, name, 0.1)
-    room = config.queue.model_copy(update={"max_bytes": config.max_trajectory_bytes * 4})
+    room = config.queue.model_copy(update={"max_bytes": config.trajectory_bytes() * 4})
     small = config.model_copy(update={"queue": room})
     async with start_server(config=small) as server:
         server.fleet.acknowledging = False
@@ -836,7 +836,7 @@ async def test_what_runs_may_end_while_the_controller_is_away(start_server) -> N
 async def test_a_server_that_joins_again_tells_what_it_has_finished_and_not_delivered(
     start_server, config, monkeypatch
 ) -> None:
-    room = config.queue.model_copy(update={"max_bytes": config.max_trajectory_bytes * 3})
+    room = config.queue.model_copy(update={"max_bytes": config.trajectory_bytes() * 3})
     small = config.model_copy(update={"queue": room})
     for name in ("CANCEL_S", "FLUSH_S", "GOODBYE_S"):
         monkeypatch.setattr(session, name, 0.1)

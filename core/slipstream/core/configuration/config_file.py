@@ -36,6 +36,7 @@ from slipstream.core.models.family import refusals
 from slipstream.core.models.model_fields import field_problems, unknown_fields
 from slipstream.core.models.model_files import missing_files, tensor_problems
 from slipstream.core.models.model_rules import (
+    adapter_problems,
     agreement_problems,
     dtype_problems,
     layout_problems,
@@ -245,16 +246,10 @@ def check_sizes(config: Config) -> list[str]:
             f"rollout_server.tensor_parallel_size must divide the model's {heads} attention heads, "
             f"got {rollout_tp}"
         )
-    lora_problems = config.lora.problems(
-        num_experts=sizes.experts,
-        latent_tp=learner.parallel.tp if sizes.latent_size else 0,
-        has_delta_nets=sizes.family.is_delta,
-        has_fused_experts=bool(sizes.family.experts and sizes.family.experts.is_fused),
-    )
     problems = itertools.chain(
         role_problems(config, sizes),
         refusals(sizes.family, sizes.architecture, {"lora.rank": config.lora.rank}),
-        lora_problems,
+        adapter_problems(config.lora, sizes, learner.parallel.tp),
         vision_problems(config, sizes),
         agreement_problems(sizes, config.algorithm.agreement),
     )
@@ -287,7 +282,7 @@ def largest_trajectory_bytes(config: Config) -> int:
     Raises ConfigError if routing is replayed and the model's config.json cannot be read.
     """
     if config.algorithm.router_replay == "off":
-        return config.max_trajectory_bytes
+        return config.trajectory_bytes()
     per_token = read_model_sizes(config.model.path).routing_bytes_per_token
     return config.trajectory_bytes(routing_bytes_per_token=per_token)
 

@@ -10,6 +10,7 @@ from slipstream.core.models.family import refusals
 from slipstream.core.models.model_sizes import ModelSizes, read_model_sizes
 from slipstream.core.models.registry import FAMILIES, NESTED
 from slipstream.core.settings.config import Config
+from slipstream.core.settings.role_sections import MLP, LoraSection
 from slipstream.core.settings.sections import LearnerSection, ParallelSection
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -93,6 +94,42 @@ def layout_problems(
         yield (
             "learner.parallel.tp must divide q_lora_rank and kv_lora_rank + qk_rope_head_dim, "
             f"{sizes.query_latent_size} and {sizes.latent_size}, got {tp}"
+        )
+
+
+def adapter_problems(lora: LoraSection, sizes: ModelSizes, tp: int) -> Iterator[str]:
+    """Yields one line for each setting of adapters that the model, split over `tp`, excludes.
+
+    vLLM applies adapters to fused experts on GPUs only, and reads these adapters in another format.
+    """
+    experts, named = sizes.family.experts, ", ".join(lora.adapters)
+    rule, found = "lora.publish must be merged", repr(lora.publish)
+    if lora.adapters:
+        rule, found = "lora.adapters must be empty", named
+    if experts is not None and experts.is_fused and lora.has_mlp:
+        yield (
+            f"lora.target_modules must leave {' and '.join(MLP)} out for a model whose files "
+            "hold one tensor for all experts of a layer: adapters of single experts have no "
+            f"names there, got {', '.join(lora.target_modules)}"
+        )
+    elif sizes.experts and lora.has_mlp and lora.publishes_adapters:
+        yield (
+            f"{rule} with adapters on experts, got {found}: or leave {' and '.join(MLP)} out of "
+            "lora.target_modules"
+        )
+    if sizes.latent_size and lora.publishes_adapters:
+        yield (
+            f"{rule} for a model with latent attention, got {found}: vLLM multiplies kv_b_proj "
+            "into other matrices once, without adapters"
+        )
+    if lora.rank and sizes.latent_size and tp > 1:
+        yield (
+            f"learner.parallel.tp must be 1 for adapters in a model with latent attention, got {tp}"
+        )
+    if sizes.family.is_delta and lora.publishes_adapters:
+        yield (
+            f"{rule} for a model with delta nets, got {found}: vLLM computes its adapters on "
+            "GPUs only, where that was not tested"
         )
 
 

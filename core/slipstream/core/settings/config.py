@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping
 
 from pydantic import JsonValue, model_validator
 from slipstream.core.machine.address import address_parts, is_loopback
-from slipstream.core.settings.engine_table import engine_problems
-from slipstream.core.settings.parallel_rules import table_problems, world_problems
-from slipstream.core.settings.role_sections import served_problems
 from slipstream.core.settings.table_rules import TABLE_RULES
 from slipstream.core.settings.tables import Tables
 
@@ -44,18 +42,9 @@ class Config(Tables):
 
     @model_validator(mode="after")
     def _keeps_the_rules(self) -> Config:
-        for problem in self._problems():
+        for problem in itertools.chain.from_iterable(rule(self) for rule in TABLE_RULES):
             raise ValueError(problem)
         return self
-
-    def _problems(self) -> Iterator[str]:
-        server = self.rollout_server
-        yield from world_problems(self.learner)
-        yield from table_problems(self.learner)
-        yield from engine_problems(server.engine, max_episodes=server.max_episodes)
-        yield from served_problems(self.reference, self.algorithm.kl, self.sampling.temperature)
-        for rule in TABLE_RULES:
-            yield from rule(self)
 
 
 # Modules of environments whose arguments name a program or a package that is run.

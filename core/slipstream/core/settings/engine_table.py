@@ -3,9 +3,9 @@
 This module does not import vLLM, so that its rules work on every machine.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
-from pydantic import JsonValue
+from slipstream.core.settings.sections import RolloutServerSection
 
 SECTION = "rollout_server.engine"
 # mp: each worker has a process; uni: one worker in the engine's process.
@@ -91,8 +91,9 @@ OWNED = {
 }
 
 
-def engine_problems(table: Mapping[str, JsonValue], *, max_episodes: int) -> Iterator[str]:
-    """Yields one line for each rule that `table` breaks, whatever vLLM's version is."""
+def engine_problems(server: RolloutServerSection) -> Iterator[str]:
+    """Yields one line for each rule that the table breaks, whatever vLLM's version is."""
+    table, max_episodes = server.engine, server.max_episodes
     for name in table:
         if name in OWNED:
             yield f"{SECTION}.{name} cannot be passed through: {OWNED[name]}"

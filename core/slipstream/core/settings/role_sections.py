@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, model_validator
-from slipstream.core.settings.algorithm_section import KlSection
 from slipstream.core.settings.section import Seconds, Section
 from slipstream.core.settings.sections import (
     LearnerSection,
@@ -128,59 +126,6 @@ class LoraSection(Section):
         known, found = ", ".join(self.adapters), repr(adapter) if adapter else "none"
         return f"adapter must be one of lora.adapters ({known}), got {found}"
 
-    def problems(
-        self,
-        *,
-        num_experts: int,
-        latent_tp: int = 0,
-        has_delta_nets: bool = False,
-        has_fused_experts: bool = False,
-    ) -> Iterator[str]:
-        """Yields one line for each rule that these settings break for a model.
-
-        `num_experts` is 0 for a dense model. `latent_tp` is the learner's tensor parallel size for
-        a model with latent attention, else 0. `has_delta_nets` says that some layers are gated
-        delta nets, `has_fused_experts` that files hold one tensor for all experts of a layer.
-
-        vLLM applies adapters to fused experts on GPUs only, and reads these adapters in another
-        format.
-        """
-        if has_fused_experts and self.has_mlp:
-            yield (
-                f"lora.target_modules must leave {' and '.join(MLP)} out for a model whose files "
-                "hold one tensor for all experts of a layer: adapters of single experts have no "
-                f"names there, got {', '.join(self.target_modules)}"
-            )
-        elif num_experts and self.has_mlp and self.adapters:
-            yield (
-                f"lora.adapters must be empty with adapters on experts, got "
-                f"{', '.join(self.adapters)}: or leave {' and '.join(MLP)} out of "
-                "lora.target_modules"
-            )
-        elif num_experts and self.has_mlp and self.publishes_adapters:
-            yield (
-                f"lora.publish must be merged with adapters on experts, got {self.publish!r}: or "
-                f"leave {' and '.join(MLP)} out of lora.target_modules"
-            )
-        rule, found = "lora.publish must be merged", repr(self.publish)
-        if self.adapters:
-            rule, found = "lora.adapters must be empty", ", ".join(self.adapters)
-        if latent_tp and self.publishes_adapters:
-            yield (
-                f"{rule} for a model with latent attention, got {found}: vLLM multiplies kv_b_proj "
-                "into other matrices once, without adapters"
-            )
-        if self.rank and latent_tp > 1:
-            yield (
-                "learner.parallel.tp must be 1 for adapters in a model with latent attention, "
-                f"got {latent_tp}"
-            )
-        if has_delta_nets and self.publishes_adapters:
-            yield (
-                f"{rule} for a model with delta nets, got {found}: vLLM computes its adapters on "
-                "GPUs only, where that was not tested"
-            )
-
 
 class ReferenceServerSection(Section):
     """A vLLM server that runs the reference model, with OpenAI's API and `prompt_logprobs`.
@@ -250,25 +195,6 @@ class CriticSection(Section):
     value_clip: float = Field(0.2, ge=0)
     # A table of its own, below.
     parallel: RoleParallelSection | None = None
-
-
-def served_problems(
-    reference: ReferenceSection | None, kl: KlSection, temperature: float
-) -> Iterator[str]:
-    """Yields one line for each rule that top-k divergences or a reference server break."""
-    top_k = reference.top_k if reference is not None else 0
-    if kl.uses_top_k and not top_k:
-        yield f"algorithm.kl.estimator = {kl.estimator!r} needs reference.top_k >= 1, got 0"
-    if top_k and not kl.uses_top_k:
-        yield (
-            f"reference.top_k must be 0 unless a kl.estimator is forward_top_k or reverse_top_k, "
-            f"got {top_k}"
-        )
-    if reference is not None and reference.server is not None and temperature != 1.0:
-        yield (
-            "reference.server needs sampling.temperature = 1: vLLM gives the log-probabilities of "
-            f"prompts at temperature 1, got {temperature:g}"
-        )
 
 
 RoleSection: TypeAlias = ReferenceSection | CriticSection

@@ -3,13 +3,14 @@
 Each function yields one line for each broken rule, with the values and the rule.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import entry_points
 from typing import Any, cast
 
 from pydantic import ValidationError
 from slipstream.core.machine.address import address_parts
 from slipstream.core.settings.algorithm_section import is_own
+from slipstream.core.settings.engine_table import engine_problems
 from slipstream.core.settings.parallel_rules import replay_problems, table_problems, world_problems
 from slipstream.core.settings.role_sections import NOT_EXCHANGED, in_place_of, renamed
 from slipstream.core.settings.tables import Tables
@@ -134,6 +135,23 @@ def _turn_problems(config: Tables) -> Iterator[str]:
         )
 
 
+def _served_problems(config: Tables) -> Iterator[str]:
+    reference, kl, temperature = config.reference, config.algorithm.kl, config.sampling.temperature
+    top_k = reference.top_k if reference is not None else 0
+    if kl.uses_top_k and not top_k:
+        yield f"algorithm.kl.estimator = {kl.estimator!r} needs reference.top_k >= 1, got 0"
+    if top_k and not kl.uses_top_k:
+        yield (
+            f"reference.top_k must be 0 unless a kl.estimator is forward_top_k or reverse_top_k, "
+            f"got {top_k}"
+        )
+    if reference is not None and reference.server is not None and temperature != 1.0:
+        yield (
+            "reference.server needs sampling.temperature = 1: vLLM gives the log-probabilities of "
+            f"prompts at temperature 1, got {temperature:g}"
+        )
+
+
 def _storage_problems(config: Tables) -> Iterator[str]:
     if config.weights.storage_url is None:
         return
@@ -195,7 +213,7 @@ def _size_problems(config: Tables) -> Iterator[str]:
             f"{sampling.max_episode_tokens}, {config.learner.micro_batch_tokens} "
             f"and {config.learner.parallel.cp}"
         )
-    yield from trajectory_problems(config, config.max_trajectory_bytes)
+    yield from trajectory_problems(config, config.trajectory_bytes())
     publish_s = config.weights.join_deadline_s + config.weights.bucket_deadline_s
     if config.learner.timeout_s < 2 * publish_s:
         yield (
@@ -350,7 +368,11 @@ def _port_problems(config: Tables) -> Iterator[str]:
             yield f"{name} needs port {port} of {host}, which {other} has already"
 
 
-TABLE_RULES = (
+TABLE_RULES: tuple[Callable[[Tables], Iterator[str]], ...] = (
+    lambda config: world_problems(config.learner),
+    lambda config: table_problems(config.learner),
+    lambda config: engine_problems(config.rollout_server),
+    _served_problems,
     _port_problems,
     _client_loop_problems,
     _size_problems,

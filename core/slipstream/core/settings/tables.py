@@ -87,11 +87,6 @@ class Tables(Section):
         """
         return self.controller.turns != "sleep"
 
-    @property
-    def max_trajectory_bytes(self) -> int:
-        """The upper bound of a trajectory's bytes in a queue, without its recorded experts."""
-        return self.trajectory_bytes()
-
     def trajectory_bytes(self, *, routing_bytes_per_token: int = 0) -> int:
         """Returns an upper bound of a trajectory's bytes in a queue.
 

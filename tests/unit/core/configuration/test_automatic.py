@@ -186,7 +186,7 @@ def test_a_queue_holds_the_batches_that_may_be_ahead(tmp_path: Path) -> None:
     algorithm = {"group_size": 256, "groups_per_step": 64, "max_staleness": 3}
     sampling = {"max_episode_tokens": 256, "max_reply_tokens": 64}
     config = chosen(tmp_path, algorithm=algorithm, sampling=sampling)
-    assert config.queue.max_bytes == 4 * 64 * 256 * config.max_trajectory_bytes
+    assert config.queue.max_bytes == 4 * 64 * 256 * config.trajectory_bytes()
 
 
 def test_a_run_that_goes_on_keeps_what_it_chose(tmp_path: Path) -> None:

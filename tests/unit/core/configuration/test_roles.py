@@ -312,9 +312,9 @@ def test_a_reference_behind_a_server_loads_no_model() -> None:
 
 
 def test_likely_tokens_of_a_reference_make_trajectories_larger() -> None:
-    plain = config_with(KL).max_trajectory_bytes
-    sampled = config_with(KL, reference={"server": SERVER}).max_trajectory_bytes
-    likely = config_with(FORWARD, reference={"server": SERVER, "top_k": 5}).max_trajectory_bytes
+    plain = config_with(KL).trajectory_bytes()
+    sampled = config_with(KL, reference={"server": SERVER}).trajectory_bytes()
+    likely = config_with(FORWARD, reference={"server": SERVER, "top_k": 5}).trajectory_bytes()
     assert (sampled - plain, likely - plain) == (16 * 4, 16 * 44)
 
 

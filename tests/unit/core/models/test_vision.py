@@ -146,7 +146,7 @@ def test_images_reserve_their_bytes_in_the_queue(folder: Path) -> None:
         parse_config(table(folder, max_images=number, max_image_bytes=1000), source="test")
         for number in (0, 3)
     )
-    assert with_images.max_trajectory_bytes - without.max_trajectory_bytes == 3000
+    assert with_images.trajectory_bytes() - without.trajectory_bytes() == 3000
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def test_the_smallest_table_is_enough() -> None:
     config = config_with()
     assert config.run_dir == Path("runs/test")
     assert config.algorithm.max_staleness == 2
-    assert config.max_trajectory_bytes == 2048 + 24 * 16
+    assert config.trajectory_bytes() == 2048 + 24 * 16
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
@@ -50,10 +50,10 @@ def test_configs_that_are_shipped_are_valid_and_come_back_from_their_dump(path, 
 def test_branches_add_to_the_size_of_a_trajectory_and_have_a_limit_of_their_own() -> None:
     config = config_with({"sampling.max_total_tokens": 256})
     assert (config.sampling.total_tokens, config.sampling.max_branches) == (256, 16)
-    assert config.max_trajectory_bytes == 2048 + 24 * 256
+    assert config.trajectory_bytes() == 2048 + 24 * 256
     many = config_with({"sampling.max_branches": 20})
     assert many.sampling.total_tokens == 16
-    assert many.max_trajectory_bytes == 2048 + 4 * 96 + 24 * 16
+    assert many.trajectory_bytes() == 2048 + 4 * 96 + 24 * 16
 
 
 def test_context_parallel_ranks_share_an_episode_that_is_too_long_for_one() -> None:

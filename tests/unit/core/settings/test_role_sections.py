@@ -1,5 +1,7 @@
 import pytest
 from pydantic import ValidationError
+from slipstream.core.models.model_rules import adapter_problems
+from slipstream.core.models.model_sizes import ModelSizes
 from slipstream.core.settings.role_sections import LoraSection
 
 NAMED = {"rank": 8, "publish": "adapters", "adapters": ("code", "math")}
@@ -29,51 +31,67 @@ def test_no_target_and_an_unknown_one_are_refused() -> None:
 
 PUBLISHED = {"rank": 8, "publish": "adapters"}
 ATTENTION = {"target_modules": ("linear_qkv", "o_proj")}
-FUSED = {"num_experts": 4, "has_fused_experts": True}
-DELTA = {"num_experts": 4, "has_delta_nets": True}
-DENSE_DELTA = {"num_experts": 0, "has_delta_nets": True}
+DENSE = {"architectures": ["Qwen3ForCausalLM"]}
+EXPERTS = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4}
+FUSED = {"architectures": ["GptOssForCausalLM"], "num_local_experts": 4}
+DELTA = {"architectures": ["Qwen3NextForCausalLM"], "num_experts": 4}
+DENSE_DELTA = {"architectures": ["Qwen3_5ForCausalLM"]}
+LATENT = {"architectures": ["DeepseekV3ForCausalLM"], "n_routed_experts": 4, "kv_lora_rank": 8}
 NO_FUSED = "lora.target_modules must leave linear_fc1 and linear_fc2 out for a"
 
 
 @pytest.mark.parametrize(
-    ("section", "model", "problem"),
+    ("section", "model", "tp", "problem"),
     [
-        ({"rank": 8}, {"num_experts": 4}, ""),
-        (PUBLISHED, {"num_experts": 0}, ""),
-        (PUBLISHED, {"num_experts": 4}, "lora.publish must be merged with adapters on experts, go"),
-        (NAMED, {"num_experts": 4}, "lora.adapters must be empty with adapters on experts, got co"),
-        (PUBLISHED | ATTENTION, {"num_experts": 4}, ""),
-        (NAMED | ATTENTION, {"num_experts": 4}, ""),
+        ({"rank": 8}, EXPERTS, 2, ""),
+        (PUBLISHED, DENSE, 2, ""),
+        (PUBLISHED, EXPERTS, 2, "lora.publish must be merged with adapters on experts, go"),
+        (NAMED, EXPERTS, 2, "lora.adapters must be empty with adapters on experts, got co"),
+        (PUBLISHED | ATTENTION, EXPERTS, 2, ""),
+        (NAMED | ATTENTION, EXPERTS, 2, ""),
         # Files hold the experts as one tensor; that is told before anything else.
-        ({"rank": 8}, FUSED, NO_FUSED),
-        (PUBLISHED, FUSED, NO_FUSED),
-        (NAMED, FUSED, NO_FUSED),
-        ({}, FUSED, ""),
-        ({"rank": 8} | ATTENTION, FUSED, ""),
-        ({"rank": 8}, DELTA, ""),
-        (PUBLISHED | ATTENTION, DELTA, "lora.publish must be merged for a model with delta nets, "),
-        (NAMED | ATTENTION, DENSE_DELTA, "lora.adapters must be empty for a model with delta nets"),
-        ({"rank": 8}, {"num_experts": 4, "latent_tp": 1}, ""),
-        ({}, {"num_experts": 4, "latent_tp": 2}, ""),
+        ({"rank": 8}, FUSED, 2, NO_FUSED),
+        (PUBLISHED, FUSED, 2, NO_FUSED),
+        (NAMED, FUSED, 2, NO_FUSED),
+        ({}, FUSED, 2, ""),
+        ({"rank": 8} | ATTENTION, FUSED, 2, ""),
+        ({"rank": 8}, DELTA, 2, ""),
+        (
+            PUBLISHED | ATTENTION,
+            DELTA,
+            2,
+            "lora.publish must be merged for a model with delta",
+        ),
+        (
+            NAMED | ATTENTION,
+            DENSE_DELTA,
+            2,
+            "lora.adapters must be empty for a model with delta",
+        ),
+        ({"rank": 8}, LATENT, 1, ""),
+        ({}, LATENT, 2, ""),
         (
             {"rank": 8},
-            {"num_experts": 4, "latent_tp": 2},
+            LATENT,
+            2,
             "learner.parallel.tp must be 1 for adapters in a model with latent attention, got 2",
         ),
         (
             PUBLISHED | {"target_modules": ("linear_qkv",)},
-            {"num_experts": 4, "latent_tp": 1},
+            LATENT,
+            1,
             "lora.publish must be merged for a model with latent attention, got",
         ),
         (
-            NAMED,
-            {"num_experts": 0, "latent_tp": 1},
+            NAMED | ATTENTION,
+            LATENT,
+            1,
             "lora.adapters must be empty for a model with latent attention, got code, math: ",
         ),
     ],
 )
-def test_adapters_that_a_model_cannot_have_or_publish_are_refused(section, model, problem):
-    found = list(LoraSection(**section).problems(**model))
+def test_adapters_that_a_model_cannot_have_or_publish_are_refused(section, model, tp, problem):
+    found = list(adapter_problems(LoraSection(**section), ModelSizes.of(model), tp))
     assert len(found) == bool(problem), found
     assert "".join(found).startswith(problem)
 
