@@ -15,7 +15,6 @@ import asyncio
 import functools
 import hashlib
 import hmac
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, Self, TypeAlias
@@ -144,7 +143,8 @@ class ByteBudget:
         """Limits the bytes in use to `max_bytes`."""
         self.max_bytes = max_bytes
         self.used_bytes = 0
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        # Held by the call that is the next to have room.
+        self._turn, self._freed = asyncio.Lock(), asyncio.Event()
 
     async def acquire(self, num_bytes: int, *, timeout_s: float | None) -> None:
         """Waits until `num_bytes` are free, and counts them as used.
@@ -153,40 +153,21 @@ class ByteBudget:
         Raises QueueError when `num_bytes` can never fit.
         """
         check_fits(num_bytes, self.max_bytes)
-        if not self._waiting and self.used_bytes + num_bytes <= self.max_bytes:
-            self.used_bytes += num_bytes
-            return
-        place = (num_bytes, asyncio.get_running_loop().create_future())
-        self._waiting.append(place)
         try:
-            async with asyncio.timeout(timeout_s):
-                await place[1]
+            async with asyncio.timeout(timeout_s), self._turn:
+                while self.used_bytes + num_bytes > self.max_bytes:
+                    self._freed.clear()
+                    await self._freed.wait()
+                self.used_bytes += num_bytes
         except TimeoutError:
             assert timeout_s is not None
-            if not _granted(place[1]):
-                raise queue_full(num_bytes, timeout_s, self.used_bytes, self.max_bytes) from None
-        except asyncio.CancelledError:
-            if _granted(place[1]):
-                self.release(num_bytes)
-            raise
-        finally:
-            if place in self._waiting:
-                self._waiting.remove(place)
-                self._grant()
+            raise queue_full(num_bytes, timeout_s, self.used_bytes, self.max_bytes) from None
 
     def release(self, num_bytes: int) -> None:
         """Counts `num_bytes` as free again, and wakes the callers that now have room."""
         self.used_bytes -= num_bytes
         assert self.used_bytes >= 0
-        self._grant()
-
-    def _grant(self) -> None:
-        while self._waiting and self.used_bytes + self._waiting[0][0] <= self.max_bytes:
-            num_bytes, granted = self._waiting.popleft()
-            if granted.done():
-                continue
-            self.used_bytes += num_bytes
-            granted.set_result(None)
+        self._freed.set()
 
 
 def check_fits(num_bytes: int, max_bytes: int) -> None:
@@ -205,10 +186,6 @@ def queue_full(
         f"no room for {num_bytes} bytes within {timeout_s:g} s: {used_bytes} of {max_bytes} bytes "
         "wait for the controller"
     )
-
-
-def _granted(future: asyncio.Future[None]) -> bool:
-    return future.done() and not future.cancelled()
 
 
 SEAL_BYTES = 16
