@@ -52,7 +52,6 @@ def test_a_dry_run_prints_the_ranks_of_every_model(tmp_path: Path) -> None:
         "#",
         "# The GPUs of what starts here:",
         "# no GPU is used",
-        "# turns: off, because no rollout server shares a GPU with the learner",
         "# weights travel by gloo",
         "# vLLM runs the model eagerly: rollout_server.enforce_eager is true by default on a CPU",
     ]

@@ -248,7 +248,6 @@ def test_a_dry_run_says_who_gets_which_gpu(monkeypatch: pytest.MonkeyPatch) -> N
         "The GPUs of what starts here:",
         "trainer rank 0: GPU 2",
         "rollout server 0: GPU 1",
-        "turns: off, because no rollout server shares a GPU with the learner",
         "weights travel by nccl",
         ENGINE_LINE,
     ]
@@ -259,7 +258,6 @@ def test_a_dry_run_says_who_gets_which_gpu(monkeypatch: pytest.MonkeyPatch) -> N
     config, lines, _ = launcher.place_dry(config_of(), Share(range(1), 1))
     assert config.rollout_server.gpu_memory_utilization == 0.4
     assert lines[-4].startswith("the learner and 1 rollout server share GPU 2; ")
-    assert lines[-3] == "turns: pause, because rollout server 0 shares GPU 2 with the learner"
     assert lines[-2] == "weights travel by ipc"
 
 
