@@ -37,7 +37,7 @@ def test_a_dry_run_prints_the_ranks_of_every_model(tmp_path: Path) -> None:
     text, _ = describe_dry_run(parse_config(table, source="test"), Share(range(2), 1))
     assert tomllib.loads(text)["critic"]["parallel"]["pp"] == 2
     notes = [line for line in text.splitlines() if line.startswith("#")]
-    assert notes[:17] == [
+    assert notes[:16] == [
         "# The trainer's ranks:",
         "# 2 ranks: tp 2, pp 1, cp 1, dp 1",
         "# tp: 1 x 2: [0 1]",

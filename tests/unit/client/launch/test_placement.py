@@ -257,7 +257,7 @@ def test_a_dry_run_says_who_gets_which_gpu(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
     config, lines, _ = launcher.place_dry(config_of(), Share(range(1), 1))
     assert config.rollout_server.gpu_memory_utilization == 0.4
-    assert lines[-4].startswith("the learner and 1 rollout server share GPU 2; ")
+    assert lines[-3].startswith("the learner and 1 rollout server share GPU 2; ")
     assert lines[-2] == "weights travel by ipc"
 
 
