@@ -36,7 +36,7 @@ from slipstream.v1 import trajectory_pb2 as pb
 MAX_TRAJECTORY_BYTES = max_message_bytes(pb.Trajectory)
 # Metadata of the trainer's calls; see trainer.proto.
 TRAINER_EPOCH = "slipstream-trainer-epoch"
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 _TOKENS, _LOGPROBS = np.dtype("<u4"), np.dtype("<f4")
 _OTHER_FIELDS = {"token_ids", "checksum", *SAMPLED_ARRAYS}
 # Fields that have the same name and value in both forms, and whether they hold several values.
