@@ -26,6 +26,7 @@ from slipstream.environments.arguments import (
     check_choice,
     check_holds,
 )
+from slipstream.environments.functions_program import heard, said
 from slipstream.environments.question_files import Row, cell_in, named_rows, text_in, unpacked
 from slipstream.environments.sandbox import Finished, Limits, Sandbox, StartedProgram
 
@@ -37,8 +38,8 @@ PROGRAM = Path(__file__).with_name("functions_program.py")
 PROGRAM_TEXT = PROGRAM.read_text(encoding="utf-8")
 # Seconds in which Python starts in a sandbox, on a busy machine.
 START_LIMIT_S = 60.0
-# Fields of an answer to a call.
-ANSWERS = ({"value", "changed"}, {"raised", "text"})
+# Kinds of answers to a call.
+ANSWERS = (b"value ", b"raised ")
 # What a test may ask of a value that a function returns.
 _OWN = (str, bytes, int, float, complex, list, dict, set, range)
 _METHODS = {name for kind in _OWN for name in dir(kind)}
@@ -324,14 +325,12 @@ class Functions(Environment[Exam]):
         """Returns the outcome of each test: "passed", "failed", "error" or "timeout"."""
         exam = self._exam
         files = {f"test_{number}.py": text for number, text in enumerate(exam.tests)}
-        facts: dict[str, object] = {"functions": exam.functions, "modules": exam.modules}
-        facts |= {"num_tests": len(exam.tests)}
-        files |= {"exam.json": json.dumps(facts), "setup.py": exam.setup}
-        files |= {PROGRAM.name: PROGRAM_TEXT}
+        files |= {"setup.py": exam.setup, PROGRAM.name: PROGRAM_TEXT}
         candidate = _Candidate(self._sandbox, exam.setup, code, self._limit_s)
         outcomes: list[str] = []
         try:
             async with self._sandbox.start(_command("examiner"), files=files) as examiner:
+                examiner.stdin.write(_line("exam", exam.functions, exam.modules, len(exam.tests)))
                 while (left := len(exam.tests) - len(outcomes)) > 0:
                     try:
                         line = await examiner.stdout.readline()
@@ -341,18 +340,17 @@ class Functions(Environment[Exam]):
                     if not line:
                         finished = await examiner.finish()
                         return outcomes + _missing(finished, left)
-                    said = json.loads(line)
-                    if said.get("outcome") == "idle":
+                    if line.startswith(b"call "):
+                        examiner.stdin.write(await candidate.answer(line))
+                        await examiner.stdin.drain()
+                        continue
+                    _, (outcome, cause) = heard(line.decode())
+                    if outcome == "idle":
                         idle = exam.tests[len(outcomes)].strip()[:80]
                         names = ", ".join(exam.functions)
                         what = f"a test of {exam.where} calls none of {names}: {idle!r}"
-                        raise ValueError(f"{what} {said['cause']}".strip())
-                    if "outcome" in said:
-                        outcomes.append(said["outcome"])
-                        continue
-                    answer = await candidate.answer(said)
-                    examiner.stdin.write(json.dumps(answer).encode() + b"\n")
-                    await examiner.stdin.drain()
+                        raise ValueError(f"{what} {cause}".strip())
+                    outcomes.append(outcome)
         finally:
             await candidate.end()
         return outcomes
@@ -382,14 +380,14 @@ class _Candidate:
         self._program: StartedProgram | None = None
         self._context = contextlib.AsyncExitStack()
         # What every call is answered where code cannot be loaded: it is not started again.
-        self._always: dict[str, object] = {}
+        self._always = b""
         if not code.strip() and not setup.strip():
-            self._always = {"raised": "NameError", "text": "the reply has no code"}
+            self._always = _line("raised", "NameError", "the reply has no code")
 
-    async def answer(self, call: object) -> dict[str, object]:
-        """Returns the code's answer to a call, or {"ended": OUTCOME} if it gives no valid answer.
+    async def answer(self, call: bytes) -> bytes:
+        """Returns the line that answers a call, `ended` with an outcome if the code gives none.
 
-        OUTCOME is the outcome of the test, "timeout" or "error".
+        The outcome of the test is "timeout" or "error".
         """
         if self._always:
             return self._always
@@ -397,20 +395,20 @@ class _Candidate:
         try:
             program = self._program or await self._start()
             is_loaded = True
-            program.stdin.write(json.dumps(call).encode() + b"\n")
+            program.stdin.write(call)
             await program.stdin.drain()
-            answer = await _said(program, self._limit_s)
-            if answer.keys() not in ANSWERS:
+            answer = await _next_line(program, self._limit_s)
+            if not (answer.startswith(ANSWERS) and answer.isascii()):
                 # Only this process may tell the examiner how a test ended.
-                raise ValueError(f"an answer has a value or an error, got {list(answer)}")
+                raise ValueError(f"an answer has a value or an error, got {answer[:80]!r}")
             return answer
         except TimeoutError:
-            ended: dict[str, object] = {"ended": "timeout"}
-        except (ValueError, RecursionError, ConnectionError):
+            ended = _line("ended", "timeout")
+        except (ValueError, ConnectionError):
             # The program ended, or wrote an invalid answer or too long a line.
-            ended = {"ended": "error"}
+            ended = _line("ended", "error")
         await self.end()
-        self._always = {} if is_loaded else ended
+        self._always = b"" if is_loaded else ended
         return ended
 
     async def end(self) -> None:
@@ -422,9 +420,9 @@ class _Candidate:
     async def _start(self) -> StartedProgram:
         started = self._sandbox.start(_command("candidate"), files=self._files)
         program = await self._context.enter_async_context(started)
-        await _said(program, START_LIMIT_S)
+        await _next_line(program, START_LIMIT_S)
         # The code under test runs for the first time.
-        await _said(program, self._limit_s)
+        await _next_line(program, self._limit_s)
         self._program = program
         return program
 
@@ -433,12 +431,16 @@ def _as_code(text: str) -> str:
     return text if "```" in text else f"```python\n{text}\n```"
 
 
-async def _said(program: StartedProgram, limit_s: float) -> dict[str, object]:
+def _line(kind: str, *values: object) -> bytes:
+    return f"{said(kind, *values)}\n".encode()
+
+
+async def _next_line(program: StartedProgram, limit_s: float) -> bytes:
     async with asyncio.timeout(limit_s):
-        said = json.loads(await program.stdout.readline())
-    if not isinstance(said, dict):
-        raise ValueError(f"an answer is an object, got {type(said).__name__}")
-    return said
+        line = await program.stdout.readline()
+    if not line.endswith(b"\n"):
+        raise ConnectionError("the program has ended")
+    return line
 
 
 def _command(role: str) -> list[str]:

@@ -3,96 +3,110 @@
     python functions_program.py examiner|candidate
 
 The examiner has the tests and the expected values. In place of a tested function, a test calls a
-stand-in that writes the call as a line of JSON and reads the value from the next line. The
-candidate has the functions and answers such calls; if one returns nothing, also with what lists,
-dictionaries and sets among the arguments hold afterwards. So tested code sees the arguments, but
-not the test, its expected values or its verdict; the test gets values of built-in types only, whose
-`==` the tested code cannot override.
+stand-in that writes the call as a line and reads the value from the next line. The candidate has
+the functions and answers such calls; if one returns nothing, also with what lists, dictionaries and
+sets among the arguments hold afterwards. So tested code sees the arguments, but not the test, its
+expected values or its verdict; the test gets values of built-in types only, whose `==` the tested
+code cannot override.
 
-Only Python's standard library is imported: the sandbox contains no other file.
+A message is a line: its kind, then values in words, such as `l2 i5 sAda` for [5, "Ada"]. Only
+modules are imported that Python has loaded anyway: json would take as long as the rest of an exam.
 """
+
+from __future__ import annotations
 
 import builtins
 import itertools
-import json
 import os
-import runpy
 import sys
-import types
-from collections.abc import Callable, Iterator, Sequence
-from typing import IO, Any, TypeAlias
+from importlib.machinery import SourceFileLoader
 
-# A value of Python's own types, or of JSON.
-Value: TypeAlias = Any
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from typing import IO, Any, TypeAlias
+
+    # A value of Python's own types.
+    Value: TypeAlias = Any
 
 # Most items of an iterator that a function may return.
 MAX_ITEMS = 100_000
-# Integers from this size on are written as text.
-PLAIN_INTEGERS = 1 << 53
 
 
 class EndedError(BaseException):
     """The candidate gave no answer; as a BaseException, it passes `except Exception` in a test."""
 
 
-def encode(value: Value) -> Value:
-    """Returns the JSON form of a value of built-in types. Raises TypeError for other types."""
+def encode(value: Value) -> str:
+    """Returns the words for a value of built-in types. Raises TypeError for other types."""
     match value:
-        case None | bool() | str():
-            return value
+        case None | bool():
+            return {None: "N", True: "T", False: "F"}[value]
+        case str():
+            text = str.__str__(value).encode("unicode_escape").decode()
+            return "s" + text.replace(" ", "\\x20")
         case int():
-            return int(value) if abs(value) < PLAIN_INTEGERS else {"int": hex(value)}
+            return f"i{int(value):x}"
         case float():
-            return {"float": repr(float(value))}
+            return f"f{float(value)!r}"
         case complex():
-            return {"complex": [repr(value.real), repr(value.imag)]}
+            return f"c{value.real!r},{value.imag!r}"
         case bytes() | bytearray():
-            return {"bytes": bytes(value).hex()}
+            return f"b{bytes(value).hex()}"
         case list():
-            return [encode(item) for item in value]
+            return _several("l", value)
         case tuple():
-            return {"tuple": [encode(item) for item in value]}
+            return _several("t", value)
         case set() | frozenset():
-            kind = "set" if isinstance(value, set) else "frozenset"
-            return {kind: [encode(item) for item in value]}
+            return _several("S" if isinstance(value, set) else "Z", value)
         case dict():
-            return {"dict": [[encode(key), encode(item)] for key, item in value.items()]}
+            return _several("d", itertools.chain.from_iterable(value.items()))
         case range():
-            return {"range": [value.start, value.stop, value.step]}
-        case Iterator():
-            items = list(itertools.islice(value, MAX_ITEMS))
-            return {"iterator": [encode(item) for item in items]}
-        case types.CoroutineType():
-            import asyncio
+            return _several("r", (value.start, value.stop, value.step))
+    if hasattr(value, "__next__"):
+        return _several("I", itertools.islice(value, MAX_ITEMS))
+    if hasattr(value, "cr_frame"):
+        import asyncio
 
-            return {"coroutine": encode(asyncio.run(value))}
+        return _several("C", [asyncio.run(value)])
     if type(value).__module__ == "numpy":
         return encode(value.tolist())
     raise TypeError(f"a {type(value).__name__} cannot be passed to a test")
 
 
-def decode(value: Value) -> Value:
-    """Returns the value whose JSON form `encode` returned."""
-    if isinstance(value, list):
-        return [decode(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    ((kind, inside),) = value.items()
-    return _KINDS[kind](inside)
+def _several(kind: str, items: Iterable[Value]) -> str:
+    words = [encode(item) for item in items]
+    return " ".join([f"{kind}{len(words)}", *words])
 
 
-_KINDS: dict[str, Callable[[Value], Value]] = {
-    "int": lambda inside: int(inside, 16),
-    "float": float,
-    "complex": lambda inside: complex(*map(float, inside)),
-    "bytes": bytes.fromhex,
-    "tuple": lambda inside: tuple(map(decode, inside)),
-    "set": lambda inside: set(map(decode, inside)),
-    "frozenset": lambda inside: frozenset(map(decode, inside)),
-    "range": lambda inside: range(*inside),
-    "dict": lambda inside: {decode(key): decode(item) for key, item in inside},
-    "iterator": lambda inside: iter([decode(item) for item in inside]),
-    "coroutine": lambda inside: _awaited(decode(inside)),
+def decode(words: Iterator[str]) -> Value:
+    """Returns the value whose words `encode` returned, which are taken from `words`."""
+    word = next(words)
+    kind, inside = word[0], word[1:]
+    if kind in _ALONE:
+        return _ALONE[kind](inside)
+    return _OF_ITEMS[kind]([decode(words) for _ in range(int(inside))])
+
+
+_ALONE: dict[str, Callable[[str], Value]] = {
+    "N": lambda _: None,
+    "T": lambda _: True,
+    "F": lambda _: False,
+    "s": lambda inside: inside.encode().decode("unicode_escape"),
+    "i": lambda inside: int(inside, 16),
+    "f": float,
+    "c": lambda inside: complex(*map(float, inside.split(","))),
+    "b": bytes.fromhex,
+}
+_OF_ITEMS: dict[str, Callable[[list[Value]], Value]] = {
+    "l": list,
+    "t": tuple,
+    "S": set,
+    "Z": frozenset,
+    "d": lambda items: dict(zip(items[::2], items[1::2], strict=True)),
+    "r": lambda items: range(*items),
+    "I": iter,
+    "C": lambda items: _awaited(items[0]),
 }
 
 
@@ -101,30 +115,30 @@ async def _awaited(value: Value) -> Value:
 
 
 def examine(hears: IO[str], says: IO[str]) -> None:
-    """Runs the tests in turn, and writes {"outcome": ...} to `says` after each one.
+    """Runs the tests in turn, and writes `outcome` to `says` after each one.
 
-    Calls of tested functions are written to `says` too; their answers are read from `hears`. The
-    outcome of a test that has called none is "idle", whatever else it did: it tests nothing.
+    Calls of tested functions are written to `says` too. Functions, modules and number of tests,
+    and then the answers, are read from `hears`. The outcome of a test that has called no function
+    is "idle", whatever else it did: it tests nothing.
     """
-    with open("exam.json", encoding="utf-8") as file:
-        exam = json.load(file)
+    _, (functions, modules, num_tests) = heard(hears.readline())
     # How each call of the current test ended: "" or an outcome.
     ends: list[str] = []
-    names = {name: _stand_in(name, hears, says, ends) for name in exam["functions"]}
-    found = runpy.run_path("setup.py")
-    given = {name: value for name, value in found.items() if not name.startswith("__")}
-    for name in exam["modules"]:
+    names = {name: _stand_in(name, hears, says, ends) for name in functions}
+    found = _run("setup", {})
+    given = {name: each for name, each in found.items() if not name.startswith("__")} | names
+    for name in modules:
         # Tests import the functions from a file that a reply would be in.
         for part in itertools.accumulate(name.split("."), "{}.{}".format):
-            module = sys.modules.setdefault(part, types.ModuleType(part))
-            vars(module).update(given | names, __path__=[])
-    for number in range(exam["num_tests"]):
+            module = sys.modules.setdefault(part, type(sys)(part))
+            vars(module).update(given, __path__=[])
+    for number in range(num_tests):
         ends.clear()
         cause = ""
         try:
-            found = runpy.run_path(f"test_{number}.py", init_globals=given | names, run_name="test")
+            found = _run(f"test_{number}", given)
             if not ends:
-                _run_cases(found, known=given | names)
+                _run_cases(found, known=given)
             outcome = "passed"
         except AssertionError:
             outcome = "failed"
@@ -132,7 +146,16 @@ def examine(hears: IO[str], says: IO[str]) -> None:
             cause, outcome = f"({type(error).__name__}: {error})", "error"
         # A test that caught the end of the tested code has not passed.
         outcome = next(filter(None, ends), outcome) if ends else "idle"
-        _say(says, {"outcome": outcome, "cause": cause[:200]})
+        _say(says, "outcome", outcome, cause[:200])
+
+
+def _run(name: str, given: Mapping[str, object]) -> dict[str, Any]:
+    """Runs a file of the folder as a module that knows the names `given`; returns all its names."""
+    module, path = type(sys)(name), f"{name}.py"
+    sys.modules[name] = module
+    vars(module).update(given, __file__=path)
+    SourceFileLoader(name, path).exec_module(module)
+    return vars(module)
 
 
 def _run_cases(found: dict[str, Any], known: dict[str, Any]) -> None:
@@ -155,22 +178,28 @@ def _run_cases(found: dict[str, Any], known: dict[str, Any]) -> None:
                     # pytest gives it the method if it takes one.
                     begin(*[test][: begin.__code__.co_argcount - 1])
                     test()
-        elif name.startswith("test") and isinstance(each, types.FunctionType):
+        elif name.startswith("test") and hasattr(each, "__code__"):
             each()
 
 
 def _stand_in(name: str, hears: IO[str], says: IO[str], ends: list[str]) -> Callable[..., object]:
     def called(*arguments: object, **named: object) -> object:
-        _say(says, {"call": name, "arguments": encode(arguments), "named": encode(named)})
-        answer = json.loads(hears.readline())
-        ends.append(answer.get("ended", ""))
-        if "ended" in answer:
-            raise EndedError(answer["ended"])
-        if "raised" in answer:
-            raise _error(answer["raised"], str(answer.get("text", "")))
-        for given, changed in zip((*arguments, *named.values()), answer["changed"], strict=False):
-            _change(given, decode(changed))
-        return decode(answer["value"])
+        _say(says, "call", name, arguments, named)
+        try:
+            kind, answer = heard(hears.readline())
+        except (ValueError, LookupError, TypeError, StopIteration, RecursionError, MemoryError):
+            # Only tested code writes such words.
+            kind, answer = "ended", ["error"]
+        if kind == "ended":
+            ends.append(answer[0])
+            raise EndedError(answer[0])
+        ends.append("")
+        if kind == "raised":
+            raise _error(*answer)
+        value, contents = answer
+        for given, changed in zip((*arguments, *named.values()), contents, strict=False):
+            _change(given, changed)
+        return value
 
     return called
 
@@ -196,47 +225,55 @@ def _error(name: Value, text: str) -> Exception:
 
 
 def answer_calls(hears: IO[str], says: IO[str]) -> None:
-    """Writes {"is": "started"}, loads the functions, writes {"is": "ready"}, then answers calls.
+    """Writes `started`, loads the functions, writes `ready`, then answers calls.
 
     Calls are read from `hears`; everything is written to `says`.
     """
-    _say(says, {"is": "started"})
-    functions = runpy.run_path("solution.py", run_name="solution")
-    _say(says, {"is": "ready"})
+    _say(says, "started")
+    functions = _run("solution", {})
+    _say(says, "ready")
     for line in hears:
-        call = json.loads(line)
+        _, (name, arguments, named) = heard(line)
         try:
-            name = call["call"]
             if name in functions or "Solution" not in functions:
                 function = functions[name]
             else:
                 # LeetCode's functions are methods of this class.
                 function = getattr(functions["Solution"](), name)
-            arguments, named = decode(call["arguments"]), decode(call["named"])
-            value = encode(function(*arguments, **named))
+            value = function(*arguments, **named)
+            words = encode(value)
             # What returns a value could clear its arguments, so that a test expects less.
             given = () if value is not None else (*arguments, *named.values())
-            answer = {"value": value, "changed": _contents(given)}
+            contents = [each if isinstance(each, list | dict | set) else None for each in given]
+            answer = f"value l2 {words} {encode(contents)}"
         except Exception as error:  # noqa: BLE001 - it travels to the test
             kind = next(each for each in type(error).__mro__ if each.__module__ == "builtins")
-            answer = {"raised": kind.__name__, "text": str(error)[:1000]}
-        _say(says, answer)
+            answer = said("raised", kind.__name__, str(error)[:1000])
+        says.write(f"{answer}\n")
+        says.flush()
 
 
-def _contents(arguments: Sequence[Value]) -> list[Value]:
-    """Returns what the lists, dictionaries and sets among the arguments of a call hold."""
-    return [encode(each) if isinstance(each, list | dict | set) else None for each in arguments]
+def said(kind: str, *values: Value) -> str:
+    """Returns the message of a kind with values."""
+    return f"{kind} {encode([*values])}"
 
 
-def _say(says: IO[str], what: object) -> None:
-    says.write(json.dumps(what) + "\n")
+def heard(line: str) -> tuple[str, list[Value]]:
+    """Returns kind and values of a message."""
+    kind, *words = line.split()
+    return kind, decode(iter(words))
+
+
+def _say(says: IO[str], kind: str, *values: Value) -> None:
+    says.write(f"{said(kind, *values)}\n")
     says.flush()
 
 
 def main(role: str) -> None:
     """Runs the examiner or the candidate on stdin and stdout; other output goes to stderr."""
-    says = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    hears = os.fdopen(os.dup(0), encoding="utf-8")
+    sys.dont_write_bytecode = True
+    says = os.fdopen(os.dup(1), "w", encoding="ascii")
+    hears = os.fdopen(os.dup(0), encoding="ascii")
     os.dup2(2, 1)
     os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
     (examine if role == "examiner" else answer_calls)(hears, says)

@@ -136,10 +136,10 @@ async def test_values_of_all_kinds_travel_both_ways(tmp_path: Path) -> None:
 
 # Code that knows no answer and wants to pass. `SAY` writes a line to every open file.
 SAY = """
-import json, os
+import os
 def say(what):
     for number in range(64):
-        try: os.write(number, (json.dumps(what) + "\\n").encode())
+        try: os.write(number, (what + "\\n").encode())
         except OSError: pass
 """
 FAKES = {
@@ -147,10 +147,11 @@ FAKES = {
     "exit_0_when_called": "def add(a, b):\n    import os\n    os._exit(0)",
     "system_exit": "def add(a, b): raise SystemExit(0)",
     "say_it_passed": SAY
-    + "for _ in range(99): say({'outcome': 'passed'})\ndef add(a, b): return 0",
-    "say_it_ended_well": SAY + "def add(a, b):\n    say({'ended': 'passed'})",
-    "say_it_before": (SAY + "for _ in range(9): say({'ended': 'passed'})\ndef add(a, b): return 0"),
-    "say_nonsense": SAY + "def add(a, b):\n    say([1]); say({}); say({'value': {'int': 1}})",
+    + "for _ in range(99): say('outcome l2 spassed s')\ndef add(a, b): return 0",
+    "say_it_ended_well": SAY + "def add(a, b):\n    say('ended l1 spassed')",
+    "say_it_before": (SAY + "for _ in range(9): say('ended l1 spassed')\ndef add(a, b): return 0"),
+    "say_nonsense": SAY
+    + "def add(a, b):\n    say(''); say('x'); say('value l9 t9 I99'); say('value l2 i2a i0')",
     "say_what_is_no_json": (
         "import os\ndef add(a, b):\n    for n in range(64):\n"
         "        try: os.write(n, b'\\x00' * 100 + b'[' * 100000 + b'\\n')\n"
@@ -168,10 +169,10 @@ FAKES = {
     "stop_iteration": "def add(a, b): raise StopIteration",
     "keyboard_interrupt": "def add(a, b): raise KeyboardInterrupt",
     "patch_the_machinery": (
-        "import builtins, json, runpy, sys\n"
+        "import builtins, sys\n"
         "main = sys.modules['__main__']\n"
         "main.encode = main.decode = lambda value: 42\n"
-        'json.dumps = lambda *_, **__: \'{"outcome": "passed"}\'\n'
+        "main.said = lambda *_: 'outcome l2 spassed s'\n"
         "builtins.AssertionError = type('Never', (Exception,), {})\n"
         "def add(a, b): return 0"
     ),
@@ -340,6 +341,25 @@ async def test_code_is_started_once_at_most_if_it_cannot_be_loaded(code, number,
     sandbox = environment._sandbox = Counted(Limits(seconds=LIMIT_S))
     assert (await judged(environment, block(code) if code else "")).reward == ("return 1" in code)
     assert sandbox.started == ["examiner", *["candidate"] * number]
+
+
+async def test_a_sandbox_imports_what_tests_and_code_import(tmp_path: Path) -> None:
+    # Each of these takes as long there as the rest of an exam.
+    slow = "import sys\nslow = {'json', 're', 'runpy', 'typing'} & {*sys.modules}\n"
+    tasks = functions(tmp_path, {"question": "?", "tests": [f"{slow}assert f() == slow == set()"]})
+    assert (await judged(tasks, block(f"{slow}def f(): return slow"))).reward == 1
+
+
+async def test_a_class_of_data_finds_its_module(tmp_path: Path) -> None:
+    code = (
+        "import dataclasses, typing\n@dataclasses.dataclass\n"
+        "class A:\n    a: 'typing.ClassVar' = 1\n"
+        "def f() -> 'missing': return [*typing.get_type_hints(A)], f.__annotations__"
+    )
+    tasks = functions(
+        tmp_path, {"question": "?", "tests": ["assert f() == (['a'], {'return': 'missing'})"]}
+    )
+    assert (await judged(tasks, block(code))).reward == 1
 
 
 async def test_code_that_ends_passes_no_test_that_catches_everything(tmp_path: Path) -> None:

@@ -312,6 +312,17 @@ async def test_a_start_without_descriptors_fails_and_ends_no_other_program(backe
     assert (await box.run("print(2)")).stdout == b"2\n"
 
 
+def test_a_starter_that_cannot_be_forked_leaves_no_descriptor(monkeypatch) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise BlockingIOError("no process is left")
+
+    monkeypatch.setattr(subprocess, "Popen", fails)
+    descriptors, before = os.pipe(), os.listdir("/proc/self/fd")
+    with pytest.raises(BlockingIOError, match="no process is left"):
+        sandbox._Starter().start(descriptors)
+    assert len(os.listdir("/proc/self/fd")) == len(before) - len(descriptors)
+
+
 def test_a_fork_of_this_process_has_a_starter_of_its_own(backend: str) -> None:
     box = Sandbox(LIMITS, backend=backend)
     asyncio.run(box.run("print(1)"))

@@ -189,7 +189,8 @@ class _Starter:
     def _begin(self) -> None:
         self._asks, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._asks.settimeout(_SLACK_S)
-        with theirs:
+        with theirs, contextlib.ExitStack() as at_failure:
+            at_failure.callback(self._asks.close)
             self._process = subprocess.Popen(
                 [*own_program("slipstream.environments.sandbox.starter"), str(theirs.fileno())],
                 env={"LANG": "C.UTF-8"},
@@ -198,6 +199,7 @@ class _Starter:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
+            at_failure.pop_all()
         atexit.register(self.end)
 
     def end(self) -> None:
