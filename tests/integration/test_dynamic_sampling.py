@@ -37,16 +37,17 @@ async def test_groups_with_equal_rewards_are_filtered_and_replaced(tmp_path):
     assert len(filtered) == summary["filtered_groups"]
 
 
-async def test_a_run_whose_groups_all_fail_alike_stops_with_the_cause(tmp_path):
+@pytest.mark.parametrize("reward", [0.25, 3.0])
+async def test_a_run_whose_groups_all_fail_alike_stops_with_the_cause(reward, tmp_path):
     config = make_config(tmp_path, run__steps=3, **FILTER)
-    server = FakeServer(config.controller.address, judge=lambda lease, member, attempt: 0.25)
+    server = FakeServer(config.controller.address, judge=lambda lease, member, attempt: reward)
     summary = await play(config, server)
     assert (summary["code"], summary["solved"]) == (1, False)
     limit = MOST_FILTERED_BATCHES * config.algorithm.groups_per_step
     assert summary["cause"].startswith(
         f"{limit} groups were left out by algorithm.filter while the batch of step 1 was formed"
     )
-    assert f"(e: 0 of {limit} solved, mean reward 0.25)" in summary["cause"]
+    assert f"(e: 0 of {limit} solved, mean reward {reward:g})" in summary["cause"]
     assert summary["ledger"]["difference"] == 0
 
 

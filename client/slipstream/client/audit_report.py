@@ -113,7 +113,17 @@ def _rewards(played: Played) -> list[Finding]:
         text = f"the right answer earned {right[below[0]]:g}, less than nothing, in "
         text += f"{of(len(below), len(right))}, such as {_example(played, below[0])}"
         found.append(Finding(text))
+    index, kind, highest = _highest(played)
+    if highest > 1:
+        text = f"{kind.value} earned {highest:g} in task {index}: an evaluation's pass_at_k counts "
+        found.append(Finding(f"{text}each reward from 1 on as passed"))
     return [*found, *_free(played)]
+
+
+def _highest(played: Played) -> tuple[int, Kind, float]:
+    """Returns task, kind and reward of the play that earned most."""
+    plays = ((i, kind, play.earned) for i, kind, play in played.every() if not play.failure)
+    return max(plays, key=lambda place: place[-1], default=(0, Kind.EMPTY, 0.0))
 
 
 def _turns(played: Played) -> list[Finding]:
@@ -169,7 +179,8 @@ def _free(played: Played) -> list[Finding]:
         text += "than the other replies that were tried"
         found.append(Finding(text, is_refused=is_most))
     right = played.rewards(Kind.RIGHT)
-    paid = [index for index, reward in wrong.items() if reward >= 1 and index not in right]
+    full = max(1.0, _highest(played)[-1])
+    paid = [index for index, reward in wrong.items() if reward >= full and index not in right]
     if paid:
         text = f"a reply that is wrong earned {wrong[paid[0]]:g} in {of(len(paid), len(wrong))}"
         found.append(Finding(f"{text}, such as for {_example(played, paid[0], Kind.WRONG)}"))

@@ -230,3 +230,7 @@ def countdown(reply, answer):
 
 def politeness(reply, **others):
     return float("fool" not in reply.content)
+
+
+def out_of_ten(reply: str, answer: str) -> float:
+    return 10.0 * (answer in reply)

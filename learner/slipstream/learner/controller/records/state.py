@@ -82,9 +82,16 @@ class FilteredGroups:
         )
 
 
-def is_solved(rewards: Iterable[float]) -> bool:
-    """Whether each episode of a group has the full reward or more."""
-    return all(reward >= FULL_REWARD for reward in rewards)
+def is_solved(rewards: Iterable[float], *, lowest: float, highest: float) -> bool:
+    """Whether each episode of a group has the full reward.
+
+    It is 1, or the highest reward of its environment that was seen if that is above 1: of a judge
+    from 0 to 10, equal rewards of 3 teach nothing and solve nothing. One that gave no lower reward
+    has compared nothing.
+    """
+    if highest <= 2 - FULL_REWARD:
+        return all(reward >= FULL_REWARD for reward in rewards)
+    return lowest < highest and all(reward >= highest * FULL_REWARD for reward in rewards)
 
 
 @dataclass(slots=True)

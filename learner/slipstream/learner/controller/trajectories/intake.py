@@ -358,6 +358,8 @@ class GroupFilter:
         self._run, self._progress = run, run.progress
         self._book, self._journal, self._state = books.leases, books.journal, books.state
         self._endings, self._withdraw = endings, withdraw
+        # The lowest and the highest reward that this controller has seen, by environment.
+        self._seen: dict[str, tuple[float, float]] = {}
 
     def filter(self, group: Group) -> None:
         """Leaves a complete group out if `algorithm.filter` does not keep it.
@@ -366,14 +368,17 @@ class GroupFilter:
         """
         config = self._run.config
         algorithm = config.algorithm
+        rewards = [trajectory.reward for trajectory in group.in_order()]
+        seen = [*rewards, *self._seen.get(group.environment, ())]
+        self._seen[group.environment] = lowest, highest = min(seen), max(seen)
         try:
             if algorithm.filter == "none" or is_trained(group.in_order(), config):
                 return
         except RunFailed as error:
             self._progress.fail(str(error))
             return
-        rewards = [trajectory.reward for trajectory in group.in_order()]
-        solved, mean = is_solved(rewards), statistics.fmean(rewards)
+        solved = is_solved(rewards, lowest=lowest, highest=highest)
+        mean = statistics.fmean(rewards)
         self._book.remove(group.group_id)
         cause = f"left out by {algorithm.filter}"
         if algorithm.filter == "unequal_rewards":
@@ -403,7 +408,7 @@ class GroupFilter:
         if verdict is FilterVerdict.STUCK:
             self._progress.fail(
                 f"{count}, as many as {MOST_FILTERED_BATCHES} steps train; solved are those whose "
-                "rewards all reach 1"
+                "rewards all are 1, or the highest one that was seen above it"
             )
             return
         cause = f"the task is solved: the last {count}"

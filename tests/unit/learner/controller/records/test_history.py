@@ -558,7 +558,8 @@ def filtered(**environments: list[float]) -> FilteredGroups:
     groups = FilteredGroups()
     for name, rewards in environments.items():
         for reward in rewards:
-            groups.add(name, reward, solved=is_solved([reward, reward]))
+            solved = is_solved([reward, reward], lowest=reward, highest=reward)
+            groups.add(name, reward, solved=solved)
     return groups
 
 
@@ -566,7 +567,7 @@ def filtered(**environments: list[float]) -> FilteredGroups:
     ("rewards", "verdict"),
     [
         ({"a": [1.0, 1.0], "b": [0.0]}, FilterVerdict.GO_ON),
-        ({"a": [1.0, 1.0], "b": [1.0, 2.0]}, FilterVerdict.SOLVED),
+        ({"a": [1.0, 1.0], "b": [1.0, 1.0]}, FilterVerdict.SOLVED),
         # One group that is not solved is no success.
         ({"a": [1.0] * 30, "b": [0.99]}, FilterVerdict.STUCK),
         ({"a": [0.0] * 4}, FilterVerdict.STUCK),
@@ -575,8 +576,24 @@ def filtered(**environments: list[float]) -> FilteredGroups:
 def test_a_run_ends_when_four_groups_in_a_row_teach_nothing(rewards, verdict):
     assert filtered(**rewards).verdict(4) is verdict
     # Equal after a penalty: they were filtered, and one of them is not right.
-    assert not is_solved([1.0, 0.5])
-    assert is_solved([1.0, 1.5])
+    assert not is_solved([1.0, 0.5], lowest=0.5, highest=1.0)
+    assert is_solved([1.0, 0.7 + 0.2 + 0.1], lowest=0.0, highest=1.0)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "lowest", "highest", "solved"),
+    [
+        ([3.0, 3.0], 0.0, 7.0, False),
+        ([10.0, 10.0], 0.0, 10.0, True),
+        ([10.0, 9.0], 0.0, 10.0, False),
+        # Without another reward nobody knows what 3 is.
+        ([3.0, 3.0], 3.0, 3.0, False),
+        # Some had a bonus.
+        ([1.0, 1.0], 0.0, 1.1, False),
+    ],
+)
+def test_rewards_above_1_are_full_if_they_are_the_highest(rewards, lowest, highest, solved):
+    assert is_solved(rewards, lowest=lowest, highest=highest) is solved
 
 
 def test_a_batch_begins_the_count_again() -> None:
