@@ -222,11 +222,11 @@ def test_prometheus_reads_the_ports_that_are_open_and_gets_all_alerts() -> None:
     of = found(*OPERATORS)
     (learner,) = pods(*OPERATORS)["learner"]["containers"]
     ports = {each["name"]: each["containerPort"] for each in learner["ports"]}
-    assert ports == {"controller": 9400, "trainer": 9401}
+    assert ports == {"controller": 9400}
     endpoints = of["PodMonitor", "first"]["spec"]["podMetricsEndpoints"]
     assert {each["port"] for each in endpoints} == {*ports}
     rule = of["NetworkPolicy", "first"]["spec"]["ingress"][1]
-    assert rule == {"ports": [{"port": 9400, "endPort": 9401}]}
+    assert rule == {"ports": [{"port": 9400}]}
     alerts = yaml.safe_load((ROOT / "deploy/prometheus/alerts.yml").read_text())
     assert of["PrometheusRule", "first"]["spec"] == alerts
     assert "replicas" not in of["Deployment", "first-rollout-server"]["spec"]

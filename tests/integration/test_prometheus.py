@@ -26,8 +26,6 @@ from slipstream.core.run_folder import TARGETS
 from slipstream.extensions.prometheus.controller import SERVER_COUNTERS, STEP_METRICS
 from slipstream.extensions.prometheus.endpoint import metrics_endpoint
 from slipstream.learner.controller.records.ledger import FATES
-from slipstream.learner.trainer.__main__ import StageCollector
-from slipstream.learner.trainer.step_cost import StageTimes
 from slipstream.rollout_server.vllm.engine_requests import EngineCollector
 from slipstream.v1 import status_pb2, status_pb2_grpc
 from support.fakes.fake_server import FakeServer
@@ -80,12 +78,6 @@ class EngineCounts:
     def looked_up_tokens(self) -> int:
         self._scrapes += 1
         return 10 * self._scrapes
-
-
-def stage_collector() -> StageCollector:
-    collector = StageCollector()
-    collector.stages = StageTimes()
-    return collector
 
 
 @pytest.fixture(scope="module")
@@ -194,8 +186,8 @@ def queries() -> list[str]:
 
 def test_alerts_dashboard_and_chart_ask_for_metrics_that_are_there(run):
     known = {name for name, *_ in scrape(run)[1]}
-    for collector in (EngineCollector(EngineCounts()), stage_collector()):
-        known |= {sample.name for family in collector.collect() for sample in family.samples}
+    engine = EngineCollector(EngineCounts())
+    known |= {sample.name for family in engine.collect() for sample in family.samples}
     # A job's name is a value, no metric.
     text = re.sub(r'job="\w+"', "", ALERTS.read_text() + "".join(queries()) + CHART.read_text())
     asked = set(re.findall(r"\b(?:slipstream|process)_\w+", text))
@@ -288,7 +280,6 @@ def asked(server: str, query: str) -> list[dict]:
 def test_the_real_prometheus_has_data_for_every_query_of_the_dashboard(run, tmp_path):
     async def serve() -> None:
         async with (
-            metrics_endpoint(run.config, "trainer", [stage_collector()]),
             metrics_endpoint(
                 run.config, "rollout_server", [EngineCollector(EngineCounts())], server="fake"
             ),
@@ -302,9 +293,9 @@ def test_the_real_prometheus_has_data_for_every_query_of_the_dashboard(run, tmp_
             wait_until(lambda: asked(server, "vector(1)"))
             targets.parent.mkdir()
             targets.symlink_to(run.config.run.dir / TARGETS)
-            wait_until(lambda: len(asked(server, "up == 1")) == 3)
+            wait_until(lambda: len(asked(server, "up == 1")) == 2)
             jobs = {sample["metric"]["job"] for sample in asked(server, "up")}
-            assert jobs == {f"slipstream_{r}" for r in ("controller", "trainer", "rollout_server")}
+            assert jobs == {f"slipstream_{r}" for r in ("controller", "rollout_server")}
             for query in queries():
                 asks = partial(asked, server, query.replace("$run", "r"))
                 # A rate needs two scrapes.

@@ -143,7 +143,6 @@ containers:
     {{- if and $port $isFirst }}
     ports:
       - {name: controller, containerPort: {{ $port }}}
-      - {name: trainer, containerPort: {{ add $port 1 }}}
     {{- end }}
     resources:
       {{- toYaml $own.resources | nindent 6 }}

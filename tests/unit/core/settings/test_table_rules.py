@@ -302,9 +302,8 @@ algorithm.kl = {coefficient = 0.1, estimator = "k1"}
     algorithm: kl.estimator = 'k1' in the loss has a gradient of mean 0: take k2 or k3
 controller.address = "10.0.0.1:7070", learner.master = "10.0.0.1:7070"
     learner.master needs port 7070 of 10.0.0.1, which controller.address has already
-controller.address = "127.0.0.1:9401", tracking.prometheus = "127.0.0.1:9400"
-    the trainer, next to tracking.prometheus, needs port 9401 of 127.0.0.1, which controller.address
-    has already
+controller.address = "127.0.0.1:9400", tracking.prometheus = "127.0.0.1:9400"
+    tracking.prometheus needs port 9400 of 127.0.0.1, which controller.address has already
 algorithm.reward = "overlong"
     algorithm.reward_args: reward overlong needs the argument 'cache_tokens'
 algorithm.reward = "overlong", algorithm.reward_args.cache_tokens = 17

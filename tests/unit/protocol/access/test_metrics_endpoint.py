@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import socket
 import ssl
 import subprocess
 import threading
@@ -20,11 +19,10 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from slipstream.client.launch.preflight import free_port
 from slipstream.core.errors import ConfigError
-from slipstream.core.machine.address import listen
 from slipstream.core.run_folder import TARGETS
 from slipstream.core.settings.config import Config
 from slipstream.extensions.prometheus import endpoint
-from slipstream.extensions.prometheus.endpoint import metrics_endpoint, metrics_thread
+from slipstream.extensions.prometheus.endpoint import metrics_endpoint
 from support.fakes.small_configs import small_config
 from support.rigs.fuzz_budget import BUDGET
 from support.rigs.waiting import LIMIT_S, until
@@ -283,36 +281,16 @@ async def test_each_process_of_a_host_finds_a_port_of_its_own(tmp_path):
         metrics_endpoint(config, "rollout_server", [], server="one"),
         metrics_endpoint(config, "rollout_server", [], server="two"),
     ):
-        with metrics_thread(config, "trainer", [Weather()]):
-            names = ("controller", "trainer", "one", "two")
-            ports = [target_of(config, name)[1] - port for name in names]
-            assert ports[:2] == [0, 1]
-            # Others may hold one between them.
-            assert 2 <= ports[2] < ports[3] < 130
+        names = ("controller", "one", "two")
+        ports = [target_of(config, name)[1] - port for name in names]
+        # Others may hold one between them.
+        assert ports[0] == 0 < ports[1] < ports[2] < 129
         with pytest.raises(ConfigError, match=f"controller cannot listen on port {port}: Address"):
             async with metrics_endpoint(config, "controller", []):
                 pass
     assert not list((config.run.dir / TARGETS).iterdir())
 
 
-def test_a_thread_answers_while_its_process_computes_and_says_why_it_cannot(tmp_path):
-    config = metrics_config(tmp_path)
-    with (
-        metrics_thread(config, "trainer", [Weather()]),
-        socket.create_connection(target_of(config, "trainer"), timeout=60) as connection,
-    ):
-        connection.sendall(get())
-        assert connection.recv(12) == b"HTTP/1.1 200"
-    with listen("127.0.0.1") as taken:
-        port = taken.getsockname()[1] - 1
-        taken_config = metrics_config(tmp_path, f"127.0.0.1:{port}")
-        with (
-            pytest.raises(ConfigError, match="the trainer cannot listen"),
-            metrics_thread(taken_config, "trainer", []),
-        ):
-            pass
-
-
 def test_a_port_without_room_for_the_others_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"prometheus must have a port up to 65406, got 65407"):
-        metrics_config(tmp_path, "127.0.0.1:65407")
+    with pytest.raises(ConfigError, match=r"prometheus must have a port up to 65407, got 65408"):
+        metrics_config(tmp_path, "127.0.0.1:65408")
