@@ -251,8 +251,6 @@ def test_nothing_of_another_layout_is_left(swapped: list[dict]) -> None:
     for found in swapped:
         assert found["changed"] == []
         assert found["filled"] == {}
-        assert found["is_same_draw"]
-        assert found["is_same_tracked"]
 
 
 def test_a_layout_that_is_not_in_force_is_refused(swapped: list[dict]) -> None:

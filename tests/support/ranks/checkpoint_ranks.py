@@ -173,5 +173,4 @@ def run_rank(folder: Path, name: str) -> None:
         {key: group.get(key, 0) for key in ("lr", "max_lr", "betas", "step")}
         for group in policy.optimizer.param_groups
     ]
-    result["random"] = torch.rand(4)
     kept(policy, result, folder / f"{name}.pt")

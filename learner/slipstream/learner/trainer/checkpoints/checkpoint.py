@@ -19,8 +19,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-from safetensors.torch import load_file
 from slipstream.core.configuration.config_file import dump_config
 from slipstream.core.errors import CheckpointError, ConfigError
 from slipstream.core.machine.description import installed
@@ -28,11 +26,7 @@ from slipstream.core.run_folder import CHECKPOINTS
 from slipstream.core.settings.config import Config
 from slipstream.core.types import PolicyVersion
 from slipstream.learner.trainer import Megatron
-from slipstream.learner.trainer.checkpoints.disk_work import (
-    DiskWork,
-    check_shared,
-    write_safetensors,
-)
+from slipstream.learner.trainer.checkpoints.disk_work import DiskWork, check_shared
 from slipstream.learner.trainer.checkpoints.host_copies import PART_ELEMENTS, HostCopies
 from slipstream.learner.trainer.checkpoints.stored_model import STATE_FOLDER, StoredModel
 from slipstream.learner.trainer.ranks.parallel import Ranks
@@ -51,7 +45,6 @@ from slipstream.protocol.checkpoints import (
     remove_partial,
     write_manifest,
 )
-from torch import Tensor
 
 if TYPE_CHECKING:
     from slipstream.learner.trainer.checkpoints.threaded_save import PendingSave
@@ -154,9 +147,7 @@ class Checkpointer:
                 group.update(kept)
         if chosen:
             return manifest
-        if manifest.layout == self._layout():
-            _set_random_state(load_file(path / _random_name(self._ranks.rank)))
-        else:
+        if manifest.layout != self._layout():
             logger.info("%s was written in another layout: %s", path, manifest.layout)
         self._last_step = step
         return manifest
@@ -181,16 +172,9 @@ class Checkpointer:
         self._disk.on_main(make_folder)
         self._disk.together(self._host.begin)
         pending = begin_save(self._models, partial / STATE_FOLDER, host=self._host, disk=self._disk)
-        random = _random_state()
         self._last_step = version.step
-
-        def write_files() -> list[FileEntry]:
-            path = partial / _random_name(self._ranks.rank)
-            write_safetensors(path, random, self._disk.moved)
-            return [*pending.write(), *self._described(partial, [path])]
-
-        # This rank's files are written in its thread, while training goes on.
-        entries = self._disk.start(write_files)
+        # This rank's file is written in its thread, while training goes on.
+        entries = self._disk.start(pending.write)
         self._write = _Write(version, weight_digest.hex(), partial, pending, entries)
         return published
 
@@ -243,12 +227,10 @@ class Checkpointer:
     def _describe_index(self, partial: Path) -> list[FileEntry]:
         """Returns the entries of rank 0's files other than its own part."""
         state = partial / STATE_FOLDER
-        paths = [path for path in state.iterdir() if path.suffix != ".distcp"]
-        return self._described(partial, paths)
-
-    def _described(self, partial: Path, paths: Sequence[Path]) -> list[FileEntry]:
-        names = [str(path.relative_to(partial)) for path in paths]
-        return [describe_file(partial, name, self._disk.moved) for name in names]
+        names = [path.name for path in state.iterdir() if path.suffix != ".distcp"]
+        return [
+            describe_file(partial, f"{STATE_FOLDER}/{name}", self._disk.moved) for name in names
+        ]
 
     def _publish(self, write: _Write, entries: list[bytes]) -> Saved:
         files = [FileEntry(**entry) for part in entries for entry in json.loads(part)]
@@ -318,29 +300,3 @@ class _Write:
 
 def _groups(optimizer: Megatron | None) -> list[dict[str, object]]:
     return [] if optimizer is None else optimizer.param_groups
-
-
-def _random_name(rank: int) -> str:
-    return f"random-{rank:05d}.safetensors"
-
-
-def _random_state() -> dict[str, Tensor]:
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
-    tracked = get_cuda_rng_tracker().get_states()
-    states = {f"tracked.{name}": state.cpu() for name, state in tracked.items()}
-    return {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state().cpu(), **states}
-
-
-def _set_random_state(states: dict[str, Tensor]) -> None:
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
-    prefix = "tracked."
-    tracked = {
-        name.removeprefix(prefix): state
-        for name, state in states.items()
-        if name.startswith(prefix)
-    }
-    get_cuda_rng_tracker().set_states(tracked)
-    torch.set_rng_state(states["cpu"])
-    torch.cuda.set_rng_state(states["cuda"])

@@ -3,7 +3,8 @@
 A trainer may have several sets of Megatron's groups over the same ranks, one in force at a time.
 Megatron keeps its groups in the globals of one module, which layers, schedules, gradient sums and
 Bridge's conversions read while they run. So a model of another layout runs inside `Grid.use`, which
-sets these globals and the states of the random generators, and restores them afterwards.
+sets these globals, and restores them afterwards. Random generators are shared: only new parameters
+are drawn.
 """
 
 from __future__ import annotations
@@ -257,15 +258,6 @@ def _start(launch: Launch, learner: LearnerSection) -> tuple[torch.device, Store
 _COMMON = frozenset({"_global_process_group_list"})
 
 
-@dataclass
-class _State:
-    """Megatron's global values: groups, sizes, buffers and the states of random generators."""
-
-    groups: dict[str, object]
-    tracked: dict[str, object]
-    generators: list[Tensor]
-
-
 class Grids:
     """The parallel layouts of one trainer; the groups of each are created once, on all ranks.
 
@@ -280,7 +272,7 @@ class Grids:
         self._by_sizes: dict[ParallelSection, Grid] = {}
         self.current: Grid | None = None
         self.home = self.for_layout(home)
-        _write(self.home.state)
+        _globals().update(self.home.state)
         self.current = self.home
 
     def for_layout(self, parallel: ParallelSection) -> Grid:
@@ -292,15 +284,15 @@ class Grids:
     def close(self) -> None:
         """Destroys the groups of all layouts; the caller destroys the default process group."""
         for grid in self._by_sizes.values():
-            _write(grid.state)
+            _globals().update(grid.state)
             _parallel_state().destroy_model_parallel()
         _globals().update(self._nothing)
         self._by_sizes, self.current = {}, None
 
-    def _make(self, sizes: ParallelSection) -> _State:
+    def _make(self, sizes: ParallelSection) -> dict[str, object]:
         from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-        before = _read() if self.current is not None else None
+        before = _read_groups()
         # Each layout gets its own dict where Megatron fills one in place.
         nothing = {name: {} if value == {} else value for name, value in self._nothing.items()}
         _globals().update(nothing)
@@ -316,16 +308,15 @@ class Grids:
             )
         torch.manual_seed(self._seed)
         model_parallel_cuda_manual_seed(self._seed)
-        made = _read()
-        if before is not None:
-            _write(before)
+        made = _read_groups()
+        _globals().update(before)
         return made
 
 
 class Grid:
     """One parallel layout of all ranks, with its process groups; `Grids.for_layout` creates it."""
 
-    def __init__(self, grids: Grids, state: _State) -> None:
+    def __init__(self, grids: Grids, state: dict[str, object]) -> None:
         self._grids, self.state = grids, state
 
     @property
@@ -349,14 +340,14 @@ class Grid:
             return
         if before is not grids.home:
             raise RuntimeError("a model was run while another layout than the policy's is in force")
-        grids.home.state = _read()
-        _write(self.state)
+        grids.home.state = _read_groups()
+        _globals().update(self.state)
         grids.current = self
         try:
             yield
         finally:
-            self.state = _read()
-            _write(grids.home.state)
+            self.state = _read_groups()
+            _globals().update(grids.home.state)
             grids.current = grids.home
 
 
@@ -383,22 +374,3 @@ def _globals() -> dict[str, object]:
 
 def _read_groups() -> dict[str, object]:
     return {name: _globals()[name] for name in known_globals() - _COMMON}
-
-
-def _read() -> _State:
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
-    generators = [torch.get_rng_state()]
-    if torch.cuda.is_available():
-        generators.append(torch.cuda.get_rng_state())
-    return _State(_read_groups(), get_cuda_rng_tracker().get_states(), generators)
-
-
-def _write(state: _State) -> None:
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
-    _globals().update(state.groups)
-    get_cuda_rng_tracker().set_states(state.tracked)
-    torch.set_rng_state(state.generators[0])
-    if torch.cuda.is_available():
-        torch.cuda.set_rng_state(state.generators[1])
