@@ -15,7 +15,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.types import Failure, FailureKind, PolicyVersion
 from slipstream.learner.controller.application import Controller
 from slipstream.learner.controller.leasing.scheduler import Scheduler
-from slipstream.learner.controller.publishing.delivery import Deliveries
+from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.journal import Journal, read_batch, read_records
 from slipstream.protocol.rich_errors import Reason, error_info
@@ -245,7 +245,7 @@ async def test_the_error_of_a_publish_fails_the_run_with_the_name_of_its_task(
     async def _lead(self, *_):
         raise KeyError("no such publish")
 
-    monkeypatch.setattr(Deliveries, "_lead", _lead)
+    monkeypatch.setattr(Publisher, "_lead", _lead)
     config = make_config(tmp_path)
     summary = await play(config, wait_for_trainer=False)
     assert summary["state"] == "failed"

@@ -98,7 +98,7 @@ MUTANTS: dict[str, tuple[Change, ...]] = {
         ),
         Change(f"{ORDERS}._commit", "list(order.bucket_digests) != publish.digests", "False"),
         Change(
-            f"{CONTROLLER}.publishing.delivery:Receiver.problem",
+            f"{CONTROLLER}.publishing.publish:Receiver.problem",
             "list(self.loaded.result().bucket_digests) == list(digests)",
             "True",
         ),
@@ -106,7 +106,7 @@ MUTANTS: dict[str, tuple[Change, ...]] = {
     "digests of loaded buckets are not compared": (
         Change(f"{ORDERS}._commit", "list(order.bucket_digests) != publish.digests", "False"),
         Change(
-            f"{CONTROLLER}.publishing.delivery:Receiver.problem",
+            f"{CONTROLLER}.publishing.publish:Receiver.problem",
             "list(self.loaded.result().bucket_digests) == list(digests)",
             "True",
         ),

@@ -20,7 +20,7 @@ class Gaps:
 
 def gaps_of(folder: Path, report: dict[str, list[dict[str, Any]]], *, device: str) -> Gaps:
     """Compares the scores that `receiver_rig.py` reports with transformers in bfloat16."""
-    from slipstream.learner.controller.publishing.delivery import logit_gap
+    from slipstream.learner.controller.publishing.totals import logit_gap
 
     (scored,) = report["scored"]
     got = np.asarray(scored["logprobs"], dtype=np.float32)

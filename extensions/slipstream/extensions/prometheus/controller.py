@@ -16,7 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from slipstream.core.run_folder import LEASE_WAITS
 from slipstream.core.settings.config import Config
 from slipstream.learner.controller.leasing.scheduler import Books, Scheduler
-from slipstream.learner.controller.publishing.delivery import PublishTotals
+from slipstream.learner.controller.publishing.totals import PublishTotals
 from slipstream.learner.controller.records.ledger import FATES
 from slipstream.learner.controller.reporting.metrics import RunRecorder
 from slipstream.v1 import environment_pb2, fleet_pb2, status_pb2

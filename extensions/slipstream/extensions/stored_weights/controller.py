@@ -13,7 +13,7 @@ from collections import Counter
 
 from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.part import Part, Tasks
-from slipstream.learner.controller.publishing.delivery import Deliveries, Publish
+from slipstream.learner.controller.publishing.publish import Publish, Publisher
 from slipstream.learner.controller.publishing.receivers import (
     MAX_FAILED_WHILE_NONE_SERVES,
     READY,
@@ -37,10 +37,10 @@ class StoredPublisher(Part):
     """
 
     def __init__(
-        self, fleet: Fleet, run: Run, tasks: asyncio.TaskGroup, *, deliveries: Deliveries
+        self, fleet: Fleet, run: Run, tasks: asyncio.TaskGroup, *, publisher: Publisher
     ) -> None:
         self._fleet, self._run, self._tasks = fleet, run, tasks
-        self._settings, self._deliveries = run.config.weights, deliveries
+        self._settings, self._publisher = run.config.weights, publisher
         self._newest: trainer_pb2.StoredReport | None = None
         # Folder of the version that the trainer writes; "" if it writes none.
         self._ordered = ""
@@ -76,7 +76,7 @@ class StoredPublisher(Part):
                 self._write_failed(report)
             else:
                 self._failed, self._newest = 0, report
-                self._deliveries.totals.stored(report)
+                self._publisher.totals.stored(report)
                 self._run.signal.notify()
         needed = {each.stored.key for each in self._fetches.values()}
         if self._newest is not None:
@@ -123,7 +123,7 @@ class StoredPublisher(Part):
         prepare = fleet_pb2.PreparePublish(
             publish_id=f"s{self._num_publishes:06d}", version=report.version, stored=report.stored
         )
-        questions, settings = self._deliveries.questions, self._settings
+        questions, settings = self._publisher.questions, self._settings
         [question] = questions.ask([session], prepare)
         # The server has the storage limit too, and its error names the storage.
         limit_s = settings.storage_deadline_s + settings.join_deadline_s
@@ -141,9 +141,9 @@ class StoredPublisher(Part):
             problem = "" if answer.phase == READY else answer.message or "it failed"
         if problem:
             cause = f"version {report.version.step} from storage: {problem}"
-            self._deliveries.failures.fetch_failed(session, cause)
+            self._publisher.failures.fetch_failed(session, cause)
         elif session.key not in self._fleet.pinned:
-            self._deliveries.totals.fetched(answer)
+            self._publisher.totals.fetched(answer)
             self._load(session, report, prepare.publish_id)
 
     def _load(
@@ -166,8 +166,8 @@ class StoredPublisher(Part):
             join_deadline_s=settings.join_deadline_s,
         )
         publish = Publish(order, [session])
-        self._deliveries.tell(publish, None)
-        self._deliveries.commit(publish, digests, report.probe, num_coming=len(digests))
+        self._publisher.tell(publish, None)
+        self._publisher.commit(publish, digests, report.probe, num_coming=len(digests))
 
     def _warn_if_too_old(self, session: ServerSession) -> None:
         version, step = session.version, self._run.progress.version.step

@@ -14,22 +14,46 @@ misses its deadline is stale: it serves nothing until it is sent the weights aga
 step.
 """
 
+from __future__ import annotations
+
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.part import Part
-from slipstream.learner.controller.publishing.delivery import Deliveries, Publish
-from slipstream.learner.controller.publishing.receivers import choose_for
+from slipstream.learner.controller.publishing.receivers import (
+    FAILED,
+    Failures,
+    Membership,
+    Questions,
+    choose_for,
+)
+from slipstream.learner.controller.publishing.totals import PublishTotals, check_probe
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.fleet import Fleet
-from slipstream.learner.controller.servers.session import JOINING, STALE, ServerSession
+from slipstream.learner.controller.servers.session import (
+    JOINING,
+    STALE,
+    JoinedOrder,
+    ServerEvent,
+    ServerKey,
+    ServerSession,
+)
 from slipstream.protocol.codec import version_from_pb, version_to_pb
 from slipstream.protocol.weights.buckets import num_tensors
 from slipstream.v1 import fleet_pb2, trainer_pb2, weights_pb2
 
+LOADED = fleet_pb2.PUBLISH_PHASE_LOADED
+SERVING = fleet_pb2.PUBLISH_PHASE_SERVING
 DISCARD = trainer_pb2.PublishReceipt(discard_communicator=True)
+
+# A deadline is raised to this multiple of `weights.bucket_deadline_s` at most.
+MOST_TIME = 8
+
+Wait: TypeAlias = asyncio.Future[fleet_pb2.PublishReport]
 
 
 class Publisher(Part):
@@ -37,20 +61,32 @@ class Publisher(Part):
 
     Phases: `prepare` asks the due servers and returns the trainer's order; `start` tells the
     servers to receive, unless `prepare` did so already; `finish` commits and waits until the
-    servers have loaded the weights.
+    servers have loaded the weights. From the commit on a task of each receiver awaits its reports,
+    checks digests and probe, and notes the server's version. Any failure makes the server stale,
+    and `Failures` decides what follows.
     """
 
     def __init__(self, fleet: Fleet, run: Run, tasks: asyncio.TaskGroup) -> None:
         self._fleet, self._run, self._progress = fleet, run, run.progress
-        self._settings = run.config.weights
+        self._tasks, self._settings = tasks, run.config.weights
         self._publishes_adapters = run.config.lora.publishes_adapters
-        self.deliveries = Deliveries(fleet, run, tasks)
+        # Seconds that a bucket of the next publish may take.
+        self._bucket_deadline_s = self._settings.bucket_deadline_s
+        self.failures = Failures(fleet, run)
+        self.questions = Questions(run, tasks, self.failures)
+        self._membership = Membership(run.progress.run_id)
+        self.totals = PublishTotals()
+        self.pinned = fleet.pinned
         self._num_ids = 0
         self._current: Publish | None = None
+        # The publish of each server that is told to receive and has not ended.
+        self._open: dict[ServerKey, tuple[Publish, Receiver]] = {}
         # Whether the last publish sent only adapters. A publish without `start` uses its layout.
         self._last_was_adapters = False
-        self.pinned = fleet.pinned
-        self.totals = self.deliveries.totals
+        # Number of the trainer, and the servers that hold its base weights: to these the trainer
+        # may send only adapters.
+        self._trainer = 0
+        self._holders: set[ServerKey] = set()
 
     def due(self, version: PolicyVersion | None = None) -> list[ServerSession]:
         """Returns the servers that should be sent `version`, by default the newest, now.
@@ -64,7 +100,7 @@ class Publisher(Part):
         return [each for each in sessions.values() if self._is_due(each, newest)]
 
     def _is_due(self, session: ServerSession, version: PolicyVersion) -> bool:
-        is_late = self.deliveries.questions.is_late(session)
+        is_late = self.questions.is_late(session)
         if time.monotonic() < session.retry_publish_s or is_late:
             return False
         if session.state in (JOINING, STALE):
@@ -75,13 +111,15 @@ class Publisher(Part):
     def trainer_joined(self, num_senders: int) -> None:
         """Abandons the previous trainer's publish; `num_senders` ranks of the new trainer send."""
         self.trainer_lost()
-        self.deliveries.membership.num_senders = num_senders
+        self._membership.num_senders = num_senders
 
     def trainer_lost(self) -> None:
-        """Abandons the current publish, since its trainer is lost."""
+        """Abandons the current publish, and forgets what the servers have of the lost trainer."""
         if self._current is not None:
             self._abandon(self._current, "the trainer was lost")
-        self.deliveries.trainer_lost()
+        self._trainer += 1
+        self._holders.clear()
+        self._membership.forget()
 
     def pin(self, session: ServerSession) -> bool:
         """Keeps a server at its version; returns False if a publish to it is already under way."""
@@ -93,7 +131,7 @@ class Publisher(Part):
 
     def ask_ahead(self, version: PolicyVersion) -> None:
         """Asks servers if they are ready to receive `version`, before the trainer has made it."""
-        self.deliveries.questions.ask(self.due(version), self._question(version))
+        self.questions.ask(self.due(version), self._question(version))
 
     def _question(self, version: PolicyVersion) -> fleet_pb2.PreparePublish:
         self._num_ids += 1
@@ -114,35 +152,33 @@ class Publisher(Part):
             # The trainer asks for an order, so it never got the last one.
             self._abandon(self._current, "the trainer does not send")
         trainer = trainer or trainer_pb2.NextRequest()
-        deliveries, version = self.deliveries, self._progress.version
-        targets = deliveries.failures.together(self.due())
+        version = self._progress.version
+        targets = self.failures.together(self.due())
         if not targets:
             return None
         question = self._question(version)
-        ready, transport = self._fitting(await deliveries.questions.answers(targets, question))
+        ready, transport = self._fitting(await self.questions.answers(targets, question))
         if not ready:
             return None
-        order = deliveries.membership.order_for(
-            ready, transport, trainer_has=trainer.communicator_id
-        )
-        holds_base = self._publishes_adapters and all(s.key in deliveries.holders for s in ready)
+        order = self._membership.order_for(ready, transport, trainer_has=trainer.communicator_id)
+        holds_base = self._publishes_adapters and all(s.key in self._holders for s in ready)
         is_fresh = any(not session.is_serving for session in ready)
         is_anew = self._publishes_adapters and not holds_base
         is_nth = self.totals.publishes % self._settings.verify_every == 0
         order.publish_id = question.publish_id
         order.version.CopyFrom(question.version)
         order.verify, order.adapters_alone = is_fresh or is_anew or is_nth, holds_base
-        order.bucket_deadline_s = deliveries.bucket_deadline_s
+        order.bucket_deadline_s = self._bucket_deadline_s
         order.join_deadline_s = self._settings.join_deadline_s
         has_version = version_from_pb(trainer.version) == version
         is_known = has_version and order.adapters_alone == self._last_was_adapters
         may_begin = not (order.new_communicator or order.verify)
         order.begun = bool(trainer.bucket_digests) and is_known and may_begin
         digests = trainer.bucket_digests if order.begun else ()
-        publish = Publish(order, ready, trainer=deliveries.trainer, digests=digests)
+        publish = Publish(order, ready, trainer=self._trainer, digests=digests)
         self._current = publish
         if order.begun:
-            self._tell(publish, None)
+            self.tell(publish, None)
         self._await_end(publish, len(digests))
         return order
 
@@ -165,14 +201,10 @@ class Publisher(Part):
             if session.is_serving and session.key in self.pinned:
                 continue
             if problem:
-                self.deliveries.failures.make_stale(session, problem)
+                self.failures.make_stale(session, problem)
             elif self._fleet.find(session.key) is session:
                 kept.append(session)
         return kept
-
-    def _tell(self, publish: Publish, layout: weights_pb2.WeightLayout | None) -> None:
-        self._last_was_adapters = publish.order.adapters_alone
-        self.deliveries.tell(publish, layout)
 
     def _await_end(self, publish: Publish, num_buckets: int) -> None:
         """Sets the deadline of this publish; the run fails if the trainer misses it."""
@@ -203,7 +235,7 @@ class Publisher(Part):
         # If the call is repeated: a server that gets the order twice would join twice.
         if publish.told_s is None:
             publish.order.communicator.CopyFrom(start.communicator)
-            self._tell(publish, start.layout)
+            self.tell(publish, start.layout)
             self._await_end(publish, num_tensors(start.layout))
         return receivers
 
@@ -216,7 +248,7 @@ class Publisher(Part):
         publish = self._current
         if publish is None or publish.publish_id != result.publish_id:
             # The call was repeated: the trainer must leave the communicator.
-            self.deliveries.membership.forget()
+            self._membership.forget()
             return DISCARD
         self._current = None
         self._progress.publish_ended()
@@ -232,7 +264,7 @@ class Publisher(Part):
             self._abandon(publish, cause)
             return DISCARD
         if not publish.digests:
-            self.deliveries.commit(publish, digests, result.probe, num_coming=1)
+            self.commit(publish, digests, result.probe, num_coming=1)
         try:
             loads = [receiver.loaded for receiver in publish.receivers]
             await self._run.clock.wait(loads, self._settings.bucket_deadline_s)
@@ -256,21 +288,221 @@ class Publisher(Part):
                 )
         is_broken = len(loaded) < len(settled)
         if is_broken:
-            self.deliveries.membership.forget(publish.order.communicator.communicator_id)
+            self._membership.forget(publish.order.communicator.communicator_id)
         return trainer_pb2.PublishReceipt(discard_communicator=is_broken)
 
     def _abandon(self, publish: Publish, cause: str) -> None:
+        """Fails all receivers that were told and have not ended: those that serve keep on."""
         if self._current is publish:
             # Not always the current one: while a publish is finished, the next may have begun.
             self._current = None
             self._progress.publish_ended()
-        self.deliveries.abandon(publish, cause)
+        self._membership.forget(publish.order.communicator.communicator_id)
+        for receiver in publish.receivers:
+            if self._open.get(receiver.session.key) == (publish, receiver):
+                self._fail(publish, receiver, cause)
+
+    def tell(self, publish: Publish, layout: weights_pb2.WeightLayout | None) -> None:
+        """Orders all receivers to receive, and also to commit if the digests are already known.
+
+        With `layout` None the previous weight layout still applies.
+        """
+        self._last_was_adapters = publish.order.adapters_alone
+        ranks = {r.server_id: r.first_rank for r in publish.order.receivers}
+        # A server needs to know only its own rank.
+        order = weights_pb2.PublishOrder()
+        order.CopyFrom(publish.order)
+        order.ClearField("receivers")
+        common = fleet_pb2.ReceiveWeights(order=order, layout=layout)
+        shared = fleet_pb2.ControllerMessage(receive=common).SerializeToString()
+        publish.told_s = time.monotonic()
+        for receiver in publish.receivers:
+            session = receiver.session
+            self._open[session.key] = publish, receiver
+            if not order.adapters_alone:
+                self._holders.discard(session.key)
+            session.on(ServerEvent.RECEIVE)
+            own = fleet_pb2.ReceiveWeights(first_rank=ranks.get(session.key.server_id, 0))
+            session.send(JoinedOrder(fleet_pb2.ControllerMessage(receive=own), shared))
+        if publish.digests:
+            self.commit(publish, publish.digests, None, num_coming=len(publish.digests))
+
+    def commit(
+        self,
+        publish: Publish,
+        digests: Sequence[bytes],
+        probe: weights_pb2.Probe | None,
+        *,
+        num_coming: int,
+    ) -> None:
+        """Orders the receivers to resume once they have loaded the buckets with these digests.
+
+        If the order says `verify`, they also score `probe`. A receiver fails if it does not serve
+        in time; the limit allows for the deadlines of `num_coming` buckets, loading and resuming.
+        """
+        commit = fleet_pb2.CommitPublish(
+            publish_id=publish.publish_id,
+            version=publish.order.version,
+            probe=probe if publish.order.verify else None,
+            bucket_digests=digests,
+        )
+        shared = fleet_pb2.ControllerMessage(commit=commit).SerializeToString()
+        own = fleet_pb2.ControllerMessage(commit=fleet_pb2.CommitPublish())
+        order = JoinedOrder(own, shared)
+        for receiver in publish.receivers:
+            if not receiver.cause:
+                receiver.session.send(order)
+                self._tasks.create_task(self._lead(publish, receiver, digests, probe))
+        bucket_s, join_s = publish.order.bucket_deadline_s, publish.order.join_deadline_s
+        self._tasks.create_task(self._expire(publish, 2 * join_s + num_coming * bucket_s))
+
+    async def _expire(self, publish: Publish, limit_s: float) -> None:
+        """Fails each receiver that does not serve after `limit_s`; one timer covers all."""
+        await self._run.clock.wait([r.serving for r in publish.receivers], limit_s)
+        for receiver in publish.receivers:
+            if not receiver.serving.done():
+                self._fail(publish, receiver, f"no answer within {limit_s:g} s")
+
+    async def _lead(
+        self,
+        publish: Publish,
+        receiver: Receiver,
+        digests: Sequence[bytes],
+        probe: weights_pb2.Probe | None,
+    ) -> None:
+        """Leads a receiver from its commit to its end: loaded, serving, proved."""
+        session = receiver.session
+        await receiver.loaded
+        if problem := receiver.problem(digests):
+            self._fail(publish, receiver, problem)
+        report = await receiver.serving
+        if receiver.cause:
+            return
+        del self._open[session.key]
+        now_s, told_s = time.monotonic(), publish.told_s
+        assert told_s is not None
+        self.totals.served(
+            report, told_s=now_s - told_s, unserved_s=now_s - session.unserved_since_s
+        )
+        if publish.order.verify:
+            assert probe is not None
+            problem = check_probe(probe, report, self.totals)
+            verdict = fleet_pb2.ProbeVerdict(
+                publish_id=publish.publish_id, passed=not problem, message=problem
+            )
+            session.send(fleet_pb2.ControllerMessage(probe_verdict=verdict))
+        if problem:
+            self._membership.forget(publish.order.communicator.communicator_id)
+            # The matrices may be wrong as well as the adapters.
+            self._holders.discard(session.key)
+            self.failures.make_stale(session, problem)
+        else:
+            self._serves(publish, session)
+        self._run.signal.notify()
+
+    def _serves(self, publish: Publish, session: ServerSession) -> None:
+        if publish.trainer == self._trainer and not publish.order.adapters_alone:
+            self._holders.add(session.key)
+        self.failures.served(session)
+        session.version, session.publish_id = publish.version, publish.publish_id
+        if not session.is_leaving:
+            session.cause = ""
+        session.on(ServerEvent.PUBLISHED)
 
     def report(self, session: ServerSession, report: fleet_pb2.PublishReport) -> None:
-        """Passes a server's report to the part that waits for it."""
-        self.deliveries.report(session, report)
+        """Takes a server's answer or its report on a phase; a server that serves has loaded."""
+        self.questions.report(session, report)
+        publish, receiver = self._open.get(session.key, (None, None))
+        is_served = session.is_serving and report.publish_id == session.publish_id
+        if publish is None or receiver is None or report.publish_id != publish.publish_id:
+            if is_served and report.phase == FAILED:
+                # The server has itself stopped serving these weights.
+                self.failures.make_stale(session, report.message)
+            return
+        if report.phase == FAILED:
+            self._fail(publish, receiver, report.message or "it failed")
+            return
+        reached = {LOADED: [receiver.loaded], SERVING: [receiver.loaded, receiver.serving]}
+        for wait in reached.get(report.phase, []):
+            if not wait.done():
+                wait.set_result(report)
+
+    def _fail(self, publish: Publish, receiver: Receiver, cause: str) -> None:
+        """Ends a receiver as failed; only the first call for a receiver has an effect."""
+        if receiver.cause:
+            return
+        session, receiver.cause = receiver.session, cause
+        self._open.pop(session.key, None)
+        if self._fleet.find(session.key) is session:
+            self._allow_more_time(publish)
+        self._membership.forget(publish.order.communicator.communicator_id)
+        abort = fleet_pb2.AbortPublish(publish_id=publish.publish_id, reason=cause)
+        session.send(fleet_pb2.ControllerMessage(abort=abort))
+        self.failures.make_stale(session, cause)
+        for wait in (receiver.loaded, receiver.serving):
+            if not wait.done():
+                wait.set_result(fleet_pb2.PublishReport(phase=FAILED, message=cause))
+
+    def _allow_more_time(self, publish: Publish) -> None:
+        """Doubles the deadline of later publishes, since this machine or network may be slow.
+
+        This happens once for each failed publish, up to `MOST_TIME` times the setting. Callers do
+        not call it for lost servers.
+        """
+        deadline_s = publish.order.bucket_deadline_s
+        largest_s = MOST_TIME * self._settings.bucket_deadline_s
+        if deadline_s == self._bucket_deadline_s < largest_s:
+            self._bucket_deadline_s = 2 * deadline_s
+            self._run.events.warn(
+                f"a publish failed: each bucket may take {self._bucket_deadline_s:g} s from now on "
+                f"(weights.bucket_deadline_s = {self._settings.bucket_deadline_s:g})"
+            )
 
     def lost(self, session: ServerSession) -> None:
         """Ends all waits for a server that was lost."""
         self.pinned.discard(session.key)
-        self.deliveries.server_lost(session)
+        self.questions.server_lost(session)
+        self._membership.server_lost(session.key)
+        self._holders.discard(session.key)
+        if session.key in self._open:
+            self._fail(*self._open[session.key], "the server is gone")
+
+
+@dataclass(eq=False)
+class Receiver:
+    """One server in one publish, and its two reports; a failure completes both."""
+
+    session: ServerSession
+    loaded: Wait = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    serving: Wait = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    # Why the server failed; "" if it has not.
+    cause: str = ""
+
+    def problem(self, digests: Sequence[bytes]) -> str:
+        """Returns why a server that has reported does not hold these buckets, or "" if it does."""
+        if self.cause or list(self.loaded.result().bucket_digests) == list(digests):
+            return self.cause
+        return "the digests of the loaded buckets are not those that were sent"
+
+
+class Publish:
+    """The delivery of one version to some servers.
+
+    `trainer` is the number of the trainer that sends. `digests` are those of the buckets if the
+    trainer sent them beforehand, otherwise empty.
+    """
+
+    def __init__(
+        self,
+        order: weights_pb2.PublishOrder,
+        sessions: Sequence[ServerSession],
+        *,
+        trainer: int = 0,
+        digests: Sequence[bytes] = (),
+    ) -> None:
+        self.order, self.publish_id = order, order.publish_id
+        self.version = version_from_pb(order.version)
+        self.receivers = [Receiver(session) for session in sessions]
+        self.trainer, self.digests = trainer, tuple(digests)
+        # The time at which the receivers were told to receive, by `time.monotonic`.
+        self.told_s: float | None = None

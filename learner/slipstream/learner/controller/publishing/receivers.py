@@ -7,6 +7,7 @@ the limit.
 
 import asyncio
 import contextlib
+import secrets
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -164,6 +165,61 @@ class Failures:
                 f"{session.name} failed, the last one: {cause}"
             )
         return found
+
+
+class Membership:
+    """The members of the newest communicator; a change of members or a fault replaces it."""
+
+    def __init__(self, run_id: str) -> None:
+        self._run_id = run_id
+        # Number of the trainer's ranks that send; they are the first ranks of a communicator.
+        self.num_senders = 1
+        self._members: tuple[ServerKey, ...] = ()
+        self._epoch, self._name = 0, ""
+
+    def forget(self, communicator_id: str | None = None) -> None:
+        """Drops the newest communicator; with an id, only if the communicator has this id."""
+        if communicator_id in (None, self._name):
+            self._members = ()
+
+    def server_lost(self, key: ServerKey) -> None:
+        """Drops the communicator if this server was a member."""
+        if key in self._members:
+            self.forget()
+
+    def order_for(
+        self, targets: Sequence[ServerSession], transport: str, *, trainer_has: str
+    ) -> weights_pb2.PublishOrder:
+        """Returns an order to publish to `targets`, with their first ranks in the communicator.
+
+        The newest communicator is used again if its members are the same and the trainer still has
+        it: `trainer_has` is the trainer's communicator id. Otherwise the order names a new
+        communicator.
+        """
+        members = tuple(session.key for session in targets)
+        new = members != self._members or trainer_has != self._name
+        if new:
+            self._members = members
+            self._epoch += 1
+            # A secret that is sent only over gRPC: strangers cannot join by gloo or ipc.
+            self._name = f"{self._run_id}-{self._epoch}-{secrets.token_hex(16)}"
+        receivers, rank = [], self.num_senders
+        for session in targets:
+            workers = session.hello.engine_workers
+            receivers.append(
+                weights_pb2.Receiver(server_id=session.name, first_rank=rank, num_workers=workers)
+            )
+            rank += workers
+        return weights_pb2.PublishOrder(
+            communicator=weights_pb2.Communicator(
+                communicator_id=self._name,
+                transport=transport,
+                world_size=rank,
+                num_senders=self.num_senders,
+            ),
+            new_communicator=new,
+            receivers=receivers,
+        )
 
 
 READY = fleet_pb2.PUBLISH_PHASE_READY

@@ -279,7 +279,7 @@ class Far:
         self.scene = scene
         scene.fleet.remove(scene.session, "this run is by storage")
         self.publisher = StoredPublisher(
-            scene.fleet, scene.run, scene.tasks, deliveries=scene.publisher.deliveries
+            scene.fleet, scene.run, scene.tasks, publisher=scene.publisher
         )
         self.far = self.joined("far")
         self.running = scene.tasks.create_task(self.publisher.run_forever())

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from slipstream.learner.controller.publishing.delivery import PublishTotals, logit_gap
+from slipstream.learner.controller.publishing.totals import PublishTotals, logit_gap
 from slipstream.v1 import fleet_pb2, trainer_pb2
 from support.fakes.small_configs import small_config
 
