@@ -119,7 +119,6 @@ def test_publish_and_kill_of_a_receiver(
             receivers=num_receivers,
             seconds=round(seconds, 4),
             send_s=round(result.send_s, 4),
-            gather_s=round(result.export_s, 4),
             wire_s=round(wire_s, 5),
             wire_gb_per_s=round(rate, 1),
             bytes=result.bytes_sent,

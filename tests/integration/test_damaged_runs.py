@@ -170,45 +170,6 @@ async def test_what_decides_nothing_may_be_lost_between_two_starts(tmp_path, cap
     assert not [r for r in caplog.records if r.exc_info and r.name != "asyncio"]
 
 
-class SavingTrainer(FakeTrainer):
-    """Leaves a checkpoint of each second version, before it reports it."""
-
-    def __init__(self, config: Config) -> None:
-        super().__init__(config.controller.address, checkpoint_every=2)
-        self.folder = config.run_dir / "checkpoints"
-
-    async def train(self) -> None:
-        step = self.version.step + 1
-        if step % self.checkpoint_every == 0:
-            save_checkpoint(self.folder, step, keep_last=2)
-
-
-async def test_checkpoints_that_are_removed_under_a_live_run_are_told(tmp_path, caplog):
-    config = make_config(tmp_path, run__steps=STEPS)
-    folder = config.run_dir / "checkpoints"
-    trainer = SavingTrainer(config)
-    trainer.hold_at(4)
-    told = "was removed or damaged under the live run"
-
-    async def during(controller: Controller, tasks: list) -> None:
-        try:
-            async with asyncio.timeout(LIMIT_S):
-                await trainer.until_held()
-                await until(lambda: "checkpoint of version 4" in caplog.text)
-                shutil.rmtree(folder)
-                await until(lambda: told in caplog.text)
-        finally:
-            trainer.gate.set()
-
-    with caplog.at_level(logging.INFO):
-        server = FakeServer(config.controller.address)
-        summary = await play(config, server, trainer=trainer, during=during)
-    assert (summary["code"], summary["steps"]) == (0, STEPS)
-    (line,) = [m for m in caplog.messages if told in m]
-    assert line.startswith(f"{folder / 'step-000004'} ")
-    assert line.endswith("a resume begins from the start")
-
-
 async def again_from_the_start(config: Config, spoil) -> tuple[str, int]:
     """The cause and exit code of a run whose second trainer needs a batch that `spoil` spoils."""
     address = config.controller.address

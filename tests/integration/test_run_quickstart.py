@@ -129,9 +129,6 @@ def test_every_number_of_an_evaluation_is_documented(run: Path) -> None:
 def test_the_summary_is_documented(summary: dict) -> None:
     (names,) = tables("summary.json")
     assert set(summary) == set(names)
-    assert summary["resources"]["trainer_ranks"] == summary["resources"]["rollout_servers"] == 1
-    assert 0 < summary["resources"]["training_s"] < summary["wall_s"]
-    assert summary["resources"]["rollout_rss_bytes"] > 100e6
 
 
 def test_no_trained_token_is_older_than_promised(run: Path, summary: dict) -> None:

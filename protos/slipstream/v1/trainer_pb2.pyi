@@ -302,12 +302,11 @@ class PublishStarted(_message.Message):
     def __init__(self, receivers: _Optional[_Iterable[_Union[_weights_pb2.Receiver, _Mapping]]] = ...) -> None: ...
 
 class PublishResult(_message.Message):
-    __slots__ = ("publish_id", "error", "bucket_digests", "probe", "export_s", "send_s", "bytes_sent", "wire_s", "wire_bytes")
+    __slots__ = ("publish_id", "error", "bucket_digests", "probe", "send_s", "bytes_sent", "wire_s", "wire_bytes")
     PUBLISH_ID_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     BUCKET_DIGESTS_FIELD_NUMBER: _ClassVar[int]
     PROBE_FIELD_NUMBER: _ClassVar[int]
-    EXPORT_S_FIELD_NUMBER: _ClassVar[int]
     SEND_S_FIELD_NUMBER: _ClassVar[int]
     BYTES_SENT_FIELD_NUMBER: _ClassVar[int]
     WIRE_S_FIELD_NUMBER: _ClassVar[int]
@@ -316,12 +315,11 @@ class PublishResult(_message.Message):
     error: str
     bucket_digests: _containers.RepeatedScalarFieldContainer[bytes]
     probe: _weights_pb2.Probe
-    export_s: float
     send_s: float
     bytes_sent: int
     wire_s: float
     wire_bytes: int
-    def __init__(self, publish_id: _Optional[str] = ..., error: _Optional[str] = ..., bucket_digests: _Optional[_Iterable[bytes]] = ..., probe: _Optional[_Union[_weights_pb2.Probe, _Mapping]] = ..., export_s: _Optional[float] = ..., send_s: _Optional[float] = ..., bytes_sent: _Optional[int] = ..., wire_s: _Optional[float] = ..., wire_bytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, publish_id: _Optional[str] = ..., error: _Optional[str] = ..., bucket_digests: _Optional[_Iterable[bytes]] = ..., probe: _Optional[_Union[_weights_pb2.Probe, _Mapping]] = ..., send_s: _Optional[float] = ..., bytes_sent: _Optional[int] = ..., wire_s: _Optional[float] = ..., wire_bytes: _Optional[int] = ...) -> None: ...
 
 class PublishReceipt(_message.Message):
     __slots__ = ("discard_communicator",)

@@ -53,7 +53,6 @@ def _recorded(path: Path) -> object:
         state=RunState(),
         publish={},
         weight_digest="",
-        trainer_ranks=1,
         ending={"state": "finished", "cause": "x", "solved": False, "suspended_environments": {}},
     )
     # What others read of it has neither NaN nor infinity.

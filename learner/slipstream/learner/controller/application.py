@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import grpc.aio
 from slipstream.core.errors import SlipstreamError
-from slipstream.core.run_folder import JOURNAL
+from slipstream.core.run_folder import CHECKPOINTS, JOURNAL
 from slipstream.core.settings.config import Config
 from slipstream.core.types import MAX_EXCUSED_ATTEMPTS, GroupId
 from slipstream.learner.controller.leasing.leases import LeaseBook
@@ -24,7 +24,7 @@ from slipstream.learner.controller.records.ledger import (
     open_receiver,
 )
 from slipstream.learner.controller.reporting.metrics import RunRecorder, open_recorder
-from slipstream.learner.controller.restoration import begin, restore
+from slipstream.learner.controller.restoration import begin, restore, warn_of_checkpoints
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.fleet import Fleet, FleetHandlers
 from slipstream.learner.controller.servers.session import ServerSession
@@ -184,7 +184,7 @@ class Controller:
                     queue=receiver,
                 )
                 self._parts = parts = self._make_parts(self._run, books, recorder, tasks)
-                parts.checkpoints.begin(history.checkpoint.step)
+                warn_of_checkpoints(folder / CHECKPOINTS, history.checkpoint.step, self._run.events)
                 self._connect()
                 health = self._add_services(server)
                 restore(books, [parts.intake, parts.former, *parts.all], history, self._run)
@@ -200,7 +200,6 @@ class Controller:
                     "flush": parts.endings.flush(),
                     "scheduler": parts.scheduler.lease_forever(),
                     "watch": parts.watch.watch_forever(),
-                    "checkpoints": parts.checkpoints.watch_forever(),
                 }
                 for part in parts.all:
                     lasting |= part.tasks()
@@ -219,8 +218,7 @@ class Controller:
                     task.cancel()
             # If it is fenced, a later controller now has the servers, the trainer and the files.
             if not journal.is_fenced:
-                trainer = parts.trainer
-                await parts.results.write(hello=trainer.hello, goodbye=trainer.goodbye)
+                await parts.results.write(parts.trainer.goodbye)
             parts.environments.relay.close()
             parts.trainer.place.close()
         return 1 if self._progress.has_failed else 0

@@ -91,8 +91,8 @@ class EventLog:
         self._events: deque[bytes] = deque()
         self._num_bytes = 0
         self._count = 0
-        # The newest events with metrics: the event's number, and the event without its metrics.
-        self._with_metrics: deque[tuple[int, bytes]] = deque()
+        # The metrics of the newest events that have some, by the event's number.
+        self._metrics: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=MAX_METRICS)
         self._signal = Signal()
         self.closed = False
 
@@ -113,7 +113,9 @@ class EventLog:
         level = {Severity.INFO: logging.INFO, Severity.WARNING: logging.WARNING}
         log.log(level.get(severity, logging.ERROR), text)
         name = status_pb2.Severity.Name(severity.value)
-        self._append(status_pb2.Event(severity=name, text=text, step=step, metrics=metrics or {}))
+        if metrics:
+            self._metrics.append((self._count + 1, metrics))
+        self._append(status_pb2.Event(severity=name, text=text, step=step))
 
     def warn(self, text: str) -> None:
         """Adds a warning, like `add`."""
@@ -127,9 +129,12 @@ class EventLog:
 
     def kept(self, after: int = 0) -> Iterator[status_pb2.Event]:
         """Yields the events that are kept now and have a number above `after`, oldest first."""
-        first = max(0, min(after, self._count) - self._num_gone)
-        newer = list(itertools.islice(self._events, first, None))
-        return map(status_pb2.Event.FromString, newer)
+        first = max(0, min(after, self._count) - (self._count - len(self._events)))
+        metrics = dict(self._metrics)
+        for data in list(itertools.islice(self._events, first, None)):
+            event = status_pb2.Event.FromString(data)
+            event.metrics.update(metrics.get(event.number, {}))
+            yield event
 
     async def follow(self, after: int) -> AsyncIterator[status_pb2.Event]:
         """Yields all events with a number above `after`, then new events as they come.
@@ -144,23 +149,11 @@ class EventLog:
                 return
             await self._signal.wait(5.0)
 
-    @property
-    def _num_gone(self) -> int:
-        return self._count - len(self._events)
-
     def _append(self, event: status_pb2.Event) -> None:
         self._count += 1
         event.number, event.unix_time_s = self._count, time.time()
         self._events.append(event.SerializeToString())
         self._num_bytes += len(self._events[-1])
-        if event.metrics:
-            event.ClearField("metrics")
-            self._with_metrics.append((event.number, event.SerializeToString()))
-        if len(self._with_metrics) > MAX_METRICS:
-            number, without = self._with_metrics.popleft()
-            if (index := number - 1 - self._num_gone) >= 0:
-                self._num_bytes += len(without) - len(self._events[index])
-                self._events[index] = without
         while len(self._events) > MAX_EVENTS or self._num_bytes > MAX_BYTES:
             self._num_bytes -= len(self._events.popleft())
         self._signal.notify()

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from slipstream.core.run_folder import CHECKPOINTS
 from slipstream.learner.controller.leasing.scheduler import Books, Scheduler
 from slipstream.learner.controller.loop import TrainerOrders
 from slipstream.learner.controller.part import Part
@@ -17,10 +16,9 @@ from slipstream.learner.controller.servers.fleet import Fleet
 from slipstream.learner.controller.services.environment_service import EnvironmentServicer
 from slipstream.learner.controller.services.fleet_service import StatusServicer
 from slipstream.learner.controller.services.trainer_service import TrainerServicer
-from slipstream.learner.controller.trajectories.batches import BatchFormer, Trained
+from slipstream.learner.controller.trajectories.batches import BatchFormer
 from slipstream.learner.controller.trajectories.intake import Intake
-from slipstream.learner.controller.watch import CheckpointWatch, RunWatch
-from slipstream.v1 import trainer_pb2
+from slipstream.learner.controller.watch import RunWatch
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,6 @@ class Parts:
     intake: Intake
     scheduler: Scheduler
     watch: RunWatch
-    checkpoints: CheckpointWatch
     publisher: Publisher
     former: BatchFormer
     results: Results
@@ -56,7 +53,6 @@ def make_parts(
     """Returns the parts of a controller, whose tasks are in `tasks`; `others` are told last."""
     endings = Endings(books.journal, books.ledger, books.queue)
     intake = Intake(run, books, endings)
-    checkpoints = CheckpointWatch(run.config.run_dir / CHECKPOINTS, run.events)
     publisher = publisher or Publisher(books.fleet, run, tasks)
     scheduler = Scheduler(run, books, intake.start_afresh)
     former = former or BatchFormer(books, tasks)
@@ -82,31 +78,13 @@ def make_parts(
         evaluators.append(Operations(run, books, intake, publisher, scheduler))
     optional = _optional_parts(run, books.fleet, publisher, tasks)
     every = (results, *evaluators, environments, publisher, *optional, *others)
-
-    def stepped(trained: Trained, report: trainer_pb2.StepReport) -> None:
-        orders = trainer.take_orders()
-        for part in every:
-            part.stepped(trained, report, orders)
-
-    trainer = TrainerServicer(
-        run,
-        TrainerOrders(
-            run,
-            books.leases,
-            former,
-            publisher,
-            parts=every,
-        ),
-        on_step=stepped,
-        on_checkpoint=checkpoints.saved,
-    )
+    trainer = TrainerServicer(run, TrainerOrders(run, books.leases, former, publisher, parts=every))
     return Parts(
         recorder=recorder,
         endings=endings,
         intake=intake,
         scheduler=scheduler,
         watch=RunWatch(run, books, intake.take_back),
-        checkpoints=checkpoints,
         publisher=publisher,
         former=former,
         results=results,
@@ -125,7 +103,7 @@ def _optional_parts(
     if run.config.weights.storage_url is not None:
         from slipstream.extensions.stored_weights.controller import StoredPublisher
 
-        found.append(StoredPublisher(fleet, run, tasks, deliveries=publisher.deliveries))
+        found.append(StoredPublisher(fleet, run, tasks, publisher=publisher))
     elif run.config.controller.turns != "off":
         from slipstream.extensions.turns.controller import EngineTurns
 

@@ -11,13 +11,18 @@ from slipstream.core.errors import ConfigError, ProtocolError
 from slipstream.core.machine.description import describe_machine, describe_packages
 from slipstream.core.run_folder import CHECKPOINTS, JOURNAL_LOG, check_journal_not_lost
 from slipstream.learner.algorithms.functions import used_functions
+from slipstream.learner.controller.events import EventLog
 from slipstream.learner.controller.leasing.scheduler import Books
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.history import FORMAT, REMEDY, RunHistory, read_history
 from slipstream.learner.controller.records.journal import Journal, read_records
 from slipstream.learner.controller.run import Run
-from slipstream.learner.controller.servers.server_epochs import MAX_GAP
-from slipstream.protocol.checkpoints import checkpoint_path, complete_steps
+from slipstream.protocol.checkpoints import (
+    MANIFEST_NAME,
+    checkpoint_path,
+    complete_steps,
+    passed_over,
+)
 
 
 class Restored(Protocol):
@@ -86,6 +91,21 @@ def _check_end(journal: Journal, history: RunHistory, folder: Path) -> None:
         raise ConfigError(f"{newer}, but {log} {ends}: lines at its end are lost; {REMEDY}")
 
 
+def warn_of_checkpoints(folder: Path, recorded: int, events: EventLog) -> None:
+    """Warns about incomplete checkpoints in `folder`, or else about one that is missing.
+
+    An incomplete checkpoint is a folder without a manifest that is newer than the newest complete
+    checkpoint. `recorded` is the version of the journal's newest checkpoint.
+    """
+    newest = max(complete_steps(folder), default=0)
+    base = f"a resume begins from version {newest}" if newest else "a resume begins from the start"
+    over = passed_over(folder)
+    for path in over:
+        events.warn(f"{path} is no whole checkpoint, it has no {MANIFEST_NAME}: {base}")
+    if not over and recorded > newest:
+        events.warn(f"{checkpoint_path(folder, recorded)} is not there any more: {base}")
+
+
 def restore(books: Books, parts: Iterable[Restored], history: RunHistory, run: Run) -> None:
     """Restores each part to its state at the end of the journal, before any server connects.
 
@@ -98,12 +118,6 @@ def restore(books: Books, parts: Iterable[Restored], history: RunHistory, run: R
     every: list[Restored] = [books.leases, books.ledger, *parts]
     for part in every:
         part.restore(history)
-    for key, number in history.ignored_gaps.items():
-        run.events.warn(
-            f"the journal holds a gap of {number} for rollout server {key.server_id}, epoch "
-            f"{key.epoch:x}, which no server can count (at most {MAX_GAP}): it counts as none, and "
-            "the run goes on"
-        )
     open_groups = sum(not group.is_complete for group in books.leases.groups.values())
     run.events.add(
         f"the run resumes at version {history.version}; the journal has the batches of "

@@ -338,15 +338,10 @@ class Results(Part):
         """Whether each result that was passed to `evaluated` is written to disk."""
         return self._evaluated is None or self._evaluated.done()
 
-    async def write(
-        self,
-        *,
-        hello: trainer_pb2.TrainerHello | None,
-        goodbye: trainer_pb2.TrainerGoodbye | None,
-    ) -> None:
+    async def write(self, goodbye: trainer_pb2.TrainerGoodbye | None) -> None:
         """Marks the run as ended, writes its summary, and closes its event log.
 
-        `hello` and `goodbye` are the trainer's messages, or None if they did not come.
+        `goodbye` is the trainer's message, or None if it did not come.
         """
         progress, books = self._run.progress, self._books
         self._tell_gaps()
@@ -357,7 +352,6 @@ class Results(Part):
             state=books.state,
             publish=self._publisher.totals.summary(),
             weight_digest=goodbye.weight_digest.hex() if goodbye is not None else "",
-            trainer_ranks=hello.world_size if hello is not None else 0,
             ending={
                 "state": state.removeprefix("RUN_STATE_").lower(),
                 "cause": progress.cause,

@@ -1,8 +1,7 @@
-"""The watches of the controller: over servers, leases, checkpoints and the run as a whole.
+"""The watches of the controller: over servers, leases and the run as a whole.
 
-Consumes: the state of the fleet and the environments, names and sizes of checkpoint files.
-Produces: cancelled leases, removed servers, warnings, the end of a run that cannot continue. Waits
-for: a fixed period. Unblocked by: the clock.
+Consumes: the state of the fleet and the environments. Produces: cancelled leases, removed servers,
+warnings, the end of a run that cannot continue. Waits for: a fixed period. Unblocked by: the clock.
 """
 
 import asyncio
@@ -10,30 +9,18 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
-from slipstream.core.errors import CheckpointError
 from slipstream.core.types import GroupId
-from slipstream.learner.controller.events import EventLog
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.leasing.scheduler import Books
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.session import ServerKey
 from slipstream.learner.controller.tasks import EnvironmentEntry
-from slipstream.protocol.checkpoints import (
-    MANIFEST_NAME,
-    checkpoint_path,
-    complete_steps,
-    passed_over,
-    read_manifest,
-)
 from slipstream.v1 import environment_pb2
 
 WATCH_S = 0.25
 # Longest time between two calls of `LoopClock.look` while the event loop does not stall.
 LATE_S = 2 * WATCH_S
-# Time between two looks at the folder of checkpoints.
-LOOK_S = 2.0
 # Seconds of serving within which a server must end a cancelled lease.
 CANCEL_LIMIT_S = 60.0
 # Seconds after the heartbeat timeout within which a server joins a restarted controller.
@@ -157,81 +144,6 @@ class RunWatch:
             and bool(sessions)
             and all(session.key in entry.failed_on for session in sessions)
         )
-
-
-class CheckpointWatch:
-    """Warns when the newest reported checkpoint was removed or damaged, once for each change.
-
-    watch.begin(40)  # the journal names a checkpoint of version 40; warns if it is missing
-    watch.saved(50)  # the trainer has reported the checkpoint of version 50
-    await watch.watch_forever()  # warns when that checkpoint was removed or lost a file
-    """
-
-    def __init__(self, folder: Path, events: EventLog, *, look_s: float = LOOK_S) -> None:
-        self._folder, self._events, self._look_s = folder, events, look_s
-        # The version from which a resume would continue. 0 is the start.
-        self._newest = 0
-
-    def begin(self, recorded: int) -> None:
-        """Warns about incomplete checkpoints, or else about a missing checkpoint.
-
-        An incomplete checkpoint is a folder without a manifest that is newer than the newest
-        complete checkpoint. `recorded` is the version of the journal's newest checkpoint.
-        """
-        over = passed_over(self._folder)
-        self._newest = max(complete_steps(self._folder), default=0)
-        for path in over:
-            self._warn(f"{path} is no whole checkpoint, it has no {MANIFEST_NAME}")
-        if not over and recorded > self._newest:
-            self._warn(f"{checkpoint_path(self._folder, recorded)} is not there any more")
-
-    def saved(self, step: int) -> None:
-        """Notes that the trainer has reported the checkpoint of version `step`."""
-        if step in complete_steps(self._folder):
-            self._newest = step
-
-    async def watch_forever(self) -> None:
-        """Checks the newest checkpoint every `look_s` seconds, and warns if it has lost files.
-
-        Runs until the task is cancelled.
-        """
-        while True:
-            await asyncio.sleep(self._look_s)
-            expected = self._newest
-            trouble = await asyncio.to_thread(_missing, self._folder, expected)
-            # The trainer may have reported a newer checkpoint meanwhile.
-            if trouble and self._newest == expected:
-                whole = complete_steps(self._folder)
-                self._newest = max((step for step in whole if step < expected), default=0)
-                # A resume would refuse a checkpoint that still has its manifest.
-                self._warn(f"{trouble}; remove what is left" if expected in whole else trouble)
-
-    def _warn(self, what: str) -> None:
-        base = f"version {self._newest}" if self._newest else "the start"
-        self._events.warn(f"{what}: a resume begins from {base}")
-
-
-def _missing(folder: Path, step: int) -> str:
-    """Returns a text that says why the checkpoint of version `step` is damaged.
-
-    Returns "" if it is complete, if a newer checkpoint exists, or if `step` is 0.
-    """
-    if not step:
-        return ""
-    path, lack = checkpoint_path(folder, step), ""
-    try:
-        for file in read_manifest(path).files:
-            found = (path / file.path).stat().st_size
-            if found != file.num_bytes:
-                lack = f"{file.path} has {found} bytes instead of {file.num_bytes}"
-    except CheckpointError:
-        lack = f"{MANIFEST_NAME} is missing or damaged"
-    except OSError as error:
-        lack = f"{error.filename}: {error.strerror}"
-    # The trainer removes an old checkpoint once a newer one is complete.
-    if not lack or max(complete_steps(folder), default=0) > step:
-        return ""
-    return f"{path} was removed or damaged under the live run ({lack})"
 
 
 @dataclass

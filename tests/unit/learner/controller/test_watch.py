@@ -1,10 +1,9 @@
-"""The watches over the run, its leases and its checkpoints."""
+"""The watches over the run and its leases, and what a start tells of checkpoints."""
 
 from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,11 +12,11 @@ from slipstream.core.types import GroupId, Purpose, ServerId
 from slipstream.learner.controller.events import EventLog
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.records.journal import Journal
+from slipstream.learner.controller.restoration import warn_of_checkpoints
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.session import ServerKey
 from slipstream.learner.controller.watch import (
     CANCEL_LIMIT_S,
-    CheckpointWatch,
     LeaseWatch,
     RunWatch,
 )
@@ -25,7 +24,7 @@ from slipstream.v1 import status_pb2
 from support.fakes.small_checkpoints import save_checkpoint
 from support.rigs.lease_rig import Rig, SoundJournal, books_of
 from support.rigs.publishing_scene import Scene, run_of
-from support.rigs.waiting import LIMIT_S, until
+from support.rigs.waiting import LIMIT_S
 
 
 @dataclass
@@ -222,62 +221,20 @@ def texts(events: EventLog) -> list[str]:
     return [event.text for event in events.kept()]
 
 
-REMOVALS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "folder": (shutil.rmtree, "manifest.json is missing or damaged"),
-    "manifest": (lambda path: (path / "manifest.json").unlink(), "manifest.json is missing"),
-    "file": (lambda path: (path / "tensors").unlink(), "tensors: No such file or directory"),
-    "cut": (lambda path: (path / "tensors").write_bytes(b"w"), "has 1 bytes instead of 7"),
-}
-
-
-@pytest.mark.parametrize(("remove", "lack"), REMOVALS.values(), ids=REMOVALS.keys())
-async def test_a_checkpoint_that_is_removed_under_a_live_run_is_told_once(tmp_path, remove, lack):
-    events = EventLog()
-    save_checkpoint(tmp_path, 30)
-    watch = CheckpointWatch(tmp_path, events, look_s=0.01)
-    watch.begin(30)
-    path = save_checkpoint(tmp_path, 40)
-    watch.saved(40)
-    async with asyncio.timeout(LIMIT_S):
-        watching = asyncio.ensure_future(watch.watch_forever())
-        await asyncio.sleep(0)
-        remove(path)
-        await until(lambda: texts(events))
-        watching.cancel()
-    (told,) = texts(events)
-    assert told.startswith(f"{path} was removed or damaged under the live run (")
-    assert lack in told
-    rest = "; remove what is left" if (path / "manifest.json").exists() else ""
-    assert told.endswith(f"){rest}: a resume begins from version 30")
-
-
-async def test_the_trainer_removes_old_checkpoints_without_a_word(tmp_path: Path) -> None:
-    events = EventLog()
-    watch = CheckpointWatch(tmp_path, events, look_s=0.001)
-    watch.begin(0)
-    watching = asyncio.ensure_future(watch.watch_forever())
-    for step in range(1, 60):
-        await asyncio.to_thread(save_checkpoint, tmp_path, step, keep_last=1)
-        await asyncio.sleep(0.002)
-        watch.saved(step)
-    watching.cancel()
-    assert texts(events) == []
-
-
 def test_a_start_tells_what_it_passes_over(tmp_path: Path) -> None:
     events = EventLog()
     save_checkpoint(tmp_path, 30)
-    CheckpointWatch(tmp_path, events).begin(30)
+    warn_of_checkpoints(tmp_path, 30, events)
     assert texts(events) == []
     path = save_checkpoint(tmp_path, 40)
     (path / "manifest.json").unlink()
-    CheckpointWatch(tmp_path, events).begin(40)
+    warn_of_checkpoints(tmp_path, 40, events)
     assert texts(events) == [
         f"{path} is no whole checkpoint, it has no manifest.json: a resume begins from version 30"
     ]
     shutil.rmtree(path)
-    CheckpointWatch(tmp_path, events).begin(40)
+    warn_of_checkpoints(tmp_path, 40, events)
     assert texts(events)[1:] == [f"{path} is not there any more: a resume begins from version 30"]
     shutil.rmtree(tmp_path)
-    CheckpointWatch(tmp_path, events).begin(40)
+    warn_of_checkpoints(tmp_path, 40, events)
     assert texts(events)[2:] == [f"{path} is not there any more: a resume begins from the start"]

@@ -19,7 +19,7 @@ from slipstream.core.types import MAX_KEPT, GroupId, ServerId, TrajectoryId, Tra
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.kinds import Record, ServerTokens, parsed
 from slipstream.learner.controller.records.state import RunState
-from slipstream.learner.controller.servers.server_epochs import MAX_GAP, ServerEpochs
+from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.session import ServerKey
 from slipstream.protocol.bounds import one_line, shown
 from slipstream.protocol.queue.base import Amount
@@ -143,8 +143,6 @@ class RunHistory(RunState):
     ended: SeenIds = field(default_factory=SeenIds)
     # Every server that joined, with its tokens of trajectories that ended or are in a batch.
     servers: ServerEpochs = field(default_factory=ServerEpochs)
-    # The largest number of each journaled gap that no server can have caused.
-    ignored_gaps: dict[ServerKey, int] = field(default_factory=dict)
     # The trajectories that ended or are in a batch, and by how much the writer's last count of them
     # was larger.
     settled: Amount = Amount()
@@ -200,10 +198,7 @@ class RunHistory(RunState):
         for name, epoch, generated in record.generated:
             key = ServerKey(ServerId(name), epoch)
             count = self.servers.join(key)
-            gap = gaps.get((name, epoch), ())
-            count.take_gaps(gap)
-            if max(map(abs, gap), default=0) > MAX_GAP:
-                self.ignored_gaps[key] = max(gap, key=abs)
+            count.take_gaps(gaps.get((name, epoch), (0,) * 5))
             count.reported = max(count.reported, generated)
             count.judged = max(count.judged, judged.get((name, epoch), 0))
             if record.departed:

@@ -221,7 +221,6 @@ class RunRecorder:
         state: RunState,
         publish: Mapping[str, float],
         weight_digest: str,
-        trainer_ranks: int,
         ending: Mapping[str, JsonValue],
     ) -> dict[str, JsonValue]:
         """Writes summary.json, the main facts of an ended run, and returns its content.
@@ -265,7 +264,6 @@ class RunRecorder:
             "logprob_gap_max": facts.gap_max if facts.gap_tokens else None,
             "logprob_gap_tokens": facts.gap_tokens,
             "time": facts.totals.shares(),
-            "resources": facts.totals.resources(trainer_ranks=trainer_ranks),
             "weight_digest": weight_digest,
             "wall_s": time.monotonic() - self._started_s,
         }

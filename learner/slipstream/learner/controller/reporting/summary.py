@@ -179,24 +179,18 @@ def _turns(
 
 Interval = tuple[float, float]
 
-# Values whose sums over all steps are resources of the run.
-RESOURCES = ("training_s", "waiting_s", "publish_s", "export_s", "model_flops")
-# Values whose maxima over all steps are resources of the run.
-PEAKS = ("trainer_rss_bytes", "gpu_reserved_bytes", "rollout_rss_bytes")
 # Seconds over which the rate is averaged: heartbeats are too rare for a single step.
 WINDOW_S = 5.0
 EDGE_STEPS = 5
 
 
 class RunTotals:
-    """Sums and maxima over the rows of all steps, including the loading before the first step."""
+    """Sums over the rows of all steps, including the loading before the first step."""
 
     def __init__(self) -> None:
-        self._sums = dict.fromkeys(("step_s", *TRAINER_PARTS, *SERVER_SHARES, *RESOURCES), 0.0)
-        self._peaks: dict[str, float] = {}
+        self._sums = dict.fromkeys(("step_s", *TRAINER_PARTS, *SERVER_SHARES), 0.0)
         # Seconds of the steps in which servers have reported.
         self._reported_s = 0.0
-        self._servers = 0
 
     def add(self, row: Mapping[str, float]) -> None:
         """Adds the row of one step."""
@@ -206,21 +200,6 @@ class RunTotals:
         for name in self._sums:
             value = row.get(name, 0.0) * (step_s if name in SERVER_SHARES else 1.0)
             self._sums[name] += value if math.isfinite(value) else 0.0
-        for name in PEAKS:
-            # The comparison leaves out NaN.
-            if (value := row.get(name, math.nan)) >= self._peaks.get(name, 0.0):
-                self._peaks[name] = value
-        if (servers := row.get("servers_serving", 0.0)) > self._servers:
-            self._servers = int(servers)
-
-    def resources(self, *, trainer_ranks: int) -> dict[str, JsonValue]:
-        """Returns the resources that the run used, by name; leaves out maxima that no row had."""
-        return {
-            "trainer_ranks": trainer_ranks,
-            "rollout_servers": self._servers,
-            **{name: self._sums[name] for name in RESOURCES},
-            **self._peaks,
-        }
 
     def shares(self) -> dict[str, JsonValue]:
         """Returns the share of time of each activity, for "trainer" and "servers".

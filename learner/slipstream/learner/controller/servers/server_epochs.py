@@ -18,8 +18,6 @@ from slipstream.v1 import fleet_pb2
 
 # Largest number of departed epochs with a count of their own.
 MAX_APART = 1000
-# No difference of the counts in a server's messages is larger (`bound` of trajectory.proto).
-MAX_GAP = 10**16
 
 
 @dataclass(slots=True)
@@ -88,12 +86,7 @@ class EpochCount:
         return self.unrecorded, *self.unsent, *self.missing
 
     def take_gaps(self, numbers: Sequence[int]) -> None:
-        """Restores the differences that an earlier start of the controller has journaled.
-
-        Those above `MAX_GAP` count as none.
-        """
-        if not numbers or max(map(abs, numbers)) > MAX_GAP:
-            numbers = (0,) * 5
+        """Restores the differences that an earlier start of the controller has journaled."""
         self.unrecorded, *unsent_and_missing = numbers
         self.unsent = Amount(*unsent_and_missing[:2])
         self.missing = Amount(*unsent_and_missing[2:])

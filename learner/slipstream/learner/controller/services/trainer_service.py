@@ -10,7 +10,7 @@ A run has one trainer at a time, which holds its place by the stream of `KeepPla
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 
 import grpc
@@ -22,7 +22,6 @@ from slipstream.learner.controller.records.history import REMEDY
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.session import CallContext
 from slipstream.learner.controller.trajectories.batch import FormedBatch, chunks, header, way_past
-from slipstream.learner.controller.trajectories.batches import Trained
 from slipstream.protocol.codec import TRAINER_EPOCH, version_from_pb, version_to_pb
 from slipstream.protocol.rich_errors import Reason, abort
 from slipstream.v1 import status_pb2, trainer_pb2_grpc
@@ -135,32 +134,17 @@ def _describe(hello: pb.TrainerHello, context: CallContext) -> str:
 class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     """Serves one trainer; its rank 0 makes the calls for all ranks."""
 
-    def __init__(
-        self,
-        run: Run,
-        orders: TrainerOrders,
-        *,
-        on_step: Callable[[Trained, pb.StepReport], None],
-        on_checkpoint: Callable[[int], None],
-    ) -> None:
-        """Takes the functions that handle a new version and the step of a new checkpoint."""
+    def __init__(self, run: Run, orders: TrainerOrders) -> None:
         self._run, self._progress = run, run.progress
         self._orders, self._former = orders, orders.former
         self._publisher, self._parts = orders.publisher, orders.parts
-        self._on_step, self._on_checkpoint = on_step, on_checkpoint
         self.finished = asyncio.Event()
         self.goodbye: pb.TrainerGoodbye | None = None
-        self.hello: pb.TrainerHello | None = None
         self.place = TrainerPlace(run)
         self._lock = asyncio.Lock()
         # The orders since the newest step, and when the trainer first asked for the next one.
         self._orders_given: list[OrderTimes] = []
         self._asked_s: float | None = None
-
-    def take_orders(self) -> list[OrderTimes]:
-        """Returns the times of the orders that were given since the last call."""
-        taken, self._orders_given = self._orders_given, []
-        return taken
 
     async def Register(self, request: pb.TrainerHello, context: CallContext) -> pb.TrainerWelcome:  # noqa: N802
         """Registers a trainer if the place is free; the trainer repeats the steps it has lost."""
@@ -191,7 +175,6 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             self._run.events.add(
                 f"the trainer resumes from version {version.step}; {behind} steps are trained again"
             )
-        self.hello = request
         self._progress.trainer_registered(map(place_from_pb, request.places))
         sizes, *groups = request.layout_description.splitlines()
         self._run.events.add(f"the trainer has {request.num_parameters:,} parameters {sizes}")
@@ -271,7 +254,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 f"step {trained.version.step} came out different when it was trained again: its "
                 f"weights are version {trained.version} now, and are sent again"
             )
-        self._on_step(trained, request)
+        orders, self._orders_given = self._orders_given, []
+        for part in self._parts:
+            part.stepped(trained, request, orders)
         await self._former.durable()
         self._progress.moved()
         return pb.StepReceipt(version=version_to_pb(trained.version))
@@ -304,7 +289,6 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         """Handles the report that a checkpoint is complete."""
         await self.place.check(context)
         await self._former.saved(request)
-        self._on_checkpoint(request.version.step)
         for part in self._parts:
             part.saved(request.version.step)
         self._run.events.add(

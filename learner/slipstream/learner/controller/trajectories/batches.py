@@ -128,7 +128,7 @@ class BatchFormer:
             message = await asyncio.to_thread(
                 self._journal.read_batch, step, batch.crc32, batch.attempt
             )
-            self.training, self._message = from_record(message), message
+            self.training = from_record(message)
         return self.training
 
     async def take_up(self, message: trainer_pb2.StepReport | trainer_pb2.DataFault) -> None:

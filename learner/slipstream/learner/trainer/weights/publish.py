@@ -98,7 +98,6 @@ class WeightPublisher:
                     publish_id=order.publish_id,
                     bucket_digests=digests.buckets,
                     probe=probe,
-                    export_s=digests.export_s,
                     send_s=time.monotonic() - started_s,
                     bytes_sent=published.num_bytes(adapters_alone=alone),
                     wire_s=wire.seconds,
@@ -423,7 +422,6 @@ def _joined(parts: Sequence[WeightDigests]) -> WeightDigests:
     return WeightDigests(
         by_name={name: digest for part in parts for name, digest in part.by_name.items()},
         buckets=tuple(digest for part in parts for digest in part.buckets),
-        export_s=sum(part.export_s for part in parts),
     )
 
 

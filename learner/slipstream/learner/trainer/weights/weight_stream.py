@@ -10,8 +10,6 @@ import contextlib
 import io
 import itertools
 import logging
-import struct
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -46,8 +44,6 @@ from torch import Tensor
 logger = logging.getLogger(__name__)
 
 NUM_LANES = 2
-# What a rank tells the others of a pass: its seconds, then the digests of its tensors.
-_SECONDS = struct.Struct("<d")
 _DIGEST_BYTES = 16
 
 # Function that makes the current stream wait until the lane may be filled again.
@@ -137,7 +133,6 @@ class WeightStream:
         """
         ahead, self._ahead = self._ahead if send is not None else 0, 0
         releases: list[Release | None] = [None] * len(self._lanes)
-        clock = PassClock(self._stream)
         with self.resident():
             if not ahead:
                 self._policy.gather_parameters()
@@ -149,8 +144,7 @@ class WeightStream:
                     if release is not None:
                         release()
                     if place >= ahead:
-                        with clock.measure():
-                            self._filling.fill(place)
+                        self._filling.fill(place)
                     data = self._lanes[lane][: bucket.num_bytes]
                     if send is not None and self.sender is not None:
                         releases[lane] = send(place, bucket, data)
@@ -159,7 +153,7 @@ class WeightStream:
                     if self._own[place]:
                         self._digests.add(place, data.data_ptr(), self._handle)
                 found = self._digests.read(self._handle)
-        return self._share(found, clock.total_s())
+        return self._share(found)
 
     @property
     def _handle(self) -> int:
@@ -175,11 +169,10 @@ class WeightStream:
             yield
         torch.cuda.current_stream().wait_stream(self._stream)
 
-    def _share(self, found: list[list[bytes]], export_s: float) -> WeightDigests:
+    def _share(self, found: list[list[bytes]]) -> WeightDigests:
         """Returns the digests of all ranks' buckets; each rank sends those of its own, in order."""
         own = b"".join(itertools.chain(*itertools.compress(found, self._own)))
-        parts = self._policy.ranks.gather_bytes(_SECONDS.pack(export_s) + own)
-        rest = [io.BytesIO(part[_SECONDS.size :]) for part in parts]
+        rest = [io.BytesIO(part) for part in self._policy.ranks.gather_bytes(own)]
         by_name: dict[str, bytes] = {}
         of_buckets = []
         for bucket in self.buckets:
@@ -187,8 +180,7 @@ class WeightStream:
             of_bucket = [digests.read(_DIGEST_BYTES) for _ in bucket.spans]
             by_name |= zip((span.tensor.name for span in bucket.spans), of_bucket, strict=True)
             of_buckets.append(bucket_digest(of_bucket))
-        slowest_s = max(_SECONDS.unpack_from(part)[0] for part in parts)
-        return WeightDigests(by_name, tuple(of_buckets), slowest_s)
+        return WeightDigests(by_name, tuple(of_buckets))
 
 
 @dataclass(frozen=True)
@@ -197,8 +189,6 @@ class WeightDigests:
 
     by_name: dict[str, bytes]
     buckets: tuple[bytes, ...]
-    # Seconds spent filling buckets, on the rank that took longest.
-    export_s: float
 
     @property
     def identity(self) -> bytes:
@@ -277,34 +267,6 @@ def difference(ours: dict[str, bytes], exported: dict[str, bytes]) -> str:
         return f"{missing[0]} is in only one of the plan and Bridge's export"
     wrong = sorted(name for name, digest in exported.items() if ours[name] != digest)
     return f"the plan's {wrong[0]} differs from Bridge's export" if wrong else ""
-
-
-class PassClock:
-    """Measures the time of parts of a pass; on a GPU it is the time on the device."""
-
-    def __init__(self, stream: torch.cuda.Stream | None) -> None:
-        self._stream, self._total_s = stream, 0.0
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-
-    @contextlib.contextmanager
-    def measure(self) -> Iterator[None]:
-        """Measures the time of the work inside the context."""
-        if self._stream is None:
-            started = time.monotonic()
-            yield
-            self._total_s += time.monotonic() - started
-            return
-        begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        begin.record()
-        yield
-        end.record()
-        self._events.append((begin, end))
-
-    def total_s(self) -> float:
-        """Returns the measured seconds; the stream must have completed the measured work."""
-        milliseconds = sum(float(begin.elapsed_time(end)) for begin, end in self._events)
-        return self._total_s + milliseconds / 1e3
 
 
 def bucket_bytes(weights: WeightsSection, tensors: Sequence[TensorSpec]) -> int:

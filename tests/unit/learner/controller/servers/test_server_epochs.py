@@ -6,13 +6,11 @@ from slipstream.core.types import ServerId, TrajectoryId
 from slipstream.learner.controller.records.history import read_history
 from slipstream.learner.controller.records.kinds import TrajectoryEnd
 from slipstream.learner.controller.records.ledger import TokenLedger
-from slipstream.learner.controller.restoration import restore
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.session import ServerKey
 from slipstream.protocol.queue.base import Amount
 from slipstream.v1 import fleet_pb2
-from support.rigs.lease_rig import books_of, ledger_of
-from support.rigs.publishing_scene import run_of
+from support.rigs.lease_rig import ledger_of
 
 
 def key_of(epoch: int, name: str = "a") -> ServerKey:
@@ -184,29 +182,6 @@ def test_gaps_of_any_number_of_epochs_fit_the_fields_of_a_message():
         ledger.report(key, fleet_pb2.ServerReport(generated_tokens=10**15))
     now = ledger.snapshot()
     assert now.generated == now.lost == now.difference == 2**63 - 1
-
-
-def test_a_gap_that_no_server_can_count_is_read_as_none_and_told(caplog, tmp_path):
-    """A journal of an earlier version, which took any number from Redis."""
-    gaps = ["liar", 7, [0, 0, 0, 2**64 - 2, 2**64 - 1]]
-    lease = {"kind": "evaluation_lease", "server": "liar", "epoch": 7}
-    records: list[dict] = [
-        {"kind": "start", "format": 1, "run_id": "r"},
-        lease,
-        {"kind": "servers", "generated": [["liar", 7, 5]], "gaps": [gaps]},
-        {"kind": "servers", "generated": [["liar", 7, 6]], "gaps": [gaps]},
-        {"kind": "start", "format": 1, "run_id": "r"},
-    ]
-    run = run_of(run={"name": "r", "steps": 1, "dir": str(tmp_path)})
-    books = books_of(run)
-    restore(books, [], read_history(records), run)
-    now = books.ledger.snapshot()
-    assert (now.generated, now.difference, list(now.gaps)) == (6, 0, [])
-    (line,) = [text for text in caplog.messages if "liar" in text]
-    assert line == (
-        f"the journal holds a gap of {2**64 - 1} for rollout server liar, epoch 7, which no server "
-        f"can count (at most {10**16}): it counts as none, and the run goes on"
-    )
 
 
 @pytest.mark.parametrize(

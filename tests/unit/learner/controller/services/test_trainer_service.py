@@ -24,7 +24,7 @@ from slipstream.learner.controller.trajectories.batches import Trained
 from slipstream.protocol.codec import TRAINER_EPOCH
 from slipstream.v1 import environment_pb2, fleet_pb2, trainer_pb2, trajectory_pb2
 from support.rigs.lease_rig import books_of
-from support.rigs.publishing_scene import nothing, run_of
+from support.rigs.publishing_scene import run_of
 
 
 class OneBatch:
@@ -71,7 +71,7 @@ def orders_of(run: Run) -> TrainerOrders:
 
 def servicer_of(run: Run) -> TrainerServicer:
     """The service of a controller with which the trainer of epoch 1 has registered."""
-    servicer = TrainerServicer(run, orders_of(run), on_step=nothing, on_checkpoint=nothing)
+    servicer = TrainerServicer(run, orders_of(run))
     servicer.place.epoch = 1
     return servicer
 

@@ -30,7 +30,6 @@ from slipstream.learner.controller.records.journal import Journal, read_records
 from slipstream.learner.controller.records.kinds import TrajectoryEnd, fields_of, parsed
 from slipstream.learner.controller.records.ledger import Endings
 from slipstream.learner.controller.records.state import attempt_of, batch_name
-from slipstream.learner.controller.reporting.summary import RunTotals
 from slipstream.learner.controller.servers.session import ServerKey
 from slipstream.learner.controller.trajectories.batch import (
     HINT_AFTER_STEPS,
@@ -522,30 +521,3 @@ def test_equal_rewards_are_no_reason_to_speak_where_groups_are_not_compared(tmp_
     config = config.model_copy(update={"algorithm": algorithm})
     watch = LessonWatch(config)
     assert not any(watch.note(row) for row in rows_of(*[1.0] * HINT_AFTER_STEPS))
-
-
-def test_resources_add_up_over_steps_and_peaks_are_the_largest():
-    rows = [
-        {"training_s": 1.0, "waiting_s": 0.5, "model_flops": 10.0, "trainer_rss_bytes": 7.0},
-        {"training_s": 2.0, "export_s": 0.25, "model_flops": 30.0, "trainer_rss_bytes": 5.0},
-    ]
-    rows[1]["servers_serving"] = 2.0
-    totals = RunTotals()
-    for row in rows:
-        totals.add(row)
-    assert totals.resources(trainer_ranks=4) == {
-        "trainer_ranks": 4,
-        "rollout_servers": 2,
-        "training_s": 3.0,
-        "waiting_s": 0.5,
-        "publish_s": 0.0,
-        "export_s": 0.25,
-        "model_flops": 40.0,
-        "trainer_rss_bytes": 7.0,
-    }
-
-
-def test_a_run_without_a_step_took_nothing():
-    found = RunTotals().resources(trainer_ranks=0)
-    assert found["model_flops"] == pytest.approx(0)
-    assert "trainer_rss_bytes" not in found

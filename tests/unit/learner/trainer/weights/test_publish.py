@@ -298,7 +298,7 @@ def test_publish_reports_the_digests_and_the_bytes(scene: Scene) -> None:
     assert result.error == ""
     assert list(result.bucket_digests) == scene.digests()
     assert result.bytes_sent == sum(bucket.num_bytes for bucket in scene.buckets)
-    assert 0 < result.export_s < result.send_s
+    assert result.send_s > 0
     assert 0 < result.wire_s < result.send_s
     assert result.wire_bytes == result.bytes_sent
     assert [worker.digests() for worker in scene.workers] == [scene.digests()] * NUM_WORKERS
