@@ -157,8 +157,7 @@ class RunHistory(RunState):
                 self.servers.join(ServerKey(ServerId(record.server), record.epoch))
             case kinds.End():
                 self.ended.add(TrajectoryId(record.id))
-                if record.server is not None and record.epoch is not None:
-                    self._receive([(record.server, record.epoch, record.tokens or 0)])
+                self._receive([(record.server, record.epoch, record.tokens)])
             case kinds.Batch():
                 for group_id in record.groups:
                     self.trained_in.add(group_id, record.step)
@@ -175,7 +174,7 @@ class RunHistory(RunState):
             case kinds.Start():
                 self._start(record)
             case kinds.Queue():
-                self.queue_added = record.added or 0
+                self.queue_added = record.added
 
     def _receive(self, tokens: Iterable[ServerTokens], *, sign: int = 1) -> None:
         for name, epoch, number in tokens:
@@ -211,8 +210,8 @@ def settled_by(settled: Amount, record: Record) -> Amount:
     `settled` is this amount before the record, in trajectories and tokens.
     """
     match record:
-        case kinds.End(tokens=int(tokens)):
-            return settled.plus(tokens)
+        case kinds.End():
+            return settled.plus(record.tokens)
         case kinds.Batch():
             tokens = sum(tokens for *_, tokens in record.tokens)
             return settled.less(Amount(-record.trajectories, -tokens))

@@ -1,6 +1,6 @@
 """The records of a journal: one class for each kind, whose fields are those of the JSON.
 
-Fields that a resume does not read, and those that older versions did not write, have a default.
+Fields that a resume does not read have a default.
 """
 
 import re
@@ -56,8 +56,7 @@ class Start(Record, frozen=True, tag="start"):
 class Queue(Record, frozen=True, tag="queue"):
     """The number of entries that Redis had ever counted when the controller started."""
 
-    # Earlier versions have journaled another fact.
-    added: int | None = None
+    added: int
 
 
 class Lease(Record, frozen=True, tag="lease"):
@@ -92,19 +91,11 @@ class End(Record, frozen=True, tag="end"):
     """The end of a trajectory that no batch takes, with its sampled tokens and its server."""
 
     id: str
-    # Earlier versions have written none of these four.
-    end: TrajectoryEnd | None = None
-    tokens: int | None = None
-    server: str | None = None
-    epoch: int | None = None
+    end: TrajectoryEnd
+    tokens: int
+    server: str
+    epoch: int
     cause: str | None = None
-
-    def __post_init__(self) -> None:
-        """Raises ValueError if only some of the four fields are there."""
-        four = {"end": self.end, "tokens": self.tokens, "server": self.server, "epoch": self.epoch}
-        missing = [name for name, value in four.items() if value is None]
-        if 0 < len(missing) < len(four):
-            raise ValueError(f"{missing[0]} is missing")
 
 
 class GaveUp(Record, frozen=True, tag="gave_up"):

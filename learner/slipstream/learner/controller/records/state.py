@@ -280,8 +280,6 @@ class RunState:
         return group
 
     def _end(self, record: kinds.End) -> None:
-        if record.end is None or record.tokens is None:
-            return
         self.ends[record.end] += record.tokens
         name = TrajectoryName.parse(TrajectoryId(record.id))
         group = None if name is None else self.open_groups.get(name.group_id)

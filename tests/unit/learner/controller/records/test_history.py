@@ -408,13 +408,10 @@ def test_a_record_of_a_kind_that_is_not_known_says_nothing() -> None:
 
 
 @pytest.mark.parametrize("left_out", ["end", "tokens", "server", "epoch"])
-def test_an_end_has_all_facts_of_its_trajectory_or_none(left_out: str) -> None:
+def test_an_end_has_all_facts_of_its_trajectory(left_out: str) -> None:
     end = {"kind": "end", "id": "x", "end": "failed", "tokens": 1, "server": "s", "epoch": 7}
-    with pytest.raises(ProtocolError, match=f"no record 'end': {left_out} is missing"):
+    with pytest.raises(ProtocolError, match=f"no record 'end': .*required field `{left_out}`"):
         read_history([start(), {name: end[name] for name in end if name != left_out}])
-    history = read_history([start(), {"kind": "end", "id": "x"}])
-    assert "x" in history.ended
-    assert not history.ends
 
 
 def test_the_same_digest_is_the_same_version():
