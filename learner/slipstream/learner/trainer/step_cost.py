@@ -57,11 +57,7 @@ class Arithmetic:
             attention = low * (hidden + queries) if low else hidden * queries
             attention += hidden * sizes.latent_size + latent * (heads * plain + values)
             attention += values * hidden
-        step, dense = table.get("decoder_sparse_step") or 1, table.get("mlp_only_layers") or ()
-        sparse = sum(
-            layer not in dense and (layer + 1) % step == 0
-            for layer in range(sizes.dense_layers, layers)
-        )
+        sparse = layers - sizes.dense_layers
         active = sizes.experts_per_token * sizes.expert_ffn + sizes.shared_expert_ffn
         mlps = (layers - sparse) * 3 * sizes.ffn + sparse * (sizes.experts + 3 * active)
         matrices = layers * attention + hidden * (sizes.vocab + mlps)
