@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 from support.fakes.hub import COMMIT, Hub, serve_hub
-from support.rigs.completed import python
+from support.rigs.forked_programs import Forks
+from support.rigs.waiting import LIMIT_S
 
 pytest.importorskip("huggingface_hub")
 pyarrow = pytest.importorskip("pyarrow")
@@ -16,6 +17,7 @@ files = pytest.importorskip("pyarrow.parquet")
 
 # The clients read their variables when they are imported, so each use is a process of its own.
 pytestmark = pytest.mark.process
+ASKS = Forks("slipstream.environments.questions", entry="")
 
 PROGRAM = """
 import json, sys
@@ -79,6 +81,8 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
 @pytest.fixture
 def ask(hub: Hub, tmp_path: Path) -> Callable[..., list[str] | str]:
     """Returns the answers of a data set, or the line that refuses it."""
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
 
     def ask(path: str, **settings: object) -> list[str] | str:
         variables = os.environ | {
@@ -87,7 +91,8 @@ def ask(hub: Hub, tmp_path: Path) -> Callable[..., list[str] | str]:
             "HF_HUB_OFFLINE": str(int(bool(settings.pop("offline", False)))),
         }
         variables.pop("HF_TOKEN", None)
-        done = python(PROGRAM, json.dumps({"path": path, **settings}), cwd=tmp_path, env=variables)
+        given = (str(program), json.dumps({"path": path, **settings}))
+        done = ASKS.run(given, limit_s=LIMIT_S, cwd=tmp_path, environ=variables)
         refused = [line for line in done.stderr.splitlines() if line.startswith("refused: ")]
         assert bool(refused) != (done.returncode == 0), done.stderr
         return refused[0].removeprefix("refused: ") if refused else json.loads(done.stdout)
