@@ -104,7 +104,7 @@ async def test_a_server_that_cannot_be_is_refused_by_name_and_rule(tmp_path: Pat
     async with serving(tmp_path) as address, grpc.aio.insecure_channel(address) as channel:
         for hello, rule in IMPOSSIBLE:
             join = fleet_pb2_grpc.FleetServiceStub(channel).Join(
-                messages(hello), metadata=call_metadata(with_token(TOKEN), RUN_ID), timeout=20
+                messages(hello), metadata=call_metadata(with_token(TOKEN), RUN_ID), timeout=LIMIT_S
             )
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await join.read()
@@ -128,6 +128,8 @@ async def test_a_message_above_the_limit_is_refused_before_it_is_read(tmp_path: 
         stop = channel.unary_unary("/slipstream.v1.StatusService/StopRun")
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stop(
-                bytes((64 << 20) + 1), metadata=call_metadata(with_token(TOKEN), RUN_ID), timeout=20
+                bytes((64 << 20) + 1),
+                metadata=call_metadata(with_token(TOKEN), RUN_ID),
+                timeout=LIMIT_S,
             )
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -176,9 +176,7 @@ async def test_a_short_limit_of_the_trainer_is_no_limit_of_its_idle_calls(tmp_pa
     [
         {
             "controller__heartbeat_timeout_s": 1.0,
-            "controller__stall_timeout_s": 1.0,
             "controller__lease_timeout_s": 1.0,
-            "learner__timeout_s": 2.2,
             "weights__bucket_deadline_s": 0.1,
             "weights__join_deadline_s": 1.0,
         },

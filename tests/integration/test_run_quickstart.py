@@ -60,7 +60,7 @@ def result(folder: Path, tiny_model: Path) -> subprocess.CompletedProcess[str]:
         controller__sample_every_steps=5,
         weights__verify_every=4,
     )
-    return run_command("run", "config.toml", cwd=folder, limit_s=250)
+    return run_command("run", "config.toml", cwd=folder, limit_s=500)
 
 
 @pytest.fixture(scope="module")
@@ -272,7 +272,7 @@ def test_a_replay_elsewhere_reaches_every_recorded_digest_up_to_a_step(
     shutil.copytree(tiny_model, tmp_path / "copy")
     succeed("verify", "run", cwd=tmp_path)
     arguments = ["run", "--step", STEPS - 1, "model.path=copy"]
-    replay = succeed("replay", *arguments, cwd=tmp_path, limit_s=100)
+    replay = succeed("replay", *arguments, cwd=tmp_path)
     assert replay.stderr == ""
     assert [line.split() for line in replay.stdout.splitlines()] == [
         ["version", str(version), digest, "as", "recorded"]
