@@ -32,7 +32,7 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     "steps": ("test_fuzzed_steps.py", "test_numeric_checks.py", "test_trainer_float16.py"),
     "checkpoints": ("test_checkpoints.py",),
     "engine": (ENGINE, "test_rollout_engine.py", "test_tensor_parallel_engine.py"),
-    "copy plans": ("test_copy_plan.py", "test_fp8_plan.py", "test_copied_weights.py"),
+    "copy plans": ("test_copy_plan.py", "test_copied_weights.py"),
     "gaps": ("test_families_in_vllm.py",),
     "replay": ("test_recorded_experts.py", "test_replay_failures.py"),
     "scheduler": ("test_chunking_scheduler.py", "test_planned_drafts.py", "test_drafts.py"),

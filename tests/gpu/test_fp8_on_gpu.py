@@ -21,7 +21,7 @@ LIMIT_S = 300
     ("method", "cache"), [("fp8_per_channel", "auto"), ("fp8_per_channel", "fp8")]
 )
 @pytest.mark.parametrize("shape", ["biased", "qwen3-6-layers", "qwen3-0.6b"])
-def test_a_plan_quantises_as_vllms_loader_does(
+def test_an_engine_in_fp8_takes_weights_through_vllms_loader(
     tmp_path: Path, method: str, cache: str, shape: str
 ) -> None:
     if torch.cuda.device_count() < 1:
@@ -41,5 +41,5 @@ def test_a_plan_quantises_as_vllms_loader_does(
         with (Path(os.environ["OUT"]) / "fp8_gaps.jsonl").open("a") as file:
             file.write(line + "\n")
     # Kernels for few tokens round otherwise than those for many.
-    judge(report, score_rounding=0.05)
+    judge(report, score_rounding=0.05, by_plan=False)
     assert 1e-3 < gaps.own < 0.5 * gaps.other

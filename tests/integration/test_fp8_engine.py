@@ -10,7 +10,7 @@ pytestmark = pytest.mark.long
 
 
 @pytest.mark.parametrize("cache", ["auto", pytest.param("fp8", marks=pytest.mark.slow)])
-def test_an_engine_in_fp8_takes_weights_by_a_plan_and_stays_near_the_learner(
+def test_an_engine_in_fp8_takes_weights_and_stays_near_the_learner(
     tmp_path: Path, cache: str
 ) -> None:
     report = run_rig(
@@ -18,7 +18,7 @@ def test_an_engine_in_fp8_takes_weights_by_a_plan_and_stays_near_the_learner(
         *("--quantization", "fp8_per_channel", "--kv-cache-dtype", cache),
         limit_s=300,
     )
-    judge(report)
+    judge(report, by_plan=False)
     gaps = gaps_of(tmp_path, report, device="cpu")
     print(gaps)
     # Rounding is there, and wrong weights are far beyond it.
@@ -26,6 +26,6 @@ def test_an_engine_in_fp8_takes_weights_by_a_plan_and_stays_near_the_learner(
 
 
 @pytest.mark.slow
-def test_two_tensor_parallel_workers_take_the_scales_of_whole_rows(tmp_path: Path) -> None:
+def test_two_tensor_parallel_workers_take_the_same_weights(tmp_path: Path) -> None:
     options = ("--quantization", "fp8_per_channel", "--tensor-parallel-size", "2")
-    judge(run_rig(tmp_path, *options, limit_s=300))
+    judge(run_rig(tmp_path, *options, limit_s=300), by_plan=False)

@@ -24,8 +24,8 @@ def test_a_run_quantises_what_it_publishes_and_corrects_the_gap(tmp_path, tiny_m
         "weights.verify_every=1",
     )
     print(summary["probe_gap_max"], summary["logprob_gap_mean"], summary["logprob_gap_max"])
-    # The first is loaded, and proves the plan.
-    assert [row["publish_copied"] for row in rows[1:]] == (STEPS - 1) * [1]
+    # vLLM's loader quantises each version.
+    assert [row["publish_copied"] for row in rows] == STEPS * [0]
     # Every token has lag 0; what is left is rounding, more than bfloat16's.
     assert 1e-4 < summary["logprob_gap_mean"] < 0.1
     assert 1e-3 < summary["probe_gap_max"] < 0.5

@@ -28,8 +28,8 @@ The tasks of a server share one event loop; all end with the task group of `Roll
     FetchOrders                 storage                         it comes; a newer order; a deadline
     engine.watch                the engine's end or silence     never ends well: EngineDied
 
-Threads: `weight-staging` and `weight-join` in the engine's workers wait for buckets and members,
-`worker-logs` for the output of environment workers; the loop waits for none of them.
+Threads: `weight-staging` and `weight-join` in the engine's workers wait for buckets and members;
+the loop waits for neither of them.
 """
 
 import asyncio

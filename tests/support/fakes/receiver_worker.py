@@ -3,7 +3,6 @@
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from slipstream.v1 import weights_pb2
 
 from support.fakes.gloo_sender import GlooSender, layout_of, pack
 from support.fakes.plain_matrices import keep_matrices_plain
-from support.ranks.fp8_ranks import load, same_bits
 from support.ranks.loader_ranks import SHAPES, checkpoint, two_models
 
 Weights = Mapping[str, torch.Tensor]
@@ -31,17 +29,14 @@ class Scene:
         *,
         stage: bool,
         moving: bool = False,
-        quantization: str | None = None,
     ) -> None:
         keep_matrices_plain()
-        sizes = replace(SHAPES[shape], quantization=quantization)
-        config, self._model, self._fresh = two_models(folder / shape, sizes, 0, 1)
+        config, self._model, self._fresh = two_models(folder / shape, SHAPES[shape], 0, 1)
         config.parallel_config.enable_eplb = moving
         self._worker = _worker(config, self._model)
         self._sender, self._stage, self._count = GlooSender("first"), stage, 0
         self.first, self.second = checkpoint(folder / shape, 1), checkpoint(folder / shape, 2)
-        self._config, self._is_quantised = config, quantization is not None
-        self._load(self._model, self.first)
+        self._model.load_weights(iter(self.first.items()))
         self.seen: list[Any] = []
 
     def publish(self, weights: Weights, bucket_bytes: int, most: int | None = None) -> None:
@@ -97,15 +92,9 @@ class Scene:
 
     def _is_same(self, weights: Weights) -> bool:
         """Whether the model has what the loader makes of these weights."""
-        self._load(self._fresh, weights)
+        self._fresh.load_weights(iter(weights.items()))
         loaded = dict(self._model.named_parameters())
-        return all(same_bits(loaded[n], p) for n, p in self._fresh.named_parameters())
-
-    def _load(self, model: Any, weights: Weights) -> None:
-        if self._is_quantised:
-            load(self._config, model, weights)
-        else:
-            model.load_weights(iter(weights.items()))
+        return all(torch.equal(loaded[n], p) for n, p in self._fresh.named_parameters())
 
     def meet_again(self, deadline_s: float = 30.0) -> None:
         """A new communicator at the next update, with this deadline of a bucket."""

@@ -50,7 +50,6 @@ class Shape:
     config_class: str
     tied: bool = False
     extra: Mapping[str, int] | None = None
-    quantization: str | None = None
 
 
 SHAPES = {
@@ -227,7 +226,6 @@ def _engine_config(folder: Path, shape: Shape, rank: int) -> Any:
         dtype="bfloat16",
         enforce_eager=True,
         max_model_len=64,
-        quantization=shape.quantization,
     )
     return arguments.create_engine_config()
 

@@ -5,14 +5,13 @@ import re
 
 import numpy as np
 import pytest
-from slipstream.core.errors import ConfigError, RunFailed
+from slipstream.core.errors import ConfigError
 from slipstream.core.types import FailureKind, PolicyVersion, Purpose, Status
 from slipstream.rollout_server import session
 from slipstream.rollout_server.engine_interface import EngineDied
 from slipstream.rollout_server.episodes import dispatcher
 from slipstream.v1 import environment_pb2 as env_pb
 from slipstream.v1 import fleet_pb2, trajectory_pb2, weights_pb2
-from support.fakes.failing_thread import end_writing
 from support.rigs.waiting import LIMIT_S, until
 
 
@@ -896,15 +895,6 @@ async def test_no_count_lacks_the_episodes_that_end_with_their_engine(server) ->
         assert (beat.generated_tokens, beat.in_flight_tokens) == (8, 8)
     with pytest.raises(ExceptionGroup):
         await server.task
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-async def test_a_server_that_cannot_write_what_its_workers_print_ends(server) -> None:
-    await server.join()
-    end_writing(server.gateway.logs)
-    with pytest.raises(ExceptionGroup) as caught:
-        await asyncio.wait_for(server.task, LIMIT_S)
-    assert caught.group_contains(RunFailed, match="the output of environment workers")
 
 
 async def test_a_refusal_is_final(server) -> None:

@@ -83,9 +83,10 @@ class Tables(Section):
     def may_stage(self) -> bool:
         """Whether weights may arrive on a server beside those that serve.
 
-        They would take the memory that sleeping engines free.
+        They would take the memory that sleeping engines free, and vLLM's loader must quantise them
+        while requests wait.
         """
-        return self.controller.turns != "sleep"
+        return self.controller.turns != "sleep" and self.rollout_server.quantization == "off"
 
     def trajectory_bytes(self, *, routing_bytes_per_token: int = 0) -> int:
         """Returns an upper bound of a trajectory's bytes in a queue.

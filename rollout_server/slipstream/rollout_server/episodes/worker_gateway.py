@@ -13,20 +13,16 @@ import asyncio
 import contextlib
 import logging
 import os
-import queue
 import secrets
-import selectors
 import signal
 import sys
-import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, ClassVar, Self
+from typing import ClassVar, Self
 
 import grpc
 import grpc.aio
-from slipstream.core.errors import RunFailed
 from slipstream.core.machine.files import OwnedFolder, remove_abandoned
 from slipstream.core.machine.other_python import worker_program
 from slipstream.core.machine.process import is_reaper, kill_orphans, send_signal
@@ -164,162 +160,56 @@ class WorkerProcess:
 log = logging.getLogger(__name__)
 
 _MAX_QUEUED_COMMANDS = 65_536
-_READ_BYTES = 65536
-# Bytes in the longest pipe that Linux grants: as many may be unread when the logs are closed.
-_MAX_PIPE_BYTES = 1 << 20
-_HEALTH_PERIOD_S = 0.5
-# Seconds within which any working disk takes a full pipe of each worker.
-_CLOSE_LIMIT_S = 10.0
-
-
-class BoundedLog:
-    """A log in two files of at most `max_bytes` / 2 each: `path`, and `PATH.1` with older lines.
-
-    At least the last `max_bytes` / 2 of the output are thus kept. A file begins with a whole line,
-    unless a single line is longer than a file. Existing files are continued.
-    """
-
-    def __init__(self, path: Path, max_bytes: int) -> None:
-        self.path, self._max_bytes = path, max_bytes
-        self._file: BinaryIO = path.open("ab", buffering=0)
-        self._size = os.fstat(self._file.fileno()).st_size
-        # Bytes of the note at the head of the file, which is no output.
-        self._note_bytes = 0
-
-    def write(self, output: bytes) -> None:
-        """Appends `output`. Raises OSError when the file cannot be written."""
-        while output:
-            room = max(0, self._max_bytes // 2 - self._size)
-            part = output
-            if len(output) > room:
-                part = output[: output.rfind(b"\n", 0, room) + 1]
-                if not part and self._size <= self._note_bytes:
-                    part = output[:room]
-            if not part:
-                self._begin_another()
-                continue
-            written = self._file.write(part)
-            self._size += written
-            output = output[written:]
-
-    def close(self) -> None:
-        self._file.close()
-
-    def _begin_another(self) -> None:
-        before = self.path.with_name(f"{self.path.name}.1")
-        self.path.replace(before)
-        full, self._file = self._file, self.path.open("ab", buffering=0)
-        full.close()
-        note = (
-            f"slipstream: the lines before these are in {before.name}, older ones were removed: "
-            f"{self._max_bytes} bytes are kept\n"
-        )
-        self._size = 0
-        self._size = self._note_bytes = self._file.write(note.encode())
+# Seconds between two checks of the logs' sizes.
+_TRIM_PERIOD_S = 0.2
 
 
 class WorkerLogs:
-    """Writes the logs of all workers of a server until `close`.
+    """The logs of a server's workers: files to which the workers and their children append."""
 
-    A separate thread copies the workers' pipes, so that a worker that prints never waits for the
-    server's event loop. A pipe has the output of one worker and of all its child processes.
-    """
-
-    def __init__(
-        self, folder: Path, max_bytes: int, *, close_limit_s: float = _CLOSE_LIMIT_S
-    ) -> None:
-        """Starts the thread; each worker's log in `folder` has at most `max_bytes`."""
-        self._folder, self._max_bytes, self._close_limit_s = folder, max_bytes, close_limit_s
-        self._logs: dict[str, BoundedLog] = {}
-        self._new: queue.SimpleQueue[tuple[int, BoundedLog]] = queue.SimpleQueue()
-        self._wake_read, self._wake_write = os.pipe()
-        self._complained: set[BoundedLog] = set()
-        self._thread = threading.Thread(target=self._run, name="worker-logs", daemon=True)
-        self._thread.start()
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        """`trim` shortens each log in `folder` that has more than `max_bytes`."""
+        self._folder, self._max_bytes = folder, max_bytes
+        self._paths: set[Path] = set()
 
     @contextlib.contextmanager
     def output(self, name: str) -> Iterator[int]:
-        """Yields the writing end of a pipe for a process that the block starts.
-
-        The pipe's content is appended to the log called `name`.
-        """
-        if name not in self._logs:
-            self._logs[name] = BoundedLog(self._folder / name, self._max_bytes)
-        read, write = os.pipe()
-        os.set_blocking(read, False)
-        self._new.put((read, self._logs[name]))
-        os.write(self._wake_write, b"+")
+        """Yields the log called `name` as the output of a process that the block starts."""
+        path = self._folder / name
+        self._paths.add(path)
+        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
-            yield write
+            yield file
         finally:
-            os.close(write)
+            os.close(file)
 
     async def watch(self) -> None:
-        """Waits, and raises RunFailed when the thread has ended: full pipes would block workers."""
-        while self._thread.is_alive():
-            await asyncio.sleep(_HEALTH_PERIOD_S)
-        raise RunFailed("the output of environment workers is not logged any more: see above")
+        """Trims the logs again and again, until this call is cancelled."""
+        while True:
+            await asyncio.sleep(_TRIM_PERIOD_S)
+            await asyncio.to_thread(self.trim)
 
-    def close(self) -> None:
-        """Writes all output printed so far and ends the thread; call it after the workers' end.
+    def trim(self) -> None:
+        """Leaves the last `max_bytes` / 2 of each longer log, from the beginning of a line on."""
+        for path in list(self._paths):
+            try:
+                self._trim(path)
+            except OSError as error:
+                log.warning("%s is not trimmed: %s", path, error.strerror)
 
-        Returns after `close_limit_s` at the latest, even if the disk does not answer.
-        """
-        os.close(self._wake_write)
-        self._thread.join(self._close_limit_s)
-        if self._thread.is_alive():
-            log.warning(
-                "%s: what environment workers printed last was not written within %g s",
-                self._folder,
-                self._close_limit_s,
-            )
-
-    def _run(self) -> None:
+    def _trim(self, path: Path) -> None:
+        if path.stat().st_size <= self._max_bytes:
+            return
+        file = os.open(path, os.O_RDWR | os.O_APPEND)
         try:
-            self._copy_all()
+            kept = self._max_bytes // 2
+            last = os.pread(file, kept, os.fstat(file).st_size - kept)
+            lines = last.partition(b"\n")[2] or last
+            # Workers append too: what they print meanwhile comes before these lines.
+            os.ftruncate(file, 0)
+            os.write(file, b"slipstream: older lines were removed\n" + lines)
         finally:
-            for each in list(self._logs.values()):
-                each.close()
-
-    def _copy_all(self) -> None:
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._wake_read, selectors.EVENT_READ)
-            is_open = True
-            while is_open:
-                for key, _ in selector.select():
-                    if key.fd == self._wake_read:
-                        is_open = bool(os.read(key.fd, 1))
-                        while not self._new.empty():
-                            pipe, own = self._new.get()
-                            selector.register(pipe, selectors.EVENT_READ, own)
-                    elif self._copy(key.fd, key.data) == 0:
-                        selector.unregister(key.fd)
-                        os.close(key.fd)
-            for key in list(selector.get_map().values()):
-                self._close_pipe(key.fd, key.data)
-
-    def _close_pipe(self, pipe: int, own: BoundedLog | None) -> None:
-        """Copies what a pipe holds now to the log `own`, if there is one, and closes the pipe.
-
-        It does not wait for the pipe's end: a process that outlived its worker could print forever.
-        """
-        left = _MAX_PIPE_BYTES if own is not None else 0
-        with contextlib.suppress(BlockingIOError):
-            while left > 0 and own is not None and (copied := self._copy(pipe, own)):
-                left -= copied
-        os.close(pipe)
-
-    def _copy(self, pipe: int, own: BoundedLog) -> int:
-        """Copies a piece of output; returns the number of bytes read, 0 at the end of the pipe."""
-        output = os.read(pipe, _READ_BYTES)
-        try:
-            own.write(output)
-        except OSError as error:
-            # The worker must not wait for a disk that is full.
-            if own not in self._complained:
-                self._complained.add(own)
-                log.warning("%s: %s; what is printed is lost", own.path, error.strerror)
-        return len(output)
+            os.close(file)
 
 
 class WorkerStream:
@@ -375,7 +265,7 @@ class WorkerGateway(environment_pb2_grpc.WorkerServiceServicer):
 
     async def __aexit__(self, *_: object) -> None:
         await self._server.stop(grace=0)
-        await asyncio.to_thread(self.logs.close)
+        await asyncio.to_thread(self.logs.trim)
         self._folder.close()
 
     def expect(self, stream: WorkerStream) -> None:

@@ -18,15 +18,16 @@ import torch
 from slipstream.core.errors import WeightSyncError
 from slipstream.core.models.registry import FAMILIES
 from slipstream.protocol.weights.buckets import Bucket
-from slipstream.rollout_server.vllm.fp8_plan import (
-    Fp8Check,
-    Fp8Plan,
-    Fp8Replay,
-    fp8_linears,
-    loadable,
-)
 from slipstream.rollout_server.weights.bucket_receiver import BucketReceiver, Incoming
-from slipstream.rollout_server.weights.copy_plan import NotCopied, Parameters, cut, record
+from slipstream.rollout_server.weights.copy_plan import (
+    CopyPlan,
+    NotCopied,
+    Parameters,
+    PlanCheck,
+    Replay,
+    cut,
+    record,
+)
 from slipstream.rollout_server.weights.weight_update import LoadResult
 from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
@@ -38,7 +39,6 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
     UnquantizedFusedMoEMethod,
 )
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-from vllm.model_executor.layers.quantization.online.fp8 import Fp8PtpcOnlineLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader import reload
 from vllm.v1.attention.backend import AttentionImplBase
@@ -79,7 +79,7 @@ class LoaderUpdate:
         awaited = self.parameters.keys() & dict(model.named_parameters()).keys()
         self._missing = set(map(loaded_name, awaited))
         # Compares the loader's work with the plan; None without a plan.
-        self.check: Fp8Check | None = None
+        self.check: PlanCheck | None = None
         self._digests: list[bytes] = []
         self._receive_s = self._wire_s = 0.0
 
@@ -87,7 +87,7 @@ class LoaderUpdate:
         self,
         receiver: BucketReceiver,
         incoming: Incoming,
-        plan: Fp8Plan | None,
+        plan: CopyPlan | None,
         *,
         num_weights: int,
         keep_adapters: Callable[[int, torch.Tensor], None],
@@ -97,7 +97,7 @@ class LoaderUpdate:
         The first `num_weights` buckets hold weights; `keep_adapters` takes the other buckets.
         Raises WeightSyncError if a bucket misses its deadline or parameters are left out.
         """
-        self.check = None if plan is None else Fp8Check(plan, self.parameters)
+        self.check = None if plan is None else PlanCheck(plan, self.parameters)
         waiting_s = time.perf_counter()
         for place, buffer in enumerate(receiver.receive(incoming)):
             self._receive_s += time.perf_counter() - waiting_s
@@ -145,7 +145,7 @@ def check_layers(model: torch.nn.Module) -> None:
     """Raises NotCopied if a layer transforms its weights, or computes other tensors from them."""
     for name, module in model.named_modules():
         method = vars(module).get("quant_method")
-        if method is not None and type(method) not in (*PLAIN_METHODS, Fp8PtpcOnlineLinearMethod):
+        if method is not None and type(method) not in PLAIN_METHODS:
             raise NotCopied(f"{name} ({type(module).__name__}) uses {type(method).__name__}")
         if isinstance(module, MLAAttention):
             raise NotCopied(f"{name} ({type(module).__name__}) computes matrices from its weights")
@@ -236,7 +236,7 @@ def recorded_plan(
     buckets: tuple[Bucket, ...],
     device: torch.device,
     vllm_config: VllmConfig,
-) -> Fp8Plan | None:
+) -> CopyPlan | None:
     """Returns the copy plan of `buckets`, or None, with the reason in the log, if there is none."""
     try:
         if vllm_config.parallel_config.enable_eplb:
@@ -244,10 +244,8 @@ def recorded_plan(
         check_layers(model)
         # Every model of vLLM has `load_weights`; their base class does not declare it.
         load_weights: Any = model.load_weights
-        linears = fp8_linears(model)
-        with set_current_vllm_config(vllm_config), loadable(model) as parameters:
-            plan = record(load_weights, parameters, buckets, device)
-        return Fp8Plan(plan.buckets, plan.copies, linears)
+        with set_current_vllm_config(vllm_config):
+            return record(load_weights, dict(model.named_parameters()), buckets, device)
     except NotCopied as error:
         log_loader(str(error))
     except _LOADER_ERRORS as error:
@@ -256,8 +254,8 @@ def recorded_plan(
 
 
 def proved_replay(
-    plan: Fp8Plan, check: Fp8Check, before: Parameters, model: torch.nn.Module
-) -> Fp8Replay | None:
+    plan: CopyPlan, check: PlanCheck, before: Parameters, model: torch.nn.Module
+) -> Replay | None:
     """Returns the replay of a plan, or None if the loader's result differs; logs the difference.
 
     `before` are the parameters before the load, which must be the same objects after it.
@@ -268,12 +266,9 @@ def proved_replay(
     if different is not None or moved:
         log_loader(f"{different or moved[0]} is not a copy of a bucket's data")
         return None
-    replay, copies = Fp8Replay(plan, parameters), sum(map(len, plan.copies))
+    copies = sum(map(len, plan.copies))
     log.info("later weights are copied: a plan of %d copies agrees with the loader", copies)
-    if plan.linears:
-        mib = replay.landing_bytes / (1 << 20)
-        log.info("%d matrices are quantised to FP8 from %.0f MiB", len(plan.linears), mib)
-    return replay
+    return Replay(plan, parameters)
 
 
 def log_loader(reason: str) -> None:

@@ -25,7 +25,6 @@ from slipstream.protocol.weights.buckets import Bucket, adapter_buckets, weight_
 from slipstream.protocol.weights.waits import result_of, started
 from slipstream.rollout_server.vllm import loader_update
 from slipstream.rollout_server.vllm.adapter_slot import Arriving
-from slipstream.rollout_server.vllm.fp8_plan import Fp8Plan, Fp8Replay
 from slipstream.rollout_server.vllm.loader_update import LoaderUpdate, log
 from slipstream.rollout_server.vllm.nccl_receiver import NcclReceiver
 from slipstream.rollout_server.weights.bucket_receiver import (
@@ -36,6 +35,7 @@ from slipstream.rollout_server.weights.bucket_receiver import (
     Seat,
     StorageReceiver,
 )
+from slipstream.rollout_server.weights.copy_plan import CopyPlan, Replay
 from slipstream.rollout_server.weights.update_copies import Phase, Staging, Update, room
 from slipstream.rollout_server.weights.weight_update import LoadResult
 from slipstream.v1 import weights_pb2
@@ -120,8 +120,8 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
     _adapters = Arriving()
     # The buckets for which recording a plan was tried, the plan, and its proved replay.
     _buckets: tuple[Bucket, ...] = ()
-    _plan: Fp8Plan | None = None
-    _replay: Fp8Replay | None = None
+    _plan: CopyPlan | None = None
+    _replay: Replay | None = None
     # Whether the weights in the model are those of a whole update.
     _is_whole = False
 

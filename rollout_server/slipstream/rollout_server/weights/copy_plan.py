@@ -255,7 +255,7 @@ class PlanCheck:
 
     def add(self, place: int, buffer: torch.Tensor) -> None:
         """Adds a bucket that the loader was given; `buffer` must not be written any more."""
-        self._take(place, buffer)
+        self._open += [(copy, buffer) for copy in self._plan.copies[place]]
         self._settle()
 
     def failure(self) -> str | None:
@@ -263,14 +263,11 @@ class PlanCheck:
         self._settle()
         return self._open[0][0].parameter if self._open else None
 
-    def _take(self, place: int, buffer: torch.Tensor) -> None:
-        self._open += [(copy, buffer) for copy in self._plan.copies[place]]
-
     def _settle(self) -> None:
         self._open = [
             (copy, buffer)
             for copy, buffer in self._open
-            if not equal_bits(*_pair(copy, buffer, self._parameters))
+            if not _equal_bits(*_pair(copy, buffer, self._parameters))
         ]
 
 
@@ -283,7 +280,7 @@ def _pair(
     return destination, copy.source.within(typed, int(typed.storage_offset()))
 
 
-def equal_bits(destination: torch.Tensor, source: torch.Tensor) -> bool:
+def _equal_bits(destination: torch.Tensor, source: torch.Tensor) -> bool:
     """Returns whether `destination` has the bits that a copy of `source` would give it."""
     bits = _BITS[destination.element_size()]
     expected = source.to(destination.device, destination.dtype)

@@ -6,13 +6,12 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from slipstream.protocol.weights.buckets import TensorSpec, plan_buckets
 from slipstream.protocol.weights.nccl_group import Wire
-from slipstream.rollout_server.vllm.fp8_plan import Fp8Plan
 from slipstream.rollout_server.vllm.weight_receiver import (
     SlipstreamWeightTransfer,
     UpdateInfo,
 )
 from slipstream.rollout_server.weights.bucket_receiver import Incoming
-from slipstream.rollout_server.weights.copy_plan import Copy, View
+from slipstream.rollout_server.weights.copy_plan import Copy, CopyPlan, View
 from slipstream.rollout_server.weights.update_copies import Update
 from vllm.model_executor.model_loader import reload
 
@@ -74,7 +73,7 @@ def test_an_update_that_disproved_the_plan_leaves_no_bucket_in_memory() -> None:
     incoming = Incoming(tuple(BUCKETS), 1.0, own_buffers=True)
     receiver._update = Update(incoming, None, receiver._take, receiver.device)
     receiver._update.prepare(sender)
-    receiver._plan = Fp8Plan(tuple(BUCKETS), (copies,), {})
+    receiver._plan = CopyPlan(tuple(BUCKETS), (copies,))
     receiver.start_weight_update()
     receiver.receive_weights(UpdateInfo())
     receiver.finish_weight_update()
