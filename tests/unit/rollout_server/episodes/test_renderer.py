@@ -1,4 +1,3 @@
-import resource
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ from slipstream.rollout_server.chat import (
     ParsedToolCall,
     TemplateInputs,
 )
-from slipstream.rollout_server.episodes import renderer
 from slipstream.rollout_server.episodes.renderer import Renderer, RenderingFailed
 from support.fakes.chat_models import make_chat_tokenizer
 
