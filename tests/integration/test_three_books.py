@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from slipstream.core.settings.config import Config
 from slipstream.core.types import Failure, ServerId
-from slipstream.extensions.redis.queue import EmbeddedServer
 from slipstream.learner.controller import application, restoration
 from slipstream.learner.controller.application import Controller
 from slipstream.learner.controller.records import kinds
@@ -24,6 +23,7 @@ from slipstream.v1 import trainer_pb2
 from support.fakes.fake_server import FakeServer, environment_failure
 from support.fakes.fake_trainer import START, FakeTrainer
 from support.rigs.controller_runs import make_config, play
+from support.rigs.valkey import EmbeddedServer
 from support.rigs.waiting import until
 
 TOKENS, STEPS, LIMIT_S = 5, 4, 60.0

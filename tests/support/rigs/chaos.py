@@ -53,8 +53,6 @@ _PARTS = {
     "slipstream.extensions.tinker.front": "front",
     "slipstream.rollout_server": "server",
     "VLLM": "engine",
-    "valkey-server": "queue",
-    "redis-server": "queue",
 }
 ROLES = ("command", *dict.fromkeys(_PARTS.values()))
 # Seconds within which the kernel shows the effect of a signal.
@@ -239,11 +237,6 @@ async def run_chaos(
             f"roles of {','.join(ROLES)}"
         )
     config = load_config(path, overrides)
-    if partitions and config.queue.kind == "redis" and config.queue.redis_url is None:
-        raise ConfigError(
-            "--partitions with queue.kind = 'redis' needs queue.redis_url: one more rollout server "
-            "cannot use the queue that the command starts"
-        )
     if journal_logs(config.run_dir / JOURNAL):
         raise ConfigError(f"{config.run_dir} holds a run already; choose another run.name")
     # Processes that a killed command leaves become children of this process.

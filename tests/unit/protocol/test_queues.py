@@ -13,13 +13,15 @@ import pytest
 from slipstream.client.launch.preflight import free_port
 from slipstream.core.errors import QueueError, TrajectoryQueueFull
 from slipstream.core.types import TrajectoryId
-from slipstream.extensions.redis.queue import EmbeddedServer, RedisReceiver, RedisSender
+from slipstream.extensions.redis.queue import RedisSender
+from slipstream.extensions.redis.receiver import RedisReceiver
 from slipstream.protocol.access.security import Credentials, bind, create_server, open_channel
 from slipstream.protocol.queue.base import TrajectoryReceiver, TrajectorySender
 from slipstream.protocol.queue.grpc import GrpcReceiver, GrpcSender
 from slipstream.v1 import trajectory_pb2 as pb
 from slipstream.v1 import trajectory_pb2_grpc
 from support.fakes.memory_queue import MemoryQueue
+from support.rigs.valkey import EmbeddedServer
 from support.rigs.waiting import LIMIT_S, until
 
 OPEN = Credentials(certificate=None, key=None, ca=None, token=None)

@@ -183,14 +183,10 @@ def check_queue_settings(scene: Scene) -> str | None:
     queue, parts = scene.config.queue, scene.parts
     if queue.kind != "redis":
         return "gRPC: trajectories wait in the memory of the rollout servers"
-    if queue.redis_url is not None:
-        for end in QUEUE_ENDS:
-            if end in parts:
-                redis_url_of(queue, end)
-        return None
-    if parts & WHOLE_RUN and not parts >= WHOLE_RUN:
-        raise ConfigError("queue.redis_url is required when the services are started separately")
-    return "`slipstream run` starts a Valkey server of its own"
+    for end in QUEUE_ENDS:
+        if end in parts:
+            redis_url_of(queue, end)
+    return None
 
 
 def check_metrics_ports(scene: Scene) -> None:

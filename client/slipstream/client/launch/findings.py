@@ -46,10 +46,6 @@ class Scene:
         """Whether the model's folder has a config.json; without it, only the doctor continues."""
         return (self.config.model.path / "config.json").is_file()
 
-    @property
-    def has_own_queue(self) -> bool:
-        return self.config.queue.kind == "redis" and self.config.queue.redis_url is None
-
 
 class Verdict(StrEnum):
     """The verdict of a check: fine, advice, or a problem that prevents a run."""

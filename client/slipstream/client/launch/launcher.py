@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from slipstream.client.launch.audits import audit_all, audit_class
 from slipstream.client.launch.checks import Stage, require
@@ -65,7 +64,6 @@ from slipstream.core.configuration.config_file import (
     dump_config,
     load_config,
     model_warnings,
-    parse_config,
 )
 from slipstream.core.configuration.roles import role_settings
 from slipstream.core.errors import (
@@ -81,9 +79,6 @@ from slipstream.core.run_folder import BATCHES, CHECKPOINTS, JOURNAL, log_path
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.parallel_rules import RankLayout
 from slipstream.protocol.access.security import Credentials, without_password
-
-if TYPE_CHECKING:
-    from slipstream.extensions.redis.embedded import EmbeddedServer
 
 REPLAY = "slipstream.learner.trainer.replay"
 EXPORT = "slipstream.learner.trainer.export_checkpoint"
@@ -189,12 +184,6 @@ async def _carry_out(
         config, placement, _ = fit_here(config, share)
         await require(replace(scene, stated=config), Stage.START)
         stack.enter_context(hold_run_folder(config, node_rank=share.node_rank))
-        queue = None
-        if share.servers and scene.has_own_queue:
-            from slipstream.extensions.redis.embedded import EmbeddedServer
-
-            queue = await stack.enter_async_context(EmbeddedServer(config.run_dir / "redis"))
-            config = _with_queue(config, queue)
         credentials = Credentials.load(config.security)
         if share.has_controller:
             run_id = begin_run(config, address)
@@ -208,8 +197,6 @@ async def _carry_out(
             stated=config,
         )
         await stack.enter_async_context(processes)
-        if queue is not None:
-            processes.keep_queue(queue)
         if share.has_controller:
             processes.start_controller(num_servers=share.servers)
         processes.keep_trainers(share.ranks)
@@ -444,17 +431,6 @@ def learner_overrides(master: str | None) -> list[str]:
             raise ConfigError(f"MASTER_ADDR is {host}, but MASTER_PORT is not set")
         master = f"{host}:{os.environ['MASTER_PORT']}"
     return [] if master is None else [f'learner.master="{master}"']
-
-
-def _with_queue(config: Config, server: EmbeddedServer) -> Config:
-    from slipstream.extensions.redis.connection import USERS
-
-    table = config.model_dump(mode="json", exclude_none=True)
-    table["queue"]["redis_url"] = server.address
-    for end, user in USERS.items():
-        file = str(server.password_file(user.name))
-        table["queue"][end] = {"user": user.name, "password_file": file}
-    return parse_config(table, source="queue")
 
 
 async def show_dry_run(scene: Scene) -> int:

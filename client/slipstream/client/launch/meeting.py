@@ -129,7 +129,7 @@ async def ask_controller(
 async def check_queue(scene: Scene) -> list[Finding]:
     """Checks that the user's own Redis or Valkey lets the ends that start here write to it."""
     config, patience_s = scene.config, scene.connect_timeout_s
-    if config.queue.kind != "redis" or config.queue.redis_url is None:
+    if config.queue.kind != "redis":
         return []
     ends = [end for end in QUEUE_ENDS if end in scene.parts]
     return [ok(await ask_queue(config, end, patience_s=patience_s)) for end in ends]

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import signal
 from collections.abc import Awaitable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import grpc.aio
 from slipstream.client.launch.children import (
@@ -34,15 +33,12 @@ from slipstream.client.run_folder import identity_overrides, node_folder, write_
 from slipstream.client.status import RunStatus, run_from_pb
 from slipstream.core.configuration.automatic import describe_choices
 from slipstream.core.configuration.config_file import model_warnings
-from slipstream.core.errors import FAILED, QueueError, RunFailed
+from slipstream.core.errors import FAILED, RunFailed
 from slipstream.core.machine.files import remove_abandoned
 from slipstream.core.run_folder import LOGS, log_path
 from slipstream.core.settings.config import Config
 from slipstream.protocol.access.security import Credentials, call_metadata, open_channel
 from slipstream.v1 import status_pb2, status_pb2_grpc
-
-if TYPE_CHECKING:
-    from slipstream.extensions.redis.embedded import EmbeddedServer
 
 STARTING = status_pb2.RUN_STATE_STARTING
 # Seconds without a line before one says why the run waits; doubled for each next line, to a limit.
@@ -60,7 +56,6 @@ HURRIED_GRACE_S = 1.0
 EVENTS_LIMIT_S = 5.0
 # Seconds that the other processes may need to end after the controller has ended.
 LEAVE_LIMIT_S = 60.0
-MAX_QUEUE_RESTARTS = 5
 # Seconds between two starts of a controller; servers and trainer wait for it.
 CONTROLLER_PAUSE_S = 0.1
 # A server or controller that ran for so many seconds has as many restarts as a new one.
@@ -265,11 +260,6 @@ class RunProcesses:
                 f"the others at {learner.master}, within {learner.timeout_s:g} s"
             )
 
-    def keep_queue(self, server: EmbeddedServer) -> None:
-        """Restarts the embedded queue server when it dies; acknowledged trajectories are kept."""
-        keeping = self._told("the queue's server", self._keep_queue(server))
-        self._servers["queue"] = asyncio.ensure_future(keeping)
-
     def keep_rollout_server(self, number: int) -> None:
         """Starts rollout server `number`, and restarts it when it dies."""
         name, address = f"{SERVER.name}-{number}", self._config.controller.address
@@ -366,17 +356,6 @@ class RunProcesses:
             await keeping
         except OSError as error:
             await self._stop_run(f"{name} cannot be started: {error.strerror}", failed=True)
-
-    async def _keep_queue(self, server: EmbeddedServer) -> None:
-        for _ in range(MAX_QUEUE_RESTARTS):
-            code = await server.wait()
-            self._display.warn(f"the queue's server ended with code {code}; it is started again")
-            try:
-                await server.start()
-            except QueueError as error:
-                await self._stop_run(str(error), failed=True)
-                return
-        await self._stop_run(f"the queue's server died {MAX_QUEUE_RESTARTS} times", failed=True)
 
     async def _keep_controller(self) -> Child:
         """Shows the controller's events, and restarts it when it dies; returns the last controller.

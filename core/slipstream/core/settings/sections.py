@@ -134,7 +134,7 @@ class QueueSection(Section):
     # `grpc` keeps trajectories in the rollout servers' memory, `redis` on the disk of Redis or
     # Valkey. With `redis_url` the kind is `redis`.
     kind: Literal["grpc", "redis"] = "grpc"
-    # URL with redis://, rediss:// or unix://. Without it `slipstream run` starts a server.
+    # URL of a Redis or Valkey server from 7.0 on, with redis://, rediss:// or unix://.
     redis_url: str | None = None
     # A table of its own, below: the controller's user.
     controller: QueueUserSection | None = None
@@ -157,6 +157,11 @@ class QueueSection(Section):
 
     @model_validator(mode="after")
     def _url(self) -> QueueSection:
+        if self.redis_url is None and self.kind == "redis":
+            raise ValueError(
+                "kind = 'redis' needs redis_url, the address of a Redis or Valkey server from 7.0 "
+                "on that you start, such as redis://127.0.0.1:6379/0"
+            )
         if self.redis_url is not None and self.kind == "grpc":
             raise ValueError("redis_url is for kind = 'redis', and kind is 'grpc': leave one out")
         if self.redis_url is not None and not _REDIS_URL.fullmatch(self.redis_url):
@@ -174,9 +179,7 @@ class QueueSection(Section):
         if not tables:
             return self
         if self.redis_url is None:
-            raise ValueError(
-                f"the table {tables[0]} needs redis_url: the embedded server makes its users itself"
-            )
+            raise ValueError(f"the table {tables[0]} needs redis_url")
         if "@" in urlsplit(self.redis_url).netloc:
             raise ValueError(f"the table {tables[0]} names a user: leave the one in redis_url out")
         return self

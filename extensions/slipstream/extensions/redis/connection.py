@@ -262,7 +262,7 @@ class QueueUser:
     deletes them, and makes the stream.
     """
 
-    # The embedded server and deploy/make_certificates.sh make the user of this name.
+    # deploy/make_certificates.sh makes the user of this name.
     name: str
     # Arguments of ACL SETUSER, without the password.
     rules: str

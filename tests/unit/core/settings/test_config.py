@@ -150,7 +150,7 @@ def test_overrides_take_toml_values_and_reach_list_entries(tmp_path: Path) -> No
             "environments.0.weight=2.5",
             'environments.0.args={digits = 3, operations = ["+"]}',
             "learner.offload.gradients=false",
-            "queue.kind=redis",
+            "queue={redis_url = 'redis://127.0.0.1:6379/0'}",
         ],
     )
     assert changed.algorithm.max_staleness == 0
@@ -413,6 +413,10 @@ def test_the_url_of_a_queue_makes_it_one_of_redis() -> None:
     assert config_with({"queue.redis_url": url}).queue.kind == "redis"
     line = "queue: redis_url is for kind = 'redis', and kind is 'grpc': leave one out"
     assert refusal_of({"queue.redis_url": url, "queue.kind": "grpc"}) == line
+    assert refusal_of({"queue.kind": "redis"}) == (
+        "queue: kind = 'redis' needs redis_url, the address of a Redis or Valkey server from 7.0 "
+        "on that you start, such as redis://127.0.0.1:6379/0"
+    )
 
 
 NESTED = "x.a.a.a.a.a.a.a.a.a.a.a.a.a.a.a.a.a.a.a.... is nested more than 32 tables or lists deep"

@@ -13,12 +13,12 @@ import redis.asyncio
 from slipstream.core.errors import QueueError
 from slipstream.core.types import TrajectoryId
 from slipstream.extensions.redis.connection import DELIVERY
-from slipstream.extensions.redis.embedded import RIGHTS
-from slipstream.extensions.redis.queue import EmbeddedServer, RedisReceiver
+from slipstream.extensions.redis.receiver import RedisReceiver
 from slipstream.protocol.queue.base import opener, seal, server_key
 from slipstream.v1 import trajectory_pb2
 from support.rigs.fuzz_budget import BUDGET
 from support.rigs.fuzzing import TEXTS, mutated
+from support.rigs.valkey import RIGHTS, EmbeddedServer
 from support.rigs.waiting import LIMIT_S
 
 pytestmark = pytest.mark.process

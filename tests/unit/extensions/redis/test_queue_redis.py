@@ -15,8 +15,9 @@ import redis.asyncio
 from slipstream.core.errors import ConfigError, QueueError, TrajectoryQueueFull
 from slipstream.core.types import TrajectoryId
 from slipstream.extensions.redis.connection import RedisConnection
-from slipstream.extensions.redis.embedded import RIGHTS
-from slipstream.extensions.redis.queue import EmbeddedServer, RedisReceiver, RedisSender
+from slipstream.extensions.redis.queue import RedisSender
+from slipstream.extensions.redis.receiver import RedisReceiver
+from support.rigs.valkey import RIGHTS, EmbeddedServer
 from support.rigs.waiting import LIMIT_S, until
 
 pytestmark = pytest.mark.process
@@ -378,7 +379,7 @@ async def test_the_embedded_server_tells_why_it_did_not_start(tmp_path: Path) ->
 async def test_the_embedded_server_dies_with_the_process_that_started_it(tmp_path: Path) -> None:
     starter = (
         "import asyncio, pathlib, sys\n"
-        "from slipstream.extensions.redis.queue import EmbeddedServer\n"
+        "from support.rigs.valkey import EmbeddedServer\n"
         "async def main():\n"
         "    async with EmbeddedServer(pathlib.Path(sys.argv[1])) as server:\n"
         "        print(server.pid, flush=True)\n"

@@ -14,11 +14,11 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from slipstream.core.errors import ConfigError, QueueError
 from slipstream.core.types import TrajectoryId
 from slipstream.extensions.redis.connection import DEFAULT_USER, DELIVERY, USERS
-from slipstream.extensions.redis.embedded import RIGHTS, EmbeddedServer
-from slipstream.extensions.redis.queue import RedisReceiver, RedisSender
-from slipstream.extensions.redis.receiver import CONSUMER, GROUP
+from slipstream.extensions.redis.queue import RedisSender
+from slipstream.extensions.redis.receiver import CONSUMER, GROUP, RedisReceiver
 from slipstream.protocol.queue.base import Amount
 from slipstream.v1 import trajectory_pb2
+from support.rigs.valkey import RIGHTS, EmbeddedServer
 from support.rigs.waiting import LIMIT_S, until
 
 pytestmark = pytest.mark.process

@@ -28,11 +28,6 @@ def test_a_url_without_a_users_table_stays_as_it_is():
     assert redis_url_of(QueueSection(redis_url=url), "controller") == url
 
 
-def test_a_queue_in_redis_needs_an_address():
-    with pytest.raises(ConfigError, match=r"^queue.redis_url is needed with queue.kind = 'redis'$"):
-        redis_url_of(QueueSection(kind="redis"), "controller")
-
-
 def test_a_missing_password_file_is_named(tmp_path):
     section = QueueSection(redis_url="rediss://queue", controller=table("a", tmp_path / "none"))
     with pytest.raises(ConfigError, match=r"queue.controller.password_file: .*/none: No such file"):

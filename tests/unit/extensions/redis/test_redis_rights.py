@@ -9,9 +9,9 @@ import pytest
 from slipstream.core.errors import ConfigError
 from slipstream.core.types import TrajectoryId
 from slipstream.extensions.redis.connection import USERS, QueueUser
-from slipstream.extensions.redis.embedded import EmbeddedServer
 from slipstream.extensions.redis.queue import RedisSender
 from slipstream.extensions.redis.receiver import RedisReceiver
+from support.rigs.valkey import EmbeddedServer
 from support.rigs.waiting import LIMIT_S
 
 PAGE = Path(__file__).parents[4] / "docs" / "security.md"

@@ -279,7 +279,7 @@ async def open_receiver(
     """
     queue = run.config.queue
     if queue.kind == "redis":
-        from slipstream.extensions.redis.queue import RedisReceiver
+        from slipstream.extensions.redis.receiver import RedisReceiver
 
         url = redis_url_of(queue, "controller")
         receiver = RedisReceiver(url, run.progress.run_id, opener(run.progress.run_key))

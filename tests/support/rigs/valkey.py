@@ -1,4 +1,4 @@
-"""Runs an embedded Valkey server, for runs on one machine and for tests.
+"""A Valkey server of a test.
 
 Every write is fsynced before it is answered. The server listens on a unix socket only. Its users
 have a password and rights of their own. The server ends with the process that started it.
@@ -7,11 +7,13 @@ have a password and rights of their own. The server ends with the process that s
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import os
 import secrets
 import signal
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from urllib.parse import quote, urlencode
 
@@ -176,6 +178,29 @@ class EmbeddedServer(AsyncClosing):
         finally:
             writer.close()
         return replies == [b"+OK\r\n", b"+PONG\r\n"]
+
+
+@contextlib.contextmanager
+def queue_settings(folder: Path) -> Iterator[dict[str, object]]:
+    """Runs a server in a thread; yields the settings of a run, by name, whose queue it is."""
+    server, loop = EmbeddedServer(folder), asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    asyncio.run_coroutine_threadsafe(server.__aenter__(), loop).result()
+    try:
+        users = {
+            f"queue__{end}": {
+                "user": user.name,
+                "password_file": str(server.password_file(user.name)),
+            }
+            for end, user in USERS.items()
+        }
+        yield {"queue__redis_url": server.address, **users}
+    finally:
+        asyncio.run_coroutine_threadsafe(server.aclose(), loop).result()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
 
 
 def _write_private(file: Path, text: str) -> None:
