@@ -16,26 +16,13 @@ from vllm.engine import arg_utils
 from vllm.reasoning import ReasoningParserManager
 from vllm.tool_parsers import ToolParserManager
 
-# Pydantic's words for a kind of value -> the words for a TOML file.
-_WORDS = {
-    "a valid boolean": "true or false",
-    "a valid integer": "an integer",
-    "a valid number": "a number",
-    "a valid string": "a string",
-    "a valid array": "a list",
-    "a valid list": "a list",
-    "a valid tuple": "a list",
-    "a valid dictionary": "a table",
-    "an object": "a table",
-}
-
 
 def table_problems(table: Mapping[str, JsonValue]) -> Iterator[str]:
     """Yields one line for each name and value in `rollout_server.engine` that vLLM refuses."""
     known = argument_types()
     for name, value in table.items():
         if name not in known:
-            yield _unknown(name, known, section=SECTION)
+            yield _unknown(name, known)
         elif problem := _value_problem(f"{SECTION}.{name}", value, known[name]):
             yield problem
 
@@ -93,16 +80,11 @@ def _describe(
     faults = [each for each in errors if each["type"] != "enum"]
     if not faults or _plain(value) in _choices(kind):
         return ""
-    first, path = faults[0], _path(value, faults[0]["loc"])
-    inner, place = first["input"], ".".join([key, *path])
-    if first["type"] == "unexpected_keyword_argument":
-        return _unknown(path[-1], _fields(kind, path[:-1]), section=".".join([key, *path[:-1]]))
-    if first["type"] in ("value_error", "assertion_error"):
-        return f"{place} = {inner!r} is refused by vLLM: {first['msg'].partition(', ')[2]}"
     # A type with alternatives has an error for each of them.
-    messages = [each["msg"] for each in faults if _path(value, each["loc"]) == path]
-    words = dict.fromkeys(message.removeprefix("Input should be ") for message in messages)
-    return f"{place} must be {' or '.join(_WORDS.get(each, each) for each in words)}, got {inner!r}"
+    path = _path(value, faults[0]["loc"])
+    said = dict.fromkeys(each["msg"] for each in faults if _path(value, each["loc"]) == path)
+    place, inner = ".".join([key, *path]), faults[0]["input"]
+    return f"{place} = {inner!r} is refused by vLLM: {' or '.join(said)}"
 
 
 def _path(value: JsonValue, location: Sequence[str | int]) -> list[str]:
@@ -121,22 +103,13 @@ def _path(value: JsonValue, location: Sequence[str | int]) -> list[str]:
     return found
 
 
-def _unknown(name: str, known: Iterable[str], *, section: str) -> str:
-    near = near_names(name, known)
-    owned = OWNED if section == SECTION else {}
-    hint = ""
-    if near and near[0] in owned:
-        hint = f"; {near[0]!r} cannot be passed through: {owned[near[0]]}"
+def _unknown(name: str, known: Iterable[str]) -> str:
+    near, hint = near_names(name, known), ""
+    if near and near[0] in OWNED:
+        hint = f"; {near[0]!r} cannot be passed through: {OWNED[near[0]]}"
     elif near:
-        hint = f"; {did_you_mean(other for other in near if other not in owned)}"
-    return f"unknown key {section}.{name}{hint}"
-
-
-def _fields(kind: Any, path: Sequence[str]) -> Mapping[str, Any]:  # noqa: ANN401 - any type
-    """Returns field types, by name, of the settings class at `path` inside type `kind`."""
-    owner = next((each for each in (kind, *get_args(kind)) if dataclasses.is_dataclass(each)), None)
-    fields = {name: f.annotation for name, f in getattr(owner, "__pydantic_fields__", {}).items()}
-    return _fields(fields.get(path[0]), path[1:]) if path else fields
+        hint = f"; {did_you_mean(other for other in near if other not in OWNED)}"
+    return f"unknown key {SECTION}.{name}{hint}"
 
 
 def _choices(kind: Any) -> set[JsonValue]:  # noqa: ANN401 - any type

@@ -6,7 +6,6 @@ import os
 import random
 import shutil
 import signal
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -373,30 +372,3 @@ async def test_the_embedded_server_tells_why_it_did_not_start(tmp_path: Path) ->
     with pytest.raises(QueueError, match="valkey ended at once: .*"):
         async with EmbeddedServer(folder):
             pass
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel of Linux")
-async def test_the_embedded_server_dies_with_the_process_that_started_it(tmp_path: Path) -> None:
-    starter = (
-        "import asyncio, pathlib, sys\n"
-        "from support.rigs.valkey import EmbeddedServer\n"
-        "async def main():\n"
-        "    async with EmbeddedServer(pathlib.Path(sys.argv[1])) as server:\n"
-        "        print(server.pid, flush=True)\n"
-        "        await asyncio.Event().wait()\n"
-        "asyncio.run(main())\n"
-    )
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", starter, str(tmp_path)), stdout=asyncio.subprocess.PIPE
-    )
-    assert process.stdout is not None
-    handle = os.pidfd_open(int(await process.stdout.readline()))
-    process.kill()
-    ended = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    loop.add_reader(handle, ended.set)
-    async with asyncio.timeout(LIMIT_S):
-        await ended.wait()
-    loop.remove_reader(handle)
-    os.close(handle)
-    await process.communicate()
