@@ -60,9 +60,8 @@ MIXTRAL = {"num_local_experts": 8, "num_experts_per_tok": 2}
 @pytest.mark.parametrize(
     ("model", "change", "more"),
     [
-        # Layers without experts are dense.
-        (QWEN3_30B_A3B, {"mlp_only_layers": [0, 1]}, 2 * (DENSE - SPARSE)),
-        (QWEN3_30B_A3B, {"decoder_sparse_step": 2}, 24 * (DENSE - SPARSE)),
+        # The first layers of some families are dense.
+        (QWEN3_30B_A3B, {"first_k_dense_replace": 2}, 2 * (DENSE - SPARSE)),
         # A shared expert is always active.
         (QWEN3_30B_A3B, {"shared_expert_intermediate_size": 100}, 48 * 3 * 2048 * 100),
         # Mixtral names its experts otherwise.
