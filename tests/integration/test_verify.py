@@ -291,7 +291,7 @@ CHANGES: dict[str, tuple[Callable[[Planted], object], str]] = {
     ),
     "settings": (
         lambda p: p.replace("config.toml", "max_staleness = 2", "max_staleness = 3"),
-        "config.toml is not what a run writes: ValueError by the digest in its first line",
+        "is not what the run wrote, by the digest in its first line",
     ),
     "the bound": (
         lambda p: p.replace("config.toml", r"(?s)^.*?\n(.*max_staleness = )2", r"\g<1>0"),

@@ -7,9 +7,7 @@ both. It loads no model: only a replay shows that a recorded digest is that of t
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import math
-import re
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
@@ -22,6 +20,7 @@ from google.protobuf.message import DecodeError
 from slipstream.client.run_folder import LOCK, lines_of, parsed, settings_of
 from slipstream.client.terminal import plain, say
 from slipstream.core import run_folder
+from slipstream.core.configuration.config_file import check_whole
 from slipstream.core.configuration.toml_text import parse_toml
 from slipstream.core.errors import DONE, FAILED, ConfigError
 from slipstream.core.machine.files import open_regular, read_regular
@@ -37,7 +36,6 @@ _START = (0, 0)
 # Where generated tokens end, as journal and summary have it; what the summary alone knows.
 _ENDS = ("filtered", "failed", "cancelled", "quarantined", "evaluated", "set_aside")
 _OTHERS = ("trained", "judged", "queued", "in_flight", "lost", "difference")
-_FIRST_LINE = re.compile(rb"# Settings of a run: \d+ bytes, BLAKE2b ([0-9a-f]{32});[^\n]*\n")
 # What strange values of a file raise where they are compared or counted.
 _STRANGE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
@@ -119,11 +117,8 @@ def examine(folder: Path, bounds: Bounds | None = None) -> Findings:
 
 def _read_bounds(path: Path) -> Bounds:
     data = read_regular(path, most_bytes=MOST_BYTES)
-    first = _FIRST_LINE.match(data)
-    text = data[first.end() :] if first is not None else data
-    if first and hashlib.blake2b(text, digest_size=16).hexdigest() != first[1].decode():
-        raise ValueError("by the digest in its first line")
-    tables: Any = parse_toml(text.decode())
+    check_whole(path, data)
+    tables: Any = parse_toml(data.decode())
     return Bounds(*(int(tables["algorithm"][name]) for name in Bounds._fields))
 
 

@@ -61,7 +61,8 @@ def learner_node(config: Config, node_rank: int | None) -> Share:
 
     Raises ConfigError for a wrong `node_rank`, or if several nodes lack a port in `learner.master`.
     """
-    nodes, per_node = learner_nodes(config)
+    per_node = config.learner.ranks_per_node or config.learner.world_size
+    nodes = config.learner.world_size // per_node
     if node_rank is None:
         if nodes > 1:
             raise ConfigError(
@@ -76,12 +77,6 @@ def learner_node(config: Config, node_rank: int | None) -> Share:
             "learner.master needs a port that all nodes know, got 0: set it, or give --master"
         )
     return Share(range(node_rank * per_node, (node_rank + 1) * per_node), node_rank=node_rank)
-
-
-def learner_nodes(config: Config) -> tuple[int, int]:
-    """Returns the number of the learner's nodes, and the number of trainer ranks on each node."""
-    per_node = config.learner.ranks_per_node or config.learner.world_size
-    return config.learner.world_size // per_node, per_node
 
 
 def server_grace_s(config: Config) -> float:
