@@ -107,7 +107,7 @@ def test_clients_loops_under_faults_are_those_without(tmp_path: Path, tiny_model
     path.write_text(LOOP)
     command = [sys.executable, "-m", "support.fakes.quick_run", "loop-chaos", str(path)]
     found = subprocess.run(
-        [*command, *own_settings(tmp_path, tiny_model), "--kills=60", "--seed=2", "--every-s=0.3"],
+        [*command, *own_settings(tmp_path, tiny_model), "--kills=60", "--every-s=0.3", "--seeds=2"],
         env={**os.environ, "PYTHONPATH": str(ROOT / "tests")},
         stdout=subprocess.PIPE,
         check=False,

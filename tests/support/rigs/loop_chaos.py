@@ -2,7 +2,8 @@
 
 To the faults of `chaos`, with those of the HTTP process, come those of requests: sent twice, late,
 behind later ones, cut before or after they have reached the run. Clients go on as the SDK does,
-and must see no error. What they saw must be, to the bit, what the same clients see without faults.
+and must see no error. What they saw must be, to the bit, what the same clients see without faults:
+one run without any is compared with the runs of all seeds, since a client's rounds depend on none.
 """
 
 import argparse
@@ -245,16 +246,48 @@ async def run_loop_chaos(
     overrides: Sequence[str],
     *,
     kills: int,
-    seed: int,
+    seeds: Sequence[int],
     every_s: float,
     command: Sequence[str] = chaos.CLI,
 ) -> int:
-    """Runs clients under `kills` faults, compares and checks, prints one line of JSON."""
+    """Runs clients under `kills` faults of each seed, compares and checks; prints a line for each.
+
+    Returns 0 if no run differs from that without faults.
+    """
     loop = ("controller.client_loop=true", "learner.shared_prefix_tokens=0")
-    config = load_config(path, [*loop, *overrides])
     become_reaper()
+    harmed = []
+    for seed in seeds:
+        own = [*overrides, f"run.name=harmed-{seed}"]
+        config = load_config(path, [*loop, *own])
+        settings = [str(path), *own]
+        harmed.append(await harmed_rounds(config, command, settings, kills, seed, every_s))
+    most = [max(map(len, each)) for each in zip(*(rounds for _, rounds in harmed), strict=True)]
+    calm = await calm_rounds(config, command, [str(path), *overrides], most)
+    is_bad = False
+    for answer, rounds in harmed:
+        answer["different"] = [
+            (client, number)
+            for client, (ours, theirs) in enumerate(zip(rounds, calm, strict=True))
+            for number, one in enumerate(ours)
+            if one != theirs[number]
+        ][:10]
+        say(json.dumps(answer))
+        is_bad |= bool(answer["exit_code"] or answer["different"] or answer["found"])
+        is_bad |= not answer["replay_equal"] or answer["fired"] < kills
+    return int(is_bad)
+
+
+async def harmed_rounds(
+    config: Config,
+    command: Sequence[str],
+    settings: Sequence[str],
+    kills: int,
+    seed: int,
+    every_s: float,
+) -> tuple[dict[str, Any], list[list[object]]]:
+    """What is told of a run under faults, and what its clients saw."""
     port = free_port("127.0.0.1")
-    settings = [str(path), *overrides]
     async with proxied(port) as (proxy, own):
         number = len(config.lora.adapters) or 1
         loopers = [Looper(own, str(config.model.path), each) for each in range(number)]
@@ -273,27 +306,17 @@ async def run_loop_chaos(
     replay = await harmed.start("replay", str(config.run_dir))
     is_equal = await replay.wait() == 0
     rounds = [looper.rounds for looper in loopers]
-    calm = await calm_rounds(config, command, settings, list(map(len, rounds)))
-    differ = [
-        (client, number)
-        for client, (ours, theirs) in enumerate(zip(rounds, calm, strict=True))
-        for number, (one, other) in enumerate(zip(ours, theirs, strict=True))
-        if one != other
-    ]
     fired = harmed.tally.fired
-    answer = {
+    return {
         "fired": fired.total(),
         "by_fault": dict(sorted(fired.items())),
         "rounds": [len(each) for each in rounds],
-        "different": differ[:10],
         "replay_equal": is_equal,
         "found": found.faults[:10],
         "exit_code": code,
         "commands": harmed.tally.commands,
         "seed": seed,
-    }
-    say(json.dumps(answer))
-    return int(bool(code or differ or found.faults) or not is_equal or fired.total() < kills)
+    }, rounds
 
 
 def main(command: Sequence[str] = chaos.CLI) -> int:
@@ -302,7 +325,7 @@ def main(command: Sequence[str] = chaos.CLI) -> int:
     parser.add_argument("path", type=Path, metavar="CONFIG.toml")
     parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
     parser.add_argument("--kills", type=int, default=20, help="the number of faults")
-    parser.add_argument("--seed", type=int, default=0, help="of the faults")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of the faults")
     parser.add_argument("--every-s", type=float, default=1.0, help="mean pause behind a step")
     return asyncio.run(run_loop_chaos(**vars(parser.parse_args()), command=command))
 

@@ -7,6 +7,7 @@ Waits for: an export, at most `HOLD_S`. Unblocked by: its end; the SDK then asks
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from slipstream.core.errors import SlipstreamError
 from slipstream.core.run_folder import CHECKPOINTS
 from slipstream.core.settings.config import Config
 from slipstream.extensions.tinker.operations import NotReady, Refused
-from slipstream.extensions.tinker.store import OperationStore
+from slipstream.extensions.tinker.store import Ended, OperationStore
 from slipstream.protocol.checkpoints import complete_steps
 
 # Seconds for which an answer is held back until files are exported.
@@ -55,6 +56,9 @@ class Archives:
         self._config = config
         self._operations = config.run_dir / "operations"
         self._checkpoints = config.run_dir / CHECKPOINTS
+        # The operations that have ended, which one request at a time brings up to date.
+        self._ended: dict[str, Ended] = {}
+        self._reading = asyncio.Lock()
         self._exports: dict[int, asyncio.Task[int]] = {}
         # The folders whose files are served, by the secret part of their address.
         self._folders: dict[str, Path] = {}
@@ -64,7 +68,8 @@ class Archives:
 
         Raises Refused if a checkpoint cannot be exported, NotReady while it is.
         """
-        runs = await asyncio.to_thread(self._runs)
+        async with self._reading:
+            runs = await asyncio.to_thread(self._runs)
         match path.split("/", 2):
             case ["training_runs"]:
                 return _page("training_runs", [self._told(run) for run in runs.values()], query)
@@ -93,7 +98,8 @@ class Archives:
     def _runs(self) -> dict[str, _Run]:
         steps = complete_steps(self._checkpoints)
         runs: dict[str, _Run] = {}
-        for ended_s, operation, result in OperationStore.ended(self._operations):
+        OperationStore.read_ended(self._operations, self._ended)
+        for _, (ended_s, operation, result) in sorted(self._ended.items()):
             if result.error or not operation.number and operation.HasField("finish"):
                 continue
             stream = operation.stream
@@ -172,9 +178,16 @@ class Archives:
 
 
 def _page(name: str, found: list[Body], query: Mapping[str, str]) -> Body:
-    limit, offset = int(query.get("limit", 100)), int(query.get("offset", 0))
+    limit, offset = _number(query, "limit", 100), _number(query, "offset", 0)
     cursor = {"offset": offset, "limit": limit, "total_count": len(found)}
     return {name: found[offset : offset + limit], "cursor": cursor}
+
+
+def _number(query: Mapping[str, str], name: str, default: int) -> int:
+    text = query.get(name, str(default))
+    if not re.fullmatch("[0-9]{1,18}", text):
+        raise Refused(f"{name} is a whole number from 0, got {text[:40]}")
+    return int(text)
 
 
 def _time(unix_s: float) -> str:

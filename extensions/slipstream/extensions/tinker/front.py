@@ -38,18 +38,21 @@ from slipstream.protocol.access.security import Credentials, call_metadata, open
 from slipstream.v1 import operations_pb2 as pb
 from slipstream.v1 import operations_pb2_grpc
 from starlette.responses import FileResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 # Seconds for which an answer is held back until the operation has ended.
 HOLD_S = 20.0
 CALL_S = 30.0
 MAX_BODY_BYTES = 24 << 20
+# As far as zstd is unpacked to find whose turn a request that is too large has.
+MAX_UNPACKED_BYTES = 10 * MAX_BODY_BYTES
 # Most requests of a key at once, of which a sample has one while it waits; the SDK is told to keep
 # below. Others are sent again.
 MAX_OPEN = 1536
 MAX_SAMPLES = 1024
 # What is kept of the end of a request that is too large.
 _END_BYTES = 64 << 10
+_READ_BYTES = 1 << 20
 _PREFIX = "/api/v1"
 _STATUS = {
     grpc.StatusCode.UNAVAILABLE: 503,
@@ -123,8 +126,8 @@ class Front:
         headers = _headers(scope)
         path, key = str(scope["path"]).removeprefix(f"{_PREFIX}/"), headers.get("x-api-key", "")
         # Their addresses are secret: whoever opens them has no key.
-        if _is_here(headers) and (file := self._archives.file(path)):
-            await FileResponse(file)(scope, receive, send)
+        file = self._archives.file(path) if _is_here(headers) else None
+        if file is not None and await _send_file(file, scope, receive, send):
             return
         more: list[tuple[bytes, bytes]] = []
         self._open[key] += 1
@@ -299,6 +302,24 @@ class Front:
         return _json(operations.answer(name, result))
 
 
+async def _send_file(file: Path, scope: Scope, receive: Receive, send: Send) -> bool:
+    """Answers with a file; returns False, and has sent nothing, if it was removed meanwhile."""
+    heads: list[Message] = []
+
+    async def send_when_open(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            heads.append(message)
+            return
+        while heads:
+            await send(heads.pop())
+        await send(message)
+
+    with contextlib.suppress(FileNotFoundError):
+        await FileResponse(file, stat_result=file.stat())(scope, receive, send_when_open)
+        return True
+    return False
+
+
 def _headers(scope: Scope) -> dict[str, str]:
     return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
 
@@ -349,29 +370,46 @@ def _members(data: bytes) -> Body:
 
 
 def _unpacked(data: bytes) -> tuple[bytes, int]:
-    """Returns the bytes of a body in zstd, at most one more than a request has, and their size."""
+    """Returns what `_Kept` keeps of a body in zstd, and its size when unpacked."""
     import pyarrow
 
+    kept = _Kept()
     try:
         with pyarrow.input_stream(pyarrow.py_buffer(data), compression="zstd") as stream:
-            found: bytes = stream.read(MAX_BODY_BYTES + 1)
+            while part := stream.read(_READ_BYTES):
+                kept.add(part)
+                if kept.size > MAX_UNPACKED_BYTES:
+                    raise Refused(_too_large(kept.size))
     except OSError as error:
         raise Refused(f"the body is no zstd: {error}") from error
-    return found, len(found)
+    return kept.data, kept.size
 
 
 async def _body(receive: Receive) -> tuple[bytes, int]:
-    """Returns a request's bytes, or beginning and end of one that is too large, and its size."""
-    data, end, size = bytearray(), b"", 0
+    """Returns what `_Kept` keeps of a request's bytes, and their number."""
+    kept = _Kept()
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise Refused("the client has gone")
-        part = message.get("body", b"")
-        data += part[: MAX_BODY_BYTES - len(data)]
-        end, size = (end + part)[-_END_BYTES:], size + len(part)
+        kept.add(message.get("body", b""))
         if not message.get("more_body"):
-            return bytes(data) + (end if size > MAX_BODY_BYTES else b""), size
+            return kept.data, kept.size
+
+
+class _Kept:
+    """The bytes of a body, or beginning and end of one that is too large."""
+
+    def __init__(self) -> None:
+        self._begin, self._end, self.size = bytearray(), b"", 0
+
+    def add(self, part: bytes) -> None:
+        self._begin += part[: MAX_BODY_BYTES - len(self._begin)]
+        self._end, self.size = (self._end + part)[-_END_BYTES:], self.size + len(part)
+
+    @property
+    def data(self) -> bytes:
+        return bytes(self._begin) + (self._end if self.size > MAX_BODY_BYTES else b"")
 
 
 def _json(body: Mapping[str, Any]) -> Answer:

@@ -7,10 +7,13 @@ import contextlib
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TypeAlias
 
 from google.protobuf.message import Message
 from slipstream.protocol.checkpoints import sync_folder
 from slipstream.v1 import operations_pb2 as pb
+
+Ended: TypeAlias = tuple[float, pb.Operation, pb.OperationResult]
 
 
 class OperationStore:
@@ -57,13 +60,23 @@ class OperationStore:
             path.with_suffix(".result").unlink()
 
     @staticmethod
-    def ended(folder: Path) -> Iterator[tuple[float, pb.Operation, pb.OperationResult]]:
-        """Yields when each operation ended, for a reader beside the writer; removed ones go."""
-        for path in sorted(folder.glob("[0-9]*.result")):
+    def read_ended(folder: Path, known: dict[str, Ended]) -> None:
+        """Brings what a reader beside the writer has `known` of ended operations up to date.
+
+        By the name of its file each has when it ended, and operation and result without tensors.
+        """
+        names = {path.name for path in folder.glob("[0-9]*.result")}
+        for gone in known.keys() - names:
+            del known[gone]
+        for name in sorted(names - known.keys()):
+            path = folder / name
             with contextlib.suppress(FileNotFoundError):
                 operation = pb.Operation.FromString(path.with_suffix(".request").read_bytes())
                 result = pb.OperationResult.FromString(path.read_bytes())
-                yield path.stat().st_mtime, operation, result
+                if operation.HasField("compute"):
+                    operation.compute.ClearField("sequences")
+                    result.compute.ClearField("logprobs")
+                known[name] = path.stat().st_mtime, operation, result
 
     def _write(self, name: str, message: Message) -> None:
         path = self._folder / name

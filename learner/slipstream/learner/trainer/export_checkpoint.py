@@ -6,7 +6,10 @@ compares the digest of the loaded weights with the one that the run recorded.
 """
 
 import argparse
+import contextlib
+import fcntl
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from slipstream.core.configuration.config_file import check_model, load_config, parse_config
@@ -78,11 +81,28 @@ def export(config: Config, path: Path, out: Path) -> None:
         load_starting_weights(stored_policy(policy, with_optimizer=False), path, policy.ranks)
     if open_published(policy, alone).digests().identity.hex() != manifest.weight_digest:
         raise CheckpointError(f"{path} gives other weights than those that were saved")
-    if not policy.adapters.have_names:
-        save_hf_folder(policy, alone.model.path, out, chat)
-    if alone.lora.rank:
-        save_adapters(policy, alone, out.with_name(f"{out.name}-adapters"), chat)
+    adapters = out.with_name(f"{out.name}-adapters")
+    with _alone_at(adapters if policy.adapters.have_names else out):
+        # The folder whose absence lets an export begin comes last: a kill before it hinders none.
+        if alone.lora.rank:
+            save_adapters(policy, alone, adapters, chat)
+        if not policy.adapters.have_names:
+            save_hf_folder(policy, alone.model.path, out, chat)
     policy.ranks.close()
+
+
+@contextlib.contextmanager
+def _alone_at(written: Path) -> Iterator[None]:
+    """Lets one process at a time write a folder; raises CheckpointError if another one has.
+
+    The file of the lock stays: whoever waits for it holds it open.
+    """
+    written.parent.mkdir(parents=True, exist_ok=True)
+    with written.with_name(f".{written.name}.lock").open("wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if written.exists():
+            raise CheckpointError(f"{written} was written by another export meanwhile")
+        yield
 
 
 def on_one_rank(config: Config, path: Path) -> Config:

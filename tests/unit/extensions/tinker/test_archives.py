@@ -80,6 +80,25 @@ async def test_runs_have_the_checkpoints_that_can_be_loaded_and_sampled(config: 
         assert await served.answer(nothing, {}, ADDRESS) is None
 
 
+async def test_what_has_ended_is_read_once_and_what_is_removed_goes(config: Config) -> None:
+    served, folder = Archives(config), config.run_dir / "operations"
+    before = await served.answer("checkpoints", {}, ADDRESS)
+    for path in folder.glob("*.result"):
+        path.write_bytes(b"another reader would fail")
+    assert await served.answer("checkpoints", {}, ADDRESS) == before
+    for path in folder.glob("*.result"):
+        path.unlink()
+    gone = await served.answer("checkpoints", {}, ADDRESS)
+    assert gone is not None
+    assert gone["checkpoints"] == []
+
+
+@pytest.mark.parametrize("query", [{"limit": "-1"}, {"offset": "-2"}, {"limit": "x"}])
+async def test_a_page_is_of_whole_numbers(config: Config, query: dict[str, str]) -> None:
+    with pytest.raises(Refused, match="is a whole number from 0, got"):
+        await Archives(config).answer("training_runs", query, ADDRESS)
+
+
 async def test_files_of_a_checkpoint_have_secret_addresses(config: Config) -> None:
     folder = config.run_dir / "checkpoints" / "hf-000002"
     (folder / "sub").mkdir(parents=True)

@@ -2,11 +2,12 @@
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from slipstream.client.agent_gateway import LOOPBACK
-from slipstream.extensions.tinker import wire_pb2
+from slipstream.extensions.tinker import front, wire_pb2
 from slipstream.extensions.tinker.front import MAX_BODY_BYTES, MAX_OPEN, Front
 from slipstream.v1 import operations_pb2 as pb
 from support.fakes.small_configs import small_config
@@ -44,8 +45,8 @@ async def answered(
     async def send(message: dict[str, Any]) -> None:
         sent.append(message)
 
-    front = Front(small_config(), controller, (), in_flight=False)
-    await front({"type": "http", "path": f"/api/v1/{path}", "headers": headers}, receive, send)
+    served = Front(small_config(), controller, (), in_flight=False)
+    await served({"type": "http", "path": f"/api/v1/{path}", "headers": headers}, receive, send)
     return sent[0]["status"], json.loads(sent[1]["body"]), controller
 
 
@@ -128,12 +129,51 @@ async def test_zstd_of_more_than_a_request_has_fails_in_its_turn() -> None:
     assert "a request has at most" in operation.refused.cause
 
 
-async def test_an_operation_of_json_that_is_too_large_fails_in_its_turn() -> None:
+@pytest.mark.parametrize("is_packed", [False, True])
+async def test_an_operation_of_json_that_is_too_large_fails_in_its_turn(is_packed: bool) -> None:
+    import pyarrow
+
     body = {"model_id": "m", "path": 'x"seq_id":7,' * (MAX_BODY_BYTES // 10), "seq_id": 4}
-    status, _, controller = await answered("save_weights", json.dumps(body).encode())
+    data, headers = json.dumps(body).encode(), KEY
+    if is_packed:
+        data = pyarrow.compress(data, codec="zstd", asbytes=True)
+        headers = [*KEY, (b"content-encoding", b"zstd")]
+    status, _, controller = await answered("save_weights", data, headers)
     (operation,) = controller.taken
     assert (status, operation.id) == (200, "m:4:save_weights")
     assert operation.refused.cause.startswith("a request has at most 25165824 bytes, got")
+
+
+async def test_zstd_is_unpacked_up_to_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    import pyarrow
+
+    monkeypatch.setattr(front, "MAX_UNPACKED_BYTES", MAX_BODY_BYTES)
+    packed = pyarrow.compress(bytes(4 * MAX_BODY_BYTES), codec="zstd", asbytes=True)
+    headers = [*KEY, (b"content-encoding", b"zstd")]
+    status, answer, controller = await answered("save_weights", packed, headers)
+    assert (status, controller.taken) == (400, [])
+    assert "a request has at most 25165824 bytes, got 262" in answer["error"]
+
+
+async def test_a_file_that_is_removed_while_it_is_asked_for_is_not_there(tmp_path: Path) -> None:
+    path, sent = tmp_path / "weights", []
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    async def receive() -> dict[str, Any]:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    scope = {"type": "http", "method": "GET", "path": "/", "headers": []}
+    assert not await front._send_file(path, scope, receive, send)
+    assert sent == []
+    path.write_bytes(b"w")
+    assert await front._send_file(path, scope, receive, send)
+    assert [(one["type"], one.get("body")) for one in sent] == [
+        ("http.response.start", None),
+        ("http.response.body", b"w"),
+    ]
 
 
 async def test_a_body_that_never_ends_is_refused_and_its_connection_closed() -> None:
@@ -146,8 +186,8 @@ async def test_a_body_that_never_ends_is_refused_and_its_connection_closed() -> 
     async def send(message: dict[str, Any]) -> None:
         sent.append(message)
 
-    front = Front(small_config(), Controller(), (), in_flight=False, limit_s=0.01)
-    await front({"type": "http", "path": "/api/v1/asample", "headers": KEY}, receive, send)
+    served = Front(small_config(), Controller(), (), in_flight=False, limit_s=0.01)
+    await served({"type": "http", "path": "/api/v1/asample", "headers": KEY}, receive, send)
     assert (sent[0]["status"], (b"connection", b"close") in sent[0]["headers"]) == (408, True)
 
 
@@ -163,17 +203,17 @@ async def test_a_key_has_a_number_of_requests_at_once() -> None:
         if "status" in message:
             statuses.append(message["status"])
 
-    front = Front(small_config(), Controller(), (), in_flight=False)
+    served = Front(small_config(), Controller(), (), in_flight=False)
     scope = {"type": "http", "path": "/api/v1/healthz", "headers": KEY}
     async with asyncio.TaskGroup() as group:
         for _ in range(MAX_OPEN + 1):
-            group.create_task(front(scope, receive, send))
+            group.create_task(served(scope, receive, send))
         other = [KEY[0], (b"x-api-key", b"tml-other")]
-        group.create_task(front(scope | {"headers": other}, receive, send))
+        group.create_task(served(scope | {"headers": other}, receive, send))
         while not statuses:
             await asyncio.sleep(0)
         assert statuses == [429]
         hold.set()
     assert statuses == [429, *[200] * (MAX_OPEN + 1)]
-    await front(scope, receive, send)
+    await served(scope, receive, send)
     assert statuses[-1] == 200

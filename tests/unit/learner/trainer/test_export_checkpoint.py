@@ -1,14 +1,18 @@
 """The settings with which one rank exports what many trained."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from slipstream.core.errors import CheckpointError
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.sections import ParallelSection
 from slipstream.learner.trainer import export_checkpoint
 from slipstream.learner.trainer.export_checkpoint import on_one_rank
 from support.fakes.small_configs import small_config
 from support.rigs.run_processes import empty_model, write_config
+from support.rigs.waiting import LIMIT_S
 
 STAGES = {
     "num_layers_in_first_pipeline_stage": 1,
@@ -79,3 +83,24 @@ def test_a_checkpoint_that_its_run_removes_meanwhile_is_told_as_that(tmp_path, m
         f"slipstream: {folder} was removed before it was exported: its run goes on and keeps the "
         "newest 2 (checkpoint.keep_last); export again for a newer version\n"
     )
+
+
+def test_one_process_at_a_time_writes_a_folder_and_the_other_says_so(tmp_path: Path) -> None:
+    written, began = tmp_path / "hf-000001", threading.Event()
+
+    def another() -> str:
+        began.set()
+        with (
+            pytest.raises(CheckpointError, match="was written by another export") as told,
+            export_checkpoint._alone_at(written),
+        ):
+            raise AssertionError
+        return str(told.value)
+
+    with ThreadPoolExecutor() as threads:
+        with export_checkpoint._alone_at(written):
+            waiting = threads.submit(another)
+            assert began.wait(LIMIT_S)
+            assert not waiting.done()
+            written.mkdir()
+        assert str(written) in waiting.result(LIMIT_S)
