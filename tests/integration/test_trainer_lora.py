@@ -136,6 +136,11 @@ def target_logprobs(
     return logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
 
 
+def test_an_export_that_ends_early_has_written_adapters_and_hinders_no_other(folder, found):
+    assert (folder / "lora-one-cut-adapters" / "adapter_model.safetensors").exists()
+    assert not (folder / "lora-one-cut").exists()
+
+
 @pytest.mark.parametrize("job", ["one", "tp2-sp-qwen3", "pp2-tied"])
 def test_merged_folder_has_the_logits_of_model_and_adapters(job, folder, found):
     model = AutoModelForCausalLM.from_pretrained(folder / f"lora-{job}-merged", dtype=torch.float32)

@@ -6,12 +6,13 @@ FOLDER/lora-JOB-adapters are what it exported.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from slipstream.core.errors import RunFailed
+from slipstream.core.errors import CheckpointError, RunFailed
 from slipstream.core.settings.config import Config
 from slipstream.protocol.weights.buckets import Bucket, layout_from_pb
 
@@ -86,12 +87,13 @@ def config_of(name: str, folder: Path) -> Config:
 def run_rank(folder: Path, job: str) -> None:
     """What every rank of a job does."""
     from slipstream.extensions.other_models.trainer import without_adapters
+    from slipstream.learner.trainer import export_checkpoint
     from slipstream.learner.trainer.checkpoints.disk_work import DiskWork
     from slipstream.learner.trainer.checkpoints.distributed_files import load_models
     from slipstream.learner.trainer.checkpoints.stored_model import POLICY, StoredModel
     from slipstream.learner.trainer.model import model
     from slipstream.learner.trainer.step import TrainingStep
-    from slipstream.learner.trainer.weights.export import save_adapters, save_hf_folder
+    from slipstream.learner.trainer.weights.export import RunChat, save_adapters, save_hf_folder
 
     config = config_of(job, folder)
     policy = opened(config)
@@ -112,6 +114,13 @@ def run_rank(folder: Path, job: str) -> None:
         logprobs.append(score(policy, probe(config)))
     save_hf_folder(policy, config.model.path, folder / f"lora-{job}-merged")
     save_adapters(policy, config, folder / f"lora-{job}-adapters")
+    if job == "one":
+        # The base model is missing: a folder of it cannot be written.
+        missing = config.model.model_copy(update={"path": folder / "missing"})
+        cut = folder / f"lora-{job}-cut"
+        with contextlib.suppress(CheckpointError):
+            own = config.model_copy(update={"model": missing})
+            export_checkpoint.write_folders(policy, own, cut, RunChat())
     with without_adapters(policy.chunks):
         switched_off = score(policy, probe(config))
     weights = weights_of(policy)

@@ -5,12 +5,15 @@ slipstream.learner.trainer.export_checkpoint --config RUN/config.toml --step N -
 compares the digest of the loaded weights with the one that the run recorded.
 """
 
+from __future__ import annotations
+
 import argparse
 import contextlib
 import fcntl
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from slipstream.core.configuration.config_file import check_model, load_config, parse_config
 from slipstream.core.errors import USAGE_ERROR, CheckpointError, SlipstreamError
@@ -18,6 +21,10 @@ from slipstream.core.machine.process import leave
 from slipstream.core.run_folder import CHECKPOINTS
 from slipstream.core.settings.config import Config
 from slipstream.protocol.checkpoints import check_files, checkpoint_path, read_manifest
+
+if TYPE_CHECKING:
+    from slipstream.learner.trainer.model.policy import Policy
+    from slipstream.learner.trainer.weights.export import RunChat
 
 # Settings of learner, reference and critic about the number of ranks and about training. An export
 # does not need them, and many contradict a single rank.
@@ -71,7 +78,7 @@ def export(config: Config, path: Path, out: Path) -> None:
     from slipstream.learner.trainer.model.model import Part
     from slipstream.learner.trainer.opening import open_policy
     from slipstream.learner.trainer.ranks.parallel import Launch
-    from slipstream.learner.trainer.weights.export import RunChat, save_adapters, save_hf_folder
+    from slipstream.learner.trainer.weights.export import RunChat
     from slipstream.learner.trainer.weights.publish import open_published
 
     alone, chat = on_one_rank(config, path), RunChat.of(config)
@@ -81,14 +88,23 @@ def export(config: Config, path: Path, out: Path) -> None:
         load_starting_weights(stored_policy(policy, with_optimizer=False), path, policy.ranks)
     if open_published(policy, alone).digests().identity.hex() != manifest.weight_digest:
         raise CheckpointError(f"{path} gives other weights than those that were saved")
+    write_folders(policy, alone, out, chat)
+    policy.ranks.close()
+
+
+def write_folders(policy: Policy, config: Config, out: Path, chat: RunChat) -> None:
+    """Writes what `export` says, on one rank.
+
+    The folder whose absence lets an export begin comes last, so a kill before it hinders none.
+    """
+    from slipstream.learner.trainer.weights.export import save_adapters, save_hf_folder
+
     adapters = out.with_name(f"{out.name}-adapters")
     with _alone_at(adapters if policy.adapters.have_names else out):
-        # The folder whose absence lets an export begin comes last: a kill before it hinders none.
-        if alone.lora.rank:
-            save_adapters(policy, alone, adapters, chat)
+        if config.lora.rank:
+            save_adapters(policy, config, adapters, chat)
         if not policy.adapters.have_names:
-            save_hf_folder(policy, alone.model.path, out, chat)
-    policy.ranks.close()
+            save_hf_folder(policy, config.model.path, out, chat)
 
 
 @contextlib.contextmanager
