@@ -44,7 +44,7 @@ from starlette.types import Message, Receive, Scope, Send
 HOLD_S = 20.0
 CALL_S = 30.0
 MAX_BODY_BYTES = 24 << 20
-# As far as zstd is unpacked to find whose turn a request that is too large has.
+# Most bytes of zstd that are unpacked to find whose turn a request that is too large has.
 MAX_UNPACKED_BYTES = 10 * MAX_BODY_BYTES
 # Most requests of a key at once, of which a sample has one while it waits; the SDK is told to keep
 # below. Others are sent again.
