@@ -10,8 +10,8 @@ import json
 import math
 import statistics
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from slipstream.core.run_folder import LEASE_WAITS, SERVER_SHARES, TRACE
@@ -37,33 +37,6 @@ MOST_EPISODES = 4096
 _COUNTED = ("busy_s", "paused_s", "uptime_s")
 
 
-@dataclass(frozen=True)
-class ServerWork:
-    """The work of a server between two of its reports, or a sum of several such records."""
-
-    busy_s: float = 0.0
-    paused_s: float = 0.0
-    uptime_s: float = 0.0
-
-    @classmethod
-    def between(cls, before: fleet_pb2.ServerReport, after: fleet_pb2.ServerReport) -> "ServerWork":
-        """Returns the work of one server between the reports `before` and `after`."""
-        return cls(*(getattr(after, name) - getattr(before, name) for name in _COUNTED))
-
-    def __add__(self, other: "ServerWork") -> "ServerWork":
-        return ServerWork(*(getattr(self, name) + getattr(other, name) for name in _COUNTED))
-
-    def shares(self) -> dict[str, float]:
-        """Returns the shares of sampling, paused and idle time, or {} if no server has reported."""
-        if self.uptime_s <= 0:
-            return {}
-        # A server may report a wrong time.
-        sampling = min(1.0, max(0.0, self.busy_s / self.uptime_s))
-        paused = min(1.0 - sampling, max(0.0, self.paused_s / self.uptime_s))
-        values = (sampling, paused, 1.0 - sampling - paused)
-        return dict(zip(SERVER_SHARES, values, strict=True))
-
-
 class StepTimes:
     """Computes the times of each step from counters, which grow from the controller's start.
 
@@ -72,13 +45,15 @@ class StepTimes:
 
     def __init__(self) -> None:
         self._reports: dict[object, fleet_pb2.ServerReport] = {}
-        self._work = ServerWork()
+        # Seconds of all servers since the last step, by the names in `_COUNTED`.
+        self._work: Counter[str] = Counter()
         self._before: dict[str, float] = {}
 
     def report(self, key: object, report: fleet_pb2.ServerReport) -> None:
         """Adds the work of the server `key` since its previous report."""
         before = self._reports.get(key, fleet_pb2.ServerReport())
-        self._work += ServerWork.between(before, report)
+        for name in _COUNTED:
+            self._work[name] += getattr(report, name) - getattr(before, name)
         self._reports[key] = report
 
     def lost(self, key: object) -> None:
@@ -104,9 +79,20 @@ class StepTimes:
         }
         passed = {name: total - self._before.get(name, 0.0) for name, total in totals.items()}
         self._before = totals
-        work, self._work = self._work, ServerWork()
+        work, self._work = self._work, Counter()
         given_s = orders[-1].given_s if orders else time.time()
-        return {**passed, **work.shares(), **group_times(groups, given_s)}
+        return {**passed, **_shares(work), **group_times(groups, given_s)}
+
+
+def _shares(work: Mapping[str, float]) -> dict[str, float]:
+    """Returns the shares of sampling, paused and idle time, or {} if no server has reported."""
+    if (uptime_s := work.get("uptime_s", 0.0)) <= 0:
+        return {}
+    # A server may report a wrong time.
+    sampling = min(1.0, max(0.0, work["busy_s"] / uptime_s))
+    paused = min(1.0 - sampling, max(0.0, work["paused_s"] / uptime_s))
+    values = (sampling, paused, 1.0 - sampling - paused)
+    return dict(zip(SERVER_SHARES, values, strict=True))
 
 
 def group_times(groups: Sequence[Group], given_s: float) -> dict[str, float]:
