@@ -42,7 +42,7 @@ from slipstream.client.launch.placement import (
     server_grace_s,
     uses_gpus,
 )
-from slipstream.client.launch.preflight import free_port, hold_address, prove_algorithms
+from slipstream.client.launch.preflight import hold_address, prove_algorithms
 from slipstream.client.launch.run_processes import GRACE_S, RunProcesses
 from slipstream.client.page import PAGE, page_kept, reply_lines
 from slipstream.client.run_folder import (
@@ -73,6 +73,7 @@ from slipstream.core.errors import (
     SlipstreamError,
     check_server_id,
 )
+from slipstream.core.machine.address import address_parts
 from slipstream.core.machine.process import raise_open_files
 from slipstream.core.models.model_sizes import read_model_sizes
 from slipstream.core.run_folder import BATCHES, CHECKPOINTS, JOURNAL, log_path
@@ -106,26 +107,14 @@ async def run_tinker(
 ) -> int:
     """Runs `slipstream tinker`: a run whose loop is a client's own, behind an HTTP process."""
     raise_open_files()
-    port = _free_to_listen(port) if port else free_port("127.0.0.1")
+    with hold_address(f"127.0.0.1:{port}", what="--port") as address:
+        *_, chosen = address_parts(address)
     overrides = [*_CLIENT_LOOP, *overrides]
     config = load_config(path, overrides, hub="small" if dry_run else "whole")
     share = Share(range(config.learner.world_size), config.rollout_server.count)
-    say(f"base_url=http://127.0.0.1:{port} and any api_key that begins with tml-")
-    beside = (TINKER, ["--port", str(port), *(["--in-flight"] if in_flight else [])])
+    say(f"base_url=http://{address} and any api_key that begins with tml-")
+    beside = (TINKER, ["--port", str(chosen), *(["--in-flight"] if in_flight else [])])
     return await _carry_out(config, share, dry_run=dry_run, beside=beside)
-
-
-def _free_to_listen(port: int) -> int:
-    with socket.socket() as probe:
-        # The HTTP process binds so, too: connections of a run that has ended do not count.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except (OSError, OverflowError) as error:
-            raise ConfigError(
-                f"--port: cannot listen on 127.0.0.1:{port}: {error}; choose another port, or none"
-            ) from error
-    return port
 
 
 async def run_quickstart(overrides: Sequence[str]) -> int:

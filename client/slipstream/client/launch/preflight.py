@@ -63,13 +63,13 @@ SLOW_S, AGAIN_S = 3.0, 30.0
 
 
 @contextlib.contextmanager
-def hold_address(address: str) -> Iterator[str]:
+def hold_address(address: str, *, what: str = "controller.address") -> Iterator[str]:
     """Keeps others from `address` until the block ends; yields it, with a free port in place of 0.
 
     Only sockets that listen with SO_REUSEADDR, as gRPC's do, can use the address meanwhile, so the
     controller may listen there again and again. Other commands are refused by a name of this
-    machine, an abstract unix socket, which the kernel frees with this process. Raises ConfigError
-    if the controller cannot listen there.
+    machine, an abstract unix socket, which the kernel frees with this process. Raises ConfigError,
+    which begins with `what`, if nothing can listen there.
     """
     host, port = address_parts(address)
     while True:
@@ -85,7 +85,7 @@ def hold_address(address: str) -> Iterator[str]:
                     continue
                 taken = "; another run may have it: choose another port, or 0 for a free one"
                 raise ConfigError(
-                    f"controller.address: cannot listen on {address}: {error.strerror}"
+                    f"{what}: cannot listen on {address}: {error.strerror}"
                     f"{taken if is_taken else ''}"
                 ) from error
             yield f"{address.rpartition(':')[0]}:{chosen}"

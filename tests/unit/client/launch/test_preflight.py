@@ -721,4 +721,4 @@ async def test_a_loop_begins_only_where_its_http_process_can_listen(tmp_path: Pa
         assert f"--port: cannot listen on 127.0.0.1:{taken}: " in await refusal(taken)
     # It is free now.
     assert "no such file" in await refusal(taken)
-    assert "choose another port, or none" in await refusal(99999)
+    assert "a port up to 65535, got '127.0.0.1:99999'" in await refusal(99999)
