@@ -145,6 +145,7 @@ def test_other_settings_may_change() -> None:
             learner__world_size=4,
             learner__parallel={"tp": 2},
             queue__kind="redis",
+            queue__redis_url="redis://127.0.0.1:6379/0",
             checkpoint__every_steps=7,
             # The digest of weights does not depend on it.
             weights__bucket_mib=1,
