@@ -77,14 +77,41 @@ _WRITTEN: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"(?<=[\w)])\*\*(?=[\w(])"), "^"),
     (re.compile(r"(?<![\\A-Za-z])pi(?![A-Za-z])"), r"\\pi "),
     (re.compile(r"(?<![\\A-Za-z])sqrt(\d+(?:\.\d+)?)"), r"\\sqrt{\1}"),
-    (re.compile(r"^\s*\$?[a-z] *(?:in\b|\\in\b|∈) *(?=\\?[\[(])"), ""),
+    (re.compile(r"(?<![\\A-Za-z])([a-z]) *(?:in\b|∈) *(?=\\?[\[({])"), r"\1 \\in "),
+    (re.compile(r"(?<![\\A-Za-z])[a-z] *\\in *(?=\\?\{)"), ""),
 )
 _DEGREES = re.compile(r"((?<!\d)\d++(?:\.\d++)?) *+(?:°|\^\{?\\circ\}?|degrees?\b)")
 # An interval as bounds of a letter, and the signs of its ends.
-_LESS = r"(<|\\leq?\b)"
-_BETWEEN = re.compile(rf"\$?([^<>=$]+?) *{_LESS} *[a-z] *{_LESS} *([^<>=$]+?)\$?")
-_ONE_SIDED = re.compile(r"\$?[a-z] *(<|>|\\[lg]eq?\b) *([^<>=$]+?)\$?")
-_INTERVAL = re.compile(r"(?:\\left)? *[\[(][^,]+,[^,]+[\])]")
+_LESS, _MORE = r"(<|\\leq?\b)", r"(>|\\geq?\b)"
+_BETWEEN = re.compile(rf"([^<>=]+?) *{_LESS} *[a-z] *{_LESS} *([^<>=]+)")
+_DOWN = re.compile(rf"([^<>=]+?) *{_MORE} *[a-z] *{_MORE} *([^<>=]+)")
+_ONE_SIDED = re.compile(r"[a-z] *(<|>|\\[lg]eq?\b) *([^<>=]+)")
+_MEMBER = re.compile(r"[a-z] *\\in *(?=[\[(]|\\left)")
+# What a question that asks for an interval says; otherwise (2, 5) is a point.
+_ASKS_INTERVAL = re.compile(
+    r"interval|inequalit|domain|\brange|solution set|[<>≤≥]|\\[lg]eq?\b"
+    r"|\ball (?:real |possible )?(?:values|x\b|numbers)",
+    re.IGNORECASE,
+)
+# How several values stand together, and which forms of a reply may say those of an answer.
+_SHAPES = (
+    ("interval", re.compile(r".*(?:[<>]|\\[lg]eq?\b|\\infty\b.*[,)]|\\cup\b|\\in\b).*")),
+    ("interval", re.compile(r"\(([^(),]+),[^(),]+\]|\[[^\[\],]+,[^(),]+\)")),
+    ("set", re.compile(r"\\?\{.*,.*\}|.* or .*|([a-z]) *=[^=,]*(?:,| and\b) *\1 *=.*")),
+    ("point", re.compile(r"\(\w+(?:, *\w+)+\) *=.*|[A-Za-z] *=[^=,]*(?:,| and\b) *[A-Za-z] *=.*")),
+    ("pair", re.compile(r"\([^()]*,[^()]*\)")),
+    ("closed", re.compile(r"\[[^\[\]]*,[^\[\]]*\]")),
+    ("several", re.compile(r"[^()\[\]{}=]*(?:,| and )[^()\[\]{}=]*")),
+)
+_MAY_SAY = {
+    "interval": ("interval", "pair", "closed"),
+    "closed": ("closed", "interval"),
+    "set": ("set", "several"),
+    "point": ("point", "pair", "several"),
+    "pair": ("pair", "point", "several"),
+    "several": ("several", "set", "pair", "point"),
+}
+_NAMES = re.compile(r"\((?:\w+, *)+\w+\) *= *|[A-Za-z] *= *")
 _COMPARED = re.compile(r"\$? *([<>]=?|\\[lg]eq?\b)")
 # The units of each quantity, in numbers of the first one.
 _QUANTITIES: tuple[dict[str, float], ...] = (
@@ -122,7 +149,7 @@ def main() -> None:
     at_start = _most_memory_kib()
     for line in sys.stdin:
         request = json.loads(line)
-        answers.write(json.dumps(compare(request["answer"], request["reply"])) + "\n")
+        answers.write(json.dumps(compare(**request)) + "\n")
         if _most_memory_kib() > at_start + MAX_LEFT_KIB:
             return
 
@@ -131,8 +158,8 @@ def _most_memory_kib() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def compare(answer: str, reply: str) -> dict[str, bool]:
-    """Returns `known`, `readable` and `right`.
+def compare(answer: str, reply: str, question: str = "") -> dict[str, bool]:
+    """Returns `known`, `readable` and `right` of a reply to a question, "" if nobody knows it.
 
     `known` says that `answer` is mathematics, `readable` that `reply` contains mathematics, and
     `right` that they agree. Blocks without a time limit.
@@ -153,8 +180,18 @@ def compare(answer: str, reply: str) -> dict[str, bool]:
     said, answer = (_rewritten(text) for text in (said, answer))
     if "\\pi" in answer:
         said = _DEGREES.sub(r"\1 \\pi / 180", said)
-    if _INTERVAL.fullmatch(bare(answer)):
-        said = _interval(said)
+    if (shape := _shape(answer)) and (other := _shape(said)):
+        if shape == "pair" and _ASKS_INTERVAL.search(question):
+            shape = "interval"
+        if other not in _MAY_SAY[shape]:
+            return {"known": True, "readable": True, "right": False}
+        if "interval" in (shape, other):
+            answer, said = _interval(answer), _interval(said)
+        elif other not in (shape, "set") and shape != "set":
+            # Of coordinates each has its place.
+            answer, said = (
+                f"({_NAMES.sub('', bare(each)).strip('()')})" for each in (answer, said)
+            )
     is_bound = _sign(said) != _sign(answer) or (_BOUND.search(said) and not _BOUND.search(answer))
     if is_bound or (_EITHER.search(said) and not _SEVERAL.search(answer)):
         return {"known": True, "readable": False, "right": False}
@@ -217,12 +254,24 @@ def _sign(text: str) -> str:
     return "" if found is None else found[1][:2].replace("\\l", "<=").replace("\\g", ">=")
 
 
+def _shape(text: str) -> str:
+    """Returns how several values stand together in a text, or "" if there is one value."""
+    text = re.sub(r"\\(?:left|right)\b", "", bare(text))
+    return next((name for name, form in _SHAPES if form.fullmatch(text)), "")
+
+
 def _interval(text: str) -> str:
-    """Returns the interval that bounds of a letter write, else the text."""
-    text = bare(text)
+    """Returns the intervals that bounds of a letter write, else the text."""
+    return r" \cup ".join(map(_one_interval, _MEMBER.sub("", bare(text)).split(" or ")))
+
+
+def _one_interval(text: str) -> str:
     if (both := _BETWEEN.fullmatch(text)) is not None:
         low, first, second, high = both.groups()
         return f"{'(' if first == '<' else '['}{low}, {high}{')' if second == '<' else ']'}"
+    if (both := _DOWN.fullmatch(text)) is not None:
+        high, first, second, low = both.groups()
+        return f"{'(' if second == '>' else '['}{low}, {high}{')' if first == '>' else ']'}"
     if (one := _ONE_SIDED.fullmatch(text)) is None:
         return text
     sign, bound = one.groups()

@@ -166,7 +166,7 @@ class Questions(Asked):
             return await self._function.judge(self.question, reply)
         metrics: dict[str, float] = {}
         if self._judge == "math_verify":
-            verdict = await self._math.compare(answer, given)
+            verdict = await self._math.compare(answer, given, self.question.text)
             right = verdict.right
             metrics = {"readable": verdict.readable, "judge_timeout": verdict.timed_out}
         elif self._judge == "exact":
@@ -292,13 +292,17 @@ class MathJudge:
         self._idle: list[asyncio.subprocess.Process] = []
         self._running = asyncio.Semaphore(max(2, min(8, os.cpu_count() or 1)))
 
-    async def compare(self, answer: str, reply: str) -> MathVerdict:
-        """Compares `reply` with `answer`. Raises ValueError when `answer` is no mathematics."""
+    async def compare(self, answer: str, reply: str, question: str = "") -> MathVerdict:
+        """Compares `reply` with `answer`. Raises ValueError when `answer` is no mathematics.
+
+        Only the question says whether (2, 5) is a point or an interval.
+        """
         start = max(0, len(reply) - MAX_CHARACTERS)
         if (box := reply.rfind("\\boxed", 0, start)) >= 0 and "\\boxed" not in reply[start:]:
             # A box is the answer, however much is written behind it.
             start = box
         request = {"answer": answer, "reply": reply[start : start + MAX_CHARACTERS]}
+        request["question"] = question[-MAX_CHARACTERS:]
         async with self._running:
             said, is_new = None, False
             while said is None and not is_new:

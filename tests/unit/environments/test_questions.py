@@ -549,6 +549,8 @@ async def test_answers_are_compared_as_mathematics_and_a_hard_one_holds_up_no_ot
     assert await judge.compare("x^2 + 1", "$1 + x^2$") == right
     assert await judge.compare("1,234", "The answer is 1234") == right
     assert await judge.compare("(1, 2)", "$(1,2)$") == right
+    assert await judge.compare("(1, 2)", "1 < x < 2", "Where is (x - 1)(x - 2) < 0?") == right
+    assert not (await judge.compare("(1, 2)", "1 < x < 2", "Which point is it?")).right
     assert await judge.compare("3", "4") == MathVerdict(right=False, readable=True)
     assert await judge.compare("3", "no idea") == MathVerdict(right=False, readable=False)
     given_up = MathVerdict(right=False, readable=False, timed_out=True)

@@ -33,10 +33,11 @@ def adds(reply: str) -> float:
     return float(ended.returncode == 0)
 
 
-async def value_of(judge: str, answer: str, reply: str, folder: Path) -> float:
+async def value_of(row: dict, folder: Path) -> float:
     """The reward of the built-in environment with this judge."""
+    judge, answer, reply = row["judge"], row["answer"], row["reply"]
     if judge == "math_verify":
-        return float(compare(answer, answer_of(reply))["right"])
+        return float(compare(answer, answer_of(reply), row.get("question", ""))["right"])
     if judge == "code":
         return adds(reply)
     if judge == "number":
@@ -56,8 +57,7 @@ async def test_a_reply_earns_what_a_person_gives_it(judge: str, tmp_path: Path) 
     if judge == "math_verify":
         pytest.importorskip("math_verify")
     rows = [row for row in REPLIES if row["judge"] == judge]
-    earned = [await value_of(**{n: row[n] for n in ("judge", "answer", "reply")}, folder=tmp_path)
-              for row in rows]  # fmt: skip
+    earned = [await value_of(row, tmp_path) for row in rows]
     wrong = [(row, got) for row, got in zip(rows, earned, strict=True) if got != row["value"]]
     assert not wrong, "\n".join(map(str, wrong))
 
