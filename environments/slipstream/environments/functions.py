@@ -24,10 +24,19 @@ from slipstream.environments.arguments import (
     check_above_0,
     check_at_least,
     check_choice,
+    check_filled,
     check_holds,
+    filled,
 )
 from slipstream.environments.functions_program import heard, said
-from slipstream.environments.question_files import Row, cell_in, named_rows, text_in, unpacked
+from slipstream.environments.question_files import (
+    Row,
+    cell_in,
+    named_rows,
+    text_in,
+    text_of,
+    unpacked,
+)
 from slipstream.environments.sandbox import Finished, Limits, Sandbox, StartedProgram
 
 _CHECK = re.compile(r"^def check\(", re.MULTILINE)
@@ -45,17 +54,40 @@ _OWN = (str, bytes, int, float, complex, list, dict, set, range)
 _METHODS = {name for kind in _OWN for name in dir(kind)}
 TIME_LIMITS = ("seconds", "processor_s")
 MIB = 1 << 20
+# What code knows where APPS and LiveCodeBench run it: their beginnings of code use it.
+GIVEN = """
+from typing import *
+from collections import *
+from functools import *
+from itertools import *
+from heapq import *
+from bisect import *
+from math import *
+from builtins import *
+import bisect, collections, functools, heapq, itertools, math, random, re, string, sys
+# Only the reply defines the tested function.
+globals().pop({name!r}, None)
+"""
+# JSON has no tuples.
+_CALL = """
+def as_json(value):
+    if isinstance(value, dict):
+        return {{key: as_json(item) for key, item in value.items()}}
+    return [as_json(item) for item in value] if isinstance(value, list | tuple) else value
+assert as_json({}(*{!r})) in {!r}
+"""
 
 
 @dataclass(frozen=True)
 class Exam:
-    """One task: its row, question, code before the tests, tests, functions, and a solution.
+    """One task: its row, question, prompt, code before the tests, tests, functions, a solution.
 
     `modules` are those from which tests import functions, although only a reply defines them.
     """
 
     where: str
     question: str
+    prompt: str
     setup: str
     tests: tuple[str, ...]
     functions: tuple[str, ...]
@@ -72,11 +104,16 @@ def _read_exam(
     setup: str | None,
     function: str | None,
     solution: str | None,
+    instruction: str,
 ) -> Exam:
-    """Returns the task in a row; the other arguments are names of columns, as in `Functions`."""
+    """Returns the task in a row; most arguments are names of columns, as in `Functions`."""
     asked = text_in(row, question, where)
-    solved = "" if solution is None else text_in(row, solution, where)
-    before = "" if setup is None or row.get(setup) in (None, "") else text_in(row, setup, where)
+    prompt = filled(instruction, {**row, "question": asked})
+    before = _first_text(row, setup, where)
+    solved = _first_text(row, solution, where)
+    if solved[:1].isspace():
+        # HumanEval's are the body of the function that its prompt begins.
+        solved = before + solved
     name = None if function is None else text_in(row, function, where)
     if name and name.lstrip().startswith("{"):
         # LiveCodeBench has it among other facts.
@@ -94,6 +131,7 @@ def _read_exam(
     if isinstance(pairs, list) and pairs and all(isinstance(each, Mapping) for each in pairs):
         name = name or str(pairs[0].get("fn_name") or "")
         texts = _tests_of(pairs, name, f"{where}: column {tests!r}")
+        before += GIVEN.format(name=name)
     if not (isinstance(texts, list) and all(isinstance(text, str) for text in texts)):
         raise ConfigError(
             f"{where}: column {tests!r} must hold a test or a list of tests, each a text of Python"
@@ -112,7 +150,21 @@ def _read_exam(
     for text in texts:
         _check_judges([*ast.walk(_parsed(text, where))], names, where)
     modules = sorted(set(imported.values()))
-    return Exam(where, asked, before, tuple(texts), tuple(sorted(names)), tuple(modules), solved)
+    return Exam(
+        where, asked, prompt, before, tuple(texts), tuple(sorted(names)), tuple(modules), solved
+    )
+
+
+def _first_text(row: Row, column: str | None, where: str) -> str:
+    """Returns the text in a column, or the first one of a list there, as APPS has solutions.
+
+    A row may have none.
+    """
+    cell = None if column is None else row.get(column)
+    if isinstance(cell, str) and cell.startswith('["'):
+        cell = unpacked(cell, where)
+    cell = cell[0] if isinstance(cell, list) and cell else cell
+    return "" if cell in (None, "", []) else text_of(cell, f"{where}: column {column!r}")
 
 
 def _tests_of(pairs: Sequence[Row], name: str, where: str) -> list[str]:
@@ -133,15 +185,21 @@ def _tests_of(pairs: Sequence[Row], name: str, where: str) -> list[str]:
                 values = [
                     [v, *v] if isinstance(v, list) and len(v) == 1 else [v] for v in pair["outputs"]
                 ]
-                calls += zip(pair["inputs"], values, strict=True)
+                inputs = [[_with_numbers(each) for each in call] for call in pair["inputs"]]
+                calls += zip(inputs, [[*map(_with_numbers, each)] for each in values], strict=True)
             else:
                 arguments = [json.loads(line) for line in pair["input"].split("\n") if line]
                 calls.append((arguments, [json.loads(pair["output"])]))
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"{where} has no arguments and values of {name}: {error}") from error
-    # JSON has no tuples.
-    text = "got = {}(*{!r})\ngot = list(got) if isinstance(got, tuple) else got\nassert got in {!r}"
-    return [text.format(name, arguments, values) for arguments, values in calls]
+    return [_CALL.format(name, arguments, values) for arguments, values in calls]
+
+
+def _with_numbers(value: object) -> object:
+    """Returns an object of JSON with numbers as keys where all are: APPS means these."""
+    if isinstance(value, Mapping) and all(re.fullmatch(r"-?\d+", key) for key in value):
+        return {int(key): item for key, item in value.items()}
+    return value
 
 
 def _names_under_test(setup: str, tests: Sequence[str], where: str) -> set[str]:
@@ -210,11 +268,11 @@ def _imported(tests: Sequence[str], where: str) -> dict[str, str]:
     return found
 
 
-def _check_own_tests(exams: Sequence[Exam], instruction: str) -> None:
+def _check_own_tests(exams: Sequence[Exam]) -> None:
     """Raises ConfigError for tests of functions that only the question of another row names."""
     called = {n: e.where for e in exams for n in re.findall(r"\w+(?=\()", e.question)}
     for exam in exams:
-        own = {*re.findall(r"\w+", exam.question + instruction)} & {*exam.functions}
+        own = {*re.findall(r"\w+", exam.prompt)} & {*exam.functions}
         others = called.keys() & {*exam.functions}
         for name in () if own else sorted(others)[:1]:
             other = called[name].rpartition(", ")[2]
@@ -254,16 +312,21 @@ class Functions(Environment[Exam]):
         Without `function`, all names that the tests use but do not define are tested. `solution`
         names a column of code that passes, which only `slipstream check` runs.
 
-        `instruction` is the prompt, with the question in place of `{question}`. `reward` is the
-        share of passed tests, or with "all" 1 if all pass, else 0. `limit_s` limits one call,
-        `memory_mib` each sandbox. At most `max_running` replies are tested at once; 0 means one for
-        each core.
+        `instruction` is the prompt, with the question in place of `{question}` and other columns in
+        place of their names, as in `{starter_code}`. `reward` is the share of passed tests, or with
+        "all" 1 if all pass, else 0. `limit_s` limits one call, `memory_mib` each sandbox. At most
+        `max_running` replies are tested at once; 0 means one for each core.
         """
         check_choice("reward", reward, ("share", "all"))
         check_holds("instruction", instruction, "{question}")
         check_above_0("limit_s", limit_s)
         check_at_least("max_running", max_running, 0)
-        self._instruction, self._reward, self._limit_s = instruction, reward, limit_s
+        self._reward, self._limit_s = reward, limit_s
+        rows = list(named_rows(Path(path)))
+        check_filled("instruction", [instruction], [{"question": "", **row} for _, row in rows])
+        for column in filter(None, (setup, solution)):
+            if not any(column in row for _, row in rows):
+                cell_in(rows[0][1], column, rows[0][0])
         self._exams = [
             _read_exam(
                 row,
@@ -273,10 +336,11 @@ class Functions(Environment[Exam]):
                 setup=setup,
                 function=function,
                 solution=solution,
+                instruction=instruction,
             )
-            for where, row in named_rows(Path(path))
+            for where, row in rows
         ]
-        _check_own_tests(self._exams, instruction)
+        _check_own_tests(self._exams)
         # The solution of the next row of the same functions, by the row's name.
         self._neighbour = {
             one.where: other.solution
@@ -301,7 +365,7 @@ class Functions(Environment[Exam]):
         ]
         programs += [self._neighbour[task.where]] if task.where in self._neighbour else []
         self.wrong_reply = [_as_code(program) for program in programs]
-        return [Message("user", self._instruction.replace("{question}", task.question))]
+        return [Message("user", task.prompt)]
 
     async def step(self, reply: str) -> StepResult:
         """Runs the tests against the reply's code, and returns the reward.

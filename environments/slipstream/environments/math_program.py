@@ -188,7 +188,7 @@ def compare(answer: str, reply: str, question: str = "") -> dict[str, bool]:
         if "interval" in (shape, other):
             answer, said = _interval(answer), _interval(said)
         elif other not in (shape, "set") and shape != "set":
-            # Of coordinates each has its place.
+            # The place of a number says which coordinate it is.
             answer, said = (
                 f"({_NAMES.sub('', bare(each)).strip('()')})" for each in (answer, said)
             )

@@ -405,6 +405,68 @@ async def test_tests_as_apps_and_livecodebench_write_them_are_run(tests, code, t
     assert (await judged(tasks, first)).reward < 1
 
 
+@pytest.mark.parametrize(
+    ("tests", "code", "reward"),
+    [
+        # The beginnings of code that the data sets give use names that nobody imports.
+        (LIVE, SOLUTION.replace("(self, a, b)", "(self, a: List[int], b: Optional[int])"), 1),
+        (APPS, "def add(a, b):\n    return reduce(lambda x, y: x + y, [a, b])", 1),
+        # What is imported for the code is no answer.
+        (APPS | {"fn_name": "gcd", "inputs": [[4, 6]], "outputs": [2]}, "x = 1", 0),
+        # JSON has neither tuples nor numbers as keys.
+        (
+            APPS | {"inputs": [[1, 2]], "outputs": [[[1, 2], {"a": [2]}]]},
+            "def add(a, b):\n    return ((a, b), {'a': (b,)})",
+            1,
+        ),
+        (
+            APPS | {"inputs": [[{"1": 2, "3": 4}, 0]], "outputs": [{"2": 1, "4": 3}]},
+            "def add(a, b):\n    return {v: k + b for k, v in a.items()}",
+            1,
+        ),
+    ],
+)
+async def test_code_is_run_as_apps_and_livecodebench_run_it(tests, code, reward, tmp_path) -> None:
+    row = {"question": "?", "tests": tests, "metadata": '{"func_name": "add"}'}
+    columns = {} if isinstance(tests, dict) else {"function": "metadata"}
+    tasks = functions(tmp_path, row, **columns)
+    assert (await judged(tasks, block(code))).reward == reward
+
+
+def test_the_prompt_may_name_other_columns(tmp_path: Path) -> None:
+    row = {
+        "title": "Add {tests}.",
+        "starter_code": "def add(a, b):",
+        "tests": "assert add(1, 2) == 3",
+    }
+    tasks = functions(tmp_path, row, question="title", instruction="{question}\n{starter_code}")
+    assert tasks.reset(tasks.tasks()[0])[0].content == "Add {tests}.\ndef add(a, b):"
+    with pytest.raises(ConfigError, match="{starter_cod}"):
+        functions(tmp_path, row, question="title", instruction="{question}{starter_cod}")
+
+
+@pytest.mark.parametrize(
+    "solution",
+    [
+        "def twice(x):\n    return 2 * x",
+        json.dumps(["def twice(x):\n    return 2 * x", "other"]),
+        ["def twice(x):\n    return 2 * x"],
+        "    return 2 * x\n",
+    ],
+)
+async def test_solutions_as_data_sets_write_them_pass(solution, tmp_path: Path) -> None:
+    row = HUMANEVAL | {"solution": solution}
+    tasks = functions(tmp_path, row, **HUMANEVAL_COLUMNS, solution="solution")
+    tasks.reset(tasks.tasks()[0])
+    assert (await tasks.step(tasks.right_reply)).reward == 1
+
+
+def test_a_column_that_no_row_has_is_refused(tmp_path: Path) -> None:
+    for column in ("setup", "solution"):
+        with pytest.raises(ConfigError, match="row 1 has no column 'typo'"):
+            functions(tmp_path, {"question": "?", "tests": "assert f()"}, **{column: "typo"})
+
+
 STDIN = {"inputs": ["1 2\n"], "outputs": ["3\n"]}
 PACKED = "eJwrSa0oSU0qBQAOYgPd" * 4
 
