@@ -88,11 +88,6 @@ async def test_tools_in_several_turns_are_one_branch(rig, streams) -> None:
     assert rig.runs() == [3]
 
 
-async def test_the_sync_sdk_in_a_thread_gets_the_same(rig) -> None:
-    message = await chat(rig, [QUESTION], temperature=0.2, n=1)
-    assert message["content"].startswith("You said 'hi'")
-
-
 @pytest.mark.parametrize("word", ["call", "space"])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_anthropics_messages_with_tools_are_one_branch(rig, stream, word) -> None:
@@ -211,27 +206,6 @@ async def test_calls_at_the_same_time_have_branches_of_their_own(rig) -> None:
     first_branch = max(rig.recorder.conversations.branches, key=lambda b: len(b.run_lengths))
     known = first_branch.token_ids[: sum(first_branch.run_lengths[:2])]
     assert all(b.token_ids[: len(known)] == known for b in rig.recorder.conversations.branches)
-
-
-async def test_a_history_that_was_edited_or_compacted_begins_a_branch(rig) -> None:
-    first = await chat(rig, [QUESTION])
-    second = [QUESTION, first, {"role": "user", "content": "more"}]
-    await chat(rig, second)
-    edited = [QUESTION, first | {"content": "No."}, {"role": "user", "content": "more"}]
-    await chat(rig, edited)
-    await chat(rig, [{"role": "user", "content": "In short: hi. Go on."}])
-    assert rig.runs() == [2, 1, 1]
-    assert rig.began() == ["new", "edited", "new"]
-    await chat(rig, [QUESTION, {"role": "user", "content": "more"}])
-    await chat(rig, second, tools=TOOLS)
-    assert rig.began()[3:] == ["dropped", "tools"]
-
-
-async def test_an_earlier_turn_can_be_tried_again(rig) -> None:
-    first = await chat(rig, [QUESTION])
-    for text in ("one", "two"):
-        await chat(rig, [QUESTION, first, {"role": "user", "content": text}])
-    assert rig.runs() == [2, 1]
 
 
 async def test_the_name_of_an_endpoint_names_its_branches(rig) -> None:
@@ -459,15 +433,6 @@ async def test_calls_beyond_the_number_of_turns_and_branches_are_refused(rig) ->
     with pytest.raises(openai.BadRequestError) as caught:
         await chat(rig, [QUESTION])
     assert caught.value.code == "max_turns_exceeded"
-
-
-async def test_calls_that_may_not_fit_together_run_one_after_the_other(rig) -> None:
-    rig.begin(dataclasses.replace(SAMPLING, max_total_tokens=3000, max_reply_tokens=1400))
-    rig.engine.most_open = 0
-    await asyncio.gather(*(chat(rig, [QUESTION]) for _ in range(5)))
-    assert rig.engine.most_open == 2
-    assert rig.runs() == [1] * 5
-    assert not rig.recorder.is_truncated
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -20,7 +20,7 @@ from slipstream.v1 import status_pb2, status_pb2_grpc, trainer_pb2, trainer_pb2_
 from support.fakes.fake_server import OPEN
 from support.fakes.named_channel import open_named
 from support.rigs.controller_runs import make_config
-from support.rigs.waiting import LIMIT_S, until
+from support.rigs.waiting import LIMIT_S
 
 FIRST = """
 import sys
@@ -92,17 +92,6 @@ async def first_trainer(config: Config) -> AsyncIterator[asyncio.subprocess.Proc
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         await process.wait()
-
-
-async def test_a_trainer_that_was_killed_has_a_successor(tmp_path, caplog):
-    config = make_config(tmp_path)
-    async with controlled(config), first_trainer(config) as first:
-        client = ControllerClient(config)
-        registering = asyncio.ensure_future(asyncio.to_thread(client.register, HELLO))
-        await until(lambda: "waiting for the place in the run: " in caplog.text)
-        first.send_signal(signal.SIGKILL)
-        await registering
-        client.close()
 
 
 @pytest.mark.usefixtures("quick_pings")

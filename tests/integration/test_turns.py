@@ -55,19 +55,6 @@ async def test_no_engine_samples_while_a_step_is_trained_beside_it(
     assert {give_back for server in servers for give_back in server.rests} == {turns == "sleep"}
 
 
-async def test_by_default_the_engine_on_the_trainers_gpu_rests_alone(tmp_path: Path) -> None:
-    config = make_config(tmp_path)
-    beside, apart = (FakeServer(config.controller.address, f"s{i}", delay_s=0.02) for i in range(2))
-    trainer = TrainerBeside(config, beside, apart)
-    trainer.places = [weights_pb2.Place(gpus=["GPU-0"])]
-    beside.gpus, apart.gpus = ["GPU-0"], ["GPU-1"]
-    summary = await play(config, beside, apart, trainer=trainer)
-    assert (summary["code"], summary["steps"]) == (0, 12)
-    assert trainer.resting[-1] == [True, False]
-    assert not any(beside.rests)
-    assert apart.rests == []
-
-
 @pytest.mark.parametrize("turns", ["pause", "sleep"])
 async def test_a_trainer_that_dies_in_a_step_is_followed_by_one_that_goes_on(
     tmp_path: Path, turns: str
@@ -122,14 +109,3 @@ async def test_a_server_that_dies_at_rest_comes_back(tmp_path: Path) -> None:
     assert (summary["code"], summary["steps"]) == (0, 12)
     # It has served between its first rest, at its start, and the last one, for the last checkpoint.
     assert len(again.rests) > 2
-
-
-async def test_a_server_that_does_not_rest_is_sent_away_and_the_run_goes_on(tmp_path: Path) -> None:
-    config = config_of(tmp_path, "pause", weights__join_deadline_s=1.0)
-    good = FakeServer(config.controller.address, "good", delay_s=0.01)
-    deaf = FakeServer(config.controller.address, "deaf", delay_s=0.01)
-    deaf.rests_when_told = False
-    trainer = TrainerBeside(config, good)
-    summary = await play(config, good, deaf, trainer=trainer)
-    assert (summary["code"], summary["steps"]) == (0, 12)
-    assert summary["ledger"]["difference"] == 0

@@ -111,7 +111,7 @@ class FakeServer:
         self.departure.set()
         # Whether each rest was to give memory back, and whether one goes on.
         self.rests: list[bool] = []
-        self.is_resting, self.rests_when_told = False, True
+        self.is_resting = False
         # Weights that did not pass their probe.
         self.rejected = 0
         # Group and member of each trajectory without a verdict.
@@ -230,9 +230,8 @@ class FakeServer:
             case "rest":
                 self.rests.append(message.rest.give_back)
                 self.is_resting = True
-                if self.rests_when_told:
-                    rested = fleet_pb2.Rested(number=message.rest.number)
-                    await self.outbox.put(fleet_pb2.ServerMessage(rested=rested))
+                rested = fleet_pb2.Rested(number=message.rest.number)
+                await self.outbox.put(fleet_pb2.ServerMessage(rested=rested))
             case "wake":
                 self.is_resting = False
             case "drain" if message.drain.finish:

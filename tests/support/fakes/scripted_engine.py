@@ -49,7 +49,7 @@ class ScriptedEngine(FakeEngine):
         # While it is not set, replies wait before their last chunk.
         self.may_end = asyncio.Event()
         self.may_end.set()
-        self.num_open = self.most_open = 0
+        self.num_open = 0
         self._numbers = itertools.count()
         self._cancelled: set[str] = set()
 
@@ -68,7 +68,6 @@ class ScriptedEngine(FakeEngine):
             failed = self.fail_with
             raise failed if isinstance(failed, Exception) else GenerationFailed(failed)
         self.num_open += 1
-        self.most_open = max(self.most_open, self.num_open)
         text = self.script(self.tokenizer.decode(prompt_token_ids, skip_special_tokens=False))
         whole = [*self.tokenizer.encode(text, add_special_tokens=False), 2]
         tokens, reason = whole[:max_tokens], FinishReason.STOP

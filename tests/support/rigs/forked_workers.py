@@ -122,6 +122,7 @@ class Workers:
         os.close(worker.end)
         code = os.waitstatus_to_exitcode(os.waitpid(worker.pid, 0)[1])
         if not worker.items:
+            assert not code, f"a worker ended with code {code} between two files"
             return
         item = worker.items.popleft()
         cause = f"the process that ran it ended with code {code}"
