@@ -4,10 +4,12 @@ from slipstream.learner.controller.servers.session import DEAD, LEFT
 from slipstream.v1 import fleet_pb2
 from support.rigs.publishing_scene import joined, nothing, run_of
 
+SHARED = {"kind": "redis", "redis_url": "redis://127.0.0.1:6379/0"}
 
-@pytest.mark.parametrize(("kind", "waiting"), [("grpc", 700), ("redis", 400)])
-async def test_bytes_of_a_queue_that_all_servers_share_are_counted_once(kind, waiting):
-    fleet = Fleet(run_of(queue={"kind": kind}))
+
+@pytest.mark.parametrize(("queue", "waiting"), [({"kind": "grpc"}, 700), (SHARED, 400)])
+async def test_bytes_of_a_queue_that_all_servers_share_are_counted_once(queue, waiting):
+    fleet = Fleet(run_of(queue=queue))
     fleet.handlers = FleetHandlers(*[nothing] * 8)
     # A shared queue counts once, with the newer of the two reports.
     for name, num_bytes in (("a", 300), ("b", 400)):
