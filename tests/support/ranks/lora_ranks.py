@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from slipstream.core.errors import CheckpointError, RunFailed
 from slipstream.core.settings.config import Config
+from slipstream.protocol.checkpoints import PARTIAL_SUFFIX
 from slipstream.protocol.weights.buckets import Bucket, layout_from_pb
 
 from support.ranks.parity_layouts import batches, probe
@@ -115,12 +116,11 @@ def run_rank(folder: Path, job: str) -> None:
     save_hf_folder(policy, config.model.path, folder / f"lora-{job}-merged")
     save_adapters(policy, config, folder / f"lora-{job}-adapters")
     if job == "one":
-        # The base model is missing: a folder of it cannot be written.
-        missing = config.model.model_copy(update={"path": folder / "missing"})
+        # A file is where the folder of the whole model would be written.
         cut = folder / f"lora-{job}-cut"
+        cut.with_name(f"{cut.name}{PARTIAL_SUFFIX}").touch()
         with contextlib.suppress(CheckpointError):
-            own = config.model_copy(update={"model": missing})
-            export_checkpoint.write_folders(policy, own, cut, RunChat())
+            export_checkpoint.write_folders(policy, config, cut, RunChat())
     with without_adapters(policy.chunks):
         switched_off = score(policy, probe(config))
     weights = weights_of(policy)
