@@ -1,6 +1,7 @@
 """A client's own loop over HTTP: real controller and front, servers and a trainer that are none."""
 
 import asyncio
+import itertools
 
 import pytest
 from slipstream.client.client import Client
@@ -267,6 +268,33 @@ async def test_a_saved_state_is_loaded_as_a_step_and_a_new_model_takes_over(tmp_
         assert "is not trained by this run any more" in (await client.step())["error"]
 
     assert (await played(config, script))["steps"] == 5
+
+
+async def test_replies_are_no_staler_than_a_model_promises_also_after_a_restart(tmp_path) -> None:
+    config = loop_config(tmp_path)
+    promise = {"user_metadata": {"max_staleness": "1"}}
+    async with started(config, is_killed=True) as (client, server, _):
+        wrong = await client.begin(user_metadata={"max_staleness": "-1"})
+        assert "max_staleness is a number of steps from 0 to 999999, got" in wrong["error"]
+        await client.begin(**promise)
+        session, flying = await client.publish(), await client.publish(kind="inflight")
+        await client.step()
+        sampled = replies(await client.result(await client.ask(session, [1, 2])))
+        assert len(sampled) == 1
+        await client.step()
+        refused = await client.result(await client.ask(session, [1, 2]))
+        assert "version 0 is more than max_staleness = 1 steps behind" in refused["error"]
+        own = client.session, client.model, list(itertools.islice(client.numbers, 2))
+    async with started(config, is_killed=False) as (client, server, _):
+        client.session, client.model, numbers = own
+        client.numbers, client.samples = iter(numbers), itertools.count(10)
+        refused = await client.result(await client.ask(session, [1, 2]))
+        assert "version 0 is more than max_staleness = 1 steps behind" in refused["error"]
+        # In flight it waits for the next publish.
+        waiting = await client.ask(flying, [1, 2])
+        await client.publish(kind="inflight")
+        assert len(replies(await client.result(waiting))) == 1
+        assert [lease.sampling.max_reply_tokens for lease in server.leases] == [4]
 
 
 async def test_a_step_that_cannot_be_made_fails_and_the_loop_goes_on(tmp_path) -> None:

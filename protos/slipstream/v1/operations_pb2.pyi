@@ -11,7 +11,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Operation(_message.Message):
-    __slots__ = ("id", "stream", "number", "begin", "compute", "step", "publish", "save", "load", "refused", "sample", "finish")
+    __slots__ = ("id", "stream", "number", "begin", "compute", "step", "publish", "save", "load", "refused", "sample", "finish", "max_staleness")
     ID_FIELD_NUMBER: _ClassVar[int]
     STREAM_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
@@ -24,6 +24,7 @@ class Operation(_message.Message):
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_FIELD_NUMBER: _ClassVar[int]
     FINISH_FIELD_NUMBER: _ClassVar[int]
+    MAX_STALENESS_FIELD_NUMBER: _ClassVar[int]
     id: str
     stream: str
     number: int
@@ -36,7 +37,8 @@ class Operation(_message.Message):
     refused: Refused
     sample: Sample
     finish: Finish
-    def __init__(self, id: _Optional[str] = ..., stream: _Optional[str] = ..., number: _Optional[int] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., compute: _Optional[_Union[_trainer_pb2.Pass, _Mapping]] = ..., step: _Optional[_Union[_trainer_pb2.AdamNumbers, _Mapping]] = ..., publish: _Optional[_Union[Publish, _Mapping]] = ..., save: _Optional[_Union[Save, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., sample: _Optional[_Union[Sample, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ...) -> None: ...
+    max_staleness: int
+    def __init__(self, id: _Optional[str] = ..., stream: _Optional[str] = ..., number: _Optional[int] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., compute: _Optional[_Union[_trainer_pb2.Pass, _Mapping]] = ..., step: _Optional[_Union[_trainer_pb2.AdamNumbers, _Mapping]] = ..., publish: _Optional[_Union[Publish, _Mapping]] = ..., save: _Optional[_Union[Save, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., sample: _Optional[_Union[Sample, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., max_staleness: _Optional[int] = ...) -> None: ...
 
 class Begin(_message.Message):
     __slots__ = ("adapter", "values")
@@ -117,7 +119,7 @@ class Sampled(_message.Message):
     def __init__(self, token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., truncated: bool = ..., version_spans: _Optional[_Iterable[_Union[_trajectory_pb2.VersionSpan, _Mapping]]] = ..., prompt_logprobs: _Optional[bytes] = ...) -> None: ...
 
 class OperationResult(_message.Message):
-    __slots__ = ("is_unknown", "is_done", "error", "step", "compute", "metrics", "samples", "name", "adapter", "id")
+    __slots__ = ("is_unknown", "is_done", "error", "step", "compute", "metrics", "samples", "name", "adapter", "steps", "id")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -134,6 +136,7 @@ class OperationResult(_message.Message):
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
     ID_FIELD_NUMBER: _ClassVar[int]
     is_unknown: bool
     is_done: bool
@@ -144,5 +147,6 @@ class OperationResult(_message.Message):
     samples: _containers.RepeatedCompositeFieldContainer[Sampled]
     name: str
     adapter: _trainer_pb2.Adapter
+    steps: int
     id: str
-    def __init__(self, is_unknown: bool = ..., is_done: bool = ..., error: _Optional[str] = ..., step: _Optional[int] = ..., compute: _Optional[_Union[_trainer_pb2.PassReport, _Mapping]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., samples: _Optional[_Iterable[_Union[Sampled, _Mapping]]] = ..., name: _Optional[str] = ..., adapter: _Optional[_Union[_trainer_pb2.Adapter, _Mapping]] = ..., id: _Optional[str] = ...) -> None: ...
+    def __init__(self, is_unknown: bool = ..., is_done: bool = ..., error: _Optional[str] = ..., step: _Optional[int] = ..., compute: _Optional[_Union[_trainer_pb2.PassReport, _Mapping]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., samples: _Optional[_Iterable[_Union[Sampled, _Mapping]]] = ..., name: _Optional[str] = ..., adapter: _Optional[_Union[_trainer_pb2.Adapter, _Mapping]] = ..., steps: _Optional[int] = ..., id: _Optional[str] = ...) -> None: ...

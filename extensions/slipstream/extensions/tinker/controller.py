@@ -21,7 +21,7 @@ import grpc
 import grpc.aio
 from slipstream.core.errors import ProtocolError
 from slipstream.core.run_folder import CHECKPOINTS
-from slipstream.extensions.tinker.models import NEWEST, Entry, Model, Models, Named
+from slipstream.extensions.tinker.models import KEPT_PUBLISHES, NEWEST, Entry, Model, Models, Named
 from slipstream.extensions.tinker.samples import Samples, tell
 from slipstream.extensions.tinker.store import OperationStore
 from slipstream.learner.controller.leasing.scheduler import Books, Scheduler
@@ -330,8 +330,13 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
             self._before = entry
         if operation.number == 0:
             model.first = entry
+            if operation.HasField("max_staleness"):
+                model.max_staleness = operation.max_staleness
         if entry.kind in ("step", "load"):
             model.passes = []
+            model.steps += not result.error
+        # Results on the disk know of steps whose own results are gone.
+        model.steps = result.steps = max(model.steps, result.steps)
         if result.error:
             return
         # Without its sequences a step before a restart had it.
@@ -344,6 +349,9 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
             self._models.named[name] = Named(step, model, entry, result.step)
             if entry.kind == "publish":
                 model.served = result.step
+                model.published[result.step] = model.steps
+                for old in sorted(model.published)[:-KEPT_PUBLISHES]:
+                    del model.published[old]
 
     def _end(self, entry: Entry, result: pb.OperationResult) -> None:
         """Ends an operation, whose result is told once it is on the disk."""

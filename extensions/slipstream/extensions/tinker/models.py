@@ -20,6 +20,8 @@ from slipstream.v1 import trainer_pb2
 
 # A model of a client that is silent for so long gives up its place if another one needs it.
 IDLE_S = 3600.0
+# Publishes of a model whose steps are known; servers have the newest one or two.
+KEPT_PUBLISHES = 64
 # The version of names that stand for whatever is served.
 NEWEST = -1
 
@@ -71,11 +73,24 @@ class Model:
     passes: list[Entry] = field(default_factory=list)
     # The version of its newest publish; older ones are not served.
     served: int = 0
+    # Its steps and loads so far, and by version how many there were at its newest publishes.
+    steps: int = 0
+    published: dict[int, int] = field(default_factory=dict)
+    # Most of these behind which a reply may be, if its client has said so.
+    max_staleness: int | None = None
     used_s: float = field(default_factory=time.monotonic)
 
     @property
     def session(self) -> str:
         return self.stream.partition(":")[0]
+
+    def is_stale(self, version: int) -> bool:
+        """Whether what servers of a version sample is too far behind the steps of this model."""
+        if self.max_staleness is None:
+            return False
+        newest = max((one for one in self.published if one <= version), default=None)
+        before = 0 if newest is None else self.published[newest]
+        return self.steps - before > self.max_staleness
 
     def touch(self) -> None:
         """Notes that its client uses it."""

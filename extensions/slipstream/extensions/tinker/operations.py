@@ -49,6 +49,8 @@ _TOKENS = 1 << 32
 _NAME = re.compile(r"[A-Za-z0-9._:/+-]{1,200}")
 # The key of a model's metadata that has its alpha, which the SDK has no word for.
 ALPHA = "lora_alpha"
+# The key that has the most steps behind which its replies may be.
+MAX_STALENESS = "max_staleness"
 # Stands between the id of a sampling session and the name of its weights.
 _OF = "+"
 # Ends the name of weights that every publish in flight of a model replaces.
@@ -101,7 +103,18 @@ def create_model(body: Mapping[str, Any], config: Config) -> pb.Operation:
     _check_optimizer(body.get("optimizer_config"))
     model = training_run(body)
     begin = _begin(body, config) if config.lora.adapters else pb.Begin()
-    return pb.Operation(id=f"{model}:0:create_model", stream=model, begin=begin)
+    own = _promised(body)
+    return pb.Operation(id=f"{model}:0:create_model", stream=model, begin=begin, **own)
+
+
+def _promised(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the bound on staleness that a new model's metadata ask for."""
+    asked = (body.get("user_metadata") or {}).get(MAX_STALENESS)
+    if asked is None:
+        return {}
+    if not re.fullmatch("[0-9]{1,6}", str(asked)):
+        raise Refused(f"{MAX_STALENESS} is a number of steps from 0 to 999999, got {asked!r}")
+    return {MAX_STALENESS: int(asked)}
 
 
 def _begin(body: Mapping[str, Any], config: Config) -> pb.Begin:
@@ -139,7 +152,8 @@ def load_weights(body: Mapping[str, Any]) -> pb.Operation:
     load = pb.Load(name=_checked_name(body["path"]), without_optimizer=not body["optimizer"])
     if load.without_optimizer and load.name.endswith("/newest"):
         raise Refused(f"{load.name} goes on with its optimizer: load it with the optimizer")
-    return _operation(model, number, "load_weights", load=load)
+    own = {} if has_model else _promised(body)
+    return _operation(model, number, "load_weights", load=load, **own)
 
 
 def forward_backward(request: wire.ForwardBackwardRequest) -> pb.Operation:

@@ -107,6 +107,11 @@ class Samples:
             if waits and entry not in self.awaited and named.step != NEWEST:
                 continue
             sessions = self._sessions(named)
+            if self._is_stale(entry, named.since if named.step != NEWEST else self._served(named)):
+                if named.step != NEWEST:
+                    self._over(entry, self._too_stale(named))
+                # Another one waits for the next publish.
+                continue
             if not sessions and (cause := self._gone(named)):
                 self._over(entry, cause)
             elif sessions:
@@ -221,7 +226,43 @@ class Samples:
                     continue
                 del entry.groups[group_id]
             if len(entry.finished) == entry.num_wanted:
-                self._over(entry)
+                self._finish(entry)
+
+    @staticmethod
+    def _served(named: Named) -> int:
+        return named.model.served if named.model else 0
+
+    def _finish(self, entry: Entry) -> None:
+        """Ends a sample, unless replies are too stale, which are sampled anew or refused."""
+        named = self._named(entry)
+        fresh = [
+            one
+            for one in entry.finished
+            if not any(self._is_stale(entry, span.version.step) for span in one.version_spans)
+        ]
+        if named is None or len(fresh) == entry.num_wanted:
+            self._over(entry)
+        elif named.step != NEWEST:
+            self._over(entry, self._too_stale(named))
+        else:
+            entry.num_leased -= len(entry.finished) - len(fresh)
+            entry.finished = fresh
+
+    def _is_stale(self, entry: Entry, version: int) -> bool:
+        """Whether replies by a version are too far behind; values of prompts are meant to be."""
+        named = self._named(entry)
+        if named is None or named.model is None or entry.operation.sample.sampling.prompt_logprobs:
+            return False
+        return named.model.is_stale(version)
+
+    @staticmethod
+    def _too_stale(named: Named) -> str:
+        assert named.model is not None
+        return (
+            f"version {named.since} is more than max_staleness = {named.model.max_staleness} steps "
+            "behind its model: save_weights_and_get_sampling_client makes a client of the newest "
+            "weights"
+        )
 
     def _over(self, entry: Entry, error: str = "") -> None:
         """Ends a sample; with an error, what servers still run for it is withdrawn."""

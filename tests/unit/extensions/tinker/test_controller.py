@@ -7,11 +7,12 @@ import tempfile
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from slipstream.core.errors import ProtocolError
-from slipstream.core.types import PolicyVersion, ServerId
+from slipstream.core.types import PolicyVersion, ServerId, VersionSpan
 from slipstream.extensions.tinker import controller, models
 from slipstream.extensions.tinker.controller import KEPT, Operations
 from slipstream.extensions.tinker.models import Entry
@@ -597,6 +598,33 @@ def test_a_session_in_flight_is_not_of_the_model_that_had_its_place_before(tmp_p
         samples._fleet = fleet
         found = samples._sessions(models.Named(models.NEWEST, model))
         assert [one.version.step for one in found] == [5, 6]
+
+
+@pytest.mark.parametrize("is_pinned", [False, True])
+async def test_replies_that_became_too_stale_under_way_are_sampled_anew_or_refused(
+    tmp_path: Path, is_pinned: bool
+) -> None:
+    with opened(tmp_path, lora=TWO) as loop:
+        model = loop.operations._models.take("s", trainer_pb2.Adapter(rank=1, alpha=1.0))
+        model.max_staleness, model.steps, model.published = 2, 5, {4: 2, 7: 3}
+        step = 4 if is_pinned else models.NEWEST
+        loop.operations._models.named["x"] = models.Named(step, model, since=4)
+        sample = operations_pb2.Sample(num_samples=2, name="x")
+        entry = Entry(Operation(id="s:0", sample=sample), num_wanted=2, num_leased=2)
+        samples: Any = loop.operations._samples
+        samples._intake = SimpleNamespace(withdraw=lambda *_: None)
+        samples.open[entry] = None
+        # That of version 6 has the values of the publish before.
+        for version in (6, 7):
+            span = VersionSpan(1, PolicyVersion(0, version))
+            reply: Any = SimpleNamespace(version_spans=(span,))
+            entry.finished.append(reply)
+        samples._finish(entry)
+        if is_pinned:
+            assert entry not in samples.open
+            assert "version 4 is more than max_staleness = 2 steps" in entry.result.error
+        else:
+            assert (entry.num_leased, len(entry.finished), entry in samples.open) == (1, 1, True)
 
 
 async def test_a_model_that_rests_goes_on_after_a_restart_however_much_others_did(
