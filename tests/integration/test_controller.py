@@ -328,7 +328,17 @@ async def test_an_evaluation_finds_room_in_a_queue_that_holds_one_batch(tmp_path
     assert summary["ledger"]["difference"] == 0
 
 
-async def test_a_server_whose_queue_is_too_small_is_refused(tmp_path):
+OTHER_ENGINE = "algorithm.agreement = bits, algorithm.router_replay = off"
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"queue_bytes": (256 << 20) - 1}, "a queue of 268435455 bytes, queue.max_bytes of the"),
+        ({"engine_settings": OTHER_ENGINE}, f"an engine with {OTHER_ENGINE}, the controller has "),
+    ],
+)
+async def test_a_server_that_does_not_fit_the_run_is_refused(options, why, tmp_path):
     config = make_config(tmp_path, run__steps=1)
     address = config.controller.address
     trainer = FakeTrainer(address)
@@ -337,7 +347,7 @@ async def test_a_server_whose_queue_is_too_small_is_refused(tmp_path):
 
     async def join(controller, tasks):
         try:
-            await FakeServer(address, "small", queue_bytes=config.queue.max_bytes - 1).run()
+            await FakeServer(address, "small", **options).run()
         except* grpc.aio.AioRpcError as group:
             while isinstance(group, BaseExceptionGroup):
                 (group,) = group.exceptions
@@ -346,7 +356,7 @@ async def test_a_server_whose_queue_is_too_small_is_refused(tmp_path):
 
     await play(config, trainer=trainer, during=join)
     (said,) = refused
-    assert said.startswith("server small: a queue of 268435455 bytes, queue.max_bytes of the")
+    assert said.startswith(f"server small: {why}")
 
 
 @pytest.mark.parametrize("ordered", [False, True], ids=["sigterm", "ordered"])

@@ -65,6 +65,7 @@ class FakeServer:
         queue_url: str = "",
         queue_bytes: int = QUEUE_BYTES,
         from_storage: bool = False,
+        engine_settings: str = "",
         digest: str = "",
     ) -> None:
         """Trajectories go to the Redis at `queue_url`, or to the controller itself if it is ""."""
@@ -75,6 +76,7 @@ class FakeServer:
         self.environments_fail, self.slow_environment = environments_fail, slow_environment
         self.failing_environment, self.queue_url = failing_environment, queue_url
         self.queue_bytes, self.digest = queue_bytes, digest
+        self.engine_settings = engine_settings
         # Names of the GPUs on which it seems to compute.
         self.gpus: list[str] = []
         # Lets a version be fetched from storage, and what was fetched.
@@ -163,6 +165,7 @@ class FakeServer:
                 queue_bytes=self.queue_bytes,
                 from_storage=self.from_storage,
                 place=weights_pb2.Place(gpus=self.gpus),
+                engine_settings=self.engine_settings,
             )
         )
         while (message := await self.outbox.get()) is not None:

@@ -128,6 +128,9 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
                 f"a queue of {hello.queue_bytes} bytes, queue.max_bytes of the controller is "
                 f"{config.queue.max_bytes}: leases count on it"
             )
+        elif hello.engine_settings not in ("", own := config.algorithm.engine_settings):
+            problem = f"an engine with {hello.engine_settings}, the controller has {own}"
+            reason = Reason.WRONG_STATE
         elif self._fleet.epochs.was_given(hello.server_epoch):
             # The delivery key is made from the epoch: two servers would share one key.
             problem = f"epoch {hello.server_epoch:x} was given before, draw a new one"
