@@ -1,5 +1,6 @@
 """Checkpoints without a model: one file of seven bytes and a manifest."""
 
+import shutil
 from pathlib import Path
 
 from slipstream.protocol.checkpoints import (
@@ -18,6 +19,8 @@ def save_checkpoint(
 ) -> Path:
     """The folder of version `step`, published as the trainer does it."""
     partial = folder / f"step-{step:06d}.partial"
+    # A kill may have left one.
+    shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     (partial / "tensors").write_bytes(b"weights")
     manifest = Manifest(
