@@ -75,6 +75,8 @@ _SPOKEN = re.compile(
 _WRITTEN: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"\b(\d+) (?:over|out of) (\d+)\b"), r"\1/\2"),
     (re.compile(r"(?<=[\w)])\*\*(?=[\w(])"), "^"),
+    (re.compile(r"<="), r"\\le "),
+    (re.compile(r">="), r"\\ge "),
     (re.compile(r"(?<![\\A-Za-z])pi(?![A-Za-z])"), r"\\pi "),
     (re.compile(r"(?<![\\A-Za-z])sqrt(\d+(?:\.\d+)?)"), r"\\sqrt{\1}"),
     (re.compile(r"(?<![\\A-Za-z])([a-z]) *(?:in\b|∈) *(?=\\?[\[({])"), r"\1 \\in "),
@@ -85,7 +87,9 @@ _DEGREES = re.compile(r"((?<!\d)\d++(?:\.\d++)?) *+(?:°|\^\{?\\circ\}?|degrees?
 _LESS, _MORE = r"(<|\\leq?\b)", r"(>|\\geq?\b)"
 _BETWEEN = re.compile(rf"([^<>=]+?) *{_LESS} *[a-z] *{_LESS} *([^<>=]+)")
 _DOWN = re.compile(rf"([^<>=]+?) *{_MORE} *[a-z] *{_MORE} *([^<>=]+)")
-_ONE_SIDED = re.compile(r"[a-z] *(<|>|\\[lg]eq?\b) *([^<>=]+)")
+_SIGN = r"(?P<sign><|>|\\[lg]eq?\b)"
+_ONE_SIDED = re.compile(rf"[a-z] *{_SIGN} *(?P<bound>[^<>=]+)")
+_MIRRORED = re.compile(rf"(?P<bound>[^<>=]+?) *{_SIGN} *[a-z]")
 _MEMBER = re.compile(r"[a-z] *\\in *(?=[\[(]|\\left)")
 # What a question that asks for an interval says; otherwise (2, 5) is a point.
 _ASKS_INTERVAL = re.compile(
@@ -272,12 +276,13 @@ def _one_interval(text: str) -> str:
     if (both := _DOWN.fullmatch(text)) is not None:
         high, first, second, low = both.groups()
         return f"{'(' if second == '>' else '['}{low}, {high}{')' if first == '>' else ']'}"
-    if (one := _ONE_SIDED.fullmatch(text)) is None:
+    if (one := _ONE_SIDED.fullmatch(text) or _MIRRORED.fullmatch(text)) is None:
         return text
-    sign, bound = one.groups()
-    if sign == ">" or sign.startswith("\\g"):
-        return rf"{'(' if sign == '>' else '['}{bound}, \infty)"
-    return rf"(-\infty, {bound}{')' if sign == '<' else ']'}"
+    sign, bound = one["sign"], one["bound"]
+    is_above = sign == ">" or sign.startswith("\\g")
+    if is_above != (one.re is _MIRRORED):
+        return rf"{'(' if sign in '<>' else '['}{bound}, \infty)"
+    return rf"(-\infty, {bound}{')' if sign in '<>' else ']'}"
 
 
 def _amount(text: str) -> _Amount | None:
