@@ -266,7 +266,11 @@ def _shape(text: str) -> str:
 
 def _interval(text: str) -> str:
     """Returns the intervals that bounds of a letter write, else the text."""
-    return r" \cup ".join(map(_one_interval, _MEMBER.sub("", bare(text)).split(" or ")))
+    parts = _MEMBER.sub("", bare(text)).split(" or ")
+    read = [*map(_one_interval, parts)]
+    # A reply that names two intervals means one of them.
+    is_union = len(parts) == 1 or not {*parts} & {*read}
+    return r" \cup ".join(read) if is_union else text
 
 
 def _one_interval(text: str) -> str:
