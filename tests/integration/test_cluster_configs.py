@@ -237,7 +237,7 @@ def test_large_model_is_checked_by_a_dry_run_before_its_weights_are_there(name: 
     assert (algorithm["group_size"], algorithm["learning_rate"]) == (8, 1e-6)
     assert algorithm["groups_per_step"] == (8 if "128k" in name else 64)
     assert settings["learner"]["micro_batch_tokens"] == {
-        "qwen3-30b-a3b": 16384,
+        "qwen3-30b-a3b": 32768,
         "qwen3-8b-128k": 32768,
     }.get(name, 8192)
     assert settings["rollout_server"]["tensor_parallel_size"] == {

@@ -568,18 +568,23 @@ async def ended(judge: MathJudge) -> None:
         await process.wait()
 
 
+def children() -> set[psutil.Process]:
+    """Processes that this one has started, those of other tests too."""
+    return set(psutil.Process().children())
+
+
 @pytest.mark.process
 async def test_what_a_reply_does_to_the_judge_changes_no_other_verdict():
     pytest.importorskip("math_verify")
-    judge = MathJudge(timeout_s=60.0)
+    judge, others = MathJudge(timeout_s=60.0), children()
     assert (await judge.compare("7", "7")).right
     # This is what a reply does that leaves too little memory.
-    for process in psutil.Process().children():
+    for process in children() - others:
         process.kill()
         process.wait()
     assert (await judge.compare("7", "7")).right
     # One that takes long holds up no other one: both are compared at the same time.
-    (process,) = psutil.Process().children()
+    (process,) = children() - others
     process.suspend()
     hard = asyncio.create_task(judge.compare("7", "7"))
     await until(lambda: not judge._idle)
@@ -602,9 +607,9 @@ async def test_a_box_is_the_answer_however_much_follows_it():
 @pytest.mark.process
 async def test_a_comparison_that_is_given_up_while_its_program_starts_answers_no_other_one():
     pytest.importorskip("math_verify")
-    judge = MathJudge(timeout_s=20.0)
+    judge, others = MathJudge(timeout_s=20.0), children()
     first = asyncio.create_task(judge.compare("1", "1"))
-    await until(lambda: bool(psutil.Process().children()))
+    await until(lambda: bool(children() - others))
     first.cancel()
     await asyncio.wait([first])
     assert await judge.compare("3", "4") == MathVerdict(right=False, readable=True)
