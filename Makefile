@@ -14,6 +14,8 @@ PYTEST_FLAGS ?=
 # In the order of the folders the short files of unit tests come last: no process waits long for the others. One more than
 # two cores have, since some tests wait.
 TEST_WORKERS ?= 3
+# Parts of the quick tests that run side by side: some wait for half of their time.
+FAST_WORKERS ?= 6
 # For `make compose-test`, such as COMPOSE_FLAGS="--build=--network=host --queue-image=NAME"
 COMPOSE_FLAGS ?=
 # For `make images`: Podman does as well as Docker, and IMAGE_FLAGS="--build-arg PYTHON_IMAGE=NAME" is passed on.
@@ -79,7 +81,7 @@ models/smollm2/config.json: | $(STAMP)
 smollm2: $(STAMP) models/smollm2/config.json
 	$(train)
 
-SIDE_BY_SIDE := --workers $(TEST_WORKERS)
+SIDE_BY_SIDE := -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
 # With a fifth of the random examples.
 test: $(STAMP)
@@ -88,11 +90,29 @@ test: $(STAMP)
 test-all: $(STAMP)
 	@$(BIN)/python -m pytest -m "not slow and not gpu" $(SIDE_BY_SIDE) $(PYTEST_FLAGS)
 
-# Everything that starts no process, with a fifth of the random examples. The plugins that are left out are those whose
-# fixtures no quick test takes.
+# Everything that starts no process, with a fifth of the random examples. Each part imports what it alone needs: imports
+# are a third of the time, and workers that share all tests would each import everything. All parts run side by side,
+# since some of their tests wait.
+FAST_PARTS := trainer weights controller client servers rest
+# Benchmarks whose tests import torch, some of them while they run.
+FAST_torch := $(patsubst %,tests/unit/benchmarks/test_%.py,families learner)
+FAST_weights := $(addprefix tests/unit/learner/trainer/,weights ranks checkpoints)
+FAST_trainer := tests/unit/learner/trainer tests/unit/extensions $(FAST_weights:%=--ignore=%) tests/unit/core/models/vision $(FAST_torch)
+FAST_servers := tests/unit/rollout_server
+FAST_client := tests/unit/client tests/unit/environments
+FAST_controller := tests/unit/learner --ignore=tests/unit/learner/trainer
+FAST_rest := tests/unit tests/test_*.py $(FAST_torch:%=--ignore=%) \
+	$(addprefix --ignore=tests/unit/,client extensions learner rollout_server core/models/vision)
+
 test-fast: $(STAMP)
-	@FUZZ=0.2 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit tests/test_*.py -m "not process" -p no:anyio -p no:valkey \
-		$(SIDE_BY_SIDE) $(PYTEST_FLAGS)
+	@$(MAKE) --no-print-directory --keep-going --output-sync --jobs=$(FAST_WORKERS) $(FAST_PARTS:%=test-fast-%)
+
+# The plugins that are left out are those whose fixtures no quick test takes.
+FAST_FLAGS := -m "not process" -q -p no:anyio -p no:valkey
+
+# PYTEST_FLAGS may leave a part without a test, which is pytest's exit code 5.
+test-fast-%:
+	@FUZZ=0.2 OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(FAST_$*) $(FAST_FLAGS) $(PYTEST_FLAGS) || [ $$? -eq 5 ]
 
 # PEFT in a folder of its own: no other test imports it.
 PEFT := $(VENV)/peft

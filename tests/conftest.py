@@ -11,11 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.rigs import forked_workers
-from support.rigs.forked_workers import pytest_runtestloop
 from support.rigs.run_alone import alone
-
-__all__ = ["pytest_runtestloop"]
 
 # The variable that pytest itself sets, and removes at the end of each phase.
 OWN = "PYTEST_CURRENT_TEST"
@@ -64,7 +60,6 @@ def pytest_collection() -> Iterator[None]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", default="1/1", help="2/5: every fifth file, from the second on")
-    forked_workers.pytest_addoption(parser)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.fakes.hub import COMMIT, Hub, serve_hub
-from support.rigs.forked_programs import Forks
-from support.rigs.waiting import LIMIT_S
+from support.rigs.completed import python
 
 pytest.importorskip("huggingface_hub")
 pyarrow = pytest.importorskip("pyarrow")
@@ -17,7 +16,6 @@ files = pytest.importorskip("pyarrow.parquet")
 
 # The clients read their variables when they are imported, so each use is a process of its own.
 pytestmark = pytest.mark.process
-ASKS = Forks("slipstream.environments.questions", entry="")
 
 PROGRAM = """
 import json, sys
@@ -81,8 +79,6 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
 @pytest.fixture
 def ask(hub: Hub, tmp_path: Path) -> Callable[..., list[str] | str]:
     """Returns the answers of a data set, or the line that refuses it."""
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
 
     def ask(path: str, **settings: object) -> list[str] | str:
         variables = os.environ | {
@@ -91,8 +87,7 @@ def ask(hub: Hub, tmp_path: Path) -> Callable[..., list[str] | str]:
             "HF_HUB_OFFLINE": str(int(bool(settings.pop("offline", False)))),
         }
         variables.pop("HF_TOKEN", None)
-        given = (str(program), json.dumps({"path": path, **settings}))
-        done = ASKS.run(given, limit_s=LIMIT_S, cwd=tmp_path, environ=variables)
+        done = python(PROGRAM, json.dumps({"path": path, **settings}), cwd=tmp_path, env=variables)
         refused = [line for line in done.stderr.splitlines() if line.startswith("refused: ")]
         assert bool(refused) != (done.returncode == 0), done.stderr
         return refused[0].removeprefix("refused: ") if refused else json.loads(done.stdout)

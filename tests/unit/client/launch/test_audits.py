@@ -72,7 +72,6 @@ async def test_prompts_are_counted_and_what_the_template_leaves_out_is_told(
     assert (ready, shown.err) == ("  ready", "")
 
 
-@pytest.mark.long
 async def test_tasks_that_are_trained_and_measured_are_told(
     asking: Callable[..., Config], capsys: pytest.CaptureFixture[str]
 ) -> None:
