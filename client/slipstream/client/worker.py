@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import contextlib
 import hashlib
+import io
 import json
 import os
 import signal
@@ -28,6 +29,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     from slipstream.v1 import environment_pb2 as pb
+    from typing_extensions import Buffer
 
 TOKEN_VARIABLE = "SLIPSTREAM_TOKEN"
 CONNECT_TIMEOUT_S = 20.0
@@ -72,10 +74,27 @@ def main(argv: list[str] | None = None) -> int:
     return _serve(arguments.connect, arguments.record)
 
 
+class _Lossy(io.FileIO):
+    def write(self, data: Buffer) -> int:
+        with contextlib.suppress(OSError):
+            return super().write(data)
+        return memoryview(data).nbytes
+
+
+def lossy_output() -> io.TextIOWrapper:
+    """Returns a stream to file 2 that loses what a full disk does not take.
+
+    So a full disk fails no episode of an environment that prints.
+    """
+    file = io.BufferedWriter(_Lossy(2, "wb", closefd=False))
+    return io.TextIOWrapper(file, errors="backslashreplace", line_buffering=True)
+
+
 def _serve(address: str, record: int | None) -> int:
     from slipstream.core.machine.files import remove_abandoned
     from slipstream.core.machine.process import die_with_parent
 
+    sys.stdout = sys.stderr = lossy_output()
     token = os.environ.pop(TOKEN_VARIABLE, None)
     if address.startswith("unix:"):
         die_with_parent()

@@ -1,6 +1,7 @@
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -87,6 +88,21 @@ async def test_what_an_environment_raises_or_prints_does_not_end_its_worker(tmp_
             out, errors = await process.communicate()
         assert (process.returncode, out) == (0, b"")
         assert b"printed by the environment" in errors
+
+
+LOSSY = """
+import sys
+from slipstream.client.worker import lossy_output
+sys.stdout = sys.stderr = lossy_output()
+for number in range(10_000):
+    print("line", number)
+"""
+
+
+def test_a_full_disk_fails_no_environment_that_prints() -> None:
+    with Path("/dev/full").open("w") as full:
+        run = subprocess.run([sys.executable, "-c", LOSSY], stderr=full, timeout=LIMIT_S)
+    assert run.returncode == 0
 
 
 async def test_a_worker_with_a_wrong_token_says_so(tmp_path: Path) -> None:
