@@ -29,6 +29,7 @@ from slipstream.core.errors import RunFailed
 from slipstream.core.settings.config import Config
 from slipstream.core.types import ServerId, Trajectory
 from slipstream.extensions.redis import queue as redis
+from slipstream.extensions.redis import receiver as redis_receiver
 from slipstream.learner.controller import application
 from slipstream.learner.controller.records.state import RunState
 from slipstream.learner.controller.services import fleet_service
@@ -605,7 +606,7 @@ class World:
             (activity, "threading", THREADING),
             (time, "sleep", sleep),
             (redis, "RedisSender", self.queue.sender),
-            (redis, "RedisReceiver", self.queue.receiver),
+            (redis_receiver, "RedisReceiver", self.queue.receiver),
             (environments, "EnvironmentWorker", SimulatedWorker),
             *self.store.seams(),
             # Facts of the machine, which the product reads again and again.
