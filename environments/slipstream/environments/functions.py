@@ -401,7 +401,7 @@ class Functions(Environment[Exam]):
                     except ValueError:
                         # A value from the candidate made a call longer than the longest line.
                         return outcomes + ["error"] * left
-                    if not line:
+                    if not line.endswith(b"\n"):
                         finished = await examiner.finish()
                         return outcomes + _missing(finished, left)
                     if line.startswith(b"call "):

@@ -20,6 +20,8 @@ from slipstream.v1 import operations_pb2 as pb
 MAX_WAITING = 4096
 # Most results that are kept here; the controller has the others for a while.
 MAX_KEPT = 4096
+# Longest time, in seconds, in which a controller that works takes a sample.
+SEND_S = 30.0
 
 logger = logging.getLogger(__name__)
 
@@ -51,15 +53,19 @@ class SampleStream:
         check_bounds(operation)
         self._open[name] = asyncio.get_running_loop().create_future()
         self._sessions[session] += 1
-        async with self._writing:
-            if self._call is None:
-                self._call = self._stub.Sample(metadata=self._metadata)
-                self._reading = asyncio.ensure_future(self._read(self._call))
-            try:
+        try:
+            async with asyncio.timeout(SEND_S), self._writing:
+                if self._call is None:
+                    self._call = self._stub.Sample(metadata=self._metadata)
+                    self._reading = asyncio.ensure_future(self._read(self._call))
                 await self._call.write(operation)
-            except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
-                self._end(name)
-                raise NotReady("the controller does not answer") from error
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError) as error:
+            self._end(name)
+            raise NotReady("the controller does not answer") from error
+        except asyncio.CancelledError:
+            # Else it would be under way for ever.
+            self._end(name)
+            raise
         return ""
 
     async def result(self, name: str, limit_s: float) -> pb.OperationResult | None:

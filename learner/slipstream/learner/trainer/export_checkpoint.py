@@ -115,7 +115,11 @@ def _alone_at(written: Path) -> Iterator[None]:
     """
     written.parent.mkdir(parents=True, exist_ok=True)
     with written.with_name(f".{written.name}.lock").open("wb") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"another export writes {written}: waiting for its end", file=sys.stderr)
+            fcntl.flock(lock, fcntl.LOCK_EX)
         if written.exists():
             raise CheckpointError(f"{written} was written by another export meanwhile")
         yield

@@ -18,8 +18,11 @@ class Call:
         self.sent: list[str] = []
         self.results: asyncio.Queue[str] = asyncio.Queue()
         self.is_over = False
+        self.takes = asyncio.Event()
+        self.takes.set()
 
     async def write(self, operation: pb.Operation) -> None:
+        await self.takes.wait()
         if self.is_over:
             raise asyncio.InvalidStateError
         self.sent.append(operation.id)
@@ -108,3 +111,26 @@ async def test_a_sample_out_of_bounds_is_not_sent() -> None:
             pb.Operation(id="s", sample=pb.Sample(num_samples=1 << 20))
         )
     assert not stub.calls
+
+
+async def test_a_controller_that_takes_nothing_keeps_no_sample_for_ever(monkeypatch) -> None:
+    stub = Stub()
+    stream = SampleStream(stub, ())
+    await stream.send(sample("s:1"))
+    (call,) = stub.calls
+    call.takes.clear()
+    # Its client goes while it is sent.
+    sending = asyncio.ensure_future(stream.send(sample("s:2")))
+    await asyncio.sleep(0)
+    sending.cancel()
+    await asyncio.wait([sending])
+    monkeypatch.setattr(sample_stream, "SEND_S", 0.0)
+    with pytest.raises(NotReady):
+        await stream.send(sample("s:3"))
+    call.takes.set()
+    monkeypatch.undo()
+    for name in ("s:2", "s:3"):
+        assert await stream.result(name, 60.0) is None
+        await stream.send(sample(name))
+    assert call.sent == ["s:1", "s:2", "s:3"]
+    await stream.close()
