@@ -25,6 +25,7 @@ from slipstream.rollout_server.episodes.worker_gateway import (
 from slipstream.rollout_server.process import worker_environment
 from slipstream.v1 import environment_pb2 as env_pb
 from slipstream.v1 import environment_pb2_grpc, fleet_pb2, trajectory_pb2
+from support.rigs import forked_programs
 from support.rigs.other_pythons import bare_python, furnished_python
 from support.rigs.waiting import LIMIT_S, until
 
@@ -93,10 +94,12 @@ async def impatient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIte
 
 
 def child_processes(argument: str) -> list[psutil.Process]:
+    """Those of the product with an argument: a process that forks for other tests names modules."""
     found = []
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
-            if argument in child.cmdline():
+            command = child.cmdline()
+            if argument in command and forked_programs.__file__ not in command:
                 found.append(child)
     return found
 

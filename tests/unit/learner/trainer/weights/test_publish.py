@@ -374,7 +374,9 @@ def test_publish_does_not_wait_for_a_server_that_was_dropped(scene: Scene) -> No
 def test_server_that_dies_while_all_meet_does_not_cost_the_deadline(scene: Scene) -> None:
     scene.mode = "is silent"
     scene.controller.still_there = list
-    assert "before one of them was lost" in scene.run(new_communicator=True).error
+    error = scene.run(new_communicator=True).error
+    # A rank may first see that another one has closed the place where all meet.
+    assert re.search("before one of them was lost|Connection was likely closed", error), error
 
 
 def test_parameters_are_on_the_device_before_any_member_waits_for_a_bucket(scene: Scene) -> None:
