@@ -170,7 +170,9 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
             elif entry.is_begun and is_made:
                 result.step, entry.is_made = history.version.step, True
                 if entry.kind != "publish":
-                    result.adapter.CopyFrom(formed.adapter)
+                    if operation.number == 0:
+                        result.adapter.CopyFrom(formed.adapter)
+                    result.metrics.update(history.metrics)
                     self._store_end(entry)
         self._take_up([entry for entry in entries if entry.result.is_done])
         for entry in entries:

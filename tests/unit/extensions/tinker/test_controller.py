@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import itertools
+import math
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -21,7 +22,7 @@ from slipstream.learner.controller.records.history import read_history
 from slipstream.learner.controller.records.journal import Journal, read_records
 from slipstream.learner.controller.servers.session import ServerKey
 from slipstream.learner.controller.trajectories.batch import FormedBatch, SetAside
-from slipstream.learner.controller.trajectories.batches import Trained
+from slipstream.learner.controller.trajectories.batches import BatchFormer, Trained
 from slipstream.v1 import operations_pb2, trainer_pb2
 from slipstream.v1.operations_pb2 import Operation
 from support.rigs.lease_rig import books_of
@@ -55,6 +56,7 @@ class Loop:
         self.journal = journal
         unused: Any = None
         books = books_of(self.run, journal=journal, state=self.history)
+        self.former = BatchFormer(books, unused)
         self.operations = Operations(self.run, books, unused, unused, unused)
         self.operations.restore(self.history)
 
@@ -99,14 +101,15 @@ class Loop:
         batch = self.form()
         return "" if batch is None else self.made(batch)
 
-    def made(self, batch: FormedBatch) -> str:
+    def made(self, batch: FormedBatch, **metrics: float) -> str:
         """Journals and reports the step of a batch; returns its id."""
         assert batch.given is not None
-        version = PolicyVersion(0, batch.version)
-        self.journal.append(kinds.Step(batch.step, version, "abc", lags=[], several=0))
-        self.run.progress.reached(version)
-        trained = Trained(batch, version, again=False)
-        self.operations.stepped(trained, trainer_pb2.StepReport(), [])
+        report = trainer_pb2.StepReport(step=batch.step, batch_id=batch.batch_id, metrics=metrics)
+        report.version.step = batch.version
+        self.former.training = batch
+        trained = self.former.trained(report)
+        self.run.progress.reached(trained.version)
+        self.operations.stepped(trained, report, [])
         return batch.given.id
 
 
@@ -149,6 +152,24 @@ async def test_a_step_whose_result_a_kill_has_lost_is_made_once(tmp_path: Path) 
             # The controller is killed before the result is written.
             made.append(loop.step())
     assert made == STEPS
+
+
+async def test_a_result_that_a_kill_has_lost_comes_back_whole(tmp_path: Path) -> None:
+    metrics = {"loss": 0.1, "grad_norm": math.inf, "kl": math.nan}
+    with opened(tmp_path) as loop:
+        await loop.begin()
+        await loop.write_results()
+        batch = loop.form()
+        assert batch is not None
+        loop.made(batch, **metrics)
+        told = loop.operations._entries["step1"].result
+        loop.journal.sync()
+        # The controller is killed before the result is written.
+    with opened(tmp_path) as loop:
+        await loop.write_results()
+        found = await loop.result("step1")
+    assert (found.step, found.metrics["loss"]) == (1, 0.1)
+    assert found.SerializeToString(deterministic=True) == told.SerializeToString(deterministic=True)
 
 
 async def test_a_step_that_a_user_sets_aside_fails(tmp_path: Path) -> None:

@@ -166,6 +166,8 @@ class Step(Record, frozen=True, tag="step"):
     lags: list[tuple[int, int]]
     # Number of trajectories that more than one version sampled.
     several: int
+    # What the trainer told of a step that a client ordered, whose result a kill may lose.
+    metrics: dict[str, float] = {}
 
 
 class Servers(Record, frozen=True, tag="servers"):

@@ -8,7 +8,7 @@ uses no clock and no I/O.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
@@ -170,6 +170,8 @@ class RunState:
     # The newest version that the trainer made. A step that is repeated and gives other weights
     # begins an incarnation, which is the newest one from then on.
     version: PolicyVersion = START
+    # What the trainer told of the step that made it, if a client ordered the step.
+    metrics: Mapping[str, float] = field(default_factory=dict)
     environments: defaultdict[str, EnvironmentCounts] = field(
         default_factory=lambda: defaultdict(EnvironmentCounts)
     )
@@ -356,6 +358,8 @@ class RunState:
             self.lags.update(dict(record.lags))
             self.with_several_versions += record.several
         self.steps[step] = JournaledStep(record.version, record.digest)
+        if record.version.step >= self.version.step:
+            self.metrics = record.metrics
         incarnation = max(self.version.incarnation, record.version.incarnation)
         self.version = PolicyVersion(incarnation, max(self.version.step, record.version.step))
         self.set_aside_in_a_row = 0

@@ -225,6 +225,7 @@ class BatchFormer:
                     digest=report.weight_digest.hex(),
                     lags=sorted(batch.token_lags.items()),
                     several=batch.num_with_several_versions,
+                    metrics={} if batch.given is None else dict(report.metrics),
                 )
             )
         if earlier is None:
