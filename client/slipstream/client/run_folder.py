@@ -124,11 +124,6 @@ def _check_unfinished(folder: Path, config: Config) -> None:
     lacks_model = config.learner.export_final and not (folder / CHECKPOINTS / final).is_dir()
     if values.get("state") != "finished" or lacks_model:
         return
-    if values.get("solved") and config.algorithm.filter != "none":
-        raise ConfigError(
-            f"{folder} is finished after {values['steps']} steps: {values['cause']}; choose "
-            "another run.name, or set algorithm.filter = 'none' to go on"
-        )
     if values["steps"] >= config.run.steps:
         raise ConfigError(
             f"{folder} is finished with {values['steps']} steps; raise run.steps to go on, or "

@@ -71,7 +71,6 @@ RECORDS = (
     {"kind": "servers", "generated": [["s", 7, 21]], "departed": True},
     {"kind": "checkpoint", "version": [0, 1]},
     {"kind": "evaluation", "version": 1, "episodes": 2, "failed": 0, "reward_mean": 0.5},
-    {"kind": "solved", "step": 1, "cause": "x"},
     {"kind": "head_start", "environment": "new", "head_start": 2.5},
     {"kind": "unsubmitted", "environment": "new"},
 )
@@ -215,7 +214,7 @@ def file_readers() -> list[Reader]:
         "files": [{"path": "a", "num_bytes": 3, "digest": "ef"}],
     }
     row = {"step": 1.0, "wall_s": 2.0, "reward_mean": None}
-    summary = {"state": "finished", "steps": 3, "cause": "x", "solved": False}
+    summary = {"state": "finished", "steps": 3, "cause": "x"}
     model = {"model_type": "qwen3", "hidden_size": 8, "num_hidden_layers": 2, "vocab_size": 9}
     read, plain = _read_journal, (ConfigError,)
     return [

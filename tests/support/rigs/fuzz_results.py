@@ -53,7 +53,7 @@ def _recorded(path: Path) -> object:
         state=RunState(),
         publish={},
         weight_digest="",
-        ending={"state": "finished", "cause": "x", "solved": False, "suspended_environments": {}},
+        ending={"state": "finished", "cause": "x", "suspended_environments": {}},
     )
     # What others read of it has neither NaN nor infinity.
     json.dumps(summary, allow_nan=False)

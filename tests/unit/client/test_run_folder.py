@@ -144,7 +144,7 @@ def test_a_run_goes_on_until_it_is_finished_and_its_model_is_exported(
     (folder / "journal").mkdir(parents=True)
     (folder / "journal" / "journal.log").write_text("a record")
     write_config(config, folder)
-    summary = {"state": state, "steps": steps, "solved": False, "cause": "all steps are done"}
+    summary = {"state": state, "steps": steps, "cause": "all steps are done"}
     (folder / "summary.json").write_text(json.dumps(summary))
     if has_model:
         (folder / "checkpoints" / "final").mkdir(parents=True)
@@ -153,24 +153,6 @@ def test_a_run_goes_on_until_it_is_finished_and_its_model_is_exported(
     else:
         with pytest.raises(ConfigError, match="is finished with 10 steps; raise run.steps"):
             check_run_folder(config)
-
-
-def test_a_run_that_found_no_task_left_to_train_says_how_it_goes_on(tmp_path: Path) -> None:
-    config = config_of(tmp_path)
-    folder = config.run_dir
-    with Journal(folder / "journal") as journal:
-        journal.append(note("start"))
-        journal.sync()
-    write_config(config, folder)
-    summary = {"state": "finished", "steps": 3, "solved": True, "cause": "every task is solved"}
-    (folder / "summary.json").write_text(json.dumps(summary))
-    (folder / "checkpoints" / "final").mkdir(parents=True)
-    algorithm = config.algorithm.model_copy(update={"filter": "unequal_rewards"})
-    message = "is finished after 3 steps: every task is solved; choose .*filter = 'none' to go on"
-    with pytest.raises(ConfigError, match=message):
-        check_run_folder(config.model_copy(update={"algorithm": algorithm}))
-    # Without a choice of groups the rest of the steps is trained.
-    assert check_run_folder(config)
 
 
 def test_a_folder_that_cannot_be_made_is_told_with_the_cause(tmp_path: Path) -> None:

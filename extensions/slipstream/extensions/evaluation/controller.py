@@ -152,8 +152,6 @@ class Evaluator(Part):
         self._scheduler, self._on_result = scheduler, on_result
         self._round: Round | None = None
         self._wanted_step: int | None = 0
-        # The newest step for which an evaluation was requested.
-        self._asked_step = 0
         # Names of evaluations about which the log has warned that they have too few tasks.
         self._warned: set[str] = set()
 
@@ -162,7 +160,6 @@ class Evaluator(Part):
         measured = max((record.version for record in history.evaluations), default=-1)
         due = [step for step in range(history.version.step + 1) if step == 0 or self._is_due(step)]
         self._wanted_step = due[-1] if due[-1] > measured else None
-        self._asked_step = due[-1]
 
     async def run_forever(self) -> None:
         """Starts rounds and leases their episodes until the task is cancelled."""
@@ -189,7 +186,7 @@ class Evaluator(Part):
     def step_done(self, step: int) -> None:
         """Notes that version `step` exists; requests an evaluation of this version if it is due."""
         if self._is_due(step):
-            self._wanted_step = self._asked_step = step
+            self._wanted_step = step
 
     def _is_due(self, step: int) -> bool:
         return step >= self._progress.last_step or any(
@@ -197,14 +194,7 @@ class Evaluator(Part):
         )
 
     def is_done(self) -> bool:
-        self._want_the_last()
         return self._round is None and self._wanted_step is None
-
-    def _want_the_last(self) -> None:
-        """Requests the final evaluation of a run that ends early because all tasks are solved."""
-        progress = self._progress
-        if progress.solved and progress.all_steps_done and progress.version.step > self._asked_step:
-            self.step_done(progress.version.step)
 
     def lost(self, session: ServerSession) -> None:
         """Ends the running round and requests it again if `session` is its server."""
@@ -217,7 +207,6 @@ class Evaluator(Part):
         self._intake.withdraw(list(round_.running.values()), "its server is gone")
 
     def _turn(self) -> None:
-        self._want_the_last()
         if self._round is not None and not self._round.session.is_serving:
             # The server will serve another version next.
             self._publisher.pinned.discard(self._round.session.key)

@@ -113,8 +113,6 @@ def restore(books: Books, parts: Iterable[Restored], history: RunHistory, run: R
     """
     if history.starts == 1:
         return
-    if history.solved and run.config.algorithm.filter != "none":
-        run.progress.solve(history.next_step, history.solved)
     every: list[Restored] = [books.leases, books.ledger, *parts]
     for part in every:
         part.restore(history)

@@ -341,8 +341,6 @@ class Results(Part):
             ending={
                 "state": state.removeprefix("RUN_STATE_").lower(),
                 "cause": progress.cause,
-                # Whether training ended before the last step because nothing is left to learn.
-                "solved": bool(progress.solved) and not progress.has_failed,
                 "suspended_environments": {**books.environments.suspended()},
                 "environments": self._intake.feed.summary(),
             },

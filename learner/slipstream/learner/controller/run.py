@@ -67,8 +67,8 @@ class RunProgress:
         self.version = PolicyVersion(0, 0)
         # The newest incarnation, counted from 0.
         self.newest_incarnation = 0
-        # The last version of the training, and why training ends before the configured step, or "".
-        self.last_step, self.solved = num_steps, ""
+        # The last version of the training.
+        self.last_step = num_steps
         self.has_trainer = False
         # The place of each trainer rank; empty before a trainer has registered.
         self.learner_places: tuple[Place, ...] = ()
@@ -158,19 +158,10 @@ class RunProgress:
         self._idle.reset(self._clock.now_s())
         self._signal.notify()
 
-    def solve(self, last_step: int, cause: str) -> None:
-        """Makes `last_step` the last version because all tasks are solved; logs `cause`.
-
-        The run finishes after that version.
-        """
-        self.last_step, self.solved = last_step, cause
-        self._events.add(cause)
-        self._signal.notify()
-
     def complete(self) -> None:
         """Ends the training after its last step."""
         self.state = status_pb2.RUN_STATE_STOPPING
-        self.cause = self.solved or "all steps are done"
+        self.cause = "all steps are done"
         self._signal.notify()
 
     def stop(self, reason: str) -> None:

@@ -16,7 +16,6 @@ from support.fakes.small_configs import config_of
 ERROR = status_pb2.SEVERITY_ERROR
 SUMMARY = {
     "state": "finished",
-    "solved": False,
     "steps": 3,
     "reward_first": 0.5,
     "reward_last": 0.75,
@@ -82,12 +81,6 @@ def test_a_run_that_ends_early_says_how_it_goes_on(state, tmp_path, monkeypatch)
 def test_a_run_that_may_not_go_on_does_not_say_so(tmp_path: Path) -> None:
     _, text = shown(config_of(tmp_path, resume="never"), state="stopped")
     assert text.endswith("\n  stopped at version 3 of 10\n")
-
-
-def test_a_task_that_is_solved_is_no_early_end(tmp_path: Path) -> None:
-    is_stopped, text = shown(config_of(tmp_path), solved=True)
-    assert not is_stopped
-    assert "goes on" not in text
 
 
 def test_suspended_environments_are_in_the_table(tmp_path: Path) -> None:

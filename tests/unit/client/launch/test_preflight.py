@@ -345,7 +345,7 @@ async def test_a_dry_run_of_a_finished_run_prints_its_settings_and_then_that_it_
     (journal / "journal.log").write_text("a record")
     write_config(config, config.run_dir)
     (config.run_dir / "checkpoints" / "final").mkdir(parents=True)
-    summary = {"state": "finished", "steps": 10, "solved": False, "cause": "all steps are done"}
+    summary = {"state": "finished", "steps": 10, "cause": "all steps are done"}
     (config.run_dir / "summary.json").write_text(json.dumps(summary))
     redis = "queue.redis_url='redis://127.0.0.1:1'"
     for run in (

@@ -82,8 +82,7 @@ class Scheduler:
         """
         client_loop = self._config.controller.client_loop
         while True:
-            may_lease = not (self._progress.is_over or self._progress.solved or client_loop)
-            if not (self._progress.has_trainer and may_lease):
+            if self._progress.is_over or client_loop or not self._progress.has_trainer:
                 self._note(LeaseWait.NOTHING)
             elif (durable := self.lease_all()) is not None:
                 # The state may have changed meanwhile. Streams wait for `durable` too.

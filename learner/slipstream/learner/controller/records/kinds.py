@@ -181,13 +181,6 @@ class Servers(Record, frozen=True, tag="servers"):
     settled: tuple[int, int] | None = None
 
 
-class Solved(Record, frozen=True, tag="solved"):
-    """The end of training because all tasks are solved, while the batch of `step` was formed."""
-
-    step: int
-    cause: str
-
-
 class Checkpoint(Record, frozen=True, tag="checkpoint"):
     """A whole checkpoint."""
 

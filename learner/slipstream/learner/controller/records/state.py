@@ -190,10 +190,6 @@ class RunState:
     filtered: FilteredGroups = field(default_factory=FilteredGroups)
     # Number of filtered groups, by the step whose batch was being formed.
     filtered_groups: Counter[int] = field(default_factory=Counter)
-    # Why the tasks count as solved, which ended training early. Empty if it did not.
-    solved: str = ""
-    # The step whose batch was being formed when the task was solved.
-    solved_step: int = 0
     # Batches that could not be trained: all, how many of each step, and how many in a row the
     # trainer's reports set aside.
     set_aside: list[RecordedBatch] = field(default_factory=list)
@@ -225,8 +221,6 @@ class RunState:
                 self._set_batch_aside(record)
             case kinds.Step():
                 self._step(record)
-            case kinds.Solved():
-                self.solved, self.solved_step = record.cause, record.step
             case kinds.Checkpoint():
                 self.checkpoint = record.version
             case kinds.Submitted():
@@ -317,9 +311,6 @@ class RunState:
             self.put_back.pop(group_id, None)
             self.environments[group.environment].accepted += 1
         self.filtered.clear()
-        if step >= self.solved_step:
-            # Training continued under other settings. The batch before was being written.
-            self.solved = ""
         tokens = sum(tokens for *_, tokens in record.tokens)
         self.batches[step] = RecordedBatch(step, record.batch_id, record.crc32, tokens)
         self.next_step += 1

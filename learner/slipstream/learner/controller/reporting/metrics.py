@@ -35,7 +35,6 @@ from slipstream.learner.controller.reporting.trackers import (
 )
 from slipstream.learner.controller.trajectories.batch import (
     FormedBatch,
-    LessonWatch,
     batch_statistics,
     environment_means,
     equal_rewards,
@@ -69,7 +68,6 @@ class RunRecorder:
                 (folder / name).unlink()
         drop_torn_line(folder / METRICS, self._warn)
         self._metrics = ResultFile(folder / METRICS, self._warn)
-        self._lessons = LessonWatch(config)
         self._suspended: dict[str, str] = {}
         self.facts = RunFacts()
         # The row of the newest step.
@@ -92,7 +90,6 @@ class RunRecorder:
             wall_s = max(wall_s, row["wall_s"])
             if "step" in row:
                 self._note_row(row)
-                self._lessons.note(row)
         return wall_s
 
     def _note_row(self, row: dict[str, float]) -> None:
@@ -170,8 +167,6 @@ class RunRecorder:
             # A crash left the row of a step whose journal record it lost.
             return row
         self._note_row(row)
-        for hint in self._lessons.note(row):
-            self._warn(hint)
         # Before the row: after a crash between them the step is written again whole.
         if batch.step % self._config.controller.sample_every_steps == 0:
             self._keep_samples(batch, advantages)

@@ -1,7 +1,6 @@
 """The lines of trajectories.jsonl and groups.jsonl, and the facts of summary.json."""
 
 import asyncio
-import bisect
 import itertools
 import math
 from collections import deque
@@ -9,11 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 from pydantic import JsonValue
 from slipstream.core.run_folder import SERVER_SHARES, TRAINER_PARTS
 from slipstream.core.settings.config import Config
-from slipstream.core.types import TokenArray, TokenSequence, Trajectory
+from slipstream.core.types import TokenArray, Trajectory
 from slipstream.learner.controller.events import EventLog
 
 TOKENIZER = "tokenizer.json"
@@ -81,6 +79,8 @@ def readable(
     of turns; if it is None, the line has no turns. `advantage` is the mean over the trained tokens,
     or None if it is unknown.
     """
+    spans, sampled = trajectory.version_spans, trajectory.num_sampled_tokens
+    lags = sum(span.length * (step - 1 - span.version.step) for span in spans)
     line: dict[str, JsonValue] = {
         "step": step,
         "trajectory_id": trajectory.trajectory_id,
@@ -91,69 +91,30 @@ def readable(
         "answer": trajectory.expected_answer or None,
         "reward": trajectory.reward,
         "advantage": advantage,
-        "lag": _mean_lag(step - 1, trajectory),
+        "lag": lags / sampled if spans else None,
         "status": trajectory.status.name.lower(),
-        "sampled_tokens": trajectory.num_sampled_tokens,
-        "versions": [[span.length, str(span.version)] for span in trajectory.version_spans],
+        "sampled_tokens": sampled,
+        "versions": [[span.length, str(span.version)] for span in spans],
         "metrics": dict(trajectory.metrics),
     }
-    if trajectory.branches:
-        line["branches"] = _branches(trajectory, texts)
-    elif texts is not None and len(trajectory.run_lengths) > 2:
-        rewards = trajectory.turn_rewards()
-        line["turns"] = _turns(trajectory.token_ids, trajectory.run_lengths, texts, rewards)
-    return line
-
-
-def _mean_lag(step: int, trajectory: Trajectory) -> float | None:
-    """Returns the mean lag of the sampled tokens at version `step`, or None without such tokens."""
-    spans = trajectory.version_spans
-    total = sum(span.length * (step - span.version.step) for span in spans)
-    return total / trajectory.num_sampled_tokens if spans else None
-
-
-def _branches(trajectory: Trajectory, texts: TokenTexts | None) -> list[JsonValue]:
-    sequences = trajectory.sequences()
-    lines: list[JsonValue] = []
-    for place, part in enumerate(sequences):
-        after, shared = _parent(trajectory, part, sequences[:place])
-        first, *rest = trajectory.run_lengths[part.runs]
-        line: dict[str, JsonValue] = {
+    tokens, runs, rewards = trajectory.token_ids, trajectory.run_lengths, trajectory.turn_rewards()
+    branches: list[JsonValue] = []
+    for part in trajectory.sequences() if trajectory.branches else ():
+        branch: dict[str, JsonValue] = {
             "name": part.branch.name,
             "share": part.branch.share,
             "reward": part.branch.reward,
-            "after": after,
             "sampled_tokens": part.sampled.stop - part.sampled.start,
         }
         if texts is not None:
-            own = trajectory.token_ids[part.tokens.start + shared : part.tokens.stop]
-            rewards = trajectory.turn_rewards()[part.runs.start // 2 : part.runs.stop // 2]
-            line["turns"] = _turns(own, (first - shared, *rest), texts, rewards)
-        lines.append(line)
-    return lines
-
-
-def _parent(
-    trajectory: Trajectory, part: TokenSequence, earlier: Sequence[TokenSequence]
-) -> tuple[JsonValue, int]:
-    """Finds the earlier branch that shares the longest prefix of whole turns with `part`.
-
-    Returns {"branch": its index, "turns": number of shared turns} and the number of shared tokens.
-    The result is (None, 0) if the context of `part` begins with no whole turn of an earlier branch.
-    """
-    context = trajectory.run_lengths[part.runs.start]
-    own = trajectory.token_ids[part.tokens.start : part.tokens.start + context]
-    parent: JsonValue = None
-    shared = 0
-    for place, other in enumerate(earlier):
-        theirs = trajectory.token_ids[other.tokens][:context]
-        differs = np.append(own[: len(theirs)] != theirs, True)
-        # Each turn ends with a sampled run.
-        ends = list(itertools.accumulate(trajectory.run_lengths[other.runs]))[1::2]
-        turns = bisect.bisect_right(ends, int(differs.argmax()))
-        if turns and ends[turns - 1] > shared:
-            parent, shared = {"branch": place, "turns": turns}, ends[turns - 1]
-    return parent, shared
+            own = rewards[part.runs.start // 2 : part.runs.stop // 2]
+            branch["turns"] = _turns(tokens[part.tokens], runs[part.runs], texts, own)
+        branches.append(branch)
+    if branches:
+        line["branches"] = branches
+    elif texts is not None and len(runs) > 2:
+        line["turns"] = _turns(tokens, runs, texts, rewards)
+    return line
 
 
 def _turns(

@@ -7,14 +7,12 @@ training.
 from __future__ import annotations
 
 import functools
-import math
 import statistics
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from slipstream.core.errors import ProtocolError
-from slipstream.core.settings.algorithm_section import GROUP_ADVANTAGES
 from slipstream.core.settings.config import Config
 from slipstream.core.staleness import lag
 from slipstream.core.types import BRANCHES, IGNORED, GroupId, Status, Trajectory
@@ -249,8 +247,6 @@ def chunks(
 # Largest number of named branches of an episode, and of its first turns, whose rewards are metrics.
 MOST_BRANCHES, MOST_TURNS = 16, 8
 _EQUAL = "equal_rewards_fraction"
-# Steps in a row without a lesson after which a hint is due; fewer are normal with hard tasks.
-HINT_AFTER_STEPS = 10
 
 
 def batch_statistics(batch: FormedBatch) -> dict[str, float]:
@@ -344,34 +340,3 @@ def equal_rewards(groups: Sequence[Sequence[Trajectory]], config: Config) -> dic
         _EQUAL: statistics.fmean(is_equal for each in found.values() for is_equal in each),
         **{f"{name}/{_EQUAL}": statistics.fmean(each) for name, each in sorted(found.items())},
     }
-
-
-class LessonWatch:
-    """Counts for each environment the steps in a row in which its groups had equal rewards.
-
-    watch.note(row)  # []: fewer than HINT_AFTER_STEPS steps in a row had equal rewards
-    watch.note(row)  # [hint]: exactly HINT_AFTER_STEPS steps in a row had equal rewards
-    watch.note(row)  # []: the hint was given; a step with unequal rewards starts the count again
-    """
-
-    def __init__(self, config: Config) -> None:
-        self._compares = config.algorithm.advantage in GROUP_ADVANTAGES
-        # Steps in a row with equal rewards, by environment.
-        self._steps: Counter[str] = Counter()
-
-    def note(self, row: Mapping[str, float]) -> list[str]:
-        """Takes the row of one step; returns a hint for each count that is now HINT_AFTER_STEPS."""
-        due = []
-        for key, fraction in row.items():
-            name, slash, metric = key.rpartition("/")
-            if not (self._compares and slash and metric == _EQUAL):
-                continue
-            self._steps[name] = self._steps[name] + 1 if fraction >= 1 else 0
-            if self._steps[name] == HINT_AFTER_STEPS:
-                mean = row.get(f"{name}/reward", math.nan)
-                due.append(
-                    f"environment {name} has taught nothing for {HINT_AFTER_STEPS} steps: the "
-                    f"rewards of each group were all equal (mean {mean:.3g}); it "
-                    f"needs tasks of another difficulty, or rewards in between"
-                )
-        return due

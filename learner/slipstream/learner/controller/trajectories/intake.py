@@ -9,7 +9,7 @@ import asyncio
 import logging
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from slipstream.core.errors import ProtocolError, RunFailed
 from slipstream.core.types import (
@@ -63,7 +63,7 @@ class Intake:
         self._endings = endings
         self.inspector = Inspector(run, books, endings, run_again=self._run_again)
         self.feed = Feed(run, books)
-        self.group_filter = GroupFilter(run, books, endings, withdraw=self.withdraw)
+        self.group_filter = GroupFilter(run, books, endings)
 
     def restore(self, history: RunHistory) -> None:
         """Takes over the journal's state; an earlier controller's trajectories may come again."""
@@ -343,21 +343,13 @@ def _is_progress(trajectory: Trajectory) -> bool:
 class GroupFilter:
     """Dynamic sampling: `filter` leaves out a complete group that teaches nothing.
 
-    If too many groups are left out while one batch is formed, the run ends as solved, or fails.
+    If too many groups are left out while one batch is formed, the run fails, or stops as solved.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        books: Books,
-        endings: Endings,
-        *,
-        withdraw: Callable[[Sequence[Group], str], None],
-    ) -> None:
-        """Takes `withdraw`, which takes groups out of the run and gets the cause."""
+    def __init__(self, run: Run, books: Books, endings: Endings) -> None:
         self._run, self._progress = run, run.progress
         self._book, self._journal, self._state = books.leases, books.journal, books.state
-        self._endings, self._withdraw = endings, withdraw
+        self._endings = endings
         # The lowest and the highest reward that this controller has seen, by environment.
         self._seen: dict[str, tuple[float, float]] = {}
 
@@ -390,16 +382,16 @@ class GroupFilter:
         )
         for trajectory in group.in_order():
             self._endings.end(trajectory, TrajectoryEnd.FILTERED, cause)
-        self._judge()
+        self.judge()
 
-    def _judge(self) -> None:
+    def judge(self) -> None:
+        """Ends the run if too many groups were left out while one batch was formed."""
         algorithm, filtered = self._run.config.algorithm, self._state.filtered
         step = self._state.next_step
         verdict = filtered.verdict(MOST_FILTERED_BATCHES * algorithm.groups_per_step)
-        if verdict is FilterVerdict.GO_ON or self._progress.is_over or self._progress.solved:
-            return
-        if self._book.has_whole_batch or self._book.step > step:
-            # A batch is complete or being written: the trainer is slow, not the tasks stuck.
+        # If a batch is complete or being written, the trainer is slow, and the tasks not stuck.
+        has_batch = self._book.has_whole_batch or self._book.step > step
+        if verdict is FilterVerdict.GO_ON or self._progress.is_over or has_batch:
             return
         count = (
             f"{filtered.total} groups were left out by algorithm.filter while the batch of "
@@ -410,9 +402,5 @@ class GroupFilter:
                 f"{count}, as many as {MOST_FILTERED_BATCHES} steps train; solved are those whose "
                 "rewards all are 1, or the highest one that was seen above it"
             )
-            return
-        cause = f"the task is solved: the last {count}"
-        self._journal.append(kinds.Solved(step=step, cause=cause))
-        self._progress.solve(step, cause)
-        # The withdrawal frees servers for the last evaluation.
-        self._withdraw(self._book.training_groups(), cause)
+        else:
+            self._progress.stop(f"the task is solved: the last {count}")

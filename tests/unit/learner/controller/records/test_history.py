@@ -341,15 +341,6 @@ def test_filtered_groups_are_counted_since_the_last_batch_and_by_step():
     assert history.filtered.describe() == "e: 1 of 2 solved, mean reward 0.5"
 
 
-def test_a_solved_run_stays_solved_until_it_goes_on():
-    records = [start(), lease_record("g000000"), {"kind": "solved", "step": 0, "cause": "why"}]
-    assert read_history(records).solved == "why"
-    assert not read_history([*records, batch_record(0, "g000000")]).solved
-    # The batch before was being written meanwhile.
-    records[-1]["step"] = 1
-    assert read_history([*records, batch_record(0, "g000000")]).solved == "why"
-
-
 def test_a_lease_that_goes_on_elsewhere_is_the_same_group():
     history = read_history([start(), lease_record("g000000"), lease_record("g000000", number=-1)])
     assert len(history.open_groups) == 1

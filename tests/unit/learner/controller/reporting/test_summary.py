@@ -103,44 +103,28 @@ def test_an_episode_of_one_turn_has_prompt_and_reply_only(model: Path) -> None:
     assert "turns" not in readable(0, episode("a b c d", 1, 1, 1, 1), None)
 
 
-def test_branches_are_a_tree_whose_shared_turns_are_said_once(model: Path) -> None:
+def test_branches_have_their_own_turns_and_rewards(model: Path) -> None:
     texts = TokenTexts(model / "tokenizer.json")
-    words = (
-        "<s> a b </s> c d </s>"
-        + " <s> a b </s> d a </s>"
-        + " <s> a c"
-        + " <s> a b </s> d a </s> b c"
-    )
-    branches = (Branch(4), Branch(2, 0.5, "reviewer", 2.0), Branch(2), Branch(2, 0.0))
-    tree = dataclasses.replace(episode(words, 2, 2, 1, 2, 5, 2, 2, 1, 8, 1), branches=branches)
+    words = "<s> a b </s> c d </s> <s> a b </s> d a </s>"
+    branches = (Branch(4), Branch(2, 0.5, "reviewer", 2.0))
+    tree = dataclasses.replace(episode(words, 2, 2, 1, 2, 5, 2), branches=branches)
     line = readable(0, tree, texts)
     assert "turns" not in line
-    first, reviewer, anew, last = line["branches"]
+    first, reviewer = line["branches"]
     assert [turn["sampled"] for turn in first["turns"]] == ["b </s>", "d </s>"]
-    assert (first["after"], first["name"], first["share"], first["sampled_tokens"]) == (
-        None,
-        "",
-        1.0,
-        4,
-    )
+    assert (first["name"], first["share"], first["sampled_tokens"]) == ("", 1.0, 4)
     assert (reviewer["name"], reviewer["share"], reviewer["reward"]) == ("reviewer", 0.5, 2.0)
     assert first["reward"] is None
-    assert reviewer["after"] == {"branch": 0, "turns": 1}
     assert reviewer["turns"] == [
         {
-            "context": "d",
-            "context_tokens": 1,
+            "context": "<s> a b </s> d",
+            "context_tokens": 5,
             "sampled": "a </s>",
             "sampled_tokens": 2,
             # Branches that share a reward do not say which turn earned it.
             "reward": None,
         }
     ]
-    # To begin with the same prompt is not to begin with a turn.
-    assert anew["after"] is None
-    assert anew["turns"][0]["context"] == "<s> a"
-    assert last["after"] == {"branch": 1, "turns": 1}
-    assert last["turns"][0]["context"] == "b"
     for branch in readable(0, tree, None)["branches"]:
         assert "turns" not in branch
 

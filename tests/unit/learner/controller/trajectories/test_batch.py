@@ -32,9 +32,7 @@ from slipstream.learner.controller.records.ledger import Endings
 from slipstream.learner.controller.records.state import attempt_of, batch_name
 from slipstream.learner.controller.servers.session import ServerKey
 from slipstream.learner.controller.trajectories.batch import (
-    HINT_AFTER_STEPS,
     FormedBatch,
-    LessonWatch,
     SetAside,
     StepOrder,
     batch_statistics,
@@ -57,7 +55,7 @@ from support.fakes.fake_trajectories import GOOD
 from support.fakes.journal_records import batch_record, lease_record
 from support.fakes.small_configs import config_of
 from support.rigs.lease_rig import books_of
-from support.rigs.publishing_scene import nothing, run_of
+from support.rigs.publishing_scene import run_of
 from support.rigs.waiting import LIMIT_S
 
 
@@ -343,15 +341,15 @@ def test_groups_that_are_left_out_while_a_batch_is_written_do_not_end_the_run() 
     run = run_of(algorithm={"group_size": 2, "groups_per_step": 1, "max_staleness": 1})
     books = books_of(run)
     endings: Any = None
-    group_filter = GroupFilter(run, books, endings, withdraw=nothing)
+    group_filter = GroupFilter(run, books, endings)
     for _ in range(MOST_FILTERED_BATCHES):
         books.state.filtered.add("e", 0.0, solved=False)
     # The batch of the first step has its groups and no record yet.
     books.leases.step = 1
-    group_filter._judge()
+    group_filter.judge()
     assert not run.progress.has_failed
     books.state.next_step = 1
-    group_filter._judge()
+    group_filter.judge()
     assert run.progress.has_failed
 
 
@@ -487,37 +485,3 @@ def test_groups_with_equal_rewards_are_counted_for_each_environment(tmp_path: Pa
         "e/equal_rewards_fraction": 0.5,
         "f/equal_rewards_fraction": 1.0,
     }
-
-
-def rows_of(*fractions: float | None) -> list[dict[str, float]]:
-    """The steps' rows; None: a step without a group of the environment."""
-    return [
-        {} if value is None else {"e/equal_rewards_fraction": value, "e/reward": 0.25}
-        for value in fractions
-    ]
-
-
-def test_an_environment_that_teaches_nothing_is_named_once(tmp_path: Path):
-    config = config_of(tmp_path)
-    rows = rows_of(0.5, *[1.0] * (HINT_AFTER_STEPS - 1), None, 1.0, 1.0)
-    watch = LessonWatch(config)
-    told = [watch.note(row) for row in rows]
-    (hint,) = told[-2]
-    assert hint.startswith("environment e has taught nothing for 10 steps: the rewards of each ")
-    assert "(mean 0.25)" in hint
-    assert [each for each in told if each] == [[hint]]
-
-
-def test_it_is_named_again_when_it_had_taught_something_meanwhile(tmp_path: Path):
-    rows = rows_of(*[1.0] * HINT_AFTER_STEPS, 0.9, *[1.0] * HINT_AFTER_STEPS)
-    watch = LessonWatch(config_of(tmp_path))
-    assert [len(watch.note(row)) for row in rows].count(1) == 2
-
-
-@pytest.mark.parametrize("advantage", ["reinforce_pp", "gae"])
-def test_equal_rewards_are_no_reason_to_speak_where_groups_are_not_compared(tmp_path, advantage):
-    config = config_of(tmp_path)
-    algorithm = config.algorithm.model_copy(update={"advantage": advantage})
-    config = config.model_copy(update={"algorithm": algorithm})
-    watch = LessonWatch(config)
-    assert not any(watch.note(row) for row in rows_of(*[1.0] * HINT_AFTER_STEPS))
