@@ -140,10 +140,10 @@ image-cpu image-gpu: image-%:
 mutants: $(STAMP)
 	$(BIN)/python tests/mutants/run.py $(ITEMS)
 
-# Random messages to a live controller and damaged files for its readers, for so long.
-SECONDS ?= 3600
+# So many times the random messages, steps and damaged files of the tests, other ones each time.
+TIMES ?= 20
 fuzz: $(STAMP)
-	$(BIN)/python tests/fuzz.py --seconds $(SECONDS) --seed $$(date +%s) --folder $$(mktemp -d)
+	FUZZ=$(TIMES) $(BIN)/python -m pytest -m "not slow and not gpu" -k fuzzed $(PYTEST_FLAGS)
 
 # Other versions beside the pinned ones, PINS="NAME==VERSION ...", and what proves a stack; ONLY="PART ..." chooses parts.
 candidate: $(STAMP)

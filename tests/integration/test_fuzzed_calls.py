@@ -1,7 +1,7 @@
 """Random messages into every method of a controller in the middle of a run.
 
 Whatever comes, the answer is a status that callers know, in one line, and the run goes on to its
-end. A case that once broke that stays as an example. `tests/fuzz.py` says a million of them.
+end. A case that once broke that stays as an example. `make fuzz` says more of them.
 """
 
 import asyncio

@@ -8,7 +8,7 @@ import random
 import pytest
 from support.ranks import random_steps
 from support.ranks.random_steps import RandomStep
-from support.references.plain_step import PlainStep
+from support.references.plain_policy import PlainStep
 from support.rigs.fuzz_budget import times
 
 NUM_LAYERS = 2

@@ -1,8 +1,7 @@
 """The quickstart in pods, from the Helm chart.
 
-Pods are made of namespaces (`kubernetes_pods`), or of containers of the image that SLIPSTREAM_IMAGE
-names: two of the learner, two rollout servers, the queue. One server is deleted, one killed, a node
-of the learner is drained; the run goes on to its end.
+Pods are made of namespaces (`kubernetes_pods`): two of the learner, two rollout servers, the queue.
+One server is deleted, one killed, a node of the learner is drained; the run goes on to its end.
 """
 
 from __future__ import annotations
@@ -18,9 +17,8 @@ from typing import Any
 
 import pytest
 from slipstream.learner.controller.records.journal import read_records
-from support.rigs import docker_hosts, helm_chart, namespaces
+from support.rigs import helm_chart, namespaces
 from support.rigs.completed import completed
-from support.rigs.docker_hosts import DockerNetwork
 from support.rigs.kubernetes_pods import Pod, Pods, wait_for
 from support.rigs.namespaces import Mount, Network
 
@@ -33,8 +31,7 @@ pytestmark = [
 
 ROOT = Path(__file__).parents[2]
 USER = 1000
-# Rewards are those of the whole quickstart, which containers need not train again.
-STEPS, GROUPS_PER_STEP = {"namespaces": 150, "docker": 60}, 16
+STEPS, GROUPS_PER_STEP = 150, 16
 LIMIT_S = 900.0
 SERVERS = "quickstart-rollout-server"
 RUN = "quickstart"
@@ -94,7 +91,6 @@ class Story:
     """What was seen while the run went on."""
 
     pods: Pods
-    steps: int
     learners: list[list[Pod]] = field(default_factory=list)
     deleted_server: list[int] = field(default_factory=list)
     deleted_node: list[int] = field(default_factory=list)
@@ -109,7 +105,7 @@ class Story:
     def step(self) -> int:
         """The newest step that a learner's log shows."""
         text = "".join(gang[0].log for gang in self.learners)
-        found = re.findall(rf"step +(\d+)/{self.steps}", text)
+        found = re.findall(rf"step +(\d+)/{STEPS}", text)
         return int(found[-1]) if found else 0
 
     def ask_metrics(self) -> bool:
@@ -135,12 +131,12 @@ class Story:
         wait_for(what, LIMIT_S, look, self.pods)
 
 
-def manifests(folder: Path, steps: int) -> list[dict[str, Any]]:
+def manifests(folder: Path) -> list[dict[str, Any]]:
     """What Helm, our script and kubectl make of the chart, the secrets and the user's code."""
     for name, text in CODE.items():
         (folder / "code").mkdir(exist_ok=True)
         (folder / "code" / name).write_text(text)
-    values = VALUES | {"settings": [*SETTINGS, f"run.steps={steps}"]}
+    values = VALUES | {"settings": [*SETTINGS, f"run.steps={STEPS}"]}
     (folder / "values.json").write_text(json.dumps(values))
     chart = helm_chart.rendered(RUN, f"--values={folder / 'values.json'}")
     hosts = (f"{RUN}-learner-0-0.{RUN}", f"{RUN}-queue")
@@ -183,24 +179,20 @@ def carry_out(story: Story) -> None:
     story.wait("the run is finished", lambda: all(pod.exit_code is not None for pod in gang))
 
 
-@pytest.fixture(scope="module", params=["namespaces", "docker"])
-def story(tiny_model: Path, request: pytest.FixtureRequest) -> Iterator[Story]:
-    if request.param == "docker" and not docker_hosts.IMAGE:
-        pytest.skip("SLIPSTREAM_IMAGE must name an image of deploy/cpu.Dockerfile")
-    make_network = {"namespaces": Network, "docker": DockerNetwork}[request.param]
-    steps = STEPS[request.param]
+@pytest.fixture(scope="module")
+def story(tiny_model: Path) -> Iterator[Story]:
     # Short, because sockets lie in it, and readable for the containers' user.
     folder = Path(tempfile.mkdtemp(prefix="slipstream-pods-"))
     folder.chmod(0o755)
     try:
-        resources = manifests(folder, steps)
-        with make_network(folder / "hosts", user=USER) as network:
+        resources = manifests(folder)
+        with Network(folder / "hosts", user=USER) as network:
             pods = Pods(resources, folder, network)
             model = pods.volume("models") / "tiny"
             shutil.copytree(tiny_model, model)
             for path in model.iterdir():
                 path.chmod(0o644)
-            story = Story(pods, steps)
+            story = Story(pods)
             carry_out(story)
             yield story
     finally:
@@ -213,11 +205,9 @@ def summary(story: Story) -> dict[str, Any]:
     return found
 
 
-def test_the_run_ends_with_its_last_step_and_has_learned(story: Story, summary: dict[str, Any]):
-    assert (summary["state"], summary["steps"]) == ("finished", story.steps)
-    is_whole = story.steps == STEPS["namespaces"]
-    assert summary["reward_heldout_first"] < (0.7 if is_whole else summary["reward_heldout"])
-    assert summary["reward_heldout"] > 0.7 or not is_whole
+def test_the_run_ends_with_its_last_step_and_has_learned(summary: dict[str, Any]) -> None:
+    assert (summary["state"], summary["steps"]) == ("finished", STEPS)
+    assert summary["reward_heldout"] > 0.7 > summary["reward_heldout_first"]
 
 
 def test_no_token_is_missing_and_none_is_open(summary: dict[str, Any]) -> None:
@@ -228,7 +218,7 @@ def test_no_token_is_missing_and_none_is_open(summary: dict[str, Any]) -> None:
 def test_nothing_is_trained_twice(story: Story) -> None:
     records = read_records(story.run / "journal")
     trained = [g for record in records if record["kind"] == "batch" for g in record["groups"]]
-    assert len(trained) == story.steps * GROUPS_PER_STEP
+    assert len(trained) == STEPS * GROUPS_PER_STEP
     assert len(trained) == len(set(trained))
 
 
@@ -245,5 +235,5 @@ def test_a_deleted_pod_leaves_in_order_and_a_gang_resumes(story: Story) -> None:
 
 
 def test_the_first_pod_tells_prometheus_of_its_controller(story: Story) -> None:
-    planned = f'slipstream_planned_steps{{run="quickstart"}} {story.steps}.0'
+    planned = f'slipstream_planned_steps{{run="quickstart"}} {STEPS}.0'
     assert planned in story.metrics, story.metrics

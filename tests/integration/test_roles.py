@@ -24,7 +24,7 @@ from support.ranks.role_ranks import (
     VALUE_CLIP,
     config_of,
 )
-from support.references.plain_policy import conversations
+from support.references.plain_algorithm import conversations
 from transformers import AutoModelForCausalLM
 
 pytestmark = [pytest.mark.long_but("one", "tp2-pp2-dp2"), pytest.mark.usefixtures("one_thread")]

@@ -1,7 +1,7 @@
 """Damaged, made up and honest bytes for everything that reads bytes of others.
 
 A reader raises its own errors, in one line, and takes no long time. What once broke that stays as
-an example. `tests/fuzz.py` reads a million of them.
+an example. `make fuzz` reads more of them.
 """
 
 import json

@@ -43,7 +43,6 @@ def script(prompt: str) -> str:
 
 
 def agent_config(folder: Path, *, max_tokens: int = 3000, **rollout_server: object) -> Config:
-    """The settings of a run with the model of `folder`."""
     return config_of_engine(
         folder,
         learner={"micro_batch_tokens": max(max_tokens, 4096)},
@@ -53,7 +52,6 @@ def agent_config(folder: Path, *, max_tokens: int = 3000, **rollout_server: obje
 
 
 def scripted_engine(config: Config, script: Callable[[str], str]) -> ScriptedEngine:
-    """A scripted engine with the parts of vLLM that its application needs."""
     become_a_server(config)
     from slipstream.rollout_server.vllm.engine_arguments import engine_config
     from slipstream.rollout_server.vllm.vllm_requests import VllmParts
@@ -83,7 +81,6 @@ class AgentRig:
     def begin(
         self, sampling: Sampling = SAMPLING, *, template_values: Mapping[str, Any] = NO_VALUES
     ) -> Recorder:
-        """Starts another episode."""
         self._number += 1
         self.sampled_tokens = 0
         self.engine.samples.clear()
@@ -102,7 +99,6 @@ class AgentRig:
         return self.recorder
 
     def http(self, branch: str = "") -> httpx2.AsyncClient:
-        """A client of the endpoint of this name."""
         return httpx2.AsyncClient(transport=_Transport(self, branch), base_url="http://agent")
 
     def openai(self, branch: str = "", **options: Any) -> Any:
@@ -151,15 +147,12 @@ class AgentRig:
         assert self.recorder.num_open == 0
 
     async def closed(self) -> None:
-        """Returns when every client has read its answer."""
         await until(lambda: not self.recorder.num_open)
 
     def began(self) -> list[str]:
-        """Why each branch began."""
         return [branch.began for branch in self.recorder.conversations.branches]
 
     def runs(self) -> list[int]:
-        """The number of replies in each branch."""
         return [len(branch.run_lengths) // 2 for branch in self.recorder.conversations.branches]
 
 
@@ -206,7 +199,6 @@ class _Stream(httpx2.AsyncByteStream):
 async def agent_rig(
     folder: Path, script: Callable[[str], str], *, max_tokens: int = 3000, **rollout_server: object
 ):
-    """The rig of a tiny chat model without weights; `max_tokens` bounds each branch."""
     model = make_chat_model(folder, with_weights=False, max_length=max(max_tokens, 4096))
     config = agent_config(model, max_tokens=max_tokens, **rollout_server)
     engine = scripted_engine(config, script)

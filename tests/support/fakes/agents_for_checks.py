@@ -8,8 +8,6 @@ from slipstream.client import AgentEnvironment
 
 
 class Calls(AgentEnvironment[str]):
-    """Calls the model once."""
-
     def tasks(self):
         return ["one", "two"]
 
@@ -21,8 +19,6 @@ class Calls(AgentEnvironment[str]):
 
 
 class CallsNobody(Calls):
-    """Returns at once."""
-
     def run(self, task, endpoint):
         return 1.0
 
@@ -35,21 +31,15 @@ class Imports(Calls):
 
 
 class Waits(Calls):
-    """Awaits what does not come."""
-
     async def run(self, task, endpoint):
         await asyncio.Event().wait()
 
 
 class Sleeps(Calls):
-    """Sleeps in its thread."""
-
     def run(self, task, endpoint):
         time.sleep(3600)
 
 
 class Blocks(Calls):
-    """Holds its whole process up."""
-
     async def run(self, task, endpoint):
         time.sleep(3600)

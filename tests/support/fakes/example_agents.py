@@ -82,14 +82,10 @@ class RewardingAgent(_Agent):
 
 
 class StrangerAgent(RewardingAgent):
-    """Gives a reply of nobody a reward."""
-
     more = {"chatcmpl-nobody": 1.0}
 
 
 class MiscountingAgent(_Agent):
-    """Gives a reply more rewards than it has tokens."""
-
     async def run(self, task: int, endpoint: Endpoint) -> AgentOutcome:
         async with client(endpoint) as api:
             messages: Any = [{"role": "user", "content": "one"}]
@@ -109,15 +105,11 @@ class PlainAgent(_Agent):
 
 
 class SilentAgent(_Agent):
-    """Never calls the model."""
-
     async def run(self, task: int, endpoint: Endpoint) -> float:
         return 1.0
 
 
 class HangingAgent(_Agent):
-    """Hangs after its first call."""
-
     async def run(self, task: int, endpoint: Endpoint) -> float:
         await ask(endpoint, [{"role": "user", "content": "hi"}])
         await asyncio.Event().wait()
@@ -125,8 +117,6 @@ class HangingAgent(_Agent):
 
 
 class RaisingAgent(_Agent):
-    """Raises after its first call."""
-
     async def run(self, task: int, endpoint: Endpoint) -> float:
         await ask(endpoint, [{"role": "user", "content": "hi"}])
         raise ValueError(f"task {task} is bad")

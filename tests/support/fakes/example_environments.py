@@ -40,8 +40,6 @@ class Breaking(Repeat):
 
 
 class Slow(Breaking):
-    """Takes its time to judge."""
-
     def __init__(self, step_s: float) -> None:
         super().__init__()
         self._step_s = step_s
@@ -115,7 +113,5 @@ def sabotage(kind: str) -> float:
 
 
 class Unmade(Repeat):
-    """Cannot be made."""
-
     def __init__(self) -> None:
         raise RuntimeError("there is no dataset")

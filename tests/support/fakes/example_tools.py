@@ -71,8 +71,6 @@ class Thinking(Environment[int]):
 
 
 class Wrong(Adding):
-    """Answers a call that the model did not make."""
-
     def step(self, reply: Reply) -> StepResult:
         result = {"role": "tool", "content": "3", "tool_call_id": "of nobody"}
         return StepResult(done=False, messages=[result])

@@ -128,7 +128,6 @@ class FakeController(trainer_pb2_grpc.TrainerServiceServicer):
 
     @property
     def hello(self) -> pb.TrainerHello | None:
-        """The newest trainer."""
         return self.hellos[-1] if self.hellos else None
 
     def forget(self) -> None:
@@ -233,7 +232,6 @@ class FakeController(trainer_pb2_grpc.TrainerServiceServicer):
 
 
 def batch_order(batch: Batch, *, chunk_size: int = 5) -> list[pb.Directive]:
-    """The answer that orders `batch` to be trained."""
     header = pb.BatchHeader(
         step=batch.step,
         batch_id=batch.batch_id,
@@ -278,7 +276,6 @@ def publish_order(
 def stop_order(
     reason: str = "all steps are done", *, without_model: bool = False
 ) -> list[pb.Directive]:
-    """The answer that ends the run."""
     return [pb.Directive(stop=pb.StopOrder(reason=reason, without_model=without_model))]
 
 

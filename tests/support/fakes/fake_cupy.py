@@ -41,7 +41,6 @@ class FakeCupy:
         self._pointers = itertools.count(1 << 20, 1 << 20)
 
     def modules(self) -> dict[str, ModuleType]:
-        """The fake modules by name, to be put into `sys.modules`."""
         package, cuda = ModuleType("cupy"), ModuleType("cupy.cuda")
         runtime, stream = self._runtime(), SimpleNamespace(synchronize=lambda: None)
         nccl = SimpleNamespace(NcclCommunicator=self._connect, NcclError=NcclError, NCCL_UINT8=1)
@@ -117,8 +116,6 @@ class FakeCupy:
 
 
 class Communicator:
-    """An NCCL communicator as cupy wraps it."""
-
     def __init__(self, cupy: FakeCupy) -> None:
         self._cupy = cupy
         self.num_aborts = 0

@@ -35,8 +35,6 @@ SAMPLING = fleet_pb2.SamplingSettings(
 
 
 class Connection:
-    """One Join stream."""
-
     def __init__(self, hello: fleet_pb2.ServerHello) -> None:
         self.hello = hello
         self.orders: asyncio.Queue[fleet_pb2.ControllerMessage | None] = asyncio.Queue()

@@ -36,7 +36,6 @@ Judge = Callable[[fleet_pb2.Lease, int, int], float | Failure]
 
 
 def bucket_digests(layout) -> list[bytes]:
-    """What fake trainers and fake servers agree on in place of real bytes."""
     return [hashlib.blake2b(str(b).encode()).digest()[:16] for b in layout_from_pb(layout)]
 
 

@@ -15,8 +15,6 @@ import torch
 
 
 class Event:
-    """A place in a stream."""
-
     def __init__(self, enable_timing: bool = False) -> None:
         self.time = 0.0
 

@@ -37,8 +37,6 @@ def trained(digest: bytes, batch: list[Trajectory], noise: bytes = b"") -> bytes
 
 
 class FakeTrainer:
-    """Run it as a task."""
-
     def __init__(
         self,
         address: str,
@@ -155,7 +153,6 @@ class FakeTrainer:
         """In a step."""
 
     async def sign(self) -> None:
-        """Says that it works."""
         await self.stub.ReportWork(trainer_pb2.WorkReport(), timeout=60, metadata=self.epoch)
 
     def hold_at(self, step: int) -> None:

@@ -63,7 +63,6 @@ def routed_experts(draw: st.DrawFn, num_tokens: int) -> RoutedExperts:
 
 @st.composite
 def references(draw: st.DrawFn, num_sampled: int) -> ReferenceLogprobs:
-    """Draws what a reference says of `num_sampled` tokens, and up to three likely ones of each."""
     top_k = draw(st.integers(0, 3))
     random = np.random.default_rng(draw(st.integers(0, 99)))
     ids = random.integers(0, 2**31, (num_sampled, 1)) + np.arange(top_k)
@@ -76,7 +75,6 @@ def references(draw: st.DrawFn, num_sampled: int) -> ReferenceLogprobs:
 
 
 def earned(num_sampled: int) -> st.SearchStrategy[np.ndarray]:
-    """Draws the rewards of `num_sampled` tokens."""
     numbers = st.floats(-1e6, 1e6, width=32)
     lists = st.lists(numbers, min_size=num_sampled, max_size=num_sampled)
     return lists.map(lambda each: np.array(each, np.float32))

@@ -72,8 +72,6 @@ class WorkerStream:
 
 
 class WorkerServer(environment_pb2_grpc.WorkerServiceServicer):
-    """Listens on a unix socket in `folder`."""
-
     def __init__(self, folder: Path) -> None:
         self.address = f"unix:{folder}/worker.sock"
         self._attached: asyncio.Queue[WorkerStream] = asyncio.Queue()
@@ -89,7 +87,6 @@ class WorkerServer(environment_pb2_grpc.WorkerServiceServicer):
         await self._server.stop(None)
 
     async def attached(self) -> WorkerStream:
-        """The next worker."""
         async with asyncio.timeout(LIMIT_S):
             return await self._attached.get()
 
@@ -124,8 +121,6 @@ async def worker_process(
 
 
 class Good(Environment[str]):
-    """Async methods, two turns."""
-
     def __init__(self, words: tuple[str, ...] = ("one", "two", "three")) -> None:
         self.words = words
         self.turns = 0
@@ -241,8 +236,6 @@ class Misbehaving(Environment[str]):
 
 
 class Empty(Environment[int]):
-    """No tasks."""
-
     def tasks(self) -> list[int]:
         return []
 

@@ -24,7 +24,6 @@ MARK = "EPISODES "
 
 
 def scripted(replies: list[Any], seen: list[dict[str, Any]]) -> Handler:
-    """A handler that gives `replies` in turn, and notes the requests."""
 
     async def handle(call: pb.AgentCall) -> AsyncIterator[pb.ReplyPart]:
         asked = json.loads(call.body)

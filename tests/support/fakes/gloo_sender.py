@@ -56,7 +56,6 @@ class GlooSender:
         )
 
     def join(self) -> None:
-        """Waits for the receivers."""
         options = c10d.ProcessGroupGloo._Options()
         options._devices = [c10d.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
         options._timeout = self._join_timeout
@@ -95,7 +94,6 @@ class GlooSender:
     def digests(
         self, layout: weights_pb2.WeightLayout, tensors: Mapping[str, torch.Tensor]
     ) -> list[bytes]:
-        """The digests of the buckets of `tensors`."""
         return [
             bucket_digest(bucket_tensor_digests(bucket, pack(bucket, tensors).numpy().data))
             for bucket in layout_from_pb(layout)

@@ -22,7 +22,6 @@ def with_token(token: str | None) -> Credentials:
 
 @asynccontextmanager
 async def serving(tmp_path: Path) -> AsyncIterator[str]:
-    """The address of a controller with a token."""
     config = make_config(tmp_path)
     controller = Controller(config, with_token(TOKEN))
     running = asyncio.ensure_future(controller.run())

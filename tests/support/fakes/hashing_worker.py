@@ -9,8 +9,6 @@ from slipstream.rollout_server.vllm.weight_receiver import WorkerExtension
 
 
 class HashingWorker(WorkerExtension):
-    """See `WorkerExtension`."""
-
     def parameter_digest(self) -> str:
         """Digest of names and bits; padding counts too."""
         model: Any = self.weight_transfer_engine.model

@@ -32,8 +32,6 @@ class Smallest(AgentEnvironment[list[str]]):
 
 
 class Plainly(Smallest):
-    """Does the same in a thread, and streams."""
-
     def __init__(self, length: int = 3, num_tasks: int = 100) -> None:
         super().__init__(length, num_tasks)
         self._sync = openai.OpenAI(api_key="of no episode", max_retries=0)

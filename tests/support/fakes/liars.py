@@ -57,7 +57,6 @@ class Liar:
         await self.outbox.put(fleet_pb2.ServerMessage(**message))
 
     async def refusal(self) -> grpc.aio.AioRpcError:
-        """What its stream ends with."""
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             while await self.call.read() is not grpc.aio.EOF:
                 pass

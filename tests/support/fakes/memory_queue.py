@@ -15,8 +15,6 @@ from slipstream.protocol.queue.base import Amount, AsyncClosing, ByteBudget, Del
 
 
 class MemoryQueue:
-    """Holds unacknowledged trajectories."""
-
     def __init__(self, max_bytes: int) -> None:
         """Limits the bytes of all senders together to `max_bytes`."""
         self._budget = ByteBudget(max_bytes)
@@ -24,7 +22,6 @@ class MemoryQueue:
         self._changed = asyncio.Condition()
 
     def sender(self) -> MemorySender:
-        """Returns a new sender."""
         return MemorySender(self)
 
     def receiver(self) -> MemoryReceiver:
@@ -38,7 +35,6 @@ class MemoryQueue:
 
     @property
     def waiting(self) -> tuple[TrajectoryId, ...]:
-        """The trajectories that are not acknowledged; the oldest first."""
         return tuple(self._held)
 
     async def put(self, trajectory_id: TrajectoryId, data: bytes, timeout_s: float) -> None:
@@ -64,46 +60,37 @@ class MemoryQueue:
                 await self._changed.wait()
 
     def forget(self, trajectory_id: TrajectoryId) -> None:
-        """Removes a trajectory and frees its bytes."""
         data = self._held.pop(trajectory_id, None)
         if data is not None:
             self._budget.release(len(data))
 
 
 class MemorySender(AsyncClosing):
-    """A sender of a `MemoryQueue`."""
-
     def __init__(self, queue: MemoryQueue) -> None:
         self._queue = queue
         self._closed, self.taken = False, EpochAmounts()
 
     @property
     def queued_bytes(self) -> int:
-        """Bytes in the queue, of all senders."""
         return self._queue.queued_bytes
 
     @property
     def undelivered(self) -> Sequence[TrajectoryId]:
-        """See `TrajectorySender.undelivered`."""
         return ()
 
     async def put(
         self, trajectory_id: TrajectoryId, data: bytes, *, timeout_s: float, tokens: int = 0
     ) -> None:
-        """See `TrajectorySender.put`."""
         if self._closed:
             raise QueueError("the sender is closed")
         await self._queue.put(trajectory_id, data, timeout_s)
         self.taken.add(trajectory_id, tokens)
 
     async def aclose(self) -> None:
-        """See `TrajectorySender.aclose`."""
         self._closed = True
 
 
 class MemoryReceiver(AsyncClosing):
-    """A receiver of a `MemoryQueue`."""
-
     def __init__(self, queue: MemoryQueue) -> None:
         self._queue = queue
         self._delivered: set[TrajectoryId] = set()
@@ -111,14 +98,12 @@ class MemoryReceiver(AsyncClosing):
         self.backlog = queue.waiting
 
     async def get(self) -> Delivery:
-        """See `TrajectoryReceiver.get`."""
         delivery = await self._queue.next(self._delivered)
         self._delivered.add(delivery.trajectory_id)
         self.given = self.given.plus(delivery.tokens)
         return delivery
 
     async def acknowledge(self, trajectory_ids: Iterable[TrajectoryId]) -> None:
-        """See `TrajectoryReceiver.acknowledge`."""
         for trajectory_id in trajectory_ids:
             self._queue.forget(trajectory_id)
             self._delivered.discard(trajectory_id)

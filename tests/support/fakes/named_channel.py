@@ -13,8 +13,6 @@ SHAPES = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 
 
 class NamedChannel:
-    """A channel of grpc or grpc.aio."""
-
     def __init__(self, channel: Any, run_id: str = RUN_ID) -> None:  # noqa: ANN401
         self._channel, self._named = channel, (RUN_KEY, run_id)
 
@@ -36,6 +34,5 @@ class NamedChannel:
 
 @asynccontextmanager
 async def open_named(address: str, run_id: str = RUN_ID) -> AsyncIterator[Any]:
-    """A channel to the run's controller."""
     async with open_channel(address, OPEN) as channel:
         yield NamedChannel(channel, run_id)

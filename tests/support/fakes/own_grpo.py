@@ -15,8 +15,6 @@ from slipstream.learner.algorithms.inputs import LossInputs, TokenTerms, TokenWe
 
 
 class Bounds(NamedTuple):
-    """Bounds of a ratio's distance from 1."""
-
     low: float
     high: float
 
@@ -52,7 +50,6 @@ def advantage(episodes: Sequence[ScoredEpisode]) -> FloatArray:
 
 
 def reward(group: Sequence[RewardedEpisode]) -> list[ShapedReward]:
-    """The environment's rewards, which are reported too."""
     return [ShapedReward(episode.reward, {"own_reward": episode.reward}) for episode in group]
 
 

@@ -20,8 +20,6 @@ SMALL, LARGE = 20_000, 30_000
 
 
 class Scene:
-    """One worker and its sender; `seen` has the outcome of each update."""
-
     def __init__(
         self,
         folder: Path,

@@ -73,7 +73,6 @@ class Episode:
 
 
 def as_json(body: object, status: int = 200, **headers: str) -> pb.ReplyPart:
-    """A whole reply."""
     fields = {"content-type": "application/json"} | headers
     return pb.ReplyPart(
         status=status,
@@ -95,7 +94,6 @@ def event(data: object, *, name: str = "", first: bool = False, last: bool = Fal
 
 
 def chat_reply(text: str) -> dict[str, object]:
-    """A chat completion."""
     message = {"role": "assistant", "content": text}
     return {
         "id": "chatcmpl-1",
@@ -108,7 +106,6 @@ def chat_reply(text: str) -> dict[str, object]:
 
 
 def chat_chunk(text: str, finish: str | None = None) -> dict[str, object]:
-    """A chunk of a streamed chat completion."""
     choice = {"index": 0, "delta": {"role": "assistant", "content": text}, "finish_reason": finish}
     return {
         "id": "chatcmpl-1",
@@ -120,7 +117,6 @@ def chat_chunk(text: str, finish: str | None = None) -> dict[str, object]:
 
 
 def message_reply(text: str) -> dict[str, object]:
-    """A message of Anthropic's API."""
     return {
         "id": "msg_1",
         "type": "message",
@@ -155,6 +151,5 @@ def answers(reply: Callable[[str], str]) -> Handler:
 
 
 async def never(call: pb.AgentCall) -> AsyncIterator[pb.ReplyPart]:
-    """A handler that gives no reply."""
     await asyncio.Event().wait()
     yield pb.ReplyPart()

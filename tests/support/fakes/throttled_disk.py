@@ -40,5 +40,4 @@ class ThrottledDisk:
         os.replace(partial, self._rate_file)
 
     def release(self) -> None:
-        """The disk is as fast as it is again."""
         self._rate_file.unlink(missing_ok=True)

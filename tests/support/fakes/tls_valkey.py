@@ -59,7 +59,6 @@ async def serve(arguments: Sequence[str]) -> int:
 
 
 async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Copies bytes until one side closes its connection."""
     with contextlib.suppress(ConnectionError):
         while data := await reader.read(CHUNK_BYTES):
             writer.write(data)

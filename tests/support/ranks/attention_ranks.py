@@ -29,7 +29,6 @@ JOBS = (
 
 
 def run_rank(folder: Path, job: str) -> None:
-    """Opens the model of a job on one rank."""
     from slipstream.extensions.other_models.trainer import open_roles
     from slipstream.learner.trainer.opening import open_policy
     from slipstream.learner.trainer.ranks.parallel import Launch

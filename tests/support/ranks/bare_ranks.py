@@ -38,7 +38,6 @@ def config_of(job: str, folder: Path) -> Config:
 
 
 def run_rank(folder: Path, job: str) -> None:
-    """What every rank of a job does."""
     from slipstream.core.configuration.roles import reference_config
     from slipstream.core.settings.role_sections import ReferenceSection
     from slipstream.extensions.other_models.trainer import (

@@ -86,7 +86,6 @@ def config_of(name: str, folder: Path) -> Config:
 
 
 def run_rank(folder: Path, job: str) -> None:
-    """What every rank of a job does."""
     from slipstream.extensions.other_models.trainer import without_adapters
     from slipstream.learner.trainer import export_checkpoint
     from slipstream.learner.trainer.checkpoints.disk_work import DiskWork

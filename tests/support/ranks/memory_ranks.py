@@ -61,7 +61,6 @@ def config_of(name: str, folder: Path) -> Config:
 
 
 def run_rank(folder: Path, job: str) -> None:
-    """What every rank of a job does."""
     if job == "fp8" and not torch.cuda.is_available():
         torch.save(see_fp8(config_of(job, folder)), folder / f"memory-{job}.pt")
         return

@@ -102,7 +102,6 @@ def batches_of(job: str, config: Config) -> list[Batch]:
 
 
 def adapters_of(policy: Policy) -> dict[str, dict[str, torch.Tensor]]:
-    """The factors of each adapter by name."""
     from slipstream.learner.trainer.weights.export import adapter_tensors
 
     found = {}
@@ -113,7 +112,6 @@ def adapters_of(policy: Policy) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def run_rank(folder: Path, job: str) -> None:
-    """What every rank of a job does."""
     from slipstream.learner.trainer.checkpoints.disk_work import DiskWork
     from slipstream.learner.trainer.checkpoints.distributed_files import load_models
     from slipstream.learner.trainer.checkpoints.stored_model import stored_policy

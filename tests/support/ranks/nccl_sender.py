@@ -51,7 +51,6 @@ class NcclSender:
         )
 
     def order(self, publish_id: str, step: int) -> weights_pb2.PublishOrder:
-        """An order for this communicator; the first one builds it."""
         return weights_pb2.PublishOrder(
             publish_id=publish_id,
             version=version_to_pb(PolicyVersion(0, step)),
@@ -62,7 +61,6 @@ class NcclSender:
         )
 
     def join(self) -> None:
-        """Waits for the receivers."""
         self._ask(join=[self.communicator.world_size, 60.0])
         self._joined = True
 
@@ -83,7 +81,6 @@ class NcclSender:
         self._ask(load=[str(file), bucket_bytes])
 
     def kill(self) -> None:
-        """Kills the sender's process, without a goodbye to the receivers."""
         self._process.kill()
         self._process.wait()
 

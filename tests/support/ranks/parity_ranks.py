@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 
 def run_rank(folder: Path, job: str) -> None:
-    """What every rank of a layout does."""
     if job in LAYOUTS and LAYOUTS[job].is_slow_network:
         with slow_sends():
             train(folder, job)

@@ -255,7 +255,6 @@ class RandomStep:
 
 
 def run_rank(folder: Path, job: str) -> None:
-    """What every rank of a step does."""
     from slipstream.learner.trainer.parts import step_parts
     from slipstream.learner.trainer.step import TrainingStep
     from slipstream.learner.trainer.weights.export import hf_tensors

@@ -52,7 +52,6 @@ def settings_of(
 
 
 def opened(config: Config) -> Policy:
-    """Opens the policy on this rank."""
     from slipstream.learner.trainer.opening import open_policy
     from slipstream.learner.trainer.ranks.parallel import Launch
 

@@ -59,7 +59,6 @@ def config_of(folder: Path, job: str) -> Config:
 
 
 def run_rank(folder: Path, job: str) -> None:
-    """What every rank of a job does."""
     from slipstream.extensions.other_models.trainer import open_roles
     from slipstream.learner.trainer.model.model import unwrapped
     from slipstream.learner.trainer.model.recompute import Recompute

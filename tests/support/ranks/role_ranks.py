@@ -87,7 +87,6 @@ LAYOUTS = {
 
 
 def run_rank(folder: Path, job: str) -> None:
-    """What every rank of a job does."""
     match job.split(":"):
         case ["groups"]:
             groups(folder)

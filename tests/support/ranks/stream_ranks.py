@@ -20,7 +20,6 @@ WRONG_PLAN = "wrong-plan"
 
 
 def run_rank(folder: Path, job: str) -> None:
-    """What every rank of a layout does."""
     from slipstream.learner.trainer.step import TrainingStep
     from slipstream.learner.trainer.weights.bucket_fill import (
         BridgeFilling,

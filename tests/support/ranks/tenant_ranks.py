@@ -85,7 +85,6 @@ def adapter(name: str) -> pb.Adapter:
 
 
 def own_passes(name: str, step: int) -> list[pb.Pass]:
-    """The two passes of a client before its step."""
     found = passes_of(TENANTS[name].loss, 10 * step + ord(name))
     for one in found:
         one.adapter.CopyFrom(adapter(name))
@@ -110,7 +109,6 @@ def factors_of(policy: Policy, name: str, *, published: bool = False) -> dict[st
 
 
 def run_rank(folder: Path, job: str) -> None:
-    """What every rank of a job does."""
     from slipstream.core.errors import UntrainableBatch
     from slipstream.learner.trainer.batches.batch import Batch
     from slipstream.learner.trainer.checkpoints.disk_work import DiskWork

@@ -14,8 +14,6 @@ from support.rigs.waiting import LIMIT_S
 
 
 class Meeting:
-    """What the ranks of one trainer share."""
-
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         self.barrier = threading.Barrier(world_size, timeout=LIMIT_S)

@@ -46,8 +46,6 @@ def merged(weights: Weights, adapters: Weights) -> Weights:
 
 @dataclass
 class Rig:
-    """The engine, what its model is on disk, and who sends."""
-
     engine: object
     folder: Path
     base: Weights
@@ -110,6 +108,5 @@ class Rig:
         return logits.log_softmax(-1).gather(1, chosen)[:, 0].numpy()
 
     async def gap(self, weights: Weights, adapters: Weights) -> float:
-        """Mean difference of log-probabilities."""
         scored = await self.engine.teacher_forced_logprobs([SEQUENCE])
         return float(np.abs(self.expected(weights, adapters, SEQUENCE) - scored).mean())

@@ -55,14 +55,12 @@ def resolve(
 
 
 def read_env(path: Path) -> dict[str, str]:
-    """The variables of an env file."""
     lines = [line.strip() for line in path.read_text().splitlines()]
     pairs = [line.partition("=") for line in lines if line and not line.startswith("#")]
     return {name: value for name, _, value in pairs}
 
 
 def write_env(path: Path, variables: Mapping[str, str]) -> Path:
-    """An env file with these variables."""
     path.write_text("".join(f"{name}={value}\n" for name, value in variables.items()))
     return path
 

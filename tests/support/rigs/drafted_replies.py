@@ -46,8 +46,6 @@ def config_of(folder: Path) -> Config:
 
 
 class Replies:
-    """Asks the engine, and keeps what it says."""
-
     def __init__(self, engine: Any) -> None:  # noqa: ANN401 - needs vLLM to name it
         self._engine = engine
         self.found: dict[str, Any] = {}

@@ -44,8 +44,6 @@ class Reference:
 
 @dataclass
 class Rig:
-    """The engine, two sets of weights, and who sends them."""
-
     engine: Any
     reference: Reference
     old: Weights

@@ -73,8 +73,6 @@ class Case:
 
 @dataclass
 class Answers:
-    """What came back, and what breaks the rules."""
-
     messages: int = 0
     codes: Counter[str] = field(default_factory=Counter)
     broken: list[str] = field(default_factory=list)
@@ -92,7 +90,6 @@ class Answers:
 
 
 def random_case(draw: random.Random, names: Sequence[str]) -> Case:
-    """A call of one of these methods."""
     method = METHODS[draw.choice(names)]
     many = draw.choice((1, 3, 20)) if method.client_streaming else 1
     # The first that is refused ends a stream: half of them are within all bounds.

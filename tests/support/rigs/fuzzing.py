@@ -64,7 +64,6 @@ def methods() -> list[MethodDescriptor]:
 
 
 def new(kind: Descriptor) -> Message:
-    """An empty message of a type."""
     return message_factory.GetMessageClass(kind)()
 
 
@@ -105,7 +104,6 @@ def nearly(
 
 
 def is_plain_message(field: FieldDescriptor) -> bool:
-    """Whether the field holds one message."""
     return field.message_type is not None and not field.is_repeated
 
 
@@ -143,7 +141,6 @@ def mutated(data: bytes, draw: random.Random) -> bytes:
 
 
 def wild_scalar(field: FieldDescriptor, draw: random.Random) -> object:
-    """A value that the type of a field holds."""
     kind = field.type
     if kind == FieldDescriptor.TYPE_STRING:
         return draw.choice(TEXTS)

@@ -44,5 +44,4 @@ def secrets_of(run: str, folder: Path, *hosts: str) -> str:
 
 
 def resources(manifests: str) -> list[dict[str, Any]]:
-    """The resources in a text."""
     return [each for each in yaml.safe_load_all(manifests) if each]

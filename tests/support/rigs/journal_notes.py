@@ -7,6 +7,5 @@ from slipstream.learner.controller.records.kinds import Record
 
 
 def note(kind: str, **fields: Any) -> Record:
-    """A record of this kind, with these fields."""
     made = msgspec.defstruct(kind, list(fields), bases=(Record,), tag=kind, frozen=True)
     return made(**fields)

@@ -46,8 +46,6 @@ class Kill:
 
 @dataclass
 class Outcome:
-    """The whole run."""
-
     kills: list[Kill] = field(default_factory=list)
     # Log-probability gap of every step: mean and largest; all tokens have lag 0.
     gaps: list[tuple[float, float]] = field(default_factory=list)

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from support.rigs.docker_hosts import DockerNetwork
 from support.rigs.namespaces import Container, Host, Mount, Network, image_environ, poll
 
 SUBNET = "10.78.0"
@@ -44,7 +43,6 @@ class Pod:
 
     @property
     def container(self) -> Container:
-        """The newest start of its container."""
         return self.containers[-1]
 
     @property
@@ -54,7 +52,6 @@ class Pod:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs."""
         return self.container.exit_code
 
     def is_ready(self) -> bool:
@@ -69,7 +66,7 @@ class Pods:
     def __init__(self, manifests: Sequence[Table], folder: Path, network: Network) -> None:
         """`folder` keeps the volumes; `network` has the cluster's hosts and ends with its owner."""
         self._folder, self._network = folder, network
-        self._environ = {} if isinstance(network, DockerNetwork) else image_environ()
+        self._environ = image_environ()
         self._names: dict[str, str] = {}
         self._count = 0
         self.pods: list[Pod] = []
@@ -80,7 +77,6 @@ class Pods:
                 self.volume(each["metadata"]["name"]).mkdir(parents=True)
 
     def volume(self, claim: str) -> Path:
-        """The folder of a claim."""
         return self._folder / "claims" / claim
 
     def start_jobset(self, name: str) -> list[Pod]:
@@ -102,12 +98,10 @@ class Pods:
         return pods
 
     def start_deployment(self, name: str) -> list[Pod]:
-        """Makes the pods of a Deployment."""
         template = self.resources["Deployment", name]["spec"]
         return [self.add_pod(name) for _ in range(template["replicas"])]
 
     def add_pod(self, name: str) -> Pod:
-        """Makes one more pod of a Deployment."""
         template = self.resources["Deployment", name]["spec"]["template"]
         pod = self._make(f"{name}-5d9c7b", template["spec"], template["metadata"]["labels"])
         self._start(pod)

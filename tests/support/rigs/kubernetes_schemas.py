@@ -19,7 +19,6 @@ import yaml
 
 
 def main() -> int:
-    """Checks each resource on standard input."""
     folder, *versions = sys.argv[1:]
     kinds = {kind: schema for path in Path(folder).glob("*.yaml") for kind, schema in crd(path)}
     for resource in filter(None, yaml.safe_load_all(sys.stdin)):
@@ -48,7 +47,6 @@ def check(resource: dict[str, Any], versions: list[str]) -> None:
 
 
 def say(version: str, kind: str, wrong: str | None) -> None:
-    """Prints one line."""
     print(json.dumps({"version": version, "kind": kind, "wrong": wrong}))
 
 

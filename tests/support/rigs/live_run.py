@@ -90,7 +90,6 @@ class LiveRun:
 
     @property
     def is_over(self) -> bool:
-        """Whether the controller has ended."""
         return self._running.done()
 
     def stop(self) -> None:

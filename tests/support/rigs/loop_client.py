@@ -18,8 +18,6 @@ ADAM = {"learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight
 
 
 class LoopClient:
-    """A session and its model."""
-
     def __init__(self, port: int, *, base_model: str = "nowhere") -> None:
         address = f"http://127.0.0.1:{port}/api/v1/"
         self.http = httpx.AsyncClient(
@@ -84,7 +82,6 @@ class LoopClient:
             await asyncio.sleep(0.05)
 
     async def begin(self, rank: int = 4, **asked: Any) -> dict[str, Any]:  # noqa: ANN401
-        """Creates the session, if there is none, and a model."""
         if not self.session:
             made = await self.post("create_session", {"sdk_version": "0.38.0"})
             self.session = made["session_id"]
@@ -97,7 +94,6 @@ class LoopClient:
         return await self._began(await self.result(await self.post("create_model", asked)))
 
     async def begin_from(self, path: str, *, optimizer: bool = True) -> dict[str, Any]:
-        """Creates a model from a saved state."""
         asked = {
             "session_id": self.session,
             "model_seq_id": next(self.models),
@@ -139,7 +135,6 @@ class LoopClient:
         return request.SerializeToString()
 
     async def send(self, body: bytes) -> dict[str, Any]:
-        """Sends a pass; returns its future."""
         return await self.post("forward_backward", body)
 
     async def order(self, path: str, /, **body: Any) -> dict[str, Any]:  # noqa: ANN401
@@ -148,7 +143,6 @@ class LoopClient:
         return await self.post(path, given | body)
 
     async def step(self, **numbers: float) -> dict[str, Any]:
-        """Makes a step."""
         return await self.result(await self.order("optim_step", adam_params=ADAM | numbers))
 
     async def publish(self, **asked: str) -> str:

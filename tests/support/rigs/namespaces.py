@@ -87,12 +87,10 @@ class Container:
 
     @property
     def log(self) -> str:
-        """What it has written so far."""
         return self.log_path.read_text(errors="replace")
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs."""
         return self.process.poll()
 
     def init_pid(self) -> int | None:
@@ -214,8 +212,6 @@ class Host:
 
 
 class Network:
-    """Hosts on one switch; a context manager."""
-
     def __init__(self, folder: Path, *, user: int, interface: str = "eth0") -> None:
         """Containers run as `user`, without a single capability."""
         self._folder = folder

@@ -72,8 +72,6 @@ def say(what: str, **facts: object) -> None:
 
 
 class Rig:
-    """The engine, and who sends."""
-
     def __init__(self, folder: Path, options: argparse.Namespace) -> None:
         self.folder, self.options = folder, options
         self.publishes = 0
@@ -151,7 +149,6 @@ class Rig:
         say("engine", start_s=round(time.monotonic() - started, 1), shape=options.shape)
 
     def connect(self) -> None:
-        """A new communicator at the next publish."""
         name, workers = f"communicator-{self.publishes}", self.options.tensor_parallel_size
         if self.options.transport == "gloo":
             self.sender = GlooSender(name, num_workers=workers, deadline_s=5.0)
@@ -238,7 +235,6 @@ class Rig:
 
 
 def parsed(description: str | None) -> argparse.Namespace:
-    """The options of the command line."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--shape", choices=SHAPES, default="dense")
@@ -254,7 +250,6 @@ def parsed(description: str | None) -> argparse.Namespace:
 
 
 async def started(rig: Rig) -> None:
-    """Returns when the engine has started with a random model."""
     torch.set_num_threads(1 if process.is_cpu_build() else 8)
     rig.folder.mkdir(parents=True, exist_ok=True)
     rig.make_model()

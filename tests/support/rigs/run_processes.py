@@ -61,7 +61,6 @@ _NO_CREDENTIALS = Credentials(certificate=None, key=None, ca=None, token=None)
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model of the quickstart."""
     return make_model_folder(tmp_path_factory.mktemp("models") / "tiny")
 
 
@@ -150,8 +149,6 @@ def trained_trajectories(run: Path) -> list[trajectory_pb2.Trajectory]:
 
 @dataclass(eq=False)
 class Command:
-    """A running command."""
-
     process: AwaitedProgram
     folder: Path
 

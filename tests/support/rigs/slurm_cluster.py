@@ -119,7 +119,6 @@ class SlurmCluster:
         self._network.__exit__(kind, error, trace)
 
     def start_node(self, name: str) -> None:
-        """Starts the daemon of a node, again after `kill`."""
         self._start(name, name, ["slurmd", "-D", "-N", name])
 
     def wait_for_nodes(self, count: int) -> None:
@@ -159,12 +158,10 @@ class SlurmCluster:
         return ended.stdout
 
     def state(self, job: str) -> str:
-        """The state of a job in one word, such as RUNNING."""
         shown = self.call("scontrol", "--oneliner", "show", "job", job, check=False)
         return shown.partition("JobState=")[2].partition(" ")[0]
 
     def node_of(self, job: str) -> str:
-        """The node on which a job runs."""
         shown = self.call("squeue", "--noheader", f"--jobs={job}", "--format=%N")
         return shown.strip()
 

@@ -43,7 +43,6 @@ class StoredRig(Rig):
         self.orders = FetchOrders(stored, self.reports.put_nowait, tasks)
 
     def store(self, label: str, *, whole: bool = False) -> None:
-        """Writes a version to storage."""
         self.step += 1
         weights = self.weights[label]
         content = [pack(bucket, weights).numpy() for bucket in self.versions.buckets]
@@ -160,7 +159,6 @@ async def story(rig: StoredRig) -> None:
 
 
 async def main() -> None:
-    """Runs the story."""
     options = parsed(__doc__)
     rig = StoredRig(options.folder, options)
     await started(rig)
