@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from slipstream.client.cli import parse
 from slipstream.client.launch.placement import uses_gpus
-from slipstream.client.launch.preflight import free_port, hold_address
+from slipstream.client.launch.preflight import free_port
 from slipstream.core.configuration.config_file import load_config
 from support.rigs.run_processes import (
     address_of,
@@ -103,16 +103,10 @@ COMMANDS = {
     "unknown command": (["train"], "'train'", "rollout-server"),
     "unknown option": (["status", "--jsn"], "--jsn"),
     "submit to nobody": (["submit", "m:C", "--controller", NOWHERE], "no controller answers"),
-    "status of nobody": (
-        ["status", "--controller", NOWHERE],
-        f"no controller answers at {NOWHERE}",
-    ),
     "no address": (["status", "--controller", "nonsense"], "host:port", "'nonsense'"),
     "broken arguments": (["submit", "m:C", "--args", "{"], "--args must be a JSON object"),
     "arguments of a wrong type": (["submit", "m:C", "--args", "[1]"], "JSON object, got [1]"),
     "replay of nothing": (["replay", "nowhere"], "nowhere: no such folder"),
-    "verify of nothing": (["verify", "nowhere"], "nowhere: no such folder"),
-    "export of nothing": (["export", "nowhere"], "nowhere: no such folder"),
     "replay of a file": (["replay", "config.toml"], "config.toml: a file, name its folder ."),
     "replay of all runs": (
         ["replay", ".."],
@@ -165,13 +159,6 @@ def test_a_port_in_use_is_refused(folder: Path) -> None:
             override = f'controller.address="{address}"'
             result = run_command(command, "config.toml", override, cwd=folder)
             check_refused(result, f"cannot listen on {address}", "in use; another run may have it")
-
-
-def test_an_address_of_a_command_that_still_checks_its_settings_is_refused(folder: Path) -> None:
-    with hold_address("127.0.0.1:0") as address:
-        override = f'controller.address="{address}"'
-        result = run_command("run", "config.toml", override, cwd=folder)
-        check_refused(result, f"cannot listen on {address}", "in use; another run may have it")
 
 
 def test_a_wrong_setting_is_told_before_a_port_in_use(folder: Path) -> None:
@@ -298,11 +285,6 @@ def test_every_dry_run_checks_the_engine(command: str, folder: Path) -> None:
     override = 'rollout_server.chat_template="nowhere"'
     result = run_command(command, "config.toml", override, "--dry-run", cwd=folder)
     check_refused(result, "rollout_server.chat_template must be a file, got nowhere")
-
-
-def test_a_server_has_a_dry_run(folder: Path) -> None:
-    result = succeed("rollout-server", "config.toml", "--dry-run", cwd=folder)
-    assert tomllib.loads(result.stdout)["run"]["name"] == "run"
 
 
 def test_a_refused_run_leaves_its_name_free(folder: Path) -> None:

@@ -27,7 +27,6 @@ from slipstream.client.cli import _parser
 from slipstream.client.environment import TaskSource
 from slipstream.client.environment_loader import load_environment
 from slipstream.core.configuration.config_file import load_config, parse_config
-from slipstream.core.configuration.other_trainers import OURS
 from slipstream.core.settings.config import Config
 from support.rigs.completed import completed
 
@@ -272,21 +271,6 @@ def test_every_setting_that_the_page_on_migration_names_exists():
     assert [name for name in settings if not setting_exists(name)] == []
 
 
-@pytest.mark.parametrize(("theirs", "ours"), OURS.items())
-def test_every_name_that_an_error_knows_of_other_trainers_has_its_row(theirs, ours):
-    page = (ROOT / "docs" / "guides" / "migration.md").read_text()
-    rows = [row.split("|")[1:3] for row in re.findall(r"^\|.*\|$", page, re.MULTILINE)]
-    setting = ours.split()[0].replace(".0.", ".")
-    assert setting_exists(setting) or ".loss_args." in setting
-    # An argument of a loss stands as `algorithm.loss_args`: `clip_low`.
-    told = [setting.split(".")[-1], *setting.split(".loss_args.")[0].split()]
-    if theirs == told[0]:
-        # It is our own name, in another table.
-        return
-    name = re.compile(rf"[`.-]{theirs.replace('_', '[_-]')}[` ]")
-    assert [row for row in rows if name.search(row[0]) and all(part in row[1] for part in told)]
-
-
 # What these tables hold is Megatron's and vLLM's to name.
 PASSED_ON = ("learner.ddp", "learner.optimizer", "learner.transformer", "rollout_server.engine")
 INLINE_SETTING = re.compile(r"`([a-z_]+(?:\.[a-z_0-9]+)+)(?:`| ?=)")
@@ -450,7 +434,7 @@ def test_the_page_of_commands_has_all_of_them_with_their_options() -> None:
     )
     assert {name for name in options() if f"`slipstream {name}" not in page} == set()
     assert set().union(*options().values()) - named == set()
-    assert named - set().union(*options().values()) == {"--help", "--print-completion", "--version"}
+    assert named - set().union(*options().values()) == {"--help", "--version"}
 
 
 def test_the_page_of_errors_has_all_of_them() -> None:

@@ -12,7 +12,6 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -77,8 +76,8 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"slipstream: {message}; see {self.prog} --help\n")
 
 
-class _Print(argparse.Action):
-    """Prints what its `const` returns, a function that is called only when the option is given."""
+class _Version(argparse.Action):
+    """Looks the version up only when the option is given."""
 
     def __call__(
         self,
@@ -87,20 +86,10 @@ class _Print(argparse.Action):
         values: object,
         option_string: str | None = None,
     ) -> NoReturn:
-        print(self.const(parser, values))
+        from importlib.metadata import version
+
+        print(f"slipstream {version('slipstream-rl')}")
         parser.exit()
-
-
-def _version(parser: argparse.ArgumentParser, values: object) -> str:
-    from importlib.metadata import version
-
-    return f"slipstream {version('slipstream-rl')}"
-
-
-def _completion(parser: argparse.ArgumentParser, shell: str) -> str:
-    import shtab
-
-    return str(shtab.complete(parser, shell=shell))
 
 
 def seconds(text: str) -> float:
@@ -135,16 +124,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Asynchronous reinforcement learning for language models.",
         argument_default=argparse.SUPPRESS,
     )
-    parser.add_argument(
-        "--version", action=_Print, const=_version, nargs=0, help="print it and exit"
-    )
-    parser.add_argument(
-        "--print-completion",
-        action=_Print,
-        const=_completion,
-        choices=("bash", "zsh", "tcsh"),
-        help="print a script that completes commands in this shell",
-    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="print it and exit")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_services(commands)
     _add_requests(commands)
@@ -374,15 +354,13 @@ def _set_program(parser: argparse.ArgumentParser, reference: str, *, whole: bool
 
     The function gets each parsed argument by its name, or if `whole` all of them as one object.
     """
-    parser.set_defaults(execute=partial(_call, reference, whole))
-
-
-def _call(reference: str, whole: bool, arguments: argparse.Namespace) -> Any:  # noqa: ANN401
     module, _, name = reference.partition(":")
-    function = getattr(importlib.import_module(module), name)
-    if whole:
-        return function(arguments)
-    return function(**named(arguments))
+
+    def call(arguments: argparse.Namespace) -> Any:  # noqa: ANN401
+        function = getattr(importlib.import_module(module), name)
+        return function(arguments) if whole else function(**named(arguments))
+
+    parser.set_defaults(execute=call)
 
 
 def named(arguments: argparse.Namespace) -> dict[str, object]:

@@ -7,6 +7,7 @@ run lasts; a lost controller has `reconnect_timeout_s` to come back.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import math
@@ -239,15 +240,29 @@ class Client:
         hello = environment_pb2.WorkerHello(
             spec=spec, num_tasks=host.num_tasks, max_episodes=episodes, digest=host.digest()
         )
-        # This distinguishes a wrong address from a controller that is lost later.
-        await self._wait_for_controller(connect_timeout_s)
+        loop, no_answer = asyncio.get_running_loop(), self._errors.no_answer
+        began_s, has_answered, is_told = loop.time(), False, False
+        while not has_answered:
+            # This distinguishes a wrong address from a controller that is lost later.
+            try:
+                await self.status()
+                has_answered = True
+            except NoController:
+                if loop.time() - began_s >= connect_timeout_s:
+                    raise ConfigError(f"{no_answer} within {connect_timeout_s:g} s") from None
+                if not is_told:
+                    logger.warning("%s yet; waiting for up to %g s", no_answer, connect_timeout_s)
+                is_told = True
+                await asyncio.sleep(min(LOOK_S, connect_timeout_s))
         patience = ReconnectLimit(self._reconnect_timeout_s)
         while True:
             lost = await self._serve_once(host, hello, patience)
             if lost is None:
                 return
-            if lost[0] in REFUSED and patience.served and await self._is_over():
-                return
+            if lost[0] in REFUSED and patience.served:
+                with contextlib.suppress(SlipstreamError):
+                    if (await self.status()).is_over:
+                        return
             # A controller that still knows the lost stream refuses a new one for a while.
             may_pass = lost[0] in LOST or (lost[0] in REFUSED and patience.served)
             if not may_pass or not await patience.wait(lost[1]):
@@ -335,27 +350,6 @@ class Client:
         finally:
             call.cancel()
         return None
-
-    async def _wait_for_controller(self, limit_s: float) -> None:
-        loop = asyncio.get_running_loop()
-        began_s, is_told = loop.time(), False
-        while True:
-            try:
-                await self.status()
-                return
-            except NoController:
-                if loop.time() - began_s >= limit_s:
-                    raise ConfigError(f"{self._errors.no_answer} within {limit_s:g} s") from None
-            if not is_told:
-                logger.warning("%s yet; waiting for up to %g s", self._errors.no_answer, limit_s)
-                is_told = True
-            await asyncio.sleep(min(LOOK_S, limit_s))
-
-    async def _is_over(self) -> bool:
-        try:
-            return (await self.status()).is_over
-        except SlipstreamError:
-            return False
 
 
 class NoController(ConfigError):

@@ -30,34 +30,28 @@ async def run_doctor(arguments: argparse.Namespace) -> int:
     path, role = arguments.path, arguments.role
     if path is None and role is not None:
         raise ConfigError(f"--role {role} needs a CONFIG.toml")
-    if path is None:
-        scene = Scene(leaves_nothing=True)
-    else:
-        scene = replace(_scene(arguments), leaves_nothing=True)
+    scene = Scene()
+    if path is not None:
+        overrides = arguments.overrides
+        if role == LEARNER:
+            overrides = [*learner_overrides(arguments.master), *overrides]
+        elif role is not None and arguments.controller is not None:
+            overrides = [*overrides, f'controller.address="{arguments.controller}"']
+        config = load_config(path, overrides, hub="small", apart=role is not None)
+        share = Share(range(config.learner.world_size), config.rollout_server.count)
+        if role is not None:
+            is_learner = role == LEARNER
+            share = learner_node(config, arguments.node_rank) if is_learner else Share(servers=1)
+        scene = scene_of(config, share, DOCTOR_LIMIT_S)
     # Checks that take long say so; stdout may be read by a program.
     with contextlib.redirect_stdout(sys.stderr):
-        findings = await find_all(scene)
+        findings = await find_all(replace(scene, leaves_nothing=True))
     if arguments.json:
         say("\n".join(found.write() for found in findings))
     else:
         say(table(findings))
         say(conclusion(findings))
     return 1 if any(found.verdict is Verdict.PROBLEM for found in findings) else 0
-
-
-def _scene(arguments: argparse.Namespace) -> Scene:
-    """Returns what `slipstream run` starts here, or the instance of a role."""
-    path, overrides, role = arguments.path, arguments.overrides, arguments.role
-    if role == LEARNER:
-        overrides = [*learner_overrides(arguments.master), *overrides]
-    elif role is not None and arguments.controller is not None:
-        overrides = [*overrides, f'controller.address="{arguments.controller}"']
-    config = load_config(path, overrides, hub="small", apart=role is not None)
-    share = Share(range(config.learner.world_size), config.rollout_server.count)
-    if role is not None:
-        is_learner = role == LEARNER
-        share = learner_node(config, arguments.node_rank) if is_learner else Share(servers=1)
-    return scene_of(config, share, DOCTOR_LIMIT_S)
 
 
 def conclusion(findings: Sequence[Finding]) -> str:

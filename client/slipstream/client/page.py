@@ -100,11 +100,23 @@ def write_page(folders: Sequence[Path], path: Path, *, period_s: float) -> None:
 
     Raises OSError if the page cannot be written. What is missing in a folder is left out.
     """
-    settings = [_settings(folder) for folder in folders]
+    settings = []
+    for folder in folders:
+        own: dict[str, JsonValue] = {}
+        with contextlib.suppress(OSError, ValueError):
+            text = read_regular(folder / CONFIG, most_bytes=MOST_TABLE_BYTES).decode()
+            own = told_settings(parse_toml(text))
+        settings.append(own)
     names = [str(own.get("run.name") or p.name) for own, p in zip(settings, folders, strict=True)]
     if len(set(names)) < len(names):
         names = [str(folder) for folder in folders]
-    runs = [_run(name, folder) for name, folder in zip(names, folders, strict=True)]
+    runs = []
+    for name, folder in zip(names, folders, strict=True):
+        summary, suspended = _table(folder / SUMMARY), _table(folder / SUSPENDED)
+        ended = {"state": summary.get("state"), "cause": summary.get("cause")}
+        curves, replies = _curves(folder), _replies(folder)
+        run = {"name": name, **ended, "suspended": suspended}
+        runs.append(run | {"curves": curves, "replies": replies})
     given = {"runs": runs, "settings": list(differences(settings)), "period_s": period_s}
     given["written"] = time.strftime("%Y-%m-%d %H:%M:%S")
     template = files("slipstream.client").joinpath(PAGE).read_text(encoding="utf-8")
@@ -121,20 +133,6 @@ def write_page(folders: Sequence[Path], path: Path, *, period_s: float) -> None:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
-
-
-def _settings(folder: Path) -> dict[str, JsonValue]:
-    with contextlib.suppress(OSError, ValueError):
-        data = read_regular(folder / CONFIG, most_bytes=MOST_TABLE_BYTES)
-        return told_settings(parse_toml(data.decode()))
-    return {}
-
-
-def _run(name: str, folder: Path) -> dict[str, object]:
-    summary, suspended = _table(folder / SUMMARY), _table(folder / SUSPENDED)
-    ended = {"state": summary.get("state"), "cause": summary.get("cause")}
-    curves, replies = _curves(folder), _replies(folder)
-    return {"name": name, **ended, "suspended": suspended, "curves": curves, "replies": replies}
 
 
 def _table(path: Path) -> dict[str, JsonValue]:

@@ -176,18 +176,25 @@ def time_lines(metrics: Mapping[str, float]) -> list[str]:
         return []
     parts = {words: metrics.get(name, 0.0) for name, words in TRAINER_PARTS.items()}
     parts["other"] = max(0.0, step_s - sum(parts.values()))
-    lines = [
-        f"a step takes {step_s:.2f} s: {_waits_for(metrics)}",
-        f"  trainer: {_shares(parts, step_s)}",
-    ]
+    causes = {name: metrics.get(f"lease_wait_{name}_s", 0.0) for name in LEASE_WAITS}
+    cause = max(causes, key=lambda name: causes[name])
+    if metrics["groups_wait_s"] / step_s < NEGLIGIBLE:
+        waits = "the servers wait for the trainer" if cause == "staleness" else "no fleet waits"
+    elif not causes[cause]:
+        waits = "the trainer waits for groups"
+    elif cause == "slots":
+        waits = "the trainer waits for the servers, which are full"
+    elif cause == "staleness":
+        waits = "the trainer waits for long replies; new ones wait for a step, by max_staleness"
+    else:
+        waits = f"the trainer waits for groups, and new ones for {LEASE_WAITS[cause]}"
+    lines = [f"a step takes {step_s:.2f} s: {waits}", f"  trainer: {_shares(parts, step_s)}"]
     if SERVER_SHARES[0] in metrics:
         servers = {name.split("_")[1]: metrics[name] for name in SERVER_SHARES}
         lines.append(f"  servers: {_shares(servers, 1.0)}")
-    causes = {
-        words: metrics.get(f"lease_wait_{name}_s", 0.0) for name, words in LEASE_WAITS.items()
-    }
     if any(causes.values()):
-        lines.append(f"  the next lease waits for {_shares(causes, step_s)}")
+        told = {LEASE_WAITS[name]: wait_s for name, wait_s in causes.items()}
+        lines.append(f"  the next lease waits for {_shares(told, step_s)}")
     waited = metrics.get("queue_s_mean")
     if waited is not None:
         lines.append(f"  queue: a complete group waits {waited:.2f} s for its step")
@@ -196,24 +203,8 @@ def time_lines(metrics: Mapping[str, float]) -> list[str]:
         "environment": metrics.get("environment_s_mean", 0.0),
         "rest": metrics.get("episode_rest_s_mean", 0.0),
     }
-    told = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in episode.items())
-    return [*lines, f"  episode: {told}"]
-
-
-def _waits_for(metrics: Mapping[str, float]) -> str:
-    """Returns a sentence that says whether servers or trainer waited in a step, and why."""
-    share = metrics["groups_wait_s"] / metrics["step_s"]
-    causes = {name: metrics.get(f"lease_wait_{name}_s", 0.0) for name in LEASE_WAITS}
-    cause = max(causes, key=lambda name: causes[name])
-    if share < NEGLIGIBLE:
-        return "the servers wait for the trainer" if cause == "staleness" else "no fleet waits"
-    if not causes[cause]:
-        return "the trainer waits for groups"
-    if cause == "slots":
-        return "the trainer waits for the servers, which are full"
-    if cause == "staleness":
-        return "the trainer waits for long replies; new ones wait for a step, by max_staleness"
-    return f"the trainer waits for groups, and new ones for {LEASE_WAITS[cause]}"
+    times = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in episode.items())
+    return [*lines, f"  episode: {times}"]
 
 
 def _shares(parts: Mapping[str, float], whole: float) -> str:
@@ -224,13 +215,6 @@ def environment_lines(entries: Sequence[EnvironmentStatus]) -> list[str]:
     """Returns the lines of text on environments, and on evaluations with their newest results."""
     trained = [entry for entry in entries if entry.purpose != "evaluation"]
     evaluations = [entry for entry in entries if entry.purpose == "evaluation"]
-    lines = _training_lines(trained) if trained or not evaluations else []
-    if evaluations:
-        lines += [*([""] if lines else []), *_evaluation_lines(evaluations)]
-    return lines
-
-
-def _training_lines(entries: Sequence[EnvironmentStatus]) -> list[str]:
     rows = [("environment", "state", "tasks", "weight", "accepted", "failed", "reward", "cause")]
     rows += [
         (
@@ -243,25 +227,24 @@ def _training_lines(entries: Sequence[EnvironmentStatus]) -> list[str]:
             f"{entry.reward_mean:.3f}" if entry.groups_accepted else "-",
             entry.cause,
         )
-        for entry in entries
+        for entry in trained
     ]
-    return aligned(rows)
-
-
-def _evaluation_lines(entries: Sequence[EnvironmentStatus]) -> list[str]:
-    found = {e.name: e.newest_round.numbers if e.newest_round else {} for e in entries}
+    if not evaluations:
+        return aligned(rows)
+    lines = [*aligned(rows), ""] if trained else []
+    found = {e.name: e.newest_round.numbers if e.newest_round else {} for e in evaluations}
     rates = {name for numbers in found.values() for name in numbers if name.startswith(_RATE)}
     columns = sorted(rates, key=lambda name: int(name.removeprefix(_RATE)))
     passes = [f"pass@{name.removeprefix(_RATE)}" for name in columns]
-    rows = [("evaluation", "state", "tasks", "version", "reward", *passes, *_COUNTS, "cause")]
-    for entry in entries:
+    table = [("evaluation", "state", "tasks", "version", "reward", *passes, *_COUNTS, "cause")]
+    for entry in evaluations:
         numbers = found[entry.name]
         measured = [f"{numbers[k]:.3f}" if k in numbers else "-" for k in ("reward_mean", *columns)]
         counts = [f"{numbers[f'num_{k}']:,.0f}" if numbers else "-" for k in _COUNTS]
         version = str(entry.newest_round.step) if entry.newest_round else "-"
         start = (entry.name, entry.state, _tasks(entry), version)
-        rows.append((*start, *measured, *counts, entry.cause))
-    return aligned(rows)
+        table.append((*start, *measured, *counts, entry.cause))
+    return [*lines, *aligned(table)]
 
 
 def _tasks(entry: EnvironmentStatus) -> str:

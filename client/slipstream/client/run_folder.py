@@ -111,24 +111,18 @@ def _check_contents(config: Config) -> bool:
         check_newest(folder / CHECKPOINTS)
     except CheckpointError as error:
         raise ConfigError(str(error)) from None
-    _check_unfinished(folder, config)
-    return True
-
-
-def _check_unfinished(folder: Path, config: Config) -> None:
-    """Raises ConfigError when the run has done all that `config` asks for, export included."""
     values = read_summary(folder)
-    if values is None:
-        return
     final = FINAL_ADAPTERS if config.lora.adapters else FINAL_MODEL
     lacks_model = config.learner.export_final and not (folder / CHECKPOINTS / final).is_dir()
-    if values.get("state") != "finished" or lacks_model:
-        return
+    if values is None or values.get("state") != "finished" or lacks_model:
+        return True
+    # The run may have done all that the settings ask for.
     if values["steps"] >= config.run.steps:
         raise ConfigError(
             f"{folder} is finished with {values['steps']} steps; raise run.steps to go on, or "
             "choose another run.name"
         )
+    return True
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:
@@ -319,7 +313,12 @@ def find_run(run: str | None, runs: Path = Path("runs")) -> FoundRun:
     run, or its folder lacks the controller's address.
     """
     if run is None:
-        going = [path.parent for path in sorted(runs.glob(f"*/{ADDRESS}")) if _is_held(path.parent)]
+        going = []
+        for path in sorted(runs.glob(f"*/{ADDRESS}")):
+            try:
+                _check_not_held(path.with_name(LOCK), path.parent)
+            except ConfigError:
+                going.append(path.parent)
         if len(going) != 1:
             many = f"the runs {', '.join(folder.name for folder in going)} go on in {runs}/"
             seen = many if going else f"no run goes on in {runs}/"
@@ -344,14 +343,6 @@ def find_run(run: str | None, runs: Path = Path("runs")) -> FoundRun:
     known = {name: stated[name] for name in SecuritySection.model_fields if name in stated}
     security = SecuritySection.model_validate(known)
     return FoundRun(address, security, journaled_run_id(folder))
-
-
-def _is_held(folder: Path) -> bool:
-    try:
-        _check_not_held(folder / LOCK, folder)
-    except ConfigError:
-        return True
-    return False
 
 
 def begin_run(config: Config, address: str) -> str:

@@ -16,6 +16,7 @@ import atexit
 import concurrent.futures
 import functools
 import inspect
+import io
 import os
 import signal
 import sys
@@ -138,12 +139,19 @@ class Run:
         return _awaited(_submit(ask(self._plan))).result()
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        while True:
+        path, is_last = self.folder / METRICS, False
+        while not is_last:
             is_last = self._end.done()
-            yield from self._new_rows()
-            if is_last:
-                break
-            self._until_end(LOOK_S)
+            with path.open("rb") if path.is_file() else io.BytesIO() as file:
+                file.seek(self._offset)
+                for line in file:
+                    row = parsed(line)
+                    if not line.endswith(b"\n") or not isinstance(row, dict):
+                        break
+                    self._offset += len(line)
+                    yield row
+            if not is_last:
+                self._until_end(LOOK_S)
         self.wait()
 
     def wait(self) -> dict[str, Any]:
@@ -197,19 +205,6 @@ class Run:
         except KeyboardInterrupt:
             self.stop()
             raise
-
-    def _new_rows(self) -> Iterator[dict[str, Any]]:
-        path = self.folder / METRICS
-        if not path.is_file():
-            return
-        with path.open("rb") as file:
-            file.seek(self._offset)
-            for line in file:
-                row = parsed(line)
-                if not line.endswith(b"\n") or not isinstance(row, dict):
-                    return
-                self._offset += len(line)
-                yield row
 
 
 @dataclass(frozen=True)
@@ -317,43 +312,31 @@ async def _start(plan: _Plan) -> tuple[_Start, concurrent.futures.Future[None]]:
 
     async def conduct() -> None:
         with folder:
-            failure = await _served(plan, process, before)
+            serving = asyncio.ensure_future(_serve(plan, before))
+            ended = asyncio.ensure_future(process.wait())
+            await asyncio.wait((serving, ended), return_when=asyncio.FIRST_COMPLETED)
+            failure = None if ended.done() else serving.exception()
+            if failure is not None:
+                # The run cannot go on without the environments of this process.
+                send_signal(process, signal.SIGTERM)
+            await ended
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
             # A number above 128 is that of a signal, after which the run was stopped in order.
             code = process.returncode or 0
             if failure is not None:
                 raise failure
             if code and not start.asked and code <= 128:
-                raise _failure(code, stderr.read_text(errors="replace"))
+                said = stderr.read_text(errors="replace")
+                cause = said[-TAIL_CHARACTERS:].rpartition("slipstream: ")[2].strip()
+                if code not in (FAILED, USAGE_ERROR):
+                    cause = f"the command ended with code {code}: {cause}"
+                raise (ConfigError if code == USAGE_ERROR else RunFailed)(cause)
 
     end = _submit(conduct())
     _ends[end] = start
     end.add_done_callback(_ends.pop)
     return start, end
-
-
-def _failure(code: int, said: str) -> ConfigError | RunFailed:
-    """Returns the error of a command that ended with `code` and wrote `said` to stderr."""
-    cause = said[-TAIL_CHARACTERS:].rpartition("slipstream: ")[2].strip()
-    if code not in (FAILED, USAGE_ERROR):
-        cause = f"the command ended with code {code}: {cause}"
-    return (ConfigError if code == USAGE_ERROR else RunFailed)(cause)
-
-
-async def _served(
-    plan: _Plan, process: asyncio.subprocess.Process, before: tuple[int, str]
-) -> BaseException | None:
-    """Serves the environments until the command has ended; returns why that failed, if it did."""
-    serving = asyncio.ensure_future(_serve(plan, before))
-    ended = asyncio.ensure_future(process.wait())
-    await asyncio.wait((serving, ended), return_when=asyncio.FIRST_COMPLETED)
-    failure = None if ended.done() else serving.exception()
-    if failure is not None:
-        # The run cannot go on without the environments of this process.
-        send_signal(process, signal.SIGTERM)
-    await ended
-    serving.cancel()
-    await asyncio.gather(serving, return_exceptions=True)
-    return failure
 
 
 async def _serve(plan: _Plan, before: tuple[int, str]) -> None:
@@ -405,13 +388,17 @@ _ends: dict[concurrent.futures.Future[None], _Start] = {}
 def _loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="slipstream", daemon=True).start()
-    atexit.register(_end_all)
+
+    @atexit.register
+    def end_all() -> None:
+        for start in tuple(_ends.values()):
+            start.ask_end()
+        concurrent.futures.wait(tuple(_ends), EXIT_LIMIT_S)
+
     return loop
 
 
-def _awaited(
-    future: concurrent.futures.Future[Result],
-) -> concurrent.futures.Future[Result]:
+def _awaited(future: concurrent.futures.Future[Result]) -> concurrent.futures.Future[Result]:
     """Waits until `future` is done, and returns it.
 
     Looks up now and then: Linux may give a signal to another thread, which wakes no thread that
@@ -424,12 +411,6 @@ def _awaited(
 
 def _submit(call: Coroutine[Any, Any, Result]) -> concurrent.futures.Future[Result]:
     return asyncio.run_coroutine_threadsafe(call, _loop())
-
-
-def _end_all() -> None:
-    for start in tuple(_ends.values()):
-        start.ask_end()
-    concurrent.futures.wait(tuple(_ends), EXIT_LIMIT_S)
 
 
 def main() -> int:

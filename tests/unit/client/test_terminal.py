@@ -121,19 +121,6 @@ def test_errors_cannot_steer_the_screen(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().err == "slipstream: no\\x1b[2Jsuch.toml: no such file\n"
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["run", "a.toml", "--epochs", "3"], "--epochs 3; a setting is section.key=value; see"),
-        (["status", "--limit"], "--limit; see"),
-    ],
-)
-def test_an_option_that_is_no_setting_yet_says_how_settings_are_written(words, says, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(words)
-    assert f"slipstream: unrecognized arguments: {says}" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("kind", ["terminal", "pipe", "full disk"])
 def test_a_run_outlives_the_reader_of_its_screen(kind: str, tmp_path: Path) -> None:
     if kind == "full disk":

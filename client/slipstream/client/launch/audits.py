@@ -11,7 +11,6 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import TypedDict
@@ -59,15 +58,6 @@ class Prompt(TypedDict):
     fault: str
 
 
-@dataclass(frozen=True)
-class _Model:
-    """The model's folder, and what of the settings is about prompts."""
-
-    folder: Path
-    template: Path | None = None
-    values: Mapping[str, JsonValue] = field(default_factory=dict)
-
-
 async def audit_class(
     reference: str, options: Sequence[str], *, python: str, timeout_s: float, model: Path | None
 ) -> int:
@@ -80,14 +70,13 @@ async def audit_class(
     report = await _played(reference, command, timeout_s=timeout_s)
     if report is None:
         return USAGE_ERROR
-    prompts = [] if model is None else await _written([(report, "")], _Model(model))
+    prompts = [] if model is None else await _written([(report, "")], model)
     return _show(reference, report, prompts[0] if prompts else [], 0)
 
 
 async def audit_all(config: Config) -> int:
     """Audits all environments and evaluations of the settings; returns the exit code."""
     sampling, server = config.sampling, config.rollout_server
-    model = _Model(config.model.path, server.chat_template, server.chat_template_kwargs)
     most = sampling.max_prompt_tokens or sampling.max_episode_tokens - 1
     code, seen = 0, []
     for section in (*config.environments, *config.evaluations):
@@ -99,7 +88,10 @@ async def audit_all(config: Config) -> int:
         else:
             seen.append((section, report))
     asked = [(report, values_json(section.chat_template_kwargs)) for section, report in seen]
-    prompts = await _written(asked, model) or [[] for _ in seen]
+    prompts = await _written(
+        asked, config.model.path, template=server.chat_template, values=server.chat_template_kwargs
+    )
+    prompts = prompts or [[] for _ in seen]
     for (section, report), written in zip(seen, prompts, strict=True):
         code = _show(section.name, report, written, most) or code
     for measured, its in seen:
@@ -129,7 +121,13 @@ async def _played(name: str, command: Sequence[str], *, timeout_s: float) -> Rep
     return report
 
 
-async def _written(asked: Sequence[tuple[Report, str]], model: _Model) -> list[list[Prompt]]:
+async def _written(
+    asked: Sequence[tuple[Report, str]],
+    model: Path,
+    *,
+    template: Path | None = None,
+    values: Mapping[str, JsonValue] = {},
+) -> list[list[Prompt]]:
     """Returns what the chat template makes of the openings of each report, with its values.
 
     Without a tokenizer or the packages of a rollout server it says so and returns [].
@@ -140,12 +138,10 @@ async def _written(asked: Sequence[tuple[Report, str]], model: _Model) -> list[l
         say("prompts are not written: transformers is not installed here")
         return []
     question = {
-        "model": str(model.folder),
-        "template": model.template and str(model.template),
-        "values": dict(model.values),
-        "environments": [
-            {"openings": report["openings"], "values": values} for report, values in asked
-        ],
+        "model": str(model),
+        "template": template and str(template),
+        "values": dict(values),
+        "environments": [{"openings": report["openings"], "values": own} for report, own in asked],
     }
     ended = await run_program(
         [sys.executable, "-m", ENGINE_CHECK, "prompts"],
@@ -163,10 +159,20 @@ def _show(name: str, report: Report, prompts: Sequence[Prompt], most: int) -> in
     """Prints a report on one screen; returns the exit code."""
     title, *lines = report["lines"]
     say(f"{name}: {title}, in {report['seconds']:.1f} s")
-    written, surprises = _prompt_lines(prompts, most)
-    for line in (*lines, *written, *(f"! {surprise}" for surprise in surprises)):
+    faults = [prompt["fault"] for prompt in prompts if prompt["fault"]]
+    counts = [prompt["tokens"] for prompt in prompts if not prompt["fault"]]
+    if counts:
+        tokens = f"least {min(counts):,}, median {median(counts):,.0f}, most {max(counts):,}"
+        lines.append(f"tokens of a prompt: {tokens}{f' of at most {most:,}' if most else ''}")
+    if faults:
+        of = f"{len(faults)} of {counted(len(prompts), 'prompt')}"
+        lines.append(f"! {of} cannot be written: {faults[0]}")
+    if most and (longer := sum(count > most for count in counts)):
+        of = f"{longer} of {counted(len(prompts), 'prompt')}"
+        lines.append(f"! {of} have more than {most:,} tokens: their tasks are set aside")
+    for line in lines:
         say(f"  {line}")
-    refused, faults = report["refused"], [prompt["fault"] for prompt in prompts if prompt["fault"]]
+    refused = report["refused"]
     if 2 * len(faults) >= max(len(prompts), 1):
         refused = [*refused, f"most prompts cannot be written: {faults[0]}"]
     for cause in refused:
@@ -174,21 +180,3 @@ def _show(name: str, report: Report, prompts: Sequence[Prompt], most: int) -> in
     if not refused:
         say("  ready")
     return USAGE_ERROR if refused else 0
-
-
-def _prompt_lines(prompts: Sequence[Prompt], most: int) -> tuple[list[str], list[str]]:
-    """Returns a line on the prompts, and what is surprising about them."""
-    faults = [prompt["fault"] for prompt in prompts if prompt["fault"]]
-    counts = [prompt["tokens"] for prompt in prompts if not prompt["fault"]]
-    surprises = []
-    if faults:
-        of = f"{len(faults)} of {counted(len(prompts), 'prompt')}"
-        surprises.append(f"{of} cannot be written: {faults[0]}")
-    if most and (longer := sum(count > most for count in counts)):
-        of = f"{longer} of {counted(len(prompts), 'prompt')}"
-        surprises.append(f"{of} have more than {most:,} tokens: their tasks are set aside")
-    if not counts:
-        return [], surprises
-    tokens = f"least {min(counts):,}, median {median(counts):,.0f}, most {max(counts):,}"
-    room = f" of at most {most:,}" if most else ""
-    return [f"tokens of a prompt: {tokens}{room}"], surprises

@@ -231,12 +231,16 @@ def check_master(scene: Scene) -> str | None:
     """Checks that the trainer ranks can meet here, where rank 0 starts."""
     address = scene.config.learner.master
     host, port = address_parts(address)
-    if not _is_ours(host):
+    try:
+        family, *_, found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((found[0], 0))
+    except OSError:
         if not scene.dry_run:
             raise ConfigError(
                 "learner.master must be an address of this machine, where trainer rank 0 starts, "
                 f"got {address}"
-            )
+            ) from None
         return f"{address} is of another machine, learner node 0"
     if not port:
         return None
@@ -249,16 +253,6 @@ def check_master(scene: Scene) -> str | None:
         ) from error
 
 
-def _is_ours(host: str) -> bool:
-    try:
-        family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind((address[0], 0))
-    except OSError:
-        return False
-    return True
-
-
 def check_interfaces(scene: Scene) -> str | None:
     """Checks the interfaces that variables name, and the route to the rendezvous.
 
@@ -267,7 +261,15 @@ def check_interfaces(scene: Scene) -> str | None:
     learner, present = scene.config.learner, psutil.net_if_addrs()
     for variable, takes_beginning in INTERFACES.items():
         value = os.environ.get(variable, "")
-        if value and not _match(value, list(present), takes_beginning=takes_beginning):
+        # "^" selects all other interfaces, "=" whole names.
+        others, names = value.startswith("^"), value.removeprefix("^")
+        is_whole, names = names.startswith("=") or not takes_beginning, names.removeprefix("=")
+        # NCCL allows a port after a name.
+        wanted = [part.partition(":")[0] for part in names.split(",") if part]
+        selected = (
+            any(name == w if is_whole else name.startswith(w) for w in wanted) for name in present
+        )
+        if value and all(is_wanted is others for is_wanted in selected):
             raise ConfigError(
                 f"{variable}={value} names no interface of this host, which has "
                 f"{', '.join(present)}: unset it, or name one of these"
@@ -282,23 +284,6 @@ def check_interfaces(scene: Scene) -> str | None:
         ) from error
     way = interface_to(learner.host) or ours
     return f"{way} leads to learner.master {learner.master}"
-
-
-def _match(value: str, present: list[str], *, takes_beginning: bool) -> list[str]:
-    """Returns the interfaces among `present` that the `value` of an environment variable selects.
-
-    With `takes_beginning` a name selects all interfaces that begin with it, unless `value` begins
-    with "=". A `value` that begins with "^" selects all other interfaces.
-    """
-    excludes, value = value.startswith("^"), value.removeprefix("^")
-    is_exact, value = value.startswith("=") or not takes_beginning, value.removeprefix("=")
-    # NCCL allows a port after a name.
-    wanted = [part.partition(":")[0] for part in value.split(",") if part]
-    return [
-        name
-        for name in present
-        if any(name == w if is_exact else name.startswith(w) for w in wanted) != excludes
-    ]
 
 
 CHECKS = (

@@ -21,7 +21,6 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
 
 from slipstream.client.launch.placement import TRAINER, Placement
 from slipstream.client.launch.preflight import free_port
@@ -136,15 +135,6 @@ class Child:
         await self.process.wait()
 
 
-def open_log(path: Path) -> BinaryIO:
-    """Opens a log file for appending; raises ConfigError when it cannot be written."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return path.open("ab")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
-
-
 async def start_child(
     name: str,
     module: str,
@@ -159,7 +149,12 @@ async def start_child(
     Raises ConfigError when the log cannot be written.
     """
     command = [sys.executable, "-m", module, *arguments]
-    with open_log(log_path) as log:
+    try:
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        opened = log_path.open("ab")
+    except OSError as error:
+        raise ConfigError(f"{log_path} cannot be written: {error.strerror}") from error
+    with opened as log:
         log_start = log.tell()
         process = await asyncio.create_subprocess_exec(
             *below_this(),
@@ -245,32 +240,22 @@ def last_complaint(path: Path, start: int = 0) -> str:
     said = chosen[-1] if chosen else ""
     thrown = [line.removeprefix(WHAT).lstrip() for line in chosen if line.startswith(WHAT)]
     said = thrown[-1] if thrown else said
-    if not spoken:
-        said = _raised(text.splitlines()) or said
+    whole = text.splitlines()
+    begins = [number for number, line in enumerate(whole) if TRACEBACK in line]
+    if begins and not spoken:
+        # The text that a logger or torchrun puts before each line of the traceback.
+        prefix = whole[begins[-1]].partition(TRACEBACK)[0].removesuffix("Exception Group ")
+        below = [line.removeprefix(prefix) for line in whole[begins[-1] + 1 :]]
+        ends = [number for number, line in enumerate(below) if line[:1].strip(" |+-")]
+        # Further lines of that exception say less; an error after it may be the cause.
+        if ends and not any(NEW_ERROR.match(line) for line in below[ends[0] + 1 :]):
+            said = below[ends[0]].strip() or said
     if SEE_ABOVE in said:
         causes = [line for line in chosen if EXCEPTION.match(line) and SEE_ABOVE not in line]
         said = causes[-1] if causes else said
     for prefix in OUR_PREFIXES:
         said = said.removeprefix(prefix)
     return said
-
-
-def _raised(lines: Sequence[str]) -> str:
-    """Returns the first line of the exception that ends the last traceback, or "".
-
-    Further lines of that exception are left out: they say less. If a new error follows the
-    traceback, the result is "" too.
-    """
-    begins = [number for number, line in enumerate(lines) if TRACEBACK in line]
-    if not begins:
-        return ""
-    # The text that a logger or torchrun puts before each line of the traceback.
-    prefix = lines[begins[-1]].partition(TRACEBACK)[0].removesuffix("Exception Group ")
-    below = [line.removeprefix(prefix) for line in lines[begins[-1] + 1 :]]
-    ends = [number for number, line in enumerate(below) if line[:1].strip(" |+-")]
-    if not ends or any(NEW_ERROR.match(line) for line in below[ends[0] + 1 :]):
-        return ""
-    return below[ends[0]].strip()
 
 
 class RestartPolicy:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from slipstream.client.launch.findings import Finding, Scene, advice, ok, problem
 from slipstream.client.launch.machine import GIB
-from slipstream.client.launch.placement import Placement, Share, fit_here, uses_gpus
+from slipstream.client.launch.placement import Share, fit_here, uses_gpus
 from slipstream.core.configuration.roles import role_settings
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.description import free_memory
@@ -171,23 +171,21 @@ def check_fit(scene: Scene) -> Iterator[Finding]:
         yield ok(f"weights travel by {transport}", area="transport")
     if needs is None:
         return
-    if placement.learner:
-        yield from _gpu_memory(config, placement, needs)
-    elif not placement.servers:
-        yield _main_memory(config, share, needs)
-
-
-def _gpu_memory(config: Config, placement: Placement, needs: Needs) -> Iterator[Finding]:
+    if not placement.learner:
+        if not placement.servers:
+            yield _main_memory(config, share, needs)
+        return
     gpus = list_gpus()
     own = [find_gpu(name, gpus) for name in placement.learner]
     known = [gpu.memory_bytes for gpu in own if gpu is not None]
     if not known:
         return
-    share = config.rollout_server.gpu_memory_utilization
+    utilization = config.rollout_server.gpu_memory_utilization
     # Engines that sleep leave their memory to the step.
     sleeps = config.controller.turns == "sleep"
     engines = 0 if sleeps else max(placement.shared.values(), default=0)
-    room = min(known) * min(1 - engines * share, config.learner.gpu_memory_fraction or 1.0)
+    left = min(1 - engines * utilization, config.learner.gpu_memory_fraction or 1.0)
+    room = min(known) * left
     seen = f"{needs.rank_bytes / GIB:.1f} of {room / GIB:.1f} GiB for a trainer rank"
     if needs.rank_bytes > room:
         remedy = f"{MORE_RANKS}{MORE_OF_SHARED if engines else ''}"
@@ -197,7 +195,7 @@ def _gpu_memory(config: Config, placement: Placement, needs: Needs) -> Iterator[
         yield advice(seen, "lower learner.micro_batch_tokens", area="GPU memory")
     else:
         yield ok(seen, area="GPU memory")
-    engine, area = min(known) * share, "engine memory"
+    engine, area = min(known) * utilization, "engine memory"
     seen = f"{needs.worker_bytes / GIB:.1f} of {engine / GIB:.1f} GiB for an engine's weights"
     remedy = (
         "raise rollout_server.tensor_parallel_size or gpu_memory_utilization: the KV cache has "

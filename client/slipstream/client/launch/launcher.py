@@ -12,7 +12,7 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -445,7 +445,15 @@ def describe_dry_run(config: Config, share: Share) -> tuple[str, tuple[str, ...]
     """
     missing = check_sizes(config)
     config, gpus, misfit = place_dry(config, share)
-    notes = [*(_describe_ranks(config) if share.ranks else ()), *gpus]
+    notes = []
+    models = {"The trainer's ranks:": config} | {
+        f"The {name} in the same ranks:": role for name, role in role_settings(config).items()
+    }
+    for title, settings in models.items() if share.ranks else ():
+        has_experts = read_model_sizes(settings.model.path).experts > 0
+        layout = RankLayout.of(settings.learner.parallel, settings.learner.world_size)
+        notes += [title, *layout.describe(has_experts=has_experts).splitlines(), ""]
+    notes += gpus
     warnings = [*filter(None, [config.algorithm.staleness_warning]), *model_warnings(config)]
     for warning in warnings:
         notes += ["", f"Warning: {warning}"]
@@ -456,16 +464,6 @@ def describe_dry_run(config: Config, share: Share) -> tuple[str, tuple[str, ...]
     comments = "".join(f"# {note}".rstrip() + "\n" for note in notes)
     text = f"{dump_config(without_password(config))}\n{comments}"
     return text, (*missing, *misfit, *lacking)
-
-
-def _describe_ranks(config: Config) -> Iterator[str]:
-    models = {"The trainer's ranks:": config} | {
-        f"The {name} in the same ranks:": role for name, role in role_settings(config).items()
-    }
-    for title, settings in models.items():
-        has_experts = read_model_sizes(settings.model.path).experts > 0
-        layout = RankLayout.of(settings.learner.parallel, settings.learner.world_size)
-        yield from (title, *layout.describe(has_experts=has_experts).splitlines(), "")
 
 
 def place_dry(config: Config, share: Share) -> tuple[Config, list[str], tuple[str, ...]]:

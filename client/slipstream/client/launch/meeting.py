@@ -54,24 +54,20 @@ async def check_setup(scene: Scene) -> str | None:
         answer = await ask_controller(address, Credentials.load(config.security), limit_s)
     for difference in differences(answer, config, of_ranks=of_ranks):
         raise ConfigError(difference)
-    if of_ranks and config.checkpoint.every_steps:
-        await _check_shared(config, answer.setup)
+    deadline_s = time.monotonic() + SHOW_LIMIT_S
+    shares = of_ranks and config.checkpoint.every_steps
+    while shares and not holds_mark(config, answer.setup):
+        if time.monotonic() > deadline_s:
+            raise ConfigError(
+                f"run.dir must be a folder that all nodes of the learner share, but here "
+                f"{config.run.dir / answer.setup.mark} is not that of run {answer.setup.run_id}: "
+                "mount it, or save no checkpoints (checkpoint.every_steps = 0)"
+            )
+        await asyncio.sleep(RETRY_S)
     # The largest difference that the times of the call allow.
     apart_s = max(abs(t - answer.setup.unix_time_s) for t in (answer.asked_s, answer.answered_s))
     same = "same versions and settings"
     return f"{address} answers: {same}, clocks differ by {apart_s:.2f} s at most"
-
-
-async def _check_shared(config: Config, setup: status_pb2.Setup) -> None:
-    deadline_s = time.monotonic() + SHOW_LIMIT_S
-    while not holds_mark(config, setup):
-        if time.monotonic() > deadline_s:
-            raise ConfigError(
-                f"run.dir must be a folder that all nodes of the learner share, but here "
-                f"{config.run.dir / setup.mark} is not that of run {setup.run_id}: mount it, or "
-                "save no checkpoints (checkpoint.every_steps = 0)"
-            )
-        await asyncio.sleep(RETRY_S)
 
 
 async def running_id(scene: Scene) -> str:

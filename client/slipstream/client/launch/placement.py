@@ -175,7 +175,14 @@ def place(config: Config, visible: Visible, *, ranks: int, servers: int) -> Plac
         "rollout_server.devices", config.rollout_server.devices if servers else None, visible
     )
     if for_learner is not None:
-        _check_learner(for_learner, ranks)
+        rule = ""
+        if len(for_learner) != ranks:
+            rule = f"a GPU for each of the {ranks} trainer ranks that start here"
+        elif len(set(for_learner)) < ranks:
+            rule = "each GPU once: NCCL joins no two ranks on one"
+        if rule:
+            got = ", ".join(for_learner) or "none"
+            raise ConfigError(f"learner.devices must name {rule}, got {got}")
     if for_servers is not None:
         _check_servers(for_servers, servers, per_server)
     if not ids:
@@ -234,7 +241,19 @@ def share_memory(config: Config, placement: Placement) -> Config:
     Raises ConfigError when the processes of a GPU would take more memory than the GPU has.
     """
     if placement.shared:
-        config = _share_with_learner(config, placement)
+        server, fraction = config.rollout_server, config.learner.gpu_memory_fraction
+        engines = max(placement.shared.values())
+        if "gpu_memory_utilization" not in server.model_fields_set:
+            share = round(SHARED_UTILIZATION / engines, 4)
+            server = server.model_copy(update={"gpu_memory_utilization": share})
+            config = config.model_copy(update={"rollout_server": server})
+        total = engines * server.gpu_memory_utilization + (fraction or 0.0)
+        if total > 1 and config.controller.turns != "sleep":
+            raise ConfigError(
+                f"on a shared GPU {engines} * rollout_server.gpu_memory_utilization + "
+                "learner.gpu_memory_fraction must be at most 1 without controller.turns = "
+                f'"sleep", got {server.gpu_memory_utilization:g} and {fraction or 0.0:g}'
+            )
     share = config.rollout_server.gpu_memory_utilization
     for gpu, engines in placement.server_gpus.items():
         if engines * share > 1:
@@ -243,23 +262,6 @@ def share_memory(config: Config, placement: Placement) -> Config:
                 f"{engines} * rollout_server.gpu_memory_utilization must be at most 1, "
                 f"got {share:g}"
             )
-    return config
-
-
-def _share_with_learner(config: Config, placement: Placement) -> Config:
-    server, fraction = config.rollout_server, config.learner.gpu_memory_fraction
-    engines = max(placement.shared.values())
-    if "gpu_memory_utilization" not in server.model_fields_set:
-        share = round(SHARED_UTILIZATION / engines, 4)
-        server = server.model_copy(update={"gpu_memory_utilization": share})
-        config = config.model_copy(update={"rollout_server": server})
-    total = engines * server.gpu_memory_utilization + (fraction or 0.0)
-    if total > 1 and config.controller.turns != "sleep":
-        raise ConfigError(
-            f"on a shared GPU {engines} * rollout_server.gpu_memory_utilization + "
-            f'learner.gpu_memory_fraction must be at most 1 without controller.turns = "sleep", '
-            f"got {server.gpu_memory_utilization:g} and {fraction or 0.0:g}"
-        )
     return config
 
 
@@ -307,16 +309,6 @@ def _listed(
             raise ConfigError(f"{name} names GPU {device}, but the visible ones are: {seen}")
         found.append(gpu)
     return tuple(found)
-
-
-def _check_learner(devices: Sequence[str], ranks: int) -> None:
-    rule = ""
-    if len(devices) != ranks:
-        rule = f"a GPU for each of the {ranks} trainer ranks that start here"
-    elif len(set(devices)) < ranks:
-        rule = "each GPU once: NCCL joins no two ranks on one"
-    if rule:
-        raise ConfigError(f"learner.devices must name {rule}, got {', '.join(devices) or 'none'}")
 
 
 def _check_servers(devices: Sequence[str], servers: int, per_server: int) -> None:

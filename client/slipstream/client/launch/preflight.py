@@ -202,12 +202,28 @@ async def check_environments(scene: Scene) -> None:
     config, places = scene.config, asyncio.Semaphore(CHECKS_AT_ONCE)
     play = "controller" in scene.parts
     printed: list[str] = []
-    checks = [
-        asyncio.create_task(_check_environment(section, config, play, places))
-        for section in (*config.environments, *config.evaluations)
-    ]
+
+    async def look(section: PlayedSection) -> tuple[str, tuple[str, ...]]:
+        """Returns the cause of a failure, "" without one, and the lines that were printed."""
+        name, timeout_s = section.name, section.timeout_s
+        check_python(name, section.python)
+        command = audit_command(section, config)
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        audited = ["--cached", str(cache / "slipstream" / "audited")]
+        command += [*audited, "--seconds", str(RUN_AUDIT_S)] if play else ["--no-play"]
+        async with places:
+            with told_when_slow(f"environment {name} is checked, each call within {timeout_s:g} s"):
+                checked = await run_check(command, timeout_s=timeout_s)
+        _pass_on(checked.lines, f"environment {name}: ")
+        if checked.code == 0:
+            return "", checked.lines
+        cause = checked.lines[-1] if checked.lines else f"exited with code {checked.code}"
+        return cause.removeprefix(f"environment {section.reference}: "), checked.lines
+
+    sections = (*config.environments, *config.evaluations)
+    checks = [asyncio.create_task(look(section)) for section in sections]
     try:
-        for section, check in zip((*config.environments, *config.evaluations), checks, strict=True):
+        for section, check in zip(sections, checks, strict=True):
             cause, lines = await check
             printed += [f"environment {section.name}:", *lines]
             if cause:
@@ -221,26 +237,6 @@ async def check_environments(scene: Scene) -> None:
         await asyncio.gather(*checks, return_exceptions=True)
     if play and not scene.leaves_nothing:
         _keep_printed(config, printed)
-
-
-async def _check_environment(
-    section: PlayedSection, config: Config, play: bool, places: asyncio.Semaphore
-) -> tuple[str, tuple[str, ...]]:
-    """Returns the cause of a failure, "" without one, and the lines that were printed."""
-    name, reference, timeout_s = section.name, section.reference, section.timeout_s
-    check_python(section.name, section.python)
-    command = audit_command(section, config)
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    audited = ["--cached", str(Path(cache, "slipstream", "audited")), "--seconds", str(RUN_AUDIT_S)]
-    command += audited if play else ["--no-play"]
-    async with places:
-        with told_when_slow(f"environment {name} is checked, each call within {timeout_s:g} s"):
-            checked = await run_check(command, timeout_s=timeout_s)
-    _pass_on(checked.lines, f"environment {name}: ")
-    if checked.code == 0:
-        return "", checked.lines
-    cause = checked.lines[-1] if checked.lines else f"exited with code {checked.code}"
-    return cause.removeprefix(f"environment {reference}: "), checked.lines
 
 
 async def run_check(command: Sequence[str], *, timeout_s: float, played_s: float = 0.0) -> Ended:

@@ -282,7 +282,20 @@ class RunProcesses:
         and 1 when the run failed with a cause that was already shown.
         """
         if self._controller is None:
-            return await self._wait_for_trainers()
+            # On a further node of the learner.
+            assert self._trainers is not None
+            ends = asyncio.ensure_future(self._trainers.keep())
+            await asyncio.wait((self._stopping, ends), return_when=asyncio.FIRST_COMPLETED)
+            if not ends.done():
+                await end_in_order(ends, self._calls, grace_s=GRACE_S)
+            self._stopping.cancel()
+            ends.cancel()
+            await asyncio.gather(ends, return_exceptions=True)
+            await self._trainers.stop(HURRIED_GRACE_S)
+            failed = [child for child in self._trainers.children if child.process.returncode]
+            if failed:
+                raise RunFailed(failed[0].describe_end())
+            return self._signalled
         keep_trainers = asyncio.ensure_future(self._told("the trainer", self._watch_trainers()))
         forward_stop = asyncio.ensure_future(self._forward_stop())
         waits = asyncio.ensure_future(tell_waits(self._display, self._calls))
@@ -293,7 +306,13 @@ class RunProcesses:
             keep_trainers.cancel()
             waits.cancel()
             if self._display.is_over:
-                await self._let_leave()
+                others = self._tell_running()
+                for child in others:
+                    # A server that had not joined yet would look for the controller.
+                    child.signal(signal.SIGTERM)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(LEAVE_LIMIT_S):
+                        await asyncio.gather(*(child.process.wait() for child in others))
         finally:
             for task in tasks:
                 task.cancel()
@@ -329,20 +348,9 @@ class RunProcesses:
             self._display.tell(f"the run is over; still to end: {names}")
         return running
 
-    async def _let_leave(self) -> None:
-        others = self._tell_running()
-        for child in others:
-            # A server that had not joined yet would look for the controller; the rest is done.
-            child.signal(signal.SIGTERM)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LEAVE_LIMIT_S):
-                await asyncio.gather(*(child.process.wait() for child in others))
-
     async def _start_controller(self) -> Child:
-        log = log_path(self._config.run_dir, CONTROLLER.name)
-        child = await start_child(
-            CONTROLLER.name, CONTROLLER.module, self._config_arguments, log_path=log
-        )
+        name, log = CONTROLLER.name, log_path(self._config.run_dir, CONTROLLER.name)
+        child = await start_child(name, CONTROLLER.module, self._config_arguments, log_path=log)
         self._children.append(child)
         return child
 
@@ -368,7 +376,17 @@ class RunProcesses:
         while True:
             assert self._controller is not None
             controller = await self._controller
-            await self._show_events(controller)
+            show = asyncio.ensure_future(self._watch_events(controller))
+            try:
+                await controller.process.wait()
+                if not self._ended_controller:
+                    # Events that it sent before its end may still arrive; then the call breaks off.
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(EVENTS_LIMIT_S):
+                            await show
+            finally:
+                show.cancel()
+                await asyncio.gather(show, return_exceptions=True)
             code = controller.process.returncode
             is_ending = self._ended_controller or self._failure or self._signalled
             is_told = self._display.is_over or self._display.told_failure
@@ -432,21 +450,6 @@ class RunProcesses:
                 self._killed = failed.describe_end()
             await self._stop_run(failed.describe_end(), failed=True)
 
-    async def _wait_for_trainers(self) -> int:
-        assert self._trainers is not None
-        ends = asyncio.ensure_future(self._trainers.keep())
-        await asyncio.wait((self._stopping, ends), return_when=asyncio.FIRST_COMPLETED)
-        if not ends.done():
-            await end_in_order(ends, self._calls, grace_s=GRACE_S)
-        self._stopping.cancel()
-        ends.cancel()
-        await asyncio.gather(ends, return_exceptions=True)
-        await self._trainers.stop(HURRIED_GRACE_S)
-        failed = [child for child in self._trainers.children if child.process.returncode]
-        if failed:
-            raise RunFailed(failed[0].describe_end())
-        return self._signalled
-
     async def _forward_stop(self) -> None:
         number = await self._stopping
         self._display.warn(f"{number.name}: the run is stopped in order; a second ends it at once")
@@ -471,19 +474,6 @@ class RunProcesses:
         self._display.warn(f"the controller does not answer, {problem}; {ending}")
         self._ended_controller = True
         await controller.stop(HURRIED_GRACE_S)
-
-    async def _show_events(self, controller: Child) -> None:
-        show = asyncio.ensure_future(self._watch_events(controller))
-        try:
-            await controller.process.wait()
-            if not self._ended_controller:
-                # Events that it sent before its end may still arrive; then the call breaks off.
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(EVENTS_LIMIT_S):
-                        await show
-        finally:
-            show.cancel()
-            await asyncio.gather(show, return_exceptions=True)
 
     async def _watch_events(self, controller: Child) -> None:
         self._display.last_event = 0

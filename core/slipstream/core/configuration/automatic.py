@@ -71,7 +71,11 @@ def completed(
     if isinstance(lora, dict) and lora.get("adapters"):
         lora.setdefault("publish", "adapters")
     tables = Tables.model_validate(whole)
-    before = {} if tables.run.resume == "never" else _settings_of(tables.run_dir / CONFIG)
+    before: dict[str, Any] = {}
+    if tables.run.resume != "never":
+        # A folder without readable settings has recorded nothing.
+        with contextlib.suppress(OSError, ValueError):
+            before = parse_toml(read_regular(tables.run_dir / CONFIG).decode())
     if hub != "no":
         bring_files(whole, before, whole=hub == "whole", apart=apart)
         tables = Tables.model_validate(whole)
@@ -133,7 +137,9 @@ def _filled(
     is_for_gpus = tables.model.dtype != "float32" and parameters >= ON_GPUS
     if is_for_gpus:
         kernels = 2 if sizes.experts else 1
-        packed = max(packed, _packed(sizes.layer_parameters / learner.parallel.tp / kernels))
+        layer = sizes.layer_parameters / learner.parallel.tp / kernels
+        tokens = 1 << math.ceil(math.log2(LAYER_WORK / max(layer, 1.0)))
+        packed = max(packed, min(max(tokens, LEAST_PACKED), MOST_PACKED))
     choice("learner.micro_batch_tokens", packed + packed % 2)
     choice("learner.threads", 4 if is_large else 1)
     # Engines that take the whole GPU in turn need the learner's memory.
@@ -164,14 +170,7 @@ def _filled(
     ahead = (algorithm.max_staleness + 1) * groups * size * trajectory
     choice("queue.max_bytes", max(256 * MIB, ahead))
 
-    _choose_weights(choice, parameters, model_bytes)
-    if choice.made:
-        choice.whole["automatic"] = sorted({*tables.automatic, *choice.made})
-    return choice.whole
-
-
-def _choose_weights(choice: _Choice, parameters: int, model_bytes: float) -> None:
-    """Chooses the bucket size, the deadlines of a publish, and `learner.timeout_s`."""
+    # Buckets, the deadlines of a publish, and the longest silence of a rank.
     power = round(math.log2(max(1.0, model_bytes / 32 / MIB)))
     bucket = choice("weights.bucket_mib", 1 << min(9, max(6, power)))
     bucket_s = min(60.0, min(bucket, model_bytes / MIB) * 10 / 64)
@@ -179,11 +178,19 @@ def _choose_weights(choice: _Choice, parameters: int, model_bytes: float) -> Non
     join_s = choice("weights.join_deadline_s", round(min(120.0, 20 + model_bytes / 1e7), 1))
     silence_s = 1800.0 if parameters >= 1e8 else 600.0
     choice("learner.timeout_s", max(silence_s, 2 * (join_s + bucket_s)))
+    if choice.made:
+        choice.whole["automatic"] = sorted({*tables.automatic, *choice.made})
+    return choice.whole
 
 
 def describe_choices(tables: Tables) -> str:
     """Returns one line with the values that a run chose automatically, or "" if there are none."""
-    return ", ".join(f"{key} {_shown(_value(tables, key))}" for key in tables.automatic)
+    shown = []
+    for key in tables.automatic:
+        value = _value(tables, key)
+        text = str(value).lower() if isinstance(value, bool) else str(value)
+        shown.append(f"{key} {value:g}" if isinstance(value, float) else f"{key} {text}")
+    return ", ".join(shown)
 
 
 class _Choice:
@@ -218,12 +225,6 @@ def _value(tables: Tables, key: str) -> object:
     return reduce(getattr, key.split("."), tables)
 
 
-def _shown(value: object) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
 def add_names(table: dict[str, Any]) -> None:
     """Adds missing names: environments are named by class, the run by model and environments."""
     names: list[str] = []
@@ -240,14 +241,6 @@ def add_names(table: dict[str, Any]) -> None:
         parts = [Path(str(path)).absolute().name, *names]
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(parts))
         run.setdefault("name", name.lstrip("._-")[:100] or "run")
-
-
-def _settings_of(path: Path) -> dict[str, Any]:
-    """Returns the settings in the file `path`, or {} if it cannot be read or is no TOML."""
-    try:
-        return parse_toml(read_regular(path).decode())
-    except (OSError, ValueError):
-        return {}
 
 
 def _recorded(table: dict[str, Any]) -> dict[str, JsonValue]:
@@ -277,12 +270,6 @@ def _workers(sizes: ModelSizes, model_bytes: float) -> int:
         if sizes.heads % tp == 0 and (groups % tp == 0 or tp % groups == 0)
     ]
     return next((tp for tp in fitting if model_bytes / tp <= WORKER_BYTES), fitting[-1])
-
-
-def _packed(parameters: float) -> int:
-    """Returns the tokens of a micro batch for layers of so many parameters on a rank."""
-    tokens = 1 << math.ceil(math.log2(LAYER_WORK / max(parameters, 1.0)))
-    return min(max(tokens, LEAST_PACKED), MOST_PACKED)
 
 
 def _replay(tables: Tables, sizes: ModelSizes) -> str:

@@ -7,21 +7,22 @@ file may still be valid TOML, and the settings that it lost would become default
 import hashlib
 import itertools
 import logging
+import operator
 import re
 import sys
 import tomllib
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import tomli_w
 from pydantic import BaseModel, JsonValue, ValidationError
 from pydantic_core import ErrorDetails
 from slipstream.core.configuration.automatic import Hub, completed
 from slipstream.core.configuration.function_sources import source_digests
-from slipstream.core.configuration.other_trainers import VALUES, ours_of
 from slipstream.core.configuration.roles import missing_weights, role_folders, role_problems
 from slipstream.core.configuration.toml_text import MAX_KEY_PARTS, Table, check_values, parse_toml
 from slipstream.core.errors import (
@@ -44,7 +45,7 @@ from slipstream.core.models.model_rules import (
     sees_images,
     vision_problems,
 )
-from slipstream.core.models.model_sizes import ModelSizes, read_model_sizes, read_model_table
+from slipstream.core.models.model_sizes import read_model_sizes, read_model_table
 from slipstream.core.settings.config import NOTES, Config
 from slipstream.core.settings.sections import RUN_NAME
 from slipstream.core.settings.table_rules import trajectory_problems
@@ -120,45 +121,37 @@ def load_config(
         ) from error
     except ValueError as error:
         raise ConfigError(f"{path} is no TOML: {error}") from error
-    if data.startswith(_PREFIX) and (gone := _without_unknown(table)):
-        logger.warning("%s is of an earlier version: %s are no settings", path, ", ".join(gone))
+    if data.startswith(_PREFIX):
+        _drop_unknown(table, path)
     check_values(table, str(path))
     for override in overrides:
         _apply_override(table, override)
     try:
         config = Config.model_validate(completed(table, hub=hub, apart=apart))
     except ValidationError as error:
-        raise ConfigError(f"{_source(path, overrides, error)}: {_worst(error)}") from None
+        place = ".".join(str(part) for part in _chosen(error)["loc"] if part not in _FORMS)
+        keys = [override.partition("=")[0].strip().removeprefix("--") for override in overrides]
+        is_within = any(f"{key}.".startswith(f"{place}.") or not place for key in keys)
+        source = f"{path}{' and command line' * is_within}"
+        if path is None or any(f"{place}.".startswith(f"{key}.") for key in keys):
+            source = "command line"
+        raise ConfigError(f"{source}: {_worst(error)}") from None
     if "sources" not in table and config.algorithm.own_functions:
         config = config.model_copy(update={"sources": source_digests(config.algorithm)})
     return config
 
 
-def _without_unknown(table: Table) -> list[str]:
-    """Takes the keys that are no settings out of a file that a run wrote, and returns them."""
+def _drop_unknown(table: Table, path: Path | None) -> None:
+    """Takes the keys that are no settings out of a file that an earlier version wrote."""
     try:
         Tables.model_validate(table)
     except ValidationError as error:
         unknown = [each["loc"] for each in error.errors() if each["type"] == "extra_forbidden"]
-    else:
-        return []
-    for *parents, last in unknown:
-        place: Any = table
-        for parent in parents:
-            place = place[parent]
-        del place[last]
-    return [".".join(map(str, location)) for location in unknown]
-
-
-def _source(path: Path | None, overrides: Sequence[str], error: ValidationError) -> str:
-    """Returns where the value of an error stands: in the file, on the command line, or both."""
-    place = ".".join(str(part) for part in _chosen(error)["loc"] if part not in _FORMS)
-    keys = [override.partition("=")[0].strip().removeprefix("--") for override in overrides]
-    on_line = [key for key in keys if f"{place}.".startswith(f"{key}.")]
-    if path is None or on_line:
-        return "command line"
-    is_within = any(f"{key}.".startswith(f"{place}.") or not place for key in keys)
-    return f"{path}{' and command line' * is_within}"
+        for *parents, last in unknown:
+            del reduce(operator.getitem, parents, cast(Any, table))[last]
+        gone = ", ".join(".".join(map(str, location)) for location in unknown)
+        if gone:
+            logger.warning("%s is of an earlier version: %s are no settings", path, gone)
 
 
 def parse_config(table: Mapping[str, JsonValue], *, source: str, complete: bool = True) -> Config:
@@ -255,12 +248,27 @@ def check_sizes(config: Config) -> list[str]:
     )
     for problem in problems:
         raise ConfigError(problem)
-    _check_routing(config, sizes)
-    return [
-        *missing_files(config.model.path, config.rollout_server.chat_template),
-        *missing_weights(config),
-        *_missing_checkpoint(config),
-    ]
+    if config.algorithm.router_replay != "off":
+        if not sizes.experts:
+            raise ConfigError(
+                f"algorithm.router_replay = {config.algorithm.router_replay!r} needs a mixture of "
+                f"experts, {config.model.path} holds a dense model"
+            )
+        per_token = sizes.routing_bytes_per_token
+        num_bytes = config.trajectory_bytes(routing_bytes_per_token=per_token)
+        for problem in trajectory_problems(config, num_bytes):
+            raise ConfigError(
+                f"{problem}; algorithm.router_replay adds {per_token} bytes for each token"
+            )
+    missing = missing_files(config.model.path, config.rollout_server.chat_template)
+    missing = [*missing, *missing_weights(config)]
+    files = config.checkpoint.load
+    if files and not any((files / part / "metadata.json").is_file() for part in ("", "state")):
+        missing.append(
+            f"checkpoint.load must be a folder of Megatron's distributed checkpoint files, "
+            f"got {files}, which has no metadata.json"
+        )
+    return missing
 
 
 def model_warnings(config: Config) -> list[str]:
@@ -292,32 +300,6 @@ def vocabulary_size(config: Config) -> int:
     if not (config.model.path / "config.json").is_file():
         return 0
     return read_model_sizes(config.model.path).vocab
-
-
-def _missing_checkpoint(config: Config) -> list[str]:
-    files = config.checkpoint.load
-    if files is None or any((files / p / "metadata.json").is_file() for p in ("", "state")):
-        return []
-    return [
-        f"checkpoint.load must be a folder of Megatron's distributed checkpoint files, "
-        f"got {files}, which has no metadata.json"
-    ]
-
-
-def _check_routing(config: Config, sizes: ModelSizes) -> None:
-    if config.algorithm.router_replay == "off":
-        return
-    if not sizes.experts:
-        raise ConfigError(
-            f"algorithm.router_replay = {config.algorithm.router_replay!r} needs a mixture of "
-            f"experts, {config.model.path} holds a dense model"
-        )
-    per_token = sizes.routing_bytes_per_token
-    num_bytes = config.trajectory_bytes(routing_bytes_per_token=per_token)
-    for problem in trajectory_problems(config, num_bytes):
-        raise ConfigError(
-            f"{problem}; algorithm.router_replay adds {per_token} bytes for each token"
-        )
 
 
 def _apply_override(table: Table, override: str) -> None:
@@ -371,8 +353,16 @@ def _worst(error: ValidationError) -> str:
     """
     if _chosen(error)["type"] != "missing":
         return _describe(_chosen(error))
-    missing = [each for each in error.errors() if each["type"] == "missing"]
-    *others, last = (key for each in missing for key in _required(each["loc"]))
+    keys: list[str] = []
+    for each in error.errors():
+        if each["type"] == "missing":
+            where = ".".join(str(part) for part in each["loc"] if part not in _FORMS)
+            table = _table_at(each["loc"])
+            fields = {} if table is None else table.model_fields
+            # A missing table is named by its required keys.
+            required = [f"{where}.{name}" for name in fields if fields[name].is_required()]
+            keys += [where] if table is None else required
+    *others, last = keys
     return f"{', '.join(others)} and {last} are required" if others else f"{last} is required"
 
 
@@ -383,22 +373,12 @@ def _chosen(error: ValidationError) -> ErrorDetails:
     return next(unknown, errors[0]) if errors[0]["type"] == "missing" else errors[0]
 
 
-def _required(location: tuple[int | str, ...]) -> list[str]:
-    """Returns the required keys of the table at `location`, or `location` if it is no table."""
-    where = ".".join(str(part) for part in location if part not in _FORMS)
-    table = _table_at(location)
-    if table is None:
-        return [where]
-    fields = table.model_fields
-    return [f"{where}.{name}" for name in fields if fields[name].is_required()]
-
-
 def _describe(error: ErrorDetails) -> str:
     where = ".".join(str(part) for part in error["loc"] if part not in _FORMS)
     if error["type"] == "extra_forbidden":
         table = _table_at(error["loc"][:-1])
         known = [] if table is None else [each for each in table.model_fields if each not in NOTES]
-        # The cutoff is higher for tables: another trainer's `trainer` does not mean `tracking`.
+        # The cutoff is higher for tables: `trainer` does not mean `tracking`.
         cutoff = 0.5 if len(error["loc"]) > 1 else 0.7
         name = str(error["loc"][-1])
         near = near_names(name, known, cutoff=cutoff)
@@ -409,14 +389,11 @@ def _describe(error: ErrorDetails) -> str:
         if "." in name and name in _paths(Config):
             parent, _, key = name.rpartition(".")
             hint = f"write {key} into the table {parent}"
-        hint = ours_of(name, error["input"]) or hint
         return f"unknown key {where!r}; {hint}"
     if error["type"] == "missing":
         return f"{where} is required"
     if error["type"] == "value_error":
         message = error["msg"].removeprefix("Value error, ")
-        if other := VALUES.get((where, str(error["input"]))):
-            message += f": {other}"
         return f"{where}: {message}" if where else message
     if error["type"] in ("tuple_type", "list_type") and isinstance(error["input"], dict):
         return f"{where} is a list of tables: write [[{where}]] above each in place of [{where}]"

@@ -20,33 +20,30 @@ def source_digests(algorithm: AlgorithmSection) -> dict[str, str]:
     same folder of `sys.path`; for an installed module, from the same package only. A function whose
     module is not found on this host is left out: another host may have it.
     """
-    names = sorted(set(algorithm.own_functions.values()))
-    found = {name: _digest(name.partition(":")[0]) for name in names}
-    return {name: digest for name, digest in found.items() if digest}
-
-
-def _digest(module: str) -> str:
-    """Returns the digest of the sources of a module and its imports, or "" if it is not found."""
-    folders = (Path(one) for one in (os.getcwd(), *sys.path))
-    folder = next((one for one in folders if _file(module, one)), None)
-    if folder is None:
-        return ""
-    package = module.partition(".")[0] if folder.name in INSTALLED else None
-    files: dict[str, Path] = {}
-    left = [module]
-    while left:
-        name = left.pop()
-        file = _file(name, folder)
-        if file is None or name in files or package not in (None, name.partition(".")[0]):
+    digests = {}
+    for function in sorted(set(algorithm.own_functions.values())):
+        module = function.partition(":")[0]
+        folders = (Path(one) for one in (os.getcwd(), *sys.path))
+        folder = next((one for one in folders if _file(module, one)), None)
+        if folder is None:
             continue
-        files[name] = file
-        for other in (name, *_imports(file, name)):
-            parts = other.split(".")
-            left += [".".join(parts[:size]) for size in range(1, len(parts) + 1)]
-    found = hashlib.sha256()
-    for name, file in sorted(files.items()):
-        found.update(f"{name}\n".encode() + file.read_bytes())
-    return found.hexdigest()
+        package = module.partition(".")[0] if folder.name in INSTALLED else None
+        files: dict[str, Path] = {}
+        left = [module]
+        while left:
+            name = left.pop()
+            file = _file(name, folder)
+            if file is None or name in files or package not in (None, name.partition(".")[0]):
+                continue
+            files[name] = file
+            for other in (name, *_imports(file, name)):
+                parts = other.split(".")
+                left += [".".join(parts[:size]) for size in range(1, len(parts) + 1)]
+        found = hashlib.sha256()
+        for name, file in sorted(files.items()):
+            found.update(f"{name}\n".encode() + file.read_bytes())
+        digests[function] = found.hexdigest()
+    return digests
 
 
 def _file(module: str, folder: Path) -> Path | None:

@@ -1,7 +1,7 @@
 """The settings of the reference and critic models, each checked like the policy's."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from slipstream.core.errors import ConfigError
@@ -95,9 +95,8 @@ def role_problems(config: Config, policy: ModelSizes) -> Iterator[str]:
         role = config.roles.get(name)
         # Without a table the role has the policy's folder and layout, which are already checked.
         if role is not None:
-            for problem in _problems(
-                settings, policy, config.model.path, is_critic=name == "critic"
-            ):
+            is_critic = name == "critic"
+            for problem in _problems(settings, policy, config.model.path, is_critic=is_critic):
                 yield renamed(problem, name, role)
     reference = config.reference
     # A vLLM server ends if a request asks for more likely tokens than the vocabulary has, and a
@@ -142,11 +141,11 @@ def _problems(
             f"{sizes.folder_class} beside a {policy.folder_class}"
         )
     elif sees:
-        mine, others = _images(folder, sizes), _images(policy_folder, policy)
+        images, of_policy = _images(folder, sizes), _images(policy_folder, policy)
         differing = [
-            f"{name} {mine.get(name)}, not {others.get(name)}"
-            for name in sorted({*mine, *others})
-            if mine.get(name) != others.get(name)
+            f"{name} {images.get(name)}, not {of_policy.get(name)}"
+            for name in sorted({*images, *of_policy})
+            if images.get(name) != of_policy.get(name)
         ]
         if differing:
             yield (
@@ -158,28 +157,22 @@ def _problems(
             f"model.path must have the policy's vocabulary of {policy.vocab} tokens, "
             f"got {sizes.vocab} in {folder}"
         )
-    elif other := _other_tokens(folder / "tokenizer.json", policy_folder / "tokenizer.json"):
-        yield f"model.path must have the policy's tokens, but in {folder} {other}"
+    else:
+        # Without either file nothing is compared: weights alone are enough for a role.
+        paths = folder / "tokenizer.json", policy_folder / "tokenizer.json"
+        if all(path.is_file() for path in paths) and paths[0].read_bytes() != paths[1].read_bytes():
+            mine, others = _tokens(paths[0]), _tokens(paths[1])
+            for number in sorted(mine.keys() & others.keys()):
+                if mine[number] != others[number]:
+                    other = f"token {number} is {mine[number]!r}, not {others[number]!r}"
+                    yield f"model.path must have the policy's tokens, but in {folder} {other}"
+                    break
     longest = settings.sampling.max_episode_tokens
     if sizes.max_positions and longest > sizes.max_positions:
         yield (
             f"model.path must have room for sampling.max_episode_tokens = {longest}, "
             f"got {sizes.max_positions_field} {sizes.max_positions} in {folder}"
         )
-
-
-def _other_tokens(path: Path, policy: Path) -> str:
-    """Returns the first token that a tokenizer's file numbers otherwise than the policy's, or "".
-
-    Without either file nothing is compared: weights alone are enough for a role.
-    """
-    if not (path.is_file() and policy.is_file()) or path.read_bytes() == policy.read_bytes():
-        return ""
-    mine, others = _tokens(path), _tokens(policy)
-    for number in sorted(mine.keys() & others.keys()):
-        if mine[number] != others[number]:
-            return f"token {number} is {mine[number]!r}, not {others[number]!r}"
-    return ""
 
 
 def _tokens(path: Path) -> dict[int, str]:
@@ -200,44 +193,32 @@ def _tokens(path: Path) -> dict[int, str]:
 
 def _images(folder: Path, sizes: ModelSizes) -> dict[str, object]:
     """Returns, by name, the settings with which the folder's model turns images into tokens."""
-    table = read_model_table(folder)
-    tower = table.get("vision_config") or {}
+    table, path = read_model_table(folder), folder / "tokenizer.json"
+    tower, whole = table.get("vision_config") or {}, _read_table(folder / "processor_config.json")
+    rows: Mapping[str, object] = {}
+    if sizes.is_nested:
+        try:
+            rows = row_tokens(whole, _read_table(path))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{path} must hold added_tokens with the tokens between rows of an image "
+                f"({type(error).__name__}: {error})"
+            ) from error
+    # As transformers reads an image processor.
+    processor = whole.get("image_processor", _read_table(folder / "preprocessor_config.json"))
+    if not isinstance(processor, dict):
+        raise ConfigError(
+            f"{folder / 'processor_config.json'}: image_processor must be a table, "
+            f"got {processor!r}"
+        )
     return {
-        **_processor(folder),
-        **(_row_tokens(folder) if sizes.is_nested else {}),
+        **processor,
+        **rows,
         "image token": sizes.image_token,
         "spatial_merge_size": tower.get("spatial_merge_size", table.get("spatial_merge_size", 2)),
         "vision_config.patch_size": tower.get("patch_size"),
         "vision_config.temporal_patch_size": tower.get("temporal_patch_size", 2),
     }
-
-
-def _row_tokens(folder: Path) -> dict[str, object]:
-    """Returns the ids of the tokens that end a row and an image, by field of `ROW_TOKENS`.
-
-    Raises ConfigError if tokenizer.json has no valid `added_tokens`.
-    """
-    path = folder / "tokenizer.json"
-    try:
-        return dict(row_tokens(_read_table(folder / "processor_config.json"), _read_table(path)))
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"{path} must hold added_tokens with the tokens between rows of an image "
-            f"({type(error).__name__}: {error})"
-        ) from error
-
-
-def _processor(folder: Path) -> dict[str, object]:
-    """Returns the settings of an image processor, from the file that transformers would read."""
-    whole = _read_table(folder / "processor_config.json")
-    if "image_processor" not in whole:
-        return _read_table(folder / "preprocessor_config.json")
-    found = whole["image_processor"]
-    if not isinstance(found, dict):
-        raise ConfigError(
-            f"{folder / 'processor_config.json'}: image_processor must be a table, got {found!r}"
-        )
-    return found
 
 
 def _read_table(path: Path) -> dict[str, object]:

@@ -61,31 +61,26 @@ def free_memory(root: Path = Path("/")) -> tuple[int, int]:
     A container or a job of a scheduler has such a group. The folder `root` holds /proc and /sys.
     """
     machine = psutil.virtual_memory()
-    free, total = min([(machine.available, machine.total), *_grants(root)])
-    return max(0, free), total
-
-
-def _grants(root: Path) -> Iterator[tuple[int, int]]:
-    """Yields free bytes and limit of each control group, of version 1 or 2, that limits us.
-
-    A group's limit holds for the groups below it too. In a container the path may be that of the
-    host, of which the container sees only its own group, as the topmost one.
-    """
-    try:
+    found = [(machine.available, machine.total)]
+    lines: list[str] = []
+    with contextlib.suppress(OSError):
         lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
     for line in lines:
+        # A group of version 1 or 2, whose limit holds for the groups below it too.
         _, controllers, path = line.split(":", 2)
         mount, names = root / "sys/fs/cgroup", ("max", "current")
         if controllers:
             mount, names = mount / "memory", ("limit_in_bytes", "usage_in_bytes")
         if controllers and "memory" not in controllers.split(","):
             continue
+        # In a container the path may be that of the host, of which the container sees only its own
+        # group, as the topmost one.
         group = mount / path.lstrip("/")
         for folder in (group, *group.parents):
             if folder.is_relative_to(mount):
-                yield from _grant(folder, *names)
+                found += _grant(folder, *names)
+    free, total = min(found)
+    return max(0, free), total
 
 
 def _grant(folder: Path, limit_name: str, used_name: str) -> Iterator[tuple[int, int]]:

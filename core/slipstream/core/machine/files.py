@@ -111,20 +111,16 @@ def remove_abandoned() -> None:
             facts = os.fstat(folder)
             # A volume may set the setgid bit on all folders in it.
             mode = stat.S_IMODE(facts.st_mode) & ~stat.S_ISGID
-            is_ours = facts.st_uid == os.getuid() and mode == 0o700
-            if is_ours and _lock(folder):
-                _remove(path)
+            if facts.st_uid != os.getuid() or mode != 0o700:
+                continue
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                # A process holds it, or locks are unsupported.
+                continue
+            _remove(path)
         finally:
             os.close(folder)
-
-
-def _lock(folder: int) -> bool:
-    """Takes the folder's lock; returns False if a process holds it or locks are unsupported."""
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
 
 
 def _remove(path: Path) -> None:

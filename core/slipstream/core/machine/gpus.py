@@ -142,7 +142,15 @@ def fill_gpus(folder: Path, gpus: Sequence[str], *, alone: bool, limit_s: float)
             files.append(os.open(folder / f"{gpu}.lock", os.O_RDWR | os.O_CREAT, 0o600))
             stack.callback(os.close, files[-1])
         deadline_s = time.monotonic() + limit_s
-        while not _take(files, fcntl.LOCK_EX if alone else fcntl.LOCK_SH):
+        kind = fcntl.LOCK_EX if alone else fcntl.LOCK_SH
+        while True:
+            # All locks or none: two processes that each kept some could wait for each other.
+            try:
+                for file in files:
+                    fcntl.flock(file, kind | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                _leave(files)
             if time.monotonic() > deadline_s:
                 raise RunFailed(
                     f"another process of the run did not end loading on GPU {', '.join(gpus)} "
@@ -154,20 +162,6 @@ def fill_gpus(folder: Path, gpus: Sequence[str], *, alone: bool, limit_s: float)
         finally:
             # `close` alone would not unlock: a forked child has the descriptor too.
             _leave(files)
-
-
-def _take(files: Sequence[int], kind: int) -> bool:
-    """Takes all locks or none, without blocking; returns whether they were taken.
-
-    If a process kept some locks while it waits for others, two processes could deadlock.
-    """
-    try:
-        for file in files:
-            fcntl.flock(file, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        _leave(files)
-        return False
-    return True
 
 
 def _leave(files: Sequence[int]) -> None:

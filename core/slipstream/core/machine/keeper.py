@@ -100,7 +100,20 @@ class Keeper:
         signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
         become_reaper()
         die_with_parent(signal.SIGTERM)
-        self._program = _start(program)
+        self._program = os.fork()
+        if not self._program:
+            try:
+                # A program that signals its own group does not reach the keeper.
+                os.setsid()
+                die_with_parent()
+                with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+                    file.write(EXPENDABLE)
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)
+                program()
+            finally:
+                if sys.exc_info()[1] is not None:
+                    traceback.print_exc()
+                os._exit(127)
         told_to_end = False
         while self._status is None and not self.cause and not told_to_end:
             received = signal.sigtimedwait(_WATCHED, CHECK_PERIOD_S)
@@ -112,7 +125,14 @@ class Keeper:
             if self._status is None:
                 self.cause = self._limits.exceeded(descendants(os.getpid()))
         if told_to_end and os.getppid() == self._parent:
-            self._ask_to_end()
+            if self._status is None:
+                with contextlib.suppress(ProcessLookupError):
+                    # The program leads its group and is not reaped: the pid still belongs to it.
+                    os.killpg(self._program, signal.SIGTERM)
+            until_s = time.monotonic() + GRACE_S
+            while self._status is None and (left_s := until_s - time.monotonic()) > 0:
+                signal.sigtimedwait({signal.SIGCHLD}, left_s)
+                self._reap()
         was_killed = self._status == signal.SIGKILL
         if was_killed and time.monotonic() - self._oom_at_s < OOM_RECENT_S:
             self.cause = "out of memory: the kernel killed it"
@@ -130,16 +150,6 @@ class Keeper:
                 return True
             if pid == self._program:
                 self._status = status
-
-    def _ask_to_end(self) -> None:
-        if self._status is None:
-            with contextlib.suppress(ProcessLookupError):
-                # The program leads its group and is not yet reaped, so the pid still belongs to it.
-                os.killpg(self._program, signal.SIGTERM)
-        until_s = time.monotonic() + GRACE_S
-        while self._status is None and (left_s := until_s - time.monotonic()) > 0:
-            signal.sigtimedwait({signal.SIGCHLD}, left_s)
-            self._reap()
 
     def _kill_all(self) -> None:
         killed: set[Descendant] = set()
@@ -175,41 +185,19 @@ def main(arguments: Sequence[str]) -> NoReturn:
         os.set_inheritable(options.cause_fd, False)
     if sys.platform != "linux":
         os.execvp(options.command[0], options.command)
-    memory = options.memory_bytes, options.memory_setting
+    memory, command = (options.memory_bytes, options.memory_setting), options.command
     keeper = Keeper(ProgramLimits(*memory, options.processes, options.processes_setting))
-    status = keeper.run(lambda: _become(options.command))
+
+    def become() -> NoReturn:
+        try:
+            os.execvp(command[0], command)
+        except OSError as error:
+            print(f"slipstream: {command[0]}: {error.strerror}", file=sys.stderr, flush=True)
+            os._exit(127)
+
+    status = keeper.run(become)
     if keeper.cause:
         os.write(options.cause_fd, f"{keeper.cause}\n".encode())
-    _end_as(status)
-
-
-def _start(program: Callable[[], None]) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
-    try:
-        # A program that signals its own group does not reach the keeper.
-        os.setsid()
-        die_with_parent()
-        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-            file.write(EXPENDABLE)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)
-        program()
-    finally:
-        if sys.exc_info()[1] is not None:
-            traceback.print_exc()
-        os._exit(127)
-
-
-def _become(command: Sequence[str]) -> NoReturn:
-    try:
-        os.execvp(command[0], [*command])
-    except OSError as error:
-        print(f"slipstream: {command[0]}: {error.strerror}", file=sys.stderr, flush=True)
-        os._exit(127)
-
-
-def _end_as(status: int) -> NoReturn:
     if os.WIFSIGNALED(status):
         # The program has left its core file, if any; the keeper's core would be useless.
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -53,9 +53,8 @@ def main() -> None:
     if sys.version_info < MIN_PYTHON:
         found = ".".join(map(str, sys.version_info[:2]))
         _refuse(f"Python 3.11 or newer is needed, {sys.executable} is {found}")
-    missing = [needed for module, needed in NEEDS.items() if not _is_there(module, needed)]
-    if missing:
-        wanted = " ".join(f"'{requirement}'" for requirement in missing)
+    wanted = " ".join(f"'{need}'" for module, need in NEEDS.items() if not _is_there(module, need))
+    if wanted:
         _refuse(
             f"{sys.executable} lacks what a worker needs: {sys.executable} -m pip install {wanted}"
         )

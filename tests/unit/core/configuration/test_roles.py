@@ -9,7 +9,6 @@ from pydantic import JsonValue
 from slipstream.core.configuration.config_file import (
     check_model,
     dump_config,
-    load_config,
     parse_config,
 )
 from slipstream.core.configuration.roles import (
@@ -129,17 +128,6 @@ def test_an_episode_must_fit_the_micro_batches_of_every_role() -> None:
     message = refusal(KL, learner=learner, reference={"parallel": {}})
     assert message.startswith("an episode must fit one micro batch of the reference")
     assert message.endswith("reference.parallel.cp = 8, got 16")
-
-
-def test_the_tables_are_read_back_as_they_were_written(tmp_path: Path) -> None:
-    config = config_with(
-        GAE | KL,
-        critic={"learning_rate": 1e-3, "parallel": {"pp": 1}},
-        reference={"refresh_every_steps": 5},
-    )
-    path = tmp_path / "config.toml"
-    path.write_text(dump_config(config))
-    assert load_config(path) == config
 
 
 def model_folder(folder: Path, **changes: JsonValue) -> Path:

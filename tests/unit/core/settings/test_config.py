@@ -66,13 +66,6 @@ def test_context_parallel_ranks_share_an_episode_that_is_too_long_for_one() -> N
     [
         ("algorithm.max_stalenes", "unknown key 'algorithm.max_stalenes'; did you mean 'max_stale"),
         ("trainer.x", "unknown key 'trainer'; known are run, model, "),
-        # Names of other trainers, alone and in their tables.
-        ("trainer.lr", "unknown key 'trainer'; what other trainers call lr is algorithm.learning_"),
-        (
-            "run.epochs",
-            "unknown key 'run.epochs'; what other trainers call epochs is run.steps (an",
-        ),
-        ("actor.rollout.n", "unknown key 'actor'; what other trainers call n is algorithm.group_"),
         ("algoritm.group_size", "unknown key 'algoritm'; did you mean 'algorithm'?"),
         ("learner.parallel.tpp", "unknown key 'learner.parallel.tpp'; did you mean "),
         # A setting of another table.
