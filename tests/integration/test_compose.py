@@ -9,7 +9,6 @@ import pytest
 from make_lock import pins_of
 from slipstream.client.cli import _parser
 from slipstream.core.configuration.config_file import load_config
-from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import Config
 from slipstream.extensions.redis.connection import REQUIRED_SETTINGS
 from slipstream.protocol.access.security import is_loopback
@@ -20,7 +19,6 @@ from support.rigs.compose_file import (
     GPU_FILE,
     INFINIBAND_FILE,
     ComposeRefused,
-    compose_binary,
     host_path,
     read_env,
     resolve,
@@ -82,11 +80,6 @@ def load(service: dict[str, Any]) -> Config:
     return load_config(host_path(service, str(arguments.path)), overrides)
 
 
-def test_the_parser_is_the_one_that_was_tested_with() -> None:
-    binary = compose_binary()
-    assert binary.stat().st_mode & 0o111, f"{binary} cannot be run"
-
-
 @pytest.mark.parametrize("profile", ROLES)
 @pytest.mark.parametrize("files", FILES)
 @pytest.mark.parametrize("env_file", ENV_FILES, ids=lambda path: path.name)
@@ -123,24 +116,6 @@ def test_a_gpu_host_must_say_which_gpus(tmp_path: Path) -> None:
     resolve(env_file, "rollout-server")
     with pytest.raises(ComposeRefused, match="required variable ROLLOUT_GPUS is missing"):
         resolve(env_file, "rollout-server", files=FILES["gpu"])
-
-
-@pytest.mark.parametrize(
-    ("right", "wrong"),
-    [
-        ("    restart: ", "    restarts: "),
-        ("  image: ", "  imag: "),
-        ("condition: service_healthy", "conditions: service_healthy"),
-        ("\nsecrets:\n", "\nsecret:\n"),
-    ],
-)
-def test_an_unknown_key_is_refused(right: str, wrong: str, tmp_path: Path) -> None:
-    text = COMPOSE_FILE.read_text()
-    assert right in text
-    broken = tmp_path / "docker-compose.yml"
-    broken.write_text(text.replace(right, wrong))
-    with pytest.raises(ComposeRefused, match=r"not allowed|undefined"):
-        resolve(DEPLOY / "env" / "learner-0.env", "learner", files=(broken,))
 
 
 def test_a_variable_that_the_env_file_sets_reaches_both_ends_of_nccl(tmp_path: Path) -> None:
@@ -244,13 +219,6 @@ def test_a_refused_rollout_server_is_not_started_again() -> None:
     # Docker starts nothing again that ended with 0. Who waits long enough needs no second start.
     assert arguments.final
     assert arguments.connect_timeout_s == 3600
-
-
-def test_a_mistyped_override_is_refused() -> None:
-    service = all_services()["rollout-server"]
-    service["command"] = [part.replace("queue.kind", "queue.knid") for part in service["command"]]
-    with pytest.raises(ConfigError, match="did you mean 'kind'"):
-        load(service)
 
 
 def test_health_checks_ask_with_commands_of_ours() -> None:

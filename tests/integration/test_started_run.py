@@ -53,7 +53,7 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_model: Path) -> 
 @pytest.fixture(autouse=True)
 def _ended() -> Iterator[None]:
     yield
-    started_run._end_all()
+    started_run.end_all()
 
 
 def commands() -> list[psutil.Process]:

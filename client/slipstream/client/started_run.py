@@ -388,13 +388,7 @@ _ends: dict[concurrent.futures.Future[None], _Start] = {}
 def _loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="slipstream", daemon=True).start()
-
-    @atexit.register
-    def end_all() -> None:
-        for start in tuple(_ends.values()):
-            start.ask_end()
-        concurrent.futures.wait(tuple(_ends), EXIT_LIMIT_S)
-
+    atexit.register(end_all)
     return loop
 
 
@@ -411,6 +405,13 @@ def _awaited(future: concurrent.futures.Future[Result]) -> concurrent.futures.Fu
 
 def _submit(call: Coroutine[Any, Any, Result]) -> concurrent.futures.Future[Result]:
     return asyncio.run_coroutine_threadsafe(call, _loop())
+
+
+def end_all() -> None:
+    """Ends all runs of this process in order."""
+    for start in tuple(_ends.values()):
+        start.ask_end()
+    concurrent.futures.wait(tuple(_ends), EXIT_LIMIT_S)
 
 
 def main() -> int:

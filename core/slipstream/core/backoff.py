@@ -2,12 +2,7 @@
 
 
 class Backoff:
-    """Gives the pause before the next attempt; the caller sleeps.
-
-    backoff = Backoff(0.2, 5.0)
-    await asyncio.sleep(backoff.take_s())  # 0.2 s, then 0.4 s, ... 5 s
-    backoff.reset()  # after an attempt that succeeded
-    """
+    """Gives the pause before the next attempt; the caller sleeps."""
 
     def __init__(self, first_s: float, max_s: float) -> None:
         self._first_s, self._max_s = first_s, max_s

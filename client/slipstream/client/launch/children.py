@@ -263,10 +263,6 @@ class RestartPolicy:
 
     Two starts are at least 1, 2, 4, ... seconds apart, so a program that ran for long starts again
     at once.
-
-    policy = RestartPolicy(max_restarts=5)
-    while (pause_s := policy.pause_after(exit_code, age_s=age_s)) is not None:
-        ...  # sleep for pause_s, start the program; call `forgive` when it has made progress
     """
 
     def __init__(self, max_restarts: int, *, first_pause_s: float = FIRST_PAUSE_S) -> None:
@@ -319,10 +315,6 @@ async def stop_signal(*, same_order_s: float = SAME_ORDER_S) -> signal.Signals:
 
 class TrainerRanks:
     """Starts the ranks, and restarts them until they end or must not start again.
-
-    ranks = TrainerRanks(config, placement, arguments, ranks=range(2), warn=..., reached=...)
-    failed = await ranks.keep()  # None if all ended normally
-    await ranks.stop(grace_s)
 
     The ranks may die `TRAINER.restarts` times before a new version or a new checkpoint. Ranks that
     train the same steps again after each death reach neither, however long they run.

@@ -39,7 +39,6 @@ from slipstream.client.launch.placement import (
     fit_here,
     learner_node,
     place_here,
-    server_grace_s,
     uses_gpus,
 )
 from slipstream.client.launch.preflight import hold_address, prove_algorithms
@@ -83,6 +82,8 @@ from slipstream.protocol.access.security import Credentials, without_password
 
 REPLAY = "slipstream.learner.trainer.replay"
 EXPORT = "slipstream.learner.trainer.export_checkpoint"
+# Seconds after `rollout_server.drain_timeout_s` in which a server ends its engine.
+SERVER_GRACE_S = 30.0
 # Replies that the end of the quickstart shows.
 SHOWN_REPLIES = 3
 # Seconds in which a queue that another program starts must answer.
@@ -243,7 +244,7 @@ async def run_rollout_server(
         ended = asyncio.ensure_future(child.process.wait())
         await asyncio.wait([stop, ended], return_when=asyncio.FIRST_COMPLETED)
         stop.cancel()
-        await child.stop(server_grace_s(config))
+        await child.stop(config.rollout_server.drain_timeout_s + SERVER_GRACE_S)
     if child.process.returncode == 0:
         say(f"rollout server {name} has left")
         return 0

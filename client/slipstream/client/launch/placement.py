@@ -23,8 +23,6 @@ from slipstream.protocol.weights.transports import Place, choose_transport
 
 LEARNER = "learner"
 QUEUE_ENDS: tuple[QueueEnd, ...] = ("controller", "rollout_server")
-# Seconds after `rollout_server.drain_timeout_s` in which a server ends its engine.
-SERVER_GRACE_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -79,11 +77,6 @@ def learner_node(config: Config, node_rank: int | None) -> Share:
     return Share(range(node_rank * per_node, (node_rank + 1) * per_node), node_rank=node_rank)
 
 
-def server_grace_s(config: Config) -> float:
-    """Returns the seconds that a rollout server has to drain and end its engine."""
-    return config.rollout_server.drain_timeout_s + SERVER_GRACE_S
-
-
 # Share of a GPU that an engine takes next to the learner, unless the settings say it. Models that
 # fit one GPU together with gradients and optimizer gain little from larger caches.
 SHARED_UTILIZATION = 0.4
@@ -100,10 +93,7 @@ class Placement:
 
     @property
     def learner_environment(self) -> dict[str, str]:
-        """The environment variable CUDA_VISIBLE_DEVICES for each trainer rank, or {} without GPUs.
-
-        It lists the GPUs of all ranks that start here; a rank takes the one at its LOCAL_RANK.
-        """
+        """CUDA_VISIBLE_DEVICES of the ranks, each of which takes the one at its LOCAL_RANK."""
         return {VISIBLE: ",".join(self.learner)} if self.learner else {}
 
     def server_environment(self, number: int) -> dict[str, str]:
@@ -129,10 +119,7 @@ class Placement:
         return Counter(gpu for server in self.servers for gpu in set(server))
 
     def describe(self, ranks: range) -> list[str]:
-        """Returns one line for each process, with the GPUs that it gets.
-
-        `ranks` are the trainer ranks of this machine.
-        """
+        """Returns a line for each process with its GPUs; `ranks` are those of this machine."""
         if not self.learner and not self.servers:
             return ["no GPU is used"]
         lines = [

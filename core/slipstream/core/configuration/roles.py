@@ -204,7 +204,7 @@ def _images(folder: Path, sizes: ModelSizes) -> dict[str, object]:
                 f"{path} must hold added_tokens with the tokens between rows of an image "
                 f"({type(error).__name__}: {error})"
             ) from error
-    # As transformers reads an image processor.
+    # The image processor, from the file that transformers would read.
     processor = whole.get("image_processor", _read_table(folder / "preprocessor_config.json"))
     if not isinstance(processor, dict):
         raise ConfigError(

@@ -72,12 +72,7 @@ _NAME = re.compile(r"slipstream-(sockets|sandbox|agent)-[a-z0-9_]{8}")
 
 
 class OwnedFolder:
-    """A private folder of mode 0700 with a short path, since a socket's path has at most 107 bytes.
-
-    folder = OwnedFolder("sockets")
-    ...  # uses folder.path
-    folder.close()
-    """
+    """A private folder of mode 0700, with a path short enough for sockets, which have 107 bytes."""
 
     def __init__(self, kind: Kind) -> None:
         """Makes the folder. On a file system without locks it stays if this process is killed."""
