@@ -105,14 +105,10 @@ class Client:
         address_parts(address)
         self._run_id = run_id
         self._address, self._reconnect_timeout_s = address, reconnect_timeout_s
-        self._credentials = Credentials.load(
-            SecuritySection(
-                token_file=token_file,
-                tls_ca=tls_ca,
-                tls_certificate=tls_certificate,
-                tls_key=tls_key,
-            )
+        self._security = SecuritySection(
+            token_file=token_file, tls_ca=tls_ca, tls_certificate=tls_certificate, tls_key=tls_key
         )
+        self._credentials = Credentials.load(self._security)
         self._errors = CallErrors(address, wants_tls=tls_ca is not None)
         for name, given in (("tls_ca", tls_ca), ("token_file", token_file)):
             if given is None and not is_loopback(address):
@@ -122,8 +118,7 @@ class Client:
                 )
 
     async def __aenter__(self) -> Client:
-        if (security := self._credentials.files) is not None:
-            check_certificates(security)
+        check_certificates(self._security)
         self._channel = open_channel(self._address, self._credentials)
         self._metadata = call_metadata(self._credentials, self._run_id)
         self._environments = environment_pb2_grpc.EnvironmentServiceStub(self._channel)

@@ -163,8 +163,8 @@ def check_security(scene: Scene) -> Iterator[Finding]:
     for path in (security.token_file, security.metrics_token_file, security.tls_key):
         if is_open_to_all(path):
             yield advice(f"every account of this machine may read {path}", f"chmod 600 {path}")
-    if "controller" in scene.parts:
-        check_own(() if credentials.tokens is None else credentials.tokens.lines)
+    if "controller" in scene.parts and credentials.token is not None:
+        check_own((credentials.token, *credentials.further_tokens))
 
 
 def check_exposure(scene: Scene) -> Finding:

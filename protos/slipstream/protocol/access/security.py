@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import hmac
-import logging
 import re
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
 import grpc
@@ -31,10 +28,7 @@ from slipstream.protocol.access.tokens import (
     RIGHTS,
     RUN_KEY,
     TOKEN_KEY,
-    CallMetadata,
-    Tokens,
-    check_certificates,
-    check_shown,
+    check_own,
     may_call,
     needs_run,
     read_secret,
@@ -48,7 +42,6 @@ MAX_MESSAGE_BYTES = 64 << 20
 # Largest request; the largest `max_message_bytes` of a method is a little smaller.
 MAX_REQUEST_BYTES = 33 << 20
 MAX_STREAMS = 4096
-logger = logging.getLogger(__name__)
 
 # Words that redis-py takes for "no".
 _NO = ("0", "f", "false", "n", "no")
@@ -94,8 +87,8 @@ class Credentials:
     ca: bytes | None
     token: str | None
     client_ca: bytes | None = None
-    # The section with the files, which are read again when they change; None without files.
-    files: SecuritySection | None = None
+    # The further lines of the token file, which the controller accepts or takes back.
+    further_tokens: tuple[str, ...] = ()
     # Opens /metrics only.
     metrics_token: str | None = None
 
@@ -106,29 +99,25 @@ class Credentials:
     @classmethod
     def load(cls, section: SecuritySection) -> Credentials:
         """Reads the files; raises ConfigError for a missing file or an invalid token."""
+
+        def read(name: str) -> bytes | None:
+            path: Path | None = getattr(section, name)
+            return None if path is None else read_secret(path, f"security.{name}")
+
+        def tokens(name: str) -> tuple[str | None, ...]:
+            path: Path | None = getattr(section, name)
+            return (None,) if path is None else read_tokens(path, f"security.{name}")
+
+        token, *further = tokens("token_file")
         return cls(
-            certificate=_read_optional(section.tls_certificate, "security.tls_certificate"),
-            key=_read_optional(section.tls_key, "security.tls_key"),
-            ca=_read_optional(section.tls_ca, "security.tls_ca"),
-            client_ca=_read_optional(section.tls_client_ca, "security.tls_client_ca"),
-            token=_first_token(section.token_file, "security.token_file"),
-            metrics_token=_first_token(section.metrics_token_file, "security.metrics_token_file"),
-            files=section,
+            certificate=read("tls_certificate"),
+            key=read("tls_key"),
+            ca=read("tls_ca"),
+            client_ca=read("tls_client_ca"),
+            token=token,
+            further_tokens=tuple(filter(None, further)),
+            metrics_token=tokens("metrics_token_file")[0],
         )
-
-    def same_tls(self, other: Credentials) -> bool:
-        """Whether `other` equals these credentials in everything but `token`."""
-        ours, theirs = (replace(each, token=None) for each in (self, other))
-        return ours == theirs
-
-    @cached_property
-    def tokens(self) -> Tokens | None:
-        """The current tokens of this process, or None if it has none."""
-        if self.token is None:
-            return None
-        if self.files is not None and self.files.token_file is not None:
-            return Tokens.read(self.files.token_file)
-        return Tokens((self.token,))
 
 
 def is_loopback(address: str) -> bool:
@@ -176,12 +165,12 @@ def create_server(
     checked. A handler that fails ends its own call only. Raises ConfigError if a token is a role's,
     since the tokens of other roles cannot be derived from it.
     """
-    tokens = credentials.tokens
     interceptors: list[Interceptor] = [CheckingInterceptor()]
     if run_id is not None:
         interceptors.insert(0, RunInterceptor(run_id))
-    if tokens is not None:
-        interceptors.insert(0, TokenInterceptor(tokens, rates))
+    if credentials.token is not None:
+        tokens = (credentials.token, *credentials.further_tokens)
+        interceptors.insert(0, TokenInterceptor(tokens, rates or CallRates()))
     return grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
 
 
@@ -190,7 +179,14 @@ def bind(server: grpc.aio.Server, address: str, credentials: Credentials) -> int
     check_address(address, credentials, what="the address")
     try:
         if credentials.has_tls and not address.startswith("unix:"):
-            return server.add_secure_port(address, _server_tls(credentials))
+            assert credentials.key is not None
+            assert credentials.certificate is not None
+            tls = grpc.ssl_server_credentials(
+                [(credentials.key, credentials.certificate)],
+                root_certificates=credentials.client_ca,
+                require_client_auth=credentials.client_ca is not None,
+            )
+            return server.add_secure_port(address, tls)
         return server.add_insecure_port(address)
     except RuntimeError as error:
         raise ConfigError(f"cannot listen on {address}: is the port in use?") from error
@@ -202,9 +198,8 @@ def open_channel(address: str, credentials: Credentials) -> grpc.aio.Channel:
     The channel uses TLS if the credentials have a CA or a certificate, except on a unix socket. The
     client presents its certificate to a controller that asks for one.
     """
-    check_address(address, credentials, what="the controller")
-    if _client_tls(credentials, address):
-        return grpc.aio.secure_channel(address, _caller_tls(credentials), options=CHANNEL_OPTIONS)
+    if tls := _caller_tls(address, credentials):
+        return grpc.aio.secure_channel(address, tls, options=CHANNEL_OPTIONS)
     return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
 
 
@@ -214,10 +209,21 @@ def open_blocking_channel(address: str, credentials: Credentials) -> grpc.Channe
     A stream's answers are read in the thread that asks for them, because grpc's own thread would
     have to wake that thread for each answer.
     """
-    check_address(address, credentials, what="the controller")
-    if _client_tls(credentials, address):
-        return grpc.secure_channel(address, _caller_tls(credentials), options=_BLOCKING_OPTIONS)
+    if tls := _caller_tls(address, credentials):
+        return grpc.secure_channel(address, tls, options=_BLOCKING_OPTIONS)
     return grpc.insecure_channel(address, options=_BLOCKING_OPTIONS)
+
+
+def _caller_tls(address: str, credentials: Credentials) -> grpc.ChannelCredentials | None:
+    """Returns the TLS of a channel, None for one without; raises like `check_address`."""
+    check_address(address, credentials, what="the controller")
+    if address.startswith("unix:") or not (credentials.ca or credentials.has_tls):
+        return None
+    return grpc.ssl_channel_credentials(
+        root_certificates=credentials.ca or credentials.certificate,
+        private_key=credentials.key,
+        certificate_chain=credentials.certificate,
+    )
 
 
 def redis_url_of(queue: QueueSection, end: QueueEnd) -> str:
@@ -262,9 +268,12 @@ def without_password(config: Config) -> Config:
     return config.model_copy(update={"queue": queue})
 
 
-def call_metadata(credentials: Credentials, run_id: str | None = None) -> CallMetadata:
-    """Returns the metadata that every call must carry: the current token, and the run's id."""
-    return CallMetadata(credentials.tokens, run_id)
+def call_metadata(
+    credentials: Credentials, run_id: str | None = None
+) -> tuple[tuple[str, str], ...]:
+    """Returns the metadata that every call must carry: the token and the run's id, if known."""
+    token = () if credentials.token is None else ((TOKEN_KEY, f"Bearer {credentials.token}"),)
+    return (*token, *(() if run_id is None else ((RUN_KEY, run_id),)))
 
 
 class RunInterceptor(Interceptor):
@@ -293,15 +302,19 @@ class RunInterceptor(Interceptor):
 class TokenInterceptor(Interceptor):
     """Refuses calls without a valid token, and calls that the token's role may not make."""
 
-    def __init__(self, tokens: Tokens, rates: CallRates | None = None) -> None:
-        """Takes the run's tokens, and the limits of calls, by default `CallRates()`.
-
-        Raises ConfigError if one of the tokens is a role's.
-        """
-        self._tokens, self._rates = tokens, rates or CallRates()
-        self._of: tuple[str, ...] = ()
-        self._expected: list[tuple[bytes, str | None]] = []
-        tokens.serve()
+    def __init__(self, tokens: Sequence[str], rates: CallRates) -> None:
+        """Takes the lines of the token file; raises ConfigError if one is a role's token."""
+        check_own(tokens)
+        self._rates = rates
+        refused = {line[1:] for line in tokens if line.startswith("-")}
+        # What callers show, and its role: None for the run's own token.
+        self._expected = [
+            (f"Bearer {token}".encode(), role)
+            for line in tokens
+            if not line.startswith("-")
+            for token, role in [(line, None), *((role_token(line, r), r) for r in RIGHTS)]
+            if token not in refused
+        ]
 
     async def intercept_service(
         self,
@@ -314,7 +327,9 @@ class TokenInterceptor(Interceptor):
         handler = await continuation(handler_call_details)
         if handler is None:
             return handler
-        roles = self._roles_of(shown.encode())
+        # Tokens are compared in constant time.
+        found = shown.encode()
+        roles = [role for token, role in self._expected if hmac.compare_digest(found, token)]
         if not roles:
             text = "the token is missing or wrong (security.token_file)"
             code, reason = grpc.StatusCode.UNAUTHENTICATED, Reason.WRONG_TOKEN
@@ -324,75 +339,3 @@ class TokenInterceptor(Interceptor):
         text = f"the token of a {roles[0]} does not open {method} (docs/security.md)"
         code, reason = grpc.StatusCode.PERMISSION_DENIED, Reason.NOT_OF_THE_ROLE
         return self._rates.refusals.refusing(handler, code, text, reason)
-
-    def _roles_of(self, shown: bytes) -> list[str | None]:
-        """Returns the roles of a token: [None] for the run's own, [] for an unknown token.
-
-        Tokens are compared in constant time.
-        """
-        if (lines := self._tokens.lines) != self._of:
-            self._of = lines
-            refused = {line[1:] for line in lines if line.startswith("-")}
-            self._expected = [
-                (f"Bearer {token}".encode(), role)
-                for line in lines
-                if not line.startswith("-")
-                for token, role in [(line, None), *((role_token(line, r), r) for r in RIGHTS)]
-                if token not in refused
-            ]
-        return [role for token, role in self._expected if hmac.compare_digest(shown, token)]
-
-
-def _caller_tls(credentials: Credentials) -> grpc.ChannelCredentials:
-    return grpc.ssl_channel_credentials(
-        root_certificates=credentials.ca or credentials.certificate,
-        private_key=credentials.key,
-        certificate_chain=credentials.certificate,
-    )
-
-
-def _server_tls(credentials: Credentials) -> grpc.ServerCredentials:
-    """Returns TLS credentials that read a changed certificate again at the next handshake."""
-    shown, told = credentials, ""
-
-    def configuration() -> grpc.ServerCertificateConfiguration:
-        assert shown.key is not None
-        assert shown.certificate is not None
-        pair = (shown.key, shown.certificate)
-        return grpc.ssl_server_certificate_configuration([pair], root_certificates=shown.client_ca)
-
-    # None, which gRPC takes for "as before", is missing in its type stubs.
-    def changed() -> Any:  # noqa: ANN401
-        nonlocal shown, told
-        if (section := credentials.files) is None or section.tls_certificate is None:
-            return None
-        try:
-            found = Credentials.load(section)
-            if found.same_tls(shown):
-                return None
-            check_certificates(section)
-            check_shown(section, None)
-        except (ConfigError, OSError) as error:
-            # Perhaps only one of the two files has been replaced so far. Each handshake asks again.
-            if told != str(error):
-                told = str(error)
-                logger.warning("the certificate stays as it was: %s", error)
-            return None
-        shown, told = found, ""
-        return configuration()
-
-    return grpc.dynamic_ssl_server_credentials(
-        configuration(), changed, require_client_authentication=credentials.client_ca is not None
-    )
-
-
-def _client_tls(credentials: Credentials, address: str) -> bool:
-    return not address.startswith("unix:") and (credentials.ca is not None or credentials.has_tls)
-
-
-def _first_token(path: Path | None, what: str) -> str | None:
-    return None if path is None else read_tokens(path, what)[0]
-
-
-def _read_optional(path: Path | None, what: str) -> bytes | None:
-    return None if path is None else read_secret(path, what)

@@ -5,21 +5,17 @@ token as the key. So the controller keeps one secret, and a host gets only the t
 deploy/make_certificates.sh writes the tokens of all roles.
 
 The first line of a token file is the token that its owner sends. The controller also accepts the
-tokens in further lines. A file is read again when it changes. To replace the token during a run,
-write the new token into the first line, and keep the old one below it until all hosts have the new
-token. A line `-TOKEN` in the controller's file takes back a role's token that a line above it made.
+tokens in further lines. A line `-TOKEN` in the controller's file takes back a role's token that a
+line above it made. Files are read when a process starts.
 """
 
 from __future__ import annotations
 
 import hmac
-import logging
-import os
 import ssl
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import overload
 
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.address import address_parts
@@ -43,8 +39,6 @@ RIGHTS: dict[str, tuple[str, ...]] = {
     "client": ("EnvironmentService/",),
     "reader": (),
 }
-
-logger = logging.getLogger(__name__)
 
 
 def role_token(token: str, role: str) -> str:
@@ -137,80 +131,6 @@ def is_open_to_all(path: Path | None) -> bool:
     return path is not None and bool(path.stat().st_mode & stat.S_IROTH)
 
 
-class Tokens:
-    """The tokens of one process; a token file is read again when it changes."""
-
-    def __init__(self, lines: Sequence[str], path: Path | None = None) -> None:
-        self._lines, self._path = tuple(lines), path
-        self._is_controllers = False
-        self._seen = self._look()
-
-    @classmethod
-    def read(cls, path: Path) -> Tokens:
-        """Reads a token file; raises ConfigError if it cannot be read or has an invalid token."""
-        # The file's state is read before its text, so that a change in between is noticed later.
-        tokens = cls((), path)
-        tokens._lines = read_tokens(path)
-        return tokens
-
-    def serve(self) -> None:
-        """Holds the tokens, and those of later contents of the file, to be the run's own.
-
-        Raises ConfigError if they are not; warns of a file that everybody may read.
-        """
-        check_own(self._lines)
-        self._is_controllers = True
-        if is_open_to_all(self._path):
-            logger.warning("every account may read security.token_file %s", self._path)
-
-    @property
-    def lines(self) -> tuple[str, ...]:
-        """The current tokens; if the file has changed and is invalid, they stay as they were."""
-        if self._path is not None and (seen := self._look()) != self._seen:
-            self._seen = seen
-            try:
-                found = read_tokens(self._path)
-                if self._is_controllers:
-                    check_own(found)
-                self._lines = found
-            except ConfigError as error:
-                logger.warning("the token stays as it was: %s", error)
-        return self._lines
-
-    def _look(self) -> tuple[int, int, int] | None:
-        try:
-            found = os.stat(self._path) if self._path is not None else None
-        except OSError:
-            return None
-        return found and (found.st_mtime_ns, found.st_size, found.st_ino)
-
-
-class CallMetadata(Sequence[tuple[str, str]]):
-    """Metadata of gRPC calls: the token that is current when read, and the run's id, if known."""
-
-    def __init__(self, tokens: Tokens | None, run_id: str | None = None) -> None:
-        self._tokens = tokens
-        self._run = ((RUN_KEY, run_id),) if run_id is not None else ()
-
-    def _now(self) -> tuple[tuple[str, str], ...]:
-        if self._tokens is None:
-            return self._run
-        return ((TOKEN_KEY, f"Bearer {self._tokens.lines[0]}"), *self._run)
-
-    @overload
-    def __getitem__(self, index: int) -> tuple[str, str]: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[tuple[str, str]]: ...
-    def __getitem__(self, index: int | slice) -> tuple[str, str] | Sequence[tuple[str, str]]:
-        return self._now()[index]
-
-    def __iter__(self) -> Iterator[tuple[str, str]]:
-        return iter(self._now())
-
-    def __len__(self) -> int:
-        return len(self._now())
-
-
 def check_certificates(security: SecuritySection) -> None:
     """Raises ConfigError if TLS files cannot be loaded, or certificate and key do not match."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -237,16 +157,7 @@ def check_own_certificate(config: Config) -> None:
     """
     security, address = config.security, config.controller.address
     check_certificates(security)
-    if not address.startswith("unix:"):
-        check_shown(security, address)
-
-
-def check_shown(security: SecuritySection, address: str | None) -> None:
-    """Raises ConfigError if clients would refuse this machine's certificate.
-
-    Without `address`, the controller's, any name in the certificate is fine.
-    """
-    if security.tls_certificate is None:
+    if security.tls_certificate is None or address.startswith("unix:"):
         return
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     server.load_cert_chain(security.tls_certificate, security.tls_key, password=lambda: "")
@@ -259,10 +170,8 @@ def check_shown(security: SecuritySection, address: str | None) -> None:
         server.verify_mode = ssl.CERT_REQUIRED
         server.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
         server.load_verify_locations(security.tls_client_ca)
-    client.check_hostname = address is not None
     there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
-    host = address_parts(address)[0] if address is not None else None
-    asking = client.wrap_bio(back, there, server_hostname=host)
+    asking = client.wrap_bio(back, there, server_hostname=address_parts(address)[0])
     answering = server.wrap_bio(there, back, server_side=True)
     for end in (asking, answering, asking, answering):
         try:
@@ -270,7 +179,7 @@ def check_shown(security: SecuritySection, address: str | None) -> None:
         except ssl.SSLWantReadError:
             continue
         except ssl.SSLCertVerificationError as error:
-            judge = f"every client of controller.address {address}" if address else "every client"
+            judge = f"every client of controller.address {address}"
             if end is answering:
                 judge = f"security.tls_client_ca {security.tls_client_ca}, where ranks show it"
             raise ConfigError(

@@ -376,59 +376,6 @@ async def test_a_controller_may_ask_callers_for_a_certificate(tmp_path: Path) ->
                 assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
-@pytest.mark.process
-async def test_a_certificate_changes_while_the_run_goes_on(tmp_path: Path) -> None:
-    first = make_certificate(tmp_path / "first", "DNS:localhost")
-    later = make_certificate(tmp_path / "later", "DNS:localhost")
-    shown, key = tmp_path / "server.pem", tmp_path / "server.key"
-    shown.write_bytes(first.read_bytes())
-    key.write_bytes(first.with_name("key.pem").read_bytes())
-    serving = Credentials.load(SecuritySection(tls_certificate=shown, tls_key=key))
-    async with serving_at("localhost", serving) as address:
-
-        async def trusts(authority: Path) -> bool:
-            calling = Credentials.load(SecuritySection(tls_ca=authority))
-            async with open_channel(address, calling) as channel:
-                try:
-                    return await call(channel, "UnaryUnary", calling) == b"hello"
-                except grpc.aio.AioRpcError:
-                    return False
-
-        assert [await trusts(first), await trusts(later)] == [True, False]
-        key.write_bytes(later.with_name("key.pem").read_bytes())
-        # Key and certificate are no pair until the second file is there too.
-        assert [await trusts(first), await trusts(later)] == [True, False]
-        shown.write_bytes(later.read_bytes())
-        assert [await trusts(first), await trusts(later)] == [False, True]
-
-
-@pytest.mark.process
-@pytest.mark.parametrize("fault", ["expired", "another authority"])
-async def test_a_certificate_that_callers_would_refuse_is_not_taken_over(fault, tmp_path, caplog):
-    first = make_certificate(tmp_path / "first", "DNS:localhost")
-    bad = make_certificate(tmp_path / "bad", "DNS:localhost", days=-1 if fault == "expired" else 2)
-    shown, key = tmp_path / "server.pem", tmp_path / "server.key"
-    files = {"tls_certificate": shown, "tls_key": key}
-    if fault == "another authority":
-        files["tls_ca"] = first
-
-    def put(certificate: Path) -> None:
-        shown.write_bytes(certificate.read_bytes())
-        key.write_bytes(certificate.with_name("key.pem").read_bytes())
-
-    put(first)
-    serving = Credentials.load(SecuritySection(**files))
-    calling = Credentials.load(SecuritySection(tls_ca=first))
-    async with serving_at("localhost", serving) as address:
-        put(bad)
-        # Each has a connection of its own.
-        for _ in range(3):
-            async with open_channel(address, calling) as channel:
-                assert await call(channel, "UnaryUnary", calling) == b"hello"
-    assert caplog.text.count("the certificate stays as it was") == 1
-    assert "is refused by every client" in caplog.text
-
-
 class Listener(grpc.GenericRpcHandler):
     """Notes what reaches a server."""
 

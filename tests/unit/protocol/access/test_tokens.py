@@ -1,9 +1,8 @@
-"""Tokens of roles open what the role needs; files of tokens are read again when they change."""
+"""Tokens of roles open what the role needs."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 import subprocess
 from collections import Counter
 from collections.abc import Iterator
@@ -17,13 +16,12 @@ from slipstream.protocol.access.checked_calls import MAX_TOLD, CallRates, Refusa
 from slipstream.protocol.access.exposure import rendezvous_secret
 from slipstream.protocol.access.security import (
     Credentials,
-    TokenInterceptor,
     bind,
     call_metadata,
     create_server,
     open_channel,
 )
-from slipstream.protocol.access.tokens import RIGHTS, Tokens, may_call, role_of, role_token
+from slipstream.protocol.access.tokens import RIGHTS, may_call, read_tokens, role_of, role_token
 from slipstream.v1 import environment_pb2, fleet_pb2, status_pb2, trainer_pb2, trajectory_pb2
 from support.rigs.small_disks import small_disk
 from support.rigs.waiting import LIMIT_S, until
@@ -81,7 +79,7 @@ def test_ranks_meet_with_the_runs_token_and_with_that_of_trainers() -> None:
 
 def test_a_controller_with_the_token_of_a_role_does_not_start() -> None:
     with pytest.raises(ConfigError, match="needs the run's own token, this is that of a trainer"):
-        TokenInterceptor(Tokens((TOKEN, role_token(TOKEN, "trainer"))))
+        create_server(holding(role_token(TOKEN, "trainer")))
 
 
 @pytest.mark.process
@@ -157,81 +155,20 @@ async def test_a_call_beyond_its_role_is_refused_in_one_line() -> None:
     await server.stop(None)
 
 
-def write(path: Path, text: str) -> None:
-    """Puts a new file in the place, as whoever changes secrets does."""
-    path.with_suffix(".new").write_text(text)
-    os.replace(path.with_suffix(".new"), path)
-
-
-async def test_a_token_changes_while_the_run_goes_on(tmp_path: Path) -> None:
-    ours, theirs = tmp_path / "controller", tmp_path / "host"
-    write(ours, OLD)
-    write(theirs, OLD)
-    serving = Credentials.load(SecuritySection(token_file=ours))
-    calling = Credentials.load(SecuritySection(token_file=theirs))
-    server = create_server(serving)
-    server.add_generic_rpc_handlers((Answers(),))
-    address = f"127.0.0.1:{bind(server, '127.0.0.1:0', serving)}"
-    await server.start()
-    method = "/slipstream.v1.FleetService/Join"
-    async with open_channel(address, calling) as channel:
-
-        async def told() -> str:
-            return await answer_to(channel, method, calling)
-
-        assert await told() == "OK"
-        write(ours, f"{NEW}\n{OLD}\n")
-        assert await told() == "OK"
-        write(theirs, role_token(NEW, "rollout-server"))
-        assert await told() == "OK"
-        # While a file cannot be used, what it said last counts.
-        write(ours, "short")
-        assert await told() == "OK"
-        write(ours, NEW)
-        assert await told() == "OK"
-        assert await answer_to(channel, method, holding(OLD)) == "UNAUTHENTICATED"
-    await server.stop(None)
-
-
-async def test_a_roles_token_in_the_runs_place_changes_nothing(tmp_path: Path, caplog) -> None:
-    # The tokens of all roles are made from the run's: everybody would be locked out.
-    write(tmp_path / "token", OLD)
+async def test_further_tokens_are_accepted_and_that_of_one_role_is_taken_back(tmp_path) -> None:
+    lost = role_token(OLD, "reader")
+    (tmp_path / "token").write_text(f"{NEW}\n{OLD}\n-{lost}\n")
     serving = Credentials.load(SecuritySection(token_file=tmp_path / "token"))
-    create_server(serving)
-    assert serving.tokens is not None
-    for text in (role_token(NEW, "reader"), f"{NEW}\n{role_token(NEW, 'reader')}"):
-        write(tmp_path / "token", text)
-        assert serving.tokens.lines == (OLD,)
-    assert caplog.text.count("needs the run's own token, this is that of a reader") == 2
-
-
-async def test_the_token_of_one_role_is_taken_back_alone(tmp_path: Path) -> None:
-    file = tmp_path / "token"
-    write(file, OLD)
-    serving = Credentials.load(SecuritySection(token_file=file))
     server = create_server(serving)
     server.add_generic_rpc_handlers((Answers(),))
     address = f"127.0.0.1:{bind(server, '127.0.0.1:0', serving)}"
     await server.start()
     method = "/slipstream.v1.StatusService/GetStatus"
-    lost = role_token(OLD, "reader")
     async with open_channel(address, serving) as channel:
-        assert await answer_to(channel, method, holding(lost)) == "OK"
-        # Readers get a token that is made from another line.
-        write(file, f"{OLD}\n{NEW}\n-{lost}\n")
         assert await answer_to(channel, method, holding(lost)) == "UNAUTHENTICATED"
-        others = (OLD, role_token(OLD, "trainer"), role_token(NEW, "reader"))
-        assert [await answer_to(channel, method, holding(each)) for each in others] == ["OK"] * 3
+        others = (NEW, OLD, role_token(OLD, "trainer"), role_token(NEW, "reader"))
+        assert [await answer_to(channel, method, holding(each)) for each in others] == ["OK"] * 4
     await server.stop(None)
-
-
-@pytest.mark.parametrize("mode", [0o600, 0o644])
-def test_a_token_file_that_everybody_may_read_gets_a_line(mode: int, tmp_path, caplog) -> None:
-    write(tmp_path / "token", TOKEN)
-    (tmp_path / "token").chmod(mode)
-    Tokens.read(tmp_path / "token").serve()
-    line = f"every account may read security.token_file {tmp_path / 'token'}"
-    assert [record.getMessage() for record in caplog.records] == [line] * (mode == 0o644)
 
 
 async def test_refused_callers_are_told_once_a_minute(caplog) -> None:
@@ -276,7 +213,7 @@ async def test_a_refused_call_is_in_the_log_with_its_host(caplog) -> None:
 def test_each_line_of_a_token_file_must_be_a_token(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "token").write_text(text)
     with pytest.raises(ConfigError, match=message):
-        Tokens.read(tmp_path / "token")
+        read_tokens(tmp_path / "token")
 
 
 async def test_a_host_that_floods_calls_under_one_role_hurts_no_other_role() -> None:
