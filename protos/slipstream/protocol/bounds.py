@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescriptor
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 from slipstream.core.errors import ProtocolError
 from slipstream.v1 import bounds_pb2
@@ -124,16 +124,18 @@ def _check_message(message: Message) -> None:
 @functools.cache
 def _checks(descriptor: Descriptor) -> dict[FieldDescriptor, _Check]:
     """Returns the check of each field, without fields whose values are always valid."""
-    made = {field: _field_check(field) for field in descriptor.fields}
-    return {field: check for field, check in made.items() if check is not None}
-
-
-def _field_check(field: FieldDescriptor) -> _Check | None:
-    entry = field.message_type
-    if entry is not None and entry.GetOptions().map_entry:
-        return _map_check(field, entry)
-    one = _value_check(field, bound_of(field))
-    return one if not field.is_repeated else _list_check(field, one)
+    made: dict[FieldDescriptor, _Check] = {}
+    for field in descriptor.fields:
+        entry = field.message_type
+        if entry is not None and entry.GetOptions().map_entry:
+            made[field] = _map_check(field, entry)
+            continue
+        one = _value_check(field, bound_of(field))
+        if field.is_repeated:
+            made[field] = _list_check(field, one)
+        elif one is not None:
+            made[field] = one
+    return made
 
 
 def _list_check(field: FieldDescriptor, one: _Check | None) -> _Check:
@@ -202,15 +204,17 @@ def _map_check(field: FieldDescriptor, entry: Descriptor) -> _Check:
     bound = bound_of(field)
     assert bound is not None, f"{field.full_name} states no bound"
     most = bound.max_items
-    key = _value_check(entry.fields_by_name["key"], bound) or _nothing
-    value = _value_check(entry.fields_by_name["value"], bound) or _nothing
+    key = _value_check(entry.fields_by_name["key"], bound)
+    value = _value_check(entry.fields_by_name["value"], bound)
 
     def check(values: Mapping[object, object]) -> None:
         _count(len(values), most)
         for name, content in values.items():
             try:
-                key(name)
-                value(content)
+                if key is not None:
+                    key(name)
+                if value is not None:
+                    value(content)
             except _OutOfBounds as broken:
                 broken.path = f"[{shown(str(name))}]{broken.path}"
                 raise
@@ -218,57 +222,46 @@ def _map_check(field: FieldDescriptor, entry: Descriptor) -> _Check:
     return check
 
 
-def _nothing(value: object) -> None:
-    """Accepts every value: the check of a map's keys or values without a bound."""
-
-
 def _value_check(field: FieldDescriptor, bound: bounds_pb2.Bound | None) -> _Check | None:
+    """Returns the check of one value of a field, or None if every value is valid."""
     if field.message_type is not None:
         return _check_message
-    if field.enum_type is not None:
-        return _enum_check(field.enum_type)
+    if (kind := field.enum_type) is not None:
+        known = frozenset(kind.values_by_number)
+
+        def check_enum(value: int) -> None:
+            if value not in known:
+                raise _OutOfBounds(f"must be a value of {kind.name}, got {value}")
+
+        return check_enum
     if field.type == FieldDescriptor.TYPE_BOOL:
         return None
     assert bound is not None, f"{field.full_name} states no bound"
     if field.type in _TEXTS:
-        return _text_check(bound)
-    return None if bound.any else _number_check(bound, is_real=field.type in _REALS)
+        longest, alphabet = bound.max_bytes, _ALPHABETS.get(bound.alphabet)
 
+        def check_text(value: str | bytes) -> None:
+            size = len(value)
+            # A text of n characters has n to 4 n bytes: most are known to fit without encoding.
+            if 4 * size > longest and isinstance(value, str):
+                size = len(value.encode())
+            if size > longest:
+                raise _OutOfBounds(f"must have at most {longest} bytes, got {size}")
+            if alphabet is not None and isinstance(value, str) and alphabet[0].search(value):
+                raise _OutOfBounds(f"must hold {alphabet[1]}, got {shown(value)}")
 
-def _enum_check(kind: EnumDescriptor) -> _Check:
-    known = frozenset(kind.values_by_number)
+        return check_text
+    if bound.any:
+        return None
+    least, most = bound.min, bound.max
+    if field.type not in _REALS:
+        least, most = int(least), int(most)
 
-    def check(value: int) -> None:
-        if value not in known:
-            raise _OutOfBounds(f"must be a value of {kind.name}, got {value}")
-
-    return check
-
-
-def _text_check(bound: bounds_pb2.Bound) -> _Check:
-    most, alphabet = bound.max_bytes, _ALPHABETS.get(bound.alphabet)
-
-    def check(value: str | bytes) -> None:
-        size = len(value)
-        # A text of n characters has n to 4 n bytes: most are known to fit without encoding them.
-        if 4 * size > most and isinstance(value, str):
-            size = len(value.encode())
-        if size > most:
-            raise _OutOfBounds(f"must have at most {most} bytes, got {size}")
-        if alphabet is not None and isinstance(value, str) and alphabet[0].search(value):
-            raise _OutOfBounds(f"must hold {alphabet[1]}, got {shown(value)}")
-
-    return check
-
-
-def _number_check(bound: bounds_pb2.Bound, *, is_real: bool) -> _Check:
-    least, most = (bound.min, bound.max) if is_real else (int(bound.min), int(bound.max))
-
-    def check(value: float) -> None:
+    def check_number(value: float) -> None:
         if not least <= value <= most:
             raise _OutOfBounds(f"must be between {least:g} and {most:g}, got {value}")
 
-    return check
+    return check_number
 
 
 def _count(size: int, most: int) -> None:

@@ -5,6 +5,7 @@ needs. It appears by a rename when it is complete, and never changes; `manifest.
 file. Folders that a crash left behind end in `.partial`.
 """
 
+import contextlib
 import hashlib
 import os
 import re
@@ -93,7 +94,12 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 
 def complete_steps(folder: Path) -> list[int]:
     """Returns the versions with a complete checkpoint, ascending."""
-    return sorted(step for step, path in _candidates(folder) if _has_manifest(path))
+    found = []
+    for step, path in _candidates(folder):
+        with contextlib.suppress(OSError):
+            if (path / MANIFEST_NAME).is_file():
+                found.append(step)
+    return sorted(found)
 
 
 def passed_over(folder: Path) -> list[Path]:
@@ -107,13 +113,6 @@ def _candidates(folder: Path) -> list[tuple[int, Path]]:
         return []
     matches = [(_NAME_FORM.fullmatch(path.name), path) for path in folder.iterdir()]
     return [(int(match[1]), path) for match, path in matches if match]
-
-
-def _has_manifest(path: Path) -> bool:
-    try:
-        return (path / MANIFEST_NAME).is_file()
-    except OSError:
-        return False
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -204,23 +203,6 @@ def check_files(
             )
 
 
-def publish_folder(partial: Path) -> Path:
-    """Renames a complete `.partial` folder to its final name, and returns the new path.
-
-    The folders are fsynced, so that all names survive a crash. A folder that has the final name
-    already is renamed aside.
-    """
-    for folder in (*(path for path in partial.rglob("*") if path.is_dir()), partial):
-        sync_folder(folder)
-    path = partial.with_name(partial.name.removesuffix(PARTIAL_SUFFIX))
-    if os.path.lexists(path):
-        # It is an incomplete checkpoint of that version, which a resume passed over.
-        rename_aside(path)
-    partial.rename(path)
-    sync_folder(path.parent)
-    return path
-
-
 def steps_to_remove(steps: Iterable[int], *, keep_last: int, keep_every: int) -> list[int]:
     """Returns the versions among the complete checkpoints `steps` that must be removed.
 
@@ -233,12 +215,21 @@ def steps_to_remove(steps: Iterable[int], *, keep_last: int, keep_every: int) ->
 
 
 def publish_and_retain(partial: Path, *, keep_last: int, keep_every: int) -> Path:
-    """Publishes a folder, removes old checkpoints by `steps_to_remove`, and returns the new path.
+    """Renames a complete `.partial` folder to its final name, and returns the new path.
 
-    After a crash at any moment the newest published checkpoint is complete.
+    The folders are fsynced, so that all names survive a crash; one that has the final name already
+    is renamed aside. Then removes old checkpoints by `steps_to_remove`. After a crash at any moment
+    the newest published checkpoint is complete.
     """
-    path = publish_folder(partial)
+    for each in (*(path for path in partial.rglob("*") if path.is_dir()), partial):
+        sync_folder(each)
+    path = partial.with_name(partial.name.removesuffix(PARTIAL_SUFFIX))
+    if os.path.lexists(path):
+        # It is an incomplete checkpoint of that version, which a resume passed over.
+        rename_aside(path)
+    partial.rename(path)
     folder = path.parent
+    sync_folder(folder)
     for step in steps_to_remove(complete_steps(folder), keep_last=keep_last, keep_every=keep_every):
         remove_checkpoint(folder, step)
     return path

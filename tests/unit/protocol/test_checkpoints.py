@@ -22,7 +22,6 @@ from slipstream.protocol.checkpoints import (
     describe_file,
     passed_over,
     publish_and_retain,
-    publish_folder,
     read_manifest,
     remove_checkpoint,
     remove_partial,
@@ -40,7 +39,7 @@ def save(folder: Path, step: int, data: bytes = b"weights") -> Path:
     (partial / "tensors").write_bytes(data)
     entry = describe_file(partial, "tensors")
     write_manifest(partial, manifest(step, (entry,)))
-    return publish_folder(partial)
+    return publish_and_retain(partial, keep_last=99, keep_every=0)
 
 
 def manifest(step: int, files: tuple[FileEntry, ...]) -> Manifest:
@@ -134,7 +133,7 @@ def test_the_names_of_all_files_are_durable_before_the_checkpoint_has_its_own(
     (partial / "state" / "deep").mkdir(parents=True)
     monkeypatch.setattr(os, "fsync", noted_sync)
     monkeypatch.setattr(os, "rename", lambda *names: (done.append("rename"), rename(*names)))
-    publish_folder(partial)
+    publish_and_retain(partial, keep_last=1, keep_every=0)
     before = done[: done.index("rename")]
     assert set(before) == {"state", "deep", "step-000001.partial"}
     assert done[len(before) :] == ["rename", tmp_path.name]

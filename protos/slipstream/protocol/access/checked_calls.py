@@ -117,53 +117,40 @@ class CheckingInterceptor(Interceptor):
         method = str(handler_call_details.method)
         if handler is None or not method.startswith(_PACKAGE):
             return handler
-        return _checked(handler, method)
+        found = descriptor_pool.Default().FindMethodByName(method[1:].replace("/", "."))
+        kind = message_factory.GetMessageClass(found.input_type)
+        largest = max_message_bytes(kind)
+
+        def deserialize(data: bytes) -> _Request:
+            if SMALL_BYTES < len(data) <= largest:
+                return _Large(kind, data)
+            # gRPC would answer UNKNOWN to every error of a deserializer.
+            try:
+                return decode(kind, data)
+            except ProtocolError as error:
+                return _Refused(error)
+
+        encode: Any = handler.response_serializer
+
+        def serialize(response: Message | bytes) -> bytes:
+            data: bytes = response if isinstance(response, bytes) else encode(response)
+            return data
+
+        prepare = _checked_requests if handler.request_streaming else _checked_request
+        shape = _shape_of(handler)
+        behavior = _guarded(_prepared(getattr(handler, shape), prepare), method)
+        make = getattr(grpc, f"{shape}_rpc_method_handler")
+        made: Handler = make(behavior, deserialize, serialize)
+        return made
 
 
-def _checked(handler: Handler, method: str) -> Handler:
-    found = descriptor_pool.Default().FindMethodByName(method[1:].replace("/", "."))
-    kind = message_factory.GetMessageClass(found.input_type)
-    largest = max_message_bytes(kind)
-
-    def deserialize(data: bytes) -> _Request:
-        if SMALL_BYTES < len(data) <= largest:
-            return _Large(kind, data)
-        # gRPC would answer UNKNOWN to every error of a deserializer.
-        try:
-            return decode(kind, data)
-        except ProtocolError as error:
-            return _Refused(error)
-
-    prepare = _checked_requests if handler.request_streaming else _checked_request
-    behavior = _guarded(_prepared(getattr(handler, shape_of(handler)), prepare), method)
-    encode: Any = handler.response_serializer
-
-    def serialize(response: Message | bytes) -> bytes:
-        data: bytes = response if isinstance(response, bytes) else encode(response)
-        return data
-
-    return handler_like(handler, behavior, deserialize, serialize)
-
-
-def shape_of(handler: Handler) -> str:
+def _shape_of(handler: Handler) -> str:
     """Returns the name of the field of `handler` that holds its behavior, such as unary_stream."""
     streams = handler.request_streaming, handler.response_streaming
     return "_".join("stream" if is_stream else "unary" for is_stream in streams)
 
 
-def handler_like(
-    handler: Handler, behavior: Callable[..., Any], *converters: Callable[[Any], Any] | None
-) -> Handler:
-    """Returns a handler of the shape of `handler`, with another behavior and other converters.
-
-    `converters` are the deserializer of requests and the serializer of responses.
-    """
-    make = getattr(grpc, f"{shape_of(handler)}_rpc_method_handler")
-    made: Handler = make(behavior, *converters)
-    return made
-
-
-def handler_at_head(handler: Handler, behavior: Callable[..., Any]) -> Handler:
+def _handler_at_head(handler: Handler, behavior: Callable[..., Any]) -> Handler:
     """Returns a handler whose `behavior` is called at the head of a call, before its requests.
 
     `behavior` gets an iterator over the requests, also for a unary method.
@@ -259,8 +246,21 @@ def _guarded(inner: Callable[..., Any], method: str) -> Callable[..., Any]:
 
 async def _ending(context: Context, method: str, error: Exception) -> BaseException:
     """Ends a call that failed; returns the exception to raise, without frames and causes."""
+    cause: BaseException = error
+    while isinstance(cause, BaseExceptionGroup):
+        cause = cause.exceptions[0]
     try:
-        await _end(context, method, error)
+        if isinstance(cause, grpc.aio.AbortError):
+            raise cause
+        if isinstance(cause, grpc.aio.BaseError) and not isinstance(cause, grpc.aio.UsageError):
+            # A write failed, or the server has stopped: the caller is gone.
+            raise asyncio.CancelledError("the caller is gone") from None
+        if isinstance(cause, ProtocolError):
+            code, text = grpc.StatusCode.INVALID_ARGUMENT, str(cause)
+            await abort(context, code, text, Reason.PROTOCOL)
+        logger.error("%s failed", method, exc_info=error)
+        line = f"{method} failed: {type(cause).__name__}: {cause}".splitlines()[0]
+        await abort(context, grpc.StatusCode.INTERNAL, line[:500], Reason.WRONG_STATE)
     except (grpc.aio.AbortError, asyncio.CancelledError) as ending:
         _strip(error)
         _strip(ending)
@@ -275,23 +275,6 @@ def _strip(error: BaseException) -> None:
     for other in others:
         if other is not None:
             _strip(other)
-
-
-async def _end(context: Context, method: str, error: Exception) -> NoReturn:
-    cause: BaseException = error
-    while isinstance(cause, BaseExceptionGroup):
-        cause = cause.exceptions[0]
-    if isinstance(cause, grpc.aio.AbortError):
-        raise cause
-    if isinstance(cause, grpc.aio.BaseError) and not isinstance(cause, grpc.aio.UsageError):
-        # A write failed, or the server has stopped: the caller is gone.
-        raise asyncio.CancelledError("the caller is gone") from None
-    if isinstance(cause, ProtocolError):
-        text = str(cause)
-        await abort(context, grpc.StatusCode.INVALID_ARGUMENT, text, Reason.PROTOCOL)
-    logger.error("%s failed", method, exc_info=error)
-    line = f"{method} failed: {type(cause).__name__}: {cause}".splitlines()[0]
-    await abort(context, grpc.StatusCode.INTERNAL, line[:500], Reason.WRONG_STATE)
 
 
 async def _accepted(request: _Request) -> Message:
@@ -322,7 +305,7 @@ class Refusals:
             await refuse_call(requests, context)
             yield
 
-        return handler_at_head(
+        return _handler_at_head(
             handler, refuse_stream if handler.response_streaming else refuse_call
         )
 
@@ -374,49 +357,40 @@ class CallRates:
         @asynccontextmanager
         async def turn(requests: AsyncIterator[object], context: Context) -> AsyncIterator[object]:
             host = _host(context)
-            await self._turn(context, host, role)
-            is_stream = handler.request_streaming
-            yield requests if is_stream else await self._request(requests, context, host, role)
-
-        return handler_at_head(handler, _prepared(getattr(handler, shape_of(handler)), turn))
-
-    async def _request(
-        self,
-        requests: AsyncIterator[object],
-        context: Context,
-        host: str,
-        role: str | None,
-    ) -> object:
-        """Returns the request of a unary call; ends a call whose request does not come."""
-        source: Any = aiter(requests)
-        reading = self._reading.setdefault((role, host), asyncio.Semaphore(MOST_READ_AT_ONCE))
-        try:
-            async with reading, asyncio.timeout(self._read_limit_s):
-                request: object = await anext(source)
-        except TimeoutError:
-            code, text = grpc.StatusCode.DEADLINE_EXCEEDED, "the request took too long to come"
-        except StopAsyncIteration:
+            now_s = time.monotonic()
+            before_s = max(self._until_s.pop((role, host), -math.inf), now_s - self._at_once_s)
+            until_s = before_s + self._interval_s
+            is_refused = until_s > now_s + self._waiting_s
+            self._until_s[role, host] = before_s if is_refused else until_s
+            if len(self._until_s) > MAX_HOSTS:
+                del self._until_s[next(iter(self._until_s))]
+            if is_refused:
+                text = f"too many calls of {host} under the token of a {role or 'run'}"
+                code = grpc.StatusCode.RESOURCE_EXHAUSTED
+                await self.refusals.refuse(context, code, text, Reason.TOO_MANY_CALLS)
+            await asyncio.sleep(until_s - now_s)
+            if handler.request_streaming:
+                yield requests
+                return
+            # A unary call whose request does not come ends.
+            source: Any = aiter(requests)
+            reading = self._reading.setdefault((role, host), asyncio.Semaphore(MOST_READ_AT_ONCE))
             code, text = grpc.StatusCode.INVALID_ARGUMENT, "the call has no request"
-        else:
-            return request
-        finally:
-            with suppress(RuntimeError):
-                await source.aclose()
-        return await self.refusals.refuse(context, code, text, Reason.PROTOCOL)
+            request: object = None
+            try:
+                async with reading, asyncio.timeout(self._read_limit_s):
+                    request = await anext(source, None)
+            except TimeoutError:
+                code = grpc.StatusCode.DEADLINE_EXCEEDED
+                text = "the request took too long to come"
+            finally:
+                with suppress(RuntimeError):
+                    await source.aclose()
+            if request is None:
+                await self.refusals.refuse(context, code, text, Reason.PROTOCOL)
+            yield request
 
-    async def _turn(self, context: Context, host: str, role: str | None) -> None:
-        now_s = time.monotonic()
-        before_s = max(self._until_s.pop((role, host), -math.inf), now_s - self._at_once_s)
-        until_s = before_s + self._interval_s
-        is_refused = until_s > now_s + self._waiting_s
-        self._until_s[role, host] = before_s if is_refused else until_s
-        if len(self._until_s) > MAX_HOSTS:
-            del self._until_s[next(iter(self._until_s))]
-        if is_refused:
-            text = f"too many calls of {host} under the token of a {role or 'run'}"
-            code = grpc.StatusCode.RESOURCE_EXHAUSTED
-            await self.refusals.refuse(context, code, text, Reason.TOO_MANY_CALLS)
-        await asyncio.sleep(until_s - now_s)
+        return _handler_at_head(handler, _prepared(getattr(handler, _shape_of(handler)), turn))
 
 
 def _host(context: Context) -> str:
