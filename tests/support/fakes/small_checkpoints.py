@@ -14,10 +14,8 @@ from slipstream.protocol.checkpoints import (
 LAYOUT = Layout(world_size=1, tp=1, pp=1, vpp=None, cp=1, ep=1, etp=1, distributed_optimizer=False)
 
 
-def save_checkpoint(
-    folder: Path, step: int, *, keep_last: int = 100, weight_digest: str = "d"
-) -> Path:
-    """The folder of version `step`, published as the trainer does it."""
+def written_checkpoint(folder: Path, step: int, *, weight_digest: str = "d") -> Path:
+    """The whole folder of version `step`, not yet published."""
     partial = folder / f"step-{step:06d}.partial"
     # A kill may have left one.
     shutil.rmtree(partial, ignore_errors=True)
@@ -35,4 +33,12 @@ def save_checkpoint(
         files=(describe_file(partial, "tensors"),),
     )
     write_manifest(partial, manifest)
+    return partial
+
+
+def save_checkpoint(
+    folder: Path, step: int, *, keep_last: int = 100, weight_digest: str = "d"
+) -> Path:
+    """The folder of version `step`, published as the trainer does it."""
+    partial = written_checkpoint(folder, step, weight_digest=weight_digest)
     return publish_and_retain(partial, keep_last=keep_last, keep_every=0)

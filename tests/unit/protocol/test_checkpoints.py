@@ -12,55 +12,25 @@ from slipstream.core.errors import CheckpointError
 from slipstream.core.types import PolicyVersion
 from slipstream.protocol import checkpoints
 from slipstream.protocol.checkpoints import (
-    FileEntry,
-    Layout,
-    Manifest,
     check_files,
     check_newest,
     checkpoint_path,
     complete_steps,
-    describe_file,
     passed_over,
     publish_and_retain,
     read_manifest,
     remove_checkpoint,
     remove_partial,
     steps_to_remove,
-    write_manifest,
 )
-from support.fakes.small_checkpoints import save_checkpoint
-
-LAYOUT = Layout(world_size=1, tp=1, pp=1, vpp=None, cp=1, ep=1, etp=1, distributed_optimizer=False)
-
-
-def save(folder: Path, step: int, data: bytes = b"weights") -> Path:
-    partial = folder / f"step-{step:06d}.partial"
-    partial.mkdir(parents=True)
-    (partial / "tensors").write_bytes(data)
-    entry = describe_file(partial, "tensors")
-    write_manifest(partial, manifest(step, (entry,)))
-    return publish_and_retain(partial, keep_last=99, keep_every=0)
-
-
-def manifest(step: int, files: tuple[FileEntry, ...]) -> Manifest:
-    return Manifest(
-        incarnation=1,
-        step=step,
-        weight_digest="d",
-        config_digest="c",
-        layout=LAYOUT,
-        models=("policy",),
-        packages={"torch": "2"},
-        saved_unix_s=1.0,
-        files=files,
-    )
+from support.fakes.small_checkpoints import save_checkpoint, written_checkpoint
 
 
 def test_a_manifest_is_read_back(tmp_path: Path) -> None:
-    path = save(tmp_path, 12)
+    path = save_checkpoint(tmp_path, 12)
     assert path == checkpoint_path(tmp_path, 12)
     found = read_manifest(path)
-    assert found.version == PolicyVersion(1, 12)
+    assert found.version == PolicyVersion(0, 12)
     assert found.num_bytes == 7
     check_files(path, found.files)
 
@@ -68,7 +38,7 @@ def test_a_manifest_is_read_back(tmp_path: Path) -> None:
 def test_only_whole_checkpoints_count(tmp_path: Path) -> None:
     assert complete_steps(tmp_path / "nowhere") == []
     for step in (20, 3, 1_000_000):
-        save(tmp_path, step)
+        save_checkpoint(tmp_path, step)
     (tmp_path / "step-000021.partial").mkdir()
     (tmp_path / "step-000022").mkdir()
     (tmp_path / "final").mkdir()
@@ -76,7 +46,7 @@ def test_only_whole_checkpoints_count(tmp_path: Path) -> None:
 
 
 def test_every_flipped_bit_of_a_file_is_noticed(tmp_path: Path) -> None:
-    path = save(tmp_path, 1)
+    path = save_checkpoint(tmp_path, 1)
     for place in range(7 * 8):
         data = bytearray(b"weights")
         data[place // 8] ^= 1 << place % 8
@@ -86,7 +56,7 @@ def test_every_flipped_bit_of_a_file_is_noticed(tmp_path: Path) -> None:
 
 
 def test_a_shortened_and_a_missing_file_are_named(tmp_path: Path) -> None:
-    path = save(tmp_path, 1)
+    path = save_checkpoint(tmp_path, 1)
     (path / "tensors").write_bytes(b"weight")
     with pytest.raises(CheckpointError, match="tensors: it has 6 bytes instead of 7"):
         check_files(path, read_manifest(path).files)
@@ -104,8 +74,8 @@ def test_the_last_n_and_the_milestones_are_kept() -> None:
 
 
 def test_a_removal_that_is_interrupted_leaves_nothing_that_looks_whole(tmp_path, monkeypatch):
-    save(tmp_path, 1)
-    save(tmp_path, 2)
+    save_checkpoint(tmp_path, 1)
+    save_checkpoint(tmp_path, 2)
 
     def crash(path: Path) -> None:
         raise KeyboardInterrupt
@@ -167,11 +137,8 @@ def test_a_kill_at_any_moment_of_a_publication_leaves_the_newest_checkpoint_whol
     for change in itertools.count():
         folder = tmp_path / f"crash-{change}"
         for step in (1, 2, 3):
-            save(folder, step)
-        partial = folder / "step-000004.partial"
-        partial.mkdir()
-        (partial / "tensors").write_bytes(b"newest")
-        write_manifest(partial, manifest(4, (describe_file(partial, "tensors"),)))
+            save_checkpoint(folder, step)
+        partial = written_checkpoint(folder, 4)
 
         def publish(partial: Path = partial) -> Path:
             return publish_and_retain(partial, keep_last=2, keep_every=0)
