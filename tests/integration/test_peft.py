@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from slipstream.core.settings.role_sections import FUSED, LATENT
-from slipstream.learner.trainer.weights.export import _write_adapter
+from slipstream.learner.trainer.weights.export import write_adapter
 from slipstream.learner.trainer.weights.export_plan import peft_name
 from support.fakes.parity_models import make_models
 
@@ -61,7 +61,7 @@ def test_peft_reads_every_adapter_of_an_exported_folder(name, folder: Path, tmp_
             merged[key] = weight + ALPHA / RANK * b @ a
     lora = types.SimpleNamespace(rank=RANK, alpha=ALPHA)
     config: Any = types.SimpleNamespace(lora=lora, model=types.SimpleNamespace(path=folder / name))
-    _write_adapter(adapters, config, tmp_path / "adapters", lambda _: None)
+    write_adapter(adapters, config, tmp_path / "adapters", lambda _: None)
     shutil.copytree(folder / name, tmp_path / "merged")
     save_file(merged, tmp_path / "merged" / "model.safetensors", metadata={"format": "pt"})
     with warnings.catch_warnings():

@@ -47,7 +47,7 @@ from slipstream.protocol.checkpoints import (
 )
 
 if TYPE_CHECKING:
-    from slipstream.learner.trainer.checkpoints.threaded_save import PendingSave
+    from slipstream.learner.trainer.checkpoints.threaded_save import ThreadedSave
 
 logger = logging.getLogger(__name__)
 
@@ -95,8 +95,16 @@ class Checkpointer:
         """
         from slipstream.learner.trainer.checkpoints.distributed_files import saved_sizes
 
+        def newest_step() -> bytes:
+            for name in remove_partial(self._folder):
+                logger.warning("removed %s: its save was interrupted", self._folder / name)
+            for path in passed_over(self._folder):
+                logger.warning("%s is passed over: it is no whole checkpoint", path)
+            steps = complete_steps(self._folder)
+            return str(steps[-1]).encode() if steps else b""
+
         # An interrupted save may fill the disk, and the check writes a file: clean up first.
-        chosen = self._disk.on_main(self._newest_step)
+        chosen = self._disk.on_main(newest_step)
         if self._settings.every_steps:
             check_shared(self._folder, self._ranks)
         step = self._ranks.broadcast_bytes(chosen)
@@ -197,21 +205,20 @@ class Checkpointer:
         write, self._write = self._write, None
         if write is None:
             return None
+        partial, moved = write.partial, self._disk.moved
+
+        def describe_index() -> list[FileEntry]:
+            # Rank 0's files other than its own part.
+            found = (partial / STATE_FOLDER).iterdir()
+            names = [path.name for path in found if path.suffix != ".distcp"]
+            return [describe_file(partial, f"{STATE_FOLDER}/{name}", moved) for name in names]
+
         own = self._disk.wait(write.entries)
         write.pending.finish()
-        own += self._disk.on_main(lambda: self._describe_index(write.partial)) or []
+        own += self._disk.on_main(describe_index) or []
         encoded = json.dumps([entry.model_dump() for entry in own]).encode()
         entries = self._ranks.gather_bytes(encoded)
         return self._disk.on_main(lambda: self._publish(write, entries))
-
-    def _newest_step(self) -> bytes:
-        """Removes interrupted saves; returns the newest checkpoint's version, or b"" if none."""
-        for name in remove_partial(self._folder):
-            logger.warning("removed %s: its save was interrupted", self._folder / name)
-        for path in passed_over(self._folder):
-            logger.warning("%s is passed over: it is no whole checkpoint", path)
-        steps = complete_steps(self._folder)
-        return str(steps[-1]).encode() if steps else b""
 
     def _check(self, path: Path) -> Manifest:
         manifest = read_manifest(path)
@@ -223,14 +230,6 @@ class Checkpointer:
         own = manifest.files[self._ranks.rank :: self._ranks.world_size]
         check_files(path, own, self._disk.moved)
         return manifest
-
-    def _describe_index(self, partial: Path) -> list[FileEntry]:
-        """Returns the entries of rank 0's files other than its own part."""
-        state = partial / STATE_FOLDER
-        names = [path.name for path in state.iterdir() if path.suffix != ".distcp"]
-        return [
-            describe_file(partial, f"{STATE_FOLDER}/{name}", self._disk.moved) for name in names
-        ]
 
     def _publish(self, write: _Write, entries: list[bytes]) -> Saved:
         files = [FileEntry(**entry) for part in entries for entry in json.loads(part)]
@@ -292,7 +291,7 @@ class _Write:
     version: PolicyVersion
     weight_digest: str
     partial: Path
-    pending: PendingSave
+    pending: ThreadedSave
     # The files that this rank's thread has written.
     entries: Future[list[FileEntry]]
     started_s: float = field(default_factory=time.monotonic)

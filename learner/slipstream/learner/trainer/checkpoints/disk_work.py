@@ -108,7 +108,16 @@ class DiskWork:
                 self.ranks.activity.note()
             before = moved
             if all(is_done for is_done, *_ in states):
-                return self._result(future, any(failed for _, failed, *_ in states))
+                break
+        error = future.exception()
+        if isinstance(error, OSError):
+            # The error for a folder that cannot be copied has a list of (from, to, cause).
+            many = isinstance(error, shutil.Error) and isinstance(error.args[0], list)
+            cause = error.args[0][0][2] if many else error
+            raise CheckpointError(f"the disk of {self._folder} failed: {cause}") from error
+        if error is None and any(failed for _, failed, *_ in states):
+            raise CheckpointError(f"the disk of {self._folder} failed on another rank")
+        return future.result()
 
     def is_done(self, future: Future[Result]) -> bool:
         """Whether all ranks have done their work; raises CheckpointError for a silent disk."""
@@ -130,19 +139,6 @@ class DiskWork:
                 )
         return states
 
-    def _result(self, future: Future[Result], any_failed: bool) -> Result:
-        error = future.exception()
-        if isinstance(error, OSError):
-            # The error for a folder that cannot be copied has a list of (from, to, cause).
-            many = isinstance(error, shutil.Error) and isinstance(error.args[0], list)
-            cause = error.args[0][0][2] if many else error
-            raise CheckpointError(f"the disk of {self._folder} failed: {cause}") from error
-        if error is not None:
-            raise error
-        if any_failed:
-            raise CheckpointError(f"the disk of {self._folder} failed on another rank")
-        return future.result()
-
 
 def check_shared(folder: Path, ranks: Ranks, *, limit_s: float = SEEN_LIMIT_S) -> None:
     """Raises CheckpointError on every rank if one does not see a file of rank 0 in `folder`.
@@ -157,8 +153,16 @@ def check_shared(folder: Path, ranks: Ranks, *, limit_s: float = SEEN_LIMIT_S) -
         folder.mkdir(parents=True, exist_ok=True)
         path.touch()
 
+    def is_seen() -> bool:
+        deadline_s = time.monotonic() + limit_s
+        while not (seen := path.exists()) and time.monotonic() < deadline_s:
+            # The disk has answered, even without moving a byte.
+            disk.moved(0)
+            time.sleep(POLL_S)
+        return seen
+
     disk.on_main(make)
-    seen = disk.together(lambda: _is_seen(path, disk, limit_s))
+    seen = disk.together(is_seen)
     blind = b"" if seen else f"rank {ranks.rank} on {socket.gethostname()}".encode()
     who = [name.decode() for name in ranks.gather_bytes(blind) if name]
     disk.on_main(lambda: path.unlink(missing_ok=True))
@@ -167,15 +171,6 @@ def check_shared(folder: Path, ranks: Ranks, *, limit_s: float = SEEN_LIMIT_S) -
             f"checkpoints need a run.dir that all nodes of the learner share: {', '.join(who)} "
             f"cannot see what rank 0 writes to {folder}; checkpoint.every_steps = 0 makes none"
         )
-
-
-def _is_seen(path: Path, disk: DiskWork, limit_s: float) -> bool:
-    deadline_s = time.monotonic() + limit_s
-    while not (seen := path.exists()) and time.monotonic() < deadline_s:
-        # The disk has answered, even without moving a byte.
-        disk.moved(0)
-        time.sleep(POLL_S)
-    return seen
 
 
 class CountedFile(io.FileIO):
@@ -240,8 +235,14 @@ class SyncedFile(CountedFile):
                 self._digest.update(part)
             else:
                 digested = self._digesting.submit(self._digest.update, part)
+            written = 0
             try:
-                self._write(part)
+                while written < len(part):
+                    written += super().write(part[written:])
+                self._waiting += written
+                if self._waiting == self._sync_bytes:
+                    self._sync(self.fileno())
+                    self._waiting = 0
             except OSError as error:
                 self.problem = self.problem or error
                 raise
@@ -254,15 +255,6 @@ class SyncedFile(CountedFile):
         """Closes the file and ends the thread that computes the digest."""
         self._digesting.shutdown()
         super().close()
-
-    def _write(self, part: memoryview) -> None:
-        written = 0
-        while written < len(part):
-            written += super().write(part[written:])
-        self._waiting += written
-        if self._waiting == self._sync_bytes:
-            self._sync(self.fileno())
-            self._waiting = 0
 
 
 def write_safetensors(

@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,8 +41,7 @@ from slipstream.learner.trainer.checkpoints.stored_model import (
     distributed_files_of,
 )
 from slipstream.learner.trainer.checkpoints.threaded_save import (
-    PendingSave,
-    ThreadedSaveStrategy,
+    ThreadedSave,
     first_cause,
 )
 from slipstream.learner.trainer.model.model import unwrapped
@@ -66,12 +65,6 @@ _METADATA = {
 KEYS = ("param", "exp_avg", "exp_avg_sq")
 # Key of the number of updates, which is stored with a model's own state.
 _UPDATES = "updates"
-
-# Nested dicts and lists, with Megatron's sharded tensors as leaves.
-Tree: TypeAlias = Any
-Load = Callable[[dict[str, Tree]], dict[str, Tree]]
-# A tensor's place in a rank's share of a bucket: begin, end, tensor.
-_Place = tuple[int, int, Tensor]
 
 
 def saved_sizes(models: Sequence[StoredModel]) -> list[int]:
@@ -103,14 +96,14 @@ def saved_sizes(models: Sequence[StoredModel]) -> list[int]:
 
 def begin_save(
     models: Sequence[StoredModel], folder: Path, *, host: HostCopies, disk: DiskWork
-) -> PendingSave:
+) -> ThreadedSave:
     """Plans a save into `folder`, which must exist and be empty; collective.
 
     The tensors may change as soon as this returns. Those on a device are copied to `host`: call
     `host.begin` before this, and not again before `finish`. `disk` counts the bytes that `write`
     writes. If one rank cannot plan, all raise CheckpointError.
     """
-    strategy = ThreadedSaveStrategy(host=host, moved=disk.moved)
+    save = ThreadedSave(host=host, disk=disk)
     state = sharded_states(models, host)
     for model in models:
         if model.optimizer is not None:
@@ -121,17 +114,17 @@ def begin_save(
             own = torch.tensor([float(updates)])
             state[model.name][_UPDATES] = int(disk.ranks.max(own))
     try:
-        request = dist_checkpointing.save(
+        dist_checkpointing.save(
             state,
             str(folder),
-            sharded_strategy=strategy,
+            sharded_strategy=save,
             async_sharded_save=True,
             content_metadata=dict(_METADATA),
         )
     except CheckpointException as error:
         cause = first_cause(error)
         raise CheckpointError(f"the checkpoint could not be written: {cause}") from error
-    return PendingSave(request, strategy, disk)
+    return save
 
 
 def load_models(models: Sequence[StoredModel], folder: Path, disk: DiskWork) -> None:
@@ -141,7 +134,12 @@ def load_models(models: Sequence[StoredModel], folder: Path, disk: DiskWork) -> 
     """
     state = sharded_states(models)
     try:
-        loaded = _load(state, folder, disk)
+        if not (folder / COMMON_STATE_FNAME).is_file():
+            # Megatron would look elsewhere for it, by an index that can run code.
+            raise CheckpointingException(f"{COMMON_STATE_FNAME} is missing")
+        loaded = dist_checkpointing.load(
+            state, str(folder), sharded_strategy=_SafeLoadStrategy(disk)
+        )
     except (CheckpointingException, CheckpointException, KeyError, OSError) as error:
         raise CheckpointError(f"{folder} does not hold this model: {first_cause(error)}") from error
     for model in models:
@@ -166,16 +164,6 @@ def load_starting_weights(models: Sequence[StoredModel], path: Path, ranks: Rank
     load_models(models, files, DiskWork(files, ranks))
 
 
-def _load(state: dict[str, Any], folder: Path, disk: DiskWork) -> dict[str, Any]:
-    if not (folder / COMMON_STATE_FNAME).is_file():
-        # Megatron would look elsewhere for it, by an index that can run code.
-        raise CheckpointingException(f"{COMMON_STATE_FNAME} is missing")
-    loaded: dict[str, Any] = dist_checkpointing.load(
-        state, str(folder), sharded_strategy=_SafeLoadStrategy(disk)
-    )
-    return loaded
-
-
 def sharded_states(models: Sequence[StoredModel], host: HostCopies | None = None) -> dict[str, Any]:
     """Returns the sharded state of each model for Megatron's checkpoints, by name; collective.
 
@@ -184,30 +172,26 @@ def sharded_states(models: Sequence[StoredModel], host: HostCopies | None = None
     states = {}
     for model in models:
         with model.in_force():
-            states[model.name] = _sharded_state(model, host)
+            keys = _chunk_keys(model.chunks)
+            state: dict[str, Any] = {
+                key: model.chosen(unwrapped(chunk).sharded_state_dict(metadata=dict(_METADATA)))
+                for key, chunk in zip(keys, model.chunks, strict=True)
+            }
+            if model.optimizer is not None:
+                of_chunks = state[keys[0]] if len(keys) == 1 else dict(state)
+                with gathering(model.optimizer, host):
+                    state["optimizer"] = model.optimizer.sharded_state_dict(
+                        of_chunks, is_loading=host is None, metadata=dict(_METADATA)
+                    )
+                if host is not None:
+                    drop_absent(state["optimizer"])
+            if model.content == "adapter":
+                # Another adapter will be in the model when these tensors are used.
+                detach(state)
+            if model.name != POLICY:
+                add_prefix_for_sharding(state, f"{model.name}.")
+            states[model.name] = state
     return states
-
-
-def _sharded_state(model: StoredModel, host: HostCopies | None) -> dict[str, Any]:
-    keys = _chunk_keys(model.chunks)
-    state: dict[str, Any] = {
-        key: model.chosen(unwrapped(chunk).sharded_state_dict(metadata=dict(_METADATA)))
-        for key, chunk in zip(keys, model.chunks, strict=True)
-    }
-    if model.optimizer is not None:
-        of_chunks = state[keys[0]] if len(keys) == 1 else dict(state)
-        with gathering(model.optimizer, host):
-            state["optimizer"] = model.optimizer.sharded_state_dict(
-                of_chunks, is_loading=host is None, metadata=dict(_METADATA)
-            )
-        if host is not None:
-            drop_absent(state["optimizer"])
-    if model.content == "adapter":
-        # Another adapter will be in the model when these tensors are used.
-        detach(state)
-    if model.name != POLICY:
-        add_prefix_for_sharding(state, f"{model.name}.")
-    return state
 
 
 def _chunk_keys(chunks: Sequence[Megatron]) -> list[str]:
@@ -330,11 +314,19 @@ def _gather(part: Megatron, host: HostCopies | None, **_: object) -> dict[Any, A
             if group.rank() == 0:
                 whole = {key: host.empty(buffer.numel, torch.float32) for key in KEYS}
             for bucket, bucket_ranges in zip(buffer.buckets, ranges, strict=True):
-                end = bucket.offset + bucket.grad_data.numel()
-                places = _places(part, bucket_ranges["param_map"])
+                # The tensors of this rank's share of the bucket, with their begins and ends in it.
+                places: list[tuple[int, int, dict[str, Tensor]]] = [
+                    (
+                        its["gbuf_local"].start,
+                        its["gbuf_local"].end,
+                        part._get_main_param_and_optimizer_states(parameter),
+                    )
+                    for parameter, its in bucket_ranges["param_map"].items()
+                ]
                 for key in KEYS:
-                    target = whole[key][bucket.offset : end] if whole else None
-                    _gather_bucket(places[key], bucket.grad_data, target, group, host.part_elements)
+                    own = [(a, b, found[key].detach().reshape(-1)) for a, b, found in places]
+                    target = whole[key][bucket.offset :] if whole else None
+                    _gather_bucket(own, bucket.grad_data, target, group, host.part_elements)
         state[number] = {dtype: {**whole, "numel_unpadded": buffer.numel_unpadded}}
     if host is None:
         return state
@@ -342,18 +334,8 @@ def _gather(part: Megatron, host: HostCopies | None, **_: object) -> dict[Any, A
     return state if group.rank() == 0 else None
 
 
-def _places(part: Megatron, ranges: dict[Any, Any]) -> dict[str, list[_Place]]:
-    found: dict[str, list[_Place]] = {key: [] for key in KEYS}
-    for parameter, its in ranges.items():
-        tensors = part._get_main_param_and_optimizer_states(parameter)
-        begin, end = its["gbuf_local"].start, its["gbuf_local"].end
-        for key in KEYS:
-            found[key].append((begin, end, tensors[key].detach().reshape(-1)))
-    return found
-
-
 def _gather_bucket(
-    places: list[_Place],
+    places: list[tuple[int, int, Tensor]],
     gradients: Tensor,
     target: Tensor | None,
     group: dist.ProcessGroup,
@@ -362,33 +344,22 @@ def _gather_bucket(
     """Gathers the shares of a bucket from all ranks into `target` on the first rank; collective."""
     size, share = group.size(), gradients.numel() // group.size()
     part = max(1, min(share, part_elements // size))
-    own = torch.empty(part, dtype=torch.float32, device=gradients.device)
     for begin in range(0, share, part):
-        end = min(begin + part, share)
-        _fill(own[: end - begin], begin, places)
-        received = _received(own[: end - begin], group)
+        own = torch.empty(min(part, share - begin), dtype=torch.float32, device=gradients.device)
+        end = begin + own.numel()
+        for start, stop, tensor in places:
+            first, last = max(start, begin), min(stop, end)
+            if first < last:
+                own[first - begin : last - begin].copy_(tensor[first - start : last - start])
+        received: list[Tensor] | None = [own] if target is not None else None
+        if size > 1:
+            if target is not None:
+                received = list(torch.empty(size, own.numel(), device=own.device).unbind())
+            dist.gather(own, received, dst=dist.get_global_rank(group, 0), group=group)
         if target is not None:
-            for rank, values in enumerate(received):
-                start = rank * share + begin
-                target[start : start + end - begin].copy_(values, non_blocking=True)
-
-
-def _fill(own: Tensor, start: int, places: list[_Place]) -> None:
-    for begin, end, tensor in places:
-        first, last = max(begin, start), min(end, start + own.numel())
-        if first < last:
-            own[first - start : last - start].copy_(tensor[first - begin : last - begin])
-
-
-def _received(own: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """Returns the tensors of all ranks on the first rank, [] on the others; collective."""
-    if group.size() == 1:
-        return [own]
-    received = None
-    if group.rank() == 0:
-        received = list(torch.empty(group.size(), own.numel(), device=own.device).unbind())
-    dist.gather(own, received, dst=dist.get_global_rank(group, 0), group=group)
-    return received or []
+            for rank, values in enumerate(received or ()):
+                at = rank * share + begin
+                target[at : at + own.numel()].copy_(values, non_blocking=True)
 
 
 def drop_absent(state: dict[Any, Any]) -> None:

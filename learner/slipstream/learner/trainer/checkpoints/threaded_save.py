@@ -64,58 +64,53 @@ class HostWriter(FileSystemWriterAsync):  # type: ignore[misc]
         """Keeps all data of the plan; copies tensors that training may change."""
         self._file_name = f"{plan.storage_data.prefix}0.distcp"
         found: list[Any] = [planner.resolve_data(item) for item in plan.items]
-        on_device = [data.detach() for data in found if _is_on_device(data)]
-        copies = iter(self._host.copy(on_device))
-        self._items = [
-            (item, next(copies) if _is_on_device(data) else self._kept(data))
-            for item, data in zip(plan.items, found, strict=True)
-        ]
-
-    def _kept(self, data: Any) -> Any:  # noqa: ANN401 - a tensor in main memory, or bytes
-        if not isinstance(data, torch.Tensor):
-            return data
-        tensor = data.detach()
-        return tensor if self._host.holds(tensor) else tensor.clone()
+        found = [data.detach() if isinstance(data, torch.Tensor) else data for data in found]
+        copies = iter(self._host.copy([data for data in found if _is_on_device(data)]))
+        for item, data in zip(plan.items, found, strict=True):
+            kept = data
+            if _is_on_device(data):
+                kept = next(copies)
+            elif isinstance(data, torch.Tensor) and not self._host.holds(data):
+                kept = data.clone()
+            self._items.append((item, kept))
 
     def write(self) -> None:
         """Writes and syncs the file; on a failure removes the file and keeps the error.
 
-        `retrieve_write_results` returns the error, and `PendingSave.finish` raises it.
+        `retrieve_write_results` returns the error, and `ThreadedSave.finish` raises it.
         """
+        items, self._items = self._items, []
+        if not items:
+            return
+        path = Path(self.checkpoint_dir) / self._file_name
         try:
-            self._results = self._write()
-        except Exception as error:  # noqa: BLE001 - `PendingSave.finish` raises it on all ranks
+            with self._open_file(path, self._moved) as file:
+                try:
+                    self._results = [
+                        _write_item(
+                            self.transforms,
+                            file,
+                            _alone(data),
+                            item,
+                            self._file_name,
+                            SerializationFormat.TORCH_SAVE,
+                        )
+                        for item, data in items
+                    ]
+                except RuntimeError as error:
+                    # torch raises its own error for a wrong position in the file; the disk's error
+                    # is the cause.
+                    raise (file.problem or error) from error
+                os.fsync(file.fileno())
+                self.written = FileEntry(
+                    path=f"{path.parent.name}/{path.name}",
+                    num_bytes=file.tell(),
+                    digest=file.digest,
+                )
+        except Exception as error:  # noqa: BLE001 - `ThreadedSave.finish` raises it on all ranks
             self._results = _wrap_exception(error)
             with contextlib.suppress(OSError):
-                (Path(self.checkpoint_dir) / self._file_name).unlink(missing_ok=True)
-        self._items = []
-
-    def _write(self) -> list[WriteResult]:
-        if not self._items:
-            return []
-        path = Path(self.checkpoint_dir) / self._file_name
-        with self._open_file(path, self._moved) as file:
-            try:
-                results = [
-                    _write_item(
-                        self.transforms,
-                        file,
-                        _alone(data),
-                        item,
-                        self._file_name,
-                        SerializationFormat.TORCH_SAVE,
-                    )
-                    for item, data in self._items
-                ]
-            except RuntimeError as error:
-                # torch raises its own error for a wrong position in the file; the disk's error is
-                # the cause.
-                raise (file.problem or error) from error
-            os.fsync(file.fileno())
-            self.written = FileEntry(
-                path=f"{path.parent.name}/{path.name}", num_bytes=file.tell(), digest=file.digest
-            )
-        return results
+                path.unlink(missing_ok=True)
 
     def retrieve_write_results(self) -> list[WriteResult] | WRAPPED_EXCEPTION:
         """Returns each item's position in the file, or the error of `write`."""
@@ -146,14 +141,43 @@ def _is_on_device(data: Any) -> bool:  # noqa: ANN401 - a tensor, or bytes
     return isinstance(data, torch.Tensor) and data.device.type != "cpu"
 
 
-class PendingSave:
-    """A planned save: a thread of each rank calls `write`, then all ranks call `finish`."""
+class ThreadedSave(torch_dist.TorchDistSaveShardedStrategy):  # type: ignore[misc]
+    """A save like Megatron's strategy, but its writer neither forks nor starts a process.
 
-    def __init__(
-        self, request: AsyncRequest, strategy: ThreadedSaveStrategy, disk: DiskWork
-    ) -> None:
-        self._request, self._writer = request, strategy.writer
-        self._common, self._disk = strategy.common, disk
+    When Megatron has planned it, a thread of each rank calls `write`, then all ranks call `finish`.
+    """
+
+    def __init__(self, *, host: HostCopies, disk: DiskWork) -> None:
+        super().__init__("torch_dist", 1)
+        self._host, self._disk = host, disk
+        # On rank 0 the state other than tensors, as the bytes of its file.
+        self._common: dict[Path, bytes] = {}
+
+    def async_save(
+        self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path, *_: object
+    ) -> AsyncRequest:
+        """Plans the save with all ranks and passes the data to the writer; Megatron calls this."""
+        # Megatron would read it with a pickle that can run code: a file of its own is read safely.
+        common = sharded_state_dict.pop("common_state").data
+        if torch.distributed.get_rank() == 0:
+            encoded = io.BytesIO()
+            torch.save(common, encoded)
+            self._common[Path(checkpoint_dir) / COMMON_STATE_FNAME] = encoded.getvalue()
+        state, *_ = torch_dist._replace_state_dict_keys_with_sharded_keys(
+            sharded_state_dict, self.keep_only_main_replica
+        )
+        self._writer = HostWriter(checkpoint_dir, host=self._host, moved=self._disk.moved)
+        self._plan, *_ = save_state_dict_async_plan(
+            torch_dist.mcore_to_pyt_state_dict(state, False),
+            self._writer,
+            None,
+            0,
+            planner=torch_dist.MCoreSavePlanner(
+                dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False
+            ),
+        )
+        # Megatron would write the format in a function of the request while the ranks wait.
+        return AsyncRequest(self._writer.write, (), [])
 
     def write(self) -> list[FileEntry]:
         """Writes this rank's file; returns its entry, or [] if there is no file or writing fails.
@@ -171,50 +195,12 @@ class PendingSave:
 
         Raises CheckpointError if a write failed.
         """
-        # Megatron's second function would write the format while the other ranks wait.
-        gather, _ = self._request.finalize_fns
         try:
-            gather()
+            save_state_dict_async_finalize(*self._plan)
         except (Exception, CheckpointException) as error:
             cause = first_cause(error)
             raise CheckpointError(f"the checkpoint could not be written: {cause}") from error
         self._disk.together(self._writer.write_index)
-
-
-class ThreadedSaveStrategy(torch_dist.TorchDistSaveShardedStrategy):  # type: ignore[misc]
-    """Saves like Megatron's strategy, but its writer neither forks nor starts a process."""
-
-    def __init__(self, *, host: HostCopies, moved: Callable[[int], None]) -> None:
-        super().__init__("torch_dist", 1)
-        self._host, self._moved = host, moved
-        # On rank 0 the state other than tensors, as the bytes of its file.
-        self.common: dict[Path, bytes] = {}
-        self.writer: HostWriter
-
-    def async_save(
-        self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path, *_: object
-    ) -> AsyncRequest:
-        """Plans the save with all ranks and passes the data to `writer`; Megatron calls this."""
-        # Megatron would read it with a pickle that can run code: a file of its own is read safely.
-        common = sharded_state_dict.pop("common_state").data
-        if torch.distributed.get_rank() == 0:
-            encoded = io.BytesIO()
-            torch.save(common, encoded)
-            self.common[Path(checkpoint_dir) / COMMON_STATE_FNAME] = encoded.getvalue()
-        state, *_ = torch_dist._replace_state_dict_keys_with_sharded_keys(
-            sharded_state_dict, self.keep_only_main_replica
-        )
-        self.writer = HostWriter(checkpoint_dir, host=self._host, moved=self._moved)
-        plan, *_ = save_state_dict_async_plan(
-            torch_dist.mcore_to_pyt_state_dict(state, False),
-            self.writer,
-            None,
-            0,
-            planner=torch_dist.MCoreSavePlanner(
-                dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False
-            ),
-        )
-        return AsyncRequest(self.writer.write, (), [lambda: save_state_dict_async_finalize(*plan)])
 
 
 def first_cause(error: BaseException) -> str:

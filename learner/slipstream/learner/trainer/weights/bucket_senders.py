@@ -219,13 +219,6 @@ class CudaStream:
         return lambda: torch.cuda.current_stream().wait_event(sent)
 
 
-def open_nccl_sender(weights: WeightsSection, device: torch.device) -> NcclSender:
-    """Returns a sender for a CUDA device."""
-    return NcclSender(
-        weights, CupyNccl(device.index), CudaStream(device), make_unique_id=make_unique_id
-    )
-
-
 class IpcSender(BucketSender):
     """Sends within one host; it is the only sender of its communicators.
 
@@ -263,9 +256,14 @@ class IpcSender(BucketSender):
         assert rank == 0
         handover = live(self._handover)
         if self._shared is None or self._device.type != "cuda":
-            self._make_buffers()
+            # In main memory each communicator needs new buffers, because their names are hidden.
+            # Old buffers are freed first, unless a receiver holds them: two sets may not fit.
+            gpu = self._device.index if self._device.type == "cuda" else None
+            self._shared, self._memory = None, []
+            self._shared = make_buffers(NUM_BUFFERS, self._num_bytes, gpu)
+            arrays = self._shared.arrays
+            self._memory = [torch.as_tensor(each, device=self._device) for each in arrays]
         shared = self._shared
-        assert shared is not None
         try:
             with self._aborting():
                 handover.accept(
@@ -341,17 +339,6 @@ class IpcSender(BucketSender):
                         f"{self.bucket_deadline_s:g} s"
                     )
         live(self._handover).filled(number)
-
-    def _make_buffers(self) -> None:
-        """Creates new shared buffers, on the GPU if there is one; drops the old buffers first.
-
-        In main memory each communicator needs new buffers, because `_join` hides their names.
-        """
-        gpu = self._device.index if self._device.type == "cuda" else None
-        # Old buffers are freed first, unless a receiver holds them: two sets may not fit in memory.
-        self._shared, self._memory = None, []
-        self._shared = make_buffers(NUM_BUFFERS, self._num_bytes, gpu)
-        self._memory = [torch.as_tensor(each, device=self._device) for each in self._shared.arrays]
 
 
 class GlooSender(BucketSender):
@@ -433,7 +420,13 @@ class GlooSender(BucketSender):
         options.timeout = timedelta(seconds=self.bucket_deadline_s)
         work = live(self._group).broadcast([data], options)  # type: ignore[attr-defined]
         self._under_way = (work, bucket)
-        return lambda: self._release(work)
+
+        def release() -> None:
+            # Once a later bucket is being sent, this one is done.
+            if self._under_way is not None and self._under_way[0] is work:
+                self._settle()
+
+        return release
 
     def finish(self) -> Wire:
         self._settle()
@@ -444,11 +437,6 @@ class GlooSender(BucketSender):
         if self._group is not None:
             self._group.abort()
         self._group = self._meeting_place = self._id = self._under_way = None
-
-    def _release(self, work: dist.Work) -> None:
-        """Waits for the send of one bucket; once a later bucket is being sent, this one is done."""
-        if self._under_way is not None and self._under_way[0] is work:
-            self._settle()
 
     def _settle(self) -> None:
         """Waits for the bucket that is being sent, if any."""
@@ -516,7 +504,8 @@ class BucketSenders:
                 case "ipc":
                     made = IpcSender(weights, device, num_bytes=self._largest_bucket)
                 case "nccl" if device.type == "cuda":
-                    made = open_nccl_sender(weights, device)
+                    nccl, stream = CupyNccl(device.index), CudaStream(device)
+                    made = NcclSender(weights, nccl, stream, make_unique_id=make_unique_id)
                 case "nccl":
                     raise ConfigError("weights.transport is nccl, but the trainer has no GPU")
                 case _:

@@ -222,7 +222,7 @@ def save_adapters(
         if partial.exists():
             shutil.rmtree(partial)
         for adapter, tensors in found.items():
-            _write_adapter(tensors, config, partial / adapter, disk.moved)
+            write_adapter(tensors, config, partial / adapter, disk.moved)
             chat.write(partial / adapter)
         if target.exists():
             shutil.rmtree(target)
@@ -264,9 +264,10 @@ def _targets(tensors: Collection[str], config: Config) -> dict[str, Any]:
     return found
 
 
-def _write_adapter(
+def write_adapter(
     tensors: dict[str, Tensor], config: Config, folder: Path, moved: Callable[[int], None]
 ) -> None:
+    """Writes one adapter into a new `folder` as PEFT reads it; `moved` gets the bytes written."""
     folder.mkdir(parents=True)
     write_safetensors(folder / "adapter_model.safetensors", tensors, moved)
     settings = {
@@ -336,17 +337,14 @@ class HfFolderWriter:
             tensor = _read(path, name)
             whole = next((_COPIES[end] for end in _COPIES if name.endswith(end)), "")
             if whole in written and torch.equal(tensor, _read(held[whole][0], whole)):
-                tensor = self._added(whole)
+                if whole in self._waiting:
+                    tensor = self._waiting[whole].clone()
+                else:
+                    number = next(n for n, shard in enumerate(self._shards) if whole in shard)
+                    tensor = _read(self._shard_path(number), whole)
             if not self.has_room(tensor):
                 self.flush()
             self.add(name, tensor)
-
-    def _added(self, name: str) -> Tensor:
-        """Returns a copy of a tensor that `add` got, from its file if it is written."""
-        if name in self._waiting:
-            return self._waiting[name].clone()
-        place = next(place for place, shard in enumerate(self._shards) if name in shard)
-        return _read(self._shard_path(place), name)
 
     def finish(self, dtype: str, target: Path) -> None:
         """Writes the last file and the index, and sets the element type in config.json.

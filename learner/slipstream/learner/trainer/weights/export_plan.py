@@ -6,7 +6,7 @@ run: one plan serves all publishes.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -71,20 +71,32 @@ def plan_matrices(policy: Policy) -> list[Piece]:
     """Returns pieces like `plan_merged`, but accepts adapters and leaves out their products."""
     pieces: list[Piece] = []
     expected = set(policy.bridge.hf_pretrained.state.source.get_all_keys())
+    is_tied = policy.chunks[0].config.share_embeddings_and_output_weights
     for task in _tasks_here(policy):
-        for piece in _task_pieces(task, policy.vocab_size):
+        weight, mapping = _plain(task.param_weight), task.mapping
+        for name, part, dim in _parts(task, weight):
+            sizes = list(part.shape)
+            if dim == 0:
+                columns = weight.shape[1:]
+                sizes = [part.numel() // columns.numel(), *columns]
+            if dim is not None:
+                sizes[dim] *= dist.get_world_size(mapping.tp_group)
+            if name.endswith(VOCABULARY):
+                sizes[0] = policy.vocab_size
+            piece = Piece(name, part, tuple(sizes), dim, mapping.tp_group, mapping.is_expert)
             pieces.append(piece)
-            is_tied = policy.chunks[0].config.share_embeddings_and_output_weights
-            if is_tied and piece.name.endswith(EMBEDDING) and HEAD in expected:
-                pieces.append(Piece(**{**vars(piece), "name": HEAD}))
+            if is_tied and name.endswith(EMBEDDING) and HEAD in expected:
+                pieces.append(replace(piece, name=HEAD))
     return sorted(pieces, key=lambda piece: piece.is_expert)
 
 
 def plan_adapters(policy: Policy) -> list[Piece]:
     """Returns pieces of A and B of every adapter on this rank, under PEFT's names; collective.
 
-    Raises UnknownMapping for a mapping that this module does not know. Matrices that Megatron fuses
-    share A, which is returned under the name of each matrix.
+    B's rows are split and fused like the matrix's rows. A is split by columns if the matrix is,
+    else by rows (the adapter's rank). Matrices that Megatron fuses share A, which is returned under
+    the name of each. Raises UnknownMapping for a mapping that this module does not know, for
+    experts and for a matrix that is whole on every rank.
     """
     from megatron.bridge.peft.lora_layers import LoRALinear
 
@@ -97,8 +109,26 @@ def plan_adapters(policy: Policy) -> list[Piece]:
     pieces: list[Piece] = []
     for task in _tasks_here(policy):
         adapter = adapters.get(id(task.megatron_module))
-        if adapter is not None and task.param_name.endswith(".weight"):
-            pieces += _adapter_pieces(task, adapter, has_vision=policy.vision is not None)
+        if adapter is None or not task.param_name.endswith(".weight"):
+            continue
+        if task.mapping.is_expert:
+            raise UnknownMapping(f"{task.param_name} is of several experts")
+        first, second = (_plain(layer.weight) for layer in (adapter.linear_in, adapter.linear_out))
+        group = task.mapping.tp_group
+        num_parts = dist.get_world_size(group)
+        for name, rows, dim in _parts(task, second):
+            if dim is None:
+                raise UnknownMapping(f"{task.param_name} is whole on every rank")
+            lora_a, lora_b = (
+                peft_name(name, factor, has_vision=policy.vision is not None)
+                for factor in ("lora_A", "lora_B")
+            )
+            split = 1 if dim == 1 else 0
+            sizes = list(first.shape)
+            sizes[split] *= num_parts
+            pieces.append(Piece(lora_a, first, tuple(sizes), split, group, False))
+            sizes = [rows.numel() // second.shape[1] * num_parts, second.shape[1]]
+            pieces.append(Piece(lora_b, rows, tuple(sizes), 0, group, False))
     return pieces
 
 
@@ -120,52 +150,11 @@ def _tasks_here(policy: Policy) -> list[Megatron]:
     return [task for task in tasks if task is not None and task.param_weight is not None]
 
 
-def _adapter_pieces(task: Megatron, adapter: Megatron, *, has_vision: bool) -> Iterator[Piece]:
-    """Yields pieces of A and B of the adapter on one matrix.
-
-    B's rows are split and fused like the matrix's rows. A is split by columns if the matrix is,
-    else by rows (the adapter's rank). Raises UnknownMapping for experts and for a matrix that is
-    whole on every rank.
-    """
-    if task.mapping.is_expert:
-        raise UnknownMapping(f"{task.param_name} is of several experts")
-    first, second = (_plain(layer.weight) for layer in (adapter.linear_in, adapter.linear_out))
-    group = task.mapping.tp_group
-    num_parts = dist.get_world_size(group)
-    for name, rows, dim in _parts(task, second):
-        if dim is None:
-            raise UnknownMapping(f"{task.param_name} is whole on every rank")
-        lora_a, lora_b = (
-            peft_name(name, factor, has_vision=has_vision) for factor in ("lora_A", "lora_B")
-        )
-        split = 1 if dim == 1 else 0
-        sizes = list(first.shape)
-        sizes[split] *= num_parts
-        yield Piece(lora_a, first, tuple(sizes), split, group, False)
-        sizes = [rows.numel() // second.shape[1] * num_parts, second.shape[1]]
-        yield Piece(lora_b, rows, tuple(sizes), 0, group, False)
-
-
 def _plain(parameter: Tensor) -> Tensor:
     weight = parameter.detach()
     if type(weight) is not Tensor or not weight.is_contiguous():
         raise UnknownMapping(f"a parameter is a {type(weight).__name__}")
     return weight
-
-
-def _task_pieces(task: Megatron, vocab_size: int) -> Iterator[Piece]:
-    weight = _plain(task.param_weight)
-    mapping = task.mapping
-    for name, part, dim in _parts(task, weight):
-        sizes = list(part.shape)
-        if dim == 0:
-            columns = weight.shape[1:]
-            sizes = [part.numel() // columns.numel(), *columns]
-        if dim is not None:
-            sizes[dim] *= dist.get_world_size(mapping.tp_group)
-        if name.endswith(VOCABULARY):
-            sizes[0] = vocab_size
-        yield Piece(name, part, tuple(sizes), dim, mapping.tp_group, mapping.is_expert)
 
 
 def _parts(task: Megatron, weight: Tensor) -> Iterator[tuple[str, Tensor, int | None]]:

@@ -345,8 +345,13 @@ class Published:
         first = 0
         for name, stream in self._parts(adapters_alone=adapters_alone):
             held = None if name is None else self._held
+
+            def numbered(place: int, bucket: Bucket, data: Tensor, first: int = first) -> Release:
+                assert send is not None
+                return send(first + place, bucket, data)
+
             with nullcontext() if held is None else held.published(name or ""):
-                part = stream.run(None if send is None else _from(first, send))
+                part = stream.run(None if send is None else numbered)
             if name:
                 # Tensors of another adapter have the same names.
                 by_name = {f"{name}/{key}": d for key, d in part.by_name.items()}
@@ -354,7 +359,12 @@ class Published:
             found.append(part)
             first += len(stream.buckets)
         if not adapters_alone:
-            self._check(found[0])
+            matrices = found[0].by_name
+            before = self._unchanged or matrices
+            # Servers that get only adapters keep the old matrices.
+            if changed := sorted(name for name in matrices if before[name] != matrices[name]):
+                raise RunFailed(f"{changed[0]} is frozen, but changed during the run")
+            self._unchanged = before
         return _joined(found)
 
     def digests(self) -> WeightDigests:
@@ -368,14 +378,11 @@ class Published:
             return self.run()
         if not self._unchanged:
             self.run()
-        if self._held is not None and self._held.are_clients:
-            found = self._of_clients(self._held)
-        else:
+        held = self._held
+        if held is None or not held.are_clients:
             found = self.run(adapters_alone=True)
-        return replace(found, by_name=self._unchanged | found.by_name)
-
-    def _of_clients(self, held: NamedAdapters) -> WeightDigests:
-        """Returns the digests of clients' adapters; only those that have changed are read."""
+            return replace(found, by_name=self._unchanged | found.by_name)
+        # Of clients' adapters only those that have changed are read.
         for name in sorted(held.changed):
             stream = self._adapters[name]
             with held.active(name):
@@ -386,21 +393,14 @@ class Published:
             by_name |= {f"{name}/trained/{key}": digest for key, digest in trained.items()}
             self._of_client[name] = replace(served, by_name=by_name)
         held.changed.clear()
-        return _joined([self._of_client[name] for name in self._adapters])
+        found = _joined([self._of_client[name] for name in self._adapters])
+        return replace(found, by_name=self._unchanged | found.by_name)
 
     def _parts(self, *, adapters_alone: bool) -> list[tuple[str | None, WeightStream]]:
         """Returns (adapter, stream) for each stream of a pass; adapter is None for `weights`."""
         assert self._adapters or not adapters_alone
         matrices = [] if adapters_alone else [(None, self.weights)]
         return [*matrices, *self._adapters.items()]
-
-    def _check(self, matrices: WeightDigests) -> None:
-        """Raises RunFailed if a matrix changed: servers that get only adapters keep the old one."""
-        before = self._unchanged or matrices.by_name
-        changed = sorted(n for n, digest in matrices.by_name.items() if before[n] != digest)
-        if changed:
-            raise RunFailed(f"{changed[0]} is frozen, but changed during the run")
-        self._unchanged = before
 
 
 def open_published(policy: Policy, config: Config) -> Published:
@@ -423,10 +423,3 @@ def _joined(parts: Sequence[WeightDigests]) -> WeightDigests:
         by_name={name: digest for part in parts for name, digest in part.by_name.items()},
         buckets=tuple(digest for part in parts for digest in part.buckets),
     )
-
-
-def _from(first: int, send: Send) -> Send:
-    def numbered(place: int, bucket: Bucket, data: Tensor) -> Release:
-        return send(first + place, bucket, data)
-
-    return numbered

@@ -153,7 +153,17 @@ class WeightStream:
                     if self._own[place]:
                         self._digests.add(place, data.data_ptr(), self._handle)
                 found = self._digests.read(self._handle)
-        return self._share(found)
+        # Each rank sends the digests of its own buckets, in order.
+        own = b"".join(itertools.chain(*itertools.compress(found, self._own)))
+        rest = [io.BytesIO(part) for part in self._policy.ranks.gather_bytes(own)]
+        by_name: dict[str, bytes] = {}
+        of_buckets = []
+        for bucket in self.buckets:
+            digests = rest[self.senders[bucket.root]]
+            of_bucket = [digests.read(_DIGEST_BYTES) for _ in bucket.spans]
+            by_name |= zip((span.tensor.name for span in bucket.spans), of_bucket, strict=True)
+            of_buckets.append(bucket_digest(of_bucket))
+        return WeightDigests(by_name, tuple(of_buckets))
 
     @property
     def _handle(self) -> int:
@@ -168,19 +178,6 @@ class WeightStream:
         with torch.cuda.stream(self._stream):
             yield
         torch.cuda.current_stream().wait_stream(self._stream)
-
-    def _share(self, found: list[list[bytes]]) -> WeightDigests:
-        """Returns the digests of all ranks' buckets; each rank sends those of its own, in order."""
-        own = b"".join(itertools.chain(*itertools.compress(found, self._own)))
-        rest = [io.BytesIO(part) for part in self._policy.ranks.gather_bytes(own)]
-        by_name: dict[str, bytes] = {}
-        of_buckets = []
-        for bucket in self.buckets:
-            digests = rest[self.senders[bucket.root]]
-            of_bucket = [digests.read(_DIGEST_BYTES) for _ in bucket.spans]
-            by_name |= zip((span.tensor.name for span in bucket.spans), of_bucket, strict=True)
-            of_buckets.append(bucket_digest(of_bucket))
-        return WeightDigests(by_name, tuple(of_buckets))
 
 
 @dataclass(frozen=True)

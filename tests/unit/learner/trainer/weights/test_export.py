@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from slipstream.core.errors import ConfigError
-from slipstream.learner.trainer.weights.export import HfFolderWriter, RunChat, _write_adapter
+from slipstream.learner.trainer.weights.export import HfFolderWriter, RunChat, write_adapter
 from support.fakes.chat_models import make_chat_tokenizer
 from support.fakes.small_configs import small_config
 
@@ -247,7 +247,7 @@ def adapter_settings(folder: Path, model_type: str, *matrices: str) -> dict[str,
     config = small_config(model={"path": str(folder)}, lora={"rank": 4, "alpha": 8})
     paths = [f"base_model.model.model.layers.0.{name}" for name in matrices]
     tensors = {f"{path}.lora_{each}.weight": torch.zeros(1) for path in paths for each in "AB"}
-    _write_adapter(tensors, config, folder / "out", lambda _: None)
+    write_adapter(tensors, config, folder / "out", lambda _: None)
     found = json.loads((folder / "out" / "adapter_config.json").read_text())
     names = ("target_modules", "target_parameters", "rank_pattern")
     return {name: found[name] for name in names if name in found}
