@@ -49,35 +49,6 @@ _PLAIN = {
 _PURPOSES, _STATUSES = functools.cache(Purpose), functools.cache(Status)
 
 
-def _check_branches(trajectory: Trajectory) -> None:
-    name, runs = trajectory.trajectory_id, [branch.num_runs for branch in trajectory.branches]
-    for number in runs:
-        if number == 0 or number % 2:
-            raise ProtocolError(f"{name}: a branch must have an even number of runs, got {number}")
-    if runs and sum(runs) != len(trajectory.run_lengths):
-        raise ProtocolError(
-            f"{name}: branches of {sum(runs)} runs, but {len(trajectory.run_lengths)} runs"
-        )
-    for branch in trajectory.branches:
-        if not math.isfinite(branch.share):
-            raise ProtocolError(f"{name}: share {branch.share} is not a finite number")
-        if branch.reward is not None and not math.isfinite(branch.reward):
-            raise ProtocolError(f"{name}: reward {branch.reward} is not a finite number")
-    rewards = {branch.name: branch.reward for branch in trajectory.branches}
-    if any(branch.reward != rewards[branch.name] for branch in trajectory.branches):
-        raise ProtocolError(f"{name}: branches of one name must have one reward")
-
-
-def _check_images(trajectory: Trajectory) -> None:
-    name, offsets = trajectory.trajectory_id, [place.offset for place in trajectory.image_places]
-    if any(place.image >= len(trajectory.images) for place in trajectory.image_places):
-        raise ProtocolError(f"{name}: a place names an image beyond its {len(trajectory.images)}")
-    if any(
-        now >= after for now, after in itertools.pairwise([*offsets, len(trajectory.token_ids)])
-    ):
-        raise ProtocolError(f"{name}: the places of images are not in the order of its tokens")
-
-
 def check_trajectory(trajectory: Trajectory) -> None:
     """Raises ProtocolError if the parts of a trajectory do not match, or a number is not finite."""
     name, sampled = trajectory.trajectory_id, trajectory.num_sampled_tokens
@@ -101,11 +72,30 @@ def check_trajectory(trajectory: Trajectory) -> None:
     for field, array in arrays.items():
         if array is not None and not np.logical_and.reduce(np.isfinite(array)):
             raise ProtocolError(f"{name}: a value of {field} is not a finite number")
-    _check_branches(trajectory)
+    runs = [branch.num_runs for branch in trajectory.branches]
+    for number in runs:
+        if number == 0 or number % 2:
+            raise ProtocolError(f"{name}: a branch must have an even number of runs, got {number}")
+    if runs and sum(runs) != len(trajectory.run_lengths):
+        raise ProtocolError(
+            f"{name}: branches of {sum(runs)} runs, but {len(trajectory.run_lengths)} runs"
+        )
+    rewards = {branch.name: branch.reward for branch in trajectory.branches}
+    for branch in trajectory.branches:
+        if not math.isfinite(branch.share):
+            raise ProtocolError(f"{name}: share {branch.share} is not a finite number")
+        if branch.reward is not None and not math.isfinite(branch.reward):
+            raise ProtocolError(f"{name}: reward {branch.reward} is not a finite number")
+        if branch.reward != rewards[branch.name]:
+            raise ProtocolError(f"{name}: branches of one name must have one reward")
     reference = trajectory.reference
     if reference is not None and (fault := check_reference(reference, trajectory.unpredicted())):
         raise ProtocolError(f"{name}: {fault}")
-    _check_images(trajectory)
+    if any(place.image >= len(trajectory.images) for place in trajectory.image_places):
+        raise ProtocolError(f"{name}: a place names an image beyond its {len(trajectory.images)}")
+    offsets = [*(place.offset for place in trajectory.image_places), len(trajectory.token_ids)]
+    if any(now >= after for now, after in itertools.pairwise(offsets)):
+        raise ProtocolError(f"{name}: the places of images are not in the order of its tokens")
     scored, prompt = len(unpack_logprobs(trajectory.prompt_logprobs)), trajectory.run_lengths[:1]
     if scored and prompt != (scored + 1,):
         raise ProtocolError(f"{name}: {scored} values of prompt_logprobs for runs {prompt}")

@@ -79,7 +79,18 @@ def differences(answer: Answer, config: Config, *, of_ranks: bool) -> Iterator[s
     """
     theirs = answer.setup
     ours = describe_setup(config, run_id="", mark="")
-    yield from _version_problems(ours, theirs, of_ranks=of_ranks)
+    if ours.protocol_version != theirs.protocol_version:
+        yield (
+            f"protocol version {ours.protocol_version} here, the controller speaks "
+            f"{theirs.protocol_version}: install the same release of {OURS} on all hosts"
+        )
+    for name in (OURS, *(("python", *RANKS_PACKAGES) if of_ranks else ())):
+        here, there = (each.versions.get(name, "none") for each in (ours, theirs))
+        if here != there:
+            yield (
+                f"{name} {here} here, the controller's host has {there}: install the same versions "
+                "on all hosts"
+            )
     if abs(answer.skew_s) > MAX_SKEW_S:
         way = "ahead of" if answer.skew_s > 0 else "behind"
         yield (
@@ -110,23 +121,6 @@ def differences(answer: Answer, config: Config, *, of_ranks: bool) -> Iterator[s
             f"model.path: {config.model.path} is not the controller's model: config.json, or names "
             "and sizes of its *.safetensors, differ"
         )
-
-
-def _version_problems(
-    ours: status_pb2.Setup, theirs: status_pb2.Setup, *, of_ranks: bool
-) -> Iterator[str]:
-    if ours.protocol_version != theirs.protocol_version:
-        yield (
-            f"protocol version {ours.protocol_version} here, the controller speaks "
-            f"{theirs.protocol_version}: install the same release of {OURS} on all hosts"
-        )
-    for name in (OURS, *(("python", *RANKS_PACKAGES) if of_ranks else ())):
-        here, there = (each.versions.get(name, "none") for each in (ours, theirs))
-        if here != there:
-            yield (
-                f"{name} {here} here, the controller's host has {there}: install the same versions "
-                "on all hosts"
-            )
 
 
 def holds_mark(config: Config, theirs: status_pb2.Setup) -> bool:

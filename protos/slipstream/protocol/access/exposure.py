@@ -41,7 +41,8 @@ def check_private(config: Config) -> None:
 def describe_exposure(config: Config) -> str:
     """Returns, as text, what other machines reach without TLS and token, or "" if nothing."""
     host, port = address_parts(config.learner.master)
-    if _is_loopback(host):
+    address = _resolved(host)
+    if address is not None and address.is_loopback:
         return ""
     return f"learner.master {host} (port {port or 'any'}; weights at any port)"
 
@@ -77,7 +78,15 @@ def interface_to(host: str) -> str | None:
         address = ipaddress.ip_address(local_address(host))
     except (OSError, ValueError):
         return None
-    return _interfaces().get(address) if not address.is_loopback else "lo"
+    if address.is_loopback:
+        return "lo"
+    for name, addresses in psutil.net_if_addrs().items():
+        for each in addresses:
+            is_internet = each.family in (socket.AF_INET, socket.AF_INET6)
+            if is_internet and ipaddress.ip_address(each.address.partition("%")[0]) == address:
+                # Additional addresses of an interface may have a label after a colon.
+                return name.partition(":")[0]
+    return None
 
 
 def rendezvous_secret(token: str | None, run_name: str) -> str:
@@ -96,19 +105,3 @@ def _resolved(host: str) -> IpAddress | None:
     except OSError:
         return None
     return ipaddress.ip_address(str(address[0]).partition("%")[0])
-
-
-def _is_loopback(host: str) -> bool:
-    address = _resolved(host)
-    return address is not None and address.is_loopback
-
-
-def _interfaces() -> dict[IpAddress, str]:
-    """Returns the interface of each address of this machine."""
-    return {
-        # Additional addresses of an interface may have a label after a colon.
-        ipaddress.ip_address(each.address.partition("%")[0]): name.partition(":")[0]
-        for name, addresses in psutil.net_if_addrs().items()
-        for each in addresses
-        if each.family in (socket.AF_INET, socket.AF_INET6)
-    }

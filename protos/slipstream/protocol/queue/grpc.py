@@ -120,16 +120,13 @@ class GrpcSender:
                 # Another call put the same id while both waited.
                 self._budget.release(len(data))
             else:
-                self._store(trajectory_id, data, tokens)
+                sent = self._sent.add(trajectory_id, tokens).to_pb()
+                self._unacknowledged[trajectory_id] = pb.DeliverRequest(
+                    trajectory=data, trajectory_id=trajectory_id, tokens=tokens, sent=sent
+                )
+                self._to_send.append(trajectory_id)
+                self._put.set()
         self.taken.add(trajectory_id, tokens)
-
-    def _store(self, trajectory_id: TrajectoryId, data: bytes, tokens: int) -> None:
-        sent = self._sent.add(trajectory_id, tokens).to_pb()
-        self._unacknowledged[trajectory_id] = pb.DeliverRequest(
-            trajectory=data, trajectory_id=trajectory_id, tokens=tokens, sent=sent
-        )
-        self._to_send.append(trajectory_id)
-        self._put.set()
 
     async def aclose(self) -> None:
         """Stops sending; unacknowledged trajectories are lost with this process."""
@@ -141,15 +138,20 @@ class GrpcSender:
         while True:
             # A restarted controller gets the trajectories it lacks before it leases them again.
             call = self._deliver(metadata=self._metadata, wait_for_ready=True)
+            self._to_send = deque(self._unacknowledged)
             try:
-                await self._use(call)
-                cause = "the controller closed the stream"
-            except grpc.aio.AioRpcError as error:
-                if error.code() in REFUSALS:
-                    raise QueueError(f"trajectories are refused: {error.details()}") from error
-                cause = str(error.details())
+                async with asyncio.TaskGroup() as group:
+                    writer = group.create_task(self._write(call))
+                    failure = await self._read(call)
+                    writer.cancel()
             finally:
                 call.cancel()
+            cause = "the controller closed the stream"
+            if failure is not None:
+                if failure.code() in REFUSALS:
+                    text = f"trajectories are refused: {failure.details()}"
+                    raise QueueError(text) from failure
+                cause = str(failure.details())
             # A call that fails while it is cancelled swallows the cancellation.
             if self._closed:
                 return
@@ -157,19 +159,6 @@ class GrpcSender:
                 "trajectory stream lost: %s; again in %.1f s", cause, self._backoff.next_s
             )
             await asyncio.sleep(self._backoff.take_s())
-
-    async def _use(self, call: DeliverCall) -> None:
-        """Sends trajectories and reads acknowledgements until the stream ends.
-
-        Raises AioRpcError if the status of the stream is not OK.
-        """
-        self._to_send = deque(self._unacknowledged)
-        async with asyncio.TaskGroup() as group:
-            writer = group.create_task(self._write(call))
-            failure = await self._read(call)
-            writer.cancel()
-        if failure is not None:
-            raise failure
 
     async def _write(self, call: DeliverCall) -> None:
         try:

@@ -146,7 +146,14 @@ class NcclGroup:
                 made.append(group)
                 if is_abandoned:
                     group.abort()
-            group._warm_up(deadline_s)
+            pointer, num_bytes, stream = backend.warm_up_room()
+            try:
+                group.broadcast(pointer, num_bytes, 0, stream, deadline_s=deadline_s)
+                group.wait()
+            except WeightSyncError as error:
+                group.abort()
+                raise WeightSyncError(f"a member was lost when all had met: {error}") from error
+            group.take_wire()
             return group
 
         try:
@@ -221,16 +228,6 @@ class NcclGroup:
         if not self._gone.wait(limit_s):
             logger.warning("a communicator is not aborted after %g s: left behind", limit_s)
 
-    def _warm_up(self, deadline_s: float) -> None:
-        pointer, num_bytes, stream = self._backend.warm_up_room()
-        try:
-            self.broadcast(pointer, num_bytes, 0, stream, deadline_s=deadline_s)
-            self.wait()
-        except WeightSyncError as error:
-            self.abort()
-            raise WeightSyncError(f"a member was lost when all had met: {error}") from error
-        self.take_wire()
-
     def _check(self) -> None:
         if self._is_aborted:
             raise WeightSyncError(f"the communicator is gone: {self._cause}")
@@ -254,42 +251,36 @@ class NcclGroup:
         self._pending.clear()
         self._stopped.set()
 
-    def _abort(self) -> None:
-        """Aborts the communicator; the last action of the watchdog's thread."""
-        while True:
-            with self._lock:
-                since_s = self._calling_since_s
-            if since_s is None or time.monotonic() - since_s > _ENTER_LIMIT_S:
-                break
-            time.sleep(_WAIT_PERIOD_S)
-        try:
-            self._communicator.abort()
-        except WeightSyncError as error:
-            logger.warning("a communicator could not be aborted: %s", error)
-        self._gone.set()
-        atexit.unregister(self.abort)
-
     def _watch(self) -> None:
+        """Aborts the communicator when a broadcast is late, or `_end` was called."""
         try:
-            self._abort_late_ones()
+            self._backend.use()
+            while not self._stopped.wait(_WATCH_PERIOD_S):
+                with self._lock:
+                    self._advance()
+                    if not self._pending or self._is_aborted:
+                        continue
+                    oldest = self._pending[0]
+                    if time.monotonic() - self._since_s > oldest.deadline_s:
+                        cause = f"{oldest.what} was not done within {oldest.deadline_s:g} s"
+                        logger.warning("aborting a communicator: %s", cause)
+                        self._end(cause)
         finally:
             # The abort also runs when the device fails.
             with self._lock:
                 self._end("its watchdog failed")
-            self._abort()
-
-    def _abort_late_ones(self) -> None:
-        self._backend.use()
-        while not self._stopped.wait(_WATCH_PERIOD_S):
-            with self._lock:
-                self._advance()
-                if not self._pending or self._is_aborted:
-                    continue
-                oldest = self._pending[0]
-                if time.monotonic() - self._since_s > oldest.deadline_s:
-                    cause = f"{oldest.what} was not done within {oldest.deadline_s:g} s"
-                    logger.warning("aborting a communicator: %s", cause)
-                    self._end(cause)
+            while True:
+                with self._lock:
+                    since_s = self._calling_since_s
+                if since_s is None or time.monotonic() - since_s > _ENTER_LIMIT_S:
+                    break
+                time.sleep(_WAIT_PERIOD_S)
+            try:
+                self._communicator.abort()
+            except WeightSyncError as error:
+                logger.warning("a communicator could not be aborted: %s", error)
+            self._gone.set()
+            atexit.unregister(self.abort)
 
 
 class CupyNccl:

@@ -44,6 +44,9 @@ def choose_transport(
         if on_cpu:
             return "gloo"
         setting = "ipc" if shared else "nccl"
+    if setting == "gloo":
+        return setting
+    first, *others = places
     if setting == "nccl" and on_cpu:
         raise ConfigError(
             f"weights.transport nccl joins GPUs only, but {on_cpu[0]} computes on the CPU: set gloo"
@@ -54,22 +57,7 @@ def choose_transport(
             f"weights.transport nccl joins no two processes on one GPU, but {' and '.join(both)} "
             f"share {shared[0]}: set ipc or auto, or give each its own"
         )
-    if setting == "nccl":
-        _check_settings(places)
-    if setting == "ipc":
-        _check_one_host(places, on_cpu)
-        if parallel.pp * parallel.ep > 1:
-            raise ConfigError(
-                f"weights.transport ipc takes all weights from one trainer rank: "
-                f"learner.parallel.pp and ep must be 1, got {parallel.pp} and {parallel.ep}; set "
-                "nccl, and give each process its own GPU"
-            )
-    return setting
-
-
-def _check_settings(places: Mapping[str, Place]) -> None:
-    first, *others = places
-    for name in others:
+    for name in others if setting == "nccl" else ():
         mine, theirs = places[first].nccl, places[name].nccl
         for variable in sorted(mine.keys() | theirs.keys()):
             if mine.get(variable) != theirs.get(variable):
@@ -78,21 +66,24 @@ def _check_settings(places: Mapping[str, Place]) -> None:
                     f"{variable} is {mine.get(variable, 'not set')} in {first} and "
                     f"{theirs.get(variable, 'not set')} in {name}: set it on both, or on neither"
                 )
-
-
-def _check_one_host(places: Mapping[str, Place], on_cpu: list[str]) -> None:
-    first, *others = places
-    for name in others:
-        if places[name].host != places[first].host:
+    if setting == "ipc":
+        if elsewhere := [name for name in others if places[name].host != places[first].host]:
             raise ConfigError(
-                f"weights.transport ipc works within one host, but {name} runs on another one than "
-                f"{first}: set nccl, and give each process its own GPU"
+                f"weights.transport ipc works within one host, but {elsewhere[0]} runs on another "
+                f"one than {first}: set nccl, and give each process its own GPU"
             )
-    if on_cpu and len(on_cpu) < len(places):
-        raise ConfigError(
-            f"weights.transport ipc joins either GPUs or CPUs, but {on_cpu[0]} computes on the "
-            "CPU: set gloo"
-        )
+        if on_cpu and len(on_cpu) < len(places):
+            raise ConfigError(
+                f"weights.transport ipc joins either GPUs or CPUs, but {on_cpu[0]} computes on the "
+                "CPU: set gloo"
+            )
+        if parallel.pp * parallel.ep > 1:
+            raise ConfigError(
+                f"weights.transport ipc takes all weights from one trainer rank: "
+                f"learner.parallel.pp and ep must be 1, got {parallel.pp} and {parallel.ep}; set "
+                "nccl, and give each process its own GPU"
+            )
+    return setting
 
 
 def check_storage(url: str | None) -> None:
