@@ -143,7 +143,18 @@ class WeightOrders:
         publish = self._publish = _Publish(order.order.publish_id)
         begun_s = time.monotonic()
         try:
-            await self._prepare(order)
+            if publish.publish_id in self._aborted:
+                raise WeightSyncError("the publish was abandoned")
+            # The old weights serve until all members have joined.
+            call = self._engine.prepare_weights(order.order, order.layout, order.first_rank)
+            self._preparing = asyncio.create_task(call)
+            try:
+                await self._preparing
+            except asyncio.CancelledError:
+                current = asyncio.current_task()
+                if current is not None and current.cancelling():
+                    raise
+                raise WeightSyncError("the publish was abandoned") from None
             prepared_s = time.monotonic()
             self._note_pause()
             loaded = await self._engine.receive_weights(publish.publish_id)
@@ -164,23 +175,6 @@ class WeightOrders:
                 bucket_digests=publish.digests,
             )
         )
-
-    async def _prepare(self, order: fleet_pb2.ReceiveWeights) -> None:
-        """Prepares the engine, which serves the old weights until all members have joined.
-
-        Raises WeightSyncError if the preparation fails or the publish is aborted meanwhile.
-        """
-        if order.order.publish_id in self._aborted:
-            raise WeightSyncError("the publish was abandoned")
-        call = self._engine.prepare_weights(order.order, order.layout, order.first_rank)
-        self._preparing = asyncio.create_task(call)
-        try:
-            await self._preparing
-        except asyncio.CancelledError:
-            current = asyncio.current_task()
-            if current is not None and current.cancelling():
-                raise
-            raise WeightSyncError("the publish was abandoned") from None
 
     def _stop_preparing(self) -> None:
         if self._preparing is not None:

@@ -47,7 +47,7 @@ class FakeCupy:
         vars(cuda).update(
             runtime=runtime,
             nccl=nccl,
-            Device=lambda _: SimpleNamespace(use=lambda: None),
+            Device=Device,
             Event=lambda: SimpleNamespace(ptr=3, done=self.ends),
             Stream=lambda *, non_blocking: SimpleNamespace(ptr=1),
             alloc=lambda _: SimpleNamespace(ptr=2),
@@ -113,6 +113,12 @@ class FakeCupy:
         self.seen.append(what)
         if self.seen[-2:] == [what] * 2 and self.fails_second == what:
             raise CUDARuntimeError("out of memory")
+
+
+class Device(contextlib.nullcontext):
+    """A CUDA device, which is the only one."""
+
+    def use(self) -> None: ...
 
 
 class Communicator:

@@ -45,6 +45,16 @@ class BucketDigests(Protocol):
         """Waits for the work on `stream`; returns each bucket's tensor digests."""
 
 
+def open_digests(buckets: Sequence[Bucket], gpu: int | None) -> BucketDigests:
+    """Returns an object that computes the digests of `buckets` on a CUDA device, or on the CPU."""
+    if gpu is None:
+        return HostDigests(buckets)
+    import cupy
+
+    with cupy.cuda.Device(gpu):
+        return CudaDigests(buckets)
+
+
 class HostDigests:
     """Digests of buckets in main memory: `add` computes them immediately, streams are ignored."""
 

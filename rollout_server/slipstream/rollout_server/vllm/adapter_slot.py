@@ -3,7 +3,6 @@
 The tensors are replaced between two steps of the engine; requests refer to adapters by id.
 """
 
-from collections.abc import Mapping
 from typing import get_args
 
 import torch
@@ -118,55 +117,48 @@ class Arriving:
     def put_on(self, model: torch.nn.Module) -> None:
         """Replaces the engine's adapters by the arrived adapters; call it between two steps.
 
-        After a WeightSyncError an adapter may be missing in the engine.
+        Raises WeightSyncError when the engine has no room for adapters, or when the tensors do not
+        belong to exactly the layers that it computes with an adapter. An adapter may then be
+        missing in the engine.
         """
         arrived, self._tensors = self._tensors, [{} for _ in self._tensors]
+        manager: LoRAModelManager | None = vars(model).get("lora_manager")
+        if manager is None:
+            raise WeightSyncError(
+                "the engine was started without room for adapters: set lora.publish"
+            )
+        mapper = getattr(model, "hf_to_vllm_mapper", None)
+        # vLLM would compute the missing layers without an adapter.
+        expected = {
+            part for name in manager.modules for part in manager.packed_modules.get(name, [name])
+        }
         for adapter_id, tensors in enumerate(arrived, 1):
-            _put_on(model, adapter_id, tensors, self._scale)
-
-
-def _put_on(
-    model: torch.nn.Module, adapter_id: int, tensors: Mapping[str, torch.Tensor], scale: float
-) -> None:
-    """Activates the adapter made of `tensors`, which have PEFT's names; modifies these tensors.
-
-    Raises WeightSyncError when the engine has no room for adapters, or when the tensors do not
-    belong to exactly the layers that it computes with an adapter.
-    """
-    manager: LoRAModelManager | None = vars(model).get("lora_manager")
-    if manager is None:
-        raise WeightSyncError("the engine was started without room for adapters: set lora.publish")
-    manager.remove_adapter(adapter_id)
-    rank = next(iter(tensors.values())).shape[0]
-    if rank > manager.lora_config.max_lora_rank:
-        raise WeightSyncError(
-            f"adapters of rank {rank} arrived, the engine has room for "
-            f"{manager.lora_config.max_lora_rank}"
-        )
-    mapper = getattr(model, "hf_to_vllm_mapper", None)
-    adapter = LoRAModel.from_lora_tensors(
-        adapter_id,
-        dict(tensors),
-        PEFTHelper(r=rank, lora_alpha=rank, target_modules=[]),
-        device=str(manager.device),
-        dtype=manager.lora_config.lora_dtype,
-        weights_mapper=None if mapper is None else mapper.get_rename_mapper(),
-    )
-    # vLLM would compute the missing layers without an adapter.
-    expected = {
-        part for name in manager.modules for part in manager.packed_modules.get(name, [name])
-    }
-    whole = {
-        name
-        for name, layer in adapter.loras.items()
-        if layer.lora_a is not None and layer.lora_b is not None
-    }
-    if different := sorted(expected ^ whole):
-        raise WeightSyncError(
-            f"the adapters that arrived and {len(different)} layers do not fit, "
-            f"{different[0]} for one: set lora alike for learner and rollout servers"
-        )
-    for layer in adapter.loras.values():
-        layer.scaling = scale
-    manager.add_adapter(adapter)
-    manager.activate_adapter(adapter_id)
+            manager.remove_adapter(adapter_id)
+            rank = next(iter(tensors.values())).shape[0]
+            if rank > manager.lora_config.max_lora_rank:
+                raise WeightSyncError(
+                    f"adapters of rank {rank} arrived, the engine has room for "
+                    f"{manager.lora_config.max_lora_rank}"
+                )
+            adapter = LoRAModel.from_lora_tensors(
+                adapter_id,
+                tensors,
+                PEFTHelper(r=rank, lora_alpha=rank, target_modules=[]),
+                device=str(manager.device),
+                dtype=manager.lora_config.lora_dtype,
+                weights_mapper=None if mapper is None else mapper.get_rename_mapper(),
+            )
+            whole = {
+                name
+                for name, layer in adapter.loras.items()
+                if layer.lora_a is not None and layer.lora_b is not None
+            }
+            if different := sorted(expected ^ whole):
+                raise WeightSyncError(
+                    f"the adapters that arrived and {len(different)} layers do not fit, "
+                    f"{different[0]} for one: set lora alike for learner and rollout servers"
+                )
+            for layer in adapter.loras.values():
+                layer.scaling = self._scale
+            manager.add_adapter(adapter)
+            manager.activate_adapter(adapter_id)

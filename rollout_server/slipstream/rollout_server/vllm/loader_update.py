@@ -41,7 +41,6 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader import reload
-from vllm.v1.attention.backend import AttentionImplBase
 
 PLAIN_METHODS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod)
 
@@ -149,19 +148,17 @@ def check_layers(model: torch.nn.Module) -> None:
             raise NotCopied(f"{name} ({type(module).__name__}) uses {type(method).__name__}")
         if isinstance(module, MLAAttention):
             raise NotCopied(f"{name} ({type(module).__name__}) computes matrices from its weights")
-        if isinstance(module, Attention) and _copies_sinks(module.impl):
-            raise NotCopied(f"{name} ({type(module).__name__}) computes with a copy of its sinks")
+        if isinstance(module, Attention):
+            # FlashInfer and b12x compute with a float32 copy of the attention sinks, made after
+            # each load, unless the parameter itself is float32 (0.32.0).
+            variants = module.impl.get_impl_variants()
+            sinks = [vars(each).get("_sinks_source") for each in variants]
+            if any(each is not None and each.dtype != torch.float32 for each in sinks):
+                raise NotCopied(
+                    f"{name} ({type(module).__name__}) computes with a copy of its sinks"
+                )
         if isinstance(module, RoutedExperts) and next(module.parameters()).device.type == "cpu":
             raise NotCopied(f"{name} ({type(module).__name__}) packs its weights on a CPU")
-
-
-def _copies_sinks(backend: AttentionImplBase[Any]) -> bool:
-    """Returns whether vLLM makes a float32 copy of the attention sinks after each load.
-
-    FlashInfer and b12x compute with such a copy unless the parameter itself is float32 (0.32.0).
-    """
-    sources = [vars(each).get("_sinks_source") for each in backend.get_impl_variants()]
-    return any(sinks is not None and sinks.dtype != torch.float32 for sinks in sources)
 
 
 def loaded_name(parameter: str) -> str:

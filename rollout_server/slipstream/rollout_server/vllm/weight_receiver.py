@@ -32,11 +32,14 @@ from slipstream.rollout_server.weights.bucket_receiver import (
     GlooReceiver,
     Incoming,
     IpcReceiver,
+    Phase,
     Seat,
+    Staging,
     StorageReceiver,
+    Update,
+    room,
 )
 from slipstream.rollout_server.weights.copy_plan import CopyPlan, Replay
-from slipstream.rollout_server.weights.update_copies import Phase, Staging, Update, room
 from slipstream.rollout_server.weights.weight_update import LoadResult
 from slipstream.v1 import weights_pb2
 from vllm.distributed.weight_transfer.base import (
@@ -386,8 +389,12 @@ class WorkerExtension:
             return engine.is_ready()
 
         if not self._began:
-            _unlink_shared_memory()
             self._began = True
+            # All workers of an engine on a CPU have opened the memory that they share. vLLM leaves
+            # 4 MB of it for each worker, however the engine ends.
+            if engine := os.environ.get("VLLM_DIST_IDENT"):
+                for path in Path("/dev/shm").glob(f"{glob.escape(engine)}-*cpushm_*"):
+                    path.unlink(missing_ok=True)
         return _answer(prepare)
 
     def slipstream_is_ready(self) -> dict[str, Any]:
@@ -428,16 +435,6 @@ def _answer(work: Callable[[], object]) -> dict[str, Any]:
     except Exception as error:  # noqa: BLE001 - raised again by `WeightUpdate`
         log.exception("a weight update failed")
         return {"error": f"{type(error).__name__}: {error}"}
-
-
-def _unlink_shared_memory() -> None:
-    """Removes the names of the memory that the workers of an engine on a CPU share.
-
-    All workers have opened it by now. vLLM leaves 4 MB for each worker, however the engine ends.
-    """
-    if engine := os.environ.get("VLLM_DIST_IDENT"):
-        for path in Path("/dev/shm").glob(f"{glob.escape(engine)}-*cpushm_*"):
-            path.unlink(missing_ok=True)
 
 
 def _load(worker: WorkerExtension) -> None:

@@ -160,7 +160,20 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs or {})
         name = self._names[_storage(written)]
         if func is torch.ops.aten.copy_.default:
-            self._note_copy(name, written, args[1])
+            source = args[1]
+            if _storage(source) != self._room:
+                raise NotCopied(
+                    f"{name} is not written with a bucket's data but with a result of them"
+                )
+            if written.numel():
+                copy = Copy(
+                    bucket=self._place,
+                    dtype=source.dtype,
+                    source=View.of(source.expand(written.shape)),
+                    parameter=name,
+                    destination=View.of(written),
+                )
+                self.copies.append(copy)
         elif func in (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default):
             if written.numel():
                 self.constants.append((name, View.of(written)))
@@ -183,21 +196,6 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if _storage(value) in self._names:
                     return value
         return None
-
-    def _note_copy(self, name: str, destination: torch.Tensor, source: torch.Tensor) -> None:
-        if _storage(source) != self._room:
-            raise NotCopied(f"{name} is not written with a bucket's data but with a result of them")
-        if destination.numel() == 0:
-            return
-        self.copies.append(
-            Copy(
-                bucket=self._place,
-                dtype=source.dtype,
-                source=View.of(source.expand(destination.shape)),
-                parameter=name,
-                destination=View.of(destination),
-            )
-        )
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -265,10 +263,15 @@ class PlanCheck:
 
     def _settle(self) -> None:
         self._open = [
-            (copy, buffer)
-            for copy, buffer in self._open
-            if not _equal_bits(*_pair(copy, buffer, self._parameters))
+            (copy, buffer) for copy, buffer in self._open if not self._is_made(copy, buffer)
         ]
+
+    def _is_made(self, copy: Copy, buffer: torch.Tensor) -> bool:
+        """Whether the destination has the bits that the copy would give it."""
+        destination, source = _pair(copy, buffer, self._parameters)
+        bits = _BITS[destination.element_size()]
+        expected = source.to(destination.device, destination.dtype)
+        return torch.equal(destination.view(bits), expected.view(bits))
 
 
 def _pair(
@@ -278,13 +281,6 @@ def _pair(
     destination = copy.destination.within(parameters[copy.parameter].data)
     typed = buffer.view(copy.dtype)
     return destination, copy.source.within(typed, int(typed.storage_offset()))
-
-
-def _equal_bits(destination: torch.Tensor, source: torch.Tensor) -> bool:
-    """Returns whether `destination` has the bits that a copy of `source` would give it."""
-    bits = _BITS[destination.element_size()]
-    expected = source.to(destination.device, destination.dtype)
-    return torch.equal(destination.view(bits), expected.view(bits))
 
 
 class Replay:

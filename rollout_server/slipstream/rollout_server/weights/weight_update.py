@@ -89,7 +89,13 @@ class WeightUpdate:
         terms = (order.communicator.communicator_id, order.bucket_deadline_s)
         is_known = described == self._layout and not order.new_communicator
         if described != self._layout:
-            await self._learn(layout, described)
+            # A model of many experts has tens of thousands of tensors.
+            buckets = await asyncio.to_thread(layout_from_pb, layout)
+            self._layout, self._num_buckets, self._has_room = described, len(buckets), None
+            self._num_bytes = sum(bucket.num_bytes for bucket in buckets)
+            self._are_adapters_alone = not layout.tensors
+            if layout.tensors and described != self._weights_layout:
+                self._weights_layout, self._all_have_plan = described, False
         stage = is_busy and await self._chooses_staging()
         limit_s = order.bucket_deadline_s * self._num_buckets + _LOAD_LIMIT_S
         if stage or not is_known or terms != self._ready_for:
@@ -157,15 +163,6 @@ class WeightUpdate:
             began_s=min(result["began_s"] for result in results),
             staged=announced.staged,
         )
-
-    async def _learn(self, layout: weights_pb2.WeightLayout, described: bytes) -> None:
-        # A model of many experts has tens of thousands of tensors.
-        buckets = await asyncio.to_thread(layout_from_pb, layout)
-        self._layout, self._num_buckets, self._has_room = described, len(buckets), None
-        self._num_bytes = sum(bucket.num_bytes for bucket in buckets)
-        self._are_adapters_alone = not layout.tensors
-        if layout.tensors and described != self._weights_layout:
-            self._weights_layout, self._all_have_plan = described, False
 
     async def _chooses_staging(self) -> bool:
         """Returns whether to stage the update; either all workers stage it or none."""

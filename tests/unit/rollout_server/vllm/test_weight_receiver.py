@@ -10,9 +10,8 @@ from slipstream.rollout_server.vllm.weight_receiver import (
     SlipstreamWeightTransfer,
     UpdateInfo,
 )
-from slipstream.rollout_server.weights.bucket_receiver import Incoming
+from slipstream.rollout_server.weights.bucket_receiver import Incoming, Update
 from slipstream.rollout_server.weights.copy_plan import Copy, CopyPlan, View
-from slipstream.rollout_server.weights.update_copies import Update
 from vllm.model_executor.model_loader import reload
 
 NUM_ELEMENTS = 8

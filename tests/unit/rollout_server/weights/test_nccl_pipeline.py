@@ -33,12 +33,13 @@ class Digests:
 @pytest.fixture
 def consumer(monkeypatch: pytest.MonkeyPatch) -> Iterator[fake_streams.Stream]:
     def broadcast(group, pointer, num_bytes, root, stream, *, deadline_s):
-        fake_streams.Stream.by_handle[stream].work(BROADCAST)
+        # The first one only opens connections, on a stream of its own.
+        if num_bytes == BUCKETS[0].num_bytes:
+            fake_streams.Stream.by_handle[stream].work(BROADCAST)
 
     nccl_receiver._STREAMS.clear()
     with fake_cupy.installed(), fake_streams.installed() as consumer:
         monkeypatch.setattr(NcclGroup, "broadcast", broadcast)
-        monkeypatch.setattr(NcclGroup, "_warm_up", lambda group, deadline_s: None)
         monkeypatch.setattr(NcclReceiver, "_room", lambda _, size: torch.empty(size).byte())
         yield consumer
     nccl_receiver._STREAMS.clear()

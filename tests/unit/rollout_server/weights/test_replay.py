@@ -9,9 +9,8 @@ import torch
 from slipstream.core.errors import WeightSyncError
 from slipstream.protocol.weights.buckets import TensorSpec, plan_buckets
 from slipstream.protocol.weights.nccl_group import Wire
-from slipstream.rollout_server.weights.bucket_receiver import Incoming
+from slipstream.rollout_server.weights.bucket_receiver import Incoming, Staging, Take, Update, room
 from slipstream.rollout_server.weights.copy_plan import Copy, CopyPlan, Replay, View
-from slipstream.rollout_server.weights.update_copies import Staging, Take, Update, room
 from support.rigs.waiting import LIMIT_S
 
 # Elements of a tensor that is copied by itself.
@@ -224,7 +223,7 @@ def test_an_update_that_failed_on_its_way_is_none_that_is_done() -> None:
 
 def test_workers_on_a_cpu_share_what_main_memory_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "slipstream.rollout_server.weights.update_copies.free_memory", lambda: (5 * GIB, 20 * GIB)
+        "slipstream.rollout_server.weights.bucket_receiver.free_memory", lambda: (5 * GIB, 20 * GIB)
     )
     assert room(CPU, 0, 1) == 3 * GIB
     assert room(CPU, 0, 2) == 3 * GIB // 2

@@ -34,9 +34,8 @@ from slipstream.protocol.weights.buckets import (
     plan_buckets,
 )
 from slipstream.protocol.weights.digests import (
-    BucketDigests,
-    HostDigests,
     bucket_digest,
+    open_digests,
     weight_digest,
 )
 from torch import Tensor
@@ -73,7 +72,8 @@ class WeightStream:
         self._lanes = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(lanes)]
         # Number of first buckets that are already filled.
         self._ahead = 0
-        self._digests = open_digests(self.buckets, device)
+        gpu = device.index if device.type == "cuda" else None
+        self._digests = open_digests(self.buckets, gpu)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         with policy.memory.resident(Part.PARAMETERS):
             filling.prepare(self.buckets, self._lanes)
@@ -239,23 +239,13 @@ def bridge_digests(policy: Policy, dtype: str, kind: Kind = Kind.MERGED) -> dict
         kind_of_element = str(tensor.dtype).removeprefix("torch.")
         spec = TensorSpec(name, kind_of_element, tuple(tensor.shape))
         bucket = Bucket((Span(spec, 0),), spec.num_bytes)
-        digests = open_digests((bucket,), tensor.device)
+        digests = open_digests((bucket,), tensor.device.index if tensor.is_cuda else None)
         handle = torch.cuda.current_stream().cuda_stream if tensor.is_cuda else 0
         # A view into a parameter may begin anywhere.
         aligned = tensor if tensor.data_ptr() % ALIGNMENT_BYTES == 0 else tensor.clone()
         digests.add(0, aligned.data_ptr(), handle)
         found[name] = digests.read(handle)[0][0]
     return found
-
-
-def open_digests(buckets: tuple[Bucket, ...], device: torch.device) -> BucketDigests:
-    """Returns an object that computes the digests of `buckets`, whose data are on `device`."""
-    if device.type != "cuda":
-        return HostDigests(buckets)
-    from slipstream.protocol.weights.digests import CudaDigests
-
-    with torch.cuda.device(device):
-        return CudaDigests(buckets)
 
 
 def difference(ours: dict[str, bytes], exported: dict[str, bytes]) -> str:
