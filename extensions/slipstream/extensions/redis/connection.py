@@ -74,7 +74,10 @@ class RedisConnection:
         Raises QueueError if `url` is invalid.
         """
         self._reconnect_timeout_s = reconnect_timeout_s
-        self.name = _without_password(url)
+        parts = urlsplit(url)
+        port = f":{parts.port}" if parts.port is not None else ""
+        # The URL without user and password.
+        self.name = f"{parts.scheme}://{parts.hostname or ''}{port}{parts.path}"
         self._run_id = run_id
         self.stream = f"slipstream:{run_id}:trajectories"
         # Number of bytes of all entries in the stream: senders wait while it is too large.
@@ -211,13 +214,6 @@ def _refusal(error: BaseException) -> BaseException | None:
 
 def _text(value: object) -> str:
     return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
-
-
-def _without_password(url: str) -> str:
-    parts = urlsplit(url)
-    host = parts.hostname or ""
-    port = f":{parts.port}" if parts.port is not None else ""
-    return f"{parts.scheme}://{host}{port}{parts.path}"
 
 
 async def check_settings(connection: RedisConnection) -> None:

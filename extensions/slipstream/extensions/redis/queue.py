@@ -126,7 +126,17 @@ class RedisSender:
             # The trajectory may be in a transaction at this moment.
             async with self._executing:
                 if not place.stored.done():
-                    raise self._too_late(place, timeout_s) from None
+                    connection, num_bytes = self._connection, len(data)
+                    if connection.trouble is not None:
+                        raise connection.away(timeout_s, connection.trouble) from None
+                    if self.queued_bytes + num_bytes <= self._max_bytes:
+                        # The transaction has no answer yet, or room came at the last moment.
+                        raise TrajectoryQueueFull(
+                            f"redis at {connection.name} has room for {num_bytes} bytes and did "
+                            f"not store them within {timeout_s:g} s"
+                        ) from None
+                    used_bytes = self.queued_bytes
+                    raise queue_full(num_bytes, timeout_s, used_bytes, self._max_bytes) from None
         finally:
             with contextlib.suppress(ValueError):
                 self._waiting.remove(place)
@@ -138,18 +148,6 @@ class RedisSender:
         for task in self._tasks:
             task.cancel()
         self._fail(QueueError("the sender is closed"))
-
-    def _too_late(self, place: _Put, timeout_s: float) -> QueueError:
-        name, num_bytes = self._connection.name, len(place.data)
-        if self._connection.trouble is not None:
-            return self._connection.away(timeout_s, self._connection.trouble)
-        if self.queued_bytes + num_bytes <= self._max_bytes:
-            # The transaction has no answer yet, or room came at the last moment.
-            return TrajectoryQueueFull(
-                f"redis at {name} has room for {num_bytes} bytes and did not store them within "
-                f"{timeout_s:g} s"
-            )
-        return queue_full(num_bytes, timeout_s, self.queued_bytes, self._max_bytes)
 
     def _fail(self, error: QueueError) -> None:
         for place in self._waiting:

@@ -95,7 +95,6 @@ class RedisReceiver:
         connection = self._connection
         try:
             await connection.persistently(partial(check_settings, connection))
-            await connection.persistently(self._create_group)
             await self._begin()
         except BaseException:
             await connection.client.aclose()
@@ -129,19 +128,21 @@ class RedisReceiver:
         for task in self._tasks:
             task.cancel()
 
-    async def _create_group(self) -> None:
-        try:
-            await self._connection.client.xgroup_create(
-                self._connection.stream, GROUP, id="0", mkstream=True
-            )
-            self.is_new = True
-        except ResponseError as error:
-            if not str(error).startswith("BUSYGROUP"):
-                raise
-
     async def _begin(self) -> None:
-        """Reads the backlog and Redis's counts, and corrects the count of bytes."""
+        """Makes the stream, reads the backlog and Redis's counts, corrects the count of bytes."""
         connection, after, stream_bytes = self._connection, b"-", 0
+
+        async def create_group() -> None:
+            try:
+                await connection.client.xgroup_create(
+                    connection.stream, GROUP, id="0", mkstream=True
+                )
+                self.is_new = True
+            except ResponseError as error:
+                if not str(error).startswith("BUSYGROUP"):
+                    raise
+
+        await connection.persistently(create_group)
         while True:
             entries, inspected, found = await connection.persistently(partial(self._scan, after))
             stream_bytes += sum(entry.size for entry in entries)
@@ -180,18 +181,17 @@ class RedisReceiver:
                 continue
             try:
                 while True:
-                    await self._deliver(await connection.once(self._fetch_new))
+                    if asyncio.get_running_loop().time() < self._audited_s + AUDIT_S:
+                        entries = await connection.once(partial(self._fetch, b">"))
+                    else:
+                        async with self._counting:
+                            entries = await connection.once(self._audit)
+                    await self._deliver(entries)
             except CONNECTION_ERRORS as error:
                 logger.warning("redis at %s: %s", connection.name, error)
                 after = b"0"
             except RedisError as error:
                 raise connection.failure(error) from error
-
-    async def _fetch_new(self) -> list[_Entry]:
-        if asyncio.get_running_loop().time() < self._audited_s + AUDIT_S:
-            return await self._fetch(b">")
-        async with self._counting:
-            return await self._audit()
 
     async def _audit(self) -> list[_Entry]:
         """Returns new entries, and compares all known entries with Redis's own counts.
@@ -257,7 +257,17 @@ class RedisReceiver:
         for entry in entries:
             request, entry_id, fault = entry.request, entry.entry_id, entry.fault
             if request is None:
-                await self._drop(entry_id)
+                # The data of a pending entry were deleted, if that was not before this receiver
+                # began by another client.
+                connection = self._connection
+                if any(entry_id in known for known in self._entries.values()):
+                    raise connection.lost(
+                        f"entry {entry_id.decode()} was deleted by another client"
+                    )
+                logger.warning("redis at %s: entry %s is gone", connection.name, entry_id.decode())
+                await connection.persistently(
+                    partial(connection.client.xack, connection.stream, GROUP, entry_id)
+                )
                 continue
             trajectory_id = TrajectoryId(request.trajectory_id)
             if entry.size <= SMALL_BYTES:
@@ -276,16 +286,6 @@ class RedisReceiver:
                 self._entries[trajectory_id] = {entry_id: entry.size}
                 sent = Amount.from_pb(request.sent)
                 await self._deliveries.put(Delivery(trajectory_id, opened, request.tokens, sent))
-
-    async def _drop(self, entry_id: bytes) -> None:
-        """Acknowledges a pending entry whose data were deleted before this receiver began."""
-        connection = self._connection
-        if any(entry_id in entries for entries in self._entries.values()):
-            raise connection.lost(f"entry {entry_id.decode()} was deleted by another client")
-        logger.warning("redis at %s: entry %s is gone", connection.name, entry_id.decode())
-        await connection.persistently(
-            partial(connection.client.xack, connection.stream, GROUP, entry_id)
-        )
 
     async def _forget(self) -> None:
         while True:

@@ -59,7 +59,9 @@ class StoredPublisher(Part):
         if trainer.can_store:
             # The trainer has ended the last order, or another trainer has taken over.
             self._ordered = ""
-        is_wanted = self._is_wanted(version) and bool(self._fleet.sessions)
+        newest = None if self._newest is None else version_from_pb(self._newest.version)
+        # Only the run's newest version, once.
+        is_wanted = newest != version == self._run.progress.version and bool(self._fleet.sessions)
         if not trainer.can_store or not is_wanted or time.monotonic() < self._retry_s:
             return None
         self._num_orders += 1
@@ -73,7 +75,17 @@ class StoredPublisher(Part):
         if report.folder and report.folder == self._ordered:
             self._ordered = ""
             if report.error:
-                self._write_failed(report)
+                self._failed += 1
+                self._retry_s = time.monotonic() + retry_wait_s(self._failed)
+                if self._failed >= MAX_FAILED_WHILE_NONE_SERVES:
+                    self._run.progress.fail(
+                        f"{self._failed} versions in a row could not be written to storage, the "
+                        f"last one: {report.error}"
+                    )
+                else:
+                    self._run.events.warn(
+                        f"version {report.version.step} is not in storage: {report.error}"
+                    )
             else:
                 self._failed, self._newest = 0, report
                 self._publisher.totals.stored(report)
@@ -102,12 +114,6 @@ class StoredPublisher(Part):
     def lost(self, session: ServerSession) -> None:
         self._loads.pop(session.key, None)
         self._too_old.pop(session.key, None)
-
-    def _is_wanted(self, version: PolicyVersion) -> bool:
-        """Whether `version` is the run's newest and is not in storage yet."""
-        if version != self._run.progress.version:
-            return False
-        return self._newest is None or version_from_pb(self._newest.version) != version
 
     def _is_due(self, session: ServerSession, newest: trainer_pb2.StoredReport) -> bool:
         is_busy = session.key in self._fetches or session.key in self._fleet.pinned
@@ -142,15 +148,12 @@ class StoredPublisher(Part):
         if problem:
             cause = f"version {report.version.step} from storage: {problem}"
             self._publisher.failures.fetch_failed(session, cause)
-        elif session.key not in self._fleet.pinned:
-            self._publisher.totals.fetched(answer)
-            self._load(session, report, prepare.publish_id)
-
-    def _load(
-        self, session: ServerSession, report: trainer_pb2.StoredReport, publish_id: str
-    ) -> None:
-        """Tells a server to load the fetched version; from then on its requests wait."""
-        settings, digests = self._settings, report.bucket_digests
+            return
+        if session.key in self._fleet.pinned:
+            return
+        self._publisher.totals.fetched(answer)
+        # From here on the server's requests wait.
+        publish_id, digests = prepare.publish_id, report.bucket_digests
         # The rule of all publishes: the first, every n-th, and each to a server that did not serve.
         is_verified = self._loads[session.key] % settings.verify_every == 0
         self._loads[session.key] += 1
@@ -181,14 +184,3 @@ class StoredPublisher(Part):
                 f"old for step {step + 1} (algorithm.max_staleness = {bound}); it has not fetched "
                 "a newer one from storage yet"
             )
-
-    def _write_failed(self, report: trainer_pb2.StoredReport) -> None:
-        self._failed += 1
-        if self._failed >= MAX_FAILED_WHILE_NONE_SERVES:
-            self._run.progress.fail(
-                f"{self._failed} versions in a row could not be written to storage, the last one: "
-                f"{report.error}"
-            )
-            return
-        self._retry_s = time.monotonic() + retry_wait_s(self._failed)
-        self._run.events.warn(f"version {report.version.step} is not in storage: {report.error}")

@@ -73,9 +73,18 @@ class StoredWeights:
         started_s = time.monotonic()
         # An abandoned fetch ends soon.
         with self._lock:
-            manifest = self._manifest(stored, until)
-            buckets = layout_from_pb(manifest.layout)
-            links = _lacking(manifest.links, self._held)
+            data = self._read(stored.key, stored.num_bytes, stored.digest, until)
+            try:
+                manifest = weights_pb2.StoredManifest.FromString(data)
+                check_bounds(manifest)
+            except (DecodeError, ProtocolError) as error:
+                raise WeightSyncError(f"{stored.key} is no manifest: {error}") from error
+            buckets, links = layout_from_pb(manifest.layout), list(manifest.links)
+            # Those after the version in the file, or all without it.
+            for place in range(len(links) - 1, -1, -1):
+                if self._held and content_name(links[place].bucket_digests) == self._held:
+                    links = links[place + 1 :]
+                    break
             num_bytes, anew = stored.num_bytes, bool(links) and not links[0].HasField("delta")
             try:
                 with _Buckets(self._path, buckets, anew=anew) as file:
@@ -87,17 +96,6 @@ class StoredWeights:
                 raise WeightSyncError(f"fetched weights in {self._path}: {error}") from error
         seconds = time.monotonic() - started_s
         return Fetched(manifest.layout, self._path, len(links), num_bytes, seconds)
-
-    def _manifest(
-        self, stored: weights_pb2.StoredWeights, until: Until
-    ) -> weights_pb2.StoredManifest:
-        data = self._read(stored.key, stored.num_bytes, stored.digest, until)
-        try:
-            manifest = weights_pb2.StoredManifest.FromString(data)
-            check_bounds(manifest)
-            return manifest
-        except (DecodeError, ProtocolError) as error:
-            raise WeightSyncError(f"{stored.key} is no manifest: {error}") from error
 
     def _read(self, key: str, num_bytes: int, digest: bytes, until: Until) -> bytes:
         data = self._storage.read(key, until, most=num_bytes + 1)
@@ -199,14 +197,6 @@ class _Buckets:
 
     def _at(self, place: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
         return self._bytes[self._starts[place] : self._starts[place + 1]]
-
-
-def _lacking(links: Sequence[weights_pb2.StoredLink], held: bytes) -> list[weights_pb2.StoredLink]:
-    """Returns the links after the version with content name `held`, or all links without it."""
-    for place in range(len(links) - 1, -1, -1):
-        if held and content_name(links[place].bucket_digests) == held:
-            return list(links[place + 1 :])
-    return list(links)
 
 
 class FetchOrders:

@@ -109,12 +109,20 @@ class VersionWriter:
         until = Until.after(self._weights.storage_deadline_s, self._abandoned)
         choice = b"whole" if self._ranks.is_main and self._is_whole() else b"changes"
         whole = self._ranks.broadcast_bytes(choice if self._ranks.is_main else None) == b"whole"
-        objects = self._opened_objects()
-        # Ranks that send nothing take part in the same pass.
-        take = (lambda *_: nothing) if objects is None else objects.take
-        digests = self._published.run(take)
-        if objects is None:
+        sender = self._published.weights.sender
+        if sender is None:
+            # Ranks that send nothing take part in the same pass.
+            self._published.run(lambda *_: nothing)
             return
+        if self._objects is None:
+            self._objects = RankObjects(
+                self._published.weights.buckets,
+                sender,
+                self._storage,
+                object_bytes=self._weights.bucket_mib << 20,
+                pin=self._ranks.device.type == "cuda",
+            )
+        digests = self._published.run(self._objects.take)
         report = trainer_pb2.StoredReport(
             version=order.version,
             folder=order.folder,
@@ -126,19 +134,6 @@ class VersionWriter:
             target=self._write, args=(report, whole, until), name="version-writer", daemon=True
         )
         self._thread.start()
-
-    def _opened_objects(self) -> RankObjects | None:
-        """Returns this rank's `RankObjects`, created at the first call; None if it never sends."""
-        sender = self._published.weights.sender
-        if self._objects is None and sender is not None:
-            self._objects = RankObjects(
-                self._published.weights.buckets,
-                sender,
-                self._storage,
-                object_bytes=self._weights.bucket_mib << 20,
-                pin=self._ranks.device.type == "cuda",
-            )
-        return self._objects
 
     def close(self, *, keep: bool = False) -> None:
         """Abandons an unfinished write; unless `keep`, rank 0 removes the run from the storage.
@@ -178,7 +173,20 @@ class VersionWriter:
             if not self._ranks.is_main:
                 self._ranks.flags.set(part, link.SerializeToString())
                 return
-            self._join(link, report.folder, until)
+            changed = list(link.delta.changed)
+            for number, rank in enumerate(self._published.weights.senders[1:], 1):
+                # Waits for the other senders' objects and numbers of changed elements.
+                what = f"rank {rank} could not write version {report.folder}"
+                while (came := self._ranks.flags.take(_part(report.folder, number))) is None:
+                    until.check(what)
+                    time.sleep(_LOOK_S)
+                if not came:
+                    raise WeightSyncError(f"{what}: its log says why")
+                theirs = weights_pb2.StoredLink.FromString(came)
+                link.objects.extend(theirs.objects)
+                changed = [sum(both) for both in zip(changed, theirs.delta.changed, strict=True)]
+            if link.HasField("delta"):
+                link.delta.changed[:] = changed
             if link.HasField("delta"):
                 link.delta.base = content_name(self._chain[-1].bucket_digests)
             chain = [link] if whole else [*self._chain, link]
@@ -210,29 +218,6 @@ class VersionWriter:
             self._remove(self._keys(report.folder, until), until)
         report.write_s = time.monotonic() - started_s
         self._report(report, until)
-
-    def _join(self, link: weights_pb2.StoredLink, folder: str, until: Until) -> None:
-        """Adds the other senders' objects and changed-element counts to rank 0's `link`."""
-        changed = list(link.delta.changed)
-        for sender in range(1, len(self._published.weights.senders)):
-            part = self._part_of(folder, sender, until)
-            link.objects.extend(part.objects)
-            changed = [sum(both) for both in zip(changed, part.delta.changed, strict=True)]
-        if link.HasField("delta"):
-            link.delta.changed[:] = changed
-
-    def _part_of(self, folder: str, sender: int, until: Until) -> weights_pb2.StoredLink:
-        """Waits for another sender's link and returns it.
-
-        Raises WeightSyncError if that sender failed, or when `until` ends.
-        """
-        what = f"rank {self._published.weights.senders[sender]} could not write version {folder}"
-        while (data := self._ranks.flags.take(_part(folder, sender))) is None:
-            until.check(what)
-            time.sleep(_LOOK_S)
-        if not data:
-            raise WeightSyncError(f"{what}: its log says why")
-        return weights_pb2.StoredLink.FromString(data)
 
     def _report(self, report: trainer_pb2.StoredReport, until: Until) -> None:
         """Reports to the controller, and removes objects that no needed manifest names.
