@@ -152,7 +152,7 @@ class StoredPublisher(Part):
         if session.key in self._fleet.pinned:
             return
         self._publisher.totals.fetched(answer)
-        # From here on the server's requests wait.
+        # The server's requests wait from here on.
         publish_id, digests = prepare.publish_id, report.bucket_digests
         # The rule of all publishes: the first, every n-th, and each to a server that did not serve.
         is_verified = self._loads[session.key] % settings.verify_every == 0

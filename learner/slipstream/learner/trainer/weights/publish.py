@@ -382,7 +382,7 @@ class Published:
         if held is None or not held.are_clients:
             found = self.run(adapters_alone=True)
             return replace(found, by_name=self._unchanged | found.by_name)
-        # Of clients' adapters only those that have changed are read.
+        # Adapters of clients are read only if they have changed.
         for name in sorted(held.changed):
             stream = self._adapters[name]
             with held.active(name):
