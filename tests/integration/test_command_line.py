@@ -73,9 +73,6 @@ def check_refused(result: subprocess.CompletedProcess[str], *parts: str, code: i
 
 SETTINGS = {
     "unknown key": ("algorithm.group_sise=3", "did you mean 'group_size'?"),
-    "wrong type": ("run.steps=many", "run.steps", "integer", "'many'"),
-    "no override": ("run.steps", "section.key=value"),
-    "world too small": ("learner.parallel.tp=2", "tp * pp * cp = 2", "got 1"),
     "no model folder": ('model.path="nowhere"', "model.path", "nowhere", "does not exist"),
     "no module": ('environments.0.reference="nomodule:E"', "environment echo", "'nomodule'"),
     "constructor raises": (
@@ -99,13 +96,10 @@ def test_a_run_that_cannot_work_is_refused_in_one_line(case: str, folder: Path) 
 COMMANDS = {
     "no such file": (["run", "none.toml"], "none.toml: no such file"),
     "broken file": (["run", "broken.toml"], "broken.toml is no TOML: Expected ']'"),
-    "no file": (["run"], "CONFIG.toml"),
     "unknown command": (["train"], "'train'", "rollout-server"),
-    "unknown option": (["status", "--jsn"], "--jsn"),
     "submit to nobody": (["submit", "m:C", "--controller", NOWHERE], "no controller answers"),
     "no address": (["status", "--controller", "nonsense"], "host:port", "'nonsense'"),
     "broken arguments": (["submit", "m:C", "--args", "{"], "--args must be a JSON object"),
-    "arguments of a wrong type": (["submit", "m:C", "--args", "[1]"], "JSON object, got [1]"),
     "replay of nothing": (["replay", "nowhere"], "nowhere: no such folder"),
     "replay of a file": (["replay", "config.toml"], "config.toml: a file, name its folder ."),
     "replay of all runs": (

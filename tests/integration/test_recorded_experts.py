@@ -10,13 +10,12 @@ import pytest
 import pytest_asyncio
 import torch
 from safetensors.torch import load_file
-from slipstream.core.types import PolicyVersion
 from slipstream.rollout_server.engine_interface import Generation, Sampling
 from support.fakes.gloo_sender import GlooSender, layout_of
 from support.fakes.parity_models import NUM_EXPERTS, make_mixture
 from support.fakes.small_configs import config_of_engine
 from support.rigs.running_replies import until_generated
-from support.rigs.started_engine import started_engine
+from support.rigs.started_engine import publish, started_engine
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
@@ -62,11 +61,7 @@ class Rig:
         self.publishes += 1
         sender = GlooSender(f"communicator-{self.publishes}")
         order, layout = sender.order(f"p{self.publishes}", step), layout_of(weights)
-        sending = asyncio.create_task(asyncio.to_thread(sender.send, layout, weights))
-        await self.engine.prepare_weights(order, layout, 1)
-        loaded = await self.engine.receive_weights(order.publish_id)
-        assert list(loaded.bucket_digests) == await sending
-        await self.engine.pauses.resume(PolicyVersion(0, step))
+        await publish(self.engine, sender, order, layout, weights)
 
     async def generate(
         self, name: str, prompt: list[int], num_tokens: int, *, experts_from: int = 0

@@ -5,16 +5,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from safetensors.torch import load_file
-from slipstream.core.types import PolicyVersion
 from slipstream.rollout_server.engine_interface import Sampling
 from support.fakes.gloo_sender import GlooSender, layout_of
 from support.fakes.small_configs import small_config
 from support.fakes.tiny_models import make_model_folder
-from support.rigs.started_engine import started_engine
+from support.rigs.engine_rig import PROMPT, Reference, random_weights
+from support.rigs.started_engine import publish, started_engine
 
-PROMPT = [1, 4, 5, 6, 3]
 SAMPLING = Sampling(1.0, 1.0, 0, 40, 1, 60, ignore_eos=True)
 
 
@@ -34,37 +32,15 @@ async def test_two_workers_take_weights_and_sample_as_one(tmp_path: Path) -> Non
     shared = set(Path("/dev/shm").iterdir())
     async with started_engine(config) as engine:
         assert engine.num_workers == 2
-        generator = torch.Generator().manual_seed(3)
-        weights = {
-            name: torch.randn(tensor.shape, generator=generator) * 0.2
-            if tensor.ndim > 1
-            else tensor
-            for name, tensor in load_file(tmp_path / "model.safetensors").items()
-        }
+        weights = random_weights(load_file(tmp_path / "model.safetensors"), seed=3)
         layout, sender = layout_of(weights), GlooSender("both", num_workers=2)
-        order = sender.order("p1", 1)
-        sending = asyncio.create_task(asyncio.to_thread(sender.send, layout, weights))
-        await engine.prepare_weights(order, layout, 1)
-        loaded = await engine.receive_weights("p1")
-        assert list(loaded.bucket_digests) == await sending
-        await engine.pauses.resume(PolicyVersion(0, 1))
+        await publish(engine, sender, sender.order("p1", 1), layout, weights)
         replies = await asyncio.gather(
             *(engine.requests.generate(f"r{n}", PROMPT, SAMPLING, 40) for n in range(8))
         )
     assert not [p for p in Path("/dev/shm").iterdir() if "cpushm" in p.name and p not in shared]
-    expected = [reference(tmp_path, weights, PROMPT + r.token_ids.tolist()) for r in replies]
+    asked, reference = [PROMPT + r.token_ids.tolist() for r in replies], Reference(tmp_path)
+    expected = [reference.logprobs(weights, each)[len(PROMPT) - 1 :] for each in asked]
     gaps = np.abs(np.concatenate(expected) - np.concatenate([r.logprobs for r in replies]))
     assert len(gaps) == 8 * 40
     assert gaps.mean() <= 1e-4
-
-
-@torch.no_grad()
-def reference(folder: Path, weights: dict[str, torch.Tensor], token_ids: list[int]) -> np.ndarray:
-    """Log-probabilities of what follows the prompt, by transformers in float32."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    model.load_state_dict(weights, strict=False)
-    model.tie_weights()
-    logprobs = model(torch.tensor([token_ids])).logits[0, :-1].log_softmax(-1)
-    return logprobs.gather(1, torch.tensor(token_ids[1:])[:, None])[len(PROMPT) - 1 :, 0].numpy()

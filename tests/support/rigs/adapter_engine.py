@@ -1,16 +1,16 @@
 """An engine that is sent weights and adapters apart, against transformers with both merged."""
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from slipstream.core.types import PolicyVersion
 from slipstream.rollout_server.engine_interface import LoadedWeights, Sampling
 
 from support.fakes.gloo_sender import GlooSender, layout_of
+from support.rigs.engine_rig import Reference
+from support.rigs.started_engine import publish
 
 Weights = dict[str, torch.Tensor]
 RANK, SCALE = 4, 3.0
@@ -80,32 +80,14 @@ class Rig:
         self.sender.deadline_s = deadline_s
         order = self.sender.order(f"p{self.publishes}", self.publishes)
         order.adapters_alone = not weights
-        sending = asyncio.create_task(
-            asyncio.to_thread(
-                self.sender.send, layout, weights | adapters, max_buckets=most, more=more
-            )
+        tensors = weights | adapters
+        return await publish(
+            self.engine, self.sender, order, layout, tensors, max_buckets=most, more=more
         )
-        try:
-            await self.engine.prepare_weights(order, layout, 1)
-            await self.engine.pauses.pause()
-            loaded = await self.engine.receive_weights(order.publish_id)
-        finally:
-            sent = (await asyncio.gather(sending, return_exceptions=True))[0]
-        assert list(loaded.bucket_digests) == sent
-        await self.engine.pauses.resume(PolicyVersion(0, self.publishes))
-        return loaded
 
     def expected(self, weights: Weights, adapters: Weights, tokens: list[int]) -> np.ndarray:
         """Log-probability of every token but the first, by transformers with merged weights."""
-        from transformers import AutoModelForCausalLM
-
-        model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32).eval()
-        model.load_state_dict(merged(weights, adapters), strict=False)
-        model.tie_weights()
-        with torch.no_grad():
-            logits = model(torch.tensor([tokens])).logits[0, :-1]
-        chosen = torch.tensor(tokens[1:])[:, None]
-        return logits.log_softmax(-1).gather(1, chosen)[:, 0].numpy()
+        return Reference(self.folder).logprobs(merged(weights, adapters), tokens)
 
     async def gap(self, weights: Weights, adapters: Weights) -> float:
         scored = await self.engine.teacher_forced_logprobs([SEQUENCE])

@@ -1,6 +1,5 @@
 """A rollout engine with two sets of weights for it, who sends them, and transformers beside it."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -10,14 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
-from slipstream.core.types import PolicyVersion
 from slipstream.rollout_server.engine_interface import Generation, LoadedWeights, Sampling
 from slipstream.rollout_server.episodes.renderer import Renderer
 
 from support.fakes.gloo_sender import GlooSender, layout_of
 from support.fakes.small_configs import config_of_engine
 from support.fakes.tiny_models import make_model_folder
-from support.rigs.started_engine import started_engine
+from support.rigs.started_engine import publish, started_engine
 
 Weights = dict[str, torch.Tensor]
 SAMPLING = Sampling(1.0, 1.0, 0, 200, 1, 250)
@@ -59,12 +57,7 @@ class Rig:
         if self.sender is None:
             self.sender = GlooSender(f"communicator-{self.publishes}")
         order = self.sender.order(f"p{self.publishes}", step)
-        sending = asyncio.create_task(asyncio.to_thread(self.sender.send, layout, weights))
-        await self.engine.prepare_weights(order, layout, 1)
-        loaded = await self.engine.receive_weights(order.publish_id)
-        assert list(loaded.bucket_digests) == await sending
-        await self.engine.pauses.resume(PolicyVersion(0, step))
-        return loaded
+        return await publish(self.engine, self.sender, order, layout, weights)
 
     async def receive(self, order, layout) -> LoadedWeights:
         """Into the engine, which is paused."""

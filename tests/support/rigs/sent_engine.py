@@ -5,7 +5,6 @@ main function awaits `seen_twice`.
 """
 
 import argparse
-import asyncio
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ from slipstream.rollout_server import process
 from slipstream.rollout_server.engine_interface import LoadedWeights
 
 from support.fakes.gloo_sender import GlooSender, layout_of
-from support.rigs.started_engine import with_small_cache
+from support.rigs.started_engine import publish, with_small_cache
 
 BUCKET_BYTES = 1 << 20
 Seen = TypeVar("Seen")
@@ -82,11 +81,7 @@ async def seen_each_time(
             weights = {name: tensor.to(dtype) for name, tensor in trained.items()}
             layout = layout_of(weights, BUCKET_BYTES)
             order = sender.order(f"publish-{step}", step)
-            sending = asyncio.create_task(asyncio.to_thread(sender.send, layout, weights))
-            await engine.prepare_weights(order, layout, step)
-            loaded = await engine.receive_weights(order.publish_id)
-            assert list(loaded.bucket_digests) == await sending
-            await engine.pauses.resume(PolicyVersion(0, step))
+            loaded = await publish(engine, sender, order, layout, weights)
             seen.append(await look(engine, "second"))
         return seen, loaded
     finally:

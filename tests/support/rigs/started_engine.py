@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from slipstream.core.settings.config import Config
+from slipstream.protocol.codec import version_from_pb
 from slipstream.rollout_server import process
+from slipstream.rollout_server.engine_interface import LoadedWeights
+from slipstream.v1 import weights_pb2
+
+from support.fakes.gloo_sender import GlooSender
 
 if TYPE_CHECKING:
     from slipstream.rollout_server.vllm.engine import VllmEngine
@@ -62,3 +68,23 @@ async def started_engine(config: Config) -> AsyncIterator[VllmEngine]:
     finally:
         await engine.aclose_fully()
         assert not [p for p in engine._processes if p.is_running()]
+
+
+async def publish(
+    engine: VllmEngine,
+    sender: GlooSender,
+    order: weights_pb2.PublishOrder,
+    layout: weights_pb2.WeightLayout,
+    tensors: Mapping[str, torch.Tensor],
+    **sending: Any,
+) -> LoadedWeights:
+    """A whole publish; the engine serves the order's version afterwards. `sending`: see `send`."""
+    sent = asyncio.create_task(asyncio.to_thread(sender.send, layout, tensors, **sending))
+    try:
+        await engine.prepare_weights(order, layout, 1)
+        loaded = await engine.receive_weights(order.publish_id)
+    finally:
+        digests = (await asyncio.gather(sent, return_exceptions=True))[0]
+    assert list(loaded.bucket_digests) == digests
+    await engine.pauses.resume(version_from_pb(order.version))
+    return loaded
