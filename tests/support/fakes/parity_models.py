@@ -18,64 +18,7 @@ OTHER_KINDS = {
 
 
 def make_models(folder: Path, *, num_layers: int = NUM_LAYERS) -> None:
-    from transformers import (
-        CwmConfig,
-        CwmForCausalLM,
-        DeepseekV3Config,
-        DeepseekV3ForCausalLM,
-        Ernie4_5Config,
-        Ernie4_5ForCausalLM,
-        Exaone4Config,
-        Exaone4ForCausalLM,
-        ExaoneMoeConfig,
-        ExaoneMoeForCausalLM,
-        FlexOlmoConfig,
-        FlexOlmoForCausalLM,
-        Gemma3Config,
-        Gemma3ForCausalLM,
-        Gemma3ForConditionalGeneration,
-        Gemma3TextConfig,
-        Glm4MoeConfig,
-        Glm4MoeForCausalLM,
-        Glm4MoeLiteConfig,
-        Glm4MoeLiteForCausalLM,
-        GptOssConfig,
-        GptOssForCausalLM,
-        LlamaConfig,
-        LlamaForCausalLM,
-        MiniMaxM2Config,
-        MiniMaxM2ForCausalLM,
-        Ministral3Config,
-        Ministral3ForCausalLM,
-        Mistral3Config,
-        Mistral3ForConditionalGeneration,
-        MistralConfig,
-        MistralForCausalLM,
-        MixtralConfig,
-        MixtralForCausalLM,
-        Olmo2Config,
-        Olmo2ForCausalLM,
-        OlmoeConfig,
-        OlmoeForCausalLM,
-        Qwen2Config,
-        Qwen2ForCausalLM,
-        Qwen2MoeConfig,
-        Qwen2MoeForCausalLM,
-        Qwen3_5ForCausalLM,
-        Qwen3_5MoeForCausalLM,
-        Qwen3_5MoeTextConfig,
-        Qwen3_5TextConfig,
-        Qwen3Config,
-        Qwen3ForCausalLM,
-        Qwen3MoeConfig,
-        Qwen3MoeForCausalLM,
-        Qwen3NextConfig,
-        Qwen3NextForCausalLM,
-        SeedOssConfig,
-        SeedOssForCausalLM,
-        SmolLM3Config,
-        SmolLM3ForCausalLM,
-    )
+    import transformers
 
     sizes = {
         "vocab_size": VOCAB,
@@ -193,69 +136,83 @@ def make_models(folder: Path, *, num_layers: int = NUM_LAYERS) -> None:
     }
     torch.manual_seed(0)
     models = {
-        "llama": LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=False)),
-        "tied": LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True)),
-        # A vocabulary that two ranks do not divide.
-        "odd": LlamaForCausalLM(
-            LlamaConfig(**sizes | {"vocab_size": VOCAB + 1}, tie_word_embeddings=True)
+        "llama": transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(**sizes, tie_word_embeddings=False)
         ),
-        "llama3": LlamaForCausalLM(
-            LlamaConfig(
+        "tied": transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(**sizes, tie_word_embeddings=True)
+        ),
+        # A vocabulary that two ranks do not divide.
+        "odd": transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(**sizes | {"vocab_size": VOCAB + 1}, tie_word_embeddings=True)
+        ),
+        "llama3": transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(
                 **sizes | {"max_position_embeddings": 16384},
                 rope_parameters=scaled,
                 tie_word_embeddings=True,
             )
         ),
         # Queries, keys and values have biases.
-        "qwen2": Qwen2ForCausalLM(Qwen2Config(**sizes, **rope, tie_word_embeddings=True)),
+        "qwen2": transformers.Qwen2ForCausalLM(
+            transformers.Qwen2Config(**sizes, **rope, tie_word_embeddings=True)
+        ),
         # Heads are wider than their share of the hidden size.
-        "qwen3": Qwen3ForCausalLM(
-            Qwen3Config(**sizes | {"head_dim": 32}, **rope, tie_word_embeddings=False)
+        "qwen3": transformers.Qwen3ForCausalLM(
+            transformers.Qwen3Config(**sizes | {"head_dim": 32}, **rope, tie_word_embeddings=False)
         ),
-        "moe": Qwen3MoeForCausalLM(Qwen3MoeConfig(**mixture, norm_topk_prob=True)),
-        "moe-softmax": Qwen3MoeForCausalLM(Qwen3MoeConfig(**mixture, norm_topk_prob=False)),
-        "moe-shared": Qwen2MoeForCausalLM(
-            Qwen2MoeConfig(**mixture, shared_expert_intermediate_size=32)
+        "moe": transformers.Qwen3MoeForCausalLM(
+            transformers.Qwen3MoeConfig(**mixture, norm_topk_prob=True)
         ),
-        "qwen3-next": Qwen3NextForCausalLM(
-            Qwen3NextConfig(
+        "moe-softmax": transformers.Qwen3MoeForCausalLM(
+            transformers.Qwen3MoeConfig(**mixture, norm_topk_prob=False)
+        ),
+        "moe-shared": transformers.Qwen2MoeForCausalLM(
+            transformers.Qwen2MoeConfig(**mixture, shared_expert_intermediate_size=32)
+        ),
+        "qwen3-next": transformers.Qwen3NextForCausalLM(
+            transformers.Qwen3NextConfig(
                 **mixture | delta_net | glm_rope,
                 norm_topk_prob=True,
                 shared_expert_intermediate_size=32,
             )
         ),
-        "qwen35": Qwen3_5ForCausalLM(
-            Qwen3_5TextConfig(**sizes | delta_net | glm_rope, tie_word_embeddings=True)
+        "qwen35": transformers.Qwen3_5ForCausalLM(
+            transformers.Qwen3_5TextConfig(**sizes | delta_net | glm_rope, tie_word_embeddings=True)
         ),
-        "qwen35-moe": Qwen3_5MoeForCausalLM(
-            Qwen3_5MoeTextConfig(
+        "qwen35-moe": transformers.Qwen3_5MoeForCausalLM(
+            transformers.Qwen3_5MoeTextConfig(
                 **{name: value for name, value in mixture.items() if name != "intermediate_size"}
                 | delta_net
                 | glm_rope,
                 shared_expert_intermediate_size=32,
             )
         ),
-        "mixtral": MixtralForCausalLM(
-            MixtralConfig(**sizes, **rope, num_local_experts=4, num_experts_per_tok=2)
+        "mixtral": transformers.MixtralForCausalLM(
+            transformers.MixtralConfig(**sizes, **rope, num_local_experts=4, num_experts_per_tok=2)
         ),
         # The window is shorter than most sequences.
-        "mistral": MistralForCausalLM(MistralConfig(**sizes, **rope, sliding_window=6)),
-        "ministral3": Ministral3ForCausalLM(Ministral3Config(**sizes, rope_parameters=yarn)),
-        "gemma3": Gemma3ForCausalLM(Gemma3TextConfig(**gemma3)),
-        "gemma3-tower": Gemma3ForConditionalGeneration(
-            Gemma3Config(
+        "mistral": transformers.MistralForCausalLM(
+            transformers.MistralConfig(**sizes, **rope, sliding_window=6)
+        ),
+        "ministral3": transformers.Ministral3ForCausalLM(
+            transformers.Ministral3Config(**sizes, rope_parameters=yarn)
+        ),
+        "gemma3": transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**gemma3)),
+        "gemma3-tower": transformers.Gemma3ForConditionalGeneration(
+            transformers.Gemma3Config(
                 text_config=gemma3, vision_config=tower, mm_tokens_per_image=4, image_token_index=5
             )
         ),
-        "ministral3-tower": Mistral3ForConditionalGeneration(
-            Mistral3Config(
+        "ministral3-tower": transformers.Mistral3ForConditionalGeneration(
+            transformers.Mistral3Config(
                 text_config={**sizes, "rope_parameters": yarn, "model_type": "ministral3"},
                 vision_config={**tower, "model_type": "pixtral"},
                 tie_word_embeddings=False,
             )
         ),
-        "mistral-tower": Mistral3ForConditionalGeneration(
-            Mistral3Config(
+        "mistral-tower": transformers.Mistral3ForConditionalGeneration(
+            transformers.Mistral3Config(
                 text_config={
                     **sizes,
                     **rope,
@@ -266,21 +223,23 @@ def make_models(folder: Path, *, num_layers: int = NUM_LAYERS) -> None:
                 vision_config={**tower, "model_type": "pixtral"},
             )
         ),
-        "glm": Glm4MoeForCausalLM(
-            Glm4MoeConfig(**sigmoid, **glm_rope, attention_bias=True, use_qk_norm=True)
+        "glm": transformers.Glm4MoeForCausalLM(
+            transformers.Glm4MoeConfig(**sigmoid, **glm_rope, attention_bias=True, use_qk_norm=True)
         ),
-        "deepseek": DeepseekV3ForCausalLM(DeepseekV3Config(**latent, rope_parameters=latent_yarn)),
+        "deepseek": transformers.DeepseekV3ForCausalLM(
+            transformers.DeepseekV3Config(**latent, rope_parameters=latent_yarn)
+        ),
         # Queries come from no latent vector, and two ranks do not divide the vocabulary.
-        "moonlight": DeepseekV3ForCausalLM(
-            DeepseekV3Config(
+        "moonlight": transformers.DeepseekV3ForCausalLM(
+            transformers.DeepseekV3Config(
                 **latent
                 | {"q_lora_rank": None, "n_group": 1, "n_shared_experts": 1}
                 | {"vocab_size": VOCAB + 1},
                 **rope,
             )
         ),
-        "gpt-oss": GptOssForCausalLM(
-            GptOssConfig(
+        "gpt-oss": transformers.GptOssForCausalLM(
+            transformers.GptOssConfig(
                 **sizes,
                 rope_parameters=gpt_oss_yarn,
                 sliding_window=6,
@@ -288,22 +247,26 @@ def make_models(folder: Path, *, num_layers: int = NUM_LAYERS) -> None:
                 num_experts_per_tok=2,
             )
         ),
-        "olmo2": Olmo2ForCausalLM(Olmo2Config(**sizes, **rope)),
-        "olmoe": OlmoeForCausalLM(
-            OlmoeConfig(**sizes, **rope, num_experts=4, num_experts_per_tok=2)
+        "olmo2": transformers.Olmo2ForCausalLM(transformers.Olmo2Config(**sizes, **rope)),
+        "olmoe": transformers.OlmoeForCausalLM(
+            transformers.OlmoeConfig(**sizes, **rope, num_experts=4, num_experts_per_tok=2)
         ),
     }
     # The weights of the others stay as they were.
     with torch.random.fork_rng():
-        models["ernie"] = Ernie4_5ForCausalLM(Ernie4_5Config(**sizes, **rope))
-        one_group = latent | {"n_group": 1}
-        models["kimi"] = DeepseekV3ForCausalLM(
-            DeepseekV3Config(**one_group, rope_parameters=latent_yarn)
+        models["ernie"] = transformers.Ernie4_5ForCausalLM(
+            transformers.Ernie4_5Config(**sizes, **rope)
         )
-        models["mimo"] = Qwen2ForCausalLM(Qwen2Config(**sizes, **rope))
-        models["glm-lite"] = Glm4MoeLiteForCausalLM(Glm4MoeLiteConfig(**one_group, **rope))
-        models["minimax"] = MiniMaxM2ForCausalLM(
-            MiniMaxM2Config(
+        one_group = latent | {"n_group": 1}
+        models["kimi"] = transformers.DeepseekV3ForCausalLM(
+            transformers.DeepseekV3Config(**one_group, rope_parameters=latent_yarn)
+        )
+        models["mimo"] = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes, **rope))
+        models["glm-lite"] = transformers.Glm4MoeLiteForCausalLM(
+            transformers.Glm4MoeLiteConfig(**one_group, **rope)
+        )
+        models["minimax"] = transformers.MiniMaxM2ForCausalLM(
+            transformers.MiniMaxM2Config(
                 **sizes,
                 **glm_rope,
                 rotary_dim=8,
@@ -313,8 +276,8 @@ def make_models(folder: Path, *, num_layers: int = NUM_LAYERS) -> None:
                 use_routing_bias=True,
             )
         )
-        models["exaone4"] = Exaone4ForCausalLM(
-            Exaone4Config(
+        models["exaone4"] = transformers.Exaone4ForCausalLM(
+            transformers.Exaone4Config(
                 **sizes | {"max_position_embeddings": 16384},
                 rope_parameters=scaled,
                 sliding_window=6,
@@ -322,16 +285,20 @@ def make_models(folder: Path, *, num_layers: int = NUM_LAYERS) -> None:
             )
         )
         windows = {"sliding_window": 6, "layer_types": gemma["layer_types"]}
-        models["cwm"] = CwmForCausalLM(CwmConfig(**sizes, **rope, **windows))
-        models["seed-oss"] = SeedOssForCausalLM(SeedOssConfig(**sizes, **rope))
-        models["smollm3"] = SmolLM3ForCausalLM(
-            SmolLM3Config(**sizes, **rope, no_rope_layers=[1, 0] * num_layers)
+        models["cwm"] = transformers.CwmForCausalLM(
+            transformers.CwmConfig(**sizes, **rope, **windows)
         )
-        models["flex-olmo"] = FlexOlmoForCausalLM(
-            FlexOlmoConfig(**sizes, **rope, num_experts=4, num_experts_per_tok=2)
+        models["seed-oss"] = transformers.SeedOssForCausalLM(
+            transformers.SeedOssConfig(**sizes, **rope)
         )
-        models["k-exaone"] = ExaoneMoeForCausalLM(
-            ExaoneMoeConfig(
+        models["smollm3"] = transformers.SmolLM3ForCausalLM(
+            transformers.SmolLM3Config(**sizes, **rope, no_rope_layers=[1, 0] * num_layers)
+        )
+        models["flex-olmo"] = transformers.FlexOlmoForCausalLM(
+            transformers.FlexOlmoConfig(**sizes, **rope, num_experts=4, num_experts_per_tok=2)
+        )
+        models["k-exaone"] = transformers.ExaoneMoeForCausalLM(
+            transformers.ExaoneMoeConfig(
                 **mixture | windows,
                 num_shared_experts=2,
                 first_k_dense_replace=1,
