@@ -15,7 +15,7 @@ from support.fakes.tiny_models import make_seeing_model
 
 from deploy.environments.colours import COLOURS, square_png
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]
 
 RED, BLUE = (square_png(COLOURS[name], 0, 0) for name in ("red", "blue"))
 SEEING = dataclasses.replace(SAMPLING, max_images=2, max_image_bytes=4096)

@@ -21,7 +21,7 @@ from support.rigs.engine_rig import SAMPLING, Rig, Weights, random_weights
 from support.rigs.running_replies import until_generated
 from support.rigs.started_engine import started_engine
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]
 GREEDY = dataclasses.replace(SAMPLING, ignore_eos=True, temperature=0.0)
 MTP = {"method": "mtp", "num_speculative_tokens": 1}
 PROMPTS = [[1, 4 + n, 5 + n] for n in range(8)]
@@ -85,11 +85,7 @@ def other_weights(like: Weights, seed: int) -> Weights:
 @pytest_asyncio.fixture(
     scope="module",
     loop_scope="module",
-    params=[
-        "mimo.default",
-        pytest.param("glm.glm", marks=pytest.mark.long),
-        pytest.param("deepseek.latent", marks=pytest.mark.long),
-    ],
+    params=CASES,
 )
 async def rig(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
