@@ -94,14 +94,6 @@ def test_the_summary_answers_what_people_ask_first(summary: dict) -> None:
     assert len(summary["weight_digest"]) == 32
 
 
-def test_the_run_leaves_a_trace_of_the_newest_sampled_step(run: Path) -> None:
-    trace = json.loads((run / "trace.json").read_text())
-    spans = [event["name"] for event in trace["traceEvents"] if event["ph"] == "X"]
-    # Step 6, since every fifth one after the first is sampled.
-    assert "training of step 6" in spans
-    assert trace["otherData"] == {"step": 6, "episodes": GROUPS * MEMBERS}
-
-
 def test_every_metric_is_documented_and_every_documented_metric_is_there(run: Path) -> None:
     always, sometimes, times, shares = (
         *tables("A step in metrics.jsonl"),

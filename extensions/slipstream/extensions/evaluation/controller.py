@@ -19,7 +19,7 @@ from slipstream.core.types import FULL_REWARD, GroupId, PolicyVersion, Status, T
 from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.leasing.scheduler import Books, Scheduler
-from slipstream.learner.controller.part import OrderTimes, Part, Tasks
+from slipstream.learner.controller.part import Part, Tasks
 from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.history import RunHistory
@@ -177,7 +177,7 @@ class Evaluator(Part):
         self._publisher.pinned.discard(session.key)
 
     def stepped(
-        self, trained: Trained, report: trainer_pb2.StepReport, orders: Sequence[OrderTimes]
+        self, trained: Trained, report: trainer_pb2.StepReport, given_s: float | None
     ) -> None:
         """Requests an evaluation of a new version; `restore` did so for one that is made again."""
         if not trained.again:

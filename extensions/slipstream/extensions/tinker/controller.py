@@ -25,7 +25,7 @@ from slipstream.extensions.tinker.models import KEPT_PUBLISHES, NEWEST, Entry, M
 from slipstream.extensions.tinker.samples import Samples, tell
 from slipstream.extensions.tinker.store import OperationStore
 from slipstream.learner.controller.leasing.scheduler import Books, Scheduler
-from slipstream.learner.controller.part import OrderTimes, Part, Tasks
+from slipstream.learner.controller.part import Part, Tasks
 from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.records.state import RecordedBatch
@@ -569,7 +569,7 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
         )
 
     def stepped(
-        self, trained: Trained, report: trainer_pb2.StepReport, orders: Sequence[OrderTimes]
+        self, trained: Trained, report: trainer_pb2.StepReport, given_s: float | None
     ) -> None:
         """Ends the step of the report, unless servers are still to get it."""
         entry, given = self._current, trained.batch.given

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Coroutine, Mapping
 from typing import Any, TypeAlias
 
 import grpc.aio
@@ -87,15 +86,9 @@ class Part:
         return None
 
     def stepped(
-        self, trained: Trained, report: trainer_pb2.StepReport, orders: Sequence[OrderTimes]
+        self, trained: Trained, report: trainer_pb2.StepReport, given_s: float | None
     ) -> None:
-        """Handles a step; `orders` are those that the trainer got since the previous one."""
+        """Handles a step whose batch the trainer got at `given_s`, in Unix seconds.
 
-
-@dataclass(frozen=True)
-class OrderTimes:
-    """The times at which the trainer asked for an order and got it, in Unix seconds."""
-
-    kind: str
-    asked_s: float
-    given_s: float
+        It is None if an earlier controller gave the batch.
+        """

@@ -109,7 +109,7 @@ class Loop:
         self.former.training = batch
         trained = self.former.trained(report)
         self.run.progress.reached(trained.version)
-        self.operations.stepped(trained, report, [])
+        self.operations.stepped(trained, report, None)
         return batch.given.id
 
 
@@ -336,7 +336,7 @@ class Client:
             batch = FormedBatch(version.step - 1, "b", (), operations.next_step())
             progress.reached(version)
             trained = Trained(batch, version, again=False)
-            operations.stepped(trained, trainer_pb2.StepReport(), [])
+            operations.stepped(trained, trainer_pb2.StepReport(), None)
         return await self.loop.result(name)
 
 

@@ -1,16 +1,13 @@
-"""Where the time of a step went, and its trace."""
+"""Where the time of a step went."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
 
 import pytest
 from slipstream.core.types import GroupId, Purpose
 from slipstream.learner.controller.leasing.groups import Group
-from slipstream.learner.controller.part import OrderTimes
-from slipstream.learner.controller.results import StepTimes, trace
+from slipstream.learner.controller.results import StepTimes
 from slipstream.v1 import fleet_pb2
 from support.fakes.fake_trajectories import GOOD
 
@@ -46,7 +43,7 @@ def test_the_time_of_servers_is_split_between_two_steps() -> None:
     times = StepTimes()
     times.report("a", report(4.0, 1.0, 10.0))
     times.report("b", report(5.0, 0.0, 10.0))
-    first = times.step([], [], waited_s=1.5, lease_waits_s=NOTHING | {"slots": 2.0})
+    first = times.step([], 0.0, waited_s=1.5, lease_waits_s=NOTHING | {"slots": 2.0})
     assert first["groups_wait_s"] == 1.5
     assert first["lease_wait_slots_s"] == 2.0
     # (4 + 5) of 20 s: busy seconds have no pauses.
@@ -54,12 +51,12 @@ def test_the_time_of_servers_is_split_between_two_steps() -> None:
     assert first["servers_paused_share"] == pytest.approx(0.05)
     assert first["servers_idle_share"] == pytest.approx(0.5)
     times.report("a", report(14.0, 1.0, 20.0))
-    second = times.step([], [], waited_s=1.75, lease_waits_s=NOTHING | {"slots": 2.0})
+    second = times.step([], 0.0, waited_s=1.75, lease_waits_s=NOTHING | {"slots": 2.0})
     assert second["groups_wait_s"] == 0.25
     assert second["lease_wait_slots_s"] == 0.0
     assert second["servers_sampling_share"] == pytest.approx(1.0)
     # Without a report since then the shares are not known.
-    third = times.step([], [], waited_s=1.75, lease_waits_s=NOTHING)
+    third = times.step([], 0.0, waited_s=1.75, lease_waits_s=NOTHING)
     assert "servers_sampling_share" not in third
 
 
@@ -67,7 +64,7 @@ def test_pauses_without_requests_leave_the_time_of_sampling_as_it_is() -> None:
     times = StepTimes()
     # Learner and engine in turn: 4 s of sampling, then 5 s of rest in which no request is open.
     times.report("a", report(4.0, 5.0, 10.0))
-    found = times.step([], [], waited_s=0.0, lease_waits_s=NOTHING)
+    found = times.step([], 0.0, waited_s=0.0, lease_waits_s=NOTHING)
     shares = [found[f"servers_{name}_share"] for name in ("sampling", "paused", "idle")]
     assert shares == pytest.approx([0.4, 0.5, 0.1])
 
@@ -75,53 +72,19 @@ def test_pauses_without_requests_leave_the_time_of_sampling_as_it_is() -> None:
 def test_a_server_that_comes_back_counts_from_its_new_start() -> None:
     times = StepTimes()
     times.report("a", report(9.0, 0.0, 9.0))
-    times.step([], [], waited_s=0.0, lease_waits_s=NOTHING)
+    times.step([], 0.0, waited_s=0.0, lease_waits_s=NOTHING)
     times.lost("a")
     times.report("a", report(1.0, 0.0, 2.0))
-    found = times.step([], [], waited_s=0.0, lease_waits_s=NOTHING)
+    found = times.step([], 0.0, waited_s=0.0, lease_waits_s=NOTHING)
     assert found["servers_sampling_share"] == pytest.approx(0.5)
 
 
 def test_the_queue_is_the_time_from_the_last_member_to_the_batch() -> None:
-    orders = [OrderTimes("batch", 100.0, 110.0)]
-    found = StepTimes().step([group_of(103.0, 106.0)], orders, waited_s=0, lease_waits_s=NOTHING)
+    found = StepTimes().step([group_of(103.0, 106.0)], 110.0, waited_s=0, lease_waits_s=NOTHING)
     assert found["queue_s_mean"] == pytest.approx(4.0)
     # 1 and 4 s beside the engine, half a second of each in the environment.
     assert found["episode_rest_s_mean"] == pytest.approx(2.0)
     # A controller before this one had leased the group.
     restored = [group_of(103.0, leased_s=0.0)]
-    found = StepTimes().step(restored, orders, waited_s=0, lease_waits_s=NOTHING)
+    found = StepTimes().step(restored, 110.0, waited_s=0, lease_waits_s=NOTHING)
     assert found["episode_rest_s_mean"] == 0.0
-
-
-def test_a_trace_has_a_line_for_each_episode_at_one_time() -> None:
-    # Spans that touch do so in whole microseconds, too.
-    orders = [OrderTimes("publish", 99.0000006, 99.5000014), OrderTimes("batch", 101.0, 108.0)]
-    row = {"step": 4.0, "training_s": 2.0, "forward_backward_s": 1.5, "loss_s": math.nan}
-    groups = [group_of(103.0, 106.0), group_of(107.0, leased_s=104.0)]
-    found = trace(row, groups, orders, training=(109.0, 111.0))
-    # Strict JSON, as browsers read it.
-    json.loads(json.dumps(found, allow_nan=False))
-    assert all(event.keys() >= {"ts", "pid", "tid"} for event in found["traceEvents"])
-    spans = [event for event in found["traceEvents"] if event["ph"] == "X"]
-    trainer = {event["name"]: (event["ts"], event["dur"]) for event in spans if event["pid"] == 1}
-    assert trainer == {
-        "waits for: publish": (99_000_001, 500_000),
-        "publish": (99_500_001, 1_499_999),
-        "waits for: batch": (101_000_000, 7_000_000),
-        "batch on its way": (108_000_000, 1_000_000),
-        "training of step 4": (109_000_000, 2_000_000),
-        "forward_backward": (109_000_000, 1_500_000),
-    }
-    episodes = [event for event in spans if event["pid"] != 1]
-    assert [(e["ts"] / 1e6, e["dur"] / 1e6) for e in episodes] == [(100, 3), (100, 6), (104, 3)]
-    # The third begins where the first has ended.
-    assert [event["tid"] for event in episodes] == [1, 2, 1]
-    assert episodes[0]["args"]["complete_group_waited_s"] == pytest.approx(2.0)
-
-
-def test_a_controller_that_was_started_again_during_a_step_traces_it_without_its_orders() -> None:
-    row = {"step": 4.0, "training_s": 2.0}
-    found = trace(row, [group_of(103.0)], [], training=(109.0, 111.0))
-    trainer = [each for each in found["traceEvents"] if each["ph"] == "X" and each["pid"] == 1]
-    assert [each["name"] for each in trainer] == ["training of step 4"]

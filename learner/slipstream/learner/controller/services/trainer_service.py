@@ -16,7 +16,6 @@ from contextlib import aclosing
 import grpc
 from slipstream.core.errors import ProtocolError, RunFailed
 from slipstream.learner.controller.loop import TrainerOrders
-from slipstream.learner.controller.part import OrderTimes
 from slipstream.learner.controller.publishing.receivers import place_from_pb
 from slipstream.learner.controller.records.history import REMEDY
 from slipstream.learner.controller.run import Run
@@ -142,9 +141,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self.goodbye: pb.TrainerGoodbye | None = None
         self.place = TrainerPlace(run)
         self._lock = asyncio.Lock()
-        # The orders since the newest step, and when the trainer first asked for the next one.
-        self._orders_given: list[OrderTimes] = []
-        self._asked_s: float | None = None
+        # When the trainer got its batch, in Unix seconds.
+        self._given_s: float | None = None
 
     async def Register(self, request: pb.TrainerHello, context: CallContext) -> pb.TrainerWelcome:  # noqa: N802
         """Registers a trainer if the place is free; the trainer repeats the steps it has lost."""
@@ -205,10 +203,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         """Yields the first ready order (stop, publish, store, wait) or a batch in chunks."""
         # Sends the metadata early, so that an order for which servers wait is not delayed by it.
         await context.send_initial_metadata(())
-        # An earlier call whose connection the trainer lost may still wait at the same time.
-        asked_s = self._asked_s = self._asked_s or time.time()
         # Half of the call's own deadline, because a late answer would end the run.
         limit_s = min(NEXT_LIMIT_S, (context.time_remaining() or NEXT_LIMIT_S) / 2)
+        # An earlier call whose connection the trainer lost may still wait at the same time.
         async with self._lock:
             order = await self._orders.wait(
                 request,
@@ -216,13 +213,10 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 check=lambda: self.place.check(context),
                 must_save=lambda: self._is_stopping,
             )
-        kind = "batch" if isinstance(order, FormedBatch) else order.WhichOneof("directive")
-        if kind != "wait":
-            self._orders_given.append(OrderTimes(kind, asked_s, time.time()))
-            self._asked_s = None
         if not isinstance(order, FormedBatch):
             yield order
             return
+        self._given_s = time.time()
         for part in self._parts:
             await part.before_batch()
         yield pb.Directive(batch=header(order))
@@ -254,9 +248,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 f"step {trained.version.step} came out different when it was trained again: its "
                 f"weights are version {trained.version} now, and are sent again"
             )
-        orders, self._orders_given = self._orders_given, []
+        given_s, self._given_s = self._given_s, None
         for part in self._parts:
-            part.stepped(trained, request, orders)
+            part.stepped(trained, request, given_s)
         await self._former.durable()
         self._progress.moved()
         return pb.StepReceipt(version=version_to_pb(trained.version))
