@@ -172,7 +172,6 @@ class Evaluator(Part):
         return {"evaluator": self.run_forever()}
 
     def drains(self, session: ServerSession) -> None:
-        """Ends the running round if `session` is its server."""
         self.lost(session)
         self._publisher.pinned.discard(session.key)
 
@@ -197,7 +196,6 @@ class Evaluator(Part):
         return self._round is None and self._wanted_step is None
 
     def lost(self, session: ServerSession) -> None:
-        """Ends the running round and requests it again if `session` is its server."""
         round_ = self._round
         if round_ is None or round_.session is not session:
             return

@@ -102,12 +102,10 @@ class EngineTurns(Part):
             self._rest(session)
 
     def lost(self, session: ServerSession) -> None:
-        """Ends the wait for a lost server."""
         self._resting.discard(session.key)
         self._answered(session.key)
 
     def rested(self, session: ServerSession, answer: fleet_pb2.Rested) -> None:
-        """Notes that the engine of a server rests."""
         if answer.number == self._number:
             self._answered(session.key)
 

@@ -81,7 +81,24 @@ class RunTasks(asyncio.TaskGroup):
         Raises RuntimeError once the group has ended.
         """
         name = name or str(getattr(coro, "__qualname__", coro))
-        told = self._told(coro, name)
+
+        async def carry_out() -> T:
+            try:
+                return await coro
+            except BaseException as error:
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():
+                    raise
+                if isinstance(error, SlipstreamError):
+                    self._fail(str(error))
+                else:
+                    kind = type(error).__name__
+                    log.exception("task %s", name)
+                    said = one_line(": ".join(filter(None, (kind, str(error)))), MAX_CAUSE)
+                    self._fail(f"task {name} of the controller ended: {said}")
+                raise asyncio.CancelledError from None
+
+        told = carry_out()
         try:
             task = super().create_task(told, name=name, context=context)
         except RuntimeError:
@@ -98,22 +115,6 @@ class RunTasks(asyncio.TaskGroup):
         """Awaits a coroutine that runs until it is cancelled; raises RuntimeError if it returns."""
         await coro
         raise RuntimeError("it returned")
-
-    async def _told(self, coro: Coroutine[Any, Any, T], name: str) -> T:
-        try:
-            return await coro
-        except BaseException as error:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise
-            if isinstance(error, SlipstreamError):
-                self._fail(str(error))
-            else:
-                kind = type(error).__name__
-                log.exception("task %s", name)
-                said = one_line(": ".join(filter(None, (kind, str(error)))), MAX_CAUSE)
-                self._fail(f"task {name} of the controller ended: {said}")
-            raise asyncio.CancelledError from None
 
 
 class Controller:
@@ -185,8 +186,7 @@ class Controller:
                 )
                 self._parts = parts = self._make_parts(self._run, books, recorder, tasks)
                 warn_of_checkpoints(folder / CHECKPOINTS, history.checkpoint.step, self._run.events)
-                self._connect()
-                health = self._add_services(server)
+                health = self._connect(server)
                 restore(books, [parts.intake, parts.former, *parts.all], history, self._run)
                 self._book.awaited.hold(receiver.backlog)
                 await server.start()
@@ -242,8 +242,8 @@ class Controller:
         """Stops the run early and cleanly; a signal handler of the event loop may call it."""
         self._progress.stop(reason)
 
-    def _connect(self) -> None:
-        """Adds the configured environments, and connects the handlers of servers' messages."""
+    def _connect(self, server: grpc.aio.Server) -> ServiceHealth:
+        """Adds the configured environments, the handlers of servers' messages and all services."""
         for spec in environment_specs(self._config, search_path=os.getcwd()):
             self._environments.add(spec)
         parts = self._parts
@@ -257,9 +257,6 @@ class Controller:
             draining=self._server_drains,
             rested=self._engine_rested,
         )
-
-    def _add_services(self, server: grpc.aio.Server) -> ServiceHealth:
-        parts = self._parts
         fleet = FleetServicer(self._fleet, self._run, parts.environments.relay)
         fleet_pb2_grpc.add_FleetServiceServicer_to_server(fleet, server)
         trainer_pb2_grpc.add_TrainerServiceServicer_to_server(parts.trainer, server)

@@ -12,7 +12,6 @@ from slipstream.learner.controller.records.ledger import Endings
 from slipstream.learner.controller.reporting.metrics import RunRecorder
 from slipstream.learner.controller.results import Results
 from slipstream.learner.controller.run import Run
-from slipstream.learner.controller.servers.fleet import Fleet
 from slipstream.learner.controller.services.environment_service import EnvironmentServicer
 from slipstream.learner.controller.services.fleet_service import StatusServicer
 from slipstream.learner.controller.services.trainer_service import TrainerServicer
@@ -50,7 +49,10 @@ def make_parts(
     former: BatchFormer | None = None,
     others: Sequence[Part] = (),
 ) -> Parts:
-    """Returns the parts of a controller, whose tasks are in `tasks`; `others` are told last."""
+    """Returns the parts of a controller, whose tasks are in `tasks`; `others` are told last.
+
+    The modules of parts that the settings do not ask for are not imported.
+    """
     endings = Endings(books.journal, books.ledger, books.queue)
     intake = Intake(run, books, endings)
     publisher = publisher or Publisher(books.fleet, run, tasks)
@@ -76,7 +78,15 @@ def make_parts(
         from slipstream.extensions.tinker.controller import Operations
 
         evaluators.append(Operations(run, books, intake, publisher, scheduler))
-    optional = _optional_parts(run, books.fleet, publisher, tasks)
+    optional: list[Part] = []
+    if run.config.weights.storage_url is not None:
+        from slipstream.extensions.stored_weights.controller import StoredPublisher
+
+        optional.append(StoredPublisher(books.fleet, run, tasks, publisher=publisher))
+    elif run.config.controller.turns != "off":
+        from slipstream.extensions.turns.controller import EngineTurns
+
+        optional.append(EngineTurns(books.fleet, run))
     every = (results, *evaluators, environments, publisher, *optional, *others)
     trainer = TrainerServicer(run, TrainerOrders(run, books.leases, former, publisher, parts=every))
     return Parts(
@@ -93,19 +103,3 @@ def make_parts(
         status=StatusServicer(run, books, scheduler, newest_metrics=lambda: recorder.newest),
         all=every,
     )
-
-
-def _optional_parts(
-    run: Run, fleet: Fleet, publisher: Publisher, tasks: asyncio.TaskGroup
-) -> list[Part]:
-    """Makes the parts that the settings ask for; the modules of the others are not imported."""
-    found: list[Part] = []
-    if run.config.weights.storage_url is not None:
-        from slipstream.extensions.stored_weights.controller import StoredPublisher
-
-        found.append(StoredPublisher(fleet, run, tasks, publisher=publisher))
-    elif run.config.controller.turns != "off":
-        from slipstream.extensions.turns.controller import EngineTurns
-
-        found.append(EngineTurns(fleet, run))
-    return found

@@ -96,9 +96,17 @@ class Scheduler:
         Abandoned groups also count towards `limit`. Returns a future that is done when the records
         are durable, or None if no lease was granted and no group abandoned.
         """
-        granted, num_abandoned = self._lease_orphans(limit)
-        for grant in granted:
-            self._record(grant)
+        granted: list[Grant] = []
+        num_abandoned = 0
+        if self._book.orphans():
+            by_room = rooms(self._fleet.serving(), self._book, self.reserved)
+            granted = place_orphans(self._book, self._environments, by_room, limit)
+            for grant in granted:
+                self._record(grant)
+            if left := limit - len(granted):
+                num_abandoned = abandon_stranded(
+                    self._book, self._environments, by_room, left, self._start_afresh
+                )
         if len(granted) + num_abandoned < limit:
             granted += self._lease_new(limit - len(granted))
         if not granted and not num_abandoned:
@@ -127,21 +135,6 @@ class Scheduler:
             )
         )
 
-    def _lease_orphans(self, limit: int) -> tuple[list[Grant], int]:
-        """Leases groups without a holder to other servers, or starts stranded tasks afresh.
-
-        Returns the leases and the number of groups that were abandoned.
-        """
-        if not self._book.orphans():
-            return [], 0
-        by_room = rooms(self._fleet.serving(), self._book, self.reserved)
-        granted = place_orphans(self._book, self._environments, by_room, limit)
-        if len(granted) == limit:
-            return granted, 0
-        left = limit - len(granted)
-        afresh = self._start_afresh
-        return granted, abandon_stranded(self._book, self._environments, by_room, left, afresh)
-
     def _start_afresh(self, group: Group) -> None:
         self._abandon(group)
         self._book.again.append(group)
@@ -158,7 +151,13 @@ class Scheduler:
             self._note(LeaseWait.STALENESS)
             return []
         by_room = rooms(self._fleet.serving(), self._book, self.reserved)
-        room = self._free_bytes() // self._largest_bytes - self._evaluated_soon()
+        # The evaluation episodes that would start now if the queue had room.
+        evaluated_soon = sum(
+            min(waiting, session.hello.max_episodes)
+            for key, waiting in self.reserved.items()
+            if (session := self._fleet.find(key)) is not None
+        )
+        room = self._free_bytes() // self._largest_bytes - evaluated_soon
         leases = NewLeases(self._book, self._environments, by_room, num_episodes=room)
         granted: list[Grant] = []
         while len(granted) < limit:
@@ -259,11 +258,3 @@ class Scheduler:
         now_s = time.monotonic()
         for each, watch in self._waits.items():
             watch.note(now_s, running=each is wait)
-
-    def _evaluated_soon(self) -> int:
-        """Returns the number of evaluation episodes that would start now if the queue had room."""
-        return sum(
-            min(waiting, session.hello.max_episodes)
-            for key, waiting in self.reserved.items()
-            if (session := self._fleet.find(key)) is not None
-        )

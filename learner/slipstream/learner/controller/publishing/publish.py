@@ -459,7 +459,6 @@ class Publisher(Part):
             )
 
     def lost(self, session: ServerSession) -> None:
-        """Ends all waits for a server that was lost."""
         self.pinned.discard(session.key)
         self.questions.server_lost(session)
         self._membership.server_lost(session.key)

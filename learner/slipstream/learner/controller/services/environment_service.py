@@ -69,11 +69,9 @@ class EnvironmentServicer(Part, environment_pb2_grpc.EnvironmentServiceServicer)
             self._intake.withdraw([group], f"environment {group.environment} is not in the run")
 
     def lost(self, session: ServerSession) -> None:
-        """Forgets what a lost server had loaded."""
         self._environments.server_lost(session.key)
 
     def joined(self, session: ServerSession) -> None:
-        """Tells a new server to load all environments that servers host."""
         for entry in self._environments.entries.values():
             if entry.client_episodes is None:
                 session.send(_load_order(entry.spec))
@@ -172,7 +170,6 @@ class EnvironmentServicer(Part, environment_pb2_grpc.EnvironmentServiceServicer)
     async def ListEnvironments(  # noqa: N802
         self, request: pb.ListEnvironmentsRequest, context: CallContext
     ) -> pb.ListEnvironmentsResponse:
-        """Lists all environments of the run."""
         entries = self._environments.entries.values()
         return pb.ListEnvironmentsResponse(environments=[entry.describe() for entry in entries])
 
@@ -181,7 +178,6 @@ class EnvironmentServicer(Part, environment_pb2_grpc.EnvironmentServiceServicer)
         request_iterator: AsyncIterator[pb.WorkerMessage],
         context: CallContext,
     ) -> AsyncIterator[pb.WorkerCommand]:
-        """Lets a client serve episodes of its own environment until its stream ends."""
         async with aclosing(self.relay.serve_episodes(request_iterator, context)) as commands:
             async for command in commands:
                 yield command

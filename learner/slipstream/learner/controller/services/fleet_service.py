@@ -92,7 +92,6 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
     async def CallEnvironments(  # noqa: N802
         self, request_iterator: AsyncIterator[fleet_pb2.EnvironmentCall], context: CallContext
     ) -> AsyncIterator[fleet_pb2.EnvironmentAnswer]:
-        """Relays a server's calls to environments that clients serve."""
         async with aclosing(self._relay.call_environments(request_iterator)) as answers:
             async for answer in answers:
                 yield answer
@@ -250,7 +249,6 @@ class StatusServicer(status_pb2_grpc.StatusServiceServicer):
         self._setup = describe_setup(run.config, run_id=self._progress.run_id, mark=mark)
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: CallContext) -> pb.RunStatus:  # noqa: N802
-        """Returns the present status of the whole run."""
         return self.status()
 
     def status(self) -> pb.RunStatus:
@@ -284,7 +282,6 @@ class StatusServicer(status_pb2_grpc.StatusServiceServicer):
         )
 
     async def GetSetup(self, request: pb.GetSetupRequest, context: CallContext) -> pb.Setup:  # noqa: N802
-        """Returns the setup, which a trainer or server compares with its own before loading."""
         setup = pb.Setup(unix_time_s=time.time())
         setup.MergeFrom(self._setup)
         return setup
@@ -292,7 +289,6 @@ class StatusServicer(status_pb2_grpc.StatusServiceServicer):
     async def Watch(  # noqa: N802
         self, request: pb.WatchRequest, context: CallContext
     ) -> AsyncIterator[pb.Event]:
-        """Yields events as they are added, up to the run's last event."""
         async for event in self._run.events.follow(request.after):
             yield event
 

@@ -200,7 +200,6 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def Next(  # noqa: N802
         self, request: pb.NextRequest, context: CallContext
     ) -> AsyncIterator[pb.Directive]:
-        """Yields the first ready order (stop, publish, store, wait) or a batch in chunks."""
         # Sends the metadata early, so that an order for which servers wait is not delayed by it.
         await context.send_initial_metadata(())
         # Half of the call's own deadline, because a late answer would end the run.
@@ -256,7 +255,6 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         return pb.StepReceipt(version=version_to_pb(trained.version))
 
     async def ReportPass(self, request: pb.PassReport, context: CallContext) -> pb.PassReceipt:  # noqa: N802
-        """Handles the result of a pass."""
         await self.place.check(context)
         for part in self._parts:
             part.computed(request)
@@ -266,21 +264,18 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def StartPublish(  # noqa: N802
         self, request: pb.PublishStart, context: CallContext
     ) -> pb.PublishStarted:
-        """Orders servers to receive a publish that the trainer can send; returns the receivers."""
         await self.place.check(context)
         return pb.PublishStarted(receivers=self._publisher.start(request))
 
     async def FinishPublish(  # noqa: N802
         self, request: pb.PublishResult, context: CallContext
     ) -> pb.PublishReceipt:
-        """Ends a publish that the trainer has sent or failed to send."""
         await self.place.check(context)
         return await self._publisher.finish(request)
 
     async def ReportCheckpoint(  # noqa: N802
         self, request: pb.CheckpointReport, context: CallContext
     ) -> pb.CheckpointReceipt:
-        """Handles the report that a checkpoint is complete."""
         await self.place.check(context)
         await self._former.saved(request)
         for part in self._parts:
@@ -294,13 +289,11 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def ReportStored(  # noqa: N802
         self, request: pb.StoredReport, context: CallContext
     ) -> pb.StoredReceipt:
-        """Handles the result of a store order."""
         await self.place.check(context)
         receipts = (part.stored(request) for part in self._parts)
         return next((found for found in receipts if found is not None), pb.StoredReceipt())
 
     async def ReportWork(self, request: pb.WorkReport, context: CallContext) -> pb.WorkReceipt:  # noqa: N802
-        """Notes that the trainer makes progress, even if it has not registered yet."""
         await self.place.check_loading(context)
         self._progress.trainer_works()
         if not epoch_of(context) and not self._progress.is_over:
@@ -311,7 +304,6 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def ReportFailure(  # noqa: N802
         self, request: pb.TrainerFailure, context: CallContext
     ) -> pb.TrainerFailureReceipt:
-        """Handles a report that a rank failed, or that the batch cannot be trained."""
         if request.HasField("data"):
             await self.place.check(context)
             is_set_aside = await self._set_aside(request, context)
