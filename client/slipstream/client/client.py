@@ -109,7 +109,7 @@ class Client:
             token_file=token_file, tls_ca=tls_ca, tls_certificate=tls_certificate, tls_key=tls_key
         )
         self._credentials = Credentials.load(self._security)
-        self._errors = CallErrors(address, wants_tls=tls_ca is not None)
+        self._no_answer = f"no controller answers at {address}"
         for name, given in (("tls_ca", tls_ca), ("token_file", token_file)):
             if given is None and not is_loopback(address):
                 option = name.replace("_", "-")
@@ -235,7 +235,7 @@ class Client:
         hello = environment_pb2.WorkerHello(
             spec=spec, num_tasks=host.num_tasks, max_episodes=episodes, digest=host.digest()
         )
-        loop, no_answer = asyncio.get_running_loop(), self._errors.no_answer
+        loop, no_answer = asyncio.get_running_loop(), self._no_answer
         began_s, has_answered, is_told = loop.time(), False, False
         while not has_answered:
             # This distinguishes a wrong address from a controller that is lost later.
@@ -261,7 +261,7 @@ class Client:
             # A controller that still knows the lost stream refuses a new one for a while.
             may_pass = lost[0] in LOST or (lost[0] in REFUSED and patience.served)
             if not may_pass or not await patience.wait(lost[1]):
-                raise self._errors.of_status(*lost)
+                raise self._error(*lost)
 
     async def environments(self) -> tuple[EnvironmentStatus, ...]:
         """Returns all environments of the run."""
@@ -307,7 +307,7 @@ class Client:
             finally:
                 call.cancel()
             if lost[0] not in LOST or not patience.served or not await patience.wait(lost[1]):
-                raise self._errors.of_status(*lost)
+                raise self._error(*lost)
 
     async def _ask(
         self,
@@ -321,7 +321,25 @@ class Client:
         try:
             return await method(request, timeout=limit_s, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
-            raise self._errors.of_status(error.code(), error.details() or "") from None
+            raise self._error(error.code(), error.details() or "") from None
+
+    def _error(self, code: grpc.StatusCode, details: str) -> SlipstreamError:
+        """Returns the error for a status of gRPC, with the controller's address and the remedy."""
+        address = self._address
+        if code is grpc.StatusCode.UNAVAILABLE:
+            if "handshake" in details.lower():
+                return ConfigError(f"{address} does not speak TLS as expected: {details}")
+            if "Socket closed" in details and self._credentials.ca is None:
+                return ConfigError(f"{address} hung up: does it want TLS (tls_ca)?")
+            what_to_do = "start a run, or give the address of its controller, HOST:PORT"
+            return NoController(f"{self._no_answer}; {what_to_do}")
+        if code is grpc.StatusCode.UNIMPLEMENTED:
+            return ConfigError(f"what answers at {address} is no controller of this version")
+        if code in REFUSED:
+            return ConfigError(details)
+        if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            return SlipstreamError(f"the controller at {address} gave no answer in time")
+        return SlipstreamError(f"the controller at {address} failed: {details or code.name}")
 
     async def _serve_once(
         self, host: EpisodeHost, hello: environment_pb2.WorkerHello, patience: ReconnectLimit
@@ -349,31 +367,6 @@ class Client:
 
 class NoController(ConfigError):
     """Nothing listens at the address."""
-
-
-class CallErrors:
-    """Turns statuses of gRPC into errors that name the controller's address and the remedy."""
-
-    def __init__(self, address: str, *, wants_tls: bool) -> None:
-        self._address, self._wants_tls = address, wants_tls
-        self.no_answer = f"no controller answers at {address}"
-
-    def of_status(self, code: grpc.StatusCode, details: str) -> SlipstreamError:
-        """Returns the error for a gRPC status."""
-        if code is grpc.StatusCode.UNAVAILABLE:
-            if "handshake" in details.lower():
-                return ConfigError(f"{self._address} does not speak TLS as expected: {details}")
-            if "Socket closed" in details and not self._wants_tls:
-                return ConfigError(f"{self._address} hung up: does it want TLS (tls_ca)?")
-            what_to_do = "start a run, or give the address of its controller, HOST:PORT"
-            return NoController(f"{self.no_answer}; {what_to_do}")
-        if code is grpc.StatusCode.UNIMPLEMENTED:
-            return ConfigError(f"what answers at {self._address} is no controller of this version")
-        if code in REFUSED:
-            return ConfigError(details)
-        if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-            return SlipstreamError(f"the controller at {self._address} gave no answer in time")
-        return SlipstreamError(f"the controller at {self._address} failed: {details or code.name}")
 
 
 class ReconnectLimit:

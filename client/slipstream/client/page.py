@@ -174,22 +174,18 @@ def _curves(folder: Path) -> dict[str, list[tuple[float, float]]]:
             place, stride = seen[kind], max(1, -(-counts[kind] // MOST_POINTS))
             seen[kind] += 1
             if place % stride == 0 or place >= counts[kind] - NEWEST:
-                row = parsed(line)
-                for step, name, value in _numbers(row if isinstance(row, dict) else {}):
-                    curves.setdefault(name, {})[step] = value
+                found = parsed(line)
+                row: Mapping[str, Any] = found if isinstance(found, dict) else {}
+                step = row.get("step", row.get("evaluation_step"))
+                for name, value in row.items():
+                    # Without tokens of lag 0 there is no gap, which is not a gap of 0.
+                    is_gap = name.startswith("logprob_gap_")
+                    if name in _NO_CURVES or (is_gap and row.get("logprob_gap_tokens") == 0):
+                        continue
+                    numbers = isinstance(step, int | float) and isinstance(value, int | float)
+                    if numbers and abs(step) < MOST and abs(value) < MOST:
+                        curves.setdefault(name, {})[step] = float(f"{value:.5g}")
     return {name: sorted(found.items()) for name, found in curves.items()}
-
-
-def _numbers(row: Mapping[str, Any]) -> Iterator[tuple[float, str, float]]:
-    # Without tokens of lag 0 there is no gap, which is not a gap of 0.
-    gapless = row.get("logprob_gap_tokens") == 0
-    step = row.get("step", row.get("evaluation_step"))
-    for name, value in row.items():
-        if name in _NO_CURVES or (gapless and name.startswith("logprob_gap_")):
-            continue
-        numbers = isinstance(step, int | float) and isinstance(value, int | float)
-        if numbers and abs(step) < MOST and abs(value) < MOST:
-            yield step, name, float(f"{value:.5g}")
 
 
 def reply_lines(folder: Path, most: int) -> list[str]:

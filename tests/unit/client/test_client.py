@@ -172,25 +172,35 @@ async def test_an_environment_that_no_worker_could_load_raises_with_the_cause(cl
 
 
 @pytest.mark.parametrize(
-    ("code", "error", "message"),
+    ("code", "error", "said"),
     [
         (grpc.StatusCode.INVALID_ARGUMENT, ConfigError, "weight must be above 0, got -1"),
         (grpc.StatusCode.FAILED_PRECONDITION, ConfigError, "weight must be above 0, got -1"),
         (grpc.StatusCode.INTERNAL, SlipstreamError, r"the controller at .* failed: weight"),
         (grpc.StatusCode.DEADLINE_EXCEEDED, SlipstreamError, "gave no answer in time"),
+        (grpc.StatusCode.UNAVAILABLE, ConfigError, "no controller answers at .*; start a run, or"),
     ],
 )
 async def test_a_refusal_becomes_an_error_of_ours_in_one_line(
-    client: Client,
-    controller: Controller,
-    code: grpc.StatusCode,
-    error: type[SlipstreamError],
-    message: str,
-) -> None:
+    client, controller, code, error, said
+):
     controller.refusal = code, "weight must be above 0, got -1"
-    with pytest.raises(error, match=message) as caught:
+    with pytest.raises(error, match=said) as caught:
         await client.submit("m:C")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("details", "said"),
+    [
+        ("Socket closed", "hung up: does it want TLS"),
+        ("Ssl handshake failed: WRONG_VERSION_NUMBER", "does not speak TLS as expected: Ssl"),
+    ],
+)
+async def test_a_controller_that_wants_or_lacks_tls_is_named(client, controller, details, said):
+    controller.refusal = grpc.StatusCode.UNAVAILABLE, details
+    with pytest.raises(ConfigError, match=f"{controller.address}.* {said}"):
+        await client.submit("m:C")
 
 
 async def test_arguments_that_are_no_json_are_refused_before_they_are_sent(client: Client) -> None:

@@ -2,7 +2,6 @@
 
 import importlib.metadata
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,13 +18,12 @@ from slipstream.client.launch.placement import (
     place,
     share_memory,
 )
-from slipstream.core.configuration.config_file import load_config, parse_config
+from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.gpus import Gpu
 from slipstream.core.settings.config import Config
 from support.fakes.small_configs import small_config
 
-CONFIGS = Path(__file__).parents[4] / "deploy" / "configs"
 ENGINE_LINE = (
     "vLLM runs the model with torch.compile and CUDA graphs: rollout_server.enforce_eager is "
     "false by default on GPUs"
@@ -211,9 +209,6 @@ def test_shares_of_a_gpu_that_is_used_in_turn_may_be_more_than_all_of_it() -> No
         share_memory(config, shared)
 
 
-ONE, BESIDE, OWN = ("0",), Placement(("0",), (("1",), ("0",))), Placement(("0",), (("1",),))
-
-
 def test_shares_of_servers_without_the_learner_are_at_most_all_of_a_gpu() -> None:
     both = placed("0 1", server={"count": 2, "devices": [1, 1]})
     with pytest.raises(ConfigError, match=r"GPU 1 is for 2 rollout servers: 2 \* .* 1, got 0\.9"):
@@ -298,17 +293,3 @@ def test_a_run_with_stored_weights_says_that_they_travel_so() -> None:
     config = small_config(weights={"storage_url": "weights"})
     _, _, transport = fit_here(config, Share(range(1), 1))
     assert transport == "storage"
-
-
-@pytest.mark.parametrize(
-    ("name", "gpus", "shares"), [("smollm2-one-gpu", "0", True), ("smollm2-two-gpus", "0 1", False)]
-)
-def test_configurations_for_gpus_fit_so_many(name: str, gpus: str, shares: bool) -> None:
-    config = load_config(CONFIGS / f"{name}.toml")
-    got = place(config, Visible(tuple(gpus.split())), ranks=1, servers=1)
-    assert bool(got.shared) is shares
-    check_transport(share_memory(config, got), got)
-    other = place(config, Visible(("0", "1") if shares else ("0",)), ranks=1, servers=1)
-    if not shares:
-        with pytest.raises(ConfigError, match="nccl joins no two processes on one GPU"):
-            check_transport(config, other)

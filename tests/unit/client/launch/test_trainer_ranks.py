@@ -62,20 +62,6 @@ async def test_what_fails_while_it_loads_is_started_once_more(tmp_path: Path) ->
     assert line.endswith("the trainer starts again, start 2")
 
 
-async def test_two_failures_while_it_loads_count_only_in_a_row(tmp_path: Path) -> None:
-    failed, told = await kept(tmp_path, (4, 1, 4, 0))
-    assert failed is None
-    assert len(told) == 3
-
-
-@pytest.mark.parametrize("code", [2, 3])
-async def test_what_would_fail_again_is_not_started_again(code: int, tmp_path: Path) -> None:
-    failed, told = await kept(tmp_path, (code, 0))
-    assert failed is not None
-    assert failed.process.returncode == code
-    assert told == []
-
-
 @pytest.mark.parametrize("answers", [0, 9], ids=["no controller", "the same version each time"])
 async def test_ranks_that_get_no_further_are_not_started_again_for_ever(answers, tmp_path):
     # Each start resumes at version 50, makes 51 to 70 again, and dies.
