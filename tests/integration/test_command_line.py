@@ -2,7 +2,6 @@
 
 import asyncio
 import http.server
-import re
 import shutil
 import socket
 import subprocess
@@ -19,7 +18,9 @@ from slipstream.client.launch.placement import uses_gpus
 from slipstream.client.launch.preflight import free_port
 from slipstream.core.configuration.config_file import load_config
 from support.rigs.run_processes import (
+    SLOW,
     address_of,
+    check_refused,
     command,
     copy_environments,
     run_command,
@@ -31,11 +32,6 @@ from support.rigs.waiting import LIMIT_S
 pytestmark = pytest.mark.usefixtures("nothing_survives")
 
 NOWHERE = "127.0.0.1:9"
-# Told when it takes three seconds, as it may where other work takes the machine.
-SLOW = re.compile(
-    r"(environment [a-z-]+ is checked, each call within \d+ s"
-    r"|waiting for the controller at \S+, for up to [\d.]+ s)\n"
-)
 
 
 @pytest.fixture(scope="module")
@@ -59,16 +55,6 @@ def web_server() -> Iterator[str]:
     yield f"127.0.0.1:{server.server_address[1]}"
     server.shutdown()
     server.server_close()
-
-
-def check_refused(result: subprocess.CompletedProcess[str], *parts: str, code: int = 2) -> None:
-    assert result.returncode == code, (result.stdout, result.stderr)
-    assert SLOW.sub("", result.stdout) == ""
-    lines = result.stderr.splitlines()
-    assert len(lines) == 1, result.stderr
-    assert lines[0].startswith("slipstream: ")
-    for part in parts:
-        assert part in lines[0]
 
 
 SETTINGS = {

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from slipstream.learner.controller.records.journal import read_records
 from support.rigs import helm_chart, namespaces
 from support.rigs.completed import completed
 from support.rigs.kubernetes_pods import Pod, Pods, wait_for
 from support.rigs.namespaces import Mount, Network
+from support.rigs.run_processes import check_finished
 
 MISSING = namespaces.missing() or helm_chart.MISSING
 pytestmark = [
@@ -199,27 +199,8 @@ def story(tiny_model: Path) -> Iterator[Story]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-@pytest.fixture(scope="module")
-def summary(story: Story) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((story.run / "summary.json").read_text())
-    return found
-
-
-def test_the_run_ends_with_its_last_step_and_has_learned(summary: dict[str, Any]) -> None:
-    assert (summary["state"], summary["steps"]) == ("finished", STEPS)
-    assert summary["reward_heldout"] > 0.7 > summary["reward_heldout_first"]
-
-
-def test_no_token_is_missing_and_none_is_open(summary: dict[str, Any]) -> None:
-    ledger = summary["ledger"]
-    assert (ledger["difference"], ledger["queued"], ledger["in_flight"]) == (0, 0, 0)
-
-
-def test_nothing_is_trained_twice(story: Story) -> None:
-    records = read_records(story.run / "journal")
-    trained = [g for record in records if record["kind"] == "batch" for g in record["groups"]]
-    assert len(trained) == STEPS * GROUPS_PER_STEP
-    assert len(trained) == len(set(trained))
+def test_the_run_has_learned_and_trained_each_group_once(story: Story) -> None:
+    check_finished(story.run, steps=STEPS, groups_per_step=GROUPS_PER_STEP)
 
 
 def test_a_deleted_pod_leaves_in_order_and_a_gang_resumes(story: Story) -> None:

@@ -5,6 +5,7 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -32,6 +33,11 @@ from support.rigs.completed import completed
 from support.rigs.forked_programs import AwaitedProgram, Forks
 
 ROOT = Path(__file__).parents[3]
+# Told when it takes three seconds, as it may where other work takes the machine.
+SLOW = re.compile(
+    r"(environment [a-z-]+ is checked, each call within \d+ s"
+    r"|waiting for the controller at \S+, for up to [\d.]+ s)\n"
+)
 QUICKSTART = ROOT / "deploy" / "configs" / "quickstart.toml"
 EXAMPLE_ENVIRONMENTS = ROOT / "tests" / "support" / "fakes" / "example_environments.py"
 PLAIN_LOOP = ROOT / "tests" / "support" / "references" / "plain_loop.py"
@@ -314,6 +320,29 @@ def summary_of(run: Path) -> dict:
 def rows_of(run: Path) -> list[dict]:
     """The lines of metrics.jsonl."""
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def check_finished(run: Path, *, steps: int, groups_per_step: int) -> None:
+    """A run that has learned trained every step and group once, and lost no token."""
+    summary = summary_of(run)
+    assert (summary["state"], summary["steps"]) == ("finished", steps)
+    assert summary["reward_heldout"] > 0.7 > summary["reward_heldout_first"]
+    ledger = summary["ledger"]
+    assert (ledger["difference"], ledger["queued"], ledger["in_flight"]) == (0, 0, 0)
+    records = read_records(run / "journal")
+    trained = [g for record in records if record["kind"] == "batch" for g in record["groups"]]
+    assert len(trained) == len(set(trained)) == steps * groups_per_step
+
+
+def check_refused(result: subprocess.CompletedProcess[str], *parts: str, code: int = 2) -> None:
+    """A command is refused in one line, which has these parts."""
+    assert result.returncode == code, (result.stdout, result.stderr)
+    assert SLOW.sub("", result.stdout) == ""
+    line, *more = result.stderr.splitlines()
+    assert not more, result.stderr
+    assert line.startswith("slipstream: ")
+    for part in parts:
+        assert part in line
 
 
 def check_ledger(summary: dict) -> None:
