@@ -123,9 +123,7 @@ def test_what_is_no_run_is_refused_in_one_line(config: Config, run: str, line: s
         find_run(run)
 
 
-def test_a_command_takes_the_credentials_of_the_run_unless_it_is_told_others(
-    config: Config, tmp_path: Path
-) -> None:
+def test_a_command_takes_the_credentials_of_the_run_unless_it_is_told_others(config, tmp_path):
     files = {name: tmp_path / name for name in ("first", "second", "ca")}
     for name, file in files.items():
         file.write_text(name * 10)

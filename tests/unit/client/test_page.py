@@ -172,9 +172,7 @@ async def test_a_page_that_cannot_be_written_is_one_warning(tmp_path: Path) -> N
     assert told == [f"{folder}/page.html cannot be written: No such file or directory"] * 2
 
 
-def test_a_page_overwrites_nothing_but_a_run_s_own_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_page_overwrites_nothing_but_a_run_s_own_page(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     first, second = a_run(tmp_path / "first"), a_run(tmp_path / "second")
     for _ in range(2):

@@ -49,9 +49,7 @@ def row(answer: str, *messages: tuple[str, str]) -> dict:
     return {"prompt": prompt, "answer": answer}
 
 
-async def test_prompts_are_counted_and_what_the_template_leaves_out_is_told(
-    asking: Callable[..., Config], capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_prompts_are_counted_and_what_the_template_leaves_out_is_told(asking, capsys):
     rows = [
         row("a", ("user", "b c")),
         row("b", ("user", "c d e")),
@@ -72,9 +70,7 @@ async def test_prompts_are_counted_and_what_the_template_leaves_out_is_told(
     assert (ready, shown.err) == ("  ready", "")
 
 
-async def test_tasks_that_are_trained_and_measured_are_told(
-    asking: Callable[..., Config], capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_tasks_that_are_trained_and_measured_are_told(asking, capsys):
     config = asking([row(letter, ("user", f"{letter} b")) for letter in "cde"])
     (section,) = config.environments
     held = EvaluationSection(
@@ -85,9 +81,7 @@ async def test_tasks_that_are_trained_and_measured_are_told(
     assert capsys.readouterr().out.splitlines()[-1] == told
 
 
-async def test_one_error_is_one_line_with_its_number(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_one_error_is_one_line_with_its_number(tmp_path, monkeypatch, capsys):
     code = (
         "from slipstream.client import Environment, Message, StepResult\n"
         "class Fails(Environment):\n"
@@ -141,9 +135,7 @@ async def test_an_environment_that_cannot_be_meant_is_refused_after_its_table(
     assert len(shown.err.splitlines()) == 1
 
 
-async def test_tasks_that_differ_between_processes_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_tasks_that_differ_between_processes_are_refused(tmp_path, monkeypatch, capsys):
     code = (
         "import os\n"
         "from slipstream.environments.echo import Echo\n"
@@ -157,9 +149,7 @@ async def test_tasks_that_differ_between_processes_are_refused(
     assert "tasks() gives other tasks in another process" in capsys.readouterr().err
 
 
-async def test_an_environment_that_cannot_be_loaded_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_an_environment_that_cannot_be_loaded_is_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert await audit_class("no_such:X", [], python="", timeout_s=60.0, model=None) == 2
     with pytest.raises(ConfigError, match=r"got models/none, which does not exist below"):

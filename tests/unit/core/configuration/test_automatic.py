@@ -129,9 +129,7 @@ LONG = {"max_position_embeddings": 4096}
         (TINY, {}, 8192),
     ],
 )
-def test_micro_batches_are_long_enough_for_a_gpu(
-    model: dict[str, Any], tables: dict[str, Any], tokens: int, tmp_path: Path
-) -> None:
+def test_micro_batches_are_long_enough_for_a_gpu(model, tables, tokens, tmp_path):
     config = chosen(tmp_path, model | {"max_position_embeddings": 32768}, **tables)
     assert config.learner.micro_batch_tokens == tokens
 
