@@ -12,6 +12,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -354,13 +355,13 @@ def _set_program(parser: argparse.ArgumentParser, reference: str, *, whole: bool
 
     The function gets each parsed argument by its name, or if `whole` all of them as one object.
     """
+    parser.set_defaults(execute=partial(_call, reference, whole))
+
+
+def _call(reference: str, whole: bool, arguments: argparse.Namespace) -> Any:  # noqa: ANN401
     module, _, name = reference.partition(":")
-
-    def call(arguments: argparse.Namespace) -> Any:  # noqa: ANN401
-        function = getattr(importlib.import_module(module), name)
-        return function(arguments) if whole else function(**named(arguments))
-
-    parser.set_defaults(execute=call)
+    function = getattr(importlib.import_module(module), name)
+    return function(arguments) if whole else function(**named(arguments))
 
 
 def named(arguments: argparse.Namespace) -> dict[str, object]:

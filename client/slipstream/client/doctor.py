@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from slipstream.client.launch.checks import DOCTOR_LIMIT_S, find_all
 from slipstream.client.launch.findings import Finding, Scene, Verdict
@@ -47,7 +48,7 @@ async def run_doctor(arguments: argparse.Namespace) -> int:
     with contextlib.redirect_stdout(sys.stderr):
         findings = await find_all(replace(scene, leaves_nothing=True))
     if arguments.json:
-        say("\n".join(found.write() for found in findings))
+        say("\n".join(json.dumps(asdict(found)) for found in findings))
     else:
         say(table(findings))
         say(conclusion(findings))

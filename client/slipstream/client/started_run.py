@@ -83,7 +83,10 @@ def run(*, environments: object = None, show: bool = True, **settings: object) -
         else:
             served.append(_Served.of(table))
     given = _table(settings | {"environments": tables})
-    whole = _table(settings | {"environments": [*tables, *(one.as_table() for one in served)]})
+    for one in served:
+        options = {key: value for key, value in one.options.items() if key != "episodes"}
+        tables.append({"name": one.name, "reference": "__main__:Environment", **options})
+    whole = _table(settings | {"environments": tables})
     add_names(whole)
     # The run has by default the names of all environments, wherever they are.
     if isinstance(stated := given.setdefault("run", {}), dict):
@@ -244,11 +247,6 @@ class _Served:
         # Whoever gives no tasks is refused before anything starts.
         EpisodeHost(found)
         return _Served(found, table.pop("name", type(found).__name__.lower()), table)
-
-    def as_table(self) -> dict[str, object]:
-        """Returns the settings of a file that this one would have."""
-        options = {key: value for key, value in self.options.items() if key != "episodes"}
-        return {"name": self.name, "reference": "__main__:Environment", **options}
 
 
 @dataclass(frozen=True)

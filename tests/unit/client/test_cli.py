@@ -1,4 +1,4 @@
-"""Examples of all commands, and the completion of shells."""
+"""Examples of all commands, and what their options take."""
 
 import importlib
 import inspect

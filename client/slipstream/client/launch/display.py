@@ -76,7 +76,20 @@ class Display:
             is_due = time.monotonic() >= self._step_at_s + STEP_EVERY_S
             if is_due or event.step == self._config.run.steps:
                 self._step_at_s = time.monotonic()
-                self.tell(step_line(event, self._config.run.steps))
+                metrics, most = event.metrics, self._config.run.steps
+                if "reward_mean" in metrics:
+                    # With its time the line fits a terminal.
+                    line = (
+                        f"step {event.step:>{len(str(most))}}/{most}  "
+                        f"reward {metrics['reward_mean']:6.3f}  "
+                        f"lag {metrics['lag_mean']:.1f}, max {metrics['lag_max']:.0f}  "
+                        f"{metrics['generated_tokens_per_s']:,.0f} tok/s  "
+                        f"{metrics['step_s']:.2f} s"
+                    )
+                else:
+                    norm, rate = metrics["grad_norm"], metrics["learning_rate"]
+                    line = f"step {event.step}  gradient norm {norm:.3g}, learning rate {rate:.3g}"
+                self.tell(line)
         else:
             self.tell(SEVERITY_MARKS.get(event.severity, "") + event.text)
 
@@ -151,21 +164,6 @@ def loading_line(config: Config, num_servers: int) -> str:
         return f"loading {config.model.path} into {into}; {then}"
     servers = counted(num_servers, "rollout server")
     return f"loading {config.model.path} into {into} and {servers}; that takes a while"
-
-
-def step_line(event: status_pb2.Event, num_steps: int) -> str:
-    """Returns the progress of one step in one line, which with its time fits a terminal."""
-    metrics = event.metrics
-    if "reward_mean" not in metrics:
-        norm, rate = metrics["grad_norm"], metrics["learning_rate"]
-        return f"step {event.step}  gradient norm {norm:.3g}, learning rate {rate:.3g}"
-    return (
-        f"step {event.step:>{len(str(num_steps))}}/{num_steps}  "
-        f"reward {metrics['reward_mean']:6.3f}  "
-        f"lag {metrics['lag_mean']:.1f}, max {metrics['lag_max']:.0f}  "
-        f"{metrics['generated_tokens_per_s']:,.0f} tok/s  "
-        f"{metrics['step_s']:.2f} s"
-    )
 
 
 def table_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:

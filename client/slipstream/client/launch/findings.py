@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
@@ -68,10 +67,6 @@ class Finding:
     seen: str
     # The change to make; empty when there is nothing to do.
     remedy: str = ""
-
-    def write(self) -> str:
-        """Returns the finding as one line of JSON."""
-        return json.dumps(asdict(self))
 
 
 def ok(seen: str, *, area: str = "") -> Finding:

@@ -6,7 +6,7 @@ import contextlib
 import importlib.metadata
 import os
 import platform
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
@@ -78,20 +78,15 @@ def free_memory(root: Path = Path("/")) -> tuple[int, int]:
         group = mount / path.lstrip("/")
         for folder in (group, *group.parents):
             if folder.is_relative_to(mount):
-                found += _grant(folder, *names)
+                # The group may be gone, or have no file of memory.
+                with contextlib.suppress(OSError):
+                    limit, used = ((folder / f"memory.{name}").read_text() for name in names)
+                    rows = (folder / "memory.stat").read_text().splitlines()
+                    # Without a limit version 1 writes a number beyond all memory, version 2 a word.
+                    if limit.strip().isdigit() and int(limit) < machine.total:
+                        counts = dict(row.split(" ", 1) for row in rows)
+                        # The kernel drops cached files when a process needs the memory.
+                        cached = counts.get("total_inactive_file", counts.get("inactive_file", 0))
+                        found.append((int(limit) - int(used) + int(cached), int(limit)))
     free, total = min(found)
     return max(0, free), total
-
-
-def _grant(folder: Path, limit_name: str, used_name: str) -> Iterator[tuple[int, int]]:
-    try:
-        limit, used = ((folder / f"memory.{name}").read_text() for name in (limit_name, used_name))
-        lines = (folder / "memory.stat").read_text().splitlines()
-    except OSError:
-        return
-    # Without a limit version 1 writes a number beyond all memory, version 2 a word.
-    if limit.strip().isdigit() and int(limit) < psutil.virtual_memory().total:
-        counts = dict(line.split(" ", 1) for line in lines)
-        # The kernel drops cached files when a process needs the memory.
-        cached = int(counts.get("total_inactive_file", counts.get("inactive_file", 0)))
-        yield int(limit) - int(used) + cached, int(limit)
