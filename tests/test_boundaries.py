@@ -108,10 +108,8 @@ OWNERS = {
     "torch": (
         *("slipstream.learner.trainer", "slipstream.rollout_server"),
         *("slipstream.extensions.engine_bits.row_kernels", "slipstream.extensions.proofs"),
-        *(
-            f"slipstream.learner.algorithms.{name}"
-            for name in ("inputs", "losses", "token_functions")
-        ),
+        "slipstream.extensions.prefix_sharing.path_sums",
+        *(f"slipstream.learner.algorithms.{name}" for name in ("inputs", "losses")),
     ),
 }
 FORBIDDEN_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "jsonpickle"}

@@ -27,7 +27,6 @@ import numpy as np
 import torch
 from slipstream.client.launch.preflight import free_port
 from slipstream.learner.trainer.batches.batch import Batch
-from slipstream.learner.trainer.model.attention_kernels import chosen_attention
 
 from benchmarks.common import measure
 from benchmarks.common.shapes import SHAPES, Shape
@@ -223,6 +222,8 @@ def main() -> None:
     header += ["ratio / tokens left", "work left", "ratio / work left"]
     table = measure.table(header, rows(found))
     record = {"settings": measure.settings_of(arguments), "table": table, "lengths": found}
+    from slipstream.learner.trainer.layers.attention import chosen_attention
+
     record["attention"] = chosen_attention()
     measure.write_result(f"shared-prompts-{arguments.shape}", record, arguments.out)
     print("\n".join([*table, f"attention: {record['attention']}"]))

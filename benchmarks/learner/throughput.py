@@ -39,7 +39,6 @@ from slipstream.core.configuration.config_file import load_config
 from slipstream.core.settings.config import Config
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.batches.micro_batch import MicroBatch
-from slipstream.learner.trainer.model.attention_kernels import chosen_attention
 from slipstream.learner.trainer.step_cost import Arithmetic
 
 from benchmarks.common import measure
@@ -274,6 +273,8 @@ def main() -> None:
     header += ["TFLOP/s", "of the limit", "peak GiB"]
     table = measure.table(header, rows(found, TARGETS[arguments.shape]))
     record = {"settings": measure.settings_of(arguments), "table": table, "turns": turns}
+    from slipstream.learner.trainer.layers.attention import chosen_attention
+
     record["attention"] = chosen_attention()
     is_usual = arguments.layers in (None, LOADS.get(arguments.shape, Load(0)).layers)
     suffix = "" if is_usual else f"-{arguments.layers}"

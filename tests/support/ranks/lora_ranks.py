@@ -92,6 +92,7 @@ def run_rank(folder: Path, job: str) -> None:
     from slipstream.learner.trainer.checkpoints.distributed_files import load_models
     from slipstream.learner.trainer.checkpoints.stored_model import POLICY, StoredModel
     from slipstream.learner.trainer.model import model
+    from slipstream.learner.trainer.model import policy as policy_module
     from slipstream.learner.trainer.step import TrainingStep
     from slipstream.learner.trainer.weights.export import RunChat, save_adapters, save_hf_folder
 
@@ -134,7 +135,7 @@ def run_rank(folder: Path, job: str) -> None:
     loaded = weights_of(policy)
     step.run(batches(config)[-1])
     retrained = weights_of(policy)
-    state = model.optimizer_state(policy.optimizer, policy.chunks)
+    state = policy_module.optimizer_state(policy.optimizer, policy.chunks)
     trained = [p for p in model.parameters(policy.chunks) if p.requires_grad]
     result = {
         "metrics": metrics,

@@ -132,9 +132,10 @@ def dtypes_of(policy: Policy, part: object) -> list[str]:
 
 def tensors(policy: Policy, part: object) -> list[torch.Tensor]:
     from slipstream.learner.trainer.model import model
+    from slipstream.learner.trainer.model import policy as policy_module
 
     if part is model.Part.PARAMETERS:
         return list(model.parameters(policy.chunks))
     if part is model.Part.GRADIENTS:
         return list(model.gradient_buffers(policy.chunks))
-    return list(model.optimizer_state(policy.optimizer, policy.chunks))
+    return list(policy_module.optimizer_state(policy.optimizer, policy.chunks))

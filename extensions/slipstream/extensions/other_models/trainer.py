@@ -31,14 +31,17 @@ from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.batches.micro_batch import MicroBatch
 from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
 from slipstream.learner.trainer.checkpoints.stored_model import StoredModel
-from slipstream.learner.trainer.model.model import ParallelModel, Part, TrainedModel
-from slipstream.learner.trainer.model.policy import Policy
-from slipstream.learner.trainer.model.schedule import (
-    batch_outputs,
+from slipstream.learner.trainer.model.model import (
+    Forward,
+    ParallelModel,
+    Part,
+    TrainedModel,
     forward_logprobs,
+    masked_outputs,
     rank_micro_batches,
     run_schedule,
 )
+from slipstream.learner.trainer.model.policy import Policy
 from slipstream.learner.trainer.opening import load_frozen, load_trained
 from slipstream.learner.trainer.ranks.parallel import Ranks
 from slipstream.learner.trainer.step import StepPart
@@ -223,6 +226,32 @@ def reference_logprobs(
         )
         for values in columns
     ]
+
+
+def batch_outputs(
+    model: ParallelModel, batch: Batch, forward: Forward, *, max_tokens: int, width: int = 0
+) -> list[LogprobArray]:
+    """Returns for each trajectory the outputs that predict its sampled tokens; on every rank.
+
+    Each array is float32 [sampled tokens], or [sampled tokens, width] with a `width`. The output is
+    0 for a sampled token that is the first of its sequence, which nothing predicts. Collective, as
+    `masked_outputs` says.
+    """
+    sequences = TrainingSequence.of_trajectories(
+        batch.trajectories,
+        step=batch.step,
+        processor=None if model.vision is None else model.vision.processor,
+    )
+    outputs = iter(masked_outputs(model, sequences, forward, max_tokens=max_tokens, width=width))
+    found: list[LogprobArray] = []
+    for trajectory in batch.trajectories:
+        parts = []
+        for part in trajectory.sequences():
+            own = next(outputs)
+            unpredicted = part.sampled.stop - part.sampled.start - len(own)
+            parts += [np.zeros((unpredicted, *own.shape[1:]), dtype=np.float32), own]
+        found.append(np.concatenate(parts))
+    return found
 
 
 def _sources(task: Megatron) -> Sequence[str]:

@@ -51,6 +51,14 @@ class PrefixSharing:
     def __init__(self, chunks: list[Megatron], *, min_tokens: int) -> None:
         """Registers the hooks; `min_tokens` is the length of the shortest prefix that is shared."""
         from megatron.core.transformer.attention import SelfAttention
+        from slipstream.learner.trainer.layers.attention import SharedSequences
+
+        def laid_out(
+            _module: object, arguments: tuple[Any, ...], named: dict[str, Any]
+        ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+            shared = named["packed_seq_params"]
+            has_paths = isinstance(shared, SharedSequences)
+            return by_paths(arguments, named, shared) if has_paths else None
 
         self.min_tokens = min_tokens
         # Work that sharing saved in the newest step, over all replicas.
@@ -59,7 +67,7 @@ class PrefixSharing:
         for chunk in chunks:
             for module in chunk.modules():
                 if isinstance(module, SelfAttention):
-                    module.core_attention.register_forward_pre_hook(_by_paths, with_kwargs=True)
+                    module.core_attention.register_forward_pre_hook(laid_out, with_kwargs=True)
                 rotary = getattr(module, "rotary_pos_emb", None)
                 if isinstance(rotary, torch.nn.Module):
                     rotary.register_forward_hook(self._by_positions)
@@ -151,16 +159,6 @@ def shared_sequences(micro_batch: MicroBatch, paths: Paths) -> Megatron:
     )
 
 
-def _by_paths(
-    _module: object, arguments: tuple[Any, ...], named: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Returns an attention's arguments changed by `by_paths`, or None without shared prefixes."""
-    from slipstream.learner.trainer.layers.attention import SharedSequences
-
-    shared = named["packed_seq_params"]
-    return by_paths(arguments, named, shared) if isinstance(shared, SharedSequences) else None
-
-
 def by_paths(
     arguments: tuple[Any, ...], named: dict[str, Any], shared: Megatron
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -200,7 +198,7 @@ class KeysByPath(torch.autograd.Function):
         (grad,) = grads
         paths: Paths = ctx.paths
         if grad.is_cuda:
-            from slipstream.learner.trainer.layers.path_sums import sum_copies
+            from slipstream.extensions.prefix_sharing.path_sums import sum_copies
 
             return sum_copies(grad, paths.copies, paths.copy_bounds), None
         total = grad.new_zeros((len(paths.copy_bounds) - 1, *grad.shape[1:]), dtype=torch.float32)

@@ -38,7 +38,7 @@ from slipstream.extensions.proofs.proof import (
 )
 from slipstream.learner.algorithms.functions import Function
 from slipstream.learner.algorithms.inputs import LossInputs, SequenceSums
-from slipstream.learner.algorithms.token_functions import token_terms, token_weights
+from slipstream.learner.algorithms.losses import token_terms, token_weights
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves

@@ -8,14 +8,16 @@ still come from the trainer's router, which is therefore trained. Source: rollou
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from slipstream.core.errors import RunFailed
 from slipstream.learner.trainer import Megatron
+from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.layers.routers import sparse_layers
-from slipstream.learner.trainer.ranks.parallel import Ranks
+from slipstream.learner.trainer.model.policy import Policy
+from slipstream.learner.trainer.step import StepPart
 from torch import Tensor
 
 # Megatron's choice: (scores, top_k, num_groups, group_topk) -> (chosen scores, expert ids).
@@ -64,7 +66,12 @@ class LayerReplay:
         values, own = default_compute_topk(
             scores, topk, num_groups=num_groups, group_topk=group_topk
         )
-        expert_ids = self._now()
+        if not self._is_inside:
+            expert_ids = self._again.popleft()
+        else:
+            expert_ids = self._expert_ids
+            if self._has_gradient and not torch.is_grad_enabled():
+                self._again.append(expert_ids)
         if expert_ids is None:
             return values, own
         given = expert_ids[:, self._place].long()
@@ -92,14 +99,6 @@ class LayerReplay:
         counts, self._counts = self._counts, None
         return counts
 
-    def _now(self) -> Tensor | None:
-        """Returns the current micro batch's recorded experts, or None if the router chooses."""
-        if not self._is_inside:
-            return self._again.popleft()
-        if self._has_gradient and not torch.is_grad_enabled():
-            self._again.append(self._expert_ids)
-        return self._expert_ids
-
     def _enter(self, _: Megatron, __: tuple[object, ...], named: dict[str, Any]) -> None:
         self._expert_ids = named["packed_seq_params"].expert_ids
         self._is_inside, self._has_gradient = True, torch.is_grad_enabled()
@@ -119,22 +118,24 @@ def replay_routers(chunks: list[Megatron]) -> list[Megatron]:
     return chunks
 
 
-def routing_metrics(
-    chunks: Sequence[Megatron], ranks: Ranks, unrecorded: float
-) -> dict[str, float]:
-    """Returns routing metrics of training since the last call, equal on every rank; collective.
+class Routing(StepPart):
+    """Compares the experts that the routers chose with those that the engine recorded."""
 
-    `unrecorded` is the fraction of tokens without recorded experts. Sums over ranks count each
-    token once, because it passes each layer's router on only one rank. Raises RunFailed if there
-    were recorded experts and no router replayed them.
-    """
-    totals = torch.zeros(2, dtype=torch.int64)
-    for module in (module for chunk in chunks for module in chunk.modules()):
-        replay = vars(module).get("router_replay")
-        counts = replay.take_counts() if isinstance(replay, LayerReplay) else None
-        if counts is not None:
-            totals += counts.cpu()
-    differing, replayed = ranks.sum(totals).tolist()
-    if unrecorded < 1 and not replayed:
-        raise RunFailed("no router replayed the recorded experts")
-    return {"routing_difference": differing / max(1, replayed), "routing_unrecorded": unrecorded}
+    def ends(self, policy: Policy, batch: Batch) -> dict[str, float]:
+        """Returns routing metrics of training since the last call, equal on every rank; collective.
+
+        Sums over ranks count each token once, because it passes each layer's router on only one
+        rank. Raises RunFailed if there were recorded experts and no router replayed them.
+        """
+        totals = torch.zeros(2, dtype=torch.int64)
+        for module in (module for chunk in policy.chunks for module in chunk.modules()):
+            replay = vars(module).get("router_replay")
+            counts = replay.take_counts() if isinstance(replay, LayerReplay) else None
+            if counts is not None:
+                totals += counts.cpu()
+        differing, replayed = policy.ranks.sum(totals).tolist()
+        unrecorded = batch.unrecorded_fraction
+        if unrecorded < 1 and not replayed:
+            raise RunFailed("no router replayed the recorded experts")
+        difference = differing / max(1, replayed)
+        return {"routing_difference": difference, "routing_unrecorded": unrecorded}

@@ -21,7 +21,7 @@ def check_functions(config: Config) -> None:
     if importlib.util.find_spec("torch") is None:
         load_functions(config, ("reward", "filter"))
         return
-    from slipstream.learner.algorithms.token_functions import step_columns
+    from slipstream.learner.algorithms.losses import step_columns
 
     load_functions(config)
     step_columns(config.algorithm, has_reference=config.needs_reference)

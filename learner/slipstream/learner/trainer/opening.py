@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,20 +22,18 @@ from slipstream.learner.trainer.checkpoints.stored_model import (
     check_saved,
 )
 from slipstream.learner.trainer.model.attention_kernels import check_attention
+from slipstream.learner.trainer.model.logprobs import defer_projections
 from slipstream.learner.trainer.model.model import (
     Change,
     DeviceMemory,
     ParallelModel,
     Part,
     TrainedModel,
-    defer_projections,
     gradient_buffers,
-    optimizer_state,
     parameters,
-    shared_scaler,
     unwrapped,
 )
-from slipstream.learner.trainer.model.policy import NamedAdapters, Policy, adapters
+from slipstream.learner.trainer.model.policy import NamedAdapters, Policy, adapters, optimizer_state
 from slipstream.learner.trainer.model.recipe import (
     ddp_config_of,
     fuse_gradients,
@@ -108,12 +105,19 @@ def load_trained(
     """
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.optimizer import get_megatron_optimizer
+    from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 
     model = _load(config, ranks, ddp_config_of(config), change=change, load_weights=load_weights)
     chunks = model.chunks
     fuse_gradients(chunks, config)
     optimizer = get_megatron_optimizer(optimizer_config_of(config), chunks)
-    scaler = shared_scaler(optimizer)
+    # Megatron gives each part its own scaler, but scales the loss only by the scale of the first:
+    # after an overflow in one part the others would divide by a wrong scale.
+    parts = optimizer.chained_optimizers
+    scaler = getattr(parts[0], "grad_scaler", None) if parts else None
+    scaler = scaler if isinstance(scaler, DynamicGradScaler) else None
+    for part in parts if scaler is not None else ():
+        part.grad_scaler = scaler
     # Without this function the schedule silently leaves out the sum over replicas and over the
     # gradients of shared parameters.
     chunks[0].config.finalize_model_grads_func = finalize_model_grads
@@ -121,6 +125,7 @@ def load_trained(
     if chunks[0].ddp_config.overlap_grad_reduce:
         no_sync = [chunk.no_sync for chunk in chunks]
         chunks[0].config.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]
+
     model.memory.own(
         {
             Part.GRADIENTS: lambda: gradient_buffers(chunks),
@@ -138,6 +143,21 @@ def load_trained(
     if load_weights:
         check_attention(model)
     return TrainedModel(**vars(model), optimizer=optimizer, scaler=scaler, recompute=recompute)
+
+
+def _sharing(chunks: list[Megatron], config: Config) -> PrefixSharing | None:
+    """Makes `chunks` compute shared prefixes once; returns None if they cannot."""
+    if config.algorithm.agreement != "close":
+        return None
+    from slipstream.extensions.prefix_sharing.trainer import PrefixSharing, refusal
+
+    replays = config.algorithm.router_replay != "off"
+    on_gpu = next(chunks[0].parameters()).is_cuda
+    cause = refusal(chunks[0].config, config.learner, router_replay=replays, on_gpu=on_gpu)
+    if cause:
+        logger.info("shared prefixes are computed for each sequence: %s", cause)
+        return None
+    return PrefixSharing(chunks, min_tokens=config.learner.shared_prefix_tokens)
 
 
 def load_frozen(config: Config, ranks: Ranks) -> ParallelModel:
@@ -158,7 +178,16 @@ def _load(
         whole_config.vision_config = None
     hf_config = whole_config.get_text_config()
     if load_weights:
-        _note_reads(bridge.hf_pretrained.state.source, ranks.activity)
+        source = bridge.hf_pretrained.state.source
+        load_tensors = source.load_tensors
+
+        def noted(names: list[str]) -> dict[str, Tensor]:
+            # Loading may take minutes.
+            tensors: dict[str, Tensor] = load_tensors(names)
+            ranks.activity.loaded(sum(tensor.nbytes for tensor in tensors.values()))
+            return tensors
+
+        source.load_tensors = noted
     provider = provider_of(bridge, hf_config, config, load_weights=load_weights)
     path = config.checkpoint.load
 
@@ -183,11 +212,26 @@ def _load(
         data_parallel_random_init=False,
         use_cpu_initialization=provider.use_cpu_initialization,
     )
-    vision = _vision(chunks, whole_config, config.model.path)
-    is_plain = vision is None and config.algorithm.agreement == "close"
-    sharing = _sharing(chunks, config) if is_plain else None
-    memory = _memory(config)
+    vision: Vision | None = None
+    if getattr(whole_config, "vision_config", None) is not None:
+        from slipstream.learner.trainer.families.vision import Vision
+
+        processor = load_processor(config.model.path)
+        vision = Vision([unwrapped(chunk) for chunk in chunks], whole_config, processor)
+    sharing: PrefixSharing | None = None
+    if config.learner.shared_prefix_tokens and vision is None:
+        sharing = _sharing(chunks, config)
+    memory = DeviceMemory()
+    if any(config.learner.offload.model_dump().values()):
+        from slipstream.extensions.offload.trainer import HostMemory
+
+        memory = HostMemory(config.learner.offload)
     memory.own({Part.PARAMETERS: lambda: parameters(chunks)})
+    kept_logits = 0
+    if ranks.device.type == "cuda":
+        total = torch.cuda.get_device_properties(ranks.device).total_memory
+        share = KEPT_LOGITS_SHARE * (config.learner.gpu_memory_fraction or 1.0)
+        kept_logits = int(share * total) // torch.float32.itemsize
     return ParallelModel(
         ranks=ranks,
         parallel=config.learner.parallel,
@@ -197,64 +241,8 @@ def _load(
         max_positions=hf_config.max_position_embeddings,
         vocab_size=hf_config.vocab_size,
         attention_length=Arithmetic.of(read_model_table(config.model.path)).attention_length,
-        kept_logits=_kept_logits(config, ranks),
+        kept_logits=kept_logits,
         memory=memory,
         sharing=sharing,
         vision=vision,
     )
-
-
-def _sharing(chunks: list[Megatron], config: Config) -> PrefixSharing | None:
-    """Makes `chunks` compute shared prefixes once; returns None if that is off or unsupported."""
-    min_tokens = config.learner.shared_prefix_tokens
-    if not min_tokens:
-        return None
-    from slipstream.extensions.prefix_sharing.trainer import PrefixSharing, refusal
-
-    replays = config.algorithm.router_replay != "off"
-    on_gpu = next(chunks[0].parameters()).is_cuda
-    cause = refusal(chunks[0].config, config.learner, router_replay=replays, on_gpu=on_gpu)
-    if cause:
-        logger.info("shared prefixes are computed for each sequence: %s", cause)
-        return None
-    return PrefixSharing(chunks, min_tokens=min_tokens)
-
-
-def _memory(config: Config) -> DeviceMemory:
-    offload = config.learner.offload
-    if not any(offload.model_dump().values()):
-        return DeviceMemory()
-    from slipstream.extensions.offload.trainer import HostMemory
-
-    return HostMemory(offload)
-
-
-def _vision(chunks: list[Megatron], hf_config: Megatron, folder: Path) -> Vision | None:
-    """Returns the hooks that feed images to `chunks`; None for a model without a vision tower."""
-    if getattr(hf_config, "vision_config", None) is None:
-        return None
-    from slipstream.learner.trainer.families.vision import Vision
-
-    processor = load_processor(folder)
-    return Vision([unwrapped(chunk) for chunk in chunks], hf_config, processor)
-
-
-def _note_reads(source: Megatron, activity: Activity) -> None:
-    """Makes `source` count in `activity` each tensor that it loads, as loading may take minutes."""
-    load = source.load_tensors
-
-    def noted(names: list[str]) -> dict[str, Tensor]:
-        tensors: dict[str, Tensor] = load(names)
-        activity.loaded(sum(tensor.nbytes for tensor in tensors.values()))
-        return tensors
-
-    source.load_tensors = noted
-
-
-def _kept_logits(config: Config, ranks: Ranks) -> int:
-    """Returns how many logits fit into their share of GPU memory; 0 on a CPU."""
-    if ranks.device.type == "cpu":
-        return 0
-    memory = torch.cuda.get_device_properties(ranks.device).total_memory
-    share = KEPT_LOGITS_SHARE * (config.learner.gpu_memory_fraction or 1.0)
-    return int(share * memory) // torch.float32.itemsize

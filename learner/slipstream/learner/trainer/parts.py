@@ -38,7 +38,9 @@ def step_parts(config: Config, policy: Policy) -> list[StepPart]:
 
         found.append(open_roles(config, policy))
     if config.algorithm.router_replay != "off":
-        found.append(_Routing())
+        from slipstream.extensions.router_replay.trainer import Routing
+
+        found.append(Routing())
     return found
 
 
@@ -64,12 +66,3 @@ class _SharedWork(StepPart):
 
     def ends(self, policy: Policy, batch: Batch) -> dict[str, float]:
         return {"shared_tokens": float(self._sharing.saved.tokens)}
-
-
-class _Routing(StepPart):
-    """Compares the experts that the routers chose with those that the engine recorded."""
-
-    def ends(self, policy: Policy, batch: Batch) -> dict[str, float]:
-        from slipstream.extensions.router_replay.trainer import routing_metrics
-
-        return routing_metrics(policy.chunks, policy.ranks, batch.unrecorded_fraction)

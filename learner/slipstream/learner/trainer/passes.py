@@ -22,19 +22,21 @@ from slipstream.core.errors import UntrainableBatch
 from slipstream.core.settings.config import Config
 from slipstream.learner.algorithms.functions import named_loss
 from slipstream.learner.algorithms.inputs import LossInputs, SequenceSums
-from slipstream.learner.algorithms.token_functions import token_terms
+from slipstream.learner.algorithms.losses import token_terms
 from slipstream.learner.trainer.algorithms.loss import TokenLoss, no_statistics
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.batches.micro_batch import MicroBatch
 from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
 from slipstream.learner.trainer.checkpoints.stored_model import StoredModel, stored_adapter
-from slipstream.learner.trainer.model.model import Part, gradient_buffers, unwrapped
-from slipstream.learner.trainer.model.policy import Policy, draw_adapters
-from slipstream.learner.trainer.model.schedule import (
+from slipstream.learner.trainer.model.model import (
+    Part,
     forward_backward,
     forward_logprobs,
+    gradient_buffers,
     masked_outputs,
+    unwrapped,
 )
+from slipstream.learner.trainer.model.policy import Policy, draw_adapters
 from slipstream.learner.trainer.step import TrainedStep
 from slipstream.v1 import trainer_pb2 as pb
 from torch import Tensor

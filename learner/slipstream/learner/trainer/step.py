@@ -21,7 +21,7 @@ from slipstream.core.errors import RunFailed, UntrainableBatch
 from slipstream.core.settings.algorithm_section import AlgorithmSection, DecayKind
 from slipstream.core.settings.config import Config
 from slipstream.learner.algorithms.functions import load_functions
-from slipstream.learner.algorithms.token_functions import step_columns
+from slipstream.learner.algorithms.losses import step_columns
 from slipstream.learner.trainer.algorithms.loss import StepStatistics, TokenLoss, policy_loss
 from slipstream.learner.trainer.algorithms.sequences import (
     ModelEstimates,
@@ -44,15 +44,16 @@ from slipstream.learner.trainer.batches.batch import (
 from slipstream.learner.trainer.batches.micro_batch import MicroBatch
 from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
 from slipstream.learner.trainer.checkpoints.stored_model import StoredModel
-from slipstream.learner.trainer.model.model import ParallelModel, Part
-from slipstream.learner.trainer.model.policy import Policy
-from slipstream.learner.trainer.model.schedule import (
+from slipstream.learner.trainer.model.model import (
     Forward,
+    ParallelModel,
+    Part,
     forward_backward,
     forward_logprobs,
     masked_outputs,
     rank_micro_batches,
 )
+from slipstream.learner.trainer.model.policy import Policy
 from slipstream.learner.trainer.step_cost import StageTimes
 from torch import Tensor
 

@@ -7,10 +7,7 @@ import torch
 from slipstream.core.errors import RunFailed
 from slipstream.core.settings.config import Config
 from slipstream.core.types import Branch, RoutedExperts, Trajectory
-from slipstream.extensions.router_replay.trainer import (
-    LayerReplay,
-    routing_metrics,
-)
+from slipstream.extensions.router_replay.trainer import LayerReplay, Routing
 from slipstream.learner.trainer.algorithms.sequences import training_sequences
 from slipstream.learner.trainer.batches.batch import Batch, check_experts
 from slipstream.learner.trainer.batches.micro_batch import build_micro_batch, share_of_rank
@@ -107,6 +104,11 @@ def test_each_rank_replays_the_tokens_that_it_has() -> None:
         assert route(layer, SCORES, given)[1].tolist() == expected
 
 
+def metrics(chunks, ranks, unrecorded):
+    policy = SimpleNamespace(chunks=chunks, ranks=ranks)
+    return Routing().ends(policy, SimpleNamespace(unrecorded_fraction=unrecorded))
+
+
 def test_choices_are_counted_once_where_a_layer_is_computed_twice() -> None:
     layers = [Layer(1), Layer(2)]
     for layer in layers:
@@ -118,8 +120,8 @@ def test_choices_are_counted_once_where_a_layer_is_computed_twice() -> None:
         route(layer, SCORES, given)
     ranks = SimpleNamespace(sum=lambda values: values * 3)
     # One of four choices differs in the first layer, none of two in the second.
-    assert routing_metrics(layers, ranks, 1.0)["routing_difference"] == 1 / 6
-    assert routing_metrics(layers, ranks, 1.0)["routing_difference"] == 0
+    assert metrics(layers, ranks, 1.0)["routing_difference"] == 1 / 6
+    assert metrics(layers, ranks, 1.0)["routing_difference"] == 0
 
 
 class RecomputedExperts(Layer):
@@ -147,9 +149,9 @@ def test_routers_that_do_not_ask_are_noticed() -> None:
     layer = Layer()
     LayerReplay(layer)
     ranks = SimpleNamespace(sum=lambda values: values)
-    assert routing_metrics([layer], ranks, 1.0)["routing_unrecorded"] == 1.0
+    assert metrics([layer], ranks, 1.0)["routing_unrecorded"] == 1.0
     with pytest.raises(RunFailed, match="no router replayed the recorded experts"):
-        routing_metrics([layer], ranks, 0.5)
+        metrics([layer], ranks, 0.5)
     fused = Layer()
     fused.config.moe_router_fusion = True
     with pytest.raises(AssertionError, match="a fused router does not call RouterReplay"):

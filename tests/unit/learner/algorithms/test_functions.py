@@ -27,8 +27,8 @@ from slipstream.learner.algorithms.functions import (
     token_advantages,
     used_functions,
 )
+from slipstream.learner.algorithms.losses import Reduce, step_columns
 from slipstream.learner.algorithms.rewards import overlong
-from slipstream.learner.algorithms.token_functions import Reduce, step_columns
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.trainer.replay import check_functions

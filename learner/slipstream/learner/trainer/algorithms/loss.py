@@ -20,12 +20,13 @@ from slipstream.core.settings.algorithm_section import (
 )
 from slipstream.learner.algorithms.functions import Function, function_of
 from slipstream.learner.algorithms.inputs import LossInputs, SequenceSums, TokenTerms, TokenWeights
-from slipstream.learner.algorithms.losses import kl_estimate, top_k_divergence
-from slipstream.learner.algorithms.token_functions import (
+from slipstream.learner.algorithms.losses import (
     Column,
     Reduce,
+    kl_estimate,
     token_terms,
     token_weights,
+    top_k_divergence,
 )
 from slipstream.learner.trainer.batches.micro_batch import MicroBatch
 from slipstream.learner.trainer.ranks.parallel import Ranks

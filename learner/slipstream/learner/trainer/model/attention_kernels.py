@@ -1,4 +1,4 @@
-"""Which attention kernel a model uses, and a check of its gradients before the model trains.
+"""A check of the gradients of a model's attention before the model trains.
 
 TransformerEngine chooses a kernel at the first call, by shapes and library versions. Kernels differ
 by GPU, by library and by head size, and some are wrong: for heads of 256 dimensions on a Hopper
@@ -11,11 +11,7 @@ Produces: nothing, or ConfigError. Waits for: the other ranks, which compute par
 sequences. Unblocked by: their parts, or the limit of their group.
 """
 
-import functools
-import importlib
 import itertools
-import logging
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +21,7 @@ import torch
 from slipstream.core.errors import ConfigError
 from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.batches.micro_batch import Paths, zigzag
-from slipstream.learner.trainer.model.model import ParallelModel, unwrapped
+from slipstream.learner.trainer.model.model import ParallelModel
 from torch import Tensor
 
 # Rounding to bfloat16 gives 0.005.
@@ -41,13 +37,6 @@ _SEED = 20
 # The queries of a sequence, and the indices of the keys that they see.
 Path = tuple[range, list[int]]
 _COMPARED = ("outputs", "gradients of queries", "gradients of keys", "gradients of values")
-logger = logging.getLogger(__name__)
-_DECISION = "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"
-_KINDS = {
-    "use_flash_attention": "flash attention",
-    "use_fused_attention": "fused attention (cuDNN)",
-    "use_unfused_attention": "unfused attention",
-}
 
 
 @dataclass(frozen=True)
@@ -74,7 +63,7 @@ def check_attention(model: ParallelModel) -> None:
     Collective over context parallel ranks; the model does not change.
     """
     kinds: dict[Kind, Megatron] = {}
-    for module in (module for chunk in model.chunks for module in unwrapped(chunk).modules()):
+    for module in (module for chunk in model.chunks for module in chunk.modules()):
         if hasattr(module, "core_attention"):
             kinds.setdefault(kind_of(module), module)
     for kind, attention in kinds.items():
@@ -109,7 +98,11 @@ def kind_of(attention: Megatron) -> Kind:
 
 
 def _check(model: ParallelModel, kind: Kind, attention: Megatron, *, shares: bool) -> None:
-    from slipstream.learner.trainer.layers.attention import CoreAttention, packed_sequences
+    from slipstream.learner.trainer.layers.attention import (
+        CoreAttention,
+        kernel_and_remedy,
+        packed_sequences,
+    )
 
     ranks = model.ranks
     lengths = [2 * ranks.cp_size * length for length in _LENGTHS]
@@ -239,51 +232,3 @@ def _attended(kind: Kind, own: Sequence[Tensor], sink: Tensor | None) -> Tensor:
     if sink is not None:
         scores = torch.cat([scores, sink.expand(len(scores), 1)], dim=-1)
     return scores.softmax(-1)[:, : len(key)] @ value
-
-
-@functools.cache
-def log_attention_once() -> None:
-    """Logs the attention kernel once in a process; call this after the first forward pass."""
-    logger.info("attention: %s", chosen_attention())
-
-
-def chosen_attention() -> str:
-    """Returns one line that describes the kernel of the last call of attention."""
-    if _DECISION not in sys.modules:
-        return "torch's scaled_dot_product_attention"
-    return describe(vars(importlib.import_module(_DECISION)))
-
-
-def kernel_and_remedy(*, of_torch: bool) -> tuple[str, str]:
-    """Returns the kernel of the last call of attention, and a change that avoids this kernel.
-
-    `of_torch` tells whether torch's own attention is used, without TransformerEngine.
-    """
-    if of_torch:
-        return f"torch {torch.__version__}", "another version of torch"
-    chosen = chosen_attention()
-    if chosen.startswith(_KINDS["use_unfused_attention"]):
-        return chosen, "another version of TransformerEngine"
-    if "cuDNN" not in chosen:
-        return chosen, "NVTE_FLASH_ATTN=0 in the environment of the trainer"
-    utils = importlib.import_module("transformer_engine.pytorch.utils")
-    version = ".".join(map(str, utils.get_cudnn_version()))
-    newer = "a newer cuDNN (in CUDNN_HOME), or NVTE_FUSED_ATTN=0 in the environment of the trainer"
-    return f"{chosen}, cuDNN {version}", newer
-
-
-def describe(decision: dict[str, Any]) -> str:
-    """Returns kind, layout and element type of the kernel that TransformerEngine chose last.
-
-    `decision` is the namespace of TransformerEngine's module `dot_product_attention`.
-    """
-    found = decision["_attention_backends"]
-    kinds = [name for key, name in _KINDS.items() if found[key]]
-    parameters = found["attention_params"]
-    text = " and ".join(kinds) or "none"
-    if parameters is None:
-        return text
-    text += f", {parameters.qkv_layout} {str(parameters.qkv_dtype).removeprefix('torch.')}"
-    if parameters.context_parallel:
-        text += f", sequences split over ranks by {parameters.cp_comm_type}"
-    return text + (", deterministic" if parameters.deterministic else "")

@@ -11,6 +11,8 @@ one kernel each. They are the reference, and serve CPUs and several targets per 
 
 from __future__ import annotations
 
+import dataclasses
+import types
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -74,6 +76,32 @@ def vocab_parallel_logprobs(
     return nothing.index_copy(0, rows, found), no_entropy.index_copy(0, rows, entropy)
 
 
+def row_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    rows: tuple[Tensor, Tensor],
+    projection: Projection,
+) -> tuple[Tensor, Tensor]:
+    """Returns what `vocab_parallel_logprobs` does, for tokens of two temperatures.
+
+    `rows` has the positions of sampled tokens, and of tokens that an environment gave, which have
+    temperature 1.
+    """
+    sampled, given = rows
+    if not len(given):
+        return vocab_parallel_logprobs(hidden, weight, targets, sampled, projection)
+    # Either both calls keep their logits or neither does.
+    if (len(sampled) + len(given)) * len(weight) > projection.kept_logits:
+        projection = dataclasses.replace(projection, kept_logits=0)
+    plain = dataclasses.replace(projection, temperature=1.0)
+    found = vocab_parallel_logprobs(hidden, weight, targets, given, plain)
+    if not len(sampled):
+        return found
+    others = vocab_parallel_logprobs(hidden, weight, targets, sampled, projection)
+    return found[0] + others[0], found[1] + others[1]
+
+
 class _Logprobs(torch.autograd.Function):
     """The autograd function of `vocab_parallel_logprobs`; it overwrites no input."""
 
@@ -105,7 +133,21 @@ class _Logprobs(torch.autograd.Function):
         if ctx.kept is None:
             for chunk in chunks:
                 reduce(chunk)
-        log_total, mean = _merge(sums, projection.tp_group)
+        peaks, totals, expected, wanted = sums
+        group = projection.tp_group
+        if group is None:
+            log_total, mean = peaks + totals.log(), peaks + expected / totals
+        else:
+            # Each rank's sums are relative to its own peaks.
+            top = peaks.clone()
+            dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
+            shift = peaks - top
+            scale = shift.exp()
+            rows_of = wanted[None] if wanted.dim() == 1 else wanted.t()
+            whole = torch.stack([totals * scale, (expected + shift * totals) * scale, *rows_of])
+            dist.all_reduce(whole, group=group)
+            wanted.copy_(whole[2] if wanted.dim() == 1 else whole[2:].t())
+            log_total, mean = top + whole[0].log(), top + whole[1] / whole[0]
         entropy = log_total - mean
         ctx.save_for_backward(hidden, weight, places, log_total, entropy)
         ctx.projection = projection
@@ -290,26 +332,6 @@ class _WeightGrad:
         return self._sum.to(self._dtype)
 
 
-def _merge(rows: Sums, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
-    """Returns log(sum of exp(logit)) and the expected logit over the whole vocabulary, each [rows].
-
-    `rows` has this rank's sums, relative to its own peaks. With a `group` the call is collective
-    and also writes the targets' logits into `rows.wanted`, on all ranks.
-    """
-    peaks, totals, expected, wanted = rows
-    if group is None:
-        return peaks + totals.log(), peaks + expected / totals
-    top = peaks.clone()
-    dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
-    shift = peaks - top
-    scale = shift.exp()
-    rows_of = wanted[None] if wanted.dim() == 1 else wanted.t()
-    sums = torch.stack([totals * scale, (expected + shift * totals) * scale, *rows_of])
-    dist.all_reduce(sums, group=group)
-    wanted.copy_(sums[2] if wanted.dim() == 1 else sums[2:].t())
-    return top + sums[0].log(), top + sums[1] / sums[0]
-
-
 def output_weight(model: Megatron) -> Tensor:
     """Returns this rank's rows of the output projection, or of the embedding if they are tied."""
     if model.share_embeddings_and_output_weights:
@@ -319,26 +341,34 @@ def output_weight(model: Megatron) -> Tensor:
     return own
 
 
-def bring_to_all_ranks(
-    layer: Megatron,
-    hidden: Tensor,
-    weight: Tensor | None = None,
-    runtime_gather_output: bool | None = None,
-) -> tuple[Tensor, None]:
-    """Replaces the forward pass of an output layer: only gathers the states on all ranks.
+def defer_projections(chunks: list[Megatron]) -> list[Megatron]:
+    """Makes `chunks` return hidden states, not logits, on all tensor parallel ranks; returns them.
 
-    Returns hidden states [1, tokens, hidden size], and None for the bias. The backward pass sums
-    their gradients over the tensor parallel ranks.
+    The states are [1, tokens, hidden size]; the backward pass sums their gradients over the ranks.
+    The output layers are still called, because Megatron's hooks on them wait for their weights.
     """
     from megatron.core import tensor_parallel
 
-    if layer.sequence_parallel:
-        whole = tensor_parallel.gather_from_sequence_parallel_region(
-            hidden, tensor_parallel_output_grad=True, group=layer.tp_group
-        )
-    else:
-        whole = tensor_parallel.copy_to_tensor_model_parallel_region(hidden, group=layer.tp_group)
-    return whole, None
+    def bring(
+        layer: Megatron,
+        hidden: Tensor,
+        weight: Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+    ) -> tuple[Tensor, None]:
+        if layer.sequence_parallel:
+            whole = tensor_parallel.gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=True, group=layer.tp_group
+            )
+        else:
+            whole = tensor_parallel.copy_to_tensor_model_parallel_region(
+                hidden, group=layer.tp_group
+            )
+        return whole, None
+
+    for chunk in chunks:
+        if chunk.post_process:
+            chunk.output_layer.forward = types.MethodType(bring, chunk.output_layer)
+    return chunks
 
 
 @torch.no_grad()

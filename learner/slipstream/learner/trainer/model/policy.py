@@ -27,13 +27,13 @@ from slipstream.core.errors import UntrainableBatch
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.role_sections import LATENT
 from slipstream.learner.trainer import Megatron
+from slipstream.learner.trainer.model.logprobs import defer_projections
 from slipstream.learner.trainer.model.model import (
     Change,
     DeviceMemory,
     Part,
     TrainedModel,
-    defer_projections,
-    master_weights,
+    parameters,
 )
 from slipstream.learner.trainer.ranks.parallel import Ranks
 from torch import Tensor
@@ -392,6 +392,22 @@ class NamedAdapters:
             for counted in (*optimizer.state.values(), *optimizer.param_groups):
                 if "step" in counted:
                     counted["step"] = counted["step"] * 0
+
+
+def optimizer_state(optimizer: Megatron, chunks: Sequence[Megatron]) -> Iterator[Tensor]:
+    """Yields the optimizer's moments and master weights."""
+    yield from master_weights(optimizer, chunks)
+    for part in optimizer.chained_optimizers:
+        for state in () if part.is_stub_optimizer else part.optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+def master_weights(optimizer: Megatron, chunks: Sequence[Megatron]) -> Iterator[Tensor]:
+    """Yields the tensors that the optimizer updates, except those that are model parameters."""
+    theirs = {tensor.untyped_storage().data_ptr() for tensor in parameters(chunks)}
+    for part in optimizer.chained_optimizers:
+        for group in () if part.is_stub_optimizer else part.optimizer.param_groups:
+            yield from (p for p in group["params"] if p.untyped_storage().data_ptr() not in theirs)
 
 
 @torch.no_grad()

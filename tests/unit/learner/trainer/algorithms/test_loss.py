@@ -7,7 +7,7 @@ import pytest
 import torch
 from slipstream.core.settings.algorithm_section import AlgorithmSection
 from slipstream.learner.algorithms.functions import TAKEN
-from slipstream.learner.algorithms.token_functions import step_columns
+from slipstream.learner.algorithms.losses import step_columns
 from slipstream.learner.trainer.algorithms.loss import (
     NUM_LAGS,
     LossSum,

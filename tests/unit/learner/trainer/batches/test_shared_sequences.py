@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from slipstream.learner.algorithms.token_functions import step_columns
+from slipstream.learner.algorithms.losses import step_columns
 from slipstream.learner.trainer.algorithms.loss import policy_loss
 from support.fakes.packed import algorithm, micro_batch
 from torch import Tensor

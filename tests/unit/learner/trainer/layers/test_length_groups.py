@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 from slipstream.learner.trainer.batches.micro_batch import zigzag
-from slipstream.learner.trainer.layers.length_groups import LengthSplit, Masks, length_groups
+from slipstream.learner.trainer.layers.attention import LengthSplit, Masks, length_groups
 
 CPU = torch.device("cpu")
 # Packed sequences of several lengths; the first two have a length class of their own.

@@ -6,12 +6,13 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from slipstream.learner.trainer.model import attention_kernels
-from slipstream.learner.trainer.model.attention_kernels import (
-    describe,
+from slipstream.learner.trainer.layers.attention import (
+    chosen_attention,
     kernel_and_remedy,
     log_attention_once,
 )
+
+DECISION = "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"
 
 PARAMETERS = {
     "qkv_layout": "thd_thd_thd",
@@ -51,8 +52,9 @@ def decision(kind: str | None, **changes: object) -> dict:
         ),
     ],
 )
-def test_decision_of_transformer_engine_is_one_line(found: dict, expected: str) -> None:
-    assert describe(found) == expected
+def test_decision_of_transformer_engine_is_one_line(monkeypatch, found: dict, expected: str):
+    monkeypatch.setitem(sys.modules, DECISION, SimpleNamespace(**found))
+    assert chosen_attention() == expected
 
 
 def test_attention_of_torch_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -75,7 +77,7 @@ def test_a_wrong_kernel_is_named_with_what_avoids_it(monkeypatch, kind, kernel, 
     chosen, utils = ModuleType("chosen"), ModuleType("utils")
     vars(chosen).update(decision(kind))
     vars(utils)["get_cudnn_version"] = lambda: (9, 14, 0)
-    monkeypatch.setitem(sys.modules, attention_kernels._DECISION, chosen)
+    monkeypatch.setitem(sys.modules, DECISION, chosen)
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.utils", utils)
     named, told = kernel_and_remedy(of_torch=False)
     assert named.endswith(kernel)
