@@ -264,30 +264,23 @@ def token_advantages(
         found = function.call(tuple(episodes))
         if len(found) != len(episodes):
             raise function.fault(f"{len(found)} advantages of {len(episodes)} episodes", where)
-        return [
-            _of_tokens(function, one, episode, f"{where}, group {episode.group_id}")
-            for one, episode in zip(found, episodes, strict=True)
-        ]
-
-
-def _of_tokens(
-    function: Function, found: object, episode: ScoredEpisode, at: str
-) -> TokenAdvantages:
-    number = len(episode.token_costs)
-    if not isinstance(found, TokenAdvantages):
-        found = TokenAdvantages(np.asarray(found, dtype=np.float64))
-        if not found.advantages.shape:
-            found = TokenAdvantages(np.repeat(found.advantages, number))
-    function.check_numbers(found.reports, at)
-    arrays = (found.advantages, found.advantages if found.returns is None else found.returns)
-    for array in arrays:
-        if array.shape != (number,):
-            raise function.fault(f"shape {array.shape} for {number} sampled tokens", at)
-        if function.is_own and not np.isfinite(array).all():
-            raise function.fault("a value is not finite", at)
-    if episode.values is not None and found.returns is None:
-        raise function.fault("a critic needs TokenAdvantages with returns", at)
-    return found
+        whole = []
+        for one, episode in zip(found, episodes, strict=True):
+            number, at = len(episode.token_costs), f"{where}, group {episode.group_id}"
+            if not isinstance(one, TokenAdvantages):
+                one = TokenAdvantages(np.asarray(one, dtype=np.float64))
+                if not one.advantages.shape:
+                    one = TokenAdvantages(np.repeat(one.advantages, number))
+            function.check_numbers(one.reports, at)
+            for array in (one.advantages, one.advantages if one.returns is None else one.returns):
+                if array.shape != (number,):
+                    raise function.fault(f"shape {array.shape} for {number} sampled tokens", at)
+                if function.is_own and not np.isfinite(array).all():
+                    raise function.fault("a value is not finite", at)
+            if episode.values is not None and one.returns is None:
+                raise function.fault("a critic needs TokenAdvantages with returns", at)
+            whole.append(one)
+        return whole
 
 
 def _describe(error: BaseException) -> str:
@@ -328,10 +321,29 @@ def shaped_rewards(
     episode that does not count (`is_counted`) has none. Raises RunFailed if the reward function is
     faulty.
     """
-    algorithm, limit, found = config.algorithm, config.sampling.max_reply_tokens, []
+    algorithm, limit = config.algorithm, config.sampling.max_reply_tokens
+    found: list[list[RewardedEpisode]] = []
     groups: dict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
     for index, trajectory in enumerate(trajectories):
-        sides = _sides(trajectory, limit) if is_counted(trajectory, algorithm) else []
+        sides: list[RewardedEpisode] = []
+        rewards: Mapping[str, float | None] = {}
+        if is_counted(trajectory, algorithm):
+            own_rewards = {side_of(branch): branch.reward for branch in trajectory.branches}
+            rewards = own_rewards or {"": None}
+        for name, reward in rewards.items():
+            sides.append(
+                RewardedEpisode(
+                    trajectory.reward if reward is None else reward,
+                    trajectory.metrics,
+                    trajectory.status is Status.TRUNCATED,
+                    tuple(trajectory.run_lengths[1::2]),
+                    # The environment may have a lower limit.
+                    min(limit, trajectory.max_reply_tokens or limit),
+                    trajectory.environment,
+                    trajectory.task_index,
+                    name,
+                )
+            )
         for place, side in enumerate(sides):
             groups[trajectory.group_id, side.side].append((index, place))
         found.append(sides)
@@ -354,22 +366,3 @@ def is_trained(trajectories: Sequence[Trajectory], config: Config) -> bool:
     if not group:
         return config.algorithm.filter == "none"
     return filtered(config.algorithm, group, where=f"group {trajectories[0].group_id}")
-
-
-def _sides(trajectory: Trajectory, limit: int) -> list[RewardedEpisode]:
-    rewards: Mapping[str, float | None]
-    rewards = {side_of(branch): branch.reward for branch in trajectory.branches} or {"": None}
-    return [
-        RewardedEpisode(
-            trajectory.reward if reward is None else reward,
-            trajectory.metrics,
-            trajectory.status is Status.TRUNCATED,
-            tuple(trajectory.run_lengths[1::2]),
-            # The environment may have a lower limit.
-            min(limit, trajectory.max_reply_tokens or limit),
-            trajectory.environment,
-            trajectory.task_index,
-            side,
-        )
-        for side, reward in rewards.items()
-    ]

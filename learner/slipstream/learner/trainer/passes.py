@@ -23,7 +23,7 @@ from slipstream.core.settings.config import Config
 from slipstream.learner.algorithms.functions import named_loss
 from slipstream.learner.algorithms.inputs import LossInputs, SequenceSums
 from slipstream.learner.algorithms.losses import token_terms
-from slipstream.learner.trainer.algorithms.loss import TokenLoss, no_statistics
+from slipstream.learner.trainer.algorithms.loss import TokenLoss, TokenStatistics
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.batches.micro_batch import MicroBatch
 from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
@@ -104,13 +104,27 @@ class Passes:
                 case "load":
                     held.reports.clear()
                     with memory.resident(Part.OPTIMIZER):
-                        self._load(given.load.step, self._stored(given))
+                        models, name = [], given.load.adapter
+                        if name:
+                            optimizer, own = self._policy.optimizer, given.adapter.name
+                            models = [stored_adapter(self._policy, name, own, optimizer)]
+                        self._load(given.load.step, models)
                         if given.load.without_optimizer:
                             self._policy.forget_moments()
                 case "begin":
                     held.reports.clear()
                     with memory.resident(Part.OPTIMIZER):
-                        self._begin(given)
+                        self._policy.gather_parameters()
+                        for chunk in self._policy.chunks:
+                            draw_adapters(
+                                unwrapped(chunk),
+                                self._policy.ranks,
+                                seed=given.begin.seed,
+                                rank=given.adapter.rank,
+                                targets=given.begin.targets,
+                            )
+                        self._policy.optimizer.reload_model_params()
+                        self._policy.forget_moments()
                         self._serve(given.adapter)
                 case _:
                     self._serve(given.adapter)
@@ -129,7 +143,8 @@ class Passes:
             self._policy.zero_grad()
         try:
             with self._policy.memory.resident(Part.GRADIENTS):
-                norm = self._policy.optimizer_step(numbers.learning_rate, _never, adam=numbers)
+                assert self._policy.scaler is None, "float16 would compute gradients again"
+                norm = self._policy.optimizer_step(numbers.learning_rate, list, adam=numbers)
         finally:
             held.reports.clear()
         return {"grad_norm": norm, "learning_rate": numbers.learning_rate}
@@ -151,24 +166,6 @@ class Passes:
             return
         with self._policy.adapters.in_use(name, rank=adapter.rank, alpha=adapter.alpha):
             yield held
-
-    def _stored(self, given: pb.GivenStep) -> list[StoredModel]:
-        name, policy = given.load.adapter, self._policy
-        return [stored_adapter(policy, name, given.adapter.name, policy.optimizer)] if name else []
-
-    def _begin(self, given: pb.GivenStep) -> None:
-        policy, values = self._policy, given.begin
-        policy.gather_parameters()
-        for chunk in policy.chunks:
-            draw_adapters(
-                unwrapped(chunk),
-                policy.ranks,
-                seed=values.seed,
-                rank=given.adapter.rank,
-                targets=values.targets,
-            )
-        policy.optimizer.reload_model_params()
-        policy.forget_moments()
 
     def _serve(self, adapter: pb.Adapter) -> None:
         scale, sum_ = adapter.alpha / adapter.rank, self._policy.ranks.sum
@@ -235,10 +232,6 @@ class Passes:
         )
 
 
-def _never() -> None:
-    raise AssertionError("only float16, which is refused, computes gradients again")
-
-
 class _PassLoss:
     """The loss of one pass, summed over this rank's micro batches."""
 
@@ -285,4 +278,6 @@ class _PassLoss:
         # The schedule divides the sum over all ranks by this number over all ranks: 1.
         is_first = place == 0 and ranks.dp_rank == 0 and ranks.cp_rank == 0
         number = torch.tensor(int(is_first), device=losses.device)
-        return TokenLoss(losses.sum(), number, no_statistics(losses), losses.detach())
+        nothing = losses.new_zeros(0)
+        statistics = TokenStatistics(nothing, nothing, nothing, nothing)
+        return TokenLoss(losses.sum(), number, statistics, losses.detach())

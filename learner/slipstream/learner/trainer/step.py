@@ -11,14 +11,14 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from slipstream.core.errors import RunFailed, UntrainableBatch
-from slipstream.core.settings.algorithm_section import AlgorithmSection, DecayKind
+from slipstream.core.settings.algorithm_section import DecayKind
 from slipstream.core.settings.config import Config
 from slipstream.learner.algorithms.functions import load_functions
 from slipstream.learner.algorithms.losses import step_columns
@@ -139,7 +139,7 @@ class TrainingStep:
                     ]
             one_pass = list(zip(mini_batches, shares, before, strict=True))
             for members, share, old in one_pass * algorithm.epochs:
-                gradients = functools.partial(self._gradients, share, old, batch.step)
+                gradients = self._gradients_of(share, old, batch.step)
                 started = time.monotonic()
                 losses = gradients()
                 total = totals.statistics.add([one.statistics for one in losses], ranks)
@@ -150,7 +150,9 @@ class TrainingStep:
                     raise loss_fault(
                         policy, config, batch, chosen, losses, total=total, fault=fault
                     )
-                check_bits(algorithm, batch.step, totals.statistics)
+                # In later passes the ratios are those to the first.
+                if algorithm.agreement == "bits" and totals.statistics.unequal_tokens:
+                    raise bits_fault(batch.step, totals.statistics)
                 totals.num_micro_batches += len(share) * ranks.dp_size
                 started = time.monotonic()
                 totals.grad_norms.append(policy.optimizer_step(rate, gradients))
@@ -163,15 +165,15 @@ class TrainingStep:
             totals.of_parts |= part.train(sequences, passes, self.stages)
         return totals
 
-    def _gradients(
+    def _gradients_of(
         self, share: Sequence[MicroBatch], old: Sequence[Tensor], step: int
-    ) -> list[TokenLoss]:
-        """Zeroes the gradients, runs forward and backward on `share`, and returns its losses.
+    ) -> Callable[[], list[TokenLoss]]:
+        """Returns a function that computes the gradients of `share`, and returns its losses.
 
         `share` has this rank's micro batches, and `old` the proximal policy's log-probabilities
         of each (empty before any update).
         """
-        algorithm = self._config.algorithm
+        algorithm, policy = self._config.algorithm, self.policy
 
         def loss(
             place: int, micro_batch: MicroBatch, logprobs: Tensor, entropy: Tensor
@@ -184,18 +186,21 @@ class TrainingStep:
                 algorithm,
                 self._columns,
                 step=step,
-                group=self.policy.ranks.cp_group,
+                group=policy.ranks.cp_group,
             )
 
-        self._num_passes += 1
-        self.policy.zero_grad()
-        return forward_backward(
-            self.policy,
-            share,
-            loss,
-            temperature=self._config.sampling.temperature,
-            entropy_gradient=algorithm.entropy_coefficient > 0,
-        )
+        def gradients() -> list[TokenLoss]:
+            self._num_passes += 1
+            policy.zero_grad()
+            return forward_backward(
+                policy,
+                share,
+                loss,
+                temperature=self._config.sampling.temperature,
+                entropy_gradient=algorithm.entropy_coefficient > 0,
+            )
+
+        return gradients
 
     def _metrics(self, totals: _Totals, rate: float) -> dict[str, float]:
         found = totals.statistics.metrics() | {
@@ -320,15 +325,6 @@ class StepPart:
         """Handles the end of the run."""
 
 
-@contextmanager
-def around(parts: Sequence[StepPart], step: int) -> Iterator[None]:
-    """Enters the contexts of all `parts` for step `step`."""
-    with ExitStack() as stack:
-        for part in parts:
-            stack.enter_context(part.around(step))
-        yield
-
-
 def check_batch(batch: Batch, model: ParallelModel, config: Config) -> None:
     """Raises the error of the first check of the data that fails, on every rank; collective."""
     check_staleness(batch, config.algorithm.max_staleness)
@@ -393,17 +389,14 @@ def loss_fault(
     return untrainable(batch, faulty, cause)
 
 
-def check_bits(algorithm: AlgorithmSection, step: int, found: StepStatistics) -> None:
-    """Raises RunFailed if `agreement` is "bits" and log-probs of learner and engine differ."""
-    # In later passes the ratios are those to the first.
-    number = found.unequal_tokens
-    if algorithm.agreement == "bits" and number:
-        raise RunFailed(
-            f"step {step + 1}: algorithm.agreement = 'bits', but {number} tokens that the same "
-            "weights sampled have other log-probabilities in the learner than in the engine, "
-            f"by up to {found.largest_gap:.1e}: their devices, versions of torch or of vLLM "
-            "differ; the weights were not changed"
-        )
+def bits_fault(step: int, found: StepStatistics) -> RunFailed:
+    """Returns the error for log-probabilities that differ between learner and engine."""
+    return RunFailed(
+        f"step {step + 1}: algorithm.agreement = 'bits', but {found.unequal_tokens} tokens that "
+        "the same weights sampled have other log-probabilities in the learner than in the engine, "
+        f"by up to {found.largest_gap:.1e}: their devices, versions of torch or of vLLM differ; "
+        "the weights were not changed"
+    )
 
 
 def check_weights(policy: Policy, parts: Sequence[StepPart], fault: UntrainableBatch) -> None:

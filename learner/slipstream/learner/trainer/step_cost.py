@@ -100,7 +100,13 @@ class StepCost:
         lengths, saved = batch.lengths, (0, 0) if self._sharing is None else self._sharing.saved
         computed = self._epochs * (sum(lengths) - saved[0])
         found = {"tokens_per_micro_batch": computed / num_micro_batches}
-        found |= self._memory()
+        used = {"trainer_rss_bytes": psutil.Process().memory_info().rss}
+        if self._ranks.device.type == "cuda":
+            used["gpu_allocated_bytes"] = torch.cuda.max_memory_allocated()
+            used["gpu_reserved_bytes"] = torch.cuda.max_memory_reserved()
+            torch.cuda.reset_peak_memory_stats()
+        values = torch.tensor(list(used.values()), dtype=torch.float64)
+        found |= zip(used, self._ranks.max(values).tolist(), strict=True)
         if self._arithmetic is not None:
             flops = self._epochs * self._arithmetic.training_flops(lengths, saved=saved)
             tflops = flops / wall_s / self._ranks.world_size / 1e12
@@ -108,15 +114,6 @@ class StepCost:
             if self._peak_tflops is not None:
                 found["mfu"] = tflops / self._peak_tflops
         return found
-
-    def _memory(self) -> dict[str, float]:
-        used = {"trainer_rss_bytes": psutil.Process().memory_info().rss}
-        if self._ranks.device.type == "cuda":
-            used["gpu_allocated_bytes"] = torch.cuda.max_memory_allocated()
-            used["gpu_reserved_bytes"] = torch.cuda.max_memory_reserved()
-            torch.cuda.reset_peak_memory_stats()
-        values = torch.tensor(list(used.values()), dtype=torch.float64)
-        return dict(zip(used, self._ranks.max(values).tolist(), strict=True))
 
 
 class StageTimes:

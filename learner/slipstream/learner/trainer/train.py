@@ -48,7 +48,7 @@ from slipstream.learner.trainer.model.model import Part
 from slipstream.learner.trainer.model.policy import Policy
 from slipstream.learner.trainer.parts import open_writer, step_parts
 from slipstream.learner.trainer.passes import Passes
-from slipstream.learner.trainer.step import TrainingStep, around
+from slipstream.learner.trainer.step import TrainingStep
 from slipstream.learner.trainer.step_cost import StepCost
 from slipstream.learner.trainer.weights.bucket_senders import BucketSenders
 from slipstream.learner.trainer.weights.export import RunChat, save_adapters, save_hf_folder
@@ -105,8 +105,15 @@ class Trainer:
             memory.settle()
 
     def run(self) -> None:
-        """Follows the controller's orders until a stop order."""
-        _handle_termination(self._client, is_main=self._ranks.is_main)
+        """Follows the controller's orders until a stop order, or SIGTERM after the current one."""
+
+        def terminate(signum: int, frame: FrameType | None) -> None:
+            # The second SIGTERM kills; only rank 0 stops, and broadcasts the stop order.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            if self._ranks.is_main:
+                self._client.stop(TERMINATED)
+
+        signal.signal(signal.SIGTERM, terminate)
         self._register()
         while True:
             with self.stages.measure("waiting"):
@@ -114,12 +121,19 @@ class Trainer:
             if isinstance(order, weights_pb2.PublishOrder):
                 # First of all, because servers may already wait for the first bucket.
                 with self.stages.measure("publish"):
-                    self._publish(order)
+                    self._check_version(order.version, f"publish {order.publish_id}")
+                    self._publisher.run(order, self._probe() if order.verify else None)
+                    self._ranks.activity.note()
             with self.stages.measure("checkpoint"):
                 self._tell(self._checkpointer.poll())
             if isinstance(order, trainer_pb2.StoreOrder):
                 with self.stages.measure("publish"):
-                    self._store(order)
+                    self._check_version(order.version, "a store order")
+                    if self._writer is None:
+                        raise RunFailed("a version cannot be stored without weights.storage_url")
+                    # Every version has a probe: a server that joins needs one, whenever it does.
+                    self._writer.store(order, self._probe())
+                    self._ranks.activity.note()
             elif isinstance(order, trainer_pb2.Pass):
                 report = self._passes.compute(order)
                 if self._ranks.is_main:
@@ -130,7 +144,9 @@ class Trainer:
                     self._save()
                     self._tell(self._checkpointer.finish())
             elif isinstance(order, Batch):
-                with around(self._parts, order.step + 1):
+                with contextlib.ExitStack() as stack:
+                    for part in self._parts:
+                        stack.enter_context(part.around(order.step + 1))
                     self._train(order)
             elif isinstance(order, trainer_pb2.StopOrder):
                 self._finish(order)
@@ -272,28 +288,15 @@ class Trainer:
                 )
             )
 
-    def _publish(self, order: weights_pb2.PublishOrder) -> None:
-        if version_from_pb(order.version) != self._version:
+    def _check_version(self, wanted: trajectory_pb2.PolicyVersion, order: str) -> None:
+        if version_from_pb(wanted) != self._version:
             raise RunFailed(
-                f"publish {order.publish_id} wants version {order.version.step}, "
-                f"but the weights are of version {self._version}"
-            )
-        probe = None
-        if order.verify:
-            probe = build_probe(self._policy, self._last_batch, self._config)
-        self._publisher.run(order, probe)
-        self._ranks.activity.note()
-
-    def _store(self, order: trainer_pb2.StoreOrder) -> None:
-        """Begins to write the weights to storage; `VersionWriter` reports when it is done."""
-        if self._writer is None or version_from_pb(order.version) != self._version:
-            raise RunFailed(
-                f"version {order.version.step} cannot be stored, the weights are of version "
+                f"{order} wants version {wanted.step}, but the weights are of version "
                 f"{self._version}"
             )
-        # Every stored version has a probe: a server that joins needs one, whenever it does.
-        self._writer.store(order, build_probe(self._policy, self._last_batch, self._config))
-        self._ranks.activity.note()
+
+    def _probe(self) -> weights_pb2.Probe:
+        return build_probe(self._policy, self._last_batch, self._config)
 
     def _finish(self, order: trainer_pb2.StopOrder) -> None:
         for part in self._parts:
@@ -340,17 +343,3 @@ def failure_of(batch: Batch, fault: UntrainableBatch) -> trainer_pb2.TrainerFail
         group_ids=groups if len(groups) <= MAX_NAMED_GROUPS else (),
     )
     return trainer_pb2.TrainerFailure(message=str(fault), data=data)
-
-
-def _handle_termination(client: ControllerClient, *, is_main: bool) -> None:
-    """Makes the first SIGTERM stop the trainer after the current order, and the second one kill it.
-
-    Only rank 0 (`is_main`) stops; it broadcasts the stop order to the other ranks.
-    """
-
-    def terminate(signum: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if is_main:
-            client.stop(TERMINATED)
-
-    signal.signal(signal.SIGTERM, terminate)

@@ -9,8 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from slipstream.core.errors import FINAL_ERROR, NOT_STARTED, ConfigError, RunFailed
+from slipstream.core.types import PolicyVersion
 from slipstream.learner.trainer.__main__ import exit_code
 from slipstream.learner.trainer.controller_client import Order
+from slipstream.learner.trainer.ranks.activity import Activity
 from slipstream.learner.trainer.train import StartAgain, Trainer
 from slipstream.v1 import trainer_pb2, weights_pb2
 
@@ -21,7 +23,9 @@ class Loop(Trainer):
     def __init__(self, *orders: Order) -> None:
         self.seen: list[str] = []
         self._orders = list(orders)
-        self._ranks = SimpleNamespace(is_main=True)
+        self._ranks = SimpleNamespace(is_main=True, activity=Activity())
+        self._version = PolicyVersion(0, 0)
+        self._publisher = SimpleNamespace(run=lambda order, _: self.seen.append(order.publish_id))
         self._client = SimpleNamespace()
         self.stages = SimpleNamespace(measure=lambda _: contextlib.nullcontext())
         self._checkpointer = SimpleNamespace(poll=lambda: self.seen.append("poll"))
@@ -34,9 +38,6 @@ class Loop(Trainer):
 
     def _tell(self, saved: object) -> None:
         assert saved is None
-
-    def _publish(self, order: weights_pb2.PublishOrder) -> None:
-        self.seen.append(order.publish_id)
 
     def _finish(self, order: trainer_pb2.StopOrder) -> None:
         self.seen.append(order.reason)

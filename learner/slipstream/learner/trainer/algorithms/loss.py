@@ -13,11 +13,7 @@ from enum import IntEnum
 
 import torch
 import torch.distributed as dist
-from slipstream.core.settings.algorithm_section import (
-    TOP_K_ESTIMATORS,
-    AlgorithmSection,
-    KlEstimator,
-)
+from slipstream.core.settings.algorithm_section import TOP_K_ESTIMATORS, AlgorithmSection
 from slipstream.learner.algorithms.functions import Function, function_of
 from slipstream.learner.algorithms.inputs import LossInputs, SequenceSums, TokenTerms, TokenWeights
 from slipstream.learner.algorithms.losses import (
@@ -97,26 +93,21 @@ def policy_loss(
     losses = factors.weights * terms.losses
     kl = algorithm.kl
     if kl.coefficient and kl.placement == "loss":
-        divergence = _divergence(policy_logprobs, top, micro_batch, kl.estimator)
+        if kl.estimator in TOP_K_ESTIMATORS:
+            likely = micro_batch.top_logprobs
+            assert top is not None, "the divergence needs the reference's most likely tokens"
+            assert likely is not None
+            divergence = top_k_divergence(top, likely, kl.estimator)
+        else:
+            reference = micro_batch.reference_logprobs
+            assert reference is not None, "the divergence needs a reference's log-probabilities"
+            divergence = kl_estimate(policy_logprobs, reference, kl.estimator)
         losses = losses + kl.coefficient * factors.weights * divergence
     if algorithm.entropy_coefficient:
         losses = losses - algorithm.entropy_coefficient * entropy
     losses = torch.where(mask, micro_batch.loss_weights * losses, 0.0)
     statistics = token_statistics(losses, factors.weights, tokens, values, columns)
     return TokenLoss(losses.sum(), mask.sum(), statistics, losses.detach())
-
-
-def _divergence(
-    policy: Tensor, top: Tensor | None, micro_batch: MicroBatch, estimator: KlEstimator
-) -> Tensor:
-    if estimator in TOP_K_ESTIMATORS:
-        likely = micro_batch.top_logprobs
-        assert top is not None, "the divergence needs the reference's most likely tokens"
-        assert likely is not None
-        return top_k_divergence(top, likely, estimator)
-    reference = micro_batch.reference_logprobs
-    assert reference is not None, "the divergence needs the reference model's log-probabilities"
-    return kl_estimate(policy, reference, estimator)
 
 
 @dataclass(frozen=True)
@@ -201,44 +192,32 @@ class StepStatistics:
         """Returns means over the tokens and passes of the step, by the names in docs/metrics.md."""
         weight, squared = self._total(LossSum.WEIGHT), self._total(LossSum.WEIGHT_SQUARED)
         sampled = max(1.0, self._total(LossSum.SAMPLED))
-        return (
-            {
-                "loss": self._mean(LossSum.LOSS),
-                "entropy": self._mean(LossSum.ENTROPY),
-                "importance_weight_mean": weight / sampled,
-                "effective_sample_size": weight**2 / (sampled * squared) if squared else 0.0,
-                "kl": self._mean(LossSum.KL),
-                "kl_reference": self._mean(LossSum.REFERENCE_KL),
-                "trained_tokens": self._total(LossSum.TOKENS) / self._epochs,
-            }
-            | self._gap_metrics()
-            | self._report_metrics()
-        )
-
-    def _report_metrics(self) -> dict[str, float]:
-        sums, tokens = self._table(2)
-        found = {}
+        trained = max(1.0, self._total(LossSum.TOKENS))
+        gaps, tokens = self._table(1)
+        found = {
+            "loss": self._total(LossSum.LOSS) / trained,
+            "entropy": self._total(LossSum.ENTROPY) / trained,
+            "importance_weight_mean": weight / sampled,
+            "effective_sample_size": weight**2 / (sampled * squared) if squared else 0.0,
+            "kl": self._total(LossSum.KL) / sampled,
+            "kl_reference": self._total(LossSum.REFERENCE_KL) / trained,
+            "trained_tokens": self._total(LossSum.TOKENS) / self._epochs,
+            "logprob_gap_mean": gaps[0] / max(1.0, tokens[0]),
+            "logprob_gap_max": self.largest_gap,
+            "logprob_gap_tokens": tokens[0] / self._epochs,
+            "logprob_unequal_tokens": self._total(LossSum.UNEQUAL) / self._epochs,
+        }
+        for lag in range(1, NUM_LAGS):
+            if tokens[lag]:
+                found[f"logprob_gap_lag_{lag}"] = gaps[lag] / tokens[lag]
+        sums, numbers = self._table(2)
         for place, column in enumerate(self._columns):
             if column.reduce is Reduce.LARGEST:
                 largest = float(self._maxima[1 + place])
                 found[column.name] = largest if math.isfinite(largest) else 0.0
             elif column.reduce is Reduce.MEAN:
-                found[column.name] = sums[place] / max(1.0, tokens[place])
+                found[column.name] = sums[place] / max(1.0, numbers[place])
         return found
-
-    def _gap_metrics(self) -> dict[str, float]:
-        gaps, tokens = self._table(1)
-        by_lag = {
-            f"logprob_gap_lag_{lag}": gaps[lag] / tokens[lag]
-            for lag in range(1, NUM_LAGS)
-            if tokens[lag]
-        }
-        return {
-            "logprob_gap_mean": gaps[0] / max(1.0, tokens[0]),
-            "logprob_gap_max": self.largest_gap,
-            "logprob_gap_tokens": tokens[0] / self._epochs,
-            "logprob_unequal_tokens": self._total(LossSum.UNEQUAL) / self._epochs,
-        } | by_lag
 
     def _table(self, place: int) -> list[list[float]]:
         part = torch.split(self._sums, self._sizes)[place]
@@ -247,10 +226,6 @@ class StepStatistics:
 
     def _total(self, name: LossSum) -> float:
         return float(self._sums[name])
-
-    def _mean(self, name: LossSum) -> float:
-        tokens = LossSum.TOKENS if name < LossSum.SAMPLED else LossSum.SAMPLED
-        return self._total(name) / max(1.0, self._total(tokens))
 
 
 class LossSum(IntEnum):
@@ -299,12 +274,6 @@ class TokenStatistics:
     # float32 [1 + columns]: the largest gap of the log-probabilities among tokens of lag 0, and the
     # largest value of each column.
     maxima: Tensor
-
-
-def no_statistics(losses: Tensor) -> TokenStatistics:
-    """Returns the statistics of a micro batch of which none are wanted."""
-    nothing = losses.new_zeros(0)
-    return TokenStatistics(nothing, nothing, nothing, nothing)
 
 
 @torch.no_grad()

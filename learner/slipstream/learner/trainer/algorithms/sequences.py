@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from slipstream.core.models.vision import load_processor
-from slipstream.core.settings.algorithm_section import AggregationKind, KlSection
+from slipstream.core.settings.algorithm_section import AggregationKind
 from slipstream.core.settings.config import Config
 from slipstream.core.types import LogprobArray, ReferenceLogprobs, Trajectory
 from slipstream.learner.algorithms.episodes import (
@@ -134,15 +134,9 @@ def loss_weights(
 
 
 def _advantages(
-    batch: Batch,
-    config: Config,
-    known: Sequence[ModelEstimates],
-    reports: Reports,
+    batch: Batch, config: Config, known: Sequence[ModelEstimates], reports: Reports
 ) -> dict[int, TokenAdvantages]:
-    """Returns the advantages of each episode that is not left out, by its index in the batch.
-
-    `reports` collects the values that functions report.
-    """
+    """Returns the advantages of each episode that is not left out, by its index in the batch."""
     shaped = shaped_rewards(batch.trajectories, config)
     episodes: list[ScoredEpisode] = []
     # The trajectory of each of the `episodes`, and the places of its tokens among those sampled.
@@ -153,11 +147,28 @@ def _advantages(
         by_side = {side.side: float(side.reward) for side in sides}
         turns, told = _turns_of(trajectory), trajectory.token_rewards
         own_rewards = {side_of(branch): branch.reward for branch in trajectory.branches}
-        costs = _token_costs(trajectory, known[index], config.algorithm.kl)
+        costs, kl = np.zeros(trajectory.num_sampled_tokens), config.algorithm.kl
+        if kl.coefficient and kl.placement == "reward" and not trajectory.is_given:
+            reference = known[index].reference
+            assert reference is not None, "a cost of divergence needs a reference model"
+            # The divergence is the behavior policy's, because that policy sampled the tokens.
+            divergence = kl_estimate(
+                torch.from_numpy(trajectory.behavior_logprobs.astype(np.float64)),
+                torch.from_numpy(reference.logprobs.astype(np.float64)),
+                kl.estimator,
+            )
+            costs = kl.coefficient * divergence.numpy()
         lags = token_lags([trajectory], batch.step)
         said = known[index].values
         values = None if said is None else said.astype(np.float64)
-        for side, parts in _sides_of(trajectory).items():
+        # A side is the branches of an episode that share a reward; estimators take them as one
+        # episode, which is compared with the same side of its group's episodes. An episode has one
+        # side, unless its agent gave a named branch a reward of its own.
+        found_sides: dict[str, list[npt.NDArray[np.int64]]] = {}
+        for part in trajectory.sequences():
+            own = np.arange(part.sampled.start, part.sampled.stop)
+            found_sides.setdefault(side_of(part.branch), []).append(own)
+        for side, parts in found_sides.items():
             places, group_id = np.concatenate(parts), trajectory.group_id
             ends = itertools.pairwise([0, *itertools.accumulate(map(len, parts))])
             owners.append((index, places))
@@ -202,19 +213,6 @@ def _advantages(
     return found
 
 
-def _token_costs(trajectory: Trajectory, estimates: ModelEstimates, kl: KlSection) -> FloatArray:
-    if not kl.coefficient or kl.placement != "reward" or trajectory.is_given:
-        return np.zeros(trajectory.num_sampled_tokens)
-    assert estimates.reference is not None, "a cost of divergence needs a reference model"
-    # The cost is the behavior policy's divergence, because that policy sampled the tokens.
-    divergence = kl_estimate(
-        torch.from_numpy(trajectory.behavior_logprobs.astype(np.float64)),
-        torch.from_numpy(estimates.reference.logprobs.astype(np.float64)),
-        kl.estimator,
-    )
-    return kl.coefficient * divergence.numpy()
-
-
 def _estimates(
     trajectory: Trajectory, found: TokenAdvantages | None, known: ModelEstimates
 ) -> TokenEstimates[NumpyArray]:
@@ -235,20 +233,6 @@ def _estimates(
         top_ids=None if top is None else top.top_ids,
         top_logprobs=None if top is None else top.top_logprobs,
     )
-
-
-def _sides_of(trajectory: Trajectory) -> dict[str, list[npt.NDArray[np.int64]]]:
-    """Returns the sampled tokens of each branch of each side, in the order of first branches.
-
-    A side is the branches of an episode that share a reward; estimators take them as one episode,
-    which is compared with the same side of its group's episodes. An episode has one side, unless
-    its agent gave a named branch a reward of its own.
-    """
-    places: dict[str, list[npt.NDArray[np.int64]]] = {}
-    for part in trajectory.sequences():
-        own = np.arange(part.sampled.start, part.sampled.stop)
-        places.setdefault(side_of(part.branch), []).append(own)
-    return places
 
 
 def _turns_of(trajectory: Trajectory) -> dict[str, list[Turn]]:

@@ -231,7 +231,18 @@ def build_tree_micro_batch(
     segments = [segment for bundle in bundles for segment in bundle]
     parts = [_cut(sequences[segment.index], segment) for segment in segments]
     packed = _packed(sequences, segments, parts, multiple)
-    return dataclasses.replace(packed, paths=_paths(bundles, packed.cu_seqlens.tolist()))
+    bounds = packed.cu_seqlens.tolist()
+    # The keys of all segments, and of the filler after them.
+    places: list[npt.NDArray[np.int64]] = []
+    for bundle in bundles:
+        first = len(places)
+        for segment in bundle:
+            mine = np.arange(bounds[len(places)], bounds[len(places) + 1])
+            before = [] if segment.parent is None else [places[first + segment.parent]]
+            places.append(np.concatenate([*before, mine]))
+    if len(places) < len(bounds) - 1:
+        places.append(np.arange(bounds[-2], bounds[-1]))
+    return dataclasses.replace(packed, paths=Paths.of(places, bounds[-1]))
 
 
 def _packed(
@@ -240,11 +251,19 @@ def _packed(
     parts: Sequence[TrainingSequence],
     multiple: int,
 ) -> MicroBatch:
-    """Joins `parts`, which are the tokens of `segments`, and filler into one micro batch.
-
-    Filler makes the number of tokens divisible by `multiple`.
-    """
-    filler = _filler(multiple, sum(map(len, parts)), sequences)
+    """Joins `parts`, which are the tokens of `segments`, and filler into one micro batch."""
+    num_tokens = sum(map(len, parts))
+    missing = round_up(max(1, num_tokens), multiple) - num_tokens
+    filler = []
+    if missing:
+        nothing = np.zeros(0, dtype=np.uint32)
+        like = sequences[0] if sequences else TrainingSequence.of_tokens(nothing)
+        filled: dict[str, Any] = {
+            name: column.filled(missing, array)
+            for name, column in TOKEN_FIELDS.items()
+            if (array := getattr(like, name)) is not None
+        }
+        filler = [TrainingSequence(**filled)]
     place_of: dict[int, int] = {}
     for segment in segments:
         place_of.setdefault(segment.index, len(place_of))
@@ -281,26 +300,6 @@ def _packed(
     )
 
 
-def _filler(
-    multiple: int, num_tokens: int, sequences: Sequence[TrainingSequence]
-) -> list[TrainingSequence]:
-    """Returns filler that makes the number of tokens, `num_tokens` so far, divisible by `multiple`.
-
-    Returns [] if no filler is needed; 0 tokens get `multiple` tokens of filler. Filler has no loss,
-    and the same fields as the first of `sequences`.
-    """
-    missing = round_up(max(1, num_tokens), multiple) - num_tokens
-    if not missing:
-        return []
-    like = sequences[0] if sequences else TrainingSequence.of_tokens(np.zeros(0, dtype=np.uint32))
-    fields: dict[str, Any] = {
-        name: column.filled(missing, array)
-        for name, column in TOKEN_FIELDS.items()
-        if (array := getattr(like, name)) is not None
-    }
-    return [TrainingSequence(**fields)]
-
-
 def _padded(sequence: TrainingSequence, multiple: int) -> TrainingSequence:
     missing = -len(sequence) % multiple
     if not missing:
@@ -312,21 +311,3 @@ def _padded(sequence: TrainingSequence, multiple: int) -> TrainingSequence:
 
 def _cut(sequence: TrainingSequence, segment: Segment) -> TrainingSequence:
     return sequence.map_fields(lambda array, _: array[segment.start : segment.end])
-
-
-def _paths(bundles: Sequence[Bundle], bounds: Sequence[int]) -> Paths:
-    """Returns the keys of all segments of `bundles`, and of the filler after them.
-
-    `bounds` is `cu_seqlens` of the micro batch: the start of each segment and of the filler, and
-    the end of the last.
-    """
-    places: list[npt.NDArray[np.int64]] = []
-    for bundle in bundles:
-        first = len(places)
-        for segment in bundle:
-            own = np.arange(bounds[len(places)], bounds[len(places) + 1])
-            before = [] if segment.parent is None else [places[first + segment.parent]]
-            places.append(np.concatenate([*before, own]))
-    if len(places) < len(bounds) - 1:
-        places.append(np.arange(bounds[-2], bounds[-1]))
-    return Paths.of(places, bounds[-1])

@@ -52,7 +52,19 @@ def plan_micro_batches(
     costs = np.rint(_UNITS * (sizes + pairs)).astype(np.int64)
     longest_first = np.argsort(-sizes, kind="stable")
     work = _Work(sizes[longest_first].tolist(), costs[longest_first].tolist(), max_tokens)
-    plan = _plan(work, dp_size, multiple)
+
+    def per_rank(number: int) -> int:
+        return round_up(max(1, number), dp_size * multiple) // dp_size
+
+    fewest = per_rank(-(-sum(work.sizes) // max_tokens))
+    plan = _level_ranks(work, dp_size, fewest) or _level_all(work, dp_size, fewest)
+    if plan is None:
+        packed = _first_fit(work.sizes, max_tokens)
+        number = per_rank(len(packed))
+        if number > fewest:
+            plan = _level_ranks(work, dp_size, number) or _level_all(work, dp_size, number)
+        packed += [[] for _ in range(number * dp_size - len(packed))]
+        plan = plan or _deal(packed, work.costs, dp_size)
     indices = longest_first.tolist()
     return [[sorted(indices[place] for place in members) for members in bins] for bins in plan]
 
@@ -83,24 +95,6 @@ class _Work:
         return _level(self.sizes, self.costs, self.max_tokens, number) or _level(
             self.sizes, self.sizes, self.max_tokens, number
         )
-
-
-def _plan(work: _Work, dp_size: int, multiple: int) -> Plan:
-    """Returns a plan with the fewest micro batches that fit; `_first_fit` is the last resort."""
-
-    def per_rank(number: int) -> int:
-        return round_up(max(1, number), dp_size * multiple) // dp_size
-
-    fewest = per_rank(-(-sum(work.sizes) // work.max_tokens))
-    plan = _level_ranks(work, dp_size, fewest) or _level_all(work, dp_size, fewest)
-    if plan is not None:
-        return plan
-    packed = _first_fit(work.sizes, work.max_tokens)
-    number = per_rank(len(packed))
-    if number > fewest:
-        plan = _level_ranks(work, dp_size, number) or _level_all(work, dp_size, number)
-    packed += [[] for _ in range(number * dp_size - len(packed))]
-    return plan or _deal(packed, work.costs, dp_size)
 
 
 def _level_ranks(work: _Work, dp_size: int, number: int) -> Plan | None:

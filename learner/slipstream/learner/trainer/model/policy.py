@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -56,6 +56,13 @@ def adapters(config: Config, ranks: Ranks) -> Change:
     0), and their values are the same in every layout.
     """
 
+    def as_wrapped(state: dict[str, object], prefix: str, *_: object) -> None:
+        # Checkpoints have the wrapped matrix's own name.
+        for name in [name for name in state if name.startswith(prefix)]:
+            rest = name.removeprefix(prefix)
+            if not rest.startswith(("adapter.", "to_wrap.")):
+                state[f"{prefix}to_wrap.{rest}"] = state.pop(name)
+
     def change(chunks: list[Megatron]) -> list[Megatron]:
         from megatron.bridge.peft.lora import LoRA
         from slipstream.learner.trainer.layers.expert_adapters import ExpertAdapter
@@ -89,7 +96,16 @@ def adapters(config: Config, ranks: Ranks) -> Change:
         )
         adapted: list[Megatron] = lora(defer_projections(chunks), training=True)
         for chunk in adapted:
-            _initialise(chunk, ranks, seed=config.run.seed)
+            for layer in chunk.decoder.layers:
+                for name, module in layer.named_modules():
+                    if isinstance(module, ExpertAdapter):
+                        module.initialise(name, layer.layer_number, seed=config.run.seed)
+            for _, name, module in _adapted(chunk):
+                module._register_load_state_dict_pre_hook(as_wrapped)
+                if name.endswith("in_proj"):
+                    # With the name in_proj Bridge would split the rows as for Mamba.
+                    module.adapter.base_linear_name = "delta_net"
+            draw_adapters(chunk, ranks, seed=config.run.seed)
         return adapted
 
     return change
@@ -107,22 +123,6 @@ def gathering_itself(module: Megatron) -> Megatron:
         wrapped.return_layernorm_output_gathered = False
         module.adapter.disable_sequence_parallel_comm = False
     return module
-
-
-def _initialise(chunk: Megatron, ranks: Ranks, *, seed: int) -> None:
-    """Draws the values of new adapters, and makes the chunk load and save them by their names."""
-    from slipstream.learner.trainer.layers.expert_adapters import ExpertAdapter
-
-    for layer in chunk.decoder.layers:
-        for name, module in layer.named_modules():
-            if isinstance(module, ExpertAdapter):
-                module.initialise(name, layer.layer_number, seed=seed)
-    for _, name, module in _adapted(chunk):
-        module._register_load_state_dict_pre_hook(_as_wrapped)
-        if name.endswith("in_proj"):
-            # With the name in_proj Bridge would split the rows for checkpoints as for Mamba.
-            module.adapter.base_linear_name = "delta_net"
-    draw_adapters(chunk, ranks, seed=seed)
 
 
 @torch.no_grad()
@@ -167,14 +167,6 @@ def _adapted(chunk: Megatron) -> Iterator[tuple[int, str, Megatron]]:
         for name, module in layer.named_modules():
             if isinstance(module, LoRALinear):
                 yield layer.layer_number, name, module
-
-
-def _as_wrapped(state: dict[str, object], prefix: str, *_: object) -> None:
-    """Renames a wrapped matrix's state before loading; checkpoints have the matrix's own name."""
-    for name in [name for name in state if name.startswith(prefix)]:
-        rest = name.removeprefix(prefix)
-        if not rest.startswith(("adapter.", "to_wrap.")):
-            state[f"{prefix}to_wrap.{rest}"] = state.pop(name)
 
 
 @dataclass
@@ -226,7 +218,13 @@ class NamedAdapters:
         self.changed = set(self.names) if are_clients else set()
         if self.are_several or are_clients:
             self._make_moments()
-            self._waiting = {name: self._copied() for name in self.names[1:]}
+            for name in self.names[1:]:
+                self._waiting[name] = _Waiting(
+                    [tensor.detach().clone() for tensor in self._tensors()],
+                    [_copy_of(optimizer.state) for optimizer in self._parts()],
+                    [copy.deepcopy(group.get("step")) for group in self._groups()],
+                    None if scaler is None else scaler.state_dict(),
+                )
         if are_clients:
             for name in self.names:
                 self._served[name] = [torch.zeros_like(tensor) for _, tensor in self._trained()]
@@ -252,11 +250,11 @@ class NamedAdapters:
         adapter.
         """
         before = self._active
-        self._exchange(name)
+        self._put_in(name)
         try:
             yield
         finally:
-            self._exchange(before)
+            self._put_in(before)
 
     @contextmanager
     def in_use(self, name: str, *, rank: int, alpha: float) -> Iterator[None]:
@@ -316,45 +314,27 @@ class NamedAdapters:
             for adapter, (dim, own) in zip(found, before, strict=True):
                 adapter.dim, adapter.alpha = dim, own
 
-    def _exchange(self, name: str) -> None:
+    @torch.no_grad()
+    def _put_in(self, name: str) -> None:
         if name == self._active:
             return
         with self._memory.resident(Part.PARAMETERS, Part.OPTIMIZER):
             self._gather()
-            self._put_in(name)
-
-    @torch.no_grad()
-    def _put_in(self, name: str) -> None:
-        other = self._waiting.pop(name)
-        _exchange(self._tensors(), other.values)
-        for place, optimizer in enumerate(self._parts()):
-            # Nothing else holds these dictionaries' values, so they need no copies.
-            moments, other.moments[place] = other.moments[place], dict(optimizer.state)
-            optimizer.state.clear()
-            optimizer.state.update(moments)
-        for place, group in enumerate(self._groups()):
-            if "step" in group:
-                group["step"], other.counts[place] = other.counts[place], group["step"]
-        if other.scale is not None:
-            scale = self._scaler.state_dict()
-            self._scaler.load_state_dict(other.scale)
-            other.scale = scale
-        self._waiting[self._active], self._active = other, name
-
-    def _copied(self) -> _Waiting:
-        """Returns a copy of the adapter that is in the model."""
-        return _Waiting(
-            [tensor.detach().clone() for tensor in self._tensors()],
-            [
-                {
-                    parameter: {name: copy.deepcopy(value) for name, value in state.items()}
-                    for parameter, state in optimizer.state.items()
-                }
-                for optimizer in self._parts()
-            ],
-            [copy.deepcopy(group.get("step")) for group in self._groups()],
-            None if self._scaler is None else self._scaler.state_dict(),
-        )
+            other = self._waiting.pop(name)
+            _exchange(self._tensors(), other.values)
+            for place, optimizer in enumerate(self._parts()):
+                # Nothing else holds these dictionaries' values, so they need no copies.
+                moments, other.moments[place] = other.moments[place], dict(optimizer.state)
+                optimizer.state.clear()
+                optimizer.state.update(moments)
+            for place, group in enumerate(self._groups()):
+                if "step" in group:
+                    group["step"], other.counts[place] = other.counts[place], group["step"]
+            if other.scale is not None:
+                scale = self._scaler.state_dict()
+                self._scaler.load_state_dict(other.scale)
+                other.scale = scale
+            self._waiting[self._active], self._active = other, name
 
     def _trained(self) -> list[tuple[str, Tensor]]:
         named = (pair for chunk in self._chunks for pair in chunk.named_parameters())
@@ -408,6 +388,13 @@ def master_weights(optimizer: Megatron, chunks: Sequence[Megatron]) -> Iterator[
     for part in optimizer.chained_optimizers:
         for group in () if part.is_stub_optimizer else part.optimizer.param_groups:
             yield from (p for p in group["params"] if p.untyped_storage().data_ptr() not in theirs)
+
+
+def _copy_of(state: Mapping[Tensor, Mapping[str, Any]]) -> dict[Tensor, Any]:
+    return {
+        parameter: {name: copy.deepcopy(value) for name, value in values.items()}
+        for parameter, values in state.items()
+    }
 
 
 @torch.no_grad()

@@ -112,7 +112,28 @@ class Recompute:
         recompute.
         """
         if not self._is_planned and self.measured is not None:
-            self._decide(self.measured, ranks)
+            learner, measured = self._learner, self.measured
+            free = (1 - _MARGIN) * self._memory.limit() - self._memory.allocated()
+            found = recomputed_layers(
+                measured,
+                layers=self._layers,
+                tokens=learner.micro_batch_tokens,
+                in_flight=in_flight(learner.parallel, ranks.stage),
+                free=free,
+            )
+            # A stage may have no layer.
+            share = torch.tensor([found / max(self._layers, 1)], dtype=torch.float64)
+            self._recompute(math.ceil(float(ranks.max(share)) * self._layers - 1e-9))
+            self._is_planned = True
+            logger.info(
+                "%d of %d layers recompute their activations: one keeps %.1f kB a token, all else "
+                "in a pass takes %.1f kB, and %.2f GB are free",
+                self.num_layers,
+                self._layers,
+                measured.layer / 1e3,
+                measured.rest / 1e3,
+                free / 1e9,
+            )
         if self._is_planned:
             yield
             return
@@ -149,30 +170,6 @@ class Recompute:
         finally:
             for hook in hooks:
                 hook.remove()
-
-    def _decide(self, measured: Measured, ranks: Ranks) -> None:
-        learner = self._learner
-        free = (1 - _MARGIN) * self._memory.limit() - self._memory.allocated()
-        found = recomputed_layers(
-            measured,
-            layers=self._layers,
-            tokens=learner.micro_batch_tokens,
-            in_flight=in_flight(learner.parallel, ranks.stage),
-            free=free,
-        )
-        # A stage may have no layer.
-        share = torch.tensor([found / max(self._layers, 1)], dtype=torch.float64)
-        self._recompute(math.ceil(float(ranks.max(share)) * self._layers - 1e-9))
-        self._is_planned = True
-        logger.info(
-            "%d of %d layers recompute their activations: one keeps %.1f kB a token, all else in a "
-            "pass takes %.1f kB, and %.2f GB are free",
-            self.num_layers,
-            self._layers,
-            measured.layer / 1e3,
-            measured.rest / 1e3,
-            free / 1e9,
-        )
 
     def _recompute(self, layers: int) -> None:
         """Makes the first `layers` layers of each chunk recompute, and no others."""

@@ -80,35 +80,46 @@ def _install() -> Megatron:
     importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
     if has_transformer_engine():
         _cure_clipping()
-    else:
-        _install_adam()
+    elif importlib.util.find_spec("apex") is None:
+        optimizer: Megatron = importlib.import_module("megatron.core.optimizer")
+        distributed: Megatron = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
+        substitute(optimizer, {"Adam": GroupStepAdamW, "USING_PYTORCH_OPTIMIZER": False})
+        flags = dict.fromkeys(("HAVE_APEX_OR_TE", "USING_APEX_OPTIMIZER"), True)
+        substitute(distributed, {"Adam": GroupStepAdamW, **flags})
     auto_bridge = _import_bridge()
     # These imports register kinds of models and recipes that transformers and Bridge lack.
     importlib.import_module("slipstream.core.models.kinds")
     families: types.ModuleType = importlib.import_module("slipstream.learner.trainer.families")
-    for module in sorted(each.name for each in pkgutil.iter_modules(families.__path__)):
-        importlib.import_module(f"{families.__name__}.{module}")
+    for family in sorted(each.name for each in pkgutil.iter_modules(families.__path__)):
+        importlib.import_module(f"{families.__name__}.{family}")
     # With a mask, cuDNN makes NaN of low scores in sequences of some lengths (9.19, Hopper).
     torch.backends.cuda.enable_cudnn_sdp(False)
-    _cure_retries()
-    _cure_latent_norms()
-    _cure_router_biases()
+    # Bridge reads config.json under a lock in the home folder, and tries three more times in seven
+    # seconds after a failure, as for a download. Here the model's folder is on a disk.
+    for name in ("conversion.auto_bridge", "hf_pretrained.causal_lm"):
+        module: Megatron = importlib.import_module(f"megatron.bridge.models.{name}")
+        substitute(module, {"safe_load_config_with_retry": _read_config})
+    # Megatron would put a norm on queries that are not of low rank, as in Moonlight, which has
+    # none, and asks for layers of TransformerEngine. The parts of the spec are right.
+    latent: Megatron = importlib.import_module("megatron.core.transformer.multi_latent_attention")
+    whole: dict[str, object] = {"_resolve_qk_norm_config": lambda _, parts: vars(parts)}
+    substitute(latent.MLASelfAttention, whole)
+    # TransformerEngine's product would read a router's bias in 16 bits as float32, the type of the
+    # logits: wrong values, without an error.
+    router: Megatron = importlib.import_module("megatron.core.transformer.moe.router")
+    gating = router.router_gating_linear
+
+    def biased(inp: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        logits: Tensor = gating(inp, weight, None, dtype)
+        return logits if bias is None else logits + bias.to(dtype)
+
+    substitute(router, {"router_gating_linear": biased})
     # A checkpoint may be loaded with another learning rate, which is no mark of a group.
     for name in ("optimizer", "distrib_optimizer"):
         part: Megatron = importlib.import_module(f"megatron.core.optimizer.{name}")
         keys = ("wd_mult", *part.param_group_identifier_keys[-3:])
         substitute(part, {"param_group_identifier_keys": keys})
     return auto_bridge
-
-
-def _install_adam() -> None:
-    if importlib.util.find_spec("apex") is not None:
-        return
-    optimizer: Megatron = importlib.import_module("megatron.core.optimizer")
-    distributed: Megatron = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
-    substitute(optimizer, {"Adam": GroupStepAdamW, "USING_PYTORCH_OPTIMIZER": False})
-    flags = dict.fromkeys(("HAVE_APEX_OR_TE", "USING_APEX_OPTIMIZER"), True)
-    substitute(distributed, {"Adam": GroupStepAdamW, **flags})
 
 
 def _cure_clipping() -> None:
@@ -124,14 +135,6 @@ def _cure_clipping() -> None:
     substitute(clipping, kernels)
 
 
-def _cure_retries() -> None:
-    # Bridge reads config.json under a lock in the home folder, and tries three more times in seven
-    # seconds after a failure, as for a download. Here the model's folder is on a disk.
-    for name in ("conversion.auto_bridge", "hf_pretrained.causal_lm"):
-        module: Megatron = importlib.import_module(f"megatron.bridge.models.{name}")
-        substitute(module, {"safe_load_config_with_retry": _read_config})
-
-
 def _read_config(path: str, *, trust_remote_code: bool, **named: object) -> Megatron:
     if trust_remote_code:
         raise ConfigError(f"code of a model's folder is never run, got {path}")
@@ -140,27 +143,6 @@ def _read_config(path: str, *, trust_remote_code: bool, **named: object) -> Mega
         return transformers.AutoConfig.from_pretrained(path, trust_remote_code=False, **named)
     except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
         raise ValueError(f"{path}/config.json cannot be used: {error}") from error
-
-
-def _cure_latent_norms() -> None:
-    # Megatron would put a norm on queries that are not of low rank, as in Moonlight, which has
-    # none, and asks for layers of TransformerEngine. The parts of the spec are right.
-    latent: Megatron = importlib.import_module("megatron.core.transformer.multi_latent_attention")
-    whole: dict[str, object] = {"_resolve_qk_norm_config": lambda _, parts: vars(parts)}
-    substitute(latent.MLASelfAttention, whole)
-
-
-def _cure_router_biases() -> None:
-    # TransformerEngine's product would read a router's bias in 16 bits as float32, the type of the
-    # logits: wrong values, without an error.
-    router: Megatron = importlib.import_module("megatron.core.transformer.moe.router")
-    gating = router.router_gating_linear
-
-    def biased(inp: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        logits: Tensor = gating(inp, weight, None, dtype)
-        return logits if bias is None else logits + bias.to(dtype)
-
-    substitute(router, {"router_gating_linear": biased})
 
 
 class GroupStepAdamW(torch.optim.Optimizer):

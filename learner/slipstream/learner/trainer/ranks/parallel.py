@@ -30,7 +30,6 @@ from slipstream.learner.trainer.ranks.cpu import shared_gloo_devices
 from slipstream.learner.trainer.ranks.rendezvous import RankFlags, missing_variable, rendezvous
 from slipstream.protocol.weights.nccl_group import set_nccl_environment
 from torch import Tensor
-from torch.distributed.distributed_c10d import Store
 
 _INT64 = torch.int64
 
@@ -78,7 +77,24 @@ class Ranks:
         # Limit in seconds of one collective, and of a disk that does not answer.
         self.timeout_s = learner.timeout_s
         self.activity = activity or Activity()
-        self.device, store = _start(launch, learner)
+        if learner.threads:
+            torch.set_num_threads(learner.threads)
+        has_cuda = torch.cuda.is_available()
+        if has_cuda:
+            set_nccl_environment(os.environ)
+            torch.cuda.set_device(launch.local_rank)
+            if learner.gpu_memory_fraction is not None:
+                torch.cuda.set_per_process_memory_fraction(learner.gpu_memory_fraction)
+        timeout = timedelta(seconds=learner.timeout_s)
+        store = rendezvous(launch.rank, launch.world_size, timeout)
+        dist.init_process_group(
+            "nccl" if has_cuda else "gloo",
+            store=store,
+            rank=launch.rank,
+            world_size=launch.world_size,
+            timeout=timeout,
+        )
+        self.device = torch.device("cuda", launch.local_rank) if has_cuda else torch.device("cpu")
         # Setting and reading a flag is not collective.
         self.flags = RankFlags(store)
         self._parallel = learner.parallel
@@ -86,9 +102,7 @@ class Ranks:
         self._grid = self._grids.home
         # Decisions travel over gloo on every device: they are small and need no stream.
         self._control = (
-            dist.new_group(backend="gloo", timeout=timedelta(seconds=learner.timeout_s))
-            if self.device.type == "cuda"
-            else dist.group.WORLD
+            dist.new_group(backend="gloo", timeout=timeout) if has_cuda else dist.group.WORLD
         )
 
     def placed(self, parallel: ParallelSection) -> Ranks:
@@ -233,27 +247,6 @@ class Ranks:
         dist.destroy_process_group()
 
 
-def _start(launch: Launch, learner: LearnerSection) -> tuple[torch.device, Store]:
-    if learner.threads:
-        torch.set_num_threads(learner.threads)
-    has_cuda = torch.cuda.is_available()
-    if has_cuda:
-        set_nccl_environment(os.environ)
-        torch.cuda.set_device(launch.local_rank)
-        if learner.gpu_memory_fraction is not None:
-            torch.cuda.set_per_process_memory_fraction(learner.gpu_memory_fraction)
-    timeout = timedelta(seconds=learner.timeout_s)
-    store = rendezvous(launch.rank, launch.world_size, timeout)
-    dist.init_process_group(
-        "nccl" if has_cuda else "gloo",
-        store=store,
-        rank=launch.rank,
-        world_size=launch.world_size,
-        timeout=timeout,
-    )
-    return torch.device("cuda", launch.local_rank) if has_cuda else torch.device("cpu"), store
-
-
 # This list is shared: it only grows, and a change of the time limit must reach all groups.
 _COMMON = frozenset({"_global_process_group_list"})
 
@@ -277,8 +270,28 @@ class Grids:
 
     def for_layout(self, parallel: ParallelSection) -> Grid:
         """Returns the grid of a layout, created if new; the layout in force does not change."""
-        if parallel not in self._by_sizes:
-            self._by_sizes[parallel] = Grid(self, self._make(parallel))
+        if parallel in self._by_sizes:
+            return self._by_sizes[parallel]
+        from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+        before = _read_groups()
+        # Each layout gets its own dict where Megatron fills one in place.
+        nothing = {name: {} if value == {} else value for name, value in self._nothing.items()}
+        _globals().update(nothing)
+        with shared_gloo_devices():
+            _parallel_state().initialize_model_parallel(
+                tensor_model_parallel_size=parallel.tp,
+                pipeline_model_parallel_size=parallel.pp,
+                virtual_pipeline_model_parallel_size=parallel.vpp,
+                context_parallel_size=parallel.cp,
+                expert_model_parallel_size=parallel.ep,
+                expert_tensor_parallel_size=parallel.etp,
+                distributed_timeout_minutes=max(1, round(self._timeout.total_seconds() / 60)),
+            )
+        torch.manual_seed(self._seed)
+        model_parallel_cuda_manual_seed(self._seed)
+        self._by_sizes[parallel] = Grid(self, _read_groups())
+        _globals().update(before)
         return self._by_sizes[parallel]
 
     def close(self) -> None:
@@ -288,29 +301,6 @@ class Grids:
             _parallel_state().destroy_model_parallel()
         _globals().update(self._nothing)
         self._by_sizes, self.current = {}, None
-
-    def _make(self, sizes: ParallelSection) -> dict[str, object]:
-        from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-
-        before = _read_groups()
-        # Each layout gets its own dict where Megatron fills one in place.
-        nothing = {name: {} if value == {} else value for name, value in self._nothing.items()}
-        _globals().update(nothing)
-        with shared_gloo_devices():
-            _parallel_state().initialize_model_parallel(
-                tensor_model_parallel_size=sizes.tp,
-                pipeline_model_parallel_size=sizes.pp,
-                virtual_pipeline_model_parallel_size=sizes.vpp,
-                context_parallel_size=sizes.cp,
-                expert_model_parallel_size=sizes.ep,
-                expert_tensor_parallel_size=sizes.etp,
-                distributed_timeout_minutes=max(1, round(self._timeout.total_seconds() / 60)),
-            )
-        torch.manual_seed(self._seed)
-        model_parallel_cuda_manual_seed(self._seed)
-        made = _read_groups()
-        _globals().update(before)
-        return made
 
 
 class Grid:

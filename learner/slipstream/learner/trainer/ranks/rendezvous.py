@@ -66,11 +66,25 @@ def rendezvous(
                 f"which is {address} on node 0"
             )
         descriptor = listener.detach()
-    place = f"{host}:{port}"
+
+    def connect() -> Store:
+        try:
+            return dist.TCPStore(  # type: ignore[attr-defined]
+                host,
+                port,
+                is_master=descriptor is not None,
+                # With a count of workers torch would count every client that connects.
+                wait_for_workers=False,
+                timeout=timeout,
+                master_listen_fd=descriptor,
+            )
+        except dist.DistNetworkError as error:
+            raise Unanswered from error
+
     limits = (timeout, timedelta(seconds=recognition_limit_s), connect_grace_s)
     try:
-        store = _connected(host, port, descriptor, timeout, connect_grace_s)
-        return _all_here(store, (rank, world_size), place, limits)
+        store = on_thread(connect, timeout.total_seconds() + connect_grace_s, name="rendezvous")
+        return _all_here(store, (rank, world_size), f"{host}:{port}", limits)
     except Unanswered as error:
         # torch would wait forever for a stopped rank 0.
         raise _unanswered(host, port, f"within {timeout.total_seconds():g} s") from error
@@ -106,28 +120,6 @@ class RankFlags:
         data: bytes = self._store.get(f"flag/{flag}")
         self._store.delete_key(f"flag/{flag}")
         return data
-
-
-def _connected(
-    host: str, port: int, descriptor: int | None, timeout: timedelta, grace_s: float
-) -> Store:
-    """Returns the store at `host` and `port`, or raises Unanswered; serves it on a `descriptor`."""
-
-    def connect() -> Store:
-        return dist.TCPStore(  # type: ignore[attr-defined]
-            host,
-            port,
-            is_master=descriptor is not None,
-            # With a count of workers torch would count every client that connects.
-            wait_for_workers=False,
-            timeout=timeout,
-            master_listen_fd=descriptor,
-        )
-
-    try:
-        return on_thread(connect, timeout.total_seconds() + grace_s, name="rendezvous")
-    except dist.DistNetworkError as error:
-        raise Unanswered from error
 
 
 def _unanswered(host: str, port: int, within: str) -> TimeoutError:
