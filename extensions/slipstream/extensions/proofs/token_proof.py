@@ -2,7 +2,7 @@
 
 A property that fails gives one line with a small example. Layouts are compared in float64, extreme
 values are tried in float32. A layout reorders the tokens of a scene, splits them into micro
-batches, pads them, or shares them between simulated context parallel ranks.
+batches, or pads them; real ranks are those of the tiny model's training.
 
 Values that a loss detaches by `detach`, `no_grad`, `item` or the sums of sequences are held
 constant when its gradient is compared with finite differences. So CISPO, GSPO and REINFORCE pass,
@@ -19,12 +19,12 @@ import itertools
 import math
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
-from types import CodeType
-from typing import NamedTuple, TypeAlias
+from types import CodeType, MappingProxyType
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -45,8 +45,8 @@ from torch.utils._pytree import tree_leaves
 
 # The index of a padding token in a layout.
 FILLER = -1
-# Indices of tokens, by micro batch and context parallel rank.
-Layout: TypeAlias = list[list[list[int]]]
+# Indices of tokens, by micro batch.
+Layout: TypeAlias = list[list[int]]
 # Sequences of scenes: x is a trained token, any other is not.
 SEQUENCES = (("x",), ("x", ".x"), ("..xx", ".x.xx"), ("..xxx", "....", "x.xxxx.xx", ".xxxx"))
 LONG = ("." * 200 + "x" * 4800, ".xxx")
@@ -64,25 +64,14 @@ STEPS = ((1e-5, 1e-4), (1e-3, 1e-2))
 _APPLY: CodeType = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 
-class Inputs(NamedTuple):
-    """The inputs of a function, and the tensors needed to take its gradient."""
+class _CountedSums(SequenceSums):
+    """Counts the sums that a function asks for: ranks must ask for the same number."""
 
-    tokens: LossInputs
-    # The leaf of the tokens' log-probabilities.
-    leaf: Tensor
-    # Weights of the tokens in the sum whose gradient is taken.
-    shares: Tensor
+    num_asked = 0
 
-    def summed(self, values: Tensor) -> Tensor:
-        """Returns the weighted sum of the trained tokens' values."""
-        return torch.where(self.tokens.mask, values * self.shares, 0.0).sum()
-
-    def gradient(self, total: Tensor) -> Tensor:
-        """Returns the gradient of a sum by the tokens' log-probabilities; 0 without one."""
-        some = None
-        if total.requires_grad:
-            (some,) = torch.autograd.grad(total, self.leaf, allow_unused=True)
-        return torch.zeros_like(self.leaf) if some is None else some
+    def _sums(self, values: Tensor) -> Tensor:
+        self.num_asked += 1
+        return super()._sums(values)
 
 
 @dataclass(frozen=True)
@@ -147,128 +136,39 @@ class Scene:
         return floats | {name: torch.from_numpy(values) for name, values in whole.items()}
 
     def layouts(self) -> dict[str, Layout]:
-        """Returns layouts by name; the first has all sequences in one micro batch on one rank."""
+        """Returns other layouts than all sequences in their order in one micro batch, by name."""
         each = [torch.nonzero(self.ids == i)[:, 0].tolist() for i in range(len(self.sequences))]
-        padded = [[*one, *[FILLER] * (-len(one) % 4)] for one in each]
-        quarters = [(one, len(one) // 4) for one in padded]
-        # Only the first sequence keeps the shared prefix; the others keep the tokens they train.
-        own = [
-            one[max(0, text.find("x")) :] for one, text in zip(each, self.sequences, strict=True)
-        ]
-        heads = [one[: len(one) // 2] for one in own[1:]]
-        tails = [one[len(one) // 2 :] for one in own[1:]]
         return {
-            "one micro batch": [[_joined(each)]],
-            "order of episodes": [[_joined(each[::-1])]],
-            "padding": [[[*_joined(padded), *[FILLER] * 3]]],
-            "a micro batch for each sequence": [[one] for one in each],
-            "two micro batches": [[_joined(each[i::2])] for i in (0, 1) if each[i::2]],
-            "shared prefixes": [[_joined([each[0], *heads, *tails[::-1]])]],
-            "cp 2": [
-                [
-                    _joined([*one[:n], *one[-n:]] for one, n in quarters),
-                    _joined(one[n:-n] for one, n in quarters),
-                ]
-            ],
+            "order of episodes": [[*chain(*each[::-1])]],
+            "padding": [[place for one in each for place in (*one, FILLER, FILLER)]],
+            "a micro batch for each sequence": each,
         }
 
     def inputs(
         self,
+        changed: Mapping[str, Tensor] = MappingProxyType({}),
         places: Sequence[int] | None = None,
-        changed: Mapping[str, Tensor] | None = None,
-        sums: SequenceSums | None = None,
-    ) -> Inputs:
+    ) -> LossInputs:
         """Returns the inputs for the tokens at the indices `places`, by default all tokens.
 
-        `changed` has fields, by name, that replace the scene's fields; `sums` replaces the sums
-        over the chosen tokens.
+        `changed` has fields, by name, that replace the scene's fields. The log-probabilities are a
+        leaf, by which gradients are taken.
         """
         chosen = torch.arange(len(self.mask)) if places is None else torch.tensor(places)
+        is_filler = chosen == FILLER
         fields = {
-            name: torch.where(chosen == FILLER, torch.zeros((), dtype=values.dtype), values[chosen])
-            for name, values in {**self.fields, "mask": self.mask, **(changed or {})}.items()
+            name: torch.where(is_filler, torch.zeros((), dtype=values.dtype), values[chosen])
+            for name, values in {**self.fields, "mask": self.mask, **changed}.items()
         }
-        shares, reference = fields.pop("shares"), fields.pop("reference_logprobs")
-        leaf = fields.pop("logprobs").clone().requires_grad_()
-        tokens = LossInputs(
-            # A function that changes a leaf in place would only raise.
-            logprobs=leaf.clone(),
+        del fields["shares"]
+        reference = fields.pop("reference_logprobs")
+        ids = torch.where(is_filler, len(self.sequences), self.ids[chosen])
+        return LossInputs(
+            logprobs=fields.pop("logprobs").requires_grad_(),
             reference_logprobs=reference if self.has_reference else None,
-            sequences=sums or self.sums(chosen),
+            sequences=_CountedSums(ids, fields["mask"], len(self.sequences) + 1),
             **fields,
         )
-        return Inputs(tokens, leaf, shares)
-
-    def sums(self, places: Tensor, known: Sequence[Tensor] = ()) -> _SharedSums:
-        """Returns the sums over sequences for a rank with the tokens at the indices `places`."""
-        last = len(self.sequences)
-        is_filler = places == FILLER
-        ids = torch.where(is_filler, last, self.ids[places])
-        found = _SharedSums(ids, self.mask[places] & ~is_filler, last + 1)
-        found.known = known
-        return found
-
-    def values(
-        self, layout: Layout, compute: Callable[[Inputs], dict[str, Tensor]]
-    ) -> dict[str, Tensor]:
-        """Returns the results of `compute` for all tokens, by name, in the scene's order of tokens.
-
-        The micro batches of `layout` are computed one after another.
-        """
-        found: dict[str, Tensor] = {}
-        for shares in layout:
-            for places, own in zip(shares, self._of_ranks(shares, compute), strict=True):
-                inside = torch.tensor(places) != FILLER
-                for name, values in own.items():
-                    whole = found.setdefault(name, torch.zeros(len(self.mask), dtype=values.dtype))
-                    whole[torch.tensor(places)[inside]] = values[inside]
-        return found
-
-    def _of_ranks(
-        self, shares: Sequence[Sequence[int]], compute: Callable[[Inputs], dict[str, Tensor]]
-    ) -> list[dict[str, Tensor]]:
-        """Returns the results of each rank; `shares` has the indices of each rank's tokens.
-
-        Repeats the computation until all sums over ranks are known. Raises Disproved if the ranks
-        request different numbers of sums.
-        """
-        known: list[Tensor] = []
-        while True:
-            sums = [self.sums(torch.tensor(one), known) for one in shares]
-            results = [
-                compute(self.inputs(places, sums=each))
-                for places, each in zip(shares, sums, strict=True)
-            ]
-            asked = {len(each.parts) for each in sums}
-            if len(asked) > 1:
-                raise Disproved("one rank asks for sums over sequences, another does not")
-            if len(shares) == 1 or asked == {len(known)}:
-                return results
-            known.append(torch.stack([each.parts[len(known)] for each in sums]).sum(0))
-
-
-class _SharedSums(SequenceSums):
-    """Simulates `SequenceSums` over context parallel ranks, which compute one after another.
-
-    `known` has the sums over all ranks that are known so far, in call order. A call beyond these
-    returns only this rank's part.
-    """
-
-    known: Sequence[Tensor] = ()
-
-    def _sums(self, values: Tensor) -> Tensor:
-        place = len(self.parts)
-        self.parts.append(super()._sums(values))
-        return self.known[place] if place < len(self.known) else self.parts[place]
-
-    @functools.cached_property
-    def parts(self) -> list[Tensor]:
-        """This rank's part of each sum that the function has requested so far."""
-        return []
-
-
-def _joined(parts: Iterable[Sequence[int]]) -> list[int]:
-    return [*chain(*parts)]
 
 
 @dataclass(frozen=True)
@@ -282,7 +182,7 @@ class TokenProof:
         """Returns one line for each required property that the function lacks."""
         properties: dict[str, Callable[[], None]] = {
             "result": self._check_result,
-            "state": self._check_state,
+            "state": lambda: check_state(self._scenes(), self._trained),
             "masked tokens": self._check_masked,
             "layout": self._check_layouts,
             "empty mask": self._check_empty,
@@ -309,27 +209,33 @@ class TokenProof:
         weights = token_weights(self.function, tokens, str(scene))
         return weights.weights, weights.reports
 
-    def _computed(self, scene: Scene, inputs: Inputs) -> dict[str, Tensor]:
-        """Returns the function's values, gradient and reports by name, each float64 [tokens]."""
-        values, reports = self._result(inputs.tokens, scene)
-        gradient = inputs.gradient(inputs.summed(values))
-        found = {str(self.function.kind): values, "gradient": gradient}
+    def _computed(
+        self, scene: Scene, tokens: LossInputs, places: Sequence[int] | None = None
+    ) -> dict[str, Tensor]:
+        """Returns the function's values, gradient and reports by name, each float64 [tokens].
+
+        `places` are the tokens' indices in the scene, by default all.
+        """
+        values, reports = self._result(tokens, scene)
+        shares = scene.fields["shares"] if places is None else scene.fields["shares"][places]
+        total, gradient = torch.where(tokens.mask, values * shares, 0.0).sum(), None
+        if total.requires_grad:
+            (gradient,) = torch.autograd.grad(total, tokens.logprobs, allow_unused=True)
+        found = {str(self.function.kind): values}
+        found["gradient"] = torch.zeros_like(tokens.logprobs) if gradient is None else gradient
         found |= {f"report {name}": one for name, one in reports.items()}
         return {f"{name} of token": one.detach().double() for name, one in found.items()}
+
+    def _trained(self, scene: Scene) -> dict[str, Tensor]:
+        found = self._computed(scene, scene.inputs())
+        return {name: torch.where(scene.mask, values, 0) for name, values in found.items()}
 
     def _check_result(self) -> None:
         for scene in self._scenes():
             single = replace(scene, dtype=torch.float32)
-            tokens = single.inputs().tokens
+            tokens = single.inputs()
             self._result(tokens, single)
-            _check_untouched(tokens, single.inputs().tokens)
-
-    def _check_state(self) -> None:
-        def compute(scene: Scene) -> dict[str, Tensor]:
-            found = self._computed(scene, scene.inputs())
-            return {name: torch.where(scene.mask, values, 0) for name, values in found.items()}
-
-        check_state(self._scenes(), compute)
+            _check_untouched(tokens, single.inputs())
 
     def _check_masked(self) -> None:
         for scene in self._scenes():
@@ -342,7 +248,7 @@ class TokenProof:
                 other = torch.from_numpy(chance.uniform(low, high, len(mask)))
                 changed[name] = torch.where(mask, field, other.to(field.dtype))
             before = self._computed(scene, scene.inputs())
-            after = self._computed(scene, scene.inputs(changed=changed))
+            after = self._computed(scene, scene.inputs(changed))
             if found := difference(before, after, mask, exactly=True):
                 raise Disproved(f"{found}, with other values at masked tokens: {scene}")
             gradient = after["gradient of token"]
@@ -353,22 +259,38 @@ class TokenProof:
     def _check_layouts(self) -> None:
         found: dict[str, str] = {}
         for scene in self._scenes():
-            (_, first), *others = scene.layouts().items()
-            compute = functools.partial(self._computed, scene)
-            whole = scene.values(first, compute)
-            for title, layout in others:
-                if title in found:
-                    continue
+            whole = self._computed(scene, scene.inputs())
+            for title, layout in scene.layouts().items():
                 try:
-                    fault = difference(whole, scene.values(layout, compute), scene.mask)
+                    fault = difference(whole, self._in_layout(scene, layout), scene.mask)
                 except RunFailed as error:
                     fault = str(error)
                 if fault:
-                    found[title] = f"{title}: {fault}: {scene}"
+                    found.setdefault(title, f"{title}: {fault}: {scene}")
         if found:
             fault, *_ = found.values()
             also = f"; also with {', '.join([*found][1:])}" if len(found) > 1 else ""
             raise Disproved(f"{fault}{also}")
+
+    def _in_layout(self, scene: Scene, layout: Layout) -> dict[str, Tensor]:
+        """Returns the results for all tokens, by name, in the scene's order of tokens.
+
+        The micro batches are computed one after another. Raises Disproved if they ask for different
+        numbers of sums, for which ranks would wait for each other.
+        """
+        found: dict[str, Tensor] = {}
+        asked = set()
+        for places in layout:
+            tokens = scene.inputs(places=places)
+            inside = torch.tensor(places) != FILLER
+            for name, values in self._computed(scene, tokens, places).items():
+                whole = found.setdefault(name, torch.zeros(len(scene.mask), dtype=values.dtype))
+                whole[torch.tensor(places)[inside]] = values[inside]
+            assert isinstance(tokens.sequences, _CountedSums)
+            asked.add(tokens.sequences.num_asked)
+        if len(asked) > 1:
+            raise Disproved("one rank asks for sums over sequences, another does not")
+        return found
 
     def _check_empty(self) -> None:
         for sequences in ((".",), ("..", "...")):
@@ -412,9 +334,9 @@ class TokenProof:
             "advantages": advantages,
             "entropy": entropy,
         }
-        inputs = scene.inputs(changed=changed)
-        found = self._computed(scene, inputs)
-        _check_untouched(inputs.tokens, scene.inputs(changed=changed).tokens)
+        tokens = scene.inputs(changed)
+        found = self._computed(scene, tokens)
+        _check_untouched(tokens, scene.inputs(changed))
         for name, values in found.items():
             for place in torch.nonzero(~values.isfinite())[:1, 0].tolist():
                 first, second, advantage, other = cases[place]
@@ -432,10 +354,11 @@ class TokenProof:
         has_gradient = {1: False, -1: False}
         moves: dict[int, str] = {}
         for scene in [*self._small(), *(replace(one, spread=0.0) for one in self._small())]:
-            inputs = scene.inputs()
+            tokens = scene.inputs()
             with _HeldConstant() as held:
-                total = inputs.summed(self._result(inputs.tokens, scene)[0])
-            gradient = inputs.gradient(total).tolist()
+                values = self._result(tokens, scene)[0]
+            total = (values * scene.fields["shares"])[scene.mask].sum()
+            gradient = torch.autograd.grad(total, tokens.logprobs)[0].tolist()
             moved = functools.partial(self._moved, scene)
             middle = float(total.detach())
             for place in torch.nonzero(scene.mask)[:, 0].tolist():
@@ -469,24 +392,23 @@ class TokenProof:
     def _moved(
         self, scene: Scene, place: int, step: float, recorded: Sequence[object] | None
     ) -> float:
-        """Returns the sum of the results with `step` added to the log-probability at `place`.
+        """Returns the sum of the losses with `step` added to the log-probability at `place`.
 
         `recorded` has detached values to use again, so that they stay constant. If it is None, the
         function recomputes them.
         """
         logprobs = scene.fields["logprobs"].clone()
         logprobs[place] += step
-        inputs = scene.inputs(changed={"logprobs": logprobs})
+        tokens = scene.inputs({"logprobs": logprobs})
         with nullcontext() if recorded is None else _HeldConstant(recorded):
-            values, _ = self._result(inputs.tokens, scene)
-        return float(inputs.summed(values).detach())
+            values, _ = self._result(tokens, scene)
+        return float((values * scene.fields["shares"])[scene.mask].sum().detach())
 
     def _check_entropy(self) -> None:
         example = ""
         for scene in self._small():
-            larger = {"entropy": scene.fields["entropy"] + 0.1}
-            before = self._computed(scene, scene.inputs())
-            after = self._computed(scene, scene.inputs(changed=larger))
+            larger = scene.inputs({"entropy": scene.fields["entropy"] + 0.1})
+            before, after = self._computed(scene, scene.inputs()), self._computed(scene, larger)
             gradient, loss = "gradient of token", "loss of token"
             if difference({gradient: before[gradient]}, after, scene.mask):
                 return

@@ -37,7 +37,7 @@ from slipstream.core.types import (
     Trajectory,
     VersionSpan,
 )
-from slipstream.learner.algorithms.functions import Function, function_of, load_functions
+from slipstream.learner.algorithms.functions import function_of, load_functions
 from slipstream.learner.trainer.tiny_model import make_model
 from slipstream.protocol.access.exposure import RENDEZVOUS_VARIABLE
 
@@ -83,6 +83,9 @@ def main() -> int:
         folder, *ports = arguments.second
         _train_all(Path(folder), ports, rank=1)
         return 0
+    from slipstream.extensions.proofs.proof import EpisodeProof
+    from slipstream.extensions.proofs.token_proof import TokenProof
+
     # The output of libraries is not part of the answer.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -92,8 +95,13 @@ def main() -> int:
         known = _known(config)
         if arguments.cached and known.is_file():
             return 0
-        functions = [function_of(config.algorithm, kind) for kind in KINDS]
-        faults = [fault for one in functions for fault in _prove_alone(config, one)]
+        functions, faults = [function_of(config.algorithm, kind) for kind in KINDS], []
+        for one in functions:
+            if one.kind in ("loss", "weight"):
+                faults += TokenProof(one, config.needs_reference).faults()
+            else:
+                has_values = config.critic is not None
+                faults += EpisodeProof(config.algorithm, one.kind, has_values).faults()
         # Nothing is trained by functions that have a fault.
         faults = faults or train_alike(config)
     except ConfigError as error:
@@ -124,15 +132,6 @@ def _known(config: Config) -> Path:
     key = hashlib.sha256(json.dumps(proved, sort_keys=True).encode()).hexdigest()
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "slipstream" / "proved" / key
-
-
-def _prove_alone(config: Config, function: Function) -> list[str]:
-    from slipstream.extensions.proofs.proof import EpisodeProof
-    from slipstream.extensions.proofs.token_proof import TokenProof
-
-    if function.kind in ("loss", "weight"):
-        return TokenProof(function, config.needs_reference).faults()
-    return EpisodeProof(config.algorithm, function.kind, config.critic is not None).faults()
 
 
 def train_alike(config: Config) -> list[str]:
@@ -166,17 +165,15 @@ def train_alike(config: Config) -> list[str]:
                 return [str(error)]
             finally:
                 second.kill()
-    reference = trained.pop("one rank")
-    found = ((layout, _difference(reference, one)) for layout, one in trained.items())
-    return [f"a run with {layout}: {difference}" for layout, difference in found if difference]
-
-
-def _difference(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> str:
-    for name, mine in expected.items():
-        scale, gap = float(mine.abs().max()), float((mine - found[name]).abs().max())
-        if not gap <= TOLERANCE * scale + 1e-6:
-            return f"{name} differs by {gap:.3g} from that of one rank, which is up to {scale:.3g}"
-    return ""
+    reference, faults = trained.pop("one rank"), []
+    for layout, found in trained.items():
+        for name, mine in reference.items():
+            scale, gap = float(mine.abs().max()), float((mine - found[name]).abs().max())
+            if not gap <= TOLERANCE * scale + 1e-6:
+                what = f"{name} differs by {gap:.3g} from that of one rank"
+                faults.append(f"a run with {layout}: {what}, which is up to {scale:.3g}")
+                break
+    return faults
 
 
 def _train_all(folder: Path, ports: Sequence[str], *, rank: int) -> dict[str, dict[str, Tensor]]:

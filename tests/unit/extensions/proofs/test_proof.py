@@ -26,9 +26,9 @@ WRONG_LOSSES = {
         "(5000) .xxx (x is a trained token), log ratios of deviation 3",
     ),
     "stops_early": ("layout", ".xxxx (x is a trained token), log ratios of deviation 3"),
-    "by_the_largest_advantage": ("layout", "log ratios of deviation 1; also with"),
+    "by_the_largest_advantage": ("layout", "log ratios of deviation 1"),
     "forgets_late_tokens": ("layout", "sequences ...........(5000) .xxx (x is a trained token)"),
-    "sums_on_some_ranks": ("layout", "cp 2: one rank asks for sums over sequences, another does"),
+    "sums_on_some_ranks": ("layout", "one rank asks for sums over sequences, another does not"),
     "reads_masked_tokens": ("masked tokens", "with other values at masked tokens"),
     "infinite_at_masked_tokens": ("masked tokens", "has the gradient nan: sequences"),
     "root_at_a_bound": ("finite", "gradient is inf at log ratio 0.1823"),
@@ -139,10 +139,10 @@ def test_algorithms_of_papers_are_proved(kind: FunctionKind, name: str) -> None:
 
 
 def test_an_example_is_the_smallest_one_and_other_layouts_are_named() -> None:
-    (line,) = faults(chosen("loss", f"{MODULE}:divides_by_trained_tokens"), "loss")
+    (line,) = faults(chosen("loss", f"{MODULE}:divides_by_length"), "loss")
     assert line.endswith(
-        "loss of token 0 is 1.89602468, not 0.94801234: sequences x .x (x is a trained token); "
-        "also with two micro batches, cp 2"
+        "loss of token 0 is 0.355851917, not 1.06755575: sequences x (x is a trained token); "
+        "also with a micro batch for each sequence"
     )
 
 
