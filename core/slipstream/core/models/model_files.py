@@ -55,7 +55,14 @@ def missing_tokenizer(folder: Path, template: Path | None) -> list[str]:
         return [f"{rule}, but {folder} has no tokenizer_config.json"]
     if not any((folder / name).is_file() for name in VOCABULARIES):
         return [f"{rule}, but {folder} has none of {', '.join(VOCABULARIES)}"]
-    if template is None and not _has_chat_template(folder):
+    try:
+        settings = json.loads((folder / "tokenizer_config.json").read_text())
+    except (ValueError, RecursionError):
+        # The tokenizer's own loader reports this fault.
+        return []
+    has_template = isinstance(settings, dict) and settings.get("chat_template")
+    files = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+    if not (template or has_template or any((folder / name).exists() for name in files)):
         return [
             f"model.path must hold a tokenizer with a chat template, but {folder} has neither "
             "chat_template.jinja nor chat_template in tokenizer_config.json: name a file with one "
@@ -88,6 +95,7 @@ def missing_weights(folder: Path, setting: str) -> list[str]:
 
 
 def _damages(folder: Path, names: list[str]) -> Iterator[str]:
+    """Yields one clause for each file that is missing, cut off or no file of safetensors."""
     index = folder / INDEX
     if index.is_file():
         try:
@@ -101,22 +109,24 @@ def _damages(folder: Path, names: list[str]) -> Iterator[str]:
         for name in sorted(shards - set(names)):
             yield f"{folder / name} is missing, which {INDEX} names"
         names = [name for name in names if name in shards]
-    for name in names:
-        yield from _damage(folder / name)
-
-
-def _damage(path: Path) -> Iterator[str]:
-    size = path.stat().st_size
-    try:
-        needed = _bytes_needed(path, size)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        yield f"{path}, {size:,} bytes, does not begin as a safetensors file does"
-        return
-    except OSError as error:
-        yield f"{path} cannot be read: {error.strerror}"
-        return
-    if size < needed:
-        yield f"{path} has {size:,} of {needed:,} bytes"
+    for path in (folder / name for name in names):
+        size = path.stat().st_size
+        try:
+            with open_regular(path) as file:
+                length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+            needed = LENGTH_BYTES + length
+            if size < LENGTH_BYTES or length > MAX_HEADER_BYTES:
+                raise ValueError(path)
+            if size >= needed:
+                ends = [tensor["data_offsets"][1] for tensor in read_header(path).values()]
+                needed += max(ends, default=0)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            yield f"{path}, {size:,} bytes, does not begin as a safetensors file does"
+        except OSError as error:
+            yield f"{path} cannot be read: {error.strerror}"
+        else:
+            if size < needed:
+                yield f"{path} has {size:,} of {needed:,} bytes"
 
 
 def read_header(path: Path) -> dict[str, Any]:
@@ -146,35 +156,6 @@ def held_tensors(folder: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
 
 def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor["shape"]) for name, tensor in read_header(path).items()}
-
-
-def _bytes_needed(path: Path, size: int) -> int:
-    """Returns the least size of the complete file by its header; `size` is its present size.
-
-    Raises ValueError if the header's length is missing or too large.
-    """
-    with open_regular(path) as file:
-        length = int.from_bytes(file.read(LENGTH_BYTES), "little")
-        if size < LENGTH_BYTES or length > MAX_HEADER_BYTES:
-            raise ValueError(path)
-        start = LENGTH_BYTES + length
-        if size < start:
-            return start
-    ends = [tensor["data_offsets"][1] for tensor in read_header(path).values()]
-    return start + max(ends, default=0)
-
-
-def _has_chat_template(folder: Path) -> bool:
-    if any((folder / name).exists() for name in ("chat_template.jinja", "chat_template.json")):
-        return True
-    if (folder / "additional_chat_templates").is_dir():
-        return True
-    try:
-        settings = json.loads((folder / "tokenizer_config.json").read_text())
-    except (ValueError, RecursionError):
-        # The tokenizer's own loader reports this fault.
-        return True
-    return isinstance(settings, dict) and bool(settings.get("chat_template"))
 
 
 def is_further(name: str, *, layers: int) -> bool:
@@ -211,8 +192,11 @@ def tensor_problems(
     several missing layers only the first is named.
     """
     values = read_model_table(folder)
-    sizes, place = ModelSizes.of(values), _place(folder)
-    held = held_tensors(folder)
+    sizes, held = ModelSizes.of(values), held_tensors(folder)
+    # The file that lists the tensors.
+    paths = sorted(folder.glob("*.safetensors"))
+    place = paths[0] if len(paths) == 1 else folder
+    place = folder / INDEX if (folder / INDEX).is_file() else place
     tower = {name: held[name] for name in held if name.startswith(TOWER_FOLDERS)}
     # Blocks that predict further tokens are not loaded.
     decoder = {
@@ -326,27 +310,13 @@ def _output_problems(decoder: Held, setting: str) -> Iterator[str]:
     if output is None or embedding is None:
         return
     (path, shape), (other, expected) = decoder[output], decoder[embedding]
-    if shape != expected or not _are_equal((path, output), (other, embedding)):
+    types = [read_header(path)[output]["dtype"], read_header(other)[embedding]["dtype"]]
+    blocks = zip(_blocks(path, output), _blocks(other, embedding), strict=True)
+    if shape != expected or types[0] != types[1] or any(one != two for one, two in blocks):
         yield (
             f"{setting} must hold no {output} that differs from {embedding}, as config.json ties "
             f"them (tie_word_embeddings), {path} has one"
         )
-
-
-def _place(folder: Path) -> Path:
-    """Returns the file that lists the tensors, for a message: index, single file, or folder."""
-    paths = sorted(folder.glob("*.safetensors"))
-    if (folder / INDEX).is_file():
-        return folder / INDEX
-    return paths[0] if len(paths) == 1 else folder
-
-
-def _are_equal(first: tuple[Path, str], second: tuple[Path, str]) -> bool:
-    """Whether two matrices of one shape, each by file and name, have the same type and bytes."""
-    types = [read_header(path)[name]["dtype"] for path, name in (first, second)]
-    if types[0] != types[1]:
-        return False
-    return all(one == other for one, other in zip(_blocks(*first), _blocks(*second), strict=True))
 
 
 def _blocks(path: Path, name: str) -> Iterator[bytes]:

@@ -132,6 +132,15 @@ class ModelSizes:
         is_limited = rope.get("llama_4_scaling_beta")
         limit = "original_max_position_embeddings" if is_limited else "max_position_embeddings"
         limits = rope if is_limited else values
+        family, tower = family_of(values), values.get("vision_config") or {}
+        vision, has_vision, image_token, deep_layers = family.vision, False, None, ()
+        if is_nested(values):
+            has_vision = family.nested is not None and family.nested.has_tower
+            # transformers takes both names, and the second if it finds both.
+            image_token = values.get("image_token_id", values.get("image_token_index", 10))
+        if vision is not None:
+            has_vision, deep_layers = True, vision.deep_layers
+            image_token = values.get("image_token_id", vision.image_token)
         return cls(
             architecture=str(names[0]),
             vocab=number("vocab_size"),
@@ -165,10 +174,10 @@ class ModelSizes:
                 values.get("use_sliding_window", values.get("sliding_window"))
             ),
             is_quantized="quantization_config" in values,
-            has_vision=_has_vision(values),
+            has_vision=has_vision,
             is_nested=is_nested(values),
-            deep_layers=_deep_layers(values),
-            image_token=_image_token(values),
+            deep_layers=len(tower.get("deepstack_visual_indexes", deep_layers) or ()),
+            image_token=image_token if has_vision else 0,
         )
 
 
@@ -179,30 +188,6 @@ def normalizes_experts(values: Mapping[str, Any]) -> bool:
     """
     experts = family_of(values).experts
     return bool(values.get("norm_topk_prob", experts is not None and experts.is_normalized))
-
-
-def _has_vision(values: Mapping[str, Any]) -> bool:
-    family = family_of(values)
-    if is_nested(values):
-        return family.nested is not None and family.nested.has_tower
-    return family.vision is not None
-
-
-def _image_token(values: Mapping[str, Any]) -> object:
-    vision = family_of(values).vision
-    if vision is not None:
-        return values.get("image_token_id", vision.image_token)
-    if not _has_vision(values):
-        return 0
-    # transformers takes both names, and the second if it finds both.
-    return values.get("image_token_id", values.get("image_token_index", 10))
-
-
-def _deep_layers(values: Mapping[str, Any]) -> int:
-    vision = family_of(values).vision
-    default = () if vision is None else vision.deep_layers
-    table = values.get("vision_config") or {}
-    return len(table.get("deepstack_visual_indexes", default) or ())
 
 
 def read_model_sizes(folder: Path) -> ModelSizes:
@@ -232,7 +217,14 @@ def read_model_table(folder: Path) -> dict[str, Any]:
             f"model.path must be a Hugging Face folder, but {folder} has no config.json"
         )
     values = read_table(path)
-    _check_ties(values)
+    vision, decoder = family_of(values).vision, values.get("text_config") or {}
+    outer, inner = (bool(table.get("tie_word_embeddings")) for table in (values, decoder))
+    if vision is not None and vision.ties == "same" and outer != inner:
+        raise ConfigError(
+            f"model.path: tie_word_embeddings is {str(outer).lower()} in config.json and "
+            f"{str(inner).lower()} in its text_config: transformers reads the first and rollout "
+            "servers the second"
+        )
     return decoder_table(values)
 
 
@@ -245,24 +237,6 @@ def read_table(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ConfigError(f"{path} must hold a table, got a {type(found).__name__}")
     return found
-
-
-def _check_ties(values: Mapping[str, Any]) -> None:
-    """Raises ConfigError if config.json and its text_config have different `tie_word_embeddings`.
-
-    Only families that need equal values are checked.
-    """
-    vision = family_of(values).vision
-    if vision is None or vision.ties != "same":
-        return
-    decoder = values.get("text_config") or {}
-    outer, inner = (bool(table.get("tie_word_embeddings")) for table in (values, decoder))
-    if outer != inner:
-        raise ConfigError(
-            f"model.path: tie_word_embeddings is {str(outer).lower()} in config.json and "
-            f"{str(inner).lower()} in its text_config: transformers reads the first and rollout "
-            "servers the second"
-        )
 
 
 def decoder_table(values: Mapping[str, Any]) -> dict[str, Any]:
