@@ -118,7 +118,11 @@ class Command(AgentEnvironment[Row]):
         with contextlib.closing(OwnedFolder("agent")) as owned:
             folder = owned.path / "work"
             fields = {**endpoint.variables(), **task}
-            self._write_files(folder, fields)
+            folder.mkdir()
+            for name, text in self._files.items():
+                path = folder / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(filled(text, fields), encoding="utf-8")
             variables = _with_home(owned.path)
             own = {name: filled(text, fields) for name, text in self._variables.items()}
             port = urlsplit(endpoint.anthropic_url).port or 0
@@ -159,23 +163,8 @@ class Command(AgentEnvironment[Row]):
         if self._confined is None:
             return command
         paths = [*self._readable, *map(str, readable)]
-        plan = Plan(
-            "sandlock",
-            str(writable),
-            paths,
-            self._confined,
-            cause_fd=1,
-            cwd=str(cwd),
-            port=port,
-        )
+        plan = Plan("sandlock", str(writable), paths, self._confined, 1, cwd=str(cwd), port=port)
         return launched(plan, command)
-
-    def _write_files(self, folder: Path, fields: Row) -> None:
-        folder.mkdir()
-        for name, text in self._files.items():
-            path = folder / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(filled(text, fields), encoding="utf-8")
 
     async def _score(self, task: Row, folder: Path, ended: ProgramEnd) -> dict[str, float]:
         """Returns the metrics, with the reward as "reward". Raises ValueError without a reward."""

@@ -86,7 +86,17 @@ class Demonstrations(Environment[Conversation]):
             told = _told(row, prompt or messages, reply, where)
             check_system(system, [message for message, _ in told], where)
             turns, following = _turns([*((message, False) for message in first), *told], where)
-            self._conversations.append(Conversation(turns, _tools(row, where), following))
+            given, tools = row.get("tools"), row.get("tools") or []
+            try:
+                if isinstance(given, str) and given:
+                    tools = unpacked(given, f"{where}: column 'tools'")
+                elif holds_null(tools):
+                    raise ValueError("tools hold null, as parquet fills them: write JSON text")
+                if tools:
+                    tools_json(tools)
+            except ValueError as error:
+                raise ConfigError(f"{where}: {error}") from error
+            self._conversations.append(Conversation(turns, tuple(tools), following))
         if shuffle_seed is not None:
             random.Random(shuffle_seed).shuffle(self._conversations)
         self._conversations = self._conversations[:limit]
@@ -147,20 +157,6 @@ def _message(given: Cell, where: str) -> tuple[Message, bool]:
         what = "tool_calls" if message.tool_calls else "reasoning"
         raise ConfigError(f"{where} holds {what}: write them into content as the model would")
     return message, is_trained
-
-
-def _tools(row: Row, where: str) -> tuple[Mapping[str, Any], ...]:
-    given = row.get("tools")
-    if given in (None, "", [], {}):
-        return ()
-    tools = unpacked(given, f"{where}: column 'tools'") if isinstance(given, str) else given
-    try:
-        tools_json(tools)
-        if not isinstance(given, str) and holds_null(tools):
-            raise ValueError("tools hold null, as parquet fills them: write JSON text")
-    except ValueError as error:
-        raise ConfigError(f"{where}: {error}") from error
-    return tuple(tools)
 
 
 def _turns(

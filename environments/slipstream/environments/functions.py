@@ -37,7 +37,7 @@ from slipstream.environments.question_files import (
     text_of,
     unpacked,
 )
-from slipstream.environments.sandbox import Finished, Limits, Sandbox, StartedProgram
+from slipstream.environments.sandbox import Limits, Sandbox, StartedProgram
 
 _CHECK = re.compile(r"^def check\(", re.MULTILINE)
 # Tests that are a compressed pickle in base64, as LiveCodeBench's private ones.
@@ -143,7 +143,13 @@ def _read_exam(
         )
     texts = [f"{text}\n\ncheck({name})\n" if _CHECK.search(text) else text for text in texts]
     imported = _imported(texts, where)
-    names = {name} if name else _names_under_test(before, texts, where)
+    names, known = {name} if name else set(), set(dir(builtins))
+    for text in () if name else (before, *texts):
+        _parsed(text, where)
+        here, there = names_in(text)
+        known, names = known | here, names | there
+    # Names that setup, tests or Python define are not tested.
+    names = {name} if name else names - known
     names |= imported.keys()
     if not names:
         raise ConfigError(f"{where}: the tests use no name that they do not define themselves")
@@ -200,17 +206,6 @@ def _with_numbers(value: object) -> object:
     if isinstance(value, Mapping) and all(re.fullmatch(r"-?\d+", key) for key in value):
         return {int(key): item for key, item in value.items()}
     return value
-
-
-def _names_under_test(setup: str, tests: Sequence[str], where: str) -> set[str]:
-    """Returns the names that setup and tests use, without names that they or Python define."""
-    used: set[str] = set()
-    defined = set(dir(builtins))
-    for text in (setup, *tests):
-        _parsed(text, where)
-        here, there = names_in(text)
-        defined, used = defined | here, used | there
-    return used - defined
 
 
 def _parsed(text: str, where: str) -> ast.Module:
@@ -386,7 +381,10 @@ class Functions(Environment[Exam]):
         return StepResult(share if self._reward == "share" else float(share == 1), metrics=metrics)
 
     async def _examine(self, code: str) -> list[str]:
-        """Returns the outcome of each test: "passed", "failed", "error" or "timeout"."""
+        """Returns the outcome of each test: "passed", "failed", "error" or "timeout".
+
+        Raises ValueError if the tests themselves are at fault.
+        """
         exam = self._exam
         files = {f"test_{number}.py": text for number, text in enumerate(exam.tests)}
         files |= {"setup.py": exam.setup, PROGRAM.name: PROGRAM_TEXT}
@@ -403,7 +401,13 @@ class Functions(Environment[Exam]):
                         return outcomes + ["error"] * left
                     if not line.endswith(b"\n"):
                         finished = await examiner.finish()
-                        return outcomes + _missing(finished, left)
+                        if not finished.ended_by:
+                            said = finished.stderr.decode(errors="replace").strip().splitlines()
+                            what = f"exit status {finished.status}: {''.join(said[-1:])}"
+                            raise ValueError(f"the tests do not run: {what}")
+                        # Tested code can cause both.
+                        is_late = finished.ended_by in TIME_LIMITS
+                        return outcomes + ["timeout" if is_late else "error"] * left
                     if line.startswith(b"call "):
                         examiner.stdin.write(await candidate.answer(line))
                         await examiner.stdin.drain()
@@ -418,20 +422,6 @@ class Functions(Environment[Exam]):
         finally:
             await candidate.end()
         return outcomes
-
-
-def _missing(finished: Finished, num_tests: int) -> list[str]:
-    """Returns the outcomes of the `num_tests` tests that the examiner did not reach.
-
-    They are "timeout" if the examiner exceeded a time limit, "error" for another limit; tested code
-    can cause both. Raises ValueError if the examiner ended within its limits, which is a fault of
-    the tests.
-    """
-    if not finished.ended_by:
-        last = finished.stderr.decode(errors="replace").strip().splitlines()[-1:]
-        raise ValueError(f"the tests do not run: exit status {finished.status}: {''.join(last)}")
-    outcome = "timeout" if finished.ended_by in TIME_LIMITS else "error"
-    return [outcome] * num_tests
 
 
 class _Candidate:
@@ -457,7 +447,14 @@ class _Candidate:
             return self._always
         is_loaded = self._program is not None
         try:
-            program = self._program or await self._start()
+            program = self._program
+            if program is None:
+                started = self._sandbox.start(_command("candidate"), files=self._files)
+                program = await self._context.enter_async_context(started)
+                await _next_line(program, START_LIMIT_S)
+                # The code under test runs for the first time.
+                await _next_line(program, self._limit_s)
+                self._program = program
             is_loaded = True
             program.stdin.write(call)
             await program.stdin.drain()
@@ -480,15 +477,6 @@ class _Candidate:
         self._program = None
         context, self._context = self._context, contextlib.AsyncExitStack()
         await context.aclose()
-
-    async def _start(self) -> StartedProgram:
-        started = self._sandbox.start(_command("candidate"), files=self._files)
-        program = await self._context.enter_async_context(started)
-        await _next_line(program, START_LIMIT_S)
-        # The code under test runs for the first time.
-        await _next_line(program, self._limit_s)
-        self._program = program
-        return program
 
 
 def _as_code(text: str) -> str:

@@ -197,20 +197,16 @@ def _stand_in(name: str, hears: IO[str], says: IO[str], ends: list[str]) -> Call
         if kind == "raised":
             raise _error(*answer)
         value, contents = answer
+        # The arguments get the content that they have after the call.
         for given, changed in zip((*arguments, *named.values()), contents, strict=False):
-            _change(given, changed)
+            if isinstance(given, list):
+                given[:] = changed
+            elif isinstance(given, dict | set):
+                given.clear()
+                given.update(changed)
         return value
 
     return called
-
-
-def _change(given: object, changed: Value) -> None:
-    """Gives an argument of a call the content that it has after the call."""
-    if isinstance(given, list):
-        given[:] = changed
-    elif isinstance(given, dict | set):
-        given.clear()
-        given.update(changed)
 
 
 def _error(name: Value, text: str) -> Exception:

@@ -6,6 +6,7 @@ after its last retry began.
 """
 
 import asyncio
+import contextlib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -144,15 +145,23 @@ class Judge:
         return (score - self.lowest) / (self._highest - self.lowest)
 
     def _read(self, text: str) -> float:
-        score = _only_number(text) if self._answer == "number" else _field_score(text)
-        if score is None:
+        score: object = None
+        if self._answer == "number":
+            lines = [line for line in text.splitlines() if line.strip()]
+            found = numbers(lines[-1]) if lines else []
+            score = float(found[0]) if len(found) == 1 else None
+        else:
+            with contextlib.suppress(ValueError, RecursionError):
+                score = json.loads(text[text.index("{") : text.rindex("}") + 1]).get("score")
+        # In Python, True is an int.
+        if not isinstance(score, int | float) or isinstance(score, bool):
             wanted = ANSWERS[self._answer]
             raise JudgeError(f"{self._name} must reply with {wanted}, got {in_one_line(text)!r}")
         if not self.lowest <= score <= self._highest:
             raise JudgeError(
                 f"{self._name} must score from {self.lowest:g} to {self._highest:g}, got {score:g}"
             )
-        return score
+        return float(score)
 
 
 class JudgeServer:
@@ -196,23 +205,6 @@ class JudgeServer:
             raise JudgeError(
                 f"{self.name} must answer as {form.kind}, got {in_one_line(str(answer))!r}"
             ) from error
-
-
-def _only_number(text: str) -> float | None:
-    lines = [line for line in text.splitlines() if line.strip()]
-    found = numbers(lines[-1]) if lines else []
-    return float(found[0]) if len(found) == 1 else None
-
-
-def _field_score(text: str) -> float | None:
-    try:
-        said = json.loads(text[text.index("{") : text.rindex("}") + 1])
-    except (ValueError, RecursionError):
-        return None
-    score = said.get("score")
-    # In Python, True is an int.
-    is_number = isinstance(score, int | float) and not isinstance(score, bool)
-    return float(score) if is_number else None
 
 
 class _Questions(Asked):

@@ -293,8 +293,22 @@ def _amount(text: str) -> _Amount | None:
     """Returns quantities and amount of "90 minutes", "1 h 30 min" or "60 km/h", or None."""
     if _FORMULA.search(text.rpartition("=")[2]):
         return None
-    if rates := [_rate(*each) for each in _PER.findall(_MPH.sub(_speed, text))]:
-        return rates[0] if all(_is_near(rates[0], each) for each in rates) else None
+    text_of_rates = _MPH.sub(
+        lambda found: " mile/hour" if found[1].lower() == "mph" else " km/hour", text
+    )
+    rates: list[_Amount] = []
+    for number, *units in _PER.findall(text_of_rates):
+        first, second = map(_unit, units)
+        if first is None or second is None:
+            return None
+        rate = float(f"{float(number) * first[1] / second[1]:.9g}")
+        rates.append(((first[0], second[0]), rate))
+        # The same, perhaps rounded in another unit.
+        is_near = math.isclose(rates[0][1], rate, rel_tol=0.01)
+        if rates[0][0] != rates[-1][0] or not is_near:
+            return None
+    if rates:
+        return rates[0]
     found: dict[int, float] = {}
     finest = float("inf")
     for number, unit in _UNIT.findall(text):
@@ -309,21 +323,6 @@ def _amount(text: str) -> _Amount | None:
     return (quantity,), round(amount, 9)
 
 
-def _is_near(one: _Amount | None, other: _Amount | None) -> bool:
-    """Whether two amounts are the same, perhaps rounded in another unit."""
-    if one is None or other is None:
-        return False
-    return one[0] == other[0] and math.isclose(one[1], other[1], rel_tol=0.01)
-
-
-def _rate(number: str, *units: str) -> _Amount | None:
-    first, second = map(_unit, units)
-    if first is None or second is None:
-        return None
-    amount = float(number) * first[1] / second[1]
-    return (first[0], second[0]), float(f"{amount:.9g}")
-
-
 def _unit(name: str) -> tuple[int, float] | None:
     """Returns the quantity of a unit, and how many of the first unit it is, or None."""
     name = name.lower()
@@ -333,10 +332,6 @@ def _unit(name: str) -> tuple[int, float] | None:
         if factor is not None:
             return quantity, factor
     return None
-
-
-def _speed(found: re.Match[str]) -> str:
-    return " mile/hour" if found[1].lower() == "mph" else " km/hour"
 
 
 def _scaled(found: re.Match[str]) -> str:

@@ -72,7 +72,18 @@ class Files(tuple[Path, ...]):
             raise ConfigError(
                 f"path must be a file, a pattern, a list of these or of rows, got {paths!r:.80}"
             )
-        return cls(Path(name) for path in paths for name in _matching(path))
+        found: list[str] = []
+        for path in paths:
+            if path.startswith(DATA_PREFIX):
+                what = f"a data set of the hub stands alone in path, got {path!r} in a list"
+                raise ConfigError(what)
+            is_pattern = glob.has_magic(path) and not Path(path).exists()
+            matching = sorted(glob.glob(path, recursive=True)) if is_pattern else [path]
+            if not matching:
+                here = f"the working directory is {Path.cwd()}"
+                raise ConfigError(f"no file matches {path}; {here}")
+            found += matching
+        return cls(map(Path, found))
 
     def __str__(self) -> str:
         return ", ".join(map(str, self))
@@ -85,24 +96,19 @@ class Rows(tuple[Row, ...]):
         return "the given rows"
 
 
-def _matching(path: str) -> list[str]:
-    if path.startswith(DATA_PREFIX):
-        raise ConfigError(f"a data set of the hub stands alone in path, got {path!r} in a list")
-    if Path(path).exists() or not glob.has_magic(path):
-        return [path]
-    found = sorted(glob.glob(path, recursive=True))
-    if not found:
-        raise ConfigError(f"no file matches {path}; the working directory is {Path.cwd()}")
-    return found
-
-
 def _find_files(data: HubData) -> list[Path]:
     """Downloads the files of the split unless they are in the hub's cache; returns their paths.
 
     Raises ConfigError with one line if a download fails, if there is no file, or if a file has an
     unknown format.
     """
-    patterns = _patterns(data, _configs(data.files.bring(["README.md"]) / "README.md"))
+    readme, configs = data.files.bring(["README.md"]) / "README.md", []
+    if readme.is_file():
+        from huggingface_hub import metadata_load
+
+        named = (metadata_load(readme) or {}).get("configs", [])
+        configs = [each for each in named if isinstance(each, dict)]
+    patterns = _patterns(data, configs)
     folder = data.files.bring(patterns)
     found = sorted({path for pattern in patterns for path in folder.glob(pattern)})
     usable = [path for path in found if path.suffix in SUFFIXES]
@@ -116,18 +122,11 @@ def _find_files(data: HubData) -> list[Path]:
     )
 
 
-def _configs(readme: Path) -> list[dict[str, Any]]:
-    """Returns `configs` from the front matter of a README, or [] if it has none."""
-    if not readme.is_file():
-        return []
-    from huggingface_hub import metadata_load
-
-    found = (metadata_load(readme) or {}).get("configs", [])
-    return [each for each in found if isinstance(each, dict)]
-
-
 def _patterns(data: HubData, configs: list[dict[str, Any]]) -> list[str]:
-    """Returns glob patterns of the split's files: those named in `configs`, or the usual names."""
+    """Returns glob patterns of the split's files: those named in `configs`, or the usual names.
+
+    `data_files` of a config may have any form that the hub allows.
+    """
     names = [str(each.get("config_name", "default")) for each in configs]
     name = data.config
     if name is None and len(names) > 1:
@@ -139,26 +138,18 @@ def _patterns(data: HubData, configs: list[dict[str, Any]]) -> list[str]:
     if configs and name is not None and name not in names:
         raise ConfigError(f"{data} has no config {name!r}; it has {', '.join(names)}")
     chosen = configs[names.index(name) if name is not None else 0] if configs else {}
-    if "data_files" in chosen:
-        return _named_files(data, chosen["data_files"])
+    if (by_split := chosen.get("data_files")) is not None:
+        if isinstance(by_split, list) and all(isinstance(each, dict) for each in by_split):
+            by_split = {str(each["split"]): each["path"] for each in by_split}
+        by_split = by_split if isinstance(by_split, dict) else {"train": by_split}
+        if data.split not in by_split:
+            raise ConfigError(f"{data} has no split {data.split!r}; it has {', '.join(by_split)}")
+        paths = by_split[data.split]
+        return [str(path) for path in ([paths] if isinstance(paths, str) else paths)]
     places = [str(chosen["data_dir"]).strip("/")] if "data_dir" in chosen else ["data"]
     places = [f"{place}/" for place in ([data.config, *places] if data.config else places)]
     stems = [f"{place}{data.split}" for place in ("", *places)]
     return [f"{stem}{rest}{suffix}" for stem in stems for rest in ("", "-*") for suffix in SUFFIXES]
-
-
-def _named_files(data: HubData, data_files: object) -> list[str]:
-    """Returns the split's glob patterns in `data_files`, which has any form that the hub allows."""
-    if isinstance(data_files, dict):
-        by_split = dict(data_files)
-    elif isinstance(data_files, list) and all(isinstance(each, dict) for each in data_files):
-        by_split = {str(each["split"]): each["path"] for each in data_files}
-    else:
-        by_split = {"train": data_files}
-    if data.split not in by_split:
-        raise ConfigError(f"{data} has no split {data.split!r}; it has {', '.join(by_split)}")
-    paths = by_split[data.split]
-    return [str(path) for path in ([paths] if isinstance(paths, str) else paths)]
 
 
 @dataclass(frozen=True)

@@ -121,7 +121,25 @@ class Questions(Asked):
             )
         self._judge, self._answer_after = judge, answer_after
         self._math = MathJudge(timeout_s=judge_timeout_s)
-        source = _source(path, hub_config, hub_split, hub_revision)
+        source: HubData | Files | Rows
+        is_hub = isinstance(path, str) and path.startswith(DATA_PREFIX)
+        given = (path,) if isinstance(path, str) else tuple(path)
+        if is_hub:
+            name = str(path).removeprefix(DATA_PREFIX)
+            source = HubData(name, hub_config, hub_split, hub_revision)
+        elif hub_config is not None or hub_split != "train" or hub_revision is not None:
+            raise ConfigError(
+                f"hub_config, hub_split and hub_revision are for hf: names, got {path!r}"
+            )
+        elif given and all(isinstance(each, Mapping) for each in given):
+            source = Rows(cast(Iterable[Row], given))
+        elif not isinstance(path, str | list | tuple):
+            raise ConfigError(
+                f"rows are a list of dicts, got a {type(path).__name__} of {given[:1]!r:.80}; "
+                'columns become rows by to_dict("records") of a DataFrame'
+            )
+        else:
+            source = Files.of(cast(Sequence[str], given))
         takes_answer = self._function is None or self._function.takes_answer
         columns = Columns(
             question,
@@ -260,24 +278,6 @@ def _taken(reference: str, function: Callable[..., object]) -> tuple[str, ...]:
     if "reply" not in taken:
         raise ConfigError(f"judge {reference} must take the argument reply")
     return tuple(taken)
-
-
-def _source(
-    path: str | Iterable[str] | Iterable[Row], config: str | None, split: str, revision: str | None
-) -> HubData | Files | Rows:
-    if isinstance(path, str) and path.startswith(DATA_PREFIX):
-        return HubData(path.removeprefix(DATA_PREFIX), config, split, revision)
-    if config is not None or split != "train" or revision is not None:
-        raise ConfigError(f"hub_config, hub_split and hub_revision are for hf: names, got {path!r}")
-    given = (path,) if isinstance(path, str) else tuple(path)
-    if given and all(isinstance(each, Mapping) for each in given):
-        return Rows(cast(Iterable[Row], given))
-    if not isinstance(path, str | list | tuple):
-        raise ConfigError(
-            f"rows are a list of dicts, got a {type(path).__name__} of {given[:1]!r:.80}; columns "
-            'become rows by to_dict("records") of a DataFrame'
-        )
-    return Files.of(cast(Sequence[str], given))
 
 
 class MathJudge:

@@ -76,7 +76,10 @@ class Verifiers(AgentEnvironment[Any]):
             self._env = loaders.load_environment(config)
             self._tasks = self._env.taskset.select(SelectConfig.model_validate(dict(select or {})))
         except ValidationError as error:
-            raise ConfigError(_first_line(error)) from error
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"])) or "the table"
+            what = f"verifiers refuses {place}: {first['msg']}, got {first['input']!r}"
+            raise ConfigError(what) from error
         except (ModuleNotFoundError, TypeError, AttributeError, ValueError) as error:
             raise ConfigError(f"taskset {table.get('id')!r}: {error}") from error
         self._metrics = None if metrics is None else frozenset(metrics)
@@ -101,7 +104,12 @@ class Verifiers(AgentEnvironment[Any]):
             context = ModelContext(model="policy", client=_client(endpoint, variable))
             episode = await own.run_slot(RunSlot(task), context)
         if not episode.ok:
-            raise RuntimeError(_failure(episode))
+            errors = [*episode.errors, *(each for one in episode.traces for each in one.errors)]
+            if errors:
+                raise RuntimeError(f"{errors[0].type}: {errors[0].message}")
+            stops = ", ".join(str(trace.stop_condition) for trace in episode.traces) or "nothing"
+            what = "verifiers calls the episode not ok; its traces"
+            raise RuntimeError(f"{what} stopped at {stops}")
         return outcome_of(episode.traces, keep=self._metrics)
 
     @contextlib.contextmanager
@@ -235,22 +243,6 @@ def _numbers(trace: Foreign) -> dict[str, float]:
     metrics = {name: value for name, value in trace.metrics.items() if value is not None}
     counted = {"turns": float(trace.num_turns), "truncated": float(trace.is_truncated)}
     return {**counted, **rewards, **metrics}
-
-
-def _failure(episode: Foreign) -> str:
-    """Returns the first error of an episode, or, if it has none, how its traces stopped."""
-    errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
-    if not errors:
-        stops = ", ".join(str(trace.stop_condition) for trace in episode.traces)
-        return f"verifiers calls the episode not ok; its traces stopped at {stops or 'nothing'}"
-    return f"{errors[0].type}: {errors[0].message}"
-
-
-def _first_line(error: Foreign) -> str:
-    """Returns a line on the first error in a ValidationError of pydantic, with its location."""
-    first = error.errors()[0]
-    place = ".".join(map(str, first["loc"]))
-    return f"verifiers refuses {place or 'the table'}: {first['msg']}, got {first['input']!r}"
 
 
 def import_package(module: str, *, install: str) -> ModuleType:

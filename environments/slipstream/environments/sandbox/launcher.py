@@ -41,7 +41,10 @@ def main(arguments: Sequence[str]) -> NoReturn:
 
 
 def launch(plan: Plan, command: Sequence[str]) -> NoReturn:
-    """Runs a command in its sandbox, and ends with the program's exit code or signal."""
+    """Runs a command in its sandbox, and ends with the program's exit code or signal.
+
+    At an exceeded limit of time or of the folder it kills this launcher.
+    """
     if plan.cause_fd > 2:
         os.set_inheritable(plan.cause_fd, False)
     limits = {
@@ -53,7 +56,20 @@ def launch(plan: Plan, command: Sequence[str]) -> NoReturn:
         # At the soft limit of processor time SIGXCPU shows the cause; the hard limit always kills.
         resource.setrlimit(name, (value, value + (name == resource.RLIMIT_CPU)))
     start = _in_sandlock if plan.backend == "sandlock" else _in_bubblewrap
-    status = _watched(start(plan, command), plan)
+    wait, found = start(plan, command), list[int]()
+    waiting = threading.Thread(target=lambda: found.append(wait()), daemon=True)
+    until_s = time.monotonic() + plan.limits.seconds
+    waiting.start()
+    waiting.join(CHECK_PERIOD_S)
+    while waiting.is_alive():
+        late = "seconds" if time.monotonic() > until_s else ""
+        if limit := late or _exceeded(plan.folder, plan.limits):
+            most = getattr(plan.limits, limit)
+            what = f"\nit went beyond {limit} = {most} of the sandbox\n"
+            os.write(plan.cause_fd, what.encode())
+            os.kill(os.getpid(), signal.SIGKILL)
+        waiting.join(CHECK_PERIOD_S)
+    status = found[0] if found else 125
     if status < 0:
         if status == -signal.SIGKILL:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -101,6 +117,15 @@ def _in_bubblewrap(plan: Plan, command: Sequence[str]) -> Callable[[], int]:
     os.close(write_end)
     binds = [part for path in _readable(plan) for part in ("--ro-bind", path, path)]
     devices = [part for path in (*_DEVICES, "/dev/null") for part in ("--dev-bind", path, path)]
+
+    def set_own_limits() -> None:
+        """Sets limits of memory and open files, which bubblewrap does not set."""
+        for name, most in (
+            (resource.RLIMIT_DATA, plan.limits.memory_bytes),
+            (resource.RLIMIT_NOFILE, plan.limits.open_files),
+        ):
+            resource.setrlimit(name, (most, most))
+
     process = subprocess.Popen(
         [
             *("bwrap", "--unshare-user", "--unshare-all", "--disable-userns", "--cap-drop", "ALL"),
@@ -109,7 +134,7 @@ def _in_bubblewrap(plan: Plan, command: Sequence[str]) -> Callable[[], int]:
             *("--chdir", plan.cwd or plan.folder, "--", *command),
         ],
         pass_fds=[read_end],
-        preexec_fn=lambda: _set_own_limits(plan),
+        preexec_fn=set_own_limits,
     )
     os.close(read_end)
 
@@ -121,42 +146,10 @@ def _in_bubblewrap(plan: Plan, command: Sequence[str]) -> Callable[[], int]:
     return wait
 
 
-def _set_own_limits(plan: Plan) -> None:
-    """Sets this process's limits of memory and open files, which bubblewrap does not set."""
-    resource.setrlimit(resource.RLIMIT_DATA, (plan.limits.memory_bytes, plan.limits.memory_bytes))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (plan.limits.open_files, plan.limits.open_files))
-
-
 def _readable(plan: Plan) -> list[str]:
     """Returns the paths that the program may read, besides its folder and the devices."""
     own = (sys.prefix, sys.base_prefix)
     return [path for path in (*_SYSTEM_PATHS, *own, *plan.readable) if os.path.exists(path)]
-
-
-def _watched(wait: Callable[[], int], plan: Plan) -> int:
-    """Waits for the program and returns its status; kills this launcher at an exceeded limit.
-
-    The limits are the time limit and the limits of the folder.
-    """
-    found: list[int] = []
-    waiting = threading.Thread(target=lambda: found.append(wait()), daemon=True)
-    until_s = time.monotonic() + plan.limits.seconds
-    waiting.start()
-    while True:
-        waiting.join(CHECK_PERIOD_S)
-        if not waiting.is_alive():
-            return found[0] if found else 125
-        if time.monotonic() > until_s:
-            _end_for(plan, "seconds")
-        if limit := _exceeded(plan.folder, plan.limits):
-            _end_for(plan, limit)
-
-
-def _end_for(plan: Plan, limit: str) -> NoReturn:
-    most = getattr(plan.limits, limit)
-    os.write(plan.cause_fd, f"\nit went beyond {limit} = {most} of the sandbox\n".encode())
-    os.kill(os.getpid(), signal.SIGKILL)
-    raise AssertionError("not reached")
 
 
 def _exceeded(folder: str, limits: Limits) -> str:

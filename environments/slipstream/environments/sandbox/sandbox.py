@@ -103,8 +103,15 @@ class Sandbox:
         `files` are written into the program's folder first, by relative path. Raises ValueError for
         a path outside the folder.
         """
+
+        async def feed(pipe: asyncio.StreamWriter) -> None:
+            with contextlib.suppress(ConnectionError):
+                pipe.write(stdin)
+                await pipe.drain()
+                pipe.close()
+
         async with self.start(program, files=files) as started:
-            feeding = asyncio.create_task(_feed(started.stdin, stdin))
+            feeding = asyncio.create_task(feed(started.stdin))
             try:
                 return await started.finish()
             finally:
@@ -126,7 +133,18 @@ class Sandbox:
             if isinstance(program, str):
                 given["__main__.py"] = program
                 program = [sys.executable, "-I", "__main__.py"]
-            await asyncio.to_thread(_write, Path(folder), given)
+            paths = {name: Path(name) for name in given}
+            for name, path in paths.items():
+                if path.is_absolute() or ".." in path.parts:
+                    raise ValueError(f"files are inside the folder of the sandbox, got {name!r}")
+
+            def write() -> None:
+                for name, content in given.items():
+                    path = owned.path / paths[name]
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    path.write_bytes(content.encode() if isinstance(content, str) else content)
+
+            await asyncio.to_thread(write)
             starting = asyncio.create_task(self._start(program, folder))
             try:
                 yield await asyncio.shield(starting)
@@ -280,7 +298,9 @@ class StartedProgram:
             output.reading.cancel()
             await asyncio.shield(self.end())
         cause, _, said = self._said.partition("ended ")
-        ended_by = ended_by or _limit_named_in(cause)
+        if cause.strip() and not ended_by:
+            named = [field.name for field in fields(Limits) if field.name in cause.split()]
+            ended_by = named[0] if named else "memory_bytes"
         # A keeper that was killed says nothing.
         if not (said or ended_by):
             raise RuntimeError("a program's sandbox failed or was ended from outside")
@@ -369,19 +389,15 @@ def why_not(backend: Backend) -> str:
             return f"a program in it did not end within {_PROBE_LIMIT_S:g} s"
     if tried.returncode == 0:
         return ""
+    if backend == "sandlock":
+        import sandlock
+
+        found, needed = sandlock.landlock_abi_version(), sandlock.min_landlock_abi()
+        if found < needed:
+            what = f"this kernel has version {found} of Landlock"
+            return f"{what}, and {needed} is needed (Linux 6.12)"
     said = tried.stderr.decode(errors="replace").strip().splitlines()
-    return _lack_of_landlock(backend) or (said[-1] if said else f"exit {tried.returncode}")
-
-
-def _lack_of_landlock(backend: Backend) -> str:
-    if backend != "sandlock":
-        return ""
-    import sandlock
-
-    found, needed = sandlock.landlock_abi_version(), sandlock.min_landlock_abi()
-    if found >= needed:
-        return ""
-    return f"this kernel has version {found} of Landlock, and {needed} is needed (Linux 6.12)"
+    return said[-1] if said else f"exit {tried.returncode}"
 
 
 def launched(plan: Plan, command: Sequence[str]) -> list[str]:
@@ -394,29 +410,5 @@ def _variables(folder: str) -> dict[str, str]:
     return {"PATH": path, "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8"}
 
 
-def _limit_named_in(cause: str) -> str:
-    """Returns the limit that a message names, "memory_bytes" if none, or "" without a message."""
-    if not cause.strip():
-        return ""
-    names = [field.name for field in fields(Limits) if field.name in cause.split()]
-    return names[0] if names else "memory_bytes"
-
-
-def _write(folder: Path, files: Mapping[str, str | bytes]) -> None:
-    for name, content in files.items():
-        path = Path(name)
-        if path.is_absolute() or ".." in path.parts:
-            raise ValueError(f"files are inside the folder of the sandbox, got {name!r}")
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_bytes(content.encode() if isinstance(content, str) else content)
-
-
 async def _end(starting: asyncio.Task[StartedProgram]) -> None:
     await (await starting).end()
-
-
-async def _feed(stdin: asyncio.StreamWriter, given: bytes) -> None:
-    with contextlib.suppress(ConnectionError):
-        stdin.write(given)
-        await stdin.drain()
-        stdin.close()
