@@ -133,7 +133,8 @@ class ModelSizes:
         limit = "original_max_position_embeddings" if is_limited else "max_position_embeddings"
         limits = rope if is_limited else values
         family, tower = family_of(values), values.get("vision_config") or {}
-        vision, has_vision, image_token, deep_layers = family.vision, False, None, ()
+        vision, has_vision, image_token = family.vision, False, None
+        deep_layers: tuple[int, ...] = ()
         if is_nested(values):
             has_vision = family.nested is not None and family.nested.has_tower
             # transformers takes both names, and the second if it finds both.
