@@ -312,15 +312,6 @@ async def test_no_call_of_a_trainer_counts_from_one_without_its_epoch(tmp_path, 
     await attacked(tmp_path, caplog, attack)
 
 
-async def test_a_failure_that_no_registered_trainer_reports_ends_nothing(tmp_path, caplog):
-    async def attack(channel, server):
-        trainer = trainer_pb2_grpc.TrainerServiceStub(channel)
-        failure = trainer_pb2.TrainerFailure(message="made up", final=True)
-        await trainer.ReportFailure(failure, timeout=LIMIT_S)
-
-    await attacked(tmp_path, caplog, attack)
-
-
 IMPOSSIBLE_ENVIRONMENTS = [
     ({"num_workers": 2**32 - 1}, "SubmitEnvironmentRequest.spec.num_workers must be between 0"),
     ({"num_workers": 0}, "num_workers must be between 1 and 256 with the 0 of other"),

@@ -4,21 +4,11 @@ import dataclasses
 import json
 
 import numpy as np
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from slipstream.core.types import Trajectory, TrajectoryId
-from slipstream.learner.controller.records import kinds
-from slipstream.learner.controller.records.journal import Journal, read_records
-from slipstream.learner.controller.records.ledger import Endings
-from slipstream.learner.controller.run import Run
-from slipstream.learner.controller.trajectories.inspection import Inspector
-from slipstream.protocol.codec import encode_trajectory
-from slipstream.protocol.queue.base import Delivery
+from slipstream.core.types import Trajectory
+from slipstream.learner.controller.records.journal import read_records
 from support.fakes.fake_server import FakeServer
 from support.fakes.fake_trainer import FakeTrainer
-from support.fakes.fake_trajectories import GOOD
 from support.rigs.controller_runs import make_config, play
-from support.rigs.lease_rig import books_of
 
 
 def above_zero(trajectory: Trajectory) -> Trajectory:
@@ -116,37 +106,6 @@ async def test_an_evaluated_episode_that_is_quarantined_is_measured_again(tmp_pa
     assert summary["ledger"]["evaluated"] == 2 * 6 * 5
     assert summary["ledger"]["quarantined"] == 5
     assert summary["ledger"]["difference"] == 0
-
-
-@settings(max_examples=300, deadline=None)
-@given(st.data())
-def test_no_delivery_whatever_it_is_ends_the_controller(tmp_path_factory, data):
-    folder = tmp_path_factory.mktemp("fuzz")
-    whole = bytearray(encode_trajectory(dataclasses.replace(GOOD, run_id="r")))
-    for _ in range(data.draw(st.integers(1, 4))):
-        place = data.draw(st.integers(0, len(whole) - 1))
-        match data.draw(st.sampled_from(["change", "cut", "insert"])):
-            case "change":
-                whole[place] = data.draw(st.integers(0, 255))
-            case "cut":
-                del whole[place:]
-            case "insert":
-                whole[place:place] = data.draw(st.binary(max_size=4))
-        if not whole:
-            break
-    name = data.draw(st.sampled_from([GOOD.trajectory_id, "what.is.this", "g.1.0.f"]))
-    delivery = Delivery(TrajectoryId(name), bytes(whole))
-    with Journal(folder / "journal") as journal:
-        journal.append(kinds.Start(format=1, run_id="r"))
-        run = Run.of(make_config(folder, run__name="f"), "r")
-        books = books_of(run, journal=journal)
-        endings = Endings(journal, books.ledger, books.queue)
-        inspector = Inspector(run, books, endings, run_again=lambda *_: None)
-        assert inspector.take(delivery) is None
-        assert books.ledger.snapshot().difference == 0
-    records = list(read_records(folder / "journal"))
-    # What is not of this run is only acknowledged.
-    assert [r["end"] for r in records if r["kind"] == "end"] in ([], ["quarantined"])
 
 
 async def test_what_is_delivered_under_another_run_is_quarantined_and_runs_again(tmp_path):
