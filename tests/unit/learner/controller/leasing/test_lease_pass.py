@@ -113,7 +113,11 @@ class PlainScheduler(Scheduler):
                 episodes.total(),
                 self._largest_bytes,
             )
-            if not staleness.may_promise(free, size + self._evaluated_soon(), self._largest_bytes):
+            soon = sum(
+                min(self.reserved.get(session.key, 0), session.hello.max_episodes)
+                for session in self._fleet.sessions.values()
+            )
+            if not staleness.may_promise(free, size + soon, self._largest_bytes):
                 return LeaseWait.QUEUE
             if old is not None:
                 self._book.again.remove(old)
