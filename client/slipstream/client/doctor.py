@@ -23,10 +23,7 @@ from slipstream.core.machine.process import raise_open_files
 
 
 async def run_doctor(arguments: argparse.Namespace) -> int:
-    """Prints all findings; returns 1 if one of them is a problem, else 0.
-
-    Raises ConfigError for an invalid configuration file.
-    """
+    """Prints all findings; returns 1 if one is a problem, else 0; raises ConfigError."""
     raise_open_files()
     path, role = arguments.path, arguments.role
     if path is None and role is not None:

@@ -193,10 +193,7 @@ def check_unwritten(target: Path) -> None:
 
 
 def version_to_export(folder: Path, step: int | None) -> int:
-    """Returns `step`, or the newest version if it is None.
-
-    Raises ConfigError if the checkpoint of this version is missing or incomplete.
-    """
+    """Returns `step`, or else the newest version; raises ConfigError unless it is whole."""
     checkpoints = folder / CHECKPOINTS
     steps, over = complete_steps(checkpoints), passed_over(checkpoints)
     whole = f"whole ones are {', '.join(map(str, steps))}" if steps else "there is no whole one"
@@ -276,10 +273,7 @@ def make_folder(path: Path, *, mode: int = 0o777) -> Path:
 
 
 def write_config(config: Config, folder: Path) -> Path:
-    """Writes the resolved settings to `folder`/config.toml; only the owner may read them.
-
-    Returns the file's path. Raises ConfigError if the file cannot be written.
-    """
+    """Writes settings for the owner alone; returns their path, or raises ConfigError."""
     path = make_folder(folder) / CONFIG
     partial = path.with_name(f"{CONFIG}.partial")
     try:

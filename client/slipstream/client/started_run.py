@@ -181,10 +181,7 @@ class Run:
             raise
 
     def resume(self) -> None:
-        """Starts the ended run again, from its newest checkpoint.
-
-        Raises ConfigError while it goes on.
-        """
+        """Starts the ended run again, from its newest checkpoint, or raises ConfigError."""
         if not self._end.done():
             raise ConfigError(f"{self.folder} is a run that goes on; stop it before it is resumed")
         self._begin()

@@ -77,10 +77,7 @@ def openai_client(
 
 @contextlib.contextmanager
 def faults_as(kind: type[Exception], name: str) -> Iterator[None]:
-    """Re-raises errors of a call in the block as a `kind`, with one line that begins with `name`.
-
-    A SlipstreamError is raised unchanged.
-    """
+    """Re-raises others than SlipstreamError as a `kind`, in one line that begins with `name`."""
     import openai
 
     try:
@@ -99,10 +96,7 @@ def in_one_line(text: str) -> str:
 
 
 def key_in(path: str | Path | None, name: str) -> str:
-    """Returns the API key in the file `path`, or "none" if `path` is None.
-
-    Raises ConfigError, which names the setting `name`, if the file is empty or cannot be read.
-    """
+    """Returns the key in the file `path`, "none" for None; raises ConfigError without one."""
     if path is None:
         return "none"
     try:

@@ -65,10 +65,7 @@ TemplateValues = Annotated[dict[str, JsonValue], AfterValidator(check_values)]
 
 
 def tools_json(tools: object) -> str:
-    """Returns `tools`, a list of function schemas, as JSON text.
-
-    Raises ValueError with a message about the first value that breaks a rule.
-    """
+    """Returns function schemas as JSON; raises ValueError on the first that breaks a rule."""
     if not isinstance(tools, Sequence) or isinstance(tools, str | bytes):
         raise ValueError(f"tools must be a list of function schemas, got {show(tools)}")
     if len(tools) > MAX_TOOLS:

@@ -1,6 +1,5 @@
 """How commands find a run by its folder or name."""
 
-import argparse
 from pathlib import Path
 
 import pytest
@@ -144,11 +143,3 @@ def test_a_command_takes_the_credentials_of_the_run_unless_it_is_told_others(con
     assert of("test") == ("first" * 10, b"ca" * 10)
     with pytest.raises(ConfigError, match="give --controller or the run test, not both"):
         of("test", "--controller", ADDRESS)
-
-
-@pytest.mark.parametrize(
-    "line", ["status X", "environments X", "stop X", "submit m:C X", "drain server-0 X"]
-)
-def test_every_command_that_asks_a_controller_takes_the_run_last(line: str) -> None:
-    arguments: argparse.Namespace = parse(line.split())
-    assert (arguments.run, arguments.controller) == ("X", None)

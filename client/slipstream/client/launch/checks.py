@@ -128,10 +128,7 @@ async def require(scene: Scene, stage: Stage) -> None:
 
 
 async def find_all(scene: Scene) -> list[Finding]:
-    """Returns the findings that the doctor shows on what the scene's parts need.
-
-    Without settings these are the findings about the machine.
-    """
+    """Returns what the doctor shows: without settings, the findings about the machine."""
     due = [check for check in CHECKS if check.needs & scene.parts]
     if scene.stated is None:
         due = [check for check in due if check.of_machine]
@@ -211,10 +208,7 @@ def check_folder(scene: Scene) -> str:
 
 
 def check_controller(scene: Scene) -> str | None:
-    """Checks that the controller can listen here.
-
-    Parts that are started separately must know its port.
-    """
+    """Checks that the controller can listen here, and that parts of elsewhere know its port."""
     address, parts = scene.config.controller.address, scene.parts
     if not (scene.dry_run or address_parts(address)[1] or parts >= WHOLE_RUN):
         raise ConfigError(
@@ -254,10 +248,7 @@ def check_master(scene: Scene) -> str | None:
 
 
 def check_interfaces(scene: Scene) -> str | None:
-    """Checks the interfaces that variables name, and the route to the rendezvous.
-
-    Returns None if one node has all ranks, or none is here.
-    """
+    """Checks the interfaces that variables name, and the route of several nodes to rank 0."""
     learner, present = scene.config.learner, psutil.net_if_addrs()
     for variable, takes_beginning in INTERFACES.items():
         value = os.environ.get(variable, "")

@@ -91,10 +91,7 @@ class Child:
         return (self.process.returncode or 0) < 0
 
     def describe_end(self) -> str:
-        """Returns how the program ended, with the last cause that its log names, if any.
-
-        The text also says if the disk is full, since the log may then lack the cause.
-        """
+        """Returns how the program ended, its log's last cause, and whether the disk is full."""
         code = self.process.returncode
         if code is not None and code < 0:
             how = f"was killed by {signal.Signals(-code).name}"
@@ -169,10 +166,7 @@ async def start_child(
 
 
 async def first_failed(children: Sequence[Child], *, fine: Sequence[int]) -> Child | None:
-    """Returns the first child whose exit code is not in `fine`, or None if there is no such child.
-
-    Returns as soon as a child has failed, since the others may wait for that child.
-    """
+    """Returns the first child that ends with a code not in `fine`, at once, or None without one."""
     waits = {asyncio.ensure_future(child.process.wait()): child for child in children}
     try:
         while waits:
@@ -277,10 +271,7 @@ class RestartPolicy:
         self.restarts = 0
 
     def pause_after(self, exit_code: int | None, *, age_s: float = 0.0) -> float | None:
-        """Returns the seconds to wait before the next start, or None if it must not start again.
-
-        `age_s` is how long the program ran before it ended.
-        """
+        """Returns seconds until the next start of what ran for `age_s`, or None if it is final."""
         self.restarts += 1
         self._failed_starts = self._failed_starts + 1 if exit_code == NOT_STARTED else 0
         is_final = exit_code in FINAL_CODES
@@ -330,11 +321,7 @@ class TrainerRanks:
         warn: Callable[[str], None],
         reached: Callable[[], Awaitable[tuple[int, int] | None]],
     ) -> None:
-        """Takes the `arguments` of every rank, and the function `warn`, which shows a line.
-
-        `reached` asks the controller for the newest version and the newest one with a checkpoint;
-        it returns None if no controller answers.
-        """
+        """Takes arguments of every rank; `warn` shows a line, `reached` is as in `RunCalls`."""
         self._config, self._placement = config, placement
         self._arguments, self._ranks = arguments, ranks
         self._warn, self._reached = warn, reached
@@ -358,11 +345,7 @@ class TrainerRanks:
             self.children.append(child)
 
     async def keep(self, *, first_pause_s: float = FIRST_PAUSE_S) -> Child | None:
-        """Starts the ranks, and restarts all when one dies; returns None when all ended normally.
-
-        Returns the rank that died if its exit code is final, or if the ranks were restarted too
-        often.
-        """
+        """Keeps ranks up; returns None when all ended normally, or the one whose death is final."""
         policy = RestartPolicy(TRAINER.restarts, first_pause_s=first_pause_s)
         newest = (0, 0)
         while True:

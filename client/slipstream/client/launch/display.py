@@ -113,10 +113,7 @@ class Display:
         complain(cause, self._err)
 
     def resuming(self, first: str = "") -> str:
-        """Returns the end of a line: `first`, then the command that resumes the run.
-
-        Returns "" if `run.resume` is "never".
-        """
+        """Returns the end of a line: `first`, and the command, unless `run.resume` is "never"."""
         if self._config.run.resume == "never":
             return ""
         return f"; {first}resume it with: {this_command()}"

@@ -260,10 +260,7 @@ async def run_check(
     timeout_s: float | None = None,
     model: Path | None = None,
 ) -> int:
-    """Runs `slipstream check`: audits environments, and tests the algorithms' own functions.
-
-    `path` is the settings' file, or MODULE:CLASS, for which the last arguments are.
-    """
+    """Runs `slipstream check` for settings, or with the last arguments for MODULE:CLASS."""
     if ":" in str(path) and not path.exists():
         if overrides:
             raise ConfigError(f"an environment is checked without settings, got {overrides[0]!r}")
@@ -335,10 +332,7 @@ async def run_replay(folder: Path, overrides: Sequence[str], *, step: int | None
 
 
 async def run_set_aside(folder: Path, step: int, groups: Sequence[str]) -> int:
-    """Runs `slipstream set-aside`: makes a resumed run leave out the batch at which it failed.
-
-    If `groups` is not empty, only these groups of the batch of `step` are left out.
-    """
+    """Runs `slipstream set-aside`: a resumed run leaves out a batch, or `groups` of it."""
     settings_of(folder)
     refusal = f"{folder} is written by a run that goes on; end it first"
     log = log_path(folder, "set-aside")
@@ -381,10 +375,7 @@ async def _run_program(
     environ: Mapping[str, str] = {},
     fine: Sequence[int] = (0,),
 ) -> int:
-    """Runs a program until it ends, and returns its exit code; stops it if the caller is cancelled.
-
-    Raises RunFailed for a code that is not in `fine`.
-    """
+    """Returns the program's exit code; raises RunFailed for one that is not in `fine`."""
     child = await start_child(name, module, arguments, log_path=log, environ=environ)
     try:
         code = await child.process.wait()
@@ -424,10 +415,7 @@ def learner_overrides(master: str | None) -> list[str]:
 
 
 async def show_dry_run(scene: Scene) -> int:
-    """Prints the plan, then checks the run's folder and addresses.
-
-    Returns 0 if everything could start here; raises SlipstreamError with the reasons otherwise.
-    """
+    """Prints the plan and checks places; raises SlipstreamError if nothing could start here."""
     text, obstacles = describe_dry_run(scene.config, scene.share)
     say(text.rstrip("\n"), as_it_is=True)
     await require(scene, Stage.PLACE)

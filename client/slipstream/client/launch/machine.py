@@ -224,10 +224,7 @@ def check_companions(_: Scene) -> Iterator[Finding]:
 
 
 def check_stack(_: Scene) -> Finding | None:
-    """Compares the installed packages with the nearest tested stack.
-
-    Returns None if only packages of the queue are installed.
-    """
+    """Compares packages with the nearest tested stack; returns None for the queue's alone."""
     tested = {stack: tested_versions(stack) for stack in STACKS}
     held = {name: v.partition("+")[0] for name, v in installed(PINNED).items()}
     if held.keys() <= set(CLIENT_ALONE):

@@ -17,8 +17,6 @@ from slipstream.client.launch.findings import Finding, Scene, ok
 from slipstream.client.launch.placement import QUEUE_ENDS
 from slipstream.client.launch.preflight import told_when_slow
 from slipstream.core.errors import ConfigError, QueueError
-from slipstream.core.settings.config import Config
-from slipstream.core.settings.sections import QueueEnd
 from slipstream.protocol.access.security import (
     Credentials,
     call_metadata,
@@ -71,10 +69,7 @@ async def check_setup(scene: Scene) -> str | None:
 
 
 async def running_id(scene: Scene) -> str:
-    """Returns the id of the run whose controller answers at `controller.address`.
-
-    Raises ConfigError if no controller answers in time, or if `run.id` is another run's.
-    """
+    """Returns the run's id from its controller; raises ConfigError as `ask_controller` does."""
     config = scene.config
     credentials = Credentials.load(config.security)
     answer = await ask_controller(
@@ -123,29 +118,24 @@ async def ask_controller(
 
 
 async def check_queue(scene: Scene) -> list[Finding]:
-    """Checks that the user's own Redis or Valkey lets the ends that start here write to it."""
-    config, patience_s = scene.config, scene.connect_timeout_s
-    if config.queue.kind != "redis":
-        return []
-    ends = [end for end in QUEUE_ENDS if end in scene.parts]
-    return [ok(await ask_queue(config, end, patience_s=patience_s)) for end in ends]
+    """Checks that the user's own Redis or Valkey lets the ends that start here write to it.
 
-
-async def ask_queue(config: Config, end: QueueEnd, *, patience_s: float) -> str:
-    """Checks that the user of `end` may write to the queue; returns a line that names the user.
-
-    Raises ConfigError if that user may not write, if no server answers within `patience_s`, or if
-    the server would lose data, which the controller's user can see.
+    The controller's user can see whether the server would lose data.
     """
+    if scene.config.queue.kind != "redis":
+        return []
     from slipstream.extensions.redis.connection import USERS, RedisConnection, check_settings
 
-    url = redis_url_of(config.queue, end)
-    connection = RedisConnection(url, "probe", reconnect_timeout_s=patience_s)
-    try:
-        async with contextlib.aclosing(connection.client):
-            await connection.probe(USERS[end].probe)
-            if end == "controller":
-                await check_settings(connection)
-    except QueueError as error:
-        raise ConfigError(f"{error}; check queue.redis_url too") from None
-    return f"redis at {connection.name} lets user {connection.user} write"
+    found = []
+    for end in (end for end in QUEUE_ENDS if end in scene.parts):
+        url = redis_url_of(scene.config.queue, end)
+        connection = RedisConnection(url, "probe", reconnect_timeout_s=scene.connect_timeout_s)
+        try:
+            async with contextlib.aclosing(connection.client):
+                await connection.probe(USERS[end].probe)
+                if end == "controller":
+                    await check_settings(connection)
+        except QueueError as error:
+            raise ConfigError(f"{error}; check queue.redis_url too") from None
+        found.append(ok(f"redis at {connection.name} lets user {connection.user} write"))
+    return found

@@ -223,10 +223,7 @@ def uses_gpus() -> bool:
 
 
 def share_memory(config: Config, placement: Placement) -> Config:
-    """Returns the settings with a default `gpu_memory_utilization` for GPUs shared with ranks.
-
-    Raises ConfigError when the processes of a GPU would take more memory than the GPU has.
-    """
+    """Sets a default of shared GPUs' memory; raises ConfigError if shares exceed a GPU."""
     if placement.shared:
         server, fraction = config.rollout_server, config.learner.gpu_memory_fraction
         engines = max(placement.shared.values())
@@ -264,10 +261,7 @@ def check_transport(config: Config, placement: Placement) -> str:
 
 
 def describe_sharing(config: Config, placement: Placement) -> list[str]:
-    """Returns one line for each GPU that learner and rollout servers share.
-
-    A further line says to which servers `shared_max_episodes` applies.
-    """
+    """Returns a line for each shared GPU, and one for the servers with fewer episodes."""
     server = config.rollout_server
     share, episodes = server.gpu_memory_utilization, server.shared_max_episodes
     lines = [

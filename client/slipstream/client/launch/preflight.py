@@ -148,10 +148,7 @@ async def check_vllm(scene: Scene) -> str | None:
 
 
 async def check_reference(scene: Scene) -> None:
-    """Checks that the server of the reference model can do all that the run needs.
-
-    Its tokenizer is compared token by token, which takes seconds.
-    """
+    """Checks, for seconds, that the reference's server can do all that the run needs."""
     reference = scene.config.reference
     if reference is not None and reference.server is not None:
         _accept(await _ask(REFERENCE_CHECK, scene.config, late="reference.server did not answer"))
@@ -303,14 +300,14 @@ def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
-def free_port(host: str, *, ports: Sequence[int] = UNASSIGNED_PORTS) -> int:
+def free_port(host: str) -> int:
     """Returns a port that is free now, and that the kernel does not assign on its own.
 
     A port that the kernel assigns could be taken by another process of the run before it is used.
     Raises ConfigError if none of the at most `FREE_PORT_ATTEMPTS` ports that are tried is free.
     """
-    family, attempts = _family(host), min(FREE_PORT_ATTEMPTS, len(ports))
-    for port in random.SystemRandom().sample(ports, attempts):
+    family, attempts = _family(host), min(FREE_PORT_ATTEMPTS, len(UNASSIGNED_PORTS))
+    for port in random.SystemRandom().sample(UNASSIGNED_PORTS, attempts):
         with socket.socket(family) as probe, contextlib.suppress(OSError):
             probe.bind((host, port))
             return port
@@ -319,10 +316,7 @@ def free_port(host: str, *, ports: Sequence[int] = UNASSIGNED_PORTS) -> int:
 
 @dataclass(frozen=True)
 class Ended:
-    """The end of a program: its exit code, its stdout, and the last lines of its stderr.
-
-    Only the last `TAIL_BYTES` of stderr are kept.
-    """
+    """The end of a program: exit code, stdout, and the last `TAIL_BYTES` of stderr in lines."""
 
     # The exit code, or None if the program did not end within its limit.
     code: int | None

@@ -74,10 +74,7 @@ class RunCalls:
         return open_channel(self._address, self._credentials)
 
     async def stop(self, reason: str, *, failed: bool) -> str:
-        """Asks the controller to end the run, normally or as failed; waits up to 30 s.
-
-        Returns "" when the controller answered, else the name of the gRPC status.
-        """
+        """Asks for the run's end for up to 30 s; returns "", or the status of a failed call."""
         request = status_pb2.StopRunRequest(reason=reason, failed=failed)
         try:
             async with self.channel() as channel:

@@ -244,10 +244,7 @@ def add_names(table: dict[str, Any]) -> None:
 
 
 def _recorded(table: dict[str, Any]) -> dict[str, JsonValue]:
-    """Returns the settings that `table["automatic"]` lists, with their values.
-
-    Returns {} if there is no such list, or `table` lacks a listed setting.
-    """
+    """Returns what `table["automatic"]` names, or {} if that or a named setting is missing."""
     try:
         return {
             key: reduce(lambda place, name: place[name], key.split("."), table)
@@ -258,11 +255,7 @@ def _recorded(table: dict[str, Any]) -> dict[str, JsonValue]:
 
 
 def _workers(sizes: ModelSizes, model_bytes: float) -> int:
-    """Returns the smallest tensor-parallel size, up to 8, whose GPUs have room for the weights.
-
-    Only sizes that can divide the attention heads are considered. If none has room, the largest of
-    them is returned.
-    """
+    """Returns the least size of 1 to 8 that divides the heads and has room, or the largest."""
     groups = max(1, sizes.kv_heads)
     fitting = [
         tp

@@ -186,10 +186,7 @@ def dump_config(config: Config) -> str:
 
 
 def check_model(config: Config) -> None:
-    """Checks the model folder, and all settings that depend on it, without loading the model.
-
-    Raises ConfigError for the first problem.
-    """
+    """Checks a model's folder and what depends on it; raises ConfigError; loads nothing."""
     missing = check_sizes(config)
     if missing:
         raise ConfigError(missing[0])
@@ -347,10 +344,7 @@ def _no_entry(name: str, entries: Sequence[object]) -> str:
 
 
 def _worst(error: ValidationError) -> str:
-    """Returns one line on the first error.
-
-    If that is a missing key, the line names the first unknown key, if any, else all missing keys.
-    """
+    """Returns one line on the first error; unknown keys go before missing ones."""
     if _chosen(error)["type"] != "missing":
         return _describe(_chosen(error))
     keys: list[str] = []

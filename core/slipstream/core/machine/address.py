@@ -10,10 +10,7 @@ _FORM = re.compile(r"(?P<host>[^\s/]+):(?P<port>\d{1,5})")
 
 
 def address_parts(address: str) -> tuple[str, int]:
-    """Returns host and port of "host:port".
-
-    Raises ConfigError if `address` has another form or a port above 65535.
-    """
+    """Returns host and port; raises ConfigError for another form or a port above 65535."""
     match = _FORM.fullmatch(address)
     if match is None or int(match["port"]) > 65535 or not is_host(match["host"]):
         raise ConfigError(f"an address is host:port with a port up to 65535, got {address!r}")
@@ -42,10 +39,7 @@ def is_loopback(host: str) -> bool:
 
 
 def listen(host: str, port: int = 0) -> socket.socket:
-    """Returns a socket that listens on the first address of `host` only.
-
-    Port 0 means any free port. Raises OSError if no socket can listen there.
-    """
+    """Returns a socket on the first address of `host`, port 0 being any; raises OSError."""
     (family, *_, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return socket.create_server(address, family=family)
 

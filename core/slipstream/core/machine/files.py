@@ -30,10 +30,7 @@ _FLAGS = {
 def open_regular(
     path: Path, mode: str = "rb", *, buffering: int = -1, follow_link: bool = True
 ) -> BinaryIO:
-    """Opens a file as `open` does, without waiting; raises OSError if it is no regular file.
-
-    A symbolic link raises OSError too unless `follow_link`.
-    """
+    """Opens a file without waiting; raises OSError for a pipe, device, folder or refused link."""
     flags = _FLAGS[mode] | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow_link else os.O_NOFOLLOW)
     try:
         descriptor = os.open(path, flags, 0o666)
@@ -50,10 +47,7 @@ def open_regular(
 
 
 def read_regular(path: Path, *, most_bytes: int | None = None, follow_link: bool = True) -> bytes:
-    """Returns the bytes of a regular file; raises OSError as `open_regular` does.
-
-    Raises OSError, too, if it has more than `most_bytes`.
-    """
+    """Returns a regular file's bytes; raises OSError, also for more than `most_bytes`."""
     with open_regular(path, follow_link=follow_link) as file:
         data = file.read(-1 if most_bytes is None else most_bytes + 1)
     if most_bytes is not None and len(data) > most_bytes:

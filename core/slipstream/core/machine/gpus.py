@@ -10,7 +10,7 @@ import contextlib
 import fcntl
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,19 +101,13 @@ def find_gpu(name: str, gpus: Sequence[Gpu]) -> Gpu | None:
     return None
 
 
-def gpu_names(
-    environ: Mapping[str, str],
-    first: int,
-    count: int,
-    *,
-    find: Callable[[], Sequence[Gpu]] = list_gpus,
-) -> list[str]:
+def gpu_names(environ: Mapping[str, str], first: int, count: int) -> list[str]:
     """Returns the names of up to `count` GPUs, beginning with CUDA device `first`.
 
     A name is the same in all processes of a host: the GPU's UUID, or a MIG device's entry of
-    CUDA_VISIBLE_DEVICES. Without a driver there are no names. `find` lists the host's GPUs.
+    CUDA_VISIBLE_DEVICES. Without a driver there are no names.
     """
-    gpus = find()
+    gpus = list_gpus()
     ids = visible_ids(environ, gpus)[first : first + count]
     found = [(find_gpu(name, gpus), name) for name in ids]
     return [gpu.uuid if gpu is not None else name for gpu, name in found]

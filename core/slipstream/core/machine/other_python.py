@@ -45,10 +45,7 @@ def worker_program(python: str) -> tuple[str, ...]:
 
 
 def main() -> None:
-    """Runs the worker in this process.
-
-    If this Python is too old or lacks a package, writes the reason to stderr and exits with 2.
-    """
+    """Runs the worker in this process, or exits with 2 and the reason on stderr."""
     folders, *arguments = sys.argv[1:]
     if sys.version_info < MIN_PYTHON:
         found = ".".join(map(str, sys.version_info[:2]))

@@ -99,10 +99,7 @@ def resident_bytes(process: Descendant) -> int:
 
 
 def shared_out_bytes(process: Descendant) -> int:
-    """Returns a process's memory (PSS), in which a page shared by n processes counts one n-th.
-
-    Returns the RSS if the PSS cannot be read, or 0 if the process has ended.
-    """
+    """Returns a process's memory (PSS), where shared pages count in part; RSS if unreadable."""
     try:
         text = (_PROC / str(process.pid) / "smaps_rollup").read_text()
     except OSError:
@@ -113,10 +110,7 @@ def shared_out_bytes(process: Descendant) -> int:
 
 
 def kernel_oom_kills() -> int:
-    """Returns how many processes the kernel has killed for lack of memory since the system start.
-
-    Returns 0 if the kernel does not report this number.
-    """
+    """Returns how many processes the kernel killed for lack of memory; 0 if it does not say."""
     with contextlib.suppress(OSError):
         for line in (_PROC / "vmstat").read_text().splitlines():
             if line.startswith("oom_kill "):
@@ -125,10 +119,7 @@ def kernel_oom_kills() -> int:
 
 
 def _lister() -> Callable[[int], list[int]]:
-    """Returns a function that lists the children of a process by its pid, zombies included.
-
-    A process that has ended has none.
-    """
+    """Returns a function that lists the children of a pid, zombies included, [] after its end."""
 
     def children(pid: int) -> list[int]:
         found: list[int] = []
@@ -188,10 +179,7 @@ def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
 
 
 def below_this() -> list[str]:
-    """Returns the first words of a command whose program is killed when this process ends.
-
-    The caller appends the program and its arguments.
-    """
+    """Returns words before a program and its arguments, which is killed when this one ends."""
     return [sys.executable, "-m", "slipstream.core.machine.process", str(os.getpid())]
 
 

@@ -25,7 +25,7 @@ from slipstream.client.launch.checks import (
 from slipstream.client.launch.findings import CONTROLLER, LEARNER, SERVER, WHOLE_RUN, Scene, Verdict
 from slipstream.client.launch.launcher import run_all, run_learner, run_tinker
 from slipstream.client.launch.machine import check_packages
-from slipstream.client.launch.meeting import ask_controller, ask_queue
+from slipstream.client.launch.meeting import ask_controller, check_queue
 from slipstream.client.launch.preflight import (
     check_environments,
     check_vllm,
@@ -59,13 +59,14 @@ def test_a_free_port_is_none_that_the_kernel_gives_to_others() -> None:
             pass
 
 
-def test_a_port_in_use_is_not_free() -> None:
+def test_a_port_in_use_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = free_port("127.0.0.1")
+    monkeypatch.setattr(preflight, "UNASSIGNED_PORTS", range(taken, taken + 1))
     with (
         socket.create_server(("127.0.0.1", taken)),
         pytest.raises(ConfigError, match=r"no free port on 127\.0\.0\.1"),
     ):
-        free_port("127.0.0.1", ports=[taken])
+        free_port("127.0.0.1")
 
 
 async def test_an_address_that_a_command_holds_is_for_its_own_controller_alone() -> None:
@@ -288,13 +289,13 @@ async def test_a_queue_that_refuses_the_rollout_server_is_told_before_its_engine
             queue = QueueSection(kind="redis", redis_url=server.address, rollout_server=user)
             config = config_of(tmp_path).model_copy(update={"queue": queue})
             if role == "right":
-                seen = await ask_queue(config, "rollout_server", patience_s=0.0)
-                assert seen.endswith("lets user rollout write")
+                (found,) = await check_queue(Scene(config, SERVER))
+                assert found.seen.endswith("lets user rollout write")
                 continue
             with pytest.raises(ConfigError, match="user rollout: invalid username-password pair"):
-                await ask_queue(config, "rollout_server", patience_s=60.0)
+                await check_queue(Scene(config, SERVER, connect_timeout_s=60.0))
     with pytest.raises(ConfigError, match=r"does not answer within 0 s: .*; check queue\.redis"):
-        await ask_queue(config, "rollout_server", patience_s=0.0)
+        await check_queue(Scene(config, SERVER))
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(authority / "elsewhere.pem", authority / "server.key")
     async with await asyncio.start_server(
@@ -305,7 +306,7 @@ async def test_a_queue_that_refuses_the_rollout_server_is_told_before_its_engine
         queue = QueueSection(kind="redis", redis_url=url)
         config = config.model_copy(update={"queue": queue})
         with pytest.raises(ConfigError, match=r"CERTIFICATE_VERIFY_FAILED.*IP address mismatch"):
-            await ask_queue(config, "rollout_server", patience_s=60.0)
+            await check_queue(Scene(config, SERVER, connect_timeout_s=60.0))
 
 
 async def test_a_dry_run_of_a_finished_run_prints_its_settings_and_then_that_it_is_finished(

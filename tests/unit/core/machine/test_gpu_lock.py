@@ -1,12 +1,12 @@
 """Which processes may fill a GPU's memory at the same time."""
 
-import functools
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from slipstream.core.errors import RunFailed
+from slipstream.core.machine import gpus
 from slipstream.core.machine.gpus import Gpu, fill_gpus, gpu_names
 from support.rigs.waiting import LIMIT_S
 
@@ -87,12 +87,12 @@ def test_a_killed_holder_blocks_nobody(tmp_path: Path) -> None:
     assert may_fill(tmp_path, "a", alone=True)
 
 
-def test_gpus_have_the_names_of_the_driver() -> None:
-    names = functools.partial(gpu_names, find=lambda: GPUS)
-    assert names({}, 1, 2) == ["GPU-1aaa", "GPU-2aaa"]
-    assert names({"CUDA_VISIBLE_DEVICES": "2,0"}, 0, 1) == ["GPU-2aaa"]
-    assert names({"CUDA_VISIBLE_DEVICES": "MIG-7"}, 0, 1) == ["MIG-7"]
-    assert names({"CUDA_VISIBLE_DEVICES": ""}, 0, 1) == []
+def test_gpus_have_the_names_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "list_gpus", lambda: GPUS)
+    assert gpu_names({}, 1, 2) == ["GPU-1aaa", "GPU-2aaa"]
+    assert gpu_names({"CUDA_VISIBLE_DEVICES": "2,0"}, 0, 1) == ["GPU-2aaa"]
+    assert gpu_names({"CUDA_VISIBLE_DEVICES": "MIG-7"}, 0, 1) == ["MIG-7"]
+    assert gpu_names({"CUDA_VISIBLE_DEVICES": ""}, 0, 1) == []
 
 
 def test_without_a_gpu_there_is_no_turn(tmp_path: Path) -> None:
