@@ -4,15 +4,12 @@ The asynchronous one needs no GPU here: two steps are under way at one time, as 
 """
 
 import random
-from collections import defaultdict, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from slipstream.rollout_server.engine_rules import PromptGathering
 from slipstream.rollout_server.vllm import chunking_scheduler
 from slipstream.rollout_server.vllm.chunking_scheduler import Chunk, scheduler_class
@@ -20,28 +17,14 @@ from slipstream.rollout_server.vllm.engine_arguments import engine_config
 from slipstream.rollout_server.vllm.steady_decoding import decodes_plainly
 from support.fakes.small_configs import small_config
 from support.fakes.tiny_models import SMALLEST, make_model_folder
-from vllm import SamplingParams
+from support.rigs.scheduler_loop import BLOCK, LIMITS, PROMPT, Engine, add, scheduler_of
 from vllm.sampling_params import RequestOutputKind
-from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    SlidingWindowSpec,
-)
 from vllm.v1.metrics.stats import PrefillStats
-from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
-from vllm.v1.request import Request, RequestStatus
-from vllm.v1.structured_output import StructuredOutputManager
-
-BLOCK = 16
-PROMPT = list(range(4, 14))
-LIMITS = [1, 2, 15, 16, 17, 40, 60, 61]
+from vllm.v1.request import RequestStatus
 
 
 @pytest.fixture(scope="module")
@@ -53,123 +36,6 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Any:  # noqa: ANN401 -
         rollout_server={"max_episodes": 8, "enforce_eager": True, "engine": {"block_size": BLOCK}},
     )
     return engine_config(config, seed=0)
-
-
-@dataclass
-class Engine:
-    """vLLM's loop around a scheduler; every sampled token is a number of its own."""
-
-    scheduler: Any
-    depth: int
-    tokens: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
-    logprobs: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    finished: dict[str, str] = field(default_factory=dict)
-    sampled: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-    sizes: list[int] = field(default_factory=list)
-    messages: int = 0
-    preempted: int = 0
-    num_steps: int = 0
-    plans: list[Any] = field(default_factory=list)
-    _queue: deque[tuple[Any, Any]] = field(default_factory=deque)
-    _computed: dict[str, int] = field(default_factory=dict)
-
-    def has_work(self) -> bool:
-        return self.scheduler.has_requests() or bool(self._queue)
-
-    def step(self) -> None:
-        if self.scheduler.has_requests():
-            plan = self.scheduler.schedule()
-            self.preempted += len(plan.preempted_req_ids or ())
-            self.plans.append(self._picture(plan))
-            self._queue.append((plan, self._run(plan)))
-            if len(self._queue) < self.depth and plan.total_num_scheduled_tokens:
-                return
-        if self._queue:
-            for outputs in self.scheduler.update_from_output(*self._queue.popleft()).values():
-                self.messages += 1
-                if outputs.scheduler_stats is not None:
-                    self.num_steps = outputs.scheduler_stats.step_counter
-                for output in outputs.outputs:
-                    self._take(output)
-
-    def state(self) -> Any:  # noqa: ANN401 - vLLM's
-        """What the cache and the requests look like."""
-        (blocks,) = self.scheduler.kv_cache_manager.coordinator.single_type_managers
-        pool = blocks.block_pool
-        return (
-            {name: [b.block_id for b in held] for name, held in blocks.req_to_blocks.items()},
-            dict(blocks.num_cached_block),
-            [(b.block_id, b.block_hash) for b in pool.blocks],
-            [b.block_id for b in pool.free_block_queue.get_all_free_blocks()],
-            {
-                name: (
-                    (request.status, request.prefill_stats is None, len(request.events)),
-                    (request.num_computed_tokens, request.num_output_placeholders),
-                    (request.num_in_flight_tokens, request.num_stale_output_tokens),
-                    (request.is_prefill_chunk, request.next_decode_eligible_step),
-                    (list(request.all_token_ids), list(request.block_hashes)),
-                )
-                for name, request in self.scheduler.requests.items()
-            },
-        )
-
-    def _picture(self, plan: Any) -> Any:  # noqa: ANN401 - vLLM's
-        new = [(n.req_id, n.block_ids, n.num_computed_tokens) for n in plan.scheduled_new_reqs]
-        gone = (plan.finished_req_ids, plan.preempted_req_ids)
-        scheduled = dict(plan.num_scheduled_tokens)
-        return new, plan.scheduled_cached_reqs, scheduled, gone, self.state()
-
-    def drain(self) -> None:
-        for _ in range(2000):
-            if not self.has_work():
-                return
-            self.step()
-        raise AssertionError("the scheduler never runs out of work")
-
-    def _run(self, plan: Any) -> Any:  # noqa: ANN401 - vLLM's
-        names = list(plan.num_scheduled_tokens)
-        for new in plan.scheduled_new_reqs:
-            self._computed[new.req_id] = new.num_computed_tokens
-        cached = plan.scheduled_cached_reqs
-        self._computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        ids: list[list[int]] = []
-        for name in names:
-            request = self.scheduler.requests[name]
-            end = self._computed[name] + plan.num_scheduled_tokens[name]
-            if end < request.num_prompt_tokens:
-                ids.append([])
-                continue
-            # What is sampled depends on the position alone: also when it is computed again.
-            ids.append([100 + end])
-            self.sampled[name] = max(self.sampled[name], end + 1 - len(PROMPT))
-        values = [
-            float(np.float32(-1 / (1 + sum(map(ord, n)) + sum(i))))
-            for n, i in zip(names, ids, strict=True)
-        ]
-        column = np.asarray(values, dtype=np.float32)[:, None]
-        return ModelRunnerOutput(
-            req_ids=names,
-            req_id_to_index={name: index for index, name in enumerate(names)},
-            sampled_token_ids=ids,
-            logprobs=LogprobsLists(
-                np.asarray([i[0] if i else 0 for i in ids], dtype=np.int32)[:, None],
-                column,
-                np.ones(len(names), dtype=np.int32),
-            )
-            if names
-            else None,
-        )
-
-    def _take(self, output: Any) -> None:  # noqa: ANN401 - vLLM's
-        name = output.request_id
-        assert name not in self.finished
-        self.sizes.append(len(output.new_token_ids))
-        self.tokens[name] += output.new_token_ids
-        if output.new_logprobs is not None:
-            self.logprobs[name] += output.new_logprobs.logprobs[:, 0].tolist()
-            assert output.new_logprobs.logprob_token_ids[:, 0].tolist() == output.new_token_ids
-        if output.finish_reason is not None:
-            self.finished[name] = str(output.finish_reason)
 
 
 StartEngine = Callable[..., Engine]
@@ -187,50 +53,12 @@ def start(settings: Any) -> StartEngine:  # noqa: ANN401 - vLLM's
     ) -> Engine:
         plain = AsyncScheduler if overlapping else Scheduler
         cls = scheduler_class(async_scheduling=overlapping) if ours else plain
-        spec = FullAttentionSpec(
-            block_size=BLOCK, num_kv_heads=1, head_size=32, dtype=torch.float32
-        )
-        settings.cache_config.num_gpu_blocks = num_blocks
-        groups = [KVCacheGroupSpec(["layer"], spec)]
-        if windowed:
-            window = SlidingWindowSpec(
-                block_size=BLOCK,
-                num_kv_heads=1,
-                head_size=32,
-                dtype=torch.float32,
-                sliding_window=24,
-            )
-            groups = [KVCacheGroupSpec(["layer"], window)]
-        scheduler = cls(
-            vllm_config=settings,
-            kv_cache_config=KVCacheConfig(num_blocks, [], groups),
-            structured_output_manager=StructuredOutputManager(settings),
-            block_size=BLOCK,
-            hash_block_size=BLOCK,
-            log_stats=True,
-        )
+        scheduler = scheduler_of(cls, settings, num_blocks, 24 if windowed else None)
         # vLLM's choice on GPUs; plans differ.
         scheduler.use_v2_model_runner = newer_runner
         return Engine(scheduler, 2 if overlapping else 1)
 
     return start
-
-
-def add(
-    engine: Engine,
-    name: str,
-    limit: int,
-    *,
-    prompt: list[int] = PROMPT,
-    eos: int | None = None,
-    **parameters: object,
-) -> None:
-    init_none_hash(sha256)
-    hasher = get_request_block_hasher(BLOCK, sha256)
-    chosen = {"logprobs": 0, "output_kind": RequestOutputKind.FINAL_ONLY} | parameters
-    sampling = SamplingParams(max_tokens=limit, ignore_eos=eos is None, **chosen)
-    sampling.update_from_generation_config({}, eos)
-    engine.scheduler.add_request(Request(name, list(prompt), sampling, None, block_hasher=hasher))
 
 
 SEEDS = 3
