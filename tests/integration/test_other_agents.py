@@ -21,7 +21,6 @@ import pytest
 import pytest_asyncio
 from slipstream.client.episode_host import EpisodeHost
 from slipstream.environments.command import Command
-from slipstream.rollout_server.agents.request_rules import HttpCall
 from slipstream.rollout_server.engine_interface import Sampling
 from slipstream.v1 import environment_pb2 as pb
 from support.fakes.agent_rig import AgentRig, agent_rig
@@ -89,12 +88,8 @@ def handler(rig: AgentRig) -> Handler:
     """Answers calls as a rollout server does."""
 
     async def handle(call: pb.AgentCall) -> AsyncIterator[pb.ReplyPart]:
-        http = HttpCall(call.call, call.method, call.path, call.body, call.branch)
-        async for part in rig.api.answering.answer(rig.recorder, http):
-            headers = [pb.HttpHeader(name=name, value=value) for name, value in part.headers]
-            yield pb.ReplyPart(
-                status=part.status, headers=headers, body=part.body, is_last=part.is_last
-            )
+        async for part in rig.api.answering.answer(rig.recorder, call):
+            yield part
 
     return handle
 

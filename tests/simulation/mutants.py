@@ -140,9 +140,9 @@ MUTANTS: dict[str, tuple[Change, ...]] = {
     ),
     "an episode has the reward of its last turn": (
         Change(
-            "slipstream.rollout_server.episodes.environment_talk:EnvironmentTalk._judge",
-            "recording.reward += verdict.whole_reward",
-            "recording.reward = verdict.whole_reward",
+            "slipstream.rollout_server.episodes.environment_talk:EnvironmentTalk._turn",
+            "recording.reward += whole_reward(verdict)",
+            "recording.reward = whole_reward(verdict)",
         ),
     ),
     "a client that comes again is refused": (

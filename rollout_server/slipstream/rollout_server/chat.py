@@ -94,6 +94,13 @@ REPLY = ChatMessage("assistant", PLACEHOLDER)
 RESULT = ChatMessage("tool", "slipstreamresultplaceholder", "slpstrm00")
 
 
+def chat_messages(
+    given: environment_pb2.Observation | environment_pb2.Verdict,
+) -> tuple[ChatMessage, ...]:
+    """Returns the messages of an environment's answer."""
+    return tuple(ChatMessage.from_pb(message) for message in given.messages)
+
+
 class ParsedReply(NamedTuple):
     """The parts of a reply that the run's parsers found; `content` is the remaining text."""
 

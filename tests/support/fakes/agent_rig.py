@@ -11,9 +11,9 @@ import httpx2
 from slipstream.core.settings.config import Config
 from slipstream.rollout_server.agents.agent_api import Answering
 from slipstream.rollout_server.agents.recorder import Recorder
-from slipstream.rollout_server.agents.request_rules import HttpCall
 from slipstream.rollout_server.engine_interface import Sampling
 from slipstream.rollout_server.vllm.agent_services import AgentServices
+from slipstream.v1.environment_pb2 import AgentCall
 
 from support.fakes.chat_models import make_chat_model
 from support.fakes.scripted_engine import ScriptedEngine
@@ -169,7 +169,13 @@ class _Transport(httpx2.AsyncBaseTransport):
         _Transport.numbers += 1
         body = await request.aread()
         path = request.url.raw_path.decode()
-        call = HttpCall(_Transport.numbers, request.method, path, body, self._branch)
+        call = AgentCall(
+            call=_Transport.numbers,
+            method=request.method,
+            path=path,
+            body=body,
+            branch=self._branch,
+        )
         parts = self._rig.api.answer(self._rig.recorder, call)
         first = await anext(parts)
 
@@ -180,7 +186,9 @@ class _Transport(httpx2.AsyncBaseTransport):
                     async for part in parts:
                         yield part.body
 
-        headers = [(name, value) for name, value in first.headers if name != "content-length"]
+        headers = [
+            (each.name, each.value) for each in first.headers if each.name != "content-length"
+        ]
         return httpx2.Response(first.status, headers=headers, stream=_Stream(rest()))
 
 

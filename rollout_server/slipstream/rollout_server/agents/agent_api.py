@@ -21,25 +21,20 @@ from slipstream.rollout_server.agents.recorder import (
 )
 from slipstream.rollout_server.agents.request_rules import (
     SAMPLING_HEADER,
-    HttpCall,
-    HttpPart,
     Refusal,
-    Ruled,
     ServedCall,
     items_of,
     rule,
 )
+from slipstream.v1.environment_pb2 import AgentCall, ReplyPart
 
 log = logging.getLogger(__name__)
 
 Message: TypeAlias = MutableMapping[str, Any]
 Application: TypeAlias = Callable[..., Awaitable[None]]
-Headers: TypeAlias = tuple[tuple[str, str], ...]
 
 COUNT_PATH = "/v1/messages/count_tokens"
 MODELS_PATH = "/v1/models"
-_JSON: Headers = (("content-type", "application/json"),)
-_RETRY: Headers = (("retry-after", "1"),)
 _NOT_FOUND, _BROKEN, _BUSY = 404, 500, 503
 # Bytes of a request for each token that its prompt may have, and for all the rest. Parsing a larger
 # request would delay other episodes, and its prompt is too long anyway.
@@ -73,8 +68,11 @@ class Answering:
         self._current, self._model = current, model
         self._has_tools, self._has_drafts = has_tools, has_drafts
 
-    async def answer(self, recorder: Recorder, http: HttpCall) -> AsyncGenerator[HttpPart, None]:
-        """Yields the parts of the answer to `http`; `recorder` records the tokens of the reply."""
+    async def answer(self, recorder: Recorder, http: AgentCall) -> AsyncGenerator[ReplyPart, None]:
+        """Yields the parts of the answer to `http`; `recorder` records the tokens of the reply.
+
+        The parts lack the names of the episode and of the call.
+        """
         path = http.path.partition("?")[0]
         most_tokens = recorder.sampling.max_episode_tokens
         most = _OTHER_BYTES + _BYTES_PER_TOKEN * most_tokens
@@ -91,8 +89,8 @@ class Answering:
             elif path in (COUNT_PATH, MODELS_PATH):
                 model = {"model": self._model}
                 body = _encoded(_asked(http.body) | model) if http.body else b""
-                exchange = _Exchange(http.method, path, body, asyncio.Event())
-                parts = exchange.run(self._plain, copy_context())
+                hung_up, context = asyncio.Event(), copy_context()
+                parts = _exchange(self._plain, context, http.method, path, body, hung_up)
             else:
                 known = (CHAT_PATH, RESPONSES_PATH, MESSAGES_PATH, COUNT_PATH, MODELS_PATH)
                 what = f"{http.method} {path} is no path of agents; there are {', '.join(known)}"
@@ -103,52 +101,45 @@ class Answering:
             yield _error(path, refusal)
 
     async def _reply(
-        self, recorder: Recorder, http: HttpCall, path: str
-    ) -> AsyncGenerator[HttpPart, None]:
+        self, recorder: Recorder, http: AgentCall, path: str
+    ) -> AsyncGenerator[ReplyPart, None]:
         """Yields the parts of a reply, or raises Refusal."""
-        ruled = self._ruled(path, http.body, recorder)
-        previous = recorder.expand(ruled.body) if path == RESPONSES_PATH else None
-        body = _encoded(ruled.body)
-        recorder.ignored.update(ruled.ignored)
-        opened = recorder.open(http, path, is_stream=bool(ruled.body.get("stream")))
-        opened.previous = previous
-        opened.has_tools = _uses_tools(ruled.body)
-        if path == RESPONSES_PATH and ruled.body.get("store") is not False:
-            opened.stored_items = items_of(ruled.body)
-        context = copy_context()
-        context.run(self._current.set, (recorder, opened))
-        extra: Headers = ((SAMPLING_HEADER, ruled.told),) if ruled.told else ()
-        application = self._with_tools if opened.has_tools else self._plain
-        exchange = _Exchange("POST", path, body, opened.hung_up, extra)
-        try:
-            async for part in exchange.run(application, context):
-                if opened.refusal is not None:
-                    raise opened.refusal
-                opened.status = part.status or opened.status
-                opened.body += part.body
-                opened.is_whole = part.is_last
-                yield part
-        finally:
-            recorder.close(opened)
-
-    def _ruled(self, path: str, body: bytes, recorder: Recorder) -> Ruled:
-        asked = _asked(body)
+        asked = _asked(http.body)
         auto = _AUTO.get(path, "auto")
         ruled = rule(asked, recorder.sampling, auto=auto, has_drafts=self._has_drafts)
-        if _uses_tools(ruled.body) and not self._has_tools:
+        has_tools = bool(ruled.body.get("tools"))
+        uses_tools = has_tools and ruled.body.get("tool_choice") not in ("none", {"type": "none"})
+        if uses_tools and not self._has_tools:
             raise Refusal(NEED_PARSER)
-        if path == MESSAGES_PATH and not ruled.body.get("tools"):
+        if path == MESSAGES_PATH and not has_tools:
             # vLLM would demand its parser of tool calls for "auto".
             ruled.body.pop("tool_choice", None)
         ruled.body["model"] = self._model
         values, asked_values = recorder.template_values, asked.get("chat_template_kwargs") or {}
         if values and isinstance(asked_values, dict):
             ruled.body["chat_template_kwargs"] = {**values, **asked_values}
-        return ruled
-
-
-def _uses_tools(body: dict[str, Any]) -> bool:
-    return bool(body.get("tools")) and body.get("tool_choice") not in ("none", {"type": "none"})
+        previous = recorder.expand(ruled.body) if path == RESPONSES_PATH else None
+        body = _encoded(ruled.body)
+        recorder.ignored.update(ruled.ignored)
+        opened = recorder.open(http, path, is_stream=bool(ruled.body.get("stream")))
+        opened.previous, opened.has_tools = previous, uses_tools
+        if path == RESPONSES_PATH and ruled.body.get("store") is not False:
+            opened.stored_items = items_of(ruled.body)
+        context = copy_context()
+        context.run(self._current.set, (recorder, opened))
+        application = self._with_tools if uses_tools else self._plain
+        try:
+            async for part in _exchange(application, context, "POST", path, body, opened.hung_up):
+                if opened.refusal is not None:
+                    raise opened.refusal
+                if part.status and ruled.told:
+                    part.headers.add(name=SAMPLING_HEADER, value=ruled.told)
+                opened.status = part.status or opened.status
+                opened.body += part.body
+                opened.is_whole = part.is_last
+                yield part
+        finally:
+            recorder.close(opened)
 
 
 def _asked(body: bytes) -> dict[str, Any]:
@@ -171,110 +162,95 @@ def _encoded(asked: dict[str, Any]) -> bytes:
         raise Refusal(f"the body must be Unicode: {error.reason}") from None
 
 
-class _Exchange:
-    """One request to an ASGI application, and the messages that the application sends back."""
+async def _exchange(
+    application: Application,
+    context: Context,
+    method: str,
+    path: str,
+    body: bytes,
+    hung_up: asyncio.Event,
+) -> AsyncGenerator[ReplyPart, None]:
+    """Runs an application in `context` with one request, and yields its answer in parts.
 
-    def __init__(
-        self, method: str, path: str, body: bytes, hung_up: asyncio.Event, extra: Headers = ()
-    ) -> None:
-        """`extra` has more headers for the answer; `hung_up` is set when the client hangs up."""
-        self._scope: dict[str, Any] = {
-            "type": "http",
-            "asgi": {"version": "3.0", "spec_version": "2.3"},
-            "http_version": "1.1",
-            "method": method,
-            "scheme": "http",
-            "path": path,
-            "raw_path": path.encode(),
-            "query_string": b"",
-            "root_path": "",
-            "headers": [(b"content-type", b"application/json")],
-            "client": None,
-            "server": None,
-        }
-        self._body: bytes | None = body
-        self._hung_up = hung_up
-        self._start: Message | None = None
-        self._extra = extra
-        self._waiting = bytearray()
-        # Whether the application has sent the end of the answer.
-        self._is_whole = False
-        self._changed = asyncio.Event()
+    A part has the bytes that the application has sent since the previous part, up to a limit.
+    `hung_up` is set when the client hangs up. The application's own error is logged, not raised.
+    """
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": method,
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": [(b"content-type", b"application/json")],
+        "client": None,
+        "server": None,
+    }
+    # Set when the application sends or ends.
+    changed = asyncio.Event()
+    first, waiting = ReplyPart(), bytearray()
+    is_read = is_whole = False
 
-    async def run(
-        self, application: Application, context: Context
-    ) -> AsyncGenerator[HttpPart, None]:
-        """Runs the application in `context`, and yields its answer in parts.
-
-        A part has the bytes that the application has sent since the previous part, up to a limit.
-        """
-        loop = asyncio.get_running_loop()
-        call: Any = application(self._scope, self._receive, self._send)
-        work: asyncio.Task[None] = loop.create_task(call, context=context)
-        work.add_done_callback(lambda _: self._changed.set())
-        has_begun = False
-        try:
-            while not work.done() or self._waiting:
-                if not self._waiting:
-                    await self._changed.wait()
-                    self._changed.clear()
-                    continue
-                body = bytes(self._waiting[:_MAX_PART])
-                del self._waiting[:_MAX_PART]
-                is_last = self._is_whole and not self._waiting
-                yield self._part(body, is_first=not has_begun, is_last=is_last)
-                has_begun = True
-                if is_last:
-                    return
-        finally:
-            await _ended(work)
-        if has_begun:
-            yield HttpPart(b"", is_last=True)
-        elif self._start is not None:
-            yield self._part(b"", is_first=True, is_last=True)
-        else:
-            refusal = Refusal("no answer", code="internal_error", status=_BROKEN)
-            yield _error(self._scope["path"], refusal)
-
-    async def _receive(self) -> Message:
-        if self._body is not None:
-            body, self._body = self._body, None
+    async def receive() -> Message:
+        nonlocal is_read
+        if not is_read:
+            is_read = True
             return {"type": "http.request", "body": body, "more_body": False}
-        await self._hung_up.wait()
+        await hung_up.wait()
         return {"type": "http.disconnect"}
 
-    async def _send(self, message: Message) -> None:
+    async def send(message: Message) -> None:
+        nonlocal is_whole
         if message["type"] == "http.response.start":
-            self._start = message
+            first.status = int(message["status"])
+            for name, value in message["headers"]:
+                first.headers.add(name=name.decode(), value=value.decode())
+            if first.status == _BUSY:
+                first.headers.add(name="retry-after", value="1")
         elif message["type"] == "http.response.body":
-            self._waiting += message.get("body", b"")
-            self._is_whole = not message.get("more_body", False)
-            self._changed.set()
+            waiting.extend(message.get("body", b""))
+            is_whole = not message.get("more_body", False)
+            changed.set()
 
-    def _part(self, body: bytes, *, is_first: bool, is_last: bool) -> HttpPart:
-        if not is_first:
-            return HttpPart(body, is_last)
-        assert self._start is not None, "an application starts its answer before the body"
-        status = int(self._start["status"])
-        headers = tuple((name.decode(), value.decode()) for name, value in self._start["headers"])
-        headers += self._extra + (_RETRY if status == _BUSY else ())
-        return HttpPart(body, is_last, status, headers)
-
-
-async def _ended(work: asyncio.Task[None]) -> None:
-    """Cancels the application if it still runs; logs its error, if any, instead of raising it."""
-    work.cancel()
+    call: Any = application(scope, receive, send)
+    work: asyncio.Task[None] = asyncio.get_running_loop().create_task(call, context=context)
+    work.add_done_callback(lambda _: changed.set())
+    part = first
     try:
-        await work
-    except asyncio.CancelledError:
-        current = asyncio.current_task()
-        if current is not None and current.cancelling():
-            raise
-    except Exception:
-        log.exception("an agent's call ended with an error")
+        while not work.done() or waiting:
+            if not waiting:
+                await changed.wait()
+                changed.clear()
+                continue
+            assert first.status, "an application starts its answer before the body"
+            part.body = bytes(waiting[:_MAX_PART])
+            del waiting[:_MAX_PART]
+            part.is_last = is_whole and not waiting
+            yield part
+            if part.is_last:
+                return
+            part = ReplyPart()
+    finally:
+        work.cancel()
+        try:
+            await work
+        except asyncio.CancelledError:
+            current = asyncio.current_task()
+            if current is not None and current.cancelling():
+                raise
+        except Exception:
+            log.exception("an agent's call ended with an error")
+    if first.status:
+        part.is_last = True
+        yield part
+    else:
+        yield _error(path, Refusal("no answer", code="internal_error", status=_BROKEN))
 
 
-def _error(path: str, refusal: Refusal) -> HttpPart:
+def _error(path: str, refusal: Refusal) -> ReplyPart:
     """Returns the refusal as an error answer in the format of the API at `path`."""
     kind = "not_found_error" if refusal.status == _NOT_FOUND else "invalid_request_error"
     if refusal.status >= _BROKEN:
@@ -284,4 +260,6 @@ def _error(path: str, refusal: Refusal) -> HttpPart:
         body: dict[str, object] = {"type": "error", "error": error}
     else:
         body = {"error": error | {"param": refusal.param, "code": refusal.code}}
-    return HttpPart(json.dumps(body).encode(), True, refusal.status, _JSON)
+    part = ReplyPart(body=json.dumps(body).encode(), is_last=True, status=refusal.status)
+    part.headers.add(name="content-type", value="application/json")
+    return part

@@ -30,7 +30,6 @@ from slipstream.rollout_server.agents.conversations import (
     reply_keys,
 )
 from slipstream.rollout_server.agents.request_rules import (
-    HttpCall,
     Refusal,
     ReplyRoom,
     ServedCall,
@@ -48,6 +47,7 @@ from slipstream.rollout_server.engine_interface import (
     TextPart,
 )
 from slipstream.rollout_server.usage import UseClock
+from slipstream.v1.environment_pb2 import AgentCall
 
 # Turns a reply in the form of the API at a path into chat messages.
 AsMessages: TypeAlias = Callable[[str, Any], Sequence[Mapping[str, Any]]]
@@ -121,16 +121,16 @@ class Recorder:
     def num_open(self) -> int:
         return len(self._open)
 
-    def open(self, http: HttpCall, path: str, *, is_stream: bool) -> ServedCall:
+    def open(self, http: AgentCall, path: str, *, is_stream: bool) -> ServedCall:
         """Registers an HTTP call that asks for a reply; `close` or `hang_up` ends it."""
-        opened = ServedCall(http, f"{self._key}.{http.number}", path, is_stream)
-        self._open[http.number] = opened
+        opened = ServedCall(http, f"{self._key}.{http.call}", path, is_stream)
+        self._open[http.call] = opened
         return opened
 
     def close(self, opened: ServedCall) -> None:
         """Ends a call, and the sampling of its reply if that still runs."""
         opened.is_answered = True
-        del self._open[opened.http.number]
+        del self._open[opened.http.call]
         if opened.sampling is None:
             self._release(opened)
         elif not opened.sampling.done():
@@ -213,9 +213,21 @@ class Recorder:
             if self._is_cancelled or opened.hung_up.is_set():
                 self._release(opened)
                 raise LimitReached("the episode is over")
+            # Calls that began and have not ended reserve tokens, turns and branches.
+            held = [
+                (each.call, each.room)
+                for each in {*self._open.values(), *self._unread}
+                if each.call is not None and each.room is not None and not each.call.is_over
+            ]
+            begun = self.conversations
             found = room(
                 self.sampling,
-                self._use(),
+                Use(
+                    tokens=begun.num_tokens,
+                    reserved_tokens=sum(room.reserved_tokens for _, room in held),
+                    turns=begun.num_turns + len(held),
+                    branches=len(begun.branches) + sum(not each.is_append for each, _ in held),
+                ),
                 prompt=len(call.prompt),
                 context=len(call.context),
                 is_new=not call.is_append,
@@ -296,22 +308,6 @@ class Recorder:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-    def _use(self) -> Use:
-        """Returns the tokens and turns that finished calls used and that open calls reserve."""
-        held = [
-            (opened.call, opened.room)
-            for opened in (*self._open.values(), *self._unread)
-            if opened.call is not None and opened.room is not None and not opened.call.is_over
-        ]
-        rooms = {id(call): (call, room) for call, room in held}.values()
-        return Use(
-            tokens=self.conversations.num_tokens,
-            reserved_tokens=sum(room.reserved_tokens for _, room in rooms),
-            turns=self.conversations.num_turns + len(rooms),
-            branches=len(self.conversations.branches)
-            + sum(not call.is_append for call, _ in rooms),
-        )
 
     def _read_replies(self) -> None:
         """Adds the replies that clients have received by now to `conversations`."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from slipstream.rollout_server.agents.conversations import AgentCall, AgentTurn, Found, MessageKey
 from slipstream.rollout_server.engine_interface import Sampling
+from slipstream.v1 import environment_pb2
 
 
 class Refusal(Exception):
@@ -95,31 +96,6 @@ def _too_long(num_tokens: int, name: str, limit: int) -> Refusal:
     return Refusal(f"prompt is too long: {what}", code="context_length_exceeded")
 
 
-@dataclass(frozen=True)
-class HttpCall:
-    """An HTTP request of an agent.
-
-    `number` ascends within an episode. `branch` is the branch name of the endpoint that the agent
-    used, or "" if it has none.
-    """
-
-    number: int
-    method: str
-    path: str
-    body: bytes
-    branch: str = ""
-
-
-@dataclass(frozen=True)
-class HttpPart:
-    """A part of the answer to an `HttpCall`; only the first part has `status` and `headers`."""
-
-    body: bytes
-    is_last: bool
-    status: int = 0
-    headers: tuple[tuple[str, str], ...] = ()
-
-
 @dataclass(eq=False)
 class ServedCall:
     """The state of a call that asks for a reply.
@@ -128,7 +104,7 @@ class ServedCall:
     `turn` stays None, the call has sampled nothing.
     """
 
-    http: HttpCall
+    http: environment_pb2.AgentCall
     request_id: str
     path: str
     is_stream: bool
@@ -245,7 +221,8 @@ def rule(
             if part["format"] != {"type": "text"}:
                 told[f"{name}.format"] = _NOT
     choice = kept.get("tool_choice")
-    if _is_forced(choice):
+    chosen = choice.get("type") if isinstance(choice, dict) else choice
+    if choice is not None and chosen not in ("auto", "none"):
         kept["tool_choice"] = auto
         told["tool_choice"] = "auto (asked)"
     kinds = [tool.get("type") for tool in _list(kept.get("tools")) if isinstance(tool, dict)]
@@ -264,12 +241,6 @@ def rule(
 
 def _list(value: object) -> list[object]:
     return value if isinstance(value, list) else []
-
-
-def _is_forced(choice: object) -> bool:
-    if isinstance(choice, dict):
-        return choice.get("type") not in ("auto", "none")
-    return choice not in (None, "auto", "none")
 
 
 def _word(value: object) -> str:

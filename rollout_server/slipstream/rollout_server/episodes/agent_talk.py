@@ -19,8 +19,7 @@ from slipstream.core.template_values import read_values
 from slipstream.core.types import IGNORED, Status
 from slipstream.rollout_server.agents.agent_api import Answering
 from slipstream.rollout_server.agents.recorder import Recorder
-from slipstream.rollout_server.agents.request_rules import HttpCall
-from slipstream.rollout_server.episodes.calls import AgentEnd, Opening, StreamSession, misused
+from slipstream.rollout_server.episodes.calls import StreamSession, misused, whole_reward
 from slipstream.rollout_server.episodes.play import Play
 from slipstream.v1 import environment_pb2, trajectory_pb2
 
@@ -39,7 +38,7 @@ class AgentTalk:
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._last_call = 0
 
-    async def run(self) -> AgentEnd:
+    async def run(self) -> environment_pb2.AgentResult:
         """Answers calls until the agent returns its result.
 
         Raises EnvironmentFailed if the agent fails, or neither calls nor returns within
@@ -61,11 +60,15 @@ class AgentTalk:
                     )
                     kind = trajectory_pb2.FAILURE_KIND_TIMEOUT
                     raise await self._session.examine(EnvironmentFailed(kind, late))
-                self._forget_answered()
+                for number, answered in list(self._calls.items()):
+                    if answered.done():
+                        del self._calls[number]
+                        if not answered.cancelled():
+                            answered.result()
                 if not waiting.done():
                     continue
                 message = waiting.result()
-                if isinstance(message, AgentEnd):
+                if isinstance(message, environment_pb2.AgentResult):
                     return message
                 self._take(message)
                 waiting = asyncio.ensure_future(self._session.next_call())
@@ -90,17 +93,9 @@ class AgentTalk:
         self._last_call = message.call
         self._calls[message.call] = asyncio.ensure_future(self._answer(message))
 
-    def _forget_answered(self) -> None:
-        """Drops calls that have ended; raises the error of a call that failed."""
-        for number, task in list(self._calls.items()):
-            if task.done():
-                del self._calls[number]
-                if not task.cancelled():
-                    task.result()
-
     async def _answer(self, message: environment_pb2.AgentCall) -> None:
-        http = HttpCall(message.call, message.method, message.path, message.body, message.branch)
-        async with contextlib.aclosing(self._answering.answer(self._recorder, http)) as parts:
+        answer = self._answering.answer(self._recorder, message)
+        async with contextlib.aclosing(answer) as parts:
             async for part in parts:
                 try:
                     await self._session.reply_part(message.call, part)
@@ -111,7 +106,9 @@ class AgentTalk:
                     return
 
 
-async def serve_agent(play: Play, session: StreamSession, opening: Opening) -> Status:
+async def serve_agent(
+    play: Play, session: StreamSession, opening: environment_pb2.Observation
+) -> Status:
     """Answers the agent's calls until it returns, then records its conversations.
 
     Returns how the episode ended. Raises EnvironmentFailed if the agent fails.
@@ -133,7 +130,7 @@ async def serve_agent(play: Play, session: StreamSession, opening: Opening) -> S
     rewards: dict[str, float] = {}
     try:
         end = await play.ask(talk.run())
-        shares = end.shares
+        shares = dict(end.shares)
         recording.reward, rewards = _earned(recorder, end)
         recording.metrics.update(end.metrics)
     finally:
@@ -146,7 +143,7 @@ async def serve_agent(play: Play, session: StreamSession, opening: Opening) -> S
     return Status.TRUNCATED if recorder.is_truncated else Status.COMPLETED
 
 
-def _earned(recorder: Recorder, end: AgentEnd) -> tuple[float, dict[str, float]]:
+def _earned(recorder: Recorder, end: environment_pb2.AgentResult) -> tuple[float, dict[str, float]]:
     """Returns the rewards of the episode and of branch names, with those of their replies.
 
     If replies have rewards, all are placed at the tokens that earned them: what an agent told of
@@ -172,7 +169,7 @@ def _earned(recorder: Recorder, end: AgentEnd) -> tuple[float, dict[str, float]]
         except ValueError as error:
             raise misused(f"reply_rewards of {each.reply_id[:80]!r}: {error}") from None
         if turn.branch.name in rewards:
-            rewards[turn.branch.name] += each.whole
+            rewards[turn.branch.name] += whole_reward(each)
         else:
-            reward += each.whole
+            reward += whole_reward(each)
     return reward, rewards

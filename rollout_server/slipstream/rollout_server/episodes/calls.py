@@ -11,14 +11,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from slipstream.core.errors import EnvironmentFailed
 from slipstream.core.template_values import NEED_PARSER, read_tools
-from slipstream.rollout_server.agents.request_rules import HttpPart
-from slipstream.rollout_server.chat import ChatMessage, ParsedReply
+from slipstream.rollout_server.chat import ParsedReply
 from slipstream.v1 import environment_pb2, trajectory_pb2
 
 MAX_MESSAGE_CHARACTERS = 500
@@ -28,77 +26,8 @@ _MAX_WAITING_CALLS = 1024
 Answers: TypeAlias = "asyncio.Queue[environment_pb2.WorkerMessage | EnvironmentFailed]"
 
 
-@dataclass(frozen=True)
-class Judgement:
-    """An environment's answer to a reply, with the next `messages` unless the episode is `done`.
-
-    `tools`, a text as in `TemplateInputs`, are offered from now on; None leaves them unchanged.
-    `given_reply` is the next reply, given by the environment; if it is "", the model replies.
-    `token_rewards`, if not empty, has a reward for each token of the reply, beside `reward`.
-    """
-
-    reward: float
-    done: bool
-    messages: tuple[ChatMessage, ...] = ()
-    metrics: dict[str, float] = field(default_factory=dict)
-    tools: str | None = None
-    given_reply: str = ""
-    token_rewards: tuple[float, ...] = ()
-
-    @property
-    def whole_reward(self) -> float:
-        return sum(self.token_rewards, self.reward)
-
-
-@dataclass(frozen=True)
-class Opening:
-    """The first messages of an episode; `max_reply_tokens` 0 means the run's own limit.
-
-    An agent has no messages: it makes calls. `tools` is as in `TemplateInputs`, `given_reply` as in
-    `Judgement`.
-    """
-
-    messages: list[ChatMessage]
-    max_reply_tokens: int = 0
-    is_agent: bool = False
-    tools: str = ""
-    given_reply: str = ""
-    expected_answer: str = ""
-
-
-@dataclass(frozen=True)
-class ReplyReward:
-    """The reward of one reply to an agent, or one for each of its tokens.
-
-    `reply_id` is the `id` of the answer that carried the reply.
-    """
-
-    reply_id: str
-    reward: float
-    token_rewards: tuple[float, ...] = ()
-
-    @property
-    def whole(self) -> float:
-        return sum(self.token_rewards, self.reward)
-
-
-@dataclass(frozen=True)
-class AgentEnd:
-    """The result of an agent.
-
-    `shares` has the factor on each branch's advantage, and `rewards` the reward of each branch that
-    has its own; both by branch name. `reply_rewards` has rewards of replies in addition.
-    """
-
-    reward: float
-    metrics: dict[str, float]
-    shares: dict[str, float]
-    rewards: dict[str, float] = field(default_factory=dict)
-    reply_rewards: tuple[ReplyReward, ...] = ()
-
-
 class StreamSession:
-    """One episode at its environment, which answers on a stream.
+    """One episode at its environment, which answers on a stream; numbers in answers are finite.
 
     `reset`, `step` and `reply_part` raise EnvironmentFailed if the environment fails or does not
     answer in time; `next_call` only raises it if the environment fails.
@@ -124,21 +53,14 @@ class StreamSession:
         # The calls and the result of an agent, once they were asked for.
         self._answers: Answers | None = None
 
-    async def reset(self, task_index: int, seed: int) -> Opening:
-        """Starts the task; returns its first messages."""
+    async def reset(self, task_index: int, seed: int) -> environment_pb2.Observation:
+        """Starts the task; returns its first messages. An empty list of tools is ""."""
         command = environment_pb2.ResetCommand(
             episode_key=self._key, task_index=task_index, seed=seed
         )
         answer = await self._call(environment_pb2.WorkerCommand(reset=command), "observation")
-        observation = answer.observation
-        return Opening(
-            _messages(observation.messages),
-            observation.max_reply_tokens,
-            observation.is_agent,
-            _tools(observation.tools_json) or "",
-            observation.given_reply,
-            observation.expected_answer,
-        )
+        answer.observation.tools_json = _offered(answer.observation.tools_json)
+        return answer.observation
 
     async def step(
         self,
@@ -147,34 +69,29 @@ class StreamSession:
         truncated: bool,
         parsed: ParsedReply | None = None,
         token_ids: Sequence[int] = (),
-    ) -> Judgement:
+    ) -> environment_pb2.Verdict:
         """Returns the verdict on a reply; `truncated` says that the reply ended at a length limit.
 
-        `parsed` is None if no parser has read the reply. `token_ids` are its tokens.
+        `parsed` is None if no parser has read the reply. `token_ids` are its tokens. An empty list
+        of tools is "[]".
         """
         command = environment_pb2.StepCommand(
-            episode_key=self._key,
-            reply=reply,
-            truncated=truncated,
-            parsed=None if parsed is None else _parsed_to_pb(parsed),
-            token_ids=token_ids,
+            episode_key=self._key, reply=reply, truncated=truncated, token_ids=token_ids
         )
+        if parsed is not None:
+            command.parsed.content, command.parsed.reasoning = parsed.content, parsed.reasoning
+            for call in parsed.tool_calls:
+                command.parsed.tool_calls.add(**call._asdict())
         answer = await self._call(environment_pb2.WorkerCommand(step=command), "verdict")
         self._was_judged = True
         verdict = answer.verdict
         tokens = dict(enumerate(verdict.token_rewards, 1))
         _check_numbers(verdict.reward, {"metric": verdict.metrics, "reward of token": tokens})
-        return Judgement(
-            reward=verdict.reward,
-            done=verdict.done,
-            messages=tuple(_messages(verdict.messages)),
-            metrics=dict(verdict.metrics),
-            tools=_tools(verdict.tools_json),
-            given_reply=verdict.given_reply,
-            token_rewards=tuple(verdict.token_rewards),
-        )
+        if verdict.tools_json:
+            verdict.tools_json = _offered(verdict.tools_json) or "[]"
+        return verdict
 
-    async def next_call(self) -> environment_pb2.AgentCall | AgentEnd:
+    async def next_call(self) -> environment_pb2.AgentCall | environment_pb2.AgentResult:
         """Waits without a limit for the next call of an agent or its result, and returns it."""
         if self._answers is None:
             command = environment_pb2.WorkerCommand(follow_agent={"episode_key": self._key})
@@ -188,31 +105,17 @@ class StreamSession:
         result = _expected(answer, "agent_result").agent_result
         self._was_judged = True
         named = {"metric": result.metrics, "share": result.shares, "reward": result.rewards}
-        replies = [
-            ReplyReward(each.reply_id, each.reward, tuple(each.token_rewards))
-            for each in result.reply_rewards
-        ]
-        of_replies = {each.reply_id: each.whole for each in replies}
-        _check_numbers(result.reward, {**named, "reward of reply": of_replies})
-        metrics, shares, rewards = map(dict, named.values())
-        return AgentEnd(result.reward, metrics, shares, rewards, tuple(replies))
+        replies = {each.reply_id: whole_reward(each) for each in result.reply_rewards}
+        _check_numbers(result.reward, {**named, "reward of reply": replies})
+        return result
 
-    async def reply_part(self, call: int, part: HttpPart) -> None:
+    async def reply_part(self, call: int, part: environment_pb2.ReplyPart) -> None:
         """Sends the agent a part of the answer to its call.
 
         Returns when the agent has taken the part, or at once if it is the last part.
         """
-        command = environment_pb2.ReplyPart(
-            episode_key=self._key,
-            call=call,
-            status=part.status,
-            headers=[
-                environment_pb2.HttpHeader(name=name, value=value) for name, value in part.headers
-            ],
-            body=part.body,
-            is_last=part.is_last,
-        )
-        message = environment_pb2.WorkerCommand(reply_part=command)
+        part.episode_key, part.call = self._key, call
+        message = environment_pb2.WorkerCommand(reply_part=part)
         if part.is_last:
             self._table.notify(message)
         else:
@@ -274,8 +177,9 @@ def _check_numbers(reward: float, named: Mapping[str, Mapping[Any, float]]) -> N
             )
 
 
-def _messages(messages: Iterable[environment_pb2.ChatMessage]) -> list[ChatMessage]:
-    return [ChatMessage.from_pb(message) for message in messages]
+def whole_reward(judged: environment_pb2.Verdict | environment_pb2.ReplyReward) -> float:
+    """Returns the reward of a reply with those of its tokens."""
+    return sum(judged.token_rewards, judged.reward)
 
 
 def check_tools(tools: str, *, takes_tools: bool) -> None:
@@ -284,24 +188,12 @@ def check_tools(tools: str, *, takes_tools: bool) -> None:
         raise misused(NEED_PARSER)
 
 
-def _tools(text: str) -> str | None:
-    """Returns the tools in a message: None if the text is empty, "" if it is an empty list.
-
-    Raises EnvironmentFailed if the text is invalid.
-    """
-    if not text:
-        return None
+def _offered(tools: str) -> str:
+    """Returns the tools in a message, "" if there are none; raises EnvironmentFailed if invalid."""
     try:
-        return text if read_tools(text) else ""
+        return tools if tools and read_tools(tools) else ""
     except ValueError as error:
         raise misused(str(error)) from None
-
-
-def _parsed_to_pb(parsed: ParsedReply) -> environment_pb2.ParsedReply:
-    calls = [environment_pb2.ToolCall(**call._asdict()) for call in parsed.tool_calls]
-    return environment_pb2.ParsedReply(
-        content=parsed.content, reasoning=parsed.reasoning, tool_calls=calls
-    )
 
 
 class CallTable:
@@ -401,7 +293,10 @@ def checked(message: environment_pb2.WorkerMessage) -> environment_pb2.WorkerMes
     """Returns `message`; raises EnvironmentFailed if it reports a failure."""
     if message.WhichOneof("message") == "failure":
         failure = message.failure
-        raise EnvironmentFailed(_kind(failure), failure.message[:MAX_MESSAGE_CHARACTERS])
+        # Without a kind, or with one that only a newer peer knows, the environment is at fault.
+        is_known = failure.kind and failure.kind in trajectory_pb2.FailureKind.values()
+        kind = failure.kind if is_known else trajectory_pb2.FAILURE_KIND_ENVIRONMENT
+        raise EnvironmentFailed(kind, failure.message[:MAX_MESSAGE_CHARACTERS])
     return message
 
 
@@ -419,10 +314,3 @@ def _put(answers: Answers, answer: environment_pb2.WorkerMessage | EnvironmentFa
     if answers.qsize() == answers.maxsize - 1 and not isinstance(answer, EnvironmentFailed):
         answer = misused(f"{answers.maxsize} calls of an agent wait, it makes too many")
     answers.put_nowait(answer)
-
-
-def _kind(failure: trajectory_pb2.Failure) -> trajectory_pb2.FailureKind:
-    """Returns the kind of `failure`, or ENVIRONMENT if the message has none or an unknown one."""
-    if failure.kind and failure.kind in trajectory_pb2.FailureKind.values():
-        return failure.kind
-    return trajectory_pb2.FAILURE_KIND_ENVIRONMENT

@@ -4,10 +4,10 @@
 over. It waits for a free slot, the episode, a verdict on the weights, room in the queue. Unblocked
 by: an episode's end, `WeightOrders`, an acknowledgement from the controller.
 
-`Episode` is one attempt: environment and model take turns until the environment or a limit ends it.
-It consumes a session of an environment and an engine, and produces one trajectory, unless the
-engine dies. It waits for the environment, or the agent's calls, and the engine. Unblocked by: their
-answers, the environment's limit, `cancel`.
+`run_episode` runs one attempt: environment and model take turns until the environment or a limit
+ends it. It consumes a session of an environment and an engine, and produces one trajectory, unless
+the engine dies. It waits for the environment, or the agent's calls, and the engine. Unblocked by:
+their answers, the environment's limit, `Play.cancel`.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ from slipstream.protocol.codec import encode_trajectory
 from slipstream.protocol.queue.base import TrajectorySender, seal
 from slipstream.rollout_server.engine_interface import EngineDied, GenerationFailed
 from slipstream.rollout_server.episodes.calls import MAX_MESSAGE_CHARACTERS
-from slipstream.rollout_server.episodes.environment_talk import PromptTooLong
-from slipstream.rollout_server.episodes.kinds import reply_alone, talk
+from slipstream.rollout_server.episodes.kinds import talk
 from slipstream.rollout_server.episodes.play import (
     Cancelled,
     EpisodeServices,
@@ -43,7 +42,9 @@ from slipstream.rollout_server.episodes.play import (
     Identity,
     Lease,
     Play,
+    PromptTooLong,
     ServiceFailed,
+    reply_alone,
     trajectory_of,
 )
 from slipstream.rollout_server.episodes.recording import Recording
@@ -204,10 +205,10 @@ class Dispatcher:
                 return None
             group.next_attempt = max(group.next_attempt, attempt + 1)
             task = EpisodeTask(self._identity, group.lease, member, attempt)
-            episode = Episode(task, self._services, self._counters)
+            episode = Play(task, self._services, self._counters)
             group.episodes.add(episode)
             try:
-                return await episode.run()
+                return await run_episode(episode, self._services)
             finally:
                 group.episodes.discard(episode)
         finally:
@@ -246,90 +247,62 @@ class _Group:
     # The first attempt that no member has begun.
     next_attempt: int
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
-    episodes: set[Episode] = field(default_factory=set)
+    episodes: set[Play] = field(default_factory=set)
 
 
-class Episode:
-    """One attempt of a group's member; `run` may be called once, and `cancel` ends it early."""
+async def run_episode(play: Play, services: EpisodeServices) -> Trajectory:
+    """Runs an episode to its end; returns the trajectory, with the cause of a failure.
 
-    def __init__(
-        self, task: EpisodeTask, services: EpisodeServices, counters: EpochCounters
-    ) -> None:
-        self._task, self._services, self._counters = task, services, counters
-        self._play = Play(task, services, counters)
+    `Play.cancel` ends it early, with the tokens sampled so far. Raises only EngineDied and
+    ConfigError, which end the server.
+    """
+    counters = play.counters
+    counters.open_episodes += 1
+    status, failure = Status.FAILED, None
+    try:
+        status = await _played(play, services)
+    except Cancelled:
+        status = Status.CANCELLED
+    except (EngineDied, ConfigError):
+        counters.is_broken_off = True
+        raise
+    except Exception as error:  # noqa: BLE001 - logged, and told as the episode's failure
+        failure = _failure(error)
+    except BaseException:
+        counters.is_broken_off = True
+        raise
+    counters.ended(play.recording.num_sampled)
+    try:
+        return trajectory_of(play, status, failure)
+    except Exception as error:  # noqa: BLE001 - as above; the ledger shows the lost tokens
+        play.recording = Recording()
+        return trajectory_of(play, Status.FAILED, _failure(error))
 
-    async def run(self) -> Trajectory:
-        """Runs the episode to its end; returns the trajectory, with the cause of a failure.
 
-        Raises only EngineDied and ConfigError, which end the server.
-        """
-        self._counters.open_episodes += 1
-        status, failure = Status.FAILED, None
-        try:
-            status = await self._played()
-        except Cancelled:
-            status = Status.CANCELLED
-        except (EngineDied, ConfigError):
-            self._counters.is_broken_off = True
-            raise
-        except Exception as error:  # noqa: BLE001 - logged, and told as the episode's failure
-            failure = _failure(error)
-        except BaseException:
-            self._counters.is_broken_off = True
-            raise
-        self._counters.ended(self._play.recording.num_sampled)
-        try:
-            return self._trajectory(status, failure)
-        except Exception as error:  # noqa: BLE001 - as above; the ledger shows the lost tokens
-            self._play.recording = Recording()
-            return self._trajectory(Status.FAILED, _failure(error))
-
-    async def cancel(self) -> None:
-        """Makes `run` return soon, with the tokens sampled so far, unless `run` has ended."""
-        await self._play.cancel()
-
-    async def _played(self) -> Status:
-        """Plays the episode in its environment; returns how it ended."""
-        play, lease, session = self._play, self._task.lease, None
-        if lease.prompt:
-            return await reply_alone(play)
-        try:
-            opened = self._services.environments.open(
-                lease.environment,
-                self._task.key,
-                lease.task_index,
-                self._task.attempt,
-                lease.timeout_s,
-            )
-            session = await play.ask(opened)
-            opening = await play.ask(session.reset(lease.task_index, lease.seed))
-            play.recording.max_reply_tokens = opening.max_reply_tokens
-            play.recording.expected_answer = opening.expected_answer
-            status = await talk(play, session, opening)
-            await self._ask_reference(status)
-            return status
-        finally:
-            if session is not None:
-                session.close()
-
-    async def _ask_reference(self, status: Status) -> None:
-        server, recording = self._services.reference, self._play.recording
-        if server is not None and self._task.is_trained(status):
+async def _played(play: Play, services: EpisodeServices) -> Status:
+    """Plays an episode: alone, against its environment or with its agent; returns how it ended."""
+    lease, task, recording, session = play.lease, play.task, play.recording, None
+    if lease.prompt:
+        return await reply_alone(play)
+    try:
+        opened = services.environments.open(
+            lease.environment, task.key, lease.task_index, task.attempt, lease.timeout_s
+        )
+        session = await play.ask(opened)
+        opening = await play.ask(session.reset(lease.task_index, lease.seed))
+        recording.max_reply_tokens = opening.max_reply_tokens
+        recording.expected_answer = opening.expected_answer
+        status = await talk(play, session, opening)
+        if services.reference is not None and task.is_trained(status):
             recording.close()
             before_s = recording.environment_s
-            recording.reference = await self._play.ask(server.logprobs(recording.sequences()))
+            scored = services.reference.logprobs(recording.sequences())
+            recording.reference = await play.ask(scored)
             recording.environment_s = before_s
-
-    def _trajectory(self, status: Status, failure: Failure | None) -> Trajectory:
-        model = self._services.model
-        return trajectory_of(
-            self._task,
-            self._play.recording,
-            status,
-            failure,
-            renderer=model.renderer,
-            num_experts=model.engine.num_experts,
-        )
+        return status
+    finally:
+        if session is not None:
+            session.close()
 
 
 _FAILURES = {

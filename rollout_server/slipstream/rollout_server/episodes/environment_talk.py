@@ -15,17 +15,17 @@ from functools import partial
 from slipstream.core.models.vision import PlacedImage, check_pixels
 from slipstream.core.settings.sections import MAX_TURNS
 from slipstream.core.types import Status
-from slipstream.rollout_server.chat import REPLY, ChatMessage, ParsedReply, TemplateInputs
+from slipstream.rollout_server.chat import REPLY, ChatMessage, TemplateInputs, chat_messages
 from slipstream.rollout_server.engine_interface import FinishReason
 from slipstream.rollout_server.episodes.calls import (
-    Judgement,
-    Opening,
     StreamSession,
     check_tools,
     misused,
+    whole_reward,
 )
-from slipstream.rollout_server.episodes.play import Play, Reader
+from slipstream.rollout_server.episodes.play import Play, PromptTooLong, Reader
 from slipstream.rollout_server.episodes.renderer import Renderer, RenderingFailed
+from slipstream.v1 import environment_pb2
 
 
 class EnvironmentTalk:
@@ -38,20 +38,29 @@ class EnvironmentTalk:
         # Reads replies; None if there is nothing to read in them.
         self._reader: Reader | None = None
 
-    async def run(self, opening: Opening) -> Status:
+    async def run(self, opening: environment_pb2.Observation) -> Status:
         """Plays the turns after `opening`; returns how the episode ended.
 
         Raises PromptTooLong, RenderingFailed, or what `Play.ask` and `Play.generate` raise.
         """
         renderer, recording, sampling = self._renderer, self._recording, self._sampling
-        inputs = TemplateInputs(opening.tools, self._play.lease.template_values)
-        history = await self._begin(opening, inputs)
+        messages, limit = chat_messages(opening), sampling.max_episode_tokens
+        if renderer.cannot_fit(messages, limit):
+            characters = sum(message.num_characters for message in messages)
+            raise PromptTooLong.for_reply(f"{characters} characters", limit)
+        inputs = TemplateInputs(opening.tools_json, self._play.lease.template_values)
+        await self._offer(inputs)
+        history = History(renderer, messages, inputs)
         context = history.prompt()
-        recording.prompt_tokens = len(context)
-        self._check_prompt(len(context))
-        reply_limit = sampling.max_reply_tokens
-        if opening.max_reply_tokens:
-            reply_limit = min(reply_limit, opening.max_reply_tokens)
+        recording.prompt_tokens = num_tokens = len(context)
+        if sampling.max_prompt_tokens and num_tokens > sampling.max_prompt_tokens:
+            raise PromptTooLong(
+                f"a prompt of {num_tokens} tokens is longer than "
+                f"sampling.max_prompt_tokens = {sampling.max_prompt_tokens}"
+            )
+        if num_tokens >= limit:
+            raise PromptTooLong.for_reply(f"{num_tokens} tokens", limit)
+        reply_limit = min(opening.max_reply_tokens or math.inf, sampling.max_reply_tokens)
         given = opening.given_reply
         recording.is_given = bool(given)
         while True:
@@ -59,35 +68,23 @@ class EnvironmentTalk:
             if room < 1:
                 # The environment has judged all replies so far.
                 return Status.TRUNCATED
-            await self._check_images(history.images)
-            recording.add_context(context, history.images)
-            most = min(room, reply_limit)
-            before = list(recording.conversation)
-            said, truncated = await self._reply(history, given, most)
-            reply = recording.last_text = renderer.decode(said)
-            parsed = self._read(before, said, history.inputs)
-            judged = self._judged(before, said, reply, parsed)
-            step = self._session.step(reply, truncated=truncated, parsed=judged, token_ids=said)
-            verdict = await self._play.ask(step)
-            if given:
-                # What ends the reply depends on what follows it.
-                said = history.reply(given, verdict.messages)[:most]
-                end = FinishReason.LENGTH if truncated else FinishReason.STOP
-                self._play.give(said, end)
-            self._judge(verdict)
+            await self._add_context(context, history.images)
+            most = int(min(room, reply_limit))
+            verdict, answer, truncated = await self._turn(history, given, most)
             if verdict.done:
                 return Status.TRUNCATED if truncated else Status.COMPLETED
+            messages = chat_messages(verdict)
             if recording.num_turns >= (sampling.max_turns or MAX_TURNS):
                 return Status.TRUNCATED
-            if renderer.cannot_fit(verdict.messages, sampling.max_episode_tokens):
+            if renderer.cannot_fit(messages, limit):
                 return Status.TRUNCATED
             given = verdict.given_reply
             if bool(given) != recording.is_given:
                 raise misused("an environment gives all replies of an episode, or none")
-            answer = parsed.message if parsed else ChatMessage("assistant", reply)
-            history.add(answer, verdict.messages)
-            tools = history.inputs.tools if verdict.tools is None else verdict.tools
-            if tools == history.inputs.tools:
+            history.add(answer, messages)
+            before = history.inputs.tools
+            tools = {"": before, "[]": ""}.get(verdict.tools_json, verdict.tools_json)
+            if tools == before:
                 appended = history.continuation(recording.token_ids[-1])
                 if appended is not None:
                     context = appended
@@ -100,16 +97,6 @@ class EnvironmentTalk:
                 return Status.TRUNCATED
             recording.begin_branch()
 
-    async def _begin(self, opening: Opening, inputs: TemplateInputs) -> History:
-        renderer, most = self._renderer, self._sampling.max_episode_tokens
-        if renderer.cannot_fit(opening.messages, most):
-            raise PromptTooLong(
-                f"a prompt of {sum(message.num_characters for message in opening.messages)} "
-                f"characters leaves no room within sampling.max_episode_tokens = {most}"
-            )
-        await self._offer(inputs)
-        return History(renderer, opening.messages, inputs)
-
     async def _offer(self, inputs: TemplateInputs) -> None:
         """Sets the parser of replies to prompts that are rendered with `inputs`.
 
@@ -120,34 +107,44 @@ class EnvironmentTalk:
         if self._reader is not None and inputs.tools:
             self._reader.check(inputs)
 
-    async def _reply(self, history: History, given: str, most: int) -> tuple[list[int], bool]:
-        """Returns a given reply, or one that is sampled and recorded, and whether it was cut."""
-        if given:
-            tokens = history.reply(given)
-            return tokens[:most], len(tokens) > most
-        generation = await self._play.generate(most)
-        return self._recording.last_reply, generation.finish_reason is FinishReason.LENGTH
+    async def _add_context(self, context: list[int], new: Sequence[PlacedImage]) -> None:
+        images = {*self._recording.images, *(image.data for image in new)}
+        try:
+            self._sampling.check_images(images)
+            await check_pixels(new)
+        except ValueError as error:
+            raise RenderingFailed(str(error)) from error
+        self._recording.add_context(context, new)
 
-    def _read(
-        self, before: list[int], said: list[int], inputs: TemplateInputs
-    ) -> ParsedReply | None:
-        """Returns the reply `said` as parsed by the run's parsers, or None if none is needed."""
-        return None if self._reader is None else self._reader.read(before, said, inputs)
+    async def _turn(
+        self, history: History, given: str, most: int
+    ) -> tuple[environment_pb2.Verdict, ChatMessage, bool]:
+        """Records a reply of at most `most` tokens, `given` or sampled, and its verdict.
 
-    def _judged(
-        self, before: list[int], said: list[int], reply: str, parsed: ParsedReply | None
-    ) -> ParsedReply | None:
-        """Returns what the environment judges: `parsed`, with the thoughts told apart.
-
-        A parser of thoughts has the last word.
+        Returns the verdict, the reply as a message, and whether the reply was cut.
         """
-        if self._agents.reads_thoughts:
-            return parsed
-        return self._renderer.told_apart(before, said, reply, parsed)
-
-    def _judge(self, verdict: Judgement) -> None:
         recording = self._recording
-        recording.reward += verdict.whole_reward
+        before = list(recording.conversation)
+        if given:
+            said = history.reply(given)
+            said, truncated = said[:most], len(said) > most
+        else:
+            generation = await self._play.generate(most)
+            said, truncated = recording.last_reply, generation.finish_reason is FinishReason.LENGTH
+        reply = recording.last_text = self._renderer.decode(said)
+        reader = self._reader
+        parsed = None if reader is None else reader.read(before, said, history.inputs)
+        judged = parsed
+        if not self._agents.reads_thoughts:
+            # Without a parser of thoughts, which has the last word, the judge goes by their marks.
+            judged = self._renderer.told_apart(before, said, reply, parsed)
+        step = self._session.step(reply, truncated=truncated, parsed=judged, token_ids=said)
+        verdict = await self._play.ask(step)
+        if given:
+            # What ends the reply depends on what follows it.
+            said = history.reply(given, chat_messages(verdict))[:most]
+            self._play.give(said, FinishReason.LENGTH if truncated else FinishReason.STOP)
+        recording.reward += whole_reward(verdict)
         if not math.isfinite(recording.reward):
             raise misused(f"the rewards of an episode add up to {recording.reward}")
         try:
@@ -155,32 +152,7 @@ class EnvironmentTalk:
         except ValueError as error:
             raise misused(str(error)) from None
         recording.metrics.update(verdict.metrics)
-
-    async def _check_images(self, new: Sequence[PlacedImage]) -> None:
-        images = {*self._recording.images, *(image.data for image in new)}
-        try:
-            self._sampling.check_images(images)
-            await check_pixels(new)
-        except ValueError as error:
-            raise RenderingFailed(str(error)) from error
-
-    def _check_prompt(self, num_tokens: int) -> None:
-        sampling = self._sampling
-        limit = sampling.max_prompt_tokens
-        if limit and num_tokens > limit:
-            raise PromptTooLong(
-                f"a prompt of {num_tokens} tokens is longer than "
-                f"sampling.max_prompt_tokens = {limit}"
-            )
-        if num_tokens >= sampling.max_episode_tokens:
-            raise PromptTooLong(
-                f"a prompt of {num_tokens} tokens leaves no room for a reply within "
-                f"sampling.max_episode_tokens = {sampling.max_episode_tokens}"
-            )
-
-
-class PromptTooLong(Exception):
-    """Raised if the first messages exceed their limit or leave no room for a reply."""
+        return verdict, parsed.message if parsed else ChatMessage("assistant", reply), truncated
 
 
 class History:

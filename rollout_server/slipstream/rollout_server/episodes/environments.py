@@ -10,8 +10,6 @@ a worker fewer episodes share one for a while, and as many further workers help.
 import asyncio
 import itertools
 import logging
-import math
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -67,8 +65,8 @@ class HostedEnvironment:
         self._helpers: set[EnvironmentWorker] = set()
         # Set at each end of an episode or a worker, and when a worker is ready.
         self._changed = asyncio.Event()
-        # Episodes that wait for a place, in order.
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        # The first of the episodes that want a place looks for one; the others wait in order.
+        self._first = asyncio.Lock()
         # Workers that are not started again.
         self._num_abandoned = 0
         self._last_failure: EnvironmentFailed | None = None
@@ -97,44 +95,22 @@ class HostedEnvironment:
         each call of the session, not the wait for a worker to start or for a place in one. Raises
         EnvironmentFailed when no worker starts.
         """
-        while not self._suspects.runs_alone(task_index):
-            worker = min(self._open_workers(), key=lambda w: len(w.episodes), default=None)
-            if worker is not None and len(worker.episodes) < self._suspects.most_together:
-                return worker.open(
-                    episode_key, task_index, timeout_s, closed=lambda _: self._look_again()
-                )
-            if self._num_abandoned >= self._num_workers:
-                assert self._last_failure is not None
-                raise self._last_failure
-            place = asyncio.get_running_loop().create_future()
-            self._waiting.append(place)
-            try:
-                await place
-            except asyncio.CancelledError:
-                self._look_again()
-                raise
-        self._look_again()
+        if not self._suspects.runs_alone(task_index):
+            async with self._first:
+                while not self._suspects.runs_alone(task_index):
+                    retired = set() if self._suspects.needs_help else self._helpers
+                    takers = [w for w in self._ready if w.table.is_open and w not in retired]
+                    worker = min(takers, key=lambda w: len(w.episodes), default=None)
+                    if worker is not None and len(worker.episodes) < self._suspects.most_together:
+                        return worker.open(
+                            episode_key, task_index, timeout_s, closed=lambda _: self._changed.set()
+                        )
+                    if self._num_abandoned >= self._num_workers:
+                        assert self._last_failure is not None
+                        raise self._last_failure
+                    await self._next_change()
         worker, turn = await self._alone.turn(attempt)
         return worker.open(episode_key, task_index, timeout_s, closed=turn.end)
-
-    def _open_workers(self) -> list[EnvironmentWorker]:
-        """Returns the workers that take episodes."""
-        retired = set() if self._suspects.needs_help else self._helpers
-        return [each for each in self._ready if each.table.is_open and each not in retired]
-
-    def _look_again(self) -> None:
-        """Lets as many waiting episodes look for a place as there are, or all if none will come."""
-        self._changed.set()
-        most, free = self._suspects.most_together, 0.0
-        for worker in self._open_workers():
-            free += max(0, most - len(worker.episodes))
-        if self._num_abandoned >= self._num_workers:
-            free = math.inf
-        while free > 0 and self._waiting:
-            place = self._waiting.popleft()
-            if not place.done():
-                place.set_result(None)
-                free -= 1
 
     async def _next_change(self) -> None:
         self._changed.clear()
@@ -169,9 +145,15 @@ class HostedEnvironment:
             # One kill, as by a kernel whose memory is full, may be over; a second one is a cause.
             is_final = never_loaded and (failures > 1 or not worker.was_killed)
             if is_final or failures > _MAX_RESTARTS_IN_A_ROW:
-                self._abandon()
-                return
+                break
             await asyncio.sleep(backoff.take_s())
+        self._num_abandoned += 1
+        self._changed.set()
+        if self._num_abandoned == self._num_workers:
+            cause = trajectory_pb2.Failure(
+                kind=trajectory_pb2.FAILURE_KIND_ENVIRONMENT, message=str(self._last_failure)
+            )
+            self._publish(fleet_pb2.EnvironmentReport(failure=cause))
 
     async def _help(self, index: int) -> None:
         """Runs a worker while few episodes may share one, and until its last episode has ended."""
@@ -201,7 +183,7 @@ class HostedEnvironment:
 
         def loaded(found: environment_pb2.Loaded) -> None:
             self._ready.append(worker)
-            self._look_again()
+            self._changed.set()
             self._publish(
                 fleet_pb2.EnvironmentReport(num_tasks=found.num_tasks, digest=found.digest)
             )
@@ -212,17 +194,7 @@ class HostedEnvironment:
         finally:
             if worker in self._ready:
                 self._ready.remove(worker)
-            self._look_again()
-
-    def _abandon(self) -> None:
-        self._num_abandoned += 1
-        self._look_again()
-        if self._num_abandoned < self._num_workers:
-            return
-        failure = trajectory_pb2.Failure(
-            kind=trajectory_pb2.FAILURE_KIND_ENVIRONMENT, message=str(self._last_failure)
-        )
-        self._publish(fleet_pb2.EnvironmentReport(failure=failure))
+            self._changed.set()
 
     def _publish(self, outcome: fleet_pb2.EnvironmentReport) -> None:
         outcome.environment = self.spec.name

@@ -27,7 +27,7 @@ from slipstream.core.types import (
     Trajectory,
     VersionSpan,
 )
-from slipstream.protocol.codec import merge_spans, unpack_tokens
+from slipstream.protocol.codec import merge_spans, pack_logprobs, unpack_tokens
 from slipstream.rollout_server.chat import ParsedReply, TemplateInputs
 from slipstream.rollout_server.engine_interface import (
     Engine,
@@ -130,7 +130,7 @@ class Play:
         return generation
 
     async def cancel(self) -> None:
-        """Ends the present wait, and all later ones."""
+        """Ends the present wait and all later ones, each of which raises Cancelled."""
         self._is_cancelled = True
         if self._waiting is not None:
             self._waiting.cancel()
@@ -202,6 +202,18 @@ class EpisodeServices:
 
 class ServiceFailed(Exception):
     """Raised if a service that an episode needs gave no answer; the episode fails."""
+
+
+class PromptTooLong(Exception):
+    """Raised if the first messages exceed their limit or leave no room for a reply."""
+
+    @classmethod
+    def for_reply(cls, length: str, limit: int) -> PromptTooLong:
+        """Returns the error for a prompt of `length` in an episode of `limit` tokens."""
+        return cls(
+            f"a prompt of {length} leaves no room for a reply within "
+            f"sampling.max_episode_tokens = {limit}"
+        )
 
 
 class Cancelled(Exception):  # noqa: N818 - no error
@@ -295,21 +307,26 @@ class EpisodeTask:
         return self.lease.purpose is Purpose.TRAINING and has_reward
 
 
-def trajectory_of(
-    task: EpisodeTask,
-    recording: Recording,
-    status: Status,
-    failure: Failure | None,
-    *,
-    renderer: Renderer,
-    num_experts: int,
-) -> Trajectory:
-    """Closes `recording`, and returns the trajectory of the attempt.
+async def reply_alone(play: Play) -> Status:
+    """Samples the only reply to the prompt of the lease; returns how it ended."""
+    recording, lease = play.recording, play.lease
+    recording.add_context(list(lease.prompt))
+    recording.prompt_tokens = len(lease.prompt)
+    room = recording.room(lease.sampling)
+    if room < 1:
+        limit = lease.sampling.max_episode_tokens
+        raise PromptTooLong.for_reply(f"{len(lease.prompt)} tokens", limit)
+    generation = await play.generate(min(room, lease.sampling.max_reply_tokens))
+    if generation.prompt_logprobs is not None:
+        recording.prompt_logprobs = pack_logprobs(generation.prompt_logprobs)
+    is_cut = generation.finish_reason is FinishReason.LENGTH
+    return Status.TRUNCATED if is_cut else Status.COMPLETED
 
-    `renderer` decodes the trajectory's texts. `num_experts` is the number of experts in each
-    mixture-of-experts layer.
-    """
-    identity, lease = task.identity, task.lease
+
+def trajectory_of(play: Play, status: Status, failure: Failure | None) -> Trajectory:
+    """Closes the recording, and returns the trajectory of the attempt."""
+    task, lease, recording = play.task, play.lease, play.recording
+    identity, renderer = task.identity, play.model.renderer
     recording.close()
     prompt = recording.token_ids[: recording.prompt_tokens]
     if recording.num_turns > 1:
@@ -320,8 +337,9 @@ def trajectory_of(
     routed_experts = None
     if is_trained and recording.expert_ids:
         # Only training replays the experts, and they take more bytes than all else.
-        parts = recording.expert_ids
-        routed_experts = RoutedExperts.of_parts(parts, num_experts, num_tokens=num_tokens)
+        routed_experts = RoutedExperts.of_parts(
+            recording.expert_ids, play.model.engine.num_experts, num_tokens=num_tokens
+        )
     sampled: dict[str, Any] = recording.sampled_arrays
     return Trajectory(
         run_id=identity.run_id,

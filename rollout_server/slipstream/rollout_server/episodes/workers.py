@@ -14,13 +14,7 @@ from collections.abc import Callable, Collection, Iterable
 from functools import partial
 
 from slipstream.core.errors import EnvironmentFailed
-from slipstream.rollout_server.episodes.calls import (
-    AgentEnd,
-    CallTable,
-    StreamSession,
-    check_tools,
-    misused,
-)
+from slipstream.rollout_server.episodes.calls import CallTable, StreamSession, check_tools, misused
 from slipstream.rollout_server.episodes.worker_gateway import (
     WorkerGateway,
     WorkerProcess,
@@ -132,10 +126,8 @@ class EnvironmentWorker:
             return EnvironmentFailed(trajectory_pb2.FAILURE_KIND_INFRASTRUCTURE, cause)
         try:
             async with asyncio.TaskGroup() as group:
-                watches = [
-                    group.create_task(self._watch_exit()),
-                    group.create_task(self._watch_stream()),
-                ]
+                waits = (self._watch_exit(), self._watch_stream())
+                watches = [group.create_task(wait) for wait in waits]
                 try:
                     return await self._serve(loaded)
                 finally:
@@ -182,24 +174,18 @@ class EnvironmentWorker:
         raise AssertionError("a worker that is gone takes no call")
 
     async def _reset_once(self) -> None:
-        session = self.open("first-reset", 0, self._spec.timeout_s)
+        """Resets the first task; waits for an agent's first call, but does not answer it."""
+        limit_s = self._spec.timeout_s
+        session = self.open("first-reset", 0, limit_s)
         try:
             opening = await session.reset(0, 0)
-            check_tools(opening.tools, takes_tools=self._gateway.takes_tools)
-            if opening.is_agent:
-                await self._see_first_call(session)
-        finally:
-            session.close()
-
-    async def _see_first_call(self, session: StreamSession) -> None:
-        """Waits for an agent's first call, but does not answer it.
-
-        Raises EnvironmentFailed if the agent ends without a call, or makes none in time.
-        """
-        limit_s = self._spec.timeout_s
-        try:
+            check_tools(opening.tools_json, takes_tools=self._gateway.takes_tools)
+            if not opening.is_agent:
+                return
             async with asyncio.timeout(limit_s):
                 message = await session.next_call()
+            if isinstance(message, environment_pb2.AgentResult):
+                raise misused("run() ended without a call to its endpoint")
         except TimeoutError:
             late = EnvironmentFailed(
                 trajectory_pb2.FAILURE_KIND_TIMEOUT,
@@ -207,8 +193,8 @@ class EnvironmentWorker:
                 f"timeout_s",
             )
             raise await session.examine(late) from None
-        if isinstance(message, AgentEnd):
-            raise misused("run() ended without a call to its endpoint")
+        finally:
+            session.close()
 
     async def _watch_exit(self) -> None:
         ended = await self._process.wait()

@@ -14,13 +14,14 @@ from slipstream.rollout_server.agents.recorder import (
     LimitReached,
     Recorder,
 )
-from slipstream.rollout_server.agents.request_rules import HttpCall, ServedCall
+from slipstream.rollout_server.agents.request_rules import ServedCall
 from slipstream.rollout_server.engine_interface import (
     GenerationFailed,
     Sampling,
     TextOptions,
     TextPart,
 )
+from slipstream.v1.environment_pb2 import AgentCall
 from support.fakes.fake_engine import FakeEngine
 from support.rigs.waiting import LIMIT_S
 
@@ -50,7 +51,7 @@ class Calls:
 
     def open(self) -> ServedCall:
         self.number += 1
-        http = HttpCall(self.number, "POST", CHAT_PATH, b"")
+        http = AgentCall(call=self.number, method="POST", path=CHAT_PATH)
         return self.recorder.open(http, CHAT_PATH, is_stream=False)
 
     async def begin(self, opened: ServedCall, *texts: str) -> list[int]:
@@ -137,7 +138,7 @@ async def test_a_call_that_waits_for_room_can_be_ended(way: str) -> None:
     if way == "cancel":
         calls.recorder.cancel()
     else:
-        calls.recorder.hang_up(opened[2].http.number)
+        calls.recorder.hang_up(opened[2].http.call)
     async with asyncio.timeout(LIMIT_S):
         with pytest.raises(LimitReached, match="the episode is over"):
             await waiting

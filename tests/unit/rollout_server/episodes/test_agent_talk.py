@@ -7,15 +7,13 @@ from collections.abc import AsyncIterator
 import pytest
 from slipstream.core.errors import EnvironmentFailed
 from slipstream.rollout_server.agents.recorder import Recorder
-from slipstream.rollout_server.agents.request_rules import HttpCall, HttpPart
 from slipstream.rollout_server.engine_interface import Sampling
 from slipstream.rollout_server.episodes.agent_talk import AgentTalk
-from slipstream.rollout_server.episodes.calls import AgentEnd
 from slipstream.v1 import environment_pb2, trajectory_pb2
 from support.fakes.fake_engine import FakeEngine
 from support.rigs.waiting import LIMIT_S, until
 
-END = AgentEnd(1.0, {}, {})
+END = environment_pb2.AgentResult(reward=1.0)
 TIMEOUT = trajectory_pb2.FAILURE_KIND_TIMEOUT
 
 
@@ -31,13 +29,13 @@ class Session:
         self.parts: list[tuple[int, bytes, bool]] = []
         self.part_error: EnvironmentFailed | None = None
 
-    async def next_call(self) -> environment_pb2.AgentCall | AgentEnd:
+    async def next_call(self) -> environment_pb2.AgentCall | environment_pb2.AgentResult:
         message = await self.calls.get()
         if isinstance(message, Exception):
             raise message
         return message
 
-    async def reply_part(self, number: int, part: HttpPart) -> None:
+    async def reply_part(self, number: int, part: environment_pb2.ReplyPart) -> None:
         await asyncio.sleep(0)
         if self.part_error is not None:
             raise self.part_error
@@ -56,14 +54,16 @@ class Answering:
         self.closed: list[int] = []
         self.asked: list[tuple[Recorder, str]] = []
 
-    async def answer(self, recorder: Recorder, http: HttpCall) -> AsyncIterator[HttpPart]:
+    async def answer(
+        self, recorder: Recorder, http: environment_pb2.AgentCall
+    ) -> AsyncIterator[environment_pb2.ReplyPart]:
         self.asked.append((recorder, http.path))
         try:
             await self.may_answer.wait()
-            yield HttpPart(http.body, False, 200)
-            yield HttpPart(b"", True)
+            yield environment_pb2.ReplyPart(body=http.body, status=200)
+            yield environment_pb2.ReplyPart(is_last=True)
         finally:
-            self.closed.append(http.number)
+            self.closed.append(http.call)
 
 
 def recorder(key: str) -> Recorder:
@@ -82,11 +82,11 @@ class Talk:
         for message in messages:
             self.session.calls.put_nowait(message)
 
-    async def run(self) -> AgentEnd:
+    async def run(self) -> environment_pb2.AgentResult:
         async with asyncio.timeout(LIMIT_S):
             return await self._talk.run()
 
-    async def with_open(self, *calls: object) -> asyncio.Task[AgentEnd]:
+    async def with_open(self, *calls: object) -> asyncio.Task[environment_pb2.AgentResult]:
         """The talk as it runs with calls that get no answer."""
         self.answering.may_answer.clear()
         running = asyncio.create_task(self.run())

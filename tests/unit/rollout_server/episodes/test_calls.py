@@ -4,8 +4,7 @@ import asyncio
 
 import pytest
 from slipstream.core.errors import EnvironmentFailed
-from slipstream.rollout_server.agents.request_rules import HttpPart
-from slipstream.rollout_server.episodes.calls import AgentEnd, CallTable, StreamSession
+from slipstream.rollout_server.episodes.calls import CallTable, StreamSession
 from slipstream.v1 import environment_pb2 as pb
 from slipstream.v1 import trajectory_pb2
 from support.rigs.waiting import LIMIT_S
@@ -39,7 +38,7 @@ class Stream:
         self.say(agent_call=pb.AgentCall(call=1))
         assert (await waiting).call == 1
 
-    async def next(self) -> pb.AgentCall | AgentEnd:
+    async def next(self) -> pb.AgentCall | pb.AgentResult:
         async with asyncio.timeout(LIMIT_S):
             return await self.session.next_call()
 
@@ -51,7 +50,7 @@ async def test_one_command_brings_all_calls_of_an_agent_and_its_result() -> None
     stream.say(agent_call=pb.AgentCall(call=3))
     assert [(await stream.next()).call for _ in range(2)] == [2, 3]
     stream.say(agent_result=pb.AgentResult(reward=0.5))
-    assert await stream.next() == AgentEnd(0.5, {}, {})
+    assert await stream.next() == pb.AgentResult(reward=0.5)
     assert len(stream.sent) == 1
 
 
@@ -84,14 +83,14 @@ async def test_calls_that_nobody_takes_end_the_episode_and_not_the_memory() -> N
 
 async def test_the_last_part_of_a_reply_waits_for_no_answer() -> None:
     stream = Stream()
-    first = asyncio.ensure_future(stream.session.reply_part(1, HttpPart(b"a", False, 200)))
+    first = asyncio.ensure_future(stream.session.reply_part(1, pb.ReplyPart(body=b"a", status=200)))
     await asyncio.sleep(0)
     assert not first.done()
     stream.table.answered(pb.WorkerMessage(call_id=stream.sent[-1].call_id, pong=pb.Pong()))
     async with asyncio.timeout(LIMIT_S):
         await first
-        await stream.session.reply_part(1, HttpPart(b"b", True))
+        await stream.session.reply_part(1, pb.ReplyPart(body=b"b", is_last=True))
     assert [command.reply_part.body for command in stream.sent] == [b"a", b"b"]
     stream.table.end(LOST, "the worker is gone")
     with pytest.raises(EnvironmentFailed, match="the worker is gone"):
-        await stream.session.reply_part(2, HttpPart(b"c", True, 200))
+        await stream.session.reply_part(2, pb.ReplyPart(body=b"c", is_last=True))

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from slipstream.core.errors import EnvironmentFailed
 from slipstream.protocol.access.tokens import TOKEN_KEY
-from slipstream.rollout_server.chat import ChatMessage
+from slipstream.rollout_server.chat import ChatMessage, chat_messages
 from slipstream.rollout_server.episodes import workers
 from slipstream.rollout_server.episodes.environments import ClientEnvironments, Environments
 from slipstream.rollout_server.episodes.worker_gateway import (
@@ -113,7 +113,7 @@ async def test_an_episode_runs_in_a_worker(hosted) -> None:
     assert (report.environment, report.num_tasks) == ("Good", 5)
     assert not report.HasField("failure")
     session = await hosted.open("Good")
-    assert (await session.reset(1, 2)).messages == [ChatMessage("user", "a b")]
+    assert chat_messages(await session.reset(1, 2)) == (ChatMessage("user", "a b"),)
     verdict = await session.step("x", truncated=False)
     assert (verdict.reward, verdict.done) == (0.5, True)
     session.close()
@@ -125,7 +125,7 @@ async def test_an_episode_runs_with_another_interpreter(hosted, tmp_path: Path) 
     assert not report.HasField("failure"), report.failure.message
     assert [worker.cmdline()[0] for worker in child_processes("--connect")][-1] == str(python)
     session = await hosted.open("Good")
-    assert (await session.reset(1, 2)).messages == [ChatMessage("user", "a b")]
+    assert chat_messages(await session.reset(1, 2)) == (ChatMessage("user", "a b"),)
     session.close()
 
 
@@ -173,7 +173,7 @@ async def test_a_worker_that_is_killed_while_loading_is_started_once_more(hosted
     report = await hosted.loaded("DiesAtFirst", mark=str(tmp_path / "mark"))
     assert not report.HasField("failure"), report.failure.message
     session = await hosted.open("DiesAtFirst")
-    assert (await session.reset(1, 2)).messages == [ChatMessage("user", "a b")]
+    assert chat_messages(await session.reset(1, 2)) == (ChatMessage("user", "a b"),)
     session.close()
 
 
