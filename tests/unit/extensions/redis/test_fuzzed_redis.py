@@ -5,8 +5,6 @@ What is sealed arrives; everything else is removed, and the receiver goes on.
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 import redis.asyncio
@@ -18,20 +16,12 @@ from slipstream.protocol.queue.base import opener, seal, server_key
 from slipstream.v1 import trajectory_pb2
 from support.rigs.fuzz_budget import BUDGET
 from support.rigs.fuzzing import TEXTS, mutated
-from support.rigs.valkey import RIGHTS, EmbeddedServer
 from support.rigs.waiting import LIMIT_S
 
 pytestmark = pytest.mark.process
 
 KEY = b"k" * 32
 STREAM, BYTES = "slipstream:run:trajectories", "slipstream:run:bytes"
-ADMINISTRATOR = {"administrator": "~* &* +@all"}
-
-
-@pytest.fixture
-async def server(tmp_path: Path) -> AsyncIterator[EmbeddedServer]:
-    async with EmbeddedServer(tmp_path / "valkey", RIGHTS | ADMINISTRATOR) as server:
-        yield server
 
 
 def honest(number: int) -> tuple[TrajectoryId, bytes]:
@@ -74,11 +64,10 @@ async def place(client: redis.asyncio.Redis, entries: list[dict[bytes, bytes]]) 
         await pipeline.execute()
 
 
-async def test_what_nobody_sealed_is_removed_and_the_others_arrive(server: EmbeddedServer) -> None:
-    draw, rounds = random.Random("redis"), BUDGET.rounds
+async def test_what_nobody_sealed_is_removed_and_the_others_arrive(server, administrator) -> None:
+    draw, rounds, client = random.Random("redis"), BUDGET.rounds, administrator
     async with (
         RedisReceiver(server.url(), "run", opener(KEY)) as receiver,
-        redis.asyncio.Redis.from_url(server.url("administrator")) as client,
         asyncio.timeout(LIMIT_S),
     ):
         arrived = {}
@@ -107,7 +96,7 @@ def seal_of(delivery) -> bytes:
 
 
 @pytest.mark.parametrize("value", [b"abc", b"9" * 40, b"1.5"])
-async def test_a_counter_that_is_no_number_ends_the_queue_in_one_line(server, value):
+async def test_a_counter_that_is_no_number_ends_the_queue_in_one_line(server, administrator, value):
     def errors(error: BaseException) -> list[BaseException]:
         if not isinstance(error, BaseExceptionGroup):
             return [error]
@@ -116,10 +105,9 @@ async def test_a_counter_that_is_no_number_ends_the_queue_in_one_line(server, va
     with pytest.raises(ExceptionGroup) as caught:
         async with (
             RedisReceiver(server.url(), "run", opener(KEY)) as receiver,
-            redis.asyncio.Redis.from_url(server.url("administrator")) as client,
             asyncio.timeout(LIMIT_S),
         ):
-            await client.set(BYTES, value)
+            await administrator.set(BYTES, value)
             await receiver.get()
     for error in errors(caught.value):
         assert isinstance(error, QueueError)

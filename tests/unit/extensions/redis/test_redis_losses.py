@@ -18,7 +18,7 @@ from slipstream.extensions.redis.queue import RedisSender
 from slipstream.extensions.redis.receiver import CONSUMER, GROUP, RedisReceiver
 from slipstream.protocol.queue.base import Amount
 from slipstream.v1 import trajectory_pb2
-from support.rigs.valkey import RIGHTS, EmbeddedServer
+from support.rigs.valkey import EmbeddedServer
 from support.rigs.waiting import LIMIT_S, until
 
 pytestmark = pytest.mark.process
@@ -29,19 +29,6 @@ REDIS_SERVER = shutil.which("redis-server")
 needs_redis_server = pytest.mark.skipif(
     REDIS_SERVER is None, reason="redis-server of Debian's package is not installed"
 )
-
-
-@pytest.fixture
-async def server(tmp_path: Path) -> AsyncIterator[EmbeddedServer]:
-    users = RIGHTS | {"administrator": "~* &* +@all"}
-    async with EmbeddedServer(tmp_path / "valkey", users) as server:
-        yield server
-
-
-@pytest.fixture
-async def administrator(server: EmbeddedServer) -> AsyncIterator[redis.asyncio.Redis]:
-    async with redis.asyncio.Redis.from_url(server.url("administrator")) as client:
-        yield client
 
 
 def name(number: int) -> TrajectoryId:

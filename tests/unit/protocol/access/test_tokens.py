@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import subprocess
 from collections import Counter
 from collections.abc import Iterator
@@ -133,14 +134,22 @@ class Answers(grpc.GenericRpcHandler):
         return grpc.unary_unary_rpc_method_handler(answer)
 
 
-async def test_a_call_beyond_its_role_is_refused_in_one_line() -> None:
-    server = create_server(holding(TOKEN))
+@contextlib.asynccontextmanager
+async def serving(credentials: Credentials, *, rates: CallRates | None = None):
+    """A channel to a server of these credentials that answers every method."""
+    server = create_server(credentials, rates=rates)
     server.add_generic_rpc_handlers((Answers(),))
-    address = f"127.0.0.1:{bind(server, '127.0.0.1:0', holding(TOKEN))}"
+    address = f"127.0.0.1:{bind(server, '127.0.0.1:0', credentials)}"
     await server.start()
+    async with open_channel(address, credentials) as channel:
+        yield channel
+    await server.stop(None)
+
+
+async def test_a_call_beyond_its_role_is_refused_in_one_line() -> None:
     rollout = holding(role_token(TOKEN, "rollout-server"))
     submit = "/slipstream.v1.EnvironmentService/SubmitEnvironment"
-    async with open_channel(address, rollout) as channel:
+    async with serving(holding(TOKEN)) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await channel.unary_unary(submit)(b"", metadata=call_metadata(rollout), timeout=LIMIT_S)
         assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
@@ -152,23 +161,17 @@ async def test_a_call_beyond_its_role_is_refused_in_one_line() -> None:
         assert await answer_to(channel, submit, holding(TOKEN)) == "OK"
         forged = holding("rollout-server." + "0" * 64)
         assert await answer_to(channel, status, forged) == "UNAUTHENTICATED"
-    await server.stop(None)
 
 
 async def test_further_tokens_are_accepted_and_that_of_one_role_is_taken_back(tmp_path) -> None:
     lost = role_token(OLD, "reader")
     (tmp_path / "token").write_text(f"{NEW}\n{OLD}\n-{lost}\n")
-    serving = Credentials.load(SecuritySection(token_file=tmp_path / "token"))
-    server = create_server(serving)
-    server.add_generic_rpc_handlers((Answers(),))
-    address = f"127.0.0.1:{bind(server, '127.0.0.1:0', serving)}"
-    await server.start()
+    credentials = Credentials.load(SecuritySection(token_file=tmp_path / "token"))
     method = "/slipstream.v1.StatusService/GetStatus"
-    async with open_channel(address, serving) as channel:
+    async with serving(credentials) as channel:
         assert await answer_to(channel, method, holding(lost)) == "UNAUTHENTICATED"
         others = (NEW, OLD, role_token(OLD, "trainer"), role_token(NEW, "reader"))
         assert [await answer_to(channel, method, holding(each)) for each in others] == ["OK"] * 4
-    await server.stop(None)
 
 
 async def test_refused_callers_are_told_once_a_minute(caplog) -> None:
@@ -186,14 +189,9 @@ async def test_refused_callers_are_told_once_a_minute(caplog) -> None:
 
 
 async def test_a_refused_call_is_in_the_log_with_its_host(caplog) -> None:
-    server = create_server(holding(TOKEN))
-    server.add_generic_rpc_handlers((Answers(),))
-    address = f"127.0.0.1:{bind(server, '127.0.0.1:0', holding(TOKEN))}"
-    await server.start()
-    async with open_channel(address, holding(TOKEN)) as channel:
+    async with serving(holding(TOKEN)) as channel:
         for _ in range(2):
             assert await answer_to(channel, "/a.B/C", holding(OLD)) == "UNAUTHENTICATED"
-    await server.stop(None)
     assert [record.getMessage() for record in caplog.records] == [
         "a call of ipv4:127.0.0.1 is refused: the token is missing or wrong (security.token_file)"
     ]
@@ -219,16 +217,12 @@ def test_each_line_of_a_token_file_must_be_a_token(text: str, message: str, tmp_
 async def test_a_host_that_floods_calls_under_one_role_hurts_no_other_role() -> None:
     # None of those that wait gets its turn while the test runs.
     rates = CallRates(calls_per_s=1e-4, most_at_once=10, most_waiting=5)
-    server = create_server(holding(TOKEN), rates=rates)
-    server.add_generic_rpc_handlers((Answers(),))
-    address = f"127.0.0.1:{bind(server, '127.0.0.1:0', holding(TOKEN))}"
-    await server.start()
     method, codes = "/slipstream.v1.StatusService/GetStatus", []
     floods = [
         (holding(role_token(TOKEN, "client")), 100),
         (holding(role_token(TOKEN, "rollout-server")), 10),
     ]
-    async with open_channel(address, floods[0][0]) as channel:
+    async with serving(holding(TOKEN), rates=rates) as channel:
 
         async def told(credentials: Credentials) -> None:
             # Longer than the test may take: those that wait have no answer.
@@ -240,7 +234,6 @@ async def test_a_host_that_floods_calls_under_one_role_hurts_no_other_role() -> 
         for call in calls:
             call.cancel()
         await asyncio.gather(*calls, return_exceptions=True)
-    await server.stop(None)
     client, other = (who.token for who, _ in floods)
     assert Counter(codes) == {
         (client, "OK"): 10,
