@@ -102,10 +102,7 @@ def seconds(text: str) -> float:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Returns a command's arguments; settings (section.key=value) may stand among options.
-
-    Exits with code 2 if the command line is wrong.
-    """
+    """Returns a command's arguments, settings among options; exits with 2 for a wrong line."""
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
     overrides = [text for text in rest if "=" in text and not text.startswith("-")]

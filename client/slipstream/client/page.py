@@ -96,10 +96,7 @@ async def page_kept(folder: Path, warn: Callable[[str], None]) -> AsyncIterator[
 
 
 def write_page(folders: Sequence[Path], path: Path, *, period_s: float) -> None:
-    """Replaces the page `path`; it reloads itself every `period_s` unless that is 0.
-
-    Raises OSError if the page cannot be written. What is missing in a folder is left out.
-    """
+    """Replaces a page, which reloads itself every `period_s` unless 0; raises OSError."""
     settings = []
     for folder in folders:
         own: dict[str, JsonValue] = {}

@@ -128,10 +128,7 @@ async def _written(
     template: Path | None = None,
     values: Mapping[str, JsonValue] = {},
 ) -> list[list[Prompt]]:
-    """Returns what the chat template makes of the openings of each report, with its values.
-
-    Without a tokenizer or the packages of a rollout server it says so and returns [].
-    """
+    """Returns what the template makes of each report's openings, or [] without a tokenizer."""
     if not any(report["openings"] for report, _ in asked):
         return []
     if importlib.util.find_spec("transformers") is None:

@@ -456,11 +456,7 @@ def describe_dry_run(config: Config, share: Share) -> tuple[str, tuple[str, ...]
 
 
 def place_dry(config: Config, share: Share) -> tuple[Config, list[str], tuple[str, ...]]:
-    """Returns the settings, lines that say which process gets which GPU, and the obstacles.
-
-    The settings are adjusted to a shared GPU. An obstacle says why the processes do not fit here;
-    it is not an error, because a dry run needs no GPU.
-    """
+    """Returns settings for shared GPUs, lines on the GPUs of processes, and obstacles."""
     on_cpu = not uses_gpus()
     engine = [describe_engine(config.rollout_server, on_cpu=on_cpu)] if share.servers else []
     try:

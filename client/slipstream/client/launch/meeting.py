@@ -85,11 +85,7 @@ async def ask_controller(
     *,
     run_id: str | None = None,
 ) -> Answer:
-    """Asks the controller for its setup until it answers.
-
-    Raises ConfigError if the controller refuses, as that of another run than `run_id` does, or does
-    not answer within `limit_s` seconds.
-    """
+    """Asks the controller for its setup; raises ConfigError if it refuses or is late."""
     cause = ""
     async with open_channel(address, credentials) as channel:
         stub = status_pb2_grpc.StatusServiceStub(channel)

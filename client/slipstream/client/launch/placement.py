@@ -55,10 +55,7 @@ class Share:
 
 
 def learner_node(config: Config, node_rank: int | None) -> Share:
-    """Returns the share of the run that one learner node starts.
-
-    Raises ConfigError for a wrong `node_rank`, or if several nodes lack a port in `learner.master`.
-    """
+    """Returns a learner node's share; raises ConfigError for a wrong rank, or no port."""
     per_node = config.learner.ranks_per_node or config.learner.world_size
     nodes = config.learner.world_size // per_node
     if node_rank is None:

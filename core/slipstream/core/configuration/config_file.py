@@ -155,11 +155,7 @@ def _drop_unknown(table: Table, path: Path | None) -> None:
 
 
 def parse_config(table: Mapping[str, JsonValue], *, source: str, complete: bool = True) -> Config:
-    """Returns the checked settings of `table`, which comes from `source`.
-
-    If they are not `complete`, the others are chosen as for a file.
-    Raises ConfigError with one line that names `source`, the value and the rule.
-    """
+    """Returns checked settings, the rest chosen unless `complete`; ConfigError has `source`."""
     try:
         return Config.model_validate(table if complete else completed(table))
     except ValidationError as error:
@@ -167,10 +163,7 @@ def parse_config(table: Mapping[str, JsonValue], *, source: str, complete: bool 
 
 
 def run_check(check: Callable[[Config], None]) -> int:
-    """Runs the program of a check, which reads the resolved settings of a run from stdin as TOML.
-
-    Returns 0, or 2 after printing the fault as the last line of stderr.
-    """
+    """Checks the settings on stdin; returns 0, or 2 with the fault as stderr's last line."""
     config = parse_config(tomllib.loads(sys.stdin.read()), source="the resolved settings")
     try:
         check(config)
@@ -282,10 +275,7 @@ def model_warnings(config: Config) -> list[str]:
 
 
 def largest_trajectory_bytes(config: Config) -> int:
-    """Returns the upper bound of one trajectory's bytes in a queue, routed experts included.
-
-    Raises ConfigError if routing is replayed and the model's config.json cannot be read.
-    """
+    """Returns the most bytes of a queued trajectory; raises ConfigError without config.json."""
     if config.algorithm.router_replay == "off":
         return config.trajectory_bytes()
     per_token = read_model_sizes(config.model.path).routing_bytes_per_token

@@ -34,10 +34,7 @@ REFUSED = 2
 
 
 def worker_program(python: str) -> tuple[str, ...]:
-    """Returns the command that starts a worker with the interpreter `python`.
-
-    "" means the interpreter of this process. The caller appends the worker's arguments.
-    """
+    """Returns a worker's command, before its arguments; "" is this process's interpreter."""
     if not python:
         return (sys.executable, "-m", WORKER)
     folders = os.pathsep.join(sys.modules["slipstream"].__path__)

@@ -246,10 +246,7 @@ def open_variables(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def flush_output() -> None:
-    """Flushes stdout and stderr, and drops the output for which a full disk has no room.
-
-    So a full disk changes neither a program's results nor its exit code.
-    """
+    """Flushes both outputs; a full disk changes neither results nor the exit code."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
