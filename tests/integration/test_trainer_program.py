@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
@@ -39,11 +38,9 @@ from support.fakes.fake_controller import (
 )
 from support.fakes.throttled_disk import ThrottledDisk
 from support.fakes.tiny_models import make_model_folder
-from support.ranks.rank_pool import ForkedProgram, RankPool
+from support.ranks.rank_pool import Rank, RankPool, start_ranks
 from support.rigs.loopbacks import own_loopback
 from support.rigs.waiting import LIMIT_S
-
-Rank = subprocess.Popen[str] | ForkedProgram
 
 TIMEOUT_S = 300
 BATCHES = [
@@ -141,30 +138,7 @@ def start_trainer(
     )
     path = folder / "resolved.toml"
     path.write_text(dump_config(config))
-    processes: list[Rank] = []
-    host = own_loopback()
-    port = str(free_port(host))
-    for rank in range(world_size):
-        environment = {
-            **os.environ,
-            **environ,
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(world_size),
-            "LOCAL_WORLD_SIZE": str(world_size),
-            "MASTER_ADDR": host,
-            "MASTER_PORT": port,
-            "OMP_NUM_THREADS": "1",
-        }
-        program = ("slipstream.learner.trainer", "--config", str(path))
-        log = folder / f"rank-{rank}.log"
-        if pool is not None:
-            processes.append(pool.start(*program, environ=environment, log=log))
-            continue
-        with log.open("w") as file:
-            command = [sys.executable, "-m", *program]
-            processes.append(subprocess.Popen(command, env=environment, stdout=file, stderr=file))
-    return processes
+    return start_ranks(path, world_size, environ, pool=pool)
 
 
 def finish(processes: list[Rank], folder: Path) -> list[int]:

@@ -150,6 +150,41 @@ def rank_pool() -> Iterator[RankPool]:
     pool.close()
 
 
+Rank = subprocess.Popen[bytes] | ForkedProgram
+
+
+def start_ranks(
+    config: Path, world_size: int, environ: Mapping[str, str] = {}, *, pool: RankPool | None = None
+) -> list[Rank]:
+    """The ranks of a trainer, forked from the pool or, without one, started as users do.
+
+    Rank n writes its output to `rank-n.log` beside the settings.
+    """
+    # Not in the process that forks, which runs this file.
+    from slipstream.client.launch.preflight import free_port
+
+    host = own_loopback()
+    shared = {
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(free_port(host)),
+        "OMP_NUM_THREADS": "1",
+    }
+    program = ("slipstream.learner.trainer", "--config", str(config))
+    processes: list[Rank] = []
+    for rank in range(world_size):
+        own = os.environ | dict(environ) | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        log = config.with_name(f"rank-{rank}.log")
+        if pool is not None:
+            processes.append(pool.start(*program, environ=own, log=log))
+            continue
+        with log.open("w") as file:
+            command = [sys.executable, "-m", *program]
+            processes.append(subprocess.Popen(command, env=own, stdout=file, stderr=file))
+    return processes
+
+
 def chosen_jobs(
     request: pytest.FixtureRequest, known: Iterable[str], *, parameter: str = "job"
 ) -> list[str]:

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from slipstream.client.launch.preflight import free_port
 from slipstream.core.configuration.config_file import dump_config, parse_config
 from slipstream.core.types import PolicyVersion
 from slipstream.protocol.codec import version_to_pb
@@ -22,7 +21,7 @@ from slipstream.v1 import trainer_pb2, weights_pb2
 from benchmarks.common.measure import visible
 from support.fakes import weight_receiver_process
 from support.fakes.fake_controller import FakeController, stop_order
-from support.ranks.rank_pool import ForkedProgram, RankPool
+from support.ranks.rank_pool import RankPool, start_ranks
 
 LIMIT_S = 240.0
 
@@ -214,26 +213,8 @@ def _run_trainer(scenario: Scenario, address: str, pool: RankPool | None) -> Non
     )
     path = scenario.folder / "resolved.toml"
     path.write_text(dump_config(config))
-    shared = {
-        "WORLD_SIZE": str(scenario.world_size),
-        "LOCAL_WORLD_SIZE": str(scenario.world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port("127.0.0.1")),
-        "OMP_NUM_THREADS": "1",
-    }
-    if scenario.gpus:
-        shared["CUDA_VISIBLE_DEVICES"] = visible(range(scenario.world_size))
-    processes: list[subprocess.Popen[bytes] | ForkedProgram] = []
-    program = ("slipstream.learner.trainer", "--config", str(path))
-    for rank in range(scenario.world_size):
-        environ = os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        log = scenario.folder / f"rank-{rank}.log"
-        if pool is not None:
-            processes.append(pool.start(*program, environ=environ, log=log))
-            continue
-        with log.open("w") as file:
-            command = [sys.executable, "-m", *program]
-            processes.append(subprocess.Popen(command, env=environ, stdout=file, stderr=file))
+    gpus = {"CUDA_VISIBLE_DEVICES": visible(range(scenario.world_size))} if scenario.gpus else {}
+    processes = start_ranks(path, scenario.world_size, gpus, pool=pool)
     try:
         end = time.monotonic() + LIMIT_S
         statuses = [process.wait(max(1.0, end - time.monotonic())) for process in processes]
