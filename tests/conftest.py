@@ -69,8 +69,11 @@ def pytest_collection_modifyitems(
     """Gives tests the marks that follow from their folder and from the marks of their file."""
     here = Path(__file__).parent
     for item in items:
-        if item.path.relative_to(here).parts[0] in ("integration", "gpu"):
+        folder = item.path.relative_to(here).parts[0]
+        if folder in ("integration", "gpu"):
             item.add_marker("process")
+        if folder == "gpu":
+            item.add_marker("gpu")
         # A long file names the parameters of those of its tests that `make test` has.
         for mark in item.iter_markers("long_but"):
             if getattr(getattr(item, "callspec", None), "id", None) not in mark.args:

@@ -20,7 +20,6 @@ from support.rigs.run_processes import (
 REHEARSAL = "SLIPSTREAM_REHEARSAL" in os.environ
 
 pytestmark = [
-    pytest.mark.gpu,
     pytest.mark.timeout(420),
     pytest.mark.skipif(not torch.cuda.is_available() and not REHEARSAL, reason="no GPU"),
 ]

@@ -8,7 +8,6 @@ from support.fakes.parity_models import make_models
 from support.ranks import lora_ranks
 from support.ranks.rank_pool import RankPool
 
-pytestmark = pytest.mark.gpu
 # One GPU's job, and that of two GPUs.
 PAIRS = {
     "matrices": ("one-qwen3", "tp2-sp-qwen3"),

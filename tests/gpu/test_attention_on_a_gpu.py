@@ -8,7 +8,6 @@ import torch
 from support.ranks import attention_ranks
 from support.ranks.rank_pool import RankPool
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 # Gradients of heads of 256 dimensions on Hopper; between the two nothing was measured.
 WRONG_CUDNN, RIGHT_CUDNN = (9, 14), (9, 19)
 

@@ -13,7 +13,6 @@ from support.ranks.rank_pool import RankPool
 REHEARSAL = "SLIPSTREAM_REHEARSAL" in os.environ
 
 pytestmark = [
-    pytest.mark.gpu,
     pytest.mark.timeout(600),
     pytest.mark.skipif(not torch.cuda.is_available() and not REHEARSAL, reason="no GPU"),
 ]

@@ -25,7 +25,6 @@ REHEARSAL = "SLIPSTREAM_REHEARSAL" in os.environ
 DTYPE = "float32" if REHEARSAL else "bfloat16"
 
 pytestmark = [
-    pytest.mark.gpu,
     pytest.mark.timeout(420),
     pytest.mark.skipif(torch.cuda.device_count() < 4 and not REHEARSAL, reason="fewer than 4 GPUs"),
 ]

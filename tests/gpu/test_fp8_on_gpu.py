@@ -13,7 +13,6 @@ import torch
 from support.references.learner_scores import gaps_of
 from support.rigs.receiver_story import judge, run_rig
 
-pytestmark = pytest.mark.gpu
 LIMIT_S = 300
 
 

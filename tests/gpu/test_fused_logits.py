@@ -5,7 +5,6 @@ import torch
 from slipstream.learner.trainer.model.logprobs import Projection, vocab_parallel_logprobs
 from torch import Tensor
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 TOKENS, HIDDEN, VOCAB, PADDED = 700, 64, 32007, 32064
 TEMPERATURE = 0.7
 Found = tuple[Tensor, Tensor, Tensor, Tensor]

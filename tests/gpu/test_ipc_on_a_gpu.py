@@ -16,11 +16,7 @@ from slipstream.rollout_server.weights.bucket_receiver import Incoming, IpcRecei
 from slipstream.v1 import weights_pb2
 from support.ranks import ipc_learner
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
-]
+pytestmark = pytest.mark.timeout(300)
 # Buckets of at most 64 MiB.
 FACTOR = 1024
 BUCKETS = ipc_learner.enlarged(FACTOR)

@@ -14,7 +14,6 @@ from benchmarks.common.rig import Placement
 from benchmarks.common.shapes import make_apart
 
 pytestmark = [
-    pytest.mark.gpu,
     pytest.mark.timeout(420),
     pytest.mark.skipif(torch.cuda.device_count() < 3, reason="fewer than 3 GPUs"),
 ]

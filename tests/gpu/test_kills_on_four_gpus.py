@@ -15,7 +15,6 @@ from support.rigs import run_processes
 REHEARSAL = "SLIPSTREAM_REHEARSAL" in os.environ
 
 pytestmark = [
-    pytest.mark.gpu,
     pytest.mark.timeout(560),
     pytest.mark.skipif(torch.cuda.device_count() < 4 and not REHEARSAL, reason="fewer than 4 GPUs"),
 ]

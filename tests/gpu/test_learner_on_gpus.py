@@ -10,11 +10,7 @@ from support.ranks.memory_ranks import DETERMINISTIC_JOBS, GPU_JOBS
 from support.ranks.rank_pool import RankPool
 from support.rigs.parity_run import COMPARED
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
-]
+pytestmark = pytest.mark.timeout(600)
 MEMORY_JOBS = ("plain", "plain-offload", "bf16", "bf16-offload", "fp8")
 
 

@@ -17,11 +17,7 @@ from slipstream.protocol.weights.digests import bucket_tensor_digests
 
 from benchmarks.common.measure import visible
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
-]
+pytestmark = pytest.mark.timeout(300)
 MEMBER = Path(__file__).parents[1] / "support" / "ranks" / "nccl_member.py"
 MIB = 1 << 20
 

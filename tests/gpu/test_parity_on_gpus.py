@@ -9,11 +9,7 @@ from support.ranks.rank_pool import RankPool
 from support.references.plain_policy import PlainPolicy
 from support.rigs import parity_run
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(3600),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
-]
+pytestmark = pytest.mark.timeout(3600)
 
 
 MODELS = sorted({layout.model for layout in LAYOUTS.values()})

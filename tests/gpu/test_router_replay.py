@@ -12,11 +12,7 @@ from support.ranks.rank_pool import RankPool
 from support.references.plain_policy import PlainPolicy
 from support.rigs import parity_run, router_replay_run
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(1200),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
-]
+pytestmark = pytest.mark.timeout(1200)
 
 
 @pytest.mark.parametrize("mode", [["--eager"], []], ids=["eager", "graphs"])

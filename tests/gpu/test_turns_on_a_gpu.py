@@ -16,11 +16,7 @@ from support.rigs.run_processes import (
     write_config,
 )
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(500),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
-]
+pytestmark = pytest.mark.timeout(500)
 STEPS = 6
 
 

@@ -11,7 +11,6 @@ from support.rigs.receiver_story import judge, run_rig
 
 from benchmarks.common.measure import visible
 
-pytestmark = pytest.mark.gpu
 LIMIT_S = 400
 
 
