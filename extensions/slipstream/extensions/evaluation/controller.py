@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from slipstream.core.settings.measurement_sections import EvaluationSection
 from slipstream.core.types import FULL_REWARD, GroupId, PolicyVersion, Status, Trajectory
 from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.leasing.groups import Group
@@ -83,6 +82,14 @@ def evaluation_statistics(
         return counts
     rewards = [episode.reward for episode in episodes]
     replies = [tokens for episode in episodes for tokens in episode.reply_tokens]
+    passed: dict[int, list[bool]] = {}
+    for episode in episodes:
+        passed.setdefault(episode.task_index, []).append(episode.reward >= FULL_REWARD)
+    rates = {}
+    for k in (*(1 << power for power in range((samples - 1).bit_length())), samples):
+        estimates = [pass_at_k(len(p), sum(p), k) for p in passed.values() if len(p) >= k]
+        if estimates:
+            rates[f"pass_at_{k}"] = statistics.fmean(estimates)
     return {
         **means_of_metrics([dict(episode.metrics) for episode in episodes]),
         "reward_mean": statistics.fmean(rewards),
@@ -93,21 +100,9 @@ def evaluation_statistics(
         "reply_tokens_mean": statistics.fmean(replies) if replies else 0.0,
         "reply_tokens_max": float(max(replies, default=0)),
         "truncated_fraction": statistics.fmean(episode.truncated for episode in episodes),
-        **_pass_rates(episodes, samples),
+        **rates,
         **counts,
     }
-
-
-def _pass_rates(episodes: Sequence[EvaluatedEpisode], samples: int) -> dict[str, float]:
-    passed: dict[int, list[bool]] = {}
-    for episode in episodes:
-        passed.setdefault(episode.task_index, []).append(episode.reward >= FULL_REWARD)
-    rates = {}
-    for k in (*(1 << power for power in range((samples - 1).bit_length())), samples):
-        estimates = [pass_at_k(len(p), sum(p), k) for p in passed.values() if len(p) >= k]
-        if estimates:
-            rates[f"pass_at_{k}"] = statistics.fmean(estimates)
-    return rates
 
 
 @dataclass(eq=False)
@@ -274,23 +269,17 @@ class Evaluator(Part):
             found = self._environments.entries[section.name].num_tasks
             # A task that is taken twice would count twice in the reward, and once in pass@k.
             count = min(asked, found) if found else asked
-            if count < asked:
-                self._warn_of_few_tasks(section, count)
+            samples = section.samples_per_task
+            if count < asked and section.name not in self._warned:
+                self._warned.add(section.name)
+                self._run.events.warn(
+                    f"evaluation {section.name} has {count} task{'s' * (count != 1)}, and "
+                    f"num_episodes = {section.num_episodes} with samples_per_task = {samples} asks "
+                    f"for {asked}: a round takes each task once, {count * samples} episodes"
+                )
             for index in range(count):
-                tasks += [(section.name, index)] * section.samples_per_task
+                tasks += [(section.name, index)] * samples
         return tasks
-
-    def _warn_of_few_tasks(self, section: EvaluationSection, count: int) -> None:
-        if section.name in self._warned:
-            return
-        self._warned.add(section.name)
-        samples = section.samples_per_task
-        self._run.events.warn(
-            f"evaluation {section.name} has {count} task{'s' * (count != 1)}, and num_episodes = "
-            f"{section.num_episodes} with samples_per_task = {samples} asks for "
-            f"{section.num_episodes // samples}: a round takes each task once, "
-            f"{count * samples} episodes"
-        )
 
     def _lease(self, round_: Round) -> None:
         scheduler, granted = self._scheduler, []

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from slipstream.core.errors import USAGE_ERROR, ConfigError, ProtocolError, SlipstreamError
 from slipstream.core.run_folder import JOURNAL, JOURNAL_LOG
-from slipstream.learner.controller.records.history import RunHistory, read_history
+from slipstream.learner.controller.records.history import read_history
 from slipstream.learner.controller.records.journal import Journal, read_records
 from slipstream.learner.controller.trajectories.batch import SetAside, from_record
 
@@ -44,7 +44,18 @@ def set_batch_aside(run: Path, step: int, groups: Sequence[str] = ()) -> SetAsid
         raise ConfigError(f"{run} has no journal")
     with Journal(folder) as journal:
         history = read_history(read_records(folder))
-        _check_waits(history, run, step)
+        newest = history.version.step
+        if step - 1 in history.steps:
+            covered = ", which a checkpoint covers" if step <= history.checkpoint.step else ""
+            raise ConfigError(
+                f"step {step} of {run} is trained{covered}; only a batch from which no version was "
+                f"made can be set aside, and the newest version is {newest}"
+            )
+        if step - 1 not in history.batches:
+            waits = f"only that of step {newest + 1}" if newest in history.batches else "none"
+            raise ConfigError(
+                f"{run} has no batch of step {step} that waits to be trained, {waits} does"
+            )
         recorded = history.batches[step - 1]
         batch = from_record(journal.read_batch(recorded.step, recorded.crc32, recorded.attempt))
         try:
@@ -53,22 +64,6 @@ def set_batch_aside(run: Path, step: int, groups: Sequence[str] = ()) -> SetAsid
             raise ConfigError(str(error)) from None
         journal.append(found.record())
     return found
-
-
-def _check_waits(history: RunHistory, run: Path, step: int) -> None:
-    """Raises ConfigError unless the batch of `step` (counted from 1) waits to be trained."""
-    newest = history.version.step
-    if step - 1 in history.steps:
-        covered = ", which a checkpoint covers" if step <= history.checkpoint.step else ""
-        raise ConfigError(
-            f"step {step} of {run} is trained{covered}; only a batch from which no version was "
-            f"made can be set aside, and the newest version is {newest}"
-        )
-    if step - 1 not in history.batches:
-        waits = f"only that of step {newest + 1}" if newest in history.batches else "none"
-        raise ConfigError(
-            f"{run} has no batch of step {step} that waits to be trained, {waits} does"
-        )
 
 
 if __name__ == "__main__":

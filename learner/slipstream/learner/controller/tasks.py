@@ -199,19 +199,15 @@ class EnvironmentBook:
         Each task is returned once in a round; each round has a seeded random order.
         """
         number = entry.counts.next_number
-        task_index = self._in_order(entry, number)
-        seed = random.Random(f"{self._seed}/{entry.spec.name}/{number}").getrandbits(48)
-        return task_index, seed
-
-    def _in_order(self, entry: EnvironmentEntry, number: int) -> int:
+        name = entry.spec.name
+        seed = random.Random(f"{self._seed}/{name}/{number}").getrandbits(48)
         if entry.num_tasks == 0 or entry.num_tasks > MAX_SHUFFLED_TASKS:
-            return number
+            return number, seed
         round_number, place = divmod(number, entry.num_tasks)
         if round_number != entry.order_round or not entry.order:
             entry.order, entry.order_round = list(range(entry.num_tasks)), round_number
-            name = entry.spec.name
             random.Random(f"{self._seed}/{name}/order/{round_number}").shuffle(entry.order)
-        return entry.order[place]
+        return entry.order[place], seed
 
     def gauges(self) -> dict[str, float]:
         """Returns the metrics of the environments."""

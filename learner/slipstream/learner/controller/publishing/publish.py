@@ -97,16 +97,14 @@ class Publisher(Part):
         is_by_storage = self._settings.storage_url is not None
         if is_by_storage or self._fleet.versions[newest] == len(sessions):
             return []
-        return [each for each in sessions.values() if self._is_due(each, newest)]
-
-    def _is_due(self, session: ServerSession, version: PolicyVersion) -> bool:
-        is_late = self.questions.is_late(session)
-        if time.monotonic() < session.retry_publish_s or is_late:
-            return False
-        if session.state in (JOINING, STALE):
-            return True
-        is_pinned = session.key in self.pinned
-        return session.is_serving and not is_pinned and session.version != version
+        due, now_s = [], time.monotonic()
+        for session in sessions.values():
+            may_be_sent = now_s >= session.retry_publish_s and not self.questions.is_late(session)
+            is_behind = session.version != newest and session.key not in self.pinned
+            lacks = session.state in (JOINING, STALE) or (session.is_serving and is_behind)
+            if may_be_sent and lacks:
+                due.append(session)
+        return due
 
     def trainer_joined(self, num_senders: int) -> None:
         """Abandons the previous trainer's publish; `num_senders` ranks of the new trainer send."""
@@ -272,12 +270,8 @@ class Publisher(Part):
             # The trainer is gone: without this the servers would stay in LOADING forever.
             self._abandon(publish, "the trainer was lost")
             raise
-        receipt = self._receipt(publish, digests)
         self.totals.sent(result)
-        return receipt
-
-    def _receipt(self, publish: Publish, digests: list[bytes]) -> trainer_pb2.PublishReceipt:
-        """Returns the receipt; a receiver that has neither loaded nor failed is late."""
+        # A receiver that has neither loaded nor failed is late.
         settled = [receiver for receiver in publish.receivers if receiver.loaded.done()]
         loaded = [receiver for receiver in settled if not receiver.problem(digests)]
         for receiver in publish.receivers:
@@ -397,17 +391,14 @@ class Publisher(Part):
             self._holders.discard(session.key)
             self.failures.make_stale(session, problem)
         else:
-            self._serves(publish, session)
+            if publish.trainer == self._trainer and not publish.order.adapters_alone:
+                self._holders.add(session.key)
+            self.failures.served(session)
+            session.version, session.publish_id = publish.version, publish.publish_id
+            if not session.is_leaving:
+                session.cause = ""
+            session.on(ServerEvent.PUBLISHED)
         self._run.signal.notify()
-
-    def _serves(self, publish: Publish, session: ServerSession) -> None:
-        if publish.trainer == self._trainer and not publish.order.adapters_alone:
-            self._holders.add(session.key)
-        self.failures.served(session)
-        session.version, session.publish_id = publish.version, publish.publish_id
-        if not session.is_leaving:
-            session.cause = ""
-        session.on(ServerEvent.PUBLISHED)
 
     def report(self, session: ServerSession, report: fleet_pb2.PublishReport) -> None:
         """Takes a server's answer or its report on a phase; a server that serves has loaded."""

@@ -300,25 +300,23 @@ class Questions:
         problems = {}
         for question in questions:
             if question.is_open:
-                self._leave_out(question, prepare.version.step)
+                session, question.is_late = question.session, True
+                keeps = "it serves nothing yet"
+                if session.is_serving and session.version is not None:
+                    keeps = f"it keeps version {session.version.step}"
+                waited_s = self._run.clock.now_s() - question.asked_s
+                self._run.events.warn(
+                    f"rollout server {session.name} is left out of the publish of version "
+                    f"{prepare.version.step}: not ready {waited_s:.1f} s after it was asked; "
+                    f"{keeps}"
+                )
+                self._tasks.create_task(self._follow(question))
                 continue
             self.forget(question)
             report = question.answer.result()
             ready = report.phase == READY
             problems[question.session] = "" if ready else report.message or "it failed"
         return problems
-
-    def _leave_out(self, question: Question, step: int) -> None:
-        session, question.is_late = question.session, True
-        keeps = "it serves nothing yet"
-        if session.is_serving and session.version is not None:
-            keeps = f"it keeps version {session.version.step}"
-        waited_s = self._run.clock.now_s() - question.asked_s
-        self._run.events.warn(
-            f"rollout server {session.name} is left out of the publish of version {step}: "
-            f"not ready {waited_s:.1f} s after it was asked; {keeps}"
-        )
-        self._tasks.create_task(self._follow(question))
 
     async def _follow(self, question: Question) -> None:
         """Waits for a late answer, then wakes the run; ends the server's stream if none comes."""

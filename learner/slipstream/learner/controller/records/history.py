@@ -172,22 +172,19 @@ class RunHistory(RunState):
             case kinds.Servers():
                 self._servers(record)
             case kinds.Start():
-                self._start(record)
+                if record.format != FORMAT:
+                    raise ProtocolError(
+                        f"the journal has format {record.format}, this version reads {FORMAT}"
+                    )
+                self.servers.all_died()
+                self.run_id = record.run_id
+                self.starts += 1
             case kinds.Queue():
                 self.queue_added = record.added
 
     def _receive(self, tokens: Iterable[ServerTokens], *, sign: int = 1) -> None:
         for name, epoch, number in tokens:
             self.servers.count(ServerKey(ServerId(name), epoch)).received += sign * number
-
-    def _start(self, record: kinds.Start) -> None:
-        if record.format != FORMAT:
-            raise ProtocolError(
-                f"the journal has format {record.format}, this version reads {FORMAT}"
-            )
-        self.servers.all_died()
-        self.run_id = record.run_id
-        self.starts += 1
 
     def _servers(self, record: kinds.Servers) -> None:
         if record.settled is not None:

@@ -15,7 +15,6 @@ from pathlib import Path
 import grpc
 from google.protobuf import json_format
 from slipstream.core.settings.config import Config
-from slipstream.core.settings.measurement_sections import PlayedSection
 from slipstream.core.settings.sections import EnvironmentSection
 from slipstream.core.template_values import read_values, values_json
 from slipstream.core.types import Purpose
@@ -299,24 +298,23 @@ def environment_specs(config: Config, *, search_path: str) -> list[pb.Environmen
 
     Servers import the environments from the folder `search_path`.
     """
-    sections = (*config.environments, *config.evaluations)
-    return [_spec(section, search_path) for section in sections]
-
-
-def _spec(section: PlayedSection, search_path: str) -> pb.EnvironmentSpec:
-    weight, purpose = 1.0, Purpose.EVALUATION
-    if isinstance(section, EnvironmentSection):
-        weight, purpose = section.weight, Purpose.TRAINING
-    return pb.EnvironmentSpec(
-        name=section.name,
-        reference=section.reference,
-        args_json=json.dumps(section.args),
-        weight=weight,
-        timeout_s=section.timeout_s,
-        num_workers=section.num_workers,
-        search_path=search_path,
-        purpose=trajectory_pb2.EpisodePurpose.Name(purpose.value),
-        chat_template_kwargs_json=values_json(section.chat_template_kwargs),
-        python=str(Path(search_path) / section.python) if section.python else "",
-        adapter=section.adapter or "",
-    )
+    specs = []
+    for section in (*config.environments, *config.evaluations):
+        weight, purpose = 1.0, Purpose.EVALUATION
+        if isinstance(section, EnvironmentSection):
+            weight, purpose = section.weight, Purpose.TRAINING
+        spec = pb.EnvironmentSpec(
+            name=section.name,
+            reference=section.reference,
+            args_json=json.dumps(section.args),
+            weight=weight,
+            timeout_s=section.timeout_s,
+            num_workers=section.num_workers,
+            search_path=search_path,
+            purpose=trajectory_pb2.EpisodePurpose.Name(purpose.value),
+            chat_template_kwargs_json=values_json(section.chat_template_kwargs),
+            python=str(Path(search_path) / section.python) if section.python else "",
+            adapter=section.adapter or "",
+        )
+        specs.append(spec)
+    return specs

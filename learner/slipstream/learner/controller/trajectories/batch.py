@@ -292,7 +292,9 @@ def environment_means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     of_turns = [trajectory.turn_rewards()[:MOST_TURNS] for trajectory in trajectories]
     several = {t.environment for t, turns in zip(trajectories, of_turns, strict=True) if turns[1:]}
     for trajectory, turns in zip(trajectories, of_turns, strict=True):
-        measured = {**_branch_rewards(trajectory), **trajectory.metrics}
+        own = {b.name: b.reward for b in trajectory.branches if b.name and b.reward is not None}
+        measured = {f"branch_rewards/{name}": own[name] for name in sorted(own)[:MOST_BRANCHES]}
+        measured |= trajectory.metrics
         if trajectory.environment in several:
             measured |= {f"turn_rewards/{n}": reward for n, reward in enumerate(turns, 1)}
         measured["reward"] = trajectory.reward
@@ -302,12 +304,6 @@ def environment_means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         for environment, measured in sorted(episodes.items())
         for name, mean in means_of_metrics(measured).items()
     }
-
-
-def _branch_rewards(trajectory: Trajectory) -> dict[str, float]:
-    """Returns the rewards of named branches with their own reward, at most `MOST_BRANCHES`."""
-    rewards = {b.name: b.reward for b in trajectory.branches if b.name and b.reward is not None}
-    return {f"branch_rewards/{name}": rewards[name] for name in sorted(rewards)[:MOST_BRANCHES]}
 
 
 def means_of_metrics(episodes: Sequence[Mapping[str, float]]) -> dict[str, float]:

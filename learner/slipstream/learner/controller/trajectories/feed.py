@@ -5,7 +5,7 @@ time in an environment, and the numbers for the summary, both since the controll
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from pydantic import JsonValue
 from slipstream.core.settings.algorithm_section import GROUP_ADVANTAGES
@@ -55,7 +55,14 @@ class Feed:
             counts[DROPPED_METRICS] += left_out
             if entry.is_news(DROPPED_METRICS):
                 self._warn(entry, f"{left_out} metrics of an episode are left out, beyond 16")
-        self._tell_ignored(entry, metrics)
+        told = entry.told.setdefault("ignored", set())
+        ignored = {n.removeprefix(IGNORED) for n in metrics if n.startswith(IGNORED)} - told
+        if ignored:
+            told |= ignored
+            self._run.events.warn(
+                f"agents of {entry.spec.name} ask for {', '.join(sorted(ignored))}, which "
+                "changes nothing: docs/guides/agents.md says what holds"
+            )
         advantage = self._run.config.algorithm.advantage
         adds_up = advantage in (*GROUP_ADVANTAGES, "score") and trajectory.token_rewards is not None
         if adds_up and entry.is_news("sums"):
@@ -113,15 +120,4 @@ class Feed:
                 entry,
                 f"{unread:.0%} of the last {LOOKED_AT} replies hold no answer that the judge can "
                 f"read, and {cut:.0%} were cut at a length limit",
-            )
-
-    def _tell_ignored(self, entry: EnvironmentEntry, metrics: Mapping[str, float]) -> None:
-        """Warns once for each setting that agents request and that is ignored."""
-        told = entry.told.setdefault("ignored", set())
-        found = {n.removeprefix(IGNORED) for n in metrics if n.startswith(IGNORED)} - told
-        if found:
-            told |= found
-            self._run.events.warn(
-                f"agents of {entry.spec.name} ask for {', '.join(sorted(found))}, which "
-                "changes nothing: docs/guides/agents.md says what holds"
             )

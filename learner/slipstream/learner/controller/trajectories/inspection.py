@@ -355,8 +355,11 @@ class Inspector:
             return None
         group = self._book.groups.get(trajectory.group_id)
         cause = contradiction(trajectory, group, self._facts())
-        if not cause and group is not None:
-            cause = self._wrong_adapter(trajectory)
+        entry = self._environments.get(trajectory.environment)
+        # Trajectories of withdrawn groups are never trained.
+        is_held = not cause and group is not None
+        if is_held and entry is not None and entry.spec.adapter != trajectory.adapter:
+            cause = f"adapter {trajectory.adapter!r} sampled it, not {entry.spec.adapter!r}"
         if trajectory.trajectory_id != delivery.trajectory_id:
             cause = f"it says that it is {trajectory.trajectory_id}"
         if cause:
@@ -369,16 +372,6 @@ class Inspector:
         if trajectory.has_reward:
             self.quarantine.good(key)
         return trajectory
-
-    def _wrong_adapter(self, trajectory: Trajectory) -> str:
-        """Returns why the trajectory's adapter is wrong, or "" if it is right.
-
-        Callers do not check trajectories of withdrawn groups, which are never trained.
-        """
-        entry = self._environments.get(trajectory.environment)
-        if entry is None or entry.spec.adapter == trajectory.adapter:
-            return ""
-        return f"adapter {trajectory.adapter!r} sampled it, not {entry.spec.adapter!r}"
 
     def _send_away(self, server: ServerKey, cause: str) -> None:
         """Orders a server without valid deliveries to leave, or fails the run if it is the last."""
