@@ -425,7 +425,17 @@ class Publisher(Part):
         session, receiver.cause = receiver.session, cause
         self._open.pop(session.key, None)
         if self._fleet.find(session.key) is session:
-            self._allow_more_time(publish)
+            # Once for each failed publish: this machine or network may be slow.
+            deadline_s, setting_s = (
+                publish.order.bucket_deadline_s,
+                self._settings.bucket_deadline_s,
+            )
+            if deadline_s == self._bucket_deadline_s < MOST_TIME * setting_s:
+                self._bucket_deadline_s = 2 * deadline_s
+                self._run.events.warn(
+                    f"a publish failed: each bucket may take {self._bucket_deadline_s:g} s from "
+                    f"now on (weights.bucket_deadline_s = {setting_s:g})"
+                )
         self._membership.forget(publish.order.communicator.communicator_id)
         abort = fleet_pb2.AbortPublish(publish_id=publish.publish_id, reason=cause)
         session.send(fleet_pb2.ControllerMessage(abort=abort))
@@ -433,21 +443,6 @@ class Publisher(Part):
         for wait in (receiver.loaded, receiver.serving):
             if not wait.done():
                 wait.set_result(fleet_pb2.PublishReport(phase=FAILED, message=cause))
-
-    def _allow_more_time(self, publish: Publish) -> None:
-        """Doubles the deadline of later publishes, since this machine or network may be slow.
-
-        This happens once for each failed publish, up to `MOST_TIME` times the setting. Callers do
-        not call it for lost servers.
-        """
-        deadline_s = publish.order.bucket_deadline_s
-        largest_s = MOST_TIME * self._settings.bucket_deadline_s
-        if deadline_s == self._bucket_deadline_s < largest_s:
-            self._bucket_deadline_s = 2 * deadline_s
-            self._run.events.warn(
-                f"a publish failed: each bucket may take {self._bucket_deadline_s:g} s from now on "
-                f"(weights.bucket_deadline_s = {self._settings.bucket_deadline_s:g})"
-            )
 
     def lost(self, session: ServerSession) -> None:
         self.pinned.discard(session.key)

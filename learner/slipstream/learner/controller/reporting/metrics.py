@@ -75,22 +75,18 @@ class RunRecorder:
         # A byte for each version: 1 when the row of the step that makes it is written.
         self._written = bytearray()
         # The run's seconds continue from the last row of the earlier start.
-        self._started_s = time.monotonic() - self._read_rows()
+        wall_s = 0.0
+        for row in read_rows(folder / METRICS, self._warn):
+            wall_s = max(wall_s, row["wall_s"])
+            if "step" in row:
+                self._note_row(row)
+        self._started_s = time.monotonic() - wall_s
         for name in (SAMPLES, GROUPS):
             drop_unfinished_step(folder / name, max(len(self._written), 1), self._warn)
         self._samples = ResultFile(folder / SAMPLES, self._warn)
         self._groups = ResultFile(folder / GROUPS, self._warn)
         self.rate = GenerationRate()
         self._last_step_s = time.monotonic()
-
-    def _read_rows(self) -> float:
-        """Counts the rows of earlier starts; returns the seconds that the earlier starts took."""
-        wall_s = 0.0
-        for row in read_rows(self._folder / METRICS, self._warn):
-            wall_s = max(wall_s, row["wall_s"])
-            if "step" in row:
-                self._note_row(row)
-        return wall_s
 
     def _note_row(self, row: dict[str, float]) -> None:
         version = int(row["step"])

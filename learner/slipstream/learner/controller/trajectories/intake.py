@@ -6,6 +6,7 @@ acknowledged as soon as the journal has its end.
 """
 
 import asyncio
+import contextlib
 import logging
 import statistics
 import time
@@ -72,18 +73,12 @@ class Intake:
     async def consume(self) -> None:
         """Takes deliveries until the task is cancelled."""
         while True:
-            delivery = await self._receiver.get()
-            self.accept(delivery, await self._decoded(delivery))
-
-    async def _decoded(self, delivery: Delivery) -> Trajectory | ProtocolError | None:
-        """Decodes a large delivery in a thread; returns None for one that `accept` must decode."""
-        if len(delivery.data) <= SMALL_BYTES:
-            return None
-        try:
-            return await asyncio.to_thread(self.inspector.decode, delivery)
-        except FAULTS:
-            # `accept` meets the fault again and quarantines the delivery.
-            return None
+            delivery, decoded = await self._receiver.get(), None
+            if len(delivery.data) > SMALL_BYTES:
+                # `accept` meets a fault again and quarantines the delivery.
+                with contextlib.suppress(*FAULTS):
+                    decoded = await asyncio.to_thread(self.inspector.decode, delivery)
+            self.accept(delivery, decoded)
 
     def accept(self, delivery: Delivery, decoded: Trajectory | ProtocolError | None = None) -> None:
         """Handles one delivery; no delivery can end the controller.
@@ -95,7 +90,9 @@ class Intake:
         try:
             trajectory = self.inspector.take(delivery, decoded)
             if trajectory is not None:
-                if _is_progress(trajectory):
+                failure = trajectory.failure
+                is_outage = failure is not None and failure.kind in OUTAGES
+                if trajectory.status is not Status.CANCELLED and not is_outage:
                     self._progress.moved()
                 self._run.signal.notify()
                 self.feed.note(trajectory)
@@ -287,10 +284,17 @@ class Intake:
         self._cancel_members(group, f"member {member} failed for good")
         if group.purpose is Purpose.EVALUATION:
             return
+        name, task = group.environment, group.task_index
+        entry = self._environments.entries.get(name)
         if failure.kind is FailureKind.PROMPT_TOO_LONG:
-            self._skip_task(group, cause)
+            if entry is not None and entry.is_news("long prompt", str(task)):
+                self._run.events.warn(
+                    f"task {task} of environment {name} is set aside: {cause}; skipped_tasks "
+                    "counts such tasks"
+                )
+            if self._environments.task_skipped(name, cause):
+                self.suspend(name, f"no task fits, the newest: {cause}")
             return
-        entry = self._environments.entries.get(group.environment)
         if entry is None or entry.is_news(f"set aside: {cause}", str(group.task_index)):
             self._run.events.warn(
                 f"task {group.task_index} of environment {group.environment} is set aside: "
@@ -306,18 +310,6 @@ class Intake:
             last = "its last group" if count == 1 else f"its last {count} groups all"
             self.suspend(group.environment, f"{last} failed, the newest: {cause}")
 
-    def _skip_task(self, group: Group, cause: str) -> None:
-        """Counts and tells a task with too long a prompt; may suspend its environment."""
-        name, task = group.environment, group.task_index
-        entry = self._environments.entries.get(name)
-        if entry is not None and entry.is_news("long prompt", str(task)):
-            self._run.events.warn(
-                f"task {task} of environment {name} is set aside: {cause}; skipped_tasks counts "
-                "such tasks"
-            )
-        if self._environments.task_skipped(name, cause):
-            self.suspend(name, f"no task fits, the newest: {cause}")
-
     def _cancel_members(self, group: Group, cause: str) -> None:
         session = self._fleet.find(group.holder)
         if session is not None and not group.is_complete:
@@ -331,13 +323,6 @@ class Intake:
         self._book.remove(group.group_id)
         for trajectory in group.in_order():
             self._endings.end(trajectory, TrajectoryEnd.EVALUATED, "evaluated")
-
-
-def _is_progress(trajectory: Trajectory) -> bool:
-    """Whether an episode counts as progress: not if it was cancelled or failed in an outage."""
-    failure = trajectory.failure
-    is_outage = failure is not None and failure.kind in OUTAGES
-    return trajectory.status is not Status.CANCELLED and not is_outage
 
 
 class GroupFilter:
