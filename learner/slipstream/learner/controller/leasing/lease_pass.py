@@ -225,7 +225,14 @@ class NewLeases:
             free, place, room = self._heap[0]
             key, step = room.session.key, room.served_step
             may_lease = self._may_lease(step)
-            old = self._first_again(key) if may_lease else None
+            old = None
+            for group in self._book.again if may_lease else ():
+                abandoned = self._environments.entries.get(group.environment)
+                if abandoned is not None and self._environments.may_run(
+                    abandoned, key, self._episodes, group.size
+                ):
+                    old = group
+                    break
             entry = self._environments.next_for(key, self._episodes, size) if may_lease else None
             if old is None and entry is None:
                 self._refused.add(step)
@@ -254,12 +261,3 @@ class NewLeases:
         if step not in self._full and not self._book.may_lease(step):
             self._full.add(step)
         return step not in self._full
-
-    def _first_again(self, key: ServerKey) -> Group | None:
-        """Returns the first abandoned group whose task this server may start again, or None."""
-        book = self._environments
-        for group in self._book.again:
-            entry = book.entries.get(group.environment)
-            if entry is not None and book.may_run(entry, key, self._episodes, group.size):
-                return group
-        return None

@@ -331,7 +331,10 @@ class RunIds:
         self._ids: dict[str, str] = {}
         if self._path.is_file():
             found = parse_object(self._path.read_bytes())
-            if found is None or not all(_is_id(run_id) for run_id in found.values()):
+            if found is None or not all(
+                isinstance(each, str) and each.isprintable() and 0 < len(each) <= MAX_ID
+                for each in found.values()
+            ):
                 found = {}
                 complain(f"{self._path} is damaged: trackers begin new runs")
             self._ids = {name: str(run_id) for name, run_id in found.items()}
@@ -346,10 +349,6 @@ class RunIds:
             self._ids[tracker] = run_id
             text = json.dumps(self._ids, indent=2)
             write_result(self._path, f"{text}\n".encode(), self._complain)
-
-
-def _is_id(value: JsonValue) -> bool:
-    return isinstance(value, str) and value.isprintable() and 0 < len(value) <= MAX_ID
 
 
 def open_trackers(config: Config, folder: Path, events: EventLog) -> Trackers:

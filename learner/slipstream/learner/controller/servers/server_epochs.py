@@ -134,7 +134,15 @@ class ServerEpochs:
             return
         self._departed[key] = count
         if len(self._departed) > self._max_apart:
-            self._fold(next(iter(self._departed)))
+            oldest = next(iter(self._departed))
+            count = self._departed.pop(oldest)
+            count.dead = True
+            self._folded.reported += count.generated
+            self._folded.received += count.received
+            self._folded.judged += count.judged
+            if self._names.get(oldest.epoch) == oldest:
+                del self._names[oldest.epoch]
+            bisect.insort(self._earlier, oldest.epoch)
 
     def all_died(self) -> None:
         """Notes that no server of an earlier start of the controller is still connected."""
@@ -200,13 +208,3 @@ class ServerEpochs:
     def _is_folded(self, epoch: int) -> bool:
         place = bisect.bisect_left(self._earlier, epoch)
         return place < len(self._earlier) and self._earlier[place] == epoch
-
-    def _fold(self, key: ServerKey) -> None:
-        count = self._departed.pop(key)
-        count.dead = True
-        self._folded.reported += count.generated
-        self._folded.received += count.received
-        self._folded.judged += count.judged
-        if self._names.get(key.epoch) == key:
-            del self._names[key.epoch]
-        bisect.insort(self._earlier, key.epoch)

@@ -178,11 +178,20 @@ def contradiction(trajectory: Trajectory, group: Group | None, facts: KnownFacts
 
 def _excess(trajectory: Trajectory, facts: KnownFacts) -> str:
     """Returns the reason why no episode of this run can have this size, or "" if one can."""
+    number, most = len(trajectory.branches), facts.sampling.max_branches
+    if number > most:
+        return f"it has {number} branches, sampling.max_branches is {most}"
     size, most = len(trajectory.token_ids), facts.sampling.max_episode_tokens
-    if trajectory.branches:
-        if excess := _excess_of_branches(trajectory, facts):
-            return excess
-    elif size > most:
+    for place, part in enumerate(trajectory.sequences() if number else (), 1):
+        own = part.tokens.stop - part.tokens.start
+        if own > most:
+            return f"branch {place} has {own} tokens, sampling.max_episode_tokens is {most}"
+        if trajectory.has_reward and part.sampled.start == part.sampled.stop:
+            return f"branch {place} has no sampled token"
+    if number and size > facts.sampling.total_tokens:
+        most = facts.sampling.total_tokens
+        return f"its branches have {size} tokens, sampling.max_total_tokens is {most}"
+    if not number and size > most:
         return f"it has {size} tokens, sampling.max_episode_tokens is {most}"
     turns = max(trajectory.num_turns, len(trajectory.run_lengths) // 2)
     most = facts.sampling.max_turns or MAX_TURNS
@@ -200,24 +209,6 @@ def _excess(trajectory: Trajectory, facts: KnownFacts) -> str:
         allowed = max_text_bytes(size)
         if len(text) > allowed or len(text.encode()) > allowed:
             return f"its {name}'s text has more than the {allowed} bytes that {size} tokens allow"
-    return ""
-
-
-def _excess_of_branches(trajectory: Trajectory, facts: KnownFacts) -> str:
-    """Returns the reason why no episode of this run can have these branches, or "" if one can."""
-    number, most = len(trajectory.branches), facts.sampling.max_branches
-    if number > most:
-        return f"it has {number} branches, sampling.max_branches is {most}"
-    most = facts.sampling.max_episode_tokens
-    for place, part in enumerate(trajectory.sequences(), 1):
-        size = part.tokens.stop - part.tokens.start
-        if size > most:
-            return f"branch {place} has {size} tokens, sampling.max_episode_tokens is {most}"
-        if trajectory.has_reward and part.sampled.start == part.sampled.stop:
-            return f"branch {place} has no sampled token"
-    size, most = len(trajectory.token_ids), facts.sampling.total_tokens
-    if size > most:
-        return f"its branches have {size} tokens, sampling.max_total_tokens is {most}"
     return ""
 
 
