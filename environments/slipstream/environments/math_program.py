@@ -71,10 +71,25 @@ _SPOKEN = re.compile(
     rf"({'|'.join([*_PARTS, *_SCALES])})(s?))?( per ?cent|%)?",
     re.IGNORECASE,
 )
+# Words before an answer: I would say, it should be, that makes.
+_LEAD = re.compile(
+    r"\s*(?:(?:i|we)(?:'d|'ll| would)? (?:say|think|get|got)(?: that)?"
+    r"|(?:it|that|this) (?:is|should be|must be|would be|makes))(?: (?:it is|it's))?:? +",
+    re.IGNORECASE,
+)
+# A time of the day, what asks for one, a ratio, and what asks for it in its lowest terms.
+_TIME = re.compile(r"(?<![\d:])(\d{1,2}):(\d\d)(?![\d:])(?:\s*([ap])\.?m\b)?", re.IGNORECASE)
+_ASKS_TIME = re.compile(r"\btime\b|\bo'clock\b|\bwhen\b", re.IGNORECASE)
+_RATIO = re.compile(r"(?<![\d.:])\d+(?:\.\d+)?(?: *(?::|\bto\b) *\d+(?:\.\d+)?)+(?![\d.:]*\d)")
+_LOWEST = re.compile(r"\b(?:lowest|simplest|simplified|reduced|simplify|reduce)\b", re.IGNORECASE)
 # Ways to write what mathematics writes otherwise.
 _WRITTEN: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"\b(\d+) (?:over|out of) (\d+)\b"), r"\1/\2"),
     (re.compile(r"(?<=[\w)])\*\*(?=[\w(])"), "^"),
+    (
+        re.compile(r"(?:the set of )?all (?:the )?real(?:s| numbers)(?=[\s.!$]*\Z)", re.IGNORECASE),
+        r"(-\\infty, \\infty)",
+    ),
     (re.compile(r"<="), r"\\le "),
     (re.compile(r">="), r"\\ge "),
     (re.compile(r"(?<![\\A-Za-z])pi(?![A-Za-z])"), r"\\pi "),
@@ -181,7 +196,9 @@ def compare(answer: str, reply: str, question: str = "") -> dict[str, bool]:
     said = kept if numbers(kept) or not numbers(said) else said
     if said and _text(said, answer) == _text(answer, answer):
         return {"known": True, "readable": True, "right": True}
-    said, answer = (_rewritten(text) for text in (said, answer))
+    if (is_same := _same_colons(answer, said or reply, question)) is not None:
+        return {"known": True, "readable": True, "right": is_same}
+    said, answer = _rewritten(_LEAD.sub("", said, count=1)), _rewritten(answer)
     if "\\pi" in answer:
         said = _DEGREES.sub(r"\1 \\pi / 180", said)
     if (shape := _shape(answer)) and (other := _shape(said)):
@@ -221,6 +238,34 @@ def compare(answer: str, reply: str, question: str = "") -> dict[str, bool]:
         bool(found) and verify(gold, found, timeout_seconds=None) for found in readings
     )
     return {"known": bool(gold), "readable": is_readable, "right": right}
+
+
+def _same_colons(answer: str, said: str, question: str) -> bool | None:
+    """Whether two times of a day or two ratios are the same; None if they are not such ones.
+
+    A time without a.m. or p.m. may be of either half of the day. A ratio may be a multiple, unless
+    the question asks for its lowest terms.
+    """
+    times = [{*_TIME.findall(text.casefold())} for text in (answer, said)]
+    is_time = any(half for each in times for *_, half in each) or _ASKS_TIME.search(question)
+    if is_time and len(times[0]) == 1 and _TIME.fullmatch(bare(answer)):
+        if len(times[1]) != 1:
+            return False
+        read = []
+        for ((hour, minute, half),) in times:
+            in_day = int(hour) % 12 + 12 * (half == "p") if half else int(hour)
+            read.append((in_day, minute, bool(half) or in_day > 12))
+        (one, first, is_one_sure), (other, second, is_other_sure) = read
+        half_day = 24 if is_one_sure and is_other_sure else 12
+        return first == second and (one - other) % half_day == 0
+    ratio, found = _RATIO.fullmatch(bare(answer)), _RATIO.findall(said)
+    if ratio is None or ":" not in answer or len(found) != 1:
+        return None
+    terms, others = ([float(each) for each in numbers(text)] for text in (ratio[0], found[0]))
+    if _LOWEST.search(question) or len(terms) != len(others):
+        return terms == others
+    pairs = zip(terms, others, strict=True)
+    return all(math.isclose(one * others[0], other * terms[0]) for one, other in pairs)
 
 
 def _text(text: str, answer: str) -> str:
