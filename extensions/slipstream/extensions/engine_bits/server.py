@@ -16,30 +16,29 @@ def compute_by_rows() -> None:
 
     Products then read a layer's weights as they were loaded, without prepacking.
     """
-    utils.dispatch_cpu_unquantized_gemm = _dispatch
-    RMSNorm.forward_native = RMSNorm.forward_cpu = _normed
-    logits_processor.LogitsProcessor._apply_head = _head
 
+    def dispatch(layer: Any, remove_weight: bool) -> None:  # noqa: ANN401 - vLLM's
+        layer.cpu_linear = row_kernels.product
 
-def _dispatch(layer: Any, remove_weight: bool) -> None:  # noqa: ANN401 - vLLM's
-    layer.cpu_linear = row_kernels.product
+    def normed(
+        self: RMSNorm, x: Tensor, residual: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        # vLLM would take the norm of a sum before the sum is rounded, which the learner adds
+        # elsewhere.
+        total = x if residual is None else x + residual
+        found = row_kernels.norm(total, self.weight.data, self.variance_epsilon)
+        return found if residual is None else (found, total)
 
+    def head(
+        self: logits_processor.LogitsProcessor,
+        lm_head: Any,  # noqa: ANN401 - vLLM's
+        hidden_states: Tensor,
+        embedding_bias: Tensor | None,
+    ) -> Tensor:
+        dtype = self.head_dtype or hidden_states.dtype
+        weight = lm_head.weight.to(dtype)
+        return row_kernels.product(hidden_states.to(dtype), weight, embedding_bias)
 
-def _normed(
-    self: RMSNorm, x: Tensor, residual: Tensor | None = None
-) -> Tensor | tuple[Tensor, Tensor]:
-    # vLLM would take the norm of a sum before the sum is rounded, which the learner adds elsewhere.
-    total = x if residual is None else x + residual
-    found = row_kernels.norm(total, self.weight.data, self.variance_epsilon)
-    return found if residual is None else (found, total)
-
-
-def _head(
-    self: logits_processor.LogitsProcessor,
-    lm_head: Any,  # noqa: ANN401 - vLLM's
-    hidden_states: Tensor,
-    embedding_bias: Tensor | None,
-) -> Tensor:
-    dtype = self.head_dtype or hidden_states.dtype
-    weight = lm_head.weight.to(dtype)
-    return row_kernels.product(hidden_states.to(dtype), weight, embedding_bias)
+    utils.dispatch_cpu_unquantized_gemm = dispatch
+    RMSNorm.forward_native = RMSNorm.forward_cpu = normed
+    logits_processor.LogitsProcessor._apply_head = head

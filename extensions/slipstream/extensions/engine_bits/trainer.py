@@ -12,7 +12,6 @@ import functools
 import importlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -342,41 +341,6 @@ def gated(x: Tensor) -> Tensor:
     return _Recomputed.apply(engine_kernels().gate, _gated, x)  # type: ignore[no-any-return,no-untyped-call]
 
 
-def rotated(
-    positions: Tensor,
-    x: Tensor,
-    table: Tensor,
-    *,
-    halves: bool,
-    reference: Callable[[Tensor], Tensor],
-) -> Tensor:
-    """Returns `x` rotated as in `EngineKernels.rotate`, with the gradients of `reference`."""
-
-    def kernel(x: Tensor) -> Tensor:
-        return engine_kernels().rotate(positions, x, table, halves=halves)
-
-    return _Recomputed.apply(kernel, reference, x)  # type: ignore[no-any-return,no-untyped-call]
-
-
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bounds: Tensor,
-    scale: float,
-    reference: Callable[[Tensor, Tensor, Tensor], Tensor],
-) -> Tensor:
-    """Returns causal attention of [tokens, heads, dim]; on CPUs with `reference`'s gradients."""
-    bounds = bounds.to(torch.int32)
-    if query.is_cuda:
-        return _FlashAttention.apply(query, key, value, bounds, scale)  # type: ignore[no-any-return,no-untyped-call]
-
-    def kernel(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return engine_kernels().attend(query, key, value, bounds, scale)[0]
-
-    return _Recomputed.apply(kernel, reference, query, key, value)  # type: ignore[no-any-return,no-untyped-call]
-
-
 class EqualColumnLinear(ColumnParallelLinear):  # type: ignore[misc]
     """The engine's linear layer in place of Megatron's column-parallel layer."""
 
@@ -440,8 +404,16 @@ class EqualAttention(CoreAttention):
             found = whole(query, key, value, None, packed_seq_params=packed_seq_params)
             return found.view(len(query), -1, value.shape[-1])
 
-        bounds = packed_seq_params.cu_seqlens_q
-        found = attention(query, key, value, bounds, self.softmax_scale, reference)
+        bounds, scale = packed_seq_params.cu_seqlens_q.to(torch.int32), self.softmax_scale
+
+        def kernel(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return engine_kernels().attend(query, key, value, bounds, scale)[0]
+
+        found: Tensor
+        if query.is_cuda:
+            found = _FlashAttention.apply(query, key, value, bounds, scale)  # type: ignore[no-untyped-call]
+        else:
+            found = _Recomputed.apply(kernel, reference, query, key, value)  # type: ignore[no-untyped-call]
         return found.flatten(1)
 
 
@@ -460,11 +432,6 @@ def equal_parts(layer: Megatron, *, is_first: bool) -> None:
         attention.q_layernorm = attention.k_layernorm = PlainInputNorm
 
 
-def _gated_mlp(x: Tensor, bias: Tensor | None, *_: object) -> Tensor:
-    assert bias is None, "the model has no biases in its MLP"
-    return gated(x)
-
-
 @functools.cache
 def install() -> None:
     """Makes Megatron compute SwiGLU and rotary embeddings with the engine's kernels.
@@ -474,12 +441,17 @@ def install() -> None:
     so from then on only models with the layers of this module may have that setting.
     """
     engine_kernels()
+
+    def gated_mlp(x: Tensor, bias: Tensor | None, *_: object) -> Tensor:
+        assert bias is None, "the model has no biases in its MLP"
+        return gated(x)
+
     AutoMapping.register_module_type("EqualColumnLinear", "column")
     AutoMapping.register_module_type("EqualRowLinear", "row")
     for name in ("SumNorm", "PlainInputNorm"):
         AutoMapping.register_module_type(name, "replicated")
     mlp: Megatron = importlib.import_module("megatron.core.transformer.mlp")
-    mlp.bias_swiglu_impl = _gated_mlp
+    mlp.bias_swiglu_impl = gated_mlp
     module: Megatron = importlib.import_module("megatron.core.transformer.attention")
     original = module.apply_rotary_pos_emb
 
@@ -498,7 +470,10 @@ def install() -> None:
         angles = torch.einsum("i,j->ij", places.float(), freqs[1].flatten()[: x.shape[-1] // 2])
         table = torch.cat([angles.cos(), angles.sin()], dim=-1).to(x.dtype)
         halves = not config.rotary_interleaved
-        positions = places - starts
-        return rotated(positions, x, table, halves=halves, reference=reference)
+
+        def kernel(x: Tensor) -> Tensor:
+            return engine_kernels().rotate(places - starts, x, table, halves=halves)
+
+        return _Recomputed.apply(kernel, reference, x)  # type: ignore[no-any-return,no-untyped-call]
 
     module.apply_rotary_pos_emb = rotated_by_kernel

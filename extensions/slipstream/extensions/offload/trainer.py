@@ -47,7 +47,12 @@ class HostMemory(DeviceMemory):
         """
         for part in parts:
             self._users[part] += 1
-            self._bring(part)
+            for storage, size, copy in self._away.pop(part, ()):
+                storage.resize_(size)
+                if copy is None:
+                    _bytes(storage).zero_()
+                else:
+                    _bytes(storage).copy_(copy)
         try:
             yield
         except UntrainableBatch:
@@ -77,14 +82,6 @@ class HostMemory(DeviceMemory):
         if torch.cuda.is_available():
             # Without this call the memory stays with this process, and no other process can use it.
             torch.cuda.empty_cache()
-
-    def _bring(self, part: Part) -> None:
-        for storage, size, copy in self._away.pop(part, ()):
-            storage.resize_(size)
-            if copy is None:
-                _bytes(storage).zero_()
-            else:
-                _bytes(storage).copy_(copy)
 
 
 def _storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:

@@ -112,7 +112,8 @@ class Roles(StepPart):
         """Copies the policy into the reference if a refresh is due."""
         every = self.refresh_every_steps
         if isinstance(self.reference, Reference) and every and (batch.step + 1) % every == 0:
-            self.reference.refresh(policy)
+            with self.reference.model.memory.resident(Part.PARAMETERS):
+                self.reference.refresh(policy)
         return {}
 
 
@@ -154,16 +155,14 @@ class Reference:
 
     @torch.no_grad()
     def refresh(self, policy: Policy) -> None:
-        """Copies the policy's current weights into the reference; the two layouts may differ.
+        """Copies the policy's current weights into the reference, whose parameters are resident.
+
+        The two layouts may differ.
 
         Weights are copied tensor by tensor. Tensors that Megatron fuses are joined as soon as all
         of them have arrived, so that no rank ever holds the whole model. Each tensor is sent to
         every rank once.
         """
-        with self.model.memory.resident(Part.PARAMETERS):
-            self._refresh(policy)
-
-    def _refresh(self, policy: Policy) -> None:
         with self._ranks.in_force():
             # The tasks have the names of the policy's files; the model's own folder may differ.
             found = policy.bridge.get_conversion_tasks(self.model.chunks)
@@ -320,19 +319,38 @@ class Critic:
         # Forward and backward passes over a mini-batch of the newest `train`.
         self._num_passes = 0
         self._ranks = ranks.placed(settings.learner.parallel)
+
+        def with_value_heads(chunks: list[Megatron]) -> list[Megatron]:
+            for chunk in chunks:
+                if chunk.pre_process:
+                    # With tied embeddings the projection was a second copy: without it no gradients
+                    # of a copy are added.
+                    chunk.embedding.word_embeddings.weight.shared_embedding = False
+                chunk.share_embeddings_and_output_weights = False
+                if chunk.post_process:
+                    device, seed = next(chunk.decoder.parameters()).device, settings.run.seed
+                    chunk.output_layer = ValueHead(chunk.config, seed=seed, device=device)
+            return chunks
+
         with self._ranks.in_force():
-            change = functools.partial(_with_value_heads, seed=settings.run.seed)
-            self.model = load_trained(settings, self._ranks, change=change)
+            self.model = load_trained(settings, self._ranks, change=with_value_heads)
 
     def values(self, batch: Batch) -> list[LogprobArray]:
         """Returns, for each trajectory, the expected return before each sampled token; float32."""
+
+        def finish(
+            place: int, micro_batch: MicroBatch, output: Tensor
+        ) -> tuple[Tensor, Tensor, Tensor]:
+            values = output[0, :, 0]
+            return values.sum(), micro_batch.loss_mask.sum().to(torch.int), values
+
+        def forward(share: Sequence[MicroBatch]) -> list[Tensor]:
+            with torch.no_grad():
+                return run_schedule(self.model, share, finish, forward_only=True)
+
+        max_tokens = self._settings.learner.micro_batch_tokens
         with self._ranks.in_force():
-            return batch_outputs(
-                self.model,
-                batch,
-                self._forward,
-                max_tokens=self._settings.learner.micro_batch_tokens,
-            )
+            return batch_outputs(self.model, batch, forward, max_tokens=max_tokens)
 
     def train(
         self, sequences: Sequence[TrainingSequence], mini_batches: Sequence[Sequence[int]]
@@ -380,16 +398,6 @@ class Critic:
         if self.model.scaler is not None:
             found["critic_gradient_overflows"] = float(self._num_passes - len(norms))
         return found
-
-    def _forward(self, share: Sequence[MicroBatch]) -> list[Tensor]:
-        def finish(
-            place: int, micro_batch: MicroBatch, output: Tensor
-        ) -> tuple[Tensor, Tensor, Tensor]:
-            values = output[0, :, 0]
-            return values.sum(), micro_batch.loss_mask.sum().to(torch.int), values
-
-        with torch.no_grad():
-            return run_schedule(self.model, share, finish, forward_only=True)
 
     def _accumulate(self, sequences: Sequence[TrainingSequence], members: Sequence[int]) -> Tensor:
         """Accumulates one mini-batch's gradients; returns its `ValueSum`s over all ranks."""
@@ -488,17 +496,3 @@ class ValueHead(torch.nn.Module):
             # gradient is complete.
             values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
         return values, None
-
-
-def _with_value_heads(chunks: list[Megatron], *, seed: int) -> list[Megatron]:
-    """Replaces the output layer of `chunks`, whose weights are loaded, by a value head."""
-    for chunk in chunks:
-        if chunk.pre_process:
-            # With tied embeddings the projection was a second copy: without it no gradients of a
-            # copy are added.
-            chunk.embedding.word_embeddings.weight.shared_embedding = False
-        chunk.share_embeddings_and_output_weights = False
-        if chunk.post_process:
-            device = next(chunk.decoder.parameters()).device
-            chunk.output_layer = ValueHead(chunk.config, seed=seed, device=device)
-    return chunks

@@ -27,7 +27,12 @@ class ProfileWindow(StepPart):
     def around(self, step: int) -> Iterator[None]:
         """Profiles the block as step `step` (from 1); writes the trace after the last step."""
         if step in self._window:
-            self._start()
+            if self._profiler is None:
+                activities = [ProfilerActivity.CPU]
+                if torch.cuda.is_available():
+                    activities.append(ProfilerActivity.CUDA)
+                self._profiler = profile(activities=activities)
+                self._profiler.start()
             self._steps.append(step)
         yield
         if step + 1 >= self._window.stop:
@@ -43,12 +48,3 @@ class ProfileWindow(StepPart):
         path = self._folder / f"rank-{self._rank}-steps-{self._steps[0]}-{self._steps[-1]}.json"
         profiler.export_chrome_trace(str(path))
         logger.info("the profile of steps %d to %d is %s", self._steps[0], self._steps[-1], path)
-
-    def _start(self) -> None:
-        if self._profiler is not None:
-            return
-        activities = [ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            activities.append(ProfilerActivity.CUDA)
-        self._profiler = profile(activities=activities)
-        self._profiler.start()

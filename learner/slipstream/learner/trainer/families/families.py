@@ -63,21 +63,15 @@ class DenseBridge(FamilyBridge):
         return [*ends(), *norms_before(), *attention(), *gated()]
 
 
-@recipe_for(MistralForCausalLM, "mistral")
-class MistralBridge(DenseBridge):
-    """Mistral: a Llama with optional sliding-window attention.
-
-    Bridge's own recipe has windows of one token more than transformers and vLLM.
-    Source: arXiv:2310.06825, section 2.
-    """
-
-
-@recipe_for(CwmForCausalLM, "cwm")
-class CwmBridge(DenseBridge):
-    """CWM: a Llama most of whose layers have sliding windows.
-
-    Source: arXiv:2510.02387, section 3.
-    """
+# Llamas, some with windows (arXiv:2310.06825, section 2; CWM: arXiv:2510.02387, section 3) or YaRN.
+# Bridge's own Mistral has windows of one token more than transformers and vLLM, and its Ministral 3
+# is the model with images.
+for _source, _name in (
+    (MistralForCausalLM, "mistral"),
+    (Ministral3ForCausalLM, "ministral3"),
+    (CwmForCausalLM, "cwm"),
+):
+    recipe_for(_source, _name)(DenseBridge)
 
 
 @recipe_for(SmolLM3ForCausalLM, "smollm3")
@@ -121,46 +115,26 @@ class MiMoBridge(FamilyBridge):
         return [*ends(), *norms_before(), *attention(biases=True), *gated()]
 
 
-@recipe_for(Ministral3ForCausalLM, "ministral3")
-class Ministral3Bridge(DenseBridge):
-    """The recipe of Ministral 3's language model: a Llama with YaRN.
-
-    Bridge's own recipe is for the model with images.
-    """
-
-
-class _GemmaBridge(FamilyBridge):
-    """The common parts of Gemma 2 and 3.
+@recipe_for(Gemma3ForCausalLM, "gemma3_text")
+class Gemma3Bridge(FamilyBridge):
+    """Gemma 3, text only: most layers have a sliding window and a rotary base of their own.
 
     Norms multiply by 1 + weight, and precede and follow attention and MLP. Embeddings are scaled by
     the root of the hidden size, attention scores by the inverse root of `query_pre_attn_scalar`.
+    Source: arXiv:2503.19786, section 2.
     """
 
     def _adjust(self, provider: Megatron, settings: Megatron) -> None:
         provider.layernorm_zero_centered_gamma = True
         provider.softmax_scale = settings.query_pre_attn_scalar**-0.5
         provider.share_embeddings_and_output_weights = True
+        provider.qk_layernorm = True
         place_norms(provider, "around")
         scale_embeddings(provider, settings.hidden_size**0.5)
 
     def _mappings(self) -> list[Megatron]:
         norms = [*norms_before(mlp="pre_feedforward_layernorm"), *norms_after()]
-        return [*ends(), *norms, *gated()]
-
-
-@recipe_for(Gemma3ForCausalLM, "gemma3_text")
-class Gemma3Bridge(_GemmaBridge):
-    """Gemma 3, text only: most layers have a sliding window and a rotary base of their own.
-
-    Source: arXiv:2503.19786, section 2.
-    """
-
-    def _adjust(self, provider: Megatron, settings: Megatron) -> None:
-        super()._adjust(provider, settings)
-        provider.qk_layernorm = True
-
-    def _mappings(self) -> list[Megatron]:
-        return [*super()._mappings(), *attention(normed_heads=True)]
+        return [*ends(), *norms, *gated(), *attention(normed_heads=True)]
 
 
 @recipe_for(Olmo2ForCausalLM, "olmo2")
@@ -371,25 +345,6 @@ class ExaoneMoeBridge(_SigmoidBridge):
         return [*super()._mappings(), *attention(normed_heads=True)]
 
 
-def _latent_attention() -> list[Megatron]:
-    """Returns the mappings of multi-head latent attention (MLA) to tensors of the files."""
-    theirs = f"{LAYER}self_attn."
-    pairs = {
-        f"{ATTENTION}linear_proj.weight": f"{theirs}o_proj.weight",
-        f"{ATTENTION}linear_q_proj.weight": f"{theirs}q_proj.weight",
-        f"{ATTENTION}linear_q_down_proj.weight": f"{theirs}q_a_proj.weight",
-        f"{ATTENTION}linear_q_up_proj.weight": f"{theirs}q_b_proj.weight",
-        f"{ATTENTION}linear_kv_down_proj.weight": f"{theirs}kv_a_proj_with_mqa.weight",
-        f"{ATTENTION}linear_kv_up_proj.weight": f"{theirs}kv_b_proj.weight",
-        # A norm has one of two names: TransformerEngine's layers fuse it into the matrix.
-        f"{ATTENTION}q_layernorm.weight": f"{theirs}q_a_layernorm.weight",
-        f"{ATTENTION}linear_q_up_proj.layer_norm_weight": f"{theirs}q_a_layernorm.weight",
-        f"{ATTENTION}kv_layernorm.weight": f"{theirs}kv_a_layernorm.weight",
-        f"{ATTENTION}linear_kv_up_proj.layer_norm_weight": f"{theirs}kv_a_layernorm.weight",
-    }
-    return renamed(pairs)
-
-
 @recipe_for(DeepseekV3ForCausalLM, "deepseek_v3", provider=MLAModelProvider)
 class DeepseekV3Bridge(_SigmoidBridge):
     """DeepSeek V3, Moonlight and Kimi K2: multi-head latent attention and a sigmoid router.
@@ -405,15 +360,25 @@ class DeepseekV3Bridge(_SigmoidBridge):
         provider.qk_layernorm = True
 
     def _mappings(self) -> list[Megatron]:
-        return [*super()._mappings(), *_latent_attention()]
+        theirs = f"{LAYER}self_attn."
+        pairs = {
+            f"{ATTENTION}linear_proj.weight": f"{theirs}o_proj.weight",
+            f"{ATTENTION}linear_q_proj.weight": f"{theirs}q_proj.weight",
+            f"{ATTENTION}linear_q_down_proj.weight": f"{theirs}q_a_proj.weight",
+            f"{ATTENTION}linear_q_up_proj.weight": f"{theirs}q_b_proj.weight",
+            f"{ATTENTION}linear_kv_down_proj.weight": f"{theirs}kv_a_proj_with_mqa.weight",
+            f"{ATTENTION}linear_kv_up_proj.weight": f"{theirs}kv_b_proj.weight",
+            # A norm has one of two names: TransformerEngine's layers fuse it into the matrix.
+            f"{ATTENTION}q_layernorm.weight": f"{theirs}q_a_layernorm.weight",
+            f"{ATTENTION}linear_q_up_proj.layer_norm_weight": f"{theirs}q_a_layernorm.weight",
+            f"{ATTENTION}kv_layernorm.weight": f"{theirs}kv_a_layernorm.weight",
+            f"{ATTENTION}linear_kv_up_proj.layer_norm_weight": f"{theirs}kv_a_layernorm.weight",
+        }
+        return [*super()._mappings(), *renamed(pairs)]
 
 
-@recipe_for(Glm4MoeLiteForCausalLM, "glm4_moe_lite", provider=MLAModelProvider)
-class Glm4MoeLiteBridge(DeepseekV3Bridge):
-    """GLM-4.7-Flash: the layers of DeepSeek V3.
-
-    Source: the class of this model in transformers 5.19.
-    """
+# The layers of GLM-4.7-Flash are those of DeepSeek V3.
+recipe_for(Glm4MoeLiteForCausalLM, "glm4_moe_lite", provider=MLAModelProvider)(DeepseekV3Bridge)
 
 
 @recipe_for(GptOssForCausalLM, "gpt_oss")

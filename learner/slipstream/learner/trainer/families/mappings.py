@@ -87,16 +87,16 @@ def attention(*, biases: bool = False, normed_heads: bool = False) -> list[Megat
             for name in ("q", "k")
         }
     kinds = ("weight", "bias") if biases else ("weight",)
-    return [*renamed(pairs), *(_query_key_value(kind) for kind in kinds)]
-
-
-def _query_key_value(kind: str) -> Megatron:
-    return QKVMapping(
-        megatron_param=f"{ATTENTION}linear_qkv.{kind}",
-        q=f"{LAYER}self_attn.q_proj.{kind}",
-        k=f"{LAYER}self_attn.k_proj.{kind}",
-        v=f"{LAYER}self_attn.v_proj.{kind}",
-    )
+    joined = [
+        QKVMapping(
+            megatron_param=f"{ATTENTION}linear_qkv.{kind}",
+            q=f"{LAYER}self_attn.q_proj.{kind}",
+            k=f"{LAYER}self_attn.k_proj.{kind}",
+            v=f"{LAYER}self_attn.v_proj.{kind}",
+        )
+        for kind in kinds
+    ]
+    return [*renamed(pairs), *joined]
 
 
 def gated(ours: str = f"{DECODER}mlp.", theirs: str = f"{LAYER}mlp.") -> list[Megatron]:

@@ -174,11 +174,9 @@ class _Layers(FamilyBridge):
         set_delta_nets(provider, settings)
 
     def _mappings(self) -> list[Megatron]:
-        return [*ends(), *norms_before(), *self._attention(), *self._feed_forward()]
-
-    def _attention(self) -> list[Megatron]:
         names = {name: f"{DELTA_NET}in_proj_{name}.weight" for name in ("qkv", "z", "b", "a")}
-        return [*delta_nets(), GDNLinearMappingSeparate(f"{ATTENTION}in_proj.weight", **names)]
+        inputs = GDNLinearMappingSeparate(f"{ATTENTION}in_proj.weight", **names)
+        return [*ends(), *norms_before(), *delta_nets(), inputs, *self._feed_forward()]
 
     def _feed_forward(self) -> list[Megatron]:
         return gated()

@@ -25,7 +25,7 @@ from slipstream.core.models.vision import ImageProcessor
 from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.batches.micro_batch import MicroBatch
 from slipstream.learner.trainer.batches.training_sequence import ImageInputs
-from slipstream.learner.trainer.families.families import Gemma3Bridge, MistralBridge
+from slipstream.learner.trainer.families.families import DenseBridge, Gemma3Bridge
 from slipstream.learner.trainer.families.mappings import (
     FamilyBridge,
     attention,
@@ -89,16 +89,8 @@ class VisionBridge(FamilyBridge):
         def placed(name: str) -> str:
             return name.replace("model.", self.decoder_folder, 1)
 
-        decoder = [*ends(), *norms_before(), *self._attention(), *self._feed_forward()]
-        return MegatronMappingRegistry(*(renamed_files(each, placed) for each in decoder), whole)
-
-    def _attention(self) -> list[Megatron]:
-        """Returns the mappings of attention's parameters to tensors of the files."""
-        raise NotImplementedError
-
-    def _feed_forward(self) -> list[Megatron]:
-        """Returns the mappings of the feed-forward layers to tensors of the files."""
-        return gated()
+        decoder = (renamed_files(each, placed) for each in self._mappings())
+        return MegatronMappingRegistry(*decoder, whole)
 
 
 @recipe_for(Qwen2_5_VLForConditionalGeneration, "qwen2_5_vl")
@@ -116,8 +108,8 @@ class Qwen25VisionBridge(VisionBridge):
         super()._adjust(provider, settings)
         provider.add_qkv_bias = True
 
-    def _attention(self) -> list[Megatron]:
-        return attention(biases=True)
+    def _mappings(self) -> list[Megatron]:
+        return [*ends(), *norms_before(), *attention(biases=True), *gated()]
 
 
 @recipe_for(Qwen3VLForConditionalGeneration, "qwen3_vl")
@@ -133,8 +125,11 @@ class Qwen3VisionBridge(VisionBridge):
         super()._adjust(provider, settings)
         provider.qk_layernorm = True
 
-    def _attention(self) -> list[Megatron]:
-        return attention(normed_heads=True)
+    def _mappings(self) -> list[Megatron]:
+        return [*ends(), *norms_before(), *attention(normed_heads=True), *self._feed_forward()]
+
+    def _feed_forward(self) -> list[Megatron]:
+        return gated()
 
 
 @recipe_for(Qwen3VLMoeForConditionalGeneration, "qwen3_vl_moe")
@@ -293,7 +288,7 @@ class Gemma3VisionBridge(_NestedBridge, Gemma3Bridge):
 
 
 @recipe_for(Mistral3ForConditionalGeneration, "mistral3")
-class Mistral3VisionBridge(_NestedBridge, MistralBridge):
+class Mistral3VisionBridge(_NestedBridge, DenseBridge):
     """Mistral Small 3.1 and Ministral 3: a Mistral or Ministral 3 with a Pixtral tower.
 
     Source: arXiv:2410.07073, section 2, for the tower.

@@ -123,8 +123,16 @@ def has_adapters(module: Megatron) -> bool:
 
 def merged_tasks(tasks: list[Megatron]) -> list[Megatron]:
     """Returns Bridge's conversion `tasks`, changed to export experts with their adapters merged."""
+
+    def merged(task: Megatron) -> Tensor:
+        adapter: ExpertAdapter = task.megatron_module.adapter
+        first, second = adapter.factors(task)
+        weight: Tensor = task.param_weight.detach()
+        change: Tensor = adapter.scale * (second.float() @ first.float())
+        return (weight.float() + change).to(weight.dtype)
+
     return [
-        _Changed(t, partial(_merged, t)) if has_adapters(t.megatron_module) else t for t in tasks
+        _Changed(t, partial(merged, t)) if has_adapters(t.megatron_module) else t for t in tasks
     ]
 
 
@@ -134,11 +142,27 @@ def factor_tasks(tasks: list[Megatron], factor: str, modules: Sequence[str]) -> 
     `factor` is lora_A or lora_B. Only matrices whose names contain one of `modules` have adapters,
     on any pipeline stage. `tasks` must be new: Bridge caches the shapes that a task has exported.
     """
+
+    def own(task: Megatron) -> Tensor:
+        # Bridge's mapping of the matrix joins the parts of all ranks along the dimension in which
+        # the matrix is split. So a factor that every rank has whole is cut first, and is contiguous
+        # as NCCL needs it. A matrix split by rows fuses the gate and up projections, so lora_A is
+        # repeated for both.
+        adapter: ExpertAdapter = task.megatron_module.adapter
+        first, second = adapter.factors(task)
+        group, by_rows = adapter.first.groups.expt_tp, adapter.first.partition_dim == 0
+        if factor == "lora_B":
+            if by_rows:
+                return second
+            part: Tensor = second.chunk(group.size(), dim=1)[group.rank()].contiguous()
+            return part
+        if not by_rows:
+            return first
+        part = first.chunk(group.size(), dim=0)[group.rank()].contiguous()
+        return torch.cat([part, part])
+
     chosen = [task for task in tasks if any(name in task.global_param_name for name in modules)]
-    return [
-        _Changed(t, partial(_factor, t, factor)) if has_adapters(t.megatron_module) else t
-        for t in chosen
-    ]
+    return [_Changed(t, partial(own, t)) if has_adapters(t.megatron_module) else t for t in chosen]
 
 
 def adapted_names(chunks: list[Megatron]) -> list[str]:
@@ -149,33 +173,3 @@ def adapted_names(chunks: list[Megatron]) -> list[str]:
         for name, _ in chunk.named_parameters()
         if ".mlp.experts." in name and ".adapter." in name
     ]
-
-
-def _merged(task: Megatron) -> Tensor:
-    adapter: ExpertAdapter = task.megatron_module.adapter
-    first, second = adapter.factors(task)
-    weight: Tensor = task.param_weight.detach()
-    return (weight.float() + adapter.scale * (second.float() @ first.float())).to(weight.dtype)
-
-
-def _factor(task: Megatron, factor: str) -> Tensor:
-    """Returns this rank's part of a factor, in the layout of its matrix.
-
-    Bridge's mapping of the matrix joins the parts of all ranks along the dimension in which the
-    matrix is split. So a factor that every rank has whole is cut first. A matrix split by rows
-    fuses the gate and up projections, so lora_A is repeated for both.
-    """
-    adapter: ExpertAdapter = task.megatron_module.adapter
-    first, second = adapter.factors(task)
-    group, by_rows = adapter.first.groups.expt_tp, adapter.first.partition_dim == 0
-    if factor == "lora_B":
-        return second if by_rows else _own(second, 1, group)
-    if not by_rows:
-        return first
-    part = _own(first, 0, group)
-    return torch.cat([part, part])
-
-
-def _own(whole: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Returns this rank's part of `whole` along `dim`, contiguous as NCCL needs it."""
-    return whole.chunk(group.size(), dim=dim)[group.rank()].contiguous()

@@ -44,6 +44,20 @@ def mark_experts(chunks: list[Megatron]) -> list[Megatron]:
     of routers are kept in float32. Call this before the chunks are wrapped for data parallelism.
     Returns `chunks`.
     """
+
+    def keep_bias(router: Megatron) -> None:
+        # Megatron casts the bias back to float32 after it was rounded: tokens would go to other
+        # experts.
+        convert = router._apply
+
+        def kept(function: Callable[[Tensor], Tensor], recurse: bool = True) -> Megatron:
+            bias = router.expert_bias.clone()
+            found = convert(function, recurse)
+            router.expert_bias = bias.to(router.expert_bias.device)
+            return found
+
+        router._apply = kept
+
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             if ".mlp.experts." in name:
@@ -51,24 +65,8 @@ def mark_experts(chunks: list[Megatron]) -> list[Megatron]:
                 parameter.tensor_model_parallel = True
         for module in chunk.modules():
             if getattr(module, "expert_bias", None) is not None:
-                _keep_bias(module)
+                keep_bias(module)
     return chunks
-
-
-def _keep_bias(router: Megatron) -> None:
-    """Keeps the router's expert bias in float32 when the model is cast to bfloat16.
-
-    Megatron casts the bias back to float32 after it was rounded: tokens would go to other experts.
-    """
-    convert = router._apply
-
-    def kept(function: Callable[[Tensor], Tensor], recurse: bool = True) -> Megatron:
-        bias = router.expert_bias.clone()
-        found = convert(function, recurse)
-        router.expert_bias = bias.to(router.expert_bias.device)
-        return found
-
-    router._apply = kept
 
 
 class GroupedLinear(MegatronModule):  # type: ignore[misc]
@@ -202,6 +200,7 @@ class GroupedExperts(MegatronModule):  # type: ignore[misc]
         have a gradient of 0: a reduction that overlaps the backward pass would wait for a missing
         gradient.
         """
+        limit: float | None = self.config.activation_func_clamp_value
         sizes = tokens_per_expert.tolist()
         outputs = []
         parts = zip(torch.split(hidden_states, sizes), torch.split(probs, sizes), strict=True)
@@ -210,7 +209,10 @@ class GroupedExperts(MegatronModule):  # type: ignore[misc]
             inner = self.linear_fc1(tokens, expert)
             if self.config.add_bias_linear:
                 inner = inner + self.linear_fc1.get_parameter(f"bias{expert}")
-            inner = self._activated(inner)
+            gate, up = inner.chunk(2, dim=-1)
+            if limit is not None:
+                gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+            inner = self.config.activation_func(gate) * (up + self.config.glu_linear_offset)
             inner = (inner * weights).to(inner.dtype)
             output = self.linear_fc2(inner, expert)
             if self.config.add_bias_linear:
@@ -218,15 +220,6 @@ class GroupedExperts(MegatronModule):  # type: ignore[misc]
                 output = (output + bias * weights).to(output.dtype)
             outputs.append(output)
         return torch.cat(outputs), None
-
-    def _activated(self, inner: Tensor) -> Tensor:
-        """Returns the activations of the gated MLPs; `inner` is [tokens, gate + up]."""
-        gate, up = inner.chunk(2, dim=-1)
-        limit: float | None = self.config.activation_func_clamp_value
-        if limit is not None:
-            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-        activated: Tensor = self.config.activation_func(gate) * (up + self.config.glu_linear_offset)
-        return activated
 
     def sharded_state_dict(
         self,

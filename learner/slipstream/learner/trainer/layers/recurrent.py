@@ -8,8 +8,6 @@ parts of the model stay packed. Source: arXiv:2412.06464.
 The classes inherit from Megatron's, so import this module only after `compat.install`.
 """
 
-from collections.abc import Iterator, Sequence
-
 import torch
 import torch.nn.functional as F
 from megatron.core.ssm.gated_delta_net import common as delta_nets
@@ -28,13 +26,6 @@ from slipstream.learner.trainer.layers.attention import mixed_in_rows
 from slipstream.learner.trainer.layers.norms import RMSNorm
 from torch import Tensor
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
-
-
-def _by_head(parts: Sequence[Tensor], sizes: Sequence[int]) -> Iterator[Tensor]:
-    """Yields each part [..., heads * size] as [..., heads, size]; `sizes` has each part's size."""
-    for part, size in zip(parts, sizes, strict=True):
-        yield part.reshape(*part.shape[:-1], -1, size)
-
 
 # Megatron's class demands the library flash-linear-attention; only its own forward pass needs it.
 delta_nets.HAVE_FLA = True
@@ -112,7 +103,14 @@ class PackedDeltaNet(gdn.GatedDeltaNet):  # type: ignore[misc]
             tokens = self._whole_sequences(tokens, places)
         read = mixed_in_rows(self._mix, tokens, packed_seq_params)
         if places is not None:
-            read = self._own_tokens(read, places)
+            own: Tensor = tensor_a2a_hp2cp(
+                read.index_select(0, places.argsort()).flatten(1)[:, None],
+                seq_dim=0,
+                head_dim=-1,
+                cp_group=self.pg_collection.cp,
+                redo_attention_load_balancing=False,
+            )
+            read = own.view(len(own), -1, self.value_head_dim)
         gate = gate.reshape(read.shape)
         normed = self.out_norm(read) * self.act_fn(gate.float())
         output, bias = self.out_proj(normed.to(read.dtype).flatten(1)[:, None])
@@ -137,17 +135,6 @@ class PackedDeltaNet(gdn.GatedDeltaNet):  # type: ignore[misc]
         sizes = [tensor.shape[-1] // self.cp_size for tensor in tokens]
         return list(whole[:, 0].index_select(0, places).split(sizes, dim=-1))
 
-    def _own_tokens(self, read: Tensor, places: Tensor) -> Tensor:
-        """Returns this rank's tokens of all heads; the opposite of `_whole_sequences`."""
-        own: Tensor = tensor_a2a_hp2cp(
-            read.index_select(0, places.argsort()).flatten(1)[:, None],
-            seq_dim=0,
-            head_dim=-1,
-            cp_group=self.pg_collection.cp,
-            redo_attention_load_balancing=False,
-        )
-        return own.view(len(own), -1, self.value_head_dim)
-
     def _mix(self, mixed: Tensor, beta: Tensor, alpha: Tensor) -> Tensor:
         """Returns the outputs of the delta rule, [sequences, length, heads, size of values].
 
@@ -163,9 +150,11 @@ class PackedDeltaNet(gdn.GatedDeltaNet):  # type: ignore[misc]
         padding, groups = self.conv1d.padding, len(filters)
         convolved = F.conv1d(mixed.mT, filters, padding=padding, groups=groups)
         mixed = self.act_fn(convolved[..., :length]).mT
-        query, key, value = _by_head(
-            torch.split(mixed, [size // self.cp_size for size in parts], dim=-1),
-            (self.key_head_dim, self.key_head_dim, self.value_head_dim),
+        sizes = (self.key_head_dim, self.key_head_dim, self.value_head_dim)
+        split = torch.split(mixed, [part // self.cp_size for part in parts], dim=-1)
+        query, key, value = (
+            part.reshape(*part.shape[:-1], -1, size)
+            for part, size in zip(split, sizes, strict=True)
         )
         copies = self.num_value_heads // self.num_key_heads
         if copies > 1:

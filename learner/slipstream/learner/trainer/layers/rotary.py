@@ -3,7 +3,6 @@
 transformers computes the frequencies, so training supports all its kinds of RoPE scaling.
 """
 
-import functools
 import math
 from typing import Any
 
@@ -52,16 +51,45 @@ def set_frequencies(chunks: list[Megatron], *, hf_config: Megatron) -> list[Mega
     Sliding-window layers get a rotary embedding of their own if `hf_config` has one for them.
     """
     frequencies, _ = _scaled(hf_config, FULL)
-    has_local = LOCAL in hf_config.rope_parameters
     for chunk in chunks:
         if frequencies is not None:
-            for rotary in _rotaries(chunk):
+            rotaries = [chunk.rotary_pos_emb]
+            if chunk.config.multi_latent_attention:
+                # Latent attention has its own in each layer.
+                rotaries = [layer.self_attention.rotary_pos_emb for layer in chunk.decoder.layers]
+            for rotary in rotaries:
                 rotary.inv_freq = frequencies.to(rotary.inv_freq.device)
-        for layer in chunk.decoder.layers if has_local else ():
-            if hf_config.layer_types[layer.layer_number - 1] == LOCAL:
-                positions = functools.partial(_local_positions, _local(chunk, hf_config))
-                layer.self_attention.register_forward_pre_hook(positions, with_kwargs=True)
+        if LOCAL in hf_config.rope_parameters:
+            _set_local(chunk, hf_config)
     return chunks
+
+
+def _set_local(chunk: Megatron, hf_config: Megatron) -> None:
+    """Gives the sliding-window layers of `chunk` a rotary embedding of their own."""
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    frequencies, factor = _scaled(hf_config, LOCAL)
+    assert factor == 1.0, "a factor would need a scale of scores for each layer"
+    config = chunk.config
+    rotary = chunk.local_rotary_pos_emb = RotaryEmbedding(
+        config.kv_channels,
+        config.rotary_percent,
+        rotary_base=float(hf_config.rope_parameters[LOCAL]["rope_theta"]),
+        use_cpu_initialization=config.use_cpu_initialization,
+    )
+    if frequencies is not None:
+        rotary.inv_freq = frequencies.to(rotary.inv_freq.device)
+
+    def positions(
+        _: object, arguments: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        assert named["packed_seq_params"] is not None, "only packed sequences have all angles"
+        angles = rotary(len(named["rotary_pos_emb"]), packed_seq=True)
+        return arguments, named | {"rotary_pos_emb": angles}
+
+    for layer in chunk.decoder.layers:
+        if hf_config.layer_types[layer.layer_number - 1] == LOCAL:
+            layer.self_attention.register_forward_pre_hook(positions, with_kwargs=True)
 
 
 def _scaled(hf_config: Megatron, kind: str) -> tuple[torch.Tensor | None, float]:
@@ -78,42 +106,3 @@ def _scaled(hf_config: Megatron, kind: str) -> tuple[torch.Tensor | None, float]
         return None, 1.0
     found, factor = ROPE_INIT_FUNCTIONS[scaling](hf_config, torch.device("cpu"), **own)
     return found.float(), float(factor)
-
-
-def _rotaries(chunk: Megatron) -> list[Megatron]:
-    """Returns the rotary embeddings of `chunk`: one for all layers, or latent attention's own."""
-    if chunk.config.multi_latent_attention:
-        return [layer.self_attention.rotary_pos_emb for layer in chunk.decoder.layers]
-    return [chunk.rotary_pos_emb]
-
-
-def _local(chunk: Megatron, hf_config: Megatron) -> Megatron:
-    """Returns the rotary embedding of the sliding-window layers of `chunk`, created if missing."""
-    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-
-    config = chunk.config
-    known = getattr(chunk, "local_rotary_pos_emb", None)
-    if known is not None:
-        return known
-    frequencies, factor = _scaled(hf_config, LOCAL)
-    assert factor == 1.0, "a factor would need a scale of scores for each layer"
-    made = RotaryEmbedding(
-        config.kv_channels,
-        config.rotary_percent,
-        rotary_base=float(hf_config.rope_parameters[LOCAL]["rope_theta"]),
-        use_cpu_initialization=config.use_cpu_initialization,
-    )
-    if frequencies is not None:
-        made.inv_freq = frequencies.to(made.inv_freq.device)
-    chunk.local_rotary_pos_emb = made
-    return made
-
-
-def _local_positions(
-    rotary: Megatron, _module: object, arguments: tuple[Any, ...], named: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns a sliding-window layer's arguments, with rotary angles from its own `rotary`."""
-    angles = named["rotary_pos_emb"]
-    assert named["packed_seq_params"] is not None, "only packed sequences have all angles"
-    own = rotary(len(angles), packed_seq=True)
-    return arguments, named | {"rotary_pos_emb": own}

@@ -21,37 +21,32 @@ def has_router_losses(settings: Megatron) -> bool:
 
 def count_tokens_once(chunks: list[Megatron]) -> list[Megatron]:
     """Makes the losses of routers those of all tokens of a micro batch; returns `chunks`."""
-    router: Megatron = importlib.import_module("megatron.core.transformer.moe.router")
-    substitute(router, {"get_tokens_per_expert_and_token_count": _token_counts})
-    for chunk in chunks:
-        for layer in sparse_layers(chunk):
-            layer.register_forward_pre_hook(_mask_padding, with_kwargs=True)
-    return chunks
-
-
-def _token_counts(
-    routing_map: Tensor, reduce_group: Megatron, topk: int, **_: object
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns each expert's tokens in the ranks of `reduce_group`, a rank's share, and all tokens.
-
-    `routing_map`, [tokens, experts], is 0 for padding; a micro batch of padding alone has no loss.
-    """
     from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
 
-    by_expert = reduce_from_tensor_model_parallel_region(routing_map.sum(dim=0), reduce_group)
-    total = (by_expert.sum() / topk).clamp(min=1)
-    return by_expert, total / reduce_group.size(), total
+    def token_counts(
+        routing_map: Tensor, reduce_group: Megatron, topk: int, **_: object
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        # Each expert's tokens in the ranks of the group, a rank's share, and all tokens. The map
+        # [tokens, experts] is 0 for padding; a micro batch of padding alone has no loss.
+        by_expert = reduce_from_tensor_model_parallel_region(routing_map.sum(dim=0), reduce_group)
+        total = (by_expert.sum() / topk).clamp(min=1)
+        return by_expert, total / reduce_group.size(), total
 
+    def mask_padding(
+        layer: Megatron, arguments: tuple[object, ...], named: dict[str, Any]
+    ) -> tuple[tuple[object, ...], dict[str, Any]]:
+        mask = named["packed_seq_params"].is_padding
+        if layer.config.sequence_parallel:
+            size = len(mask) // layer.config.tensor_model_parallel_size
+            mask = mask[layer.mlp.tp_group.rank() * size :][:size]
+        return arguments, named | {"padding_mask": mask[None]}
 
-def _mask_padding(
-    layer: Megatron, arguments: tuple[object, ...], named: dict[str, Any]
-) -> tuple[tuple[object, ...], dict[str, Any]]:
-    """Gives a layer Megatron's mask of padding, [1, tokens], for this rank's tokens."""
-    mask = named["packed_seq_params"].is_padding
-    if layer.config.sequence_parallel:
-        size = len(mask) // layer.config.tensor_model_parallel_size
-        mask = mask[layer.mlp.tp_group.rank() * size :][:size]
-    return arguments, named | {"padding_mask": mask[None]}
+    router: Megatron = importlib.import_module("megatron.core.transformer.moe.router")
+    substitute(router, {"get_tokens_per_expert_and_token_count": token_counts})
+    for chunk in chunks:
+        for layer in sparse_layers(chunk):
+            layer.register_forward_pre_hook(mask_padding, with_kwargs=True)
+    return chunks
 
 
 def sparse_layers(chunk: Megatron) -> list[Megatron]:

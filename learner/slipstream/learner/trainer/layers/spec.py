@@ -5,7 +5,6 @@ This module imports classes that inherit from Megatron's, so import it only afte
 
 import copy
 import functools
-from collections.abc import Mapping
 from dataclasses import replace
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -64,10 +63,20 @@ def layer_spec(config: Megatron, vp_stage: int | None = None) -> Megatron:
             engine_bits.equal_parts(layer.submodules, is_first=place == 0)
     is_delta_net = getattr(config, "is_delta_net", None)
     if is_delta_net is not None:
+        linear_in, linear_out = ColumnParallelLinear, RowParallelLinear
+        if compat.has_transformer_engine():
+            from megatron.core.extensions.transformer_engine import (
+                TEColumnParallelLinear,
+                TERowParallelLinear,
+            )
+
+            linear_in, linear_out = TEColumnParallelLinear, TERowParallelLinear
+        inner = GatedDeltaNetSubmodules(in_proj=linear_in, out_norm=PlainNorm, out_proj=linear_out)
+        mixer = ModuleSpec(module=PackedDeltaNet, submodules=inner)
         for number, place in enumerate(_places(config, vp_stage)):
             if is_delta_net[place]:
                 layer = block.layer_specs[number]
-                parts = replace(layer.submodules, **_delta_net(norm))
+                parts = replace(layer.submodules, self_attention=mixer, input_layernorm=norm)
                 block.layer_specs[number] = replace(layer, submodules=parts)
     block.layer_norm = norm
     return block
@@ -81,26 +90,6 @@ def _places(config: Megatron, vp_stage: int | None) -> list[int]:
         return found
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     return list(range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage)))
-
-
-def _linears() -> tuple[Megatron, Megatron]:
-    """Returns the classes of column-parallel and row-parallel linear layers."""
-    if not compat.has_transformer_engine():
-        return ColumnParallelLinear, RowParallelLinear
-    from megatron.core.extensions.transformer_engine import (
-        TEColumnParallelLinear,
-        TERowParallelLinear,
-    )
-
-    return TEColumnParallelLinear, TERowParallelLinear
-
-
-def _delta_net(norm: Megatron) -> Mapping[str, Megatron]:
-    """Returns the parts of a layer whose attention is a gated delta net after a `norm`."""
-    linear_in, linear_out = _linears()
-    parts = GatedDeltaNetSubmodules(in_proj=linear_in, out_norm=PlainNorm, out_proj=linear_out)
-    mixer = ModuleSpec(module=PackedDeltaNet, submodules=parts)
-    return {"self_attention": mixer, "input_layernorm": norm}
 
 
 def _replace_parts(parts: Megatron, config: Megatron) -> None:
