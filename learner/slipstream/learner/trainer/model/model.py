@@ -241,32 +241,6 @@ class TrainedModel(ParallelModel):
                     for value in state.values():
                         value.zero_()
 
-    def _faulty(self) -> str:
-        """Returns text on this rank's parameters with infinite or NaN gradients, or "" if none."""
-        trained = {
-            name: parameter.main_grad
-            for chunk in self.chunks
-            for name, parameter in unwrapped(chunk).named_parameters()
-            if hasattr(parameter, "main_grad")
-        }
-        names = [name for name, gradient in trained.items() if not torch.isfinite(gradient).all()]
-        if not names:
-            return ""
-        return f", not finite in {len(names)} of {len(trained)} parameters, first in {names[0]}"
-
-    def _clip(self, norm: float, most: float) -> None:
-        from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-
-        for part in self.optimizer.chained_optimizers:
-            trained = [] if part.is_stub_optimizer else part.get_parameters()
-            if trained and most > 0:
-                clip_grad_by_total_norm_fp32(
-                    trained,
-                    max_norm=most,
-                    total_norm=norm,
-                    use_decoupled_grad=part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
-                )
-
     def gather_parameters(self) -> None:
         """Runs an all-gather that the optimizer deferred to the next forward pass.
 
