@@ -60,6 +60,9 @@ class PrefixSharing:
             has_paths = isinstance(shared, SharedSequences)
             return by_paths(arguments, named, shared) if has_paths else None
 
+        def by_positions(_module: object, _arguments: object, angles: Tensor) -> Tensor | None:
+            return None if self._positions is None else angles.index_select(0, self._positions)
+
         self.min_tokens = min_tokens
         # Work that sharing saved in the newest step, over all replicas.
         self.saved = SavedWork()
@@ -70,7 +73,7 @@ class PrefixSharing:
                     module.core_attention.register_forward_pre_hook(laid_out, with_kwargs=True)
                 rotary = getattr(module, "rotary_pos_emb", None)
                 if isinstance(rotary, torch.nn.Module):
-                    rotary.register_forward_hook(self._by_positions)
+                    rotary.register_forward_hook(by_positions)
 
     def begin_step(self) -> None:
         """Counts the saved work from 0."""
@@ -129,12 +132,6 @@ class PrefixSharing:
             yield
         finally:
             self._positions = None
-
-    def _by_positions(self, _module: object, _arguments: object, angles: Tensor) -> Tensor | None:
-        """Returns the rotary angles of each token by its position; None if nothing is shared."""
-        if self._positions is None:
-            return None
-        return angles.index_select(0, self._positions)
 
 
 def shared_sequences(micro_batch: MicroBatch, paths: Paths) -> Megatron:

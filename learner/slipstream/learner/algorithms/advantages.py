@@ -207,10 +207,6 @@ def estimates(
 
 
 def _group_advantages(episodes: Sequence[ScoredEpisode], *, normalize_by_std: bool) -> FloatArray:
-    """Returns each score less its group's mean, divided by the deviation if `normalize_by_std`.
-
-    The divisor is the population standard deviation of the group, plus `STD_EPS`.
-    """
     scores = episode_scores(episodes)
     advantages = np.zeros(len(scores), dtype=np.float64)
     for members in _groups(episodes):

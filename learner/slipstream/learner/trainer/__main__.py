@@ -29,9 +29,7 @@ from slipstream.core.settings.config import Config
 from slipstream.protocol.weights.transports import check_storage
 
 if TYPE_CHECKING:
-    from slipstream.learner.trainer.controller_client import ControllerClient
-    from slipstream.learner.trainer.ranks.parallel import Launch, Ranks
-    from slipstream.learner.trainer.train import Trainer
+    from slipstream.learner.trainer.ranks.parallel import Launch
 
 logger = logging.getLogger(__name__)
 
@@ -89,10 +87,24 @@ def _run_rank(config: Config, launch: Launch) -> int:
     has_loaded = False
     try:
         with contextlib.ExitStack() as stack:
-            trainer, ranks = _load(config, launch, client, stack)
+            preload()
+            from slipstream.learner.trainer.opening import open_policy
+            from slipstream.learner.trainer.ranks.activity import Activity, SignsOfLife
+            from slipstream.learner.trainer.train import Trainer
+
+            activity = Activity()
+            if launch.rank == 0:
+                period_s = min(WORK_PERIOD_S, config.controller.stall_timeout_s / 4)
+                tell = functools.partial(client.report_work, activity)
+                stack.enter_context(SignsOfLife(activity, tell, period_s=period_s))
+            gpus = gpu_names(os.environ, launch.local_rank, 1)
+            limit_s = config.rollout_server.start_timeout_s
+            with fill_gpus(config.run_dir / LOCKS, gpus, alone=False, limit_s=limit_s):
+                policy = open_policy(config, launch, activity=activity)
+                trainer = Trainer(config, policy, client)
             has_loaded = True
             trainer.run()
-            ranks.close()
+            policy.ranks.close()
     except Exception as error:
         logger.exception("rank %d failed", launch.rank)
         code = exit_code(error, has_loaded=has_loaded)
@@ -121,28 +133,6 @@ def exit_code(error: Exception, *, has_loaded: bool) -> int:
     if has_loaded or isinstance(error, (ConnectionError, TimeoutError)):
         return FAILED
     return FINAL_ERROR if isinstance(error, _LASTING) else NOT_STARTED
-
-
-def _load(
-    config: Config, launch: Launch, client: ControllerClient, stack: contextlib.ExitStack
-) -> tuple[Trainer, Ranks]:
-    """Loads the model and the trainer; `stack` closes rank 0's heartbeat thread."""
-    preload()
-    from slipstream.learner.trainer.opening import open_policy
-    from slipstream.learner.trainer.ranks.activity import Activity, SignsOfLife
-    from slipstream.learner.trainer.train import Trainer
-
-    activity = Activity()
-    if launch.rank == 0:
-        period_s = min(WORK_PERIOD_S, config.controller.stall_timeout_s / 4)
-        tell = functools.partial(client.report_work, activity)
-        stack.enter_context(SignsOfLife(activity, tell, period_s=period_s))
-    gpus = gpu_names(os.environ, launch.local_rank, 1)
-    limit_s = config.rollout_server.start_timeout_s
-    with fill_gpus(config.run_dir / LOCKS, gpus, alone=False, limit_s=limit_s):
-        policy = open_policy(config, launch, activity=activity)
-        trainer = Trainer(config, policy, client)
-    return trainer, policy.ranks
 
 
 def preload() -> None:

@@ -100,8 +100,7 @@ class _Work:
 def _level_ranks(work: _Work, dp_size: int, number: int) -> Plan | None:
     """Splits sequences over ranks, then over micro batches: this balances the ranks best.
 
-    The costliest micro batch comes first on each rank. Returns None if a rank's sequences do not
-    fit into `number` micro batches.
+    The costliest micro batch comes first on each rank. Returns None if a rank's do not fit.
     """
     shares = _level(work.sizes, work.costs, work.max_tokens * number, dp_size)
     if shares is None:
@@ -117,19 +116,13 @@ def _level_ranks(work: _Work, dp_size: int, number: int) -> Plan | None:
 
 
 def _level_all(work: _Work, dp_size: int, number: int) -> Plan | None:
-    """Splits sequences over micro batches, and these over ranks: this fills micro batches best.
-
-    Returns None if the sequences do not fit.
-    """
+    """Splits sequences over micro batches, then these over ranks: this fills micro batches best."""
     bins = work.levelled(number * dp_size)
     return None if bins is None else _deal(bins, work.costs, dp_size)
 
 
 def _level(sizes: list[int], costs: list[int], max_tokens: int, number: int) -> _Bins | None:
-    """Puts each sequence, longest first, into the cheapest of `number` micro batches with room.
-
-    Returns None if a sequence finds no room.
-    """
+    """Puts each sequence into the cheapest of `number` micro batches with room; None without."""
     bins: _Bins = [[] for _ in range(number)]
     room = [max_tokens] * number
     # Keys are cost * number + place: whole numbers compare faster than pairs.

@@ -87,10 +87,7 @@ def _column(*arguments: Any, **named: Any) -> Mapping[str, Column]:  # noqa: ANN
 
 
 def _joined(name: str) -> Read:
-    """Returns a function that joins field `name` of trajectories.
-
-    The function returns None if a trajectory lacks the field.
-    """
+    """Returns a function that joins field `name`, or returns None if a trajectory lacks it."""
 
     def read(trajectories: Sequence[Trajectory], _: int) -> NumpyArray | None:
         arrays = [getattr(trajectory, name) for trajectory in trajectories]

@@ -266,10 +266,7 @@ class _SharedBridge(FamilyBridge):
 
 
 def _score_by_sigmoid(provider: Megatron) -> None:
-    """Gives the router of `provider` sigmoid scores and a bias for each expert.
-
-    The bias affects the choice of experts, but not their weights.
-    """
+    """Gives the router sigmoid scores, and biases that affect only the choice of experts."""
     provider.moe_router_score_function = "sigmoid"
     provider.moe_router_enable_expert_bias = True
     provider.moe_router_bias_update_rate = 0.0

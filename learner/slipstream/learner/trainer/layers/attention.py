@@ -130,12 +130,19 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
         self, query: Tensor, key: Tensor, value: Tensor, groups: list[LengthGroup], order: Tensor
     ) -> Tensor:
         """Computes [tokens, heads * dim]; `order` has each token's index in the groups' outputs."""
+
+        def attended(query: Tensor, key: Tensor, value: Tensor, group: LengthGroup) -> Tensor:
+            mask = group.mask if group.band is None else group.band.mask(group)
+            own = rows(query, group.queries)
+            found = self._attend(own, rows(key, group.keys), rows(value, group.keys), mask)
+            return found[group.is_query]
+
         parts = [
-            self._attend_group(query, key, value, group)
+            attended(query, key, value, group)
             if group.band is None
             # Activations of all blocks would not fit: the backward pass recomputes each block.
             else checkpoint(
-                self._attend_group,
+                attended,
                 *(query, key, value, group),
                 use_reentrant=False,
                 preserve_rng_state=False,
@@ -143,15 +150,6 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
             for group in groups
         ]
         return torch.cat(parts).index_select(0, order).flatten(1)
-
-    def _attend_group(
-        self, query: Tensor, key: Tensor, value: Tensor, group: LengthGroup
-    ) -> Tensor:
-        """Returns the attention output of a group, [tokens of the group, heads, dim]."""
-        mask = group.mask if group.band is None else group.band.mask(group)
-        own = rows(query, group.queries)
-        found = self._attend(own, rows(key, group.keys), rows(value, group.keys), mask)
-        return found[group.is_query]
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
@@ -452,10 +450,7 @@ def _blocks(
     masks: Masks,
     device: torch.device,
 ) -> list[LengthGroup]:
-    """Returns the queries of one sequence in blocks, each with the keys that it sees.
-
-    `member` has the bounds of the sequence. The queries of a block are consecutive.
-    """
+    """Returns consecutive queries of the sequence `member` in blocks, with the keys they see."""
     (start, end), (rank, size) = member, split
     # All blocks are views of the same places.
     keys = gathered_places(bounds, size)[start:end].to(device)[None]
@@ -511,10 +506,7 @@ def path_groups(
 
 
 def _places(members: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-    """Returns the positions from start to end of each member, padded with the last position.
-
-    The shape is [members, longest]. The second tensor is true where a position is not padding.
-    """
+    """Returns each member's positions, padded with its last, and a mask: [members, longest]."""
     starts, ends = torch.tensor(members).unbind(1)
     places = starts[:, None] + torch.arange(int((ends - starts).max()))
     return torch.minimum(places, ends[:, None] - 1), places < ends[:, None]

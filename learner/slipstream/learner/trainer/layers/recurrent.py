@@ -117,10 +117,7 @@ class PackedDeltaNet(gdn.GatedDeltaNet):  # type: ignore[misc]
         return output, bias
 
     def _whole_sequences(self, tokens: list[Tensor], places: Tensor) -> list[Tensor]:
-        """Returns all tokens, in order, of this context parallel rank's part of the heads.
-
-        `tokens` are this rank's tokens of all heads, and `places` those of `gathered_places`.
-        """
+        """Exchanges this rank's tokens of all heads for all tokens, in order, of its heads."""
         keys, values, heads = self.qk_dim_local_tp, self.v_dim_local_tp, self.num_v_heads_local_tp
         parts = (keys, keys, values, heads, heads)
         joined = torch.cat(tokens, dim=-1)

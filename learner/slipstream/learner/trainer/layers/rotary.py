@@ -93,10 +93,7 @@ def _set_local(chunk: Megatron, hf_config: Megatron) -> None:
 
 
 def _scaled(hf_config: Megatron, kind: str) -> tuple[torch.Tensor | None, float]:
-    """Returns transformers' scaled frequencies for layers of `kind`, and an attention factor.
-
-    The factor multiplies queries and keys. Without scaling the result is (None, 1).
-    """
+    """Returns scaled frequencies, or None, and a factor of queries and keys of layers of `kind`."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     table = hf_config.rope_parameters

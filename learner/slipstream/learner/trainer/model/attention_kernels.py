@@ -107,7 +107,12 @@ def _check(model: ParallelModel, kind: Kind, attention: Megatron, *, shares: boo
     ranks = model.ranks
     lengths = [2 * ranks.cp_size * length for length in _LENGTHS]
     bounds = [0, *itertools.accumulate(lengths)]
-    paths = _paths(bounds, _BEFORE if shares else [None] * len(lengths))
+    # The queries of each sequence, and the indices of all keys on its path.
+    paths: list[Path] = []
+    before = _BEFORE if shares else [None] * len(lengths)
+    for (start, end), earlier in zip(itertools.pairwise(bounds), before, strict=True):
+        seen = [] if earlier is None else paths[earlier][1]
+        paths.append((range(start, end), [*seen, *range(start, end)]))
     random = torch.Generator().manual_seed(_SEED)
 
     def drawn(heads: int, size: int) -> Tensor:
@@ -152,25 +157,9 @@ def _check(model: ParallelModel, kind: Kind, attention: Megatron, *, shares: boo
             )
 
 
-def _paths(bounds: Sequence[int], before: Sequence[int | None]) -> list[Path]:
-    """Returns for each sequence the range of its queries, and the indices of all keys on its path.
-
-    `before` has for each sequence the index of the earlier sequence that it continues, or None.
-    """
-    found: list[Path] = []
-    for (start, end), earlier in zip(itertools.pairwise(bounds), before, strict=True):
-        seen = [] if earlier is None else found[earlier][1]
-        found.append((range(start, end), [*seen, *range(start, end)]))
-    return found
-
-
 def _shared(
     own: Sequence[Tensor], named: dict[str, Any], bounds: Sequence[int], paths: Sequence[Path]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the arguments of an attention call over sequences that share prefixes as in `paths`.
-
-    `own` has queries, keys and values; `named` has the call's other arguments.
-    """
     from slipstream.extensions.prefix_sharing.trainer import by_paths
     from slipstream.learner.trainer.layers.attention import SharedSequences
 
@@ -204,31 +193,22 @@ def _plain(
             for tensor, place in zip(inputs, places, strict=True)
         ]
         sink = None if sinks is None else sinks[head].detach().double()
-        query, *others = own
-        parts = [
-            _attended(kind, [query[queries.start : queries.stop], *(t[keys] for t in others)], sink)
-            for queries, keys in paths
-        ]
+        parts = []
+        for queries, keys in paths:
+            query, key, value = own[0][queries.start : queries.stop], own[1][keys], own[2][keys]
+            scores = query @ key.T * kind.scale
+            # If there are more keys than queries, the queries align with the last keys.
+            num_before = len(key) - len(query)
+            seen = torch.ones_like(scores, dtype=torch.bool).tril(num_before)
+            if kind.window:
+                seen &= seen.triu(num_before + 1 - kind.window)
+            scores = scores.masked_fill(~seen, -torch.inf)
+            if sink is not None:
+                scores = torch.cat([scores, sink.expand(len(scores), 1)], dim=-1)
+            parts.append(scores.softmax(-1)[:, : len(key)] @ value)
         output = torch.cat(parts)
         outputs[:, head] = output.detach()
         found = torch.autograd.grad(output, own, gradient[:, head].double())
         for total, place, of_head in zip(totals, places, found, strict=True):
             total[:, place] += of_head
     return [outputs, *totals]
-
-
-def _attended(kind: Kind, own: Sequence[Tensor], sink: Tensor | None) -> Tensor:
-    """Returns the attention outputs of one sequence; `own` holds its queries, keys and values.
-
-    If there are more keys than queries, the queries align with the last keys.
-    """
-    query, key, value = own
-    scores = query @ key.T * kind.scale
-    num_before = len(key) - len(query)
-    seen = torch.ones_like(scores, dtype=torch.bool).tril(num_before)
-    if kind.window:
-        seen &= seen.triu(num_before + 1 - kind.window)
-    scores = scores.masked_fill(~seen, -torch.inf)
-    if sink is not None:
-        scores = torch.cat([scores, sink.expand(len(scores), 1)], dim=-1)
-    return scores.softmax(-1)[:, : len(key)] @ value

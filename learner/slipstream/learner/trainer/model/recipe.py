@@ -10,7 +10,7 @@ import functools
 import json
 import os
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from pydantic import ConfigDict, JsonValue, TypeAdapter, ValidationError
@@ -461,7 +461,12 @@ def passed_through(
     values: dict[str, object] = {}
     for key, value in settings.items():
         if key not in fields:
-            raise ConfigError(f"unknown key {section}.{key}{_hint(key, fields, owned)}")
+            hint, near = "", near_names(key, fields)
+            if near and near[0] in owned:
+                hint = f"; {near[0]!r} cannot be passed through: {_rule(near[0])}"
+            elif others := [name for name in near if name not in owned]:
+                hint = f"; {did_you_mean(others)}"
+            raise ConfigError(f"unknown key {section}.{key}{hint}")
         if key in owned:
             raise ConfigError(f"{section}.{key} cannot be passed through: {_rule(key)}")
         values[key] = _typed(value, hints[key], f"{section}.{key}")
@@ -471,14 +476,6 @@ def passed_through(
 def _rule(key: str) -> str:
     ours = OWNED[key]
     return f"set {ours} instead" if ours else "the trainer depends on its value"
-
-
-def _hint(key: str, fields: Sequence[str], owned: Set[str]) -> str:
-    near = near_names(key, fields)
-    if near and near[0] in owned:
-        return f"; {near[0]!r} cannot be passed through: {_rule(near[0])}"
-    near = [name for name in near if name not in owned]
-    return f"; {did_you_mean(near)}" if near else ""
 
 
 def _typed(value: JsonValue, hint: Megatron, where: str) -> object:
