@@ -35,10 +35,6 @@ def test_each_rank_holds_a_chunk_from_the_front_and_its_mirror_image_of_every_se
     assert zigzag([0, 8, 12], 1, 2).tolist() == [2, 3, 4, 5, 9, 10]
 
 
-def test_one_rank_holds_everything_in_order_whatever_the_lengths() -> None:
-    assert zigzag([0, 3, 4], 0, 1).tolist() == [0, 1, 2, 3]
-
-
 def test_sequence_that_cannot_be_cut_is_a_mistake() -> None:
     with pytest.raises(AssertionError, match="a sequence of 6 tokens cannot be cut for cp 2"):
         zigzag([0, 6], 0, 2)
@@ -136,31 +132,6 @@ def test_filler_makes_the_tokens_a_multiple_and_carries_no_loss() -> None:
     assert found.indices == (0,)
 
 
-def test_what_models_estimate_of_sampled_tokens_stands_where_they_are_predicted() -> None:
-    trajectory = make_batch(0, num_groups=1, group_size=1, vocab_size=9, max_tokens=9).trajectories[
-        0
-    ]
-    number = trajectory.num_sampled_tokens
-    known = np.arange(1, number + 1, dtype=np.float32)
-    found = build_micro_batch(
-        TrainingSequence.of_trajectories(
-            [trajectory], [TokenEstimates(known, -known, 2 * known)], step=0
-        ),
-        [0],
-        multiple=100,
-    )
-    mask = found.loss_mask
-    assert found.advantages[mask].tolist() == known.tolist()
-    assert found.reference_logprobs is not None
-    assert found.reference_logprobs[mask].tolist() == (-known).tolist()
-    assert found.values is not None
-    assert found.values[mask].tolist() == (2 * known).tolist()
-    assert found.values.shape == mask.shape
-    assert not found.values[~mask].any()
-    assert found.returns is None
-    assert found.sequence_ids.tolist()[-1] == 1
-
-
 def test_likely_tokens_of_a_reference_stand_where_the_sampled_token_is_predicted() -> None:
     batch = with_branches(
         make_batch(0, num_groups=1, group_size=3, vocab_size=9, max_tokens=9),
@@ -240,11 +211,9 @@ def test_micro_batch_trains_each_sampled_token_where_it_is_predicted(seed, multi
 
 def test_token_sampled_without_any_context_is_left_out() -> None:
     batch = make_batch(0, num_groups=1, group_size=1, vocab_size=9, max_tokens=4)
-    from dataclasses import replace
-
     trajectory = batch.trajectories[0]
     number = len(trajectory.token_ids)
-    alone = replace(
+    alone = dataclasses.replace(
         trajectory,
         run_lengths=(0, number),
         behavior_logprobs=-np.arange(number, dtype=np.float32),
@@ -253,20 +222,6 @@ def test_token_sampled_without_any_context_is_left_out() -> None:
     (found,) = TrainingSequence.of_trajectories([alone], [estimates(number, 1.0)], step=0)
     assert found.loss_mask.sum() == number - 1
     assert found.behavior_logprobs.tolist() == [*range(-1, -number, -1), 0]
-
-
-def test_sequences_of_a_batch_are_those_of_each_trajectory_alone() -> None:
-    batch = make_batch(3, num_groups=2, group_size=3, vocab_size=99, max_tokens=20)
-    known = [estimates(t.num_sampled_tokens, t.reward - 0.5) for t in batch.trajectories]
-    together = TrainingSequence.of_trajectories(batch.trajectories, known, step=3)
-    for trajectory, one, found in zip(batch.trajectories, known, together, strict=True):
-        (alone,) = TrainingSequence.of_trajectories([trajectory], [one], step=3)
-        assert found.token_ids.tolist() == trajectory.token_ids.tolist()
-        assert not found.loss_mask[-1]
-        for name in ("loss_mask", "behavior_logprobs", "lags"):
-            assert getattr(found, name).tolist() == getattr(alone, name).tolist()
-        assert found.advantages.tolist() == alone.advantages.tolist()
-    assert TrainingSequence.of_trajectories([], [], step=3) == []
 
 
 def test_branches_of_a_batch_are_those_of_each_branch_alone() -> None:
@@ -285,6 +240,7 @@ def test_branches_of_a_batch_are_those_of_each_branch_alone() -> None:
             assert found.behavior_logprobs[found.loss_mask].tolist() == behavior.tolist()
             assert found.lags[found.loss_mask].tolist() == lags[part.sampled].tolist()
     assert next(together, None) is None
+    assert TrainingSequence.of_trajectories([], [], step=3) == []
 
 
 def test_a_branch_that_begins_with_a_sampled_token_leaves_that_one_out() -> None:
