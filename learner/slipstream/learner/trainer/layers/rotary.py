@@ -53,11 +53,10 @@ def set_frequencies(chunks: list[Megatron], *, hf_config: Megatron) -> list[Mega
     frequencies, _ = _scaled(hf_config, FULL)
     for chunk in chunks:
         if frequencies is not None:
-            rotaries = [chunk.rotary_pos_emb]
-            if chunk.config.multi_latent_attention:
-                # Latent attention has its own in each layer.
-                rotaries = [layer.self_attention.rotary_pos_emb for layer in chunk.decoder.layers]
-            for rotary in rotaries:
+            # Latent attention has its own in each layer.
+            is_latent = chunk.config.multi_latent_attention
+            holders = [layer.self_attention for layer in chunk.decoder.layers]
+            for rotary in (one.rotary_pos_emb for one in (holders if is_latent else [chunk])):
                 rotary.inv_freq = frequencies.to(rotary.inv_freq.device)
         if LOCAL in hf_config.rope_parameters:
             _set_local(chunk, hf_config)
