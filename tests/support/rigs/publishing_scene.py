@@ -57,6 +57,13 @@ def run_of(**sections: dict[str, Any] | list[dict[str, Any]]) -> Run:
     return made
 
 
+def fleet_of(run: Run) -> Fleet:
+    """A fleet whose servers nobody handles."""
+    fleet = Fleet(run)
+    fleet.handlers = FleetHandlers(*[nothing] * 8)
+    return fleet
+
+
 def joined(fleet: Fleet, name: str, *, max_episodes: int = 0) -> ServerSession:
     """A server on the learner's host."""
     hello = fleet_pb2.ServerHello(

@@ -5,11 +5,10 @@ import asyncio
 import numpy as np
 from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.publishing.publish import Publisher
-from slipstream.learner.controller.servers.fleet import Fleet, FleetHandlers
 from slipstream.learner.controller.servers.session import ServerSession
 from slipstream.protocol.codec import pack_logprobs, version_to_pb
 from slipstream.v1 import fleet_pb2, trainer_pb2, weights_pb2
-from support.rigs.publishing_scene import DIGESTS, joined, next_order, nothing, run_of
+from support.rigs.publishing_scene import DIGESTS, fleet_of, joined, next_order, nothing, run_of
 from support.rigs.waiting import LIMIT_S
 
 
@@ -31,8 +30,7 @@ class Adapted:
 
     def __init__(self, tasks: asyncio.TaskGroup) -> None:
         self.run = run_of(lora={"rank": 8, "publish": "adapters"}, weights={"verify_every": 1000})
-        self.fleet = Fleet(self.run)
-        self.fleet.handlers = FleetHandlers(*[nothing] * 8)
+        self.fleet = fleet_of(self.run)
         self.publisher = Publisher(self.fleet, self.run, tasks)
         self._tasks = tasks
         self._communicator_id = ""
