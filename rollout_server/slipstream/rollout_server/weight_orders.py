@@ -130,14 +130,11 @@ class WeightOrders:
                 await self._engine.pauses.rest(give_back=order.rest.give_back)
                 self._rested(fleet_pb2.Rested(number=order.rest.number))
             case "wake":
-                await self._wake()
-
-    async def _wake(self) -> None:
-        """Resumes a resting engine, unless a publish did so or its weights may not be used."""
-        may_sample = self.phase in (Phase.PROBING, Phase.SERVING)
-        if self._rests and may_sample and self.version is not None:
-            self._rests = False
-            await self._engine.pauses.resume(self.version)
+                # A publish may have woken the engine, or its weights may not be used.
+                may_sample = self.phase in (Phase.PROBING, Phase.SERVING)
+                if self._rests and may_sample and self.version is not None:
+                    self._rests = False
+                    await self._engine.pauses.resume(self.version)
 
     async def _receive(self, order: fleet_pb2.ReceiveWeights) -> None:
         publish = self._publish = _Publish(order.order.publish_id)
@@ -203,7 +200,12 @@ class WeightOrders:
             publish.move(Phase.PROBING)
         else:
             publish.move(Phase.SERVING)
-        paused_s = await self._resume(version_from_pb(order.version), publish.stages)
+        begun_s, version, self._rests = time.monotonic(), version_from_pb(order.version), False
+        await self._engine.pauses.resume(version)
+        now_s, stages = time.monotonic(), publish.stages
+        stages.resume_s, stages.served_at, self.version = now_s - begun_s, now_s, version
+        began, self._pause_began = self._pause_began, None
+        paused_s = 0.0 if began is None else self._engine.requests.use().paused_s - began[1]
         logprobs = b""
         if order.HasField("probe"):
             try:
@@ -266,15 +268,6 @@ class WeightOrders:
     async def _pause(self) -> None:
         self._note_pause()
         await self._engine.pauses.pause()
-
-    async def _resume(self, version: PolicyVersion, stages: fleet_pb2.PublishStages) -> float:
-        """Resumes the engine with `version`; returns the seconds for which it was paused."""
-        begun_s, self._rests = time.monotonic(), False
-        await self._engine.pauses.resume(version)
-        now_s = time.monotonic()
-        stages.resume_s, stages.served_at, self.version = now_s - begun_s, now_s, version
-        began, self._pause_began = self._pause_began, None
-        return 0.0 if began is None else self._engine.requests.use().paused_s - began[1]
 
     async def _discard(self, publish_id: str, message: str) -> None:
         """Pauses the engine, which then accepts requests but runs none; reports the failure."""

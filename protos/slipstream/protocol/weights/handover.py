@@ -135,7 +135,18 @@ class HandoverSender:
                 continue
             except OSError as error:
                 raise WeightSyncError(f"{self._communicator_id} is closed: {error}") from error
-            if not self._welcome(connection, waiting, offer):
+            connection.settimeout(HELLO_LIMIT_S)
+            try:
+                named, rank = json.loads(connection.recv(_MESSAGE_BYTES))
+                is_expected = named == self._communicator_id and rank in waiting
+                if is_expected:
+                    connection.sendall(json.dumps([offer.handles, offer.num_bytes]).encode())
+            except _UNREADABLE:
+                is_expected = False
+            if is_expected:
+                waiting.remove(rank)
+                self._peers[rank] = _Peer(connection, f"receiver {rank}")
+            else:
                 connection.close()
         # Nothing stays behind when this process is killed.
         self.path.unlink(missing_ok=True)
@@ -166,20 +177,6 @@ class HandoverSender:
     def _wait(self, count: int, until_s: float) -> None:
         for peer in self._peers.values():
             peer.wait(count, max(until_s - time.monotonic(), 0.0))
-
-    def _welcome(self, connection: socket.socket, waiting: set[int], offer: Offer) -> bool:
-        """Sends the offer to an expected receiver; returns False for another caller."""
-        connection.settimeout(HELLO_LIMIT_S)
-        try:
-            named, rank = json.loads(connection.recv(_MESSAGE_BYTES))
-            if named != self._communicator_id or rank not in waiting:
-                return False
-            connection.sendall(json.dumps([offer.handles, offer.num_bytes]).encode())
-        except _UNREADABLE:
-            return False
-        waiting.remove(rank)
-        self._peers[rank] = _Peer(connection, f"receiver {rank}")
-        return True
 
 
 class HandoverReceiver:

@@ -247,7 +247,17 @@ class PlannedFilling:
 
     def prepare(self, buckets: Sequence[Bucket], lanes: Sequence[Tensor]) -> None:
         self._leads = [self.senders[bucket.root] for bucket in buckets]
-        sorted_out = [self._sort(bucket) for bucket in buckets]
+        # This rank's pieces of each bucket: whole tensors, and parts to gather.
+        sorted_out: list[tuple[list[tuple[Piece, Span]], list[_Gather]]] = []
+        for bucket in buckets:
+            whole, by_group = [], dict[dist.ProcessGroup, _Gather]()
+            for span in bucket.spans:
+                piece = self._pieces.get(span.tensor.name)
+                if piece is not None and piece.num_parts == 1:
+                    whole.append((piece, span))
+                elif piece is not None:
+                    by_group.setdefault(piece.group, _Gather(piece.group)).add(piece, span)
+            sorted_out.append((whole, list(by_group.values())))
         gathers = [gather for _, of_bucket in sorted_out for gather in of_bucket]
         device = lanes[0].device
         of_own = max((g.num_elements for g in gathers), default=0)
@@ -286,19 +296,6 @@ class PlannedFilling:
             step.before.run()
             dist.gather(step.packed, step.parts, dst=self._leads[place], group=step.group)
             step.after.run()
-
-    def _sort(self, bucket: Bucket) -> tuple[list[tuple[Piece, Span]], list[_Gather]]:
-        """Splits this rank's pieces of a bucket into whole tensors and parts to gather."""
-        whole, gathers = [], dict[dist.ProcessGroup, _Gather]()
-        for span in bucket.spans:
-            piece = self._pieces.get(span.tensor.name)
-            if piece is None:
-                continue
-            if piece.num_parts == 1:
-                whole.append((piece, span))
-            else:
-                gathers.setdefault(piece.group, _Gather(piece.group)).add(piece, span)
-        return whole, list(gathers.values())
 
 
 def exported(policy: Policy, dtype: torch.dtype, kind: Kind) -> Iterator[tuple[str, Tensor]]:

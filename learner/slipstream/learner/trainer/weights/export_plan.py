@@ -183,23 +183,17 @@ def _parts(task: Megatron, weight: Tensor) -> Iterator[tuple[str, Tensor, int | 
     elif kind is known.QKVMapping:
         if mapping._tp_mapping._detect_parallelism_type(module) != "column":
             raise UnknownMapping(f"{task.param_name} is fused but not split by rows")
-        for name, part in _heads(mapping._get_config(module), weight, task.param_name).items():
-            yield mapping.hf_param[name], part, 0
+        config, name = mapping._get_config(module), task.param_name
+        if getattr(config, "attention_output_gate", False):
+            raise UnknownMapping(f"{name} holds gates of the attention's output")
+        per_group = config.num_attention_heads // config.num_query_groups
+        size = config.kv_channels or config.hidden_size // config.num_attention_heads
+        if weight.shape[0] % ((per_group + 2) * size):
+            raise UnknownMapping(f"{name} splits a group of queries")
+        # Each query group has its query heads first, then its key, then its value.
+        by_head = weight.view(-1, per_group + 2, size, *weight.shape[1:])
+        yield mapping.hf_param["q"], by_head[:, :per_group], 0
+        yield mapping.hf_param["k"], by_head[:, per_group], 0
+        yield mapping.hf_param["v"], by_head[:, per_group + 1], 0
     else:
         raise UnknownMapping(f"{task.param_name} has a {type(mapping).__name__}")
-
-
-def _heads(config: Megatron, weight: Tensor, name: str) -> dict[str, Tensor]:
-    """Returns views of queries, keys and values in a fused matrix, by the names "q", "k" and "v".
-
-    Each query group has its query heads first, then its key, then its value. Raises UnknownMapping
-    if the matrix also holds gates, or if ranks split a query group.
-    """
-    if getattr(config, "attention_output_gate", False):
-        raise UnknownMapping(f"{name} holds gates of the attention's output")
-    per_group = config.num_attention_heads // config.num_query_groups
-    size = config.kv_channels or config.hidden_size // config.num_attention_heads
-    if weight.shape[0] % ((per_group + 2) * size):
-        raise UnknownMapping(f"{name} splits a group of queries")
-    by_head = weight.view(-1, per_group + 2, size, *weight.shape[1:])
-    return {"q": by_head[:, :per_group], "k": by_head[:, per_group], "v": by_head[:, per_group + 1]}
