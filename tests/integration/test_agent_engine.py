@@ -103,7 +103,10 @@ async def parts_of(engine, name: str, sampling=ENDLESS, num_tokens: int = 70, **
 
 
 async def test_the_application_adds_no_process_and_no_port(served) -> None:
-    assert (processes(), listening()) == served.before
+    # What other tests have left running may end meanwhile.
+    processes_before, listening_before = served.before
+    assert processes() <= processes_before
+    assert listening() <= listening_before
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])

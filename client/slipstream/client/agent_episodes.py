@@ -191,10 +191,14 @@ class AgentRun:
         """Interrupts the run; returns whether it has ended within `limit_s`."""
         if self.task.done():
             return True
-        if self._thread is not None:
-            _interrupt(self._thread)
-        else:
+        thread = self._thread
+        if thread is None:
             self.task.cancel()
+        elif thread.ident is not None and thread.is_alive():
+            # Raised at the thread's next line of Python. One that has ended may have given its id
+            # to another thread.
+            raised = ctypes.py_object(EpisodeOver)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), raised)
         done, _ = await asyncio.wait([self.task], timeout=limit_s)
         if not done:
             # A thread that hangs in C code can only be left running.
@@ -243,13 +247,3 @@ class AgentRun:
 
         self._thread = threading.Thread(target=work, name="agent", daemon=True)
         self._thread.start()
-
-
-def _interrupt(thread: threading.Thread) -> None:
-    """Raises EpisodeOver in `thread` at the thread's next line of Python.
-
-    Does nothing if the thread has ended: another thread may have its id by now.
-    """
-    if thread.ident is not None and thread.is_alive():
-        raised = ctypes.py_object(EpisodeOver)
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), raised)

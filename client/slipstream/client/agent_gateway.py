@@ -238,7 +238,10 @@ class Gateway:
         if len(path) + sum(len(name) + len(value) for name, value in head) > MAX_HEAD_BYTES:
             what = f"the headers of a request have at most {MAX_HEAD_BYTES} bytes"
             raise _Refusal(400, "invalid_request_error", "invalid_request", what)
-        if known is None or not _shows(scope, known[1].api_key):
+        key = b"" if known is None else known[1].api_key.encode()
+        names = (b"authorization", b"x-api-key")
+        shown = [value.removeprefix(b"Bearer ") for name, value in head if name in names]
+        if known is None or not any(hmac.compare_digest(value, key) for value in shown):
             raise _over()
         branch = ""
         if rest.startswith("b/"):
@@ -285,7 +288,16 @@ async def _relay(exchange: CallExchange, call: PendingCall, receive: Receive, se
             part, taken = waiting
             try:
                 if not begun:
-                    await send(_start(part))
+                    headers = [
+                        (
+                            each.name.lower().encode("latin-1"),
+                            each.value.encode("latin-1", "replace"),
+                        )
+                        for each in part.headers
+                        if each.name.lower() not in HOP_HEADERS
+                    ]
+                    start = {"type": "http.response.start", "status": part.status or 500}
+                    await send(start | {"headers": headers})
                     begun = True
                 body = {"type": "http.response.body", "body": part.body}
                 await send(body | {"more_body": not part.is_last})
@@ -327,24 +339,6 @@ async def _body(scope: Scope, receive: Receive, count: Callable[[bytes], None]) 
             return b"".join(parts)
     what = f"the body of a request has at most {MAX_BODY_BYTES} bytes, got {max(size, received)}"
     raise _Refusal(413, "request_too_large", "request_too_large", what)
-
-
-def _shows(scope: Scope, secret: str) -> bool:
-    shown = (
-        value.removeprefix(b"Bearer ")
-        for name, value in scope["headers"]
-        if name in (b"authorization", b"x-api-key")
-    )
-    return any(hmac.compare_digest(value, secret.encode()) for value in shown)
-
-
-def _start(part: pb.ReplyPart) -> dict[str, Any]:
-    headers = [
-        (header.name.lower().encode("latin-1"), header.value.encode("latin-1", "replace"))
-        for header in part.headers
-        if header.name.lower() not in HOP_HEADERS
-    ]
-    return {"type": "http.response.start", "status": part.status or 500, "headers": headers}
 
 
 def _over() -> _Refusal:

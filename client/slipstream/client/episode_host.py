@@ -183,7 +183,13 @@ class EpisodeHost:
             raise _misused("no environment is loaded")
         if command.episode_key in self._episodes:
             raise _misused(f"episode {command.episode_key} is open already")
-        tasks, environment = self._tasks, _copy(self._environment, command.seed)
+        tasks = self._tasks
+        try:
+            environment = copy.copy(self._environment)
+            environment.seed, environment.truncated = command.seed, False
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
+            cause = f"it cannot be copied for an episode: {describe(error)}"
+            raise environment_failed(cause) from error
         episode = _Episode(command.episode_key, environment, self._tracker)
         self._episodes[command.episode_key] = episode
 
@@ -345,16 +351,6 @@ async def _run(episode: _Episode, call: Callable[[], Awaitable[Answer]]) -> Answ
 
 async def _result(value: Answer | Awaitable[Answer]) -> Answer:
     return await value if inspect.isawaitable(value) else value
-
-
-def _copy(environment: AnyEnvironment, seed: int) -> AnyEnvironment:
-    try:
-        copied = copy.copy(environment)
-        copied.seed, copied.truncated = seed, False
-    except (Exception, SystemExit, KeyboardInterrupt) as error:
-        cause = f"it cannot be copied for an episode: {describe(error)}"
-        raise environment_failed(cause) from error
-    return copied
 
 
 def _task_source(environment: AnyEnvironment) -> TaskSource[object]:

@@ -101,7 +101,11 @@ class Session:
         reader = self._group.create_task(self._read(call))
         await _any_of(reader, stop, self._drain_ordered)
         if not reader.done():
-            await self._let_finish(reader)
+            draining = fleet_pb2.Draining(reason=self._reason)
+            self._outbox.put_nowait(fleet_pb2.ServerMessage(draining=draining))
+            self.dispatcher.drain()
+            limit_s = self._services.config.rollout_server.drain_timeout_s
+            await _within(_any_of(reader, self.dispatcher.idle, self._leave_at_once), limit_s)
         if reader.done():
             log.warning("lost the controller; running episodes may end within its heartbeat limit")
             await _within(self.dispatcher.idle.wait(), self._welcome.heartbeat_timeout_s)
@@ -116,18 +120,6 @@ class Session:
         await _within(asyncio.shield(reader), GOODBYE_S)
         reader.cancel()
         return End.DRAINED
-
-    async def _let_finish(self, reader: asyncio.Task[None]) -> None:
-        """Reports to the controller that the server drains; then lets running episodes end.
-
-        Returns when no episode runs any more, when `reader` ends, when the controller gives the
-        episodes no time, or after `rollout_server.drain_timeout_s`.
-        """
-        draining = fleet_pb2.Draining(reason=self._reason)
-        self._outbox.put_nowait(fleet_pb2.ServerMessage(draining=draining))
-        self.dispatcher.drain()
-        limit_s = self._services.config.rollout_server.drain_timeout_s
-        await _within(_any_of(reader, self.dispatcher.idle, self._leave_at_once), limit_s)
 
     async def _read(self, call: JoinCall) -> None:
         """Reads and executes orders until the stream ends, with or without an error."""

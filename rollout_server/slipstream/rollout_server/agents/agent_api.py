@@ -103,7 +103,6 @@ class Answering:
     async def _reply(
         self, recorder: Recorder, http: AgentCall, path: str
     ) -> AsyncGenerator[ReplyPart, None]:
-        """Yields the parts of a reply, or raises Refusal."""
         asked = _asked(http.body)
         auto = _AUTO.get(path, "auto")
         ruled = rule(asked, recorder.sampling, auto=auto, has_drafts=self._has_drafts)

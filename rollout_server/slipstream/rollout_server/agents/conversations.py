@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -294,11 +294,19 @@ class MessageKey(NamedTuple):
 
 def message_key(message: Mapping[str, Any]) -> MessageKey:
     """Returns the key by which `message`, in OpenAI's chat completions format, is compared."""
-    role = str(message.get("role", ""))
+    role, content = str(message.get("role", "")), message.get("content")
+    parts = tuple(map(_part, [content] if isinstance(content, str) else content or ()))
+    if role == ASSISTANT:
+        parts = tuple(part for part in parts if part.strip())
+    calls = []
+    for call in message.get("tool_calls") or ():
+        function = call.get("function") or {}
+        name = str(function.get("name") or "")
+        calls.append((str(call.get("id") or ""), name, _arguments(function.get("arguments"))))
     return MessageKey(
         role=role,
-        text=_text(message.get("content"), is_reply=role == ASSISTANT),
-        tool_calls=tuple(_tool_call(call) for call in message.get("tool_calls") or ()),
+        text=parts[0] if len(parts) == 1 else parts or "",
+        tool_calls=tuple(calls),
         tool_call_id=str(message.get("tool_call_id") or ""),
         name=str(message.get("name") or ""),
         reasoning=message.get("reasoning") or message.get("reasoning_content") or None,
@@ -318,16 +326,6 @@ def reply_keys(messages: Sequence[Mapping[str, Any]]) -> list[tuple[MessageKey, 
     return found
 
 
-def _text(content: str | Iterable[Any] | None, *, is_reply: bool) -> str | tuple[str, ...]:
-    given = [content] if isinstance(content, str) else content or ()
-    parts = tuple(_part(part) for part in given)
-    if is_reply:
-        parts = tuple(part for part in parts if part.strip())
-    if not parts:
-        return ""
-    return parts[0] if len(parts) == 1 else parts
-
-
 def _part(part: object) -> str:
     if isinstance(part, str):
         return part
@@ -335,15 +333,6 @@ def _part(part: object) -> str:
         return str(part["text"])
     # The zero character keeps a picture apart from a text that spells it.
     return "\0" + json.dumps(part, sort_keys=True, default=str)
-
-
-def _tool_call(call: Mapping[str, Any]) -> tuple[str, str, str]:
-    function = call.get("function") or {}
-    return (
-        str(call.get("id") or ""),
-        str(function.get("name") or ""),
-        _arguments(function.get("arguments")),
-    )
 
 
 def _arguments(arguments: object) -> str:

@@ -18,11 +18,7 @@ from slipstream.core.types import (
     LogprobArray,
     ReferenceLogprobs,
 )
-from slipstream.rollout_server.agents.conversations import (
-    ConversationBranch,
-    Conversations,
-    TokenRecord,
-)
+from slipstream.rollout_server.agents.conversations import Conversations, TokenRecord
 from slipstream.rollout_server.engine_interface import Generation, Sampling
 
 # Largest number of an environment's metrics in a trajectory, and of our own metrics there; and the
@@ -131,13 +127,17 @@ class Recording(TokenRecord):
         `shares` has the factor on the advantage by branch name, 1 if missing. `rewards` has the
         reward by branch name; a branch that is missing has the reward of the episode.
         """
+        known = next((part for each in conversations.branches for part in each.expert_ids), None)
         for branch in conversations.branches:
             self._place(branch.images)
             self.token_ids += branch.token_ids
             self.run_lengths += branch.run_lengths
             self.sampled += branch.sampled
             self.spans += branch.spans
-            self.expert_ids += _whole(branch, conversations.branches)
+            if known is not None:
+                # Tokens without a forward pass, such as the last, have no experts.
+                missing = len(branch.token_ids) - branch.num_routed
+                self.expert_ids += [*branch.expert_ids, _unknown(missing, known)]
         self.prompt_tokens = self.run_lengths[0] if self.run_lengths else 0
         self.num_turns = conversations.num_turns
         self.counts.update(BRANCHES + each.began for each in conversations.branches[1:])
@@ -212,20 +212,6 @@ class Recording(TokenRecord):
         self.add_generation(generation)
         self.last_reply, self.last_text = generation.token_ids.tolist(), None
         self.num_turns += 1
-
-
-def _whole(
-    branch: ConversationBranch, branches: Sequence[ConversationBranch]
-) -> list[npt.NDArray[np.unsignedinteger]]:
-    """Returns the routed experts of all tokens of a branch, in parts, or [] if none are recorded.
-
-    `branches` are all branches of the episode. Tokens without a forward pass, such as the last, get
-    the placeholders of `_unknown`.
-    """
-    known = next((part for each in branches for part in each.expert_ids), None)
-    if known is None:
-        return []
-    return [*branch.expert_ids, _unknown(len(branch.token_ids) - branch.num_routed, known)]
 
 
 def _unknown(

@@ -35,7 +35,6 @@ class AgentServices:
         return self._settings.reasoning_parser is not None
 
     async def reader(self, inputs: TemplateInputs) -> ReplyReader | None:
-        """Returns the parser of replies; the first call opens it, in a thread."""
         if not inputs.tools and not self.reads_thoughts:
             return None
         if self._reading is None:
@@ -43,7 +42,6 @@ class AgentServices:
         return await asyncio.shield(self._reading)
 
     async def api(self) -> Answering:
-        """Returns the API for agents; the first call opens it, in a thread."""
         if self._opening is None:
             self._opening = asyncio.ensure_future(asyncio.to_thread(self._open))
         return await asyncio.shield(self._opening)

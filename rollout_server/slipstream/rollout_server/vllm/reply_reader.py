@@ -54,7 +54,6 @@ class ReplyReader:
         return kind
 
     def check(self, inputs: TemplateInputs) -> None:
-        """Raises EnvironmentFailed for tools that vLLM refuses."""
         try:
             self._request(inputs)
         except Exception as error:
@@ -64,10 +63,6 @@ class ReplyReader:
     def read(
         self, prompt: Sequence[int], token_ids: Sequence[int], inputs: TemplateInputs
     ) -> ParsedReply:
-        """Returns the parsed parts of a sampled reply to `prompt`.
-
-        Raises GenerationFailed if the parser fails.
-        """
         request = self._request(inputs)
         # A special token at the end has ended the reply, and is no part of its text.
         tokens = list(token_ids)
