@@ -253,6 +253,8 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
             self._samples.await_before(model)
         elif self._models.newest(entry.operation.load.name) is model:
             entry.is_made = True
+        # Whoever woke before, trainer or loop, saw no operation.
+        self._run.signal.notify()
 
     def _take_first(self) -> Entry | None:
         """Returns the first operation of a stream that gets a model, or None if there is none."""
@@ -490,6 +492,9 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
 
     def order(self, trainer: trainer_pb2.NextRequest) -> trainer_pb2.Directive | None:
         """Returns the pass, or the save, whose turn it is; a trainer that asks has none."""
+        if self._current is None:
+            # Else it would wait until the loop of the operations has looked.
+            self._take_turn()
         entry = self._current
         if entry is not None and entry.kind == "compute":
             return trainer_pb2.Directive(compute=entry.operation.compute)

@@ -142,6 +142,34 @@ async def test_a_step_begins_when_all_results_before_it_are_on_the_disk(tmp_path
         assert loop.step() == "step2"
 
 
+async def test_a_trainer_that_wakes_before_the_loop_has_the_pass_whose_turn_it_is(
+    tmp_path: Path,
+) -> None:
+    with opened(tmp_path) as loop:
+        await loop.begin()
+        operations = loop.operations
+        compute = trainer_pb2.Pass(id="pass", backward=True)
+        for each in [Operation(id="pass", compute=compute), Operation(id="next", step=ADAM)]:
+            each.stream, each.number = "t", 1 + (each.id == "next")
+            operations._models.take("t", trainer_pb2.Adapter()).next = 1
+            await loop.give(each)
+        operations._current = None
+        directive = operations.order(trainer_pb2.NextRequest())
+        assert directive is not None
+        assert directive.compute.id == "pass"
+
+
+async def test_an_operation_whose_turn_has_come_wakes_the_trainer(tmp_path: Path) -> None:
+    with opened(tmp_path) as loop:
+        await loop.begin()
+        signal, loop.operations._current = loop.run.signal, None
+        trainer = asyncio.create_task(signal.wait(LIMIT_S))
+        await asyncio.sleep(0)
+        loop.operations._take_turn()
+        await asyncio.sleep(0)
+        assert trainer.done()
+
+
 async def test_a_step_whose_result_a_kill_has_lost_is_made_once(tmp_path: Path) -> None:
     made = []
     for start in range(3):
