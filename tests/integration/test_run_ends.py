@@ -154,18 +154,18 @@ async def test_a_step_longer_than_the_limit_of_a_stall_is_one_only_when_the_trai
 
 
 async def test_a_short_limit_of_the_trainer_is_no_limit_of_its_idle_calls(tmp_path):
-    config = make_config(tmp_path, **SETTINGS)
+    config = make_config(tmp_path, **SETTINGS | {"learner__timeout_s": 8.0})
     server, trainer = FakeServer(config.controller.address), FakeTrainer(config.controller.address)
     server.gate.clear()
     waits = []
 
     async def hold(controller, tasks):
-        await until(lambda: trainer.num_waits >= 3)
+        await until(lambda: trainer.num_waits >= 2)
         waits.append(trainer.num_waits)
         server.gate.set()
 
     # The trainer's client calls like this: within half of the limit of a collective.
-    trainer.call_timeout_s = TIMEOUT_S / 2
+    trainer.call_timeout_s = 4.0
     summary = await play(config, server, trainer=trainer, during=hold)
     assert (summary["code"], summary["steps"]) == (0, 2)
     assert waits
