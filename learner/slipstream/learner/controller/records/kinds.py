@@ -117,13 +117,17 @@ class GroupSetAside(Record, frozen=True, tag="set_aside"):
 
 
 class Closed(Record, frozen=True, tag="closed"):
-    """The end of a group that was "filtered" or "withdrawn"; `reward` is its mean reward."""
+    """The end of a group that was "filtered" or "withdrawn"; `reward` is its mean reward.
+
+    `seen` are the lowest and the highest reward of its environment so far.
+    """
 
     group: GroupId
     how: str
     cause: str | None = None
     solved: bool | None = None
     reward: float | None = None
+    seen: tuple[float, float] | None = None
 
 
 class Batch(Record, frozen=True, tag="batch"):

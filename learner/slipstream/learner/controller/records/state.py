@@ -152,6 +152,8 @@ class EnvironmentCounts:
     head_start: float = 0.0
     # Digest of the tasks; "" before a server has told it.
     digest: str = ""
+    # The lowest and the highest reward when the newest group was left out; () before.
+    seen: tuple[float, ...] = ()
     # The newest round in which the environment was evaluated.
     measured: kinds.Evaluation | None = None
 
@@ -291,6 +293,7 @@ class RunState:
         counts = self.environments[group.environment]
         counts.accepted += 1
         counts.filtered += 1
+        counts.seen = record.seen or counts.seen
         self.filtered.add(group.environment, record.reward or 0.0, solved=bool(record.solved))
         self.filtered_groups[self.next_step] += 1
 

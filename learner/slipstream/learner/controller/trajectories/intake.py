@@ -346,7 +346,8 @@ class GroupFilter:
         config = self._run.config
         algorithm = config.algorithm
         rewards = [trajectory.reward for trajectory in group.in_order()]
-        seen = [*rewards, *self._seen.get(group.environment, ())]
+        before = self._state.environments[group.environment].seen
+        seen = [*rewards, *before, *self._seen.get(group.environment, ())]
         self._seen[group.environment] = lowest, highest = min(seen), max(seen)
         try:
             if algorithm.filter == "none" or is_trained(group.in_order(), config):
@@ -362,7 +363,12 @@ class GroupFilter:
             cause = "all rewards of its group are equal"
         self._journal.append(
             kinds.Closed(
-                group=group.group_id, how="filtered", cause=cause, solved=solved, reward=mean
+                group=group.group_id,
+                how="filtered",
+                cause=cause,
+                solved=solved,
+                reward=mean,
+                seen=(lowest, highest),
             )
         )
         for trajectory in group.in_order():

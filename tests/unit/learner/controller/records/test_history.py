@@ -341,6 +341,12 @@ def test_filtered_groups_are_counted_since_the_last_batch_and_by_step():
     assert history.filtered.describe() == "e: 1 of 2 solved, mean reward 0.5"
 
 
+def test_the_highest_reward_of_an_environment_outlives_the_controller():
+    records = [start(), *(lease_record(f"g00000{i}", i) for i in range(3))]
+    records += [closed("g000000", reward=3.0, seen=[0.0, 10.0]), closed("g000001", reward=3.0)]
+    assert read_history(records).environments["e"].seen == (0.0, 10.0)
+
+
 def test_a_lease_that_goes_on_elsewhere_is_the_same_group():
     history = read_history([start(), lease_record("g000000"), lease_record("g000000", number=-1)])
     assert len(history.open_groups) == 1
