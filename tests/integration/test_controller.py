@@ -328,14 +328,16 @@ async def test_an_evaluation_finds_room_in_a_queue_that_holds_one_batch(tmp_path
     assert summary["ledger"]["difference"] == 0
 
 
-OTHER_ENGINE = "algorithm.agreement = bits, algorithm.router_replay = off"
-
-
 @pytest.mark.parametrize(
     ("options", "why"),
     [
         ({"queue_bytes": (256 << 20) - 1}, "a queue of 268435455 bytes, queue.max_bytes of the"),
-        ({"engine_settings": OTHER_ENGINE}, f"an engine with {OTHER_ENGINE}, the controller has "),
+        (
+            {"engine_settings": '{"model.dtype": "float16"}'},
+            "an engine with model.dtype = float16, ",
+        ),
+        ({"engine_settings": '{"sampling.top_k": 3}'}, "an engine with "),
+        ({"engine_settings": "[]"}, "an engine with settings that cannot be read: []"),
     ],
 )
 async def test_a_server_that_does_not_fit_the_run_is_refused(options, why, tmp_path):

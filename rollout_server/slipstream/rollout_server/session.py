@@ -239,7 +239,7 @@ def hello(
         ),
         from_storage=config.weights.storage_url is not None,
         process=process,
-        engine_settings=config.algorithm.engine_settings,
+        engine_settings=config.engine_settings,
     )
 
 

@@ -80,7 +80,7 @@ async def test_the_hello_says_what_the_server_has_room_for(server, config) -> No
     assert (hello.server_id, hello.max_episodes, hello.engine_workers) == ("server-0", 8, 1)
     assert hello.max_model_len == 64
     assert hello.queue_bytes == config.queue.max_bytes
-    assert hello.engine_settings == config.algorithm.engine_settings != ""
+    assert hello.engine_settings == config.engine_settings != ""
 
 
 async def test_later_turns_append_only_new_tokens(server) -> None:

@@ -365,12 +365,6 @@ class AlgorithmSection(Section):
         return {kind: name for kind, name in names.items() if is_own(name)}
 
     @property
-    def engine_settings(self) -> str:
-        """The settings by which engines are made, in a text: servers and controller share them."""
-        names = ("agreement", "router_replay")
-        return ", ".join(f"algorithm.{name} = {getattr(self, name)}" for name in names)
-
-    @property
     def acts(self) -> bool:
         """Whether the importance weight `weight` can change a loss or mask a token."""
         has_bands = self.weight_args.keys() & {"token_band", "sequence_band"}

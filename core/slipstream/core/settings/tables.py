@@ -1,5 +1,6 @@
 """All tables of a run's settings, each checked without the others."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -38,6 +39,10 @@ BYTES_PER_BRANCH = 96
 BYTES_PER_TOKEN = 24
 # Largest gap of a probe by element type: float16 rounds eight times finer than bfloat16.
 PROBE_TOLERANCES: Mapping[ElementType, float] = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.16}
+
+
+# Settings of the algorithm by which engines are made.
+_OF_ENGINES = ("agreement", "router_replay")
 
 
 class Tables(Section):
@@ -100,6 +105,20 @@ class Tables(Section):
         images = self.sampling.max_images * self.sampling.max_image_bytes
         tokens = per_token * self.sampling.total_tokens
         return TRAJECTORY_OVERHEAD_BYTES + branches + images + tokens
+
+    @property
+    def engine_settings(self) -> str:
+        """The settings that a server reads in its own file and must share, in one line of JSON.
+
+        They decide the engine, its samples and how weights arrive. The place of storage may have
+        another name for each process.
+        """
+        told: dict[str, JsonValue] = {"model.dtype": self.model.dtype}
+        told |= {f"algorithm.{name}": getattr(self.algorithm, name) for name in _OF_ENGINES}
+        for name, section in (("sampling", self.sampling), ("weights", self.weights)):
+            values = section.model_dump(mode="json", exclude={"storage_url"})
+            told |= {f"{name}.{key}": value for key, value in values.items()}
+        return json.dumps(told)
 
     @property
     def needs_reference(self) -> bool:

@@ -5,6 +5,7 @@ orders to the server. Waits for: its hello. Unblocked by: the hello, or the limi
 """
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
@@ -48,6 +49,20 @@ _COUNTERS = (
 _MAX_TURNED_AWAY = 1000
 # Seconds that a server may count from the time before the controller has read its hello.
 BEFORE_S = 60.0
+
+
+def _differing(its: str, own: str) -> str:
+    """Returns the first setting in which a server differs from the controller; "" if none does."""
+    known = json.loads(own)
+    try:
+        told = json.loads(its or own)
+        different = [name for name in {**known, **told} if told.get(name) != known.get(name)]
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        return f"settings that cannot be read: {its[:100]}"
+    if not different:
+        return ""
+    name = different[0]
+    return f"{name} = {told.get(name)}, the controller has {known.get(name)}"
 
 
 class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
@@ -127,9 +142,8 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
                 f"a queue of {hello.queue_bytes} bytes, queue.max_bytes of the controller is "
                 f"{config.queue.max_bytes}: leases count on it"
             )
-        elif hello.engine_settings not in ("", own := config.algorithm.engine_settings):
-            problem = f"an engine with {hello.engine_settings}, the controller has {own}"
-            reason = Reason.WRONG_STATE
+        elif differing := _differing(hello.engine_settings, config.engine_settings):
+            problem, reason = f"an engine with {differing}", Reason.WRONG_STATE
         elif self._fleet.epochs.was_given(hello.server_epoch):
             # The delivery key is made from the epoch: two servers would share one key.
             problem = f"epoch {hello.server_epoch:x} was given before, draw a new one"
