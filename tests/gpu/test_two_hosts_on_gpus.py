@@ -147,7 +147,7 @@ def write_config(folder: Path) -> None:
     table["sampling"] = {"max_reply_tokens": reply, "max_episode_tokens": reply + 64}
     table["controller"] = {"address": CONTROLLER}
     table["learner"] = {"world_size": len(LEARNERS), "ranks_per_node": 1, "export_final": False}
-    table["checkpoint"] = {"every_steps": 2}
+    table["checkpoint"] = {"every_steps": 6}
     table["weights"] = {"verify_every": 1}
     if not REHEARSAL:
         table["weights"]["transport"] = "nccl"
