@@ -54,8 +54,6 @@ _OWN = (str, bytes, int, float, complex, list, dict, set, range)
 _METHODS = {name for kind in _OWN for name in dir(kind)}
 TIME_LIMITS = ("seconds", "processor_s")
 MIB = 1 << 20
-# Programs whose outcomes are kept.
-MAX_KNOWN = 1024
 # What code knows where APPS and LiveCodeBench run it: their beginnings of code use it.
 GIVEN = """
 from typing import *
@@ -349,8 +347,6 @@ class Functions(Environment[Exam]):
             Limits(seconds=seconds, processor_s=int(seconds) + 1, memory_bytes=memory_mib * MIB)
         )
         self._running = asyncio.Semaphore(max_running or os.cpu_count() or 1)
-        # Outcomes of programs by task and code; all episodes share them.
-        self._known: dict[tuple[str, str], list[str]] = {}
 
     def tasks(self) -> list[Exam]:
         return self._exams
@@ -372,15 +368,8 @@ class Functions(Environment[Exam]):
         Raises ValueError for a test that calls none of the functions: it would judge nothing.
         """
         code = code_of(answer_of(reply), self._exam.functions)
-        # Equal programs of one task are run once: replies that say the same in other words.
-        key = (self._exam.where, code)
         async with self._running:
-            found = self._known.get(key) or await self._examine(code)
-        # What had no time may have some on another day.
-        if "timeout" not in found:
-            self._known[key] = found
-            if len(self._known) > MAX_KNOWN:
-                del self._known[next(iter(self._known))]
+            found = await self._examine(code)
         outcomes = Counter(found)
         share = outcomes["passed"] / len(self._exam.tests)
         metrics = {
