@@ -67,6 +67,7 @@ CONTENTS = {
         "docs/guides/deployment",
         "docs/guides/cluster",
         "docs/guides/kubernetes",
+        "docs/guides/skypilot",
         "docs/guides/gpus",
         "docs/guides/upgrades",
         "docs/guides/migration",

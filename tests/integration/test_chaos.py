@@ -13,6 +13,7 @@ from slipstream.core.errors import RunFailed
 from support.rigs.chaos import Proxy, run_chaos
 from support.rigs.run_processes import ROOT
 from support.rigs.run_processes import write_config as write_run
+from support.rigs.smallest_run import own_settings
 
 
 async def test_a_proxy_delays_hangs_and_breaks_connections() -> None:
@@ -78,3 +79,40 @@ def test_a_run_under_faults_loses_and_doubles_nothing(tmp_path: Path, tiny_model
     told = json.loads(chaos.stdout)
     assert chaos.returncode == 0, told
     assert (told["fired"], told["found"], told["replay_equal"]) == (12, [], True)
+
+
+LOOP = """
+[run]
+name = "own"
+steps = 1000000
+[model]
+dtype = "float32"
+[sampling]
+max_reply_tokens = 8
+max_episode_tokens = 64
+[checkpoint]
+every_steps = 5
+keep_last = 100000
+[lora]
+rank = 8
+adapters = ["a", "b"]
+publish = "adapters"
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_clients_loops_under_faults_are_those_without(tmp_path: Path, tiny_model: Path) -> None:
+    path = tmp_path / "own.toml"
+    path.write_text(LOOP)
+    command = [sys.executable, "-m", "support.fakes.quick_run", "loop-chaos", str(path)]
+    found = subprocess.run(
+        [*command, *own_settings(tmp_path, tiny_model), "--kills=60", "--every-s=0.3", "--seeds=2"],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "tests")},
+        stdout=subprocess.PIPE,
+        check=False,
+    )
+    told = json.loads(found.stdout)
+    assert found.returncode == 0, told
+    assert (told["fired"], told["found"], told["different"]) == (60, [], [])
+    assert told["replay_equal"]

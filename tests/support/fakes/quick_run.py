@@ -31,13 +31,15 @@ from support.fakes.fake_engine import FakeEngine
 from support.fakes.fake_server import LAYOUT
 from support.fakes.fake_trainer import PROBE, START, trained
 from support.fakes.small_checkpoints import save_checkpoint
-from support.rigs import chaos
+from support.rigs import chaos, loop_chaos
 from support.rigs.waiting import until
 
 MODULES = {"rank": "support.fakes.quick_rank", "server": "support.fakes.quick_server"}
 STATE = "state.json"
 STEP_S, TOKEN_S = 0.05, 0.002
 CHECKPOINT_STEPS = 5
+# Adapter, or "" for the policy -> what its begin and steps have made of it.
+Models = dict[str, str]
 
 
 def digests_of(version: PolicyVersion) -> list[bytes]:
@@ -70,6 +72,49 @@ class QuickEngine(FakeEngine):
         return await super().generate(*args, **kwargs)
 
 
+def passed(models: Models, given: trainer_pb2.Pass) -> trainer_pb2.PassReport:
+    """Values that depend on the model and on all that the pass says but its id."""
+    state = hashlib.blake2b(models.get(given.adapter.name, "").encode())
+    state.update(f"{given.loss} {given.loss_args_json} {given.backward}".encode())
+    found = []
+    for each in given.sequences:
+        state.update(each.SerializeToString(deterministic=True))
+        values = np.resize(np.frombuffer(state.digest(), dtype="u1"), len(each.targets) // 4)
+        found.append((-values / 64).astype("<f4").tobytes())
+    total = float(int.from_bytes(state.digest()[:4], "big"))
+    return trainer_pb2.PassReport(id=given.id, logprobs=found, metrics={"loss:sum": total})
+
+
+def ordered(models: Models, kept: dict[int, Models], given, passes) -> None:
+    """Changes the model as a client's step asks; `kept` has the models of each version."""
+    name = given.adapter.name
+    state = hashlib.blake2b(models.get(name, "").encode(), digest_size=16)
+    match given.WhichOneof("step"):
+        case "adam":
+            state.update(given.adam.SerializeToString(deterministic=True))
+            for one in passes:
+                state.update(repr(passed(models, one).metrics).encode())
+        case "begin":
+            begun = given.begin.SerializeToString(deterministic=True)
+            state = hashlib.blake2b(begun + f"{given.adapter.rank}".encode(), digest_size=16)
+        case "load":
+            models[name] = kept[given.load.step].get(given.load.adapter, "")
+            return
+        case _:
+            return
+    models[name] = state.hexdigest()
+
+
+def made(digest: bytes, batch, header, passes, models: Models, kept: dict[int, Models]) -> bytes:
+    """The digest of the weights after a step, which changes the models."""
+    digest = trained(digest, batch)
+    if header.HasField("given"):
+        ordered(models, kept, header.given, passes)
+        digest = trained(digest, [], json.dumps(models, sort_keys=True).encode())
+    kept[header.step + 1] = dict(models)
+    return digest
+
+
 def serve() -> None:
     """The rollout server's own program, with another engine."""
     engine = types.ModuleType("slipstream.rollout_server.vllm.engine")
@@ -95,13 +140,17 @@ def train() -> None:
     config = load_config(given.config, given.overrides)
     client, path = ControllerClient(config), config.run_dir / STATE
     version, digest = START
+    models: Models = {}
+    kept: dict[int, Models] = {}
     if path.exists():
         state = json.loads(path.read_text())
         version, digest = PolicyVersion(*state["version"]), bytes.fromhex(state["digest"])
+        models, kept = state["models"], {int(step): of for step, of in state["kept"].items()}
 
     def save() -> None:
         partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps({"version": version, "digest": digest.hex()}))
+        state = {"version": version, "digest": digest.hex(), "models": models, "kept": kept}
+        partial.write_text(json.dumps(state))
         partial.rename(path)
 
     hello = trainer_pb2.TrainerHello(
@@ -120,7 +169,8 @@ def train() -> None:
                 batch = [trajectory_from_pb(t) for d in rest for t in d.chunk.trajectories]
                 check_tokens(batch)
                 time.sleep(STEP_S)
-                step, digest = first.batch.step, trained(digest, batch)
+                step, passes = first.batch.step, [one for d in rest for one in d.chunk.passes]
+                digest = made(digest, batch, first.batch, passes, models, kept)
                 report = trainer_pb2.StepReport(
                     step=step,
                     batch_id=first.batch.batch_id,
@@ -132,6 +182,8 @@ def train() -> None:
                 version = client.report_step(report)
                 if version.step % CHECKPOINT_STEPS == 0:
                     save()
+            case "compute":
+                client.report_pass(passed(models, first.compute))
             case "save":
                 save()
                 folder = config.run_dir / "checkpoints"
@@ -182,9 +234,12 @@ def replay(folder: Path) -> int:
     from slipstream.learner.controller.records.journal import read_batch, read_records
 
     history, (_, digest) = read_history(read_records(folder / "journal")), START
+    models: Models = {}
+    kept: dict[int, Models] = {}
     for step, record in sorted(history.batches.items()):
         message = read_batch(folder / "journal", step, record.crc32, record.attempt)
-        digest = trained(digest, [trajectory_from_pb(t) for t in message.trajectories])
+        batch = [trajectory_from_pb(t) for t in message.trajectories]
+        digest = made(digest, batch, message.header, message.passes, models, kept)
         told = history.steps.get(step)
         if told is not None and told.digest != digest.hex():
             print(f"step {step} made {told.digest}, not {digest.hex()}")
@@ -193,10 +248,10 @@ def replay(folder: Path) -> int:
 
 
 def main() -> int:
-    if sys.argv[1] == "chaos":
-        del sys.argv[1]
+    if sys.argv[1] in ("chaos", "loop-chaos"):
+        does = {"chaos": chaos.main, "loop-chaos": loop_chaos.main}[sys.argv.pop(1)]
         chaos._PARTS |= {module: role for role, module in MODULES.items()}
-        return chaos.main((sys.executable, "-m", "support.fakes.quick_run"))
+        return does((sys.executable, "-m", "support.fakes.quick_run"))
     if sys.argv[1] == "replay":
         return replay(Path(sys.argv[2]))
     children.TRAINER = replace(children.TRAINER, module=MODULES["rank"])

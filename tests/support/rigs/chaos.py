@@ -2,7 +2,8 @@
 
 The program, with `tests` on PYTHONPATH, starts `slipstream run` as a user does, and again whenever
 it ends early, which resumes the run. After the last fault it stops the run normally. Then it checks
-the run's files and prints one line of JSON.
+the run's
+files and prints one line of JSON.
 """
 
 import argparse
@@ -16,7 +17,7 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,7 @@ _PARTS = {
     "slipstream.learner.trainer": "rank",
     "slipstream.core.machine.keeper": "keeper",
     "slipstream.client.worker": "worker",
+    "slipstream.extensions.tinker.front": "front",
     "slipstream.rollout_server": "server",
     "VLLM": "engine",
 }
@@ -127,6 +129,7 @@ class Proxy:
 
     @property
     def address(self) -> str:
+        """The address, host:port, at which the proxy listens."""
         host, port = self._server.sockets[0].getsockname()[:2]
         return f"{host}:{port}"
 
@@ -274,6 +277,9 @@ async def run_chaos(
 class Chaos:
     """Restarts a run's command until the run is over, and injects faults into its processes."""
 
+    # The command that is a whole run, and when and how soon faults come.
+    program, points, at_once = "run", POINTS, AT_ONCE
+
     def __init__(
         self, config: Config, command: Sequence[str], settings: Sequence[str], rng: random.Random
     ) -> None:
@@ -303,7 +309,8 @@ class Chaos:
             running = asyncio.ensure_future(self._keep_run())
             harming = asyncio.ensure_future(self._harm(kills, every_s, roles, proxy))
             following = asyncio.ensure_future(self._follow())
-            tasks: list[asyncio.Task[Any]] = [running, harming, following]
+            beside = map(asyncio.ensure_future, self._beside())
+            tasks: list[asyncio.Task[Any]] = [running, harming, following, *beside]
             if proxy is not None:
                 tasks.append(asyncio.ensure_future(self._keep_server(proxy)))
             try:
@@ -336,11 +343,12 @@ class Chaos:
             )
 
     def last_line(self) -> str:
+        """Returns the last line of chaos.log."""
         return self._log.read_text(errors="replace").rstrip().rpartition("\n")[2]
 
     async def _keep_run(self) -> int:
         while True:
-            process = await self.start("run", *self._settings)
+            process = await self.start(self.program, *self._settings)
             self._live, self._is_harmed = process, False
             self.tally.commands += 1
             code = await _end_of(process)
@@ -365,23 +373,17 @@ class Chaos:
         role, at_s = "", 0.0
         while True:
             is_last = self.tally.fired.total() == kills
-            if is_last or not self.tally.steps_s or self._random.random() >= AT_ONCE:
+            if is_last or not self.tally.steps_s or self._random.random() >= self.at_once:
                 await self._until("step", HANGS_S, must=True)
                 if role:
                     took_s = time.monotonic() - at_s
                     self.tally.recovery_s.setdefault(role, []).append(took_s)
                 role = ""
             if is_last:
-                # The step that was seen may be one of a command that the last fault ended.
-                command = None
-                while command is None or command is not self._live:
-                    command = self._live
-                    await self._until("step", HANGS_S, must=True)
-                self._is_over = True
-                command.send_signal(signal.SIGINT)
+                await self._end()
                 return
             await asyncio.sleep(self._random.uniform(0.0, 2 * every_s))
-            point = self._random.choice(POINTS)
+            point = self._random.choice(self.points)
             if point != "any":
                 await self._until(point, POINT_S)
             at_s = time.monotonic()
@@ -392,6 +394,20 @@ class Chaos:
                 self.tally.fired[fault] += 1
                 with self._log.open("a") as log:
                     log.write(f"{time.time():.3f} {fault}, at: {point}\n")
+
+    def _beside(self) -> list[Coroutine[Any, Any, None]]:
+        """Returns what goes on while the run does."""
+        return []
+
+    async def _end(self) -> None:
+        """Ends the run."""
+        # The step that was seen may be one of a command that the last fault ended.
+        command = None
+        while command is None or command is not self._live:
+            command = self._live
+            await self._until("step", HANGS_S, must=True)
+        self._is_over = True
+        command.send_signal(signal.SIGINT)
 
     async def _fault(self, roles: Sequence[str], proxy: Proxy | None) -> str:
         """Injects one fault; returns its name, or "" if no process or connection was affected."""

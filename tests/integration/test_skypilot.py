@@ -1,0 +1,140 @@
+"""SkyPilot reads the job group of deploy/skypilot, by its own parser."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PYTHON = Path(os.environ.get("SLIPSTREAM_SKYPILOT", "none")) / "bin" / "python"
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(
+        not PYTHON.exists(),
+        reason="SLIPSTREAM_SKYPILOT must name a virtual environment with skypilot",
+    ),
+]
+# `validate` looks for the catalogue of GPUs, which is downloaded: without GPUs there is no need.
+PROGRAM = """
+import json, sys
+from unittest import mock
+import sky
+from sky.utils import dag_utils, yaml_utils
+
+group = dag_utils.load_dag_from_yaml("skypilot/run.yaml", env_overrides=[("LOCK", "cpu.txt")])
+if "--validate" in sys.argv:
+    group.validate()
+if "--optimize" in sys.argv:
+    for task in group.tasks:
+        # Only a cluster of Kubernetes has the volume, and none is here to be asked what it has.
+        task.set_volumes({})
+    with mock.patch(
+        "sky.check.get_cached_enabled_clouds_or_refresh", return_value=[sky.clouds.RunPod()]
+    ):
+        group = sky.Optimizer.optimize(group, quiet=True)
+volume = sky.volumes.Volume.from_yaml_config(yaml_utils.read_yaml("skypilot/volume.yaml"))
+volume.validate(skip_cloud_compatibility=True)
+tasks = {
+    task.name: {
+        "nodes": task.num_nodes,
+        "spot": sorted({each.use_spot for each in task.resources}),
+        "accelerators": [each.accelerators for each in task.resources],
+        "recovery": [each.job_recovery for each in task.resources],
+        "mounts": task.file_mounts,
+        "volumes": task.volumes,
+        "workdir": task.workdir,
+        "chosen": str(task.best_resources),
+    }
+    for task in group.tasks
+}
+primary = [task.name for task in group.tasks if group.is_primary_task(task.name)]
+print("\\n" + json.dumps({"is_group": group.is_job_group(), "primary": primary, "tasks": tasks}))
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's folder, with configuration, secrets, code and model."""
+    for name in ("models/policy", "my_code"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "run.toml").write_text((ROOT / "deploy/configs/quickstart.toml").read_text())
+    shutil.copytree(ROOT / "deploy" / "skypilot", tmp_path / "skypilot")
+    make = [ROOT / "deploy" / "make_certificates.sh", tmp_path / "secrets", "learner-0.first"]
+    subprocess.run(make, check=True, capture_output=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def read(folder: Path, *options: str) -> dict[str, Any]:
+    """What SkyPilot says of the group."""
+    environ = {**os.environ, "HOME": str(folder), "SKYPILOT_DISABLE_USAGE_COLLECTION": "1"}
+    command = [PYTHON, "-c", PROGRAM, *options]
+    ended = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    return found
+
+
+def edit(folder: Path, right: str, other: str) -> None:
+    """Edits the group, as a user does."""
+    path = folder / "skypilot/run.yaml"
+    text = path.read_text()
+    assert right in text
+    path.write_text(text.replace(right, other))
+
+
+def ask_for_gpus(folder: Path) -> None:
+    """Takes the marks of comments from the lines about GPUs."""
+    edit(folder, "  # accelerators", "  accelerators")
+
+
+def test_the_group_is_read_and_validated(folder: Path) -> None:
+    found = read(folder, "--validate")
+    assert (found["is_group"], found["primary"]) == (True, ["learner"])
+    learner, server = (found["tasks"][name] for name in ("learner", "rollout-server-0"))
+    assert (learner["spot"], learner["volumes"]) == ([False], {"/runs": "first-runs"})
+    assert (server["nodes"], server["spot"]) == (1, [True])
+    assert server["recovery"][0]["max_restarts_on_errors"] == 20
+    for task in (learner, server):
+        assert task["workdir"] == str(folder / "my_code")
+        for local in task["mounts"].values():
+            assert (folder / local).exists()
+
+
+def test_gpus_are_asked_for(folder: Path) -> None:
+    edit(folder, "num_nodes: 1\nresources:\n  # infra", "num_nodes: 2\nresources:\n  # infra")
+    ask_for_gpus(folder)
+    learner = read(folder)["tasks"]["learner"]
+    assert learner["nodes"] == 2
+    kinds = [kind for kinds in learner["accelerators"] for kind in kinds.items()]
+    assert sorted(kinds) == [("H100", 8), ("H200", 8)]
+
+
+# A cloud with two kinds of machines, each on demand and as spot.
+CATALOGS = {
+    "common/accelerators.csv": "AcceleratorName,Clouds\nH100,['RunPod']\nH200,['RunPod']\n",
+    "runpod/vms.csv": """\
+InstanceType,AcceleratorName,AcceleratorCount,vCPUs,MemoryGiB,Region,SpotPrice,Price,AvailabilityZone
+1x_H100,H100,1.0,16.0,188.0,US,1.25,2.39,US-CA-2
+8x_H100,H100,8.0,128.0,1504.0,US,9.25,18.39,US-CA-2
+1x_H200,H200,1.0,16.0,188.0,US,1.75,3.59,US-CA-2
+""",
+}
+
+
+def test_the_optimizer_finds_machines_and_takes_spot_for_servers_alone(folder: Path) -> None:
+    for name, text in CATALOGS.items():
+        path = folder / ".sky/catalogs/v8" / name
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+    ask_for_gpus(folder)
+    tasks = read(folder, "--optimize")["tasks"]
+    assert "8x_H100," in tasks["learner"]["chosen"]
+    assert "1x_H100[Spot]" in tasks["rollout-server-0"]["chosen"]
