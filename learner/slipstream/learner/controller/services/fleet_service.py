@@ -62,7 +62,7 @@ def _differing(its: str, own: str) -> str:
     if not different:
         return ""
     name = different[0]
-    return f"{name} = {told.get(name)}, the controller has {known.get(name)}"
+    return f"{name[:100]} = {str(told.get(name))[:100]}, the controller has {known.get(name)}"
 
 
 class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
