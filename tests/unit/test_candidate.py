@@ -38,15 +38,3 @@ def test_a_report_names_versions_parts_and_tests_that_failed(tmp_path: Path) -> 
     assert "| gaps | **fails** | 1 | 2 | 1 | 3 |" in text
     assert "- `tests.a::test_three` and 1 more: it" in text
     assert "Not run: patches, " in text
-
-
-def test_versions_and_fields_that_differ_are_named_with_their_models() -> None:
-    held = {"torch": "2", "vllm": "1"}
-    norm = {"qk_layernorm": "False", "num_layers": "2"}
-    before, after = {"a": norm, "b": norm}, {"a": norm, "b": norm | {"qk_layernorm": "True"}}
-    changed = candidate.changes(before, after)
-    text = candidate.heading(held, held | {"vllm": "2"}, changed)
-    assert "| vllm | 1 | 2 |" in text
-    assert "torch" not in text
-    assert "- `qk_layernorm: False -> True`: b" in text
-    assert "differ: none." in candidate.heading(held, held, candidate.changes(before, before))

@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from support.rigs.completed import completed
@@ -65,12 +65,20 @@ class Reader:
             text = text.replace("--step 100", f"--step {self.steps}")
         return text
 
-    def _carry_out(self, command: str) -> None:
+    def say(self, command: str, lines: Iterable[str] = ()) -> str:
+        """What a command prints that reads these lines."""
         done = completed(
-            ["bash", "-ec", command], cwd=self.folder, env=self.environ, timeout=LIMIT_S
+            ["bash", "-ec", command],
+            cwd=self.folder,
+            env=self.environ,
+            timeout=LIMIT_S,
+            input="".join(f"{line}\n" for line in lines),
         )
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
-        self.outputs[command] = done.stdout
+        return done.stdout
+
+    def _carry_out(self, command: str) -> None:
+        self.outputs[command] = self.say(command)
 
     def _watch_run(self, command: str) -> None:
         """Runs to the end; meanwhile the second terminal asks how it goes."""

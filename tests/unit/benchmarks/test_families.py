@@ -3,12 +3,10 @@
 import argparse
 import json
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 from slipstream.core.configuration.config_file import check_sizes
-from support.rigs.waiting import LIMIT_S, wait_until
 
 from benchmarks.agreement import families
 from benchmarks.agreement.families import Rooms, earlier_rows, lines_of, measure_family
@@ -16,50 +14,6 @@ from benchmarks.agreement.family_shapes import FAMILIES, make_family
 from benchmarks.agreement.logprob_gap import config_of, parse_arguments
 
 ARGUMENTS = argparse.Namespace(device="cpu", steps=1, limit_s=1.0, fresh=True, logs=None)
-
-
-def test_a_family_waits_until_a_gpu_has_room_for_it() -> None:
-    rooms = Rooms(2, 100.0, 6)
-    began = threading.Event()
-
-    def third() -> None:
-        with rooms.take(60.0) as gpu:
-            assert gpu == 1
-            began.set()
-
-    waiting = threading.Thread(target=third)
-    with rooms.take(70.0) as first:
-        with rooms.take(50.0) as second:
-            assert (first, second) == (0, 1)
-            waiting.start()
-            assert not began.wait(0.2)
-        assert began.wait(LIMIT_S)
-    waiting.join()
-
-
-def test_the_largest_family_that_waits_is_next() -> None:
-    rooms, order = Rooms(1, 100.0, 1), []
-
-    def take(gib: float) -> None:
-        with rooms.take(gib):
-            order.append(gib)
-
-    threads = [threading.Thread(target=take, args=(gib,)) for gib in (40.0, 90.0, 70.0)]
-    with rooms.take(100.0):
-        for thread in threads:
-            thread.start()
-        wait_until(lambda: len(rooms._waiting) >= len(threads))
-    for thread in threads:
-        thread.join(LIMIT_S)
-    assert order == [90.0, 70.0, 40.0]
-
-
-def test_no_more_families_begin_than_at_once() -> None:
-    rooms = Rooms(2, 100.0, 2)
-    with rooms.take(10.0), rooms.take(10.0):
-        rooms._waiting.append(10.0)
-        assert rooms._next() == 0
-    assert rooms._next() == 10.0
 
 
 def test_a_family_that_needs_more_than_a_gpu_has_it_alone() -> None:

@@ -128,12 +128,6 @@ async def test_whoever_fails_first_is_the_cause_though_others_wait_for_it(tmp_pa
 
 
 @pytest.mark.process
-async def test_nobody_failed_when_all_ended_well(tmp_path: Path) -> None:
-    done = await start_script(tmp_path, "done", "raise SystemExit(1)\n")
-    assert await first_failed([done], fine=(0, 1)) is None
-
-
-@pytest.mark.process
 async def test_a_process_that_was_stopped_ends_when_it_is_asked_to(tmp_path: Path) -> None:
     # Linux ends a stopped process that has no handler.
     text = "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(7))\n"
@@ -221,15 +215,6 @@ def test_a_full_disk_is_told_beside_a_cause_that_could_not_be_written(tmp_path, 
     said = with_full_disk("it ended", tmp_path)
     assert said == f"it ended; no space is left on the disk of {tmp_path}"
     assert with_full_disk(f"the run ends: {said}", tmp_path) == f"the run ends: {said}"
-
-
-@pytest.mark.process
-async def test_the_end_of_a_program_names_a_full_disk(tmp_path, monkeypatch):
-    trainer = await start_script(tmp_path, "trainer", "raise SystemExit('    return half_a_line')")
-    assert await trainer.process.wait() == 1
-    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=4096))
-    ending = f"(log: {tmp_path}/trainer.log); no space is left on the disk of {tmp_path}"
-    assert trainer.describe_end().endswith(ending)
 
 
 @pytest.mark.parametrize("spoil", ["a file for its folder", "a folder for the log"])

@@ -80,10 +80,10 @@ def provider_of(
         # models.
         "variable_seq_lengths": True,
         "moe_token_dispatcher_type": "alltoall",
-        # Bridge switches initialisation off; the parameters then lack the marks by which the
-        # gradient norm counts each of them once.
+        # Bridge switches initialisation off; a tensor that no file has would then hold whatever
+        # lay in memory.
         "perform_initialization": True,
-        # With asynchronous sends the output would be freed before it is sent.
+        # Megatron would wait for each asynchronous send before it frees what was sent.
         "deallocate_pipeline_outputs": False,
         "overlap_p2p_comm": parallel.vpp is not None,
         "batch_p2p_comm": parallel.vpp is None,

@@ -2,14 +2,15 @@
 
 import shutil
 import threading
-import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("torch")
 
 from slipstream.core.errors import CheckpointError  # noqa: E402
+from slipstream.learner.trainer.checkpoints import disk_work  # noqa: E402
 from slipstream.learner.trainer.checkpoints.disk_work import DiskWork  # noqa: E402
 from support.ranks.thread_ranks import ThreadRanks, run_ranks  # noqa: E402
 
@@ -30,18 +31,25 @@ def errors_of(folder: Path, work, *, limit_s: float = LIMIT_S) -> dict[int, Base
     return errors
 
 
-def test_a_disk_that_moves_bytes_may_take_longer_than_the_limit_of_silence(tmp_path: Path) -> None:
+@pytest.fixture
+def now_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time by which a disk is silent: it stands still unless the test moves it."""
+    now_s = [0.0]
+    monkeypatch.setattr(disk_work, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    return now_s
+
+
+def test_a_disk_that_moves_bytes_may_take_longer_than_the_limit_of_silence(tmp_path, now_s) -> None:
     found, notes = {}, {}
 
     def rank(ranks: ThreadRanks) -> None:
         disk = DiskWork(tmp_path, ranks)
 
         def work() -> str:
-            if ranks.rank == 1:
-                until_s = time.monotonic() + 3 * LIMIT_S
-                while time.monotonic() < until_s:
-                    disk.moved(1)
-                    threading.Event().wait(LIMIT_S / 10)
+            while ranks.rank == 1 and (now_s[0] < 3 * LIMIT_S or ranks.activity.count <= 3):
+                now_s[0] += LIMIT_S / 10
+                disk.moved(1)
+                threading.Event().wait(0.001)
             return f"of rank {ranks.rank}"
 
         found[ranks.rank] = disk.together(work)
@@ -64,15 +72,16 @@ def test_a_disk_that_hangs_ends_the_wait_of_all_ranks_with_its_name(tmp_path: Pa
     assert {type(error) for error in errors.values()} == {CheckpointError}
 
 
-def test_a_disk_that_hangs_while_training_goes_on_is_noticed_between_two_steps(tmp_path):
+def test_a_disk_that_hangs_while_training_goes_on_is_noticed_between_two_steps(tmp_path, now_s):
     released = threading.Event()
 
     def rank(ranks: ThreadRanks) -> None:
         disk = DiskWork(tmp_path, ranks)
         future = disk.start(lambda: ranks.rank == 1 or released.wait(30))
         assert not disk.is_done(future)
+        ranks.gather_bytes(b"")
         # A step.
-        threading.Event().wait(2 * LIMIT_S)
+        now_s[0] = 2 * LIMIT_S
         with pytest.raises(CheckpointError, match="rank 0 moved no byte"):
             disk.is_done(future)
 
