@@ -10,7 +10,8 @@ NO_TORCH := slipstream: name an index that serves $(TORCH): make install TORCH_I
 # Not empty: `make quickstart` and `make smollm2` remove the run that is there and begin again.
 FRESH ?=
 PYTEST_FLAGS ?=
-# Tests run side by side in so many processes; the tests of one file stay together and share their fixtures.
+# Tests run side by side in so many processes; the tests of one file, and all of trainer ranks, stay together and share
+# their fixtures.
 # In the order of the folders the short files of unit tests come last: no process waits long for the others. One more than
 # two cores have, since some tests wait.
 TEST_WORKERS ?= 3

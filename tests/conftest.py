@@ -1,5 +1,6 @@
 """What holds for all tests: their process is as before afterwards; quick ones start no other."""
 
+import functools
 import gc
 import importlib.util
 import os
@@ -84,6 +85,20 @@ def pytest_collection_modifyitems(
     chosen = set(files[int(part) - 1 :: int(parts)])
     config.hook.pytest_deselected(items=[item for item in items if item.path not in chosen])
     items[:] = [item for item in items if item.path in chosen]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Tests of trainer ranks go to one worker: each would import Megatron for ranks of its own."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class RanksTogether(LoadFileScheduling):
+        @functools.cache  # noqa: B019 - it lives as long as the process
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "ranks" if "rank_pool" in (config.rootpath / file).read_text() else file
+
+    return RanksTogether(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 @pytest.hookimpl(wrapper=True)

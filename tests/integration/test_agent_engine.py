@@ -24,7 +24,7 @@ from support.fakes.chat_models import make_chat_model
 from support.rigs.engine_rig import Reference
 from support.rigs.started_engine import started_engine
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]
 
 ENDLESS = dataclasses.replace(SAMPLING, ignore_eos=True)
 PROMPT = [1, 90, 91, 92]

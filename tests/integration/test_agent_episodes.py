@@ -12,7 +12,7 @@ from support.fakes.chat_models import make_chat_model
 from support.rigs.episode_server import SAMPLING, EpisodeServer, serving
 from support.rigs.waiting import until
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]
 
 AGENTS = ("Tool", "Plain", "Silent", "Hanging", "Raising", "Greedy", "Rewarding")
 AGENTS += ("Stranger", "Miscounting")

@@ -35,6 +35,7 @@ def test_every_command_of_the_page_works(tmp_path: Path, tiny_model: Path) -> No
     assert reader.outputs["python serve_agents.py"] == ""
 
 
+@pytest.mark.long
 async def test_the_program_of_the_page_solves_its_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     # A reader has activated the environment.
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")

@@ -2,6 +2,7 @@
 
 import asyncio
 
+import pytest
 from support.fakes.fake_server import FakeServer
 from support.fakes.fake_trainer import FakeTrainer
 from support.rigs.controller_runs import make_config
@@ -10,6 +11,7 @@ from benchmarks.asynchrony.step_windows import Windows
 from benchmarks.common.rig import Placement, Rig
 
 
+@pytest.mark.long
 async def test_a_window_trains_nothing_that_was_leased_under_a_wider_bound(tmp_path):
     config = make_config(tmp_path, run__steps=10_000, algorithm__max_staleness=4)
     # Slower than a step, so that groups of the wide window are generated when the bound falls.

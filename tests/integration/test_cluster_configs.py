@@ -207,11 +207,13 @@ def answers(rank_pool: RankPool, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_megatron_takes_the_settings_of_a_large_model(name: str, answers: Path) -> None:
     assert json.loads((answers / f"{name}.toml.json").read_text()) == ""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_large_model_is_checked_by_a_dry_run_before_its_weights_are_there(name: str, folder: Path):
     num_nodes, sizes, groups = LAYOUTS[name]

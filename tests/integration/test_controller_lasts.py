@@ -6,6 +6,7 @@ import sys
 import types
 from pathlib import Path
 
+import pytest
 from slipstream.learner.controller.application import Controller
 from support.fakes.fake_trainer import FakeTrainer
 from support.rigs.controller_runs import make_config, play
@@ -35,6 +36,7 @@ def kept_bytes(*roots: object) -> int:
     return size
 
 
+@pytest.mark.long
 async def test_the_controller_keeps_next_to_nothing_of_old_steps(tmp_path: Path) -> None:
     num_steps = 220
     config = make_config(

@@ -14,7 +14,7 @@ from support.fakes.small_configs import NGRAM
 from support.rigs.engine_rig import PROMPT, SAMPLING, Rig, Weights, engine_rig
 from support.rigs.running_replies import until_generated
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]
 
 TEMPERATURE = 0.15
 ENDLESS = dataclasses.replace(SAMPLING, ignore_eos=True, temperature=TEMPERATURE)

@@ -93,6 +93,11 @@ def held_lines(live: LiveRun, doing: Callable[[], object]) -> int:
 NAMES = [name for name in METHODS if name not in ("StopRun", "DrainServer")]
 
 
+# The others are alike.
+QUICK = ("Join", "Deliver", "ReportStep")
+
+
+@pytest.mark.long_but(*QUICK)
 @pytest.mark.parametrize("name", NAMES)
 def test_no_message_holds_the_loop_for_long(live: LiveRun, name: str) -> None:
     for field, message in largest(METHODS[name].input_type):
@@ -115,6 +120,7 @@ def num_values(message: Message) -> int:
 REQUESTS = [METHODS[name].input_type for name in NAMES]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", REQUESTS, ids=lambda kind: kind.name)
 def test_no_message_holds_the_interpreter_for_long_while_it_is_parsed(kind: Descriptor) -> None:
     # A thread beside the loop cannot be interrupted in it.

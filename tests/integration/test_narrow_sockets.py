@@ -10,7 +10,7 @@ from support.rigs import namespaces
 from support.rigs.completed import completed
 
 MISSING = namespaces.missing()
-pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+pytestmark = [pytest.mark.long, pytest.mark.skipif(MISSING is not None, reason=str(MISSING))]
 # A host as a cloud makes it: its name stands for its address in the network.
 HOST = (
     "hostname box && mount --bind $0 /etc/hosts && ip link set lo up "

@@ -4,10 +4,12 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
 from support.rigs.completed import completed
 from support.rigs.run_processes import write_config
 
 
+@pytest.mark.long
 def test_a_step_that_fails_is_no_digest_that_differs(tmp_path: Path, tiny_model: Path) -> None:
     path = write_config(tmp_path, tiny_model)
     found = completed(

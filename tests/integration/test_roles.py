@@ -27,7 +27,7 @@ from support.ranks.role_ranks import (
 from support.references.plain_algorithm import conversations
 from transformers import AutoModelForCausalLM
 
-pytestmark = [pytest.mark.long_but("one", "tp2-pp2-dp2"), pytest.mark.usefixtures("one_thread")]
+pytestmark = [pytest.mark.long_but("one"), pytest.mark.usefixtures("one_thread")]
 
 
 @pytest.fixture(scope="module")

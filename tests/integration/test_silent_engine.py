@@ -101,6 +101,7 @@ def test_an_engine_that_tells_of_its_steps_is_alive(monkeypatch: pytest.MonkeyPa
         watchdog.check(heard_s=counter.heard_s, num_requests=3)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_killed", [False, True], ids=["closed", "killed"])
 async def test_whoever_ends_an_engine_removes_its_files(is_killed, tmp_path, monkeypatch):
     # A short path: those of sockets have a limit.

@@ -60,6 +60,7 @@ def commands() -> list[psutil.Process]:
     return [each for each in descendants(os.getpid()) if "quick_run started" in describe(each)]
 
 
+@pytest.mark.long
 async def test_rows_come_while_a_run_asks_questions_of_this_process(
     quick, tmp_path, capfd, monkeypatch
 ) -> None:

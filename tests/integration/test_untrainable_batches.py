@@ -60,6 +60,7 @@ def test_a_rank_goes_on_with_the_same_weights_after_each_kind_of_bad_batch(one_r
     check_poisoned(one_rank["poisoned"][0], one_rank["plain"][0])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", ["dp", "tp", "pp", "cp", "trees"])
 def test_two_ranks_agree_and_go_on(layout: str, two_ranks: dict[str, list[dict]]) -> None:
     main, other = two_ranks[f"{layout}-poisoned"]
