@@ -227,6 +227,9 @@ class Journal:
             except OSError as error:
                 self._failure = self._failure or self._vanished() or _unwritten(path, error)
                 raise self._failure from error
+        rewards: dict[str, list[float]] = {}
+        for trajectory in batch.trajectories:
+            rewards.setdefault(trajectory.environment, []).append(trajectory.reward)
         return kinds.Batch(
             step=step,
             batch_id=batch.header.batch_id,
@@ -234,6 +237,7 @@ class Journal:
             groups=list(dict.fromkeys(GroupId(t.group_id) for t in batch.trajectories)),
             trajectories=len(batch.trajectories),
             tokens=tokens_by_server(batch.trajectories),
+            seen={name: (min(each), max(each)) for name, each in rewards.items()},
         )
 
     def read_batch(self, step: int, crc32: int, attempt: int = 0) -> trainer_pb2.RecordedBatch:

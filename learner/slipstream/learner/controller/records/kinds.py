@@ -139,6 +139,8 @@ class Batch(Record, frozen=True, tag="batch"):
     groups: list[GroupId]
     trajectories: int
     tokens: list[ServerTokens]
+    # The lowest and the highest reward in it, by environment.
+    seen: dict[str, tuple[float, float]] = {}
 
 
 class BatchSetAside(Record, frozen=True, tag="batch_set_aside"):

@@ -152,7 +152,7 @@ class EnvironmentCounts:
     head_start: float = 0.0
     # Digest of the tasks; "" before a server has told it.
     digest: str = ""
-    # The lowest and the highest reward when the newest group was left out; () before.
+    # The lowest and the highest reward of groups that were trained or left out; () before.
     seen: tuple[float, ...] = ()
     # The newest round in which the environment was evaluated.
     measured: kinds.Evaluation | None = None
@@ -293,7 +293,8 @@ class RunState:
         counts = self.environments[group.environment]
         counts.accepted += 1
         counts.filtered += 1
-        counts.seen = record.seen or counts.seen
+        if seen := (*counts.seen, *(record.seen or ())):
+            counts.seen = (min(seen), max(seen))
         self.filtered.add(group.environment, record.reward or 0.0, solved=bool(record.solved))
         self.filtered_groups[self.next_step] += 1
 
@@ -313,6 +314,9 @@ class RunState:
             self.batched[group_id] = group
             self.put_back.pop(group_id, None)
             self.environments[group.environment].accepted += 1
+        for name, pair in record.seen.items():
+            seen = (*self.environments[name].seen, *pair)
+            self.environments[name].seen = (min(seen), max(seen))
         self.filtered.clear()
         tokens = sum(tokens for *_, tokens in record.tokens)
         self.batches[step] = RecordedBatch(step, record.batch_id, record.crc32, tokens)

@@ -343,7 +343,8 @@ def test_filtered_groups_are_counted_since_the_last_batch_and_by_step():
 
 def test_the_highest_reward_of_an_environment_outlives_the_controller():
     records = [start(), *(lease_record(f"g00000{i}", i) for i in range(3))]
-    records += [closed("g000000", reward=3.0, seen=[0.0, 10.0]), closed("g000001", reward=3.0)]
+    records += [closed("g000000", reward=3.0, seen=[0.0, 8.0]), closed("g000001", reward=3.0)]
+    records += [batch_record(0, "g000002", seen={"e": [2.0, 10.0]})]
     assert read_history(records).environments["e"].seen == (0.0, 10.0)
 
 

@@ -224,6 +224,18 @@ def test_the_file_of_a_batch_that_a_fenced_controller_left_is_written_anew(tmp_p
     assert [record["kind"] for record in read_records(tmp_path)] == ["batch"]
 
 
+def test_a_batch_is_recorded_with_the_lowest_and_highest_reward_of_each_environment(tmp_path):
+    earned = [("a", 3.0), ("b", -1.0), ("a", 10.0), ("a", 5.0)]
+    batch = trainer_pb2.RecordedBatch(header=batch_of(0).header)
+    for name, reward in earned:
+        batch.trajectories.add(environment=name, reward=reward)
+    with Journal(tmp_path) as journal:
+        journal.append(journal.write_batch(batch))
+        journal.sync()
+    (record,) = read_records(tmp_path)
+    assert record["seen"] == {"a": [3.0, 10.0], "b": [-1.0, -1.0]}
+
+
 def test_of_two_that_begin_at_once_the_one_with_the_newest_log_goes_on(tmp_path, no_locks):
     with Journal(tmp_path) as first:
         first.append(note("a"))
