@@ -4,10 +4,13 @@ import ast
 import asyncio
 import builtins
 import contextlib
+import importlib.util
 import itertools
 import json
+import marshal
 import os
 import re
+import site
 import sys
 import sysconfig
 from collections import Counter
@@ -43,8 +46,10 @@ _CHECK = re.compile(r"^def check\(", re.MULTILINE)
 # Tests that are a compressed pickle in base64, as LiveCodeBench's private ones.
 _PACKED = re.compile(r"[A-Za-z0-9+/\n]{60,}={0,2}")
 
-PROGRAM = Path(__file__).with_name("functions_program.py")
-PROGRAM_TEXT = PROGRAM.read_text(encoding="utf-8")
+# The program of both sandboxes, compiled once: a file's code behind a header without a source.
+_SOURCE = Path(__file__).with_name("functions_program.py")
+_CODE = compile(_SOURCE.read_bytes(), _SOURCE.name, "exec", dont_inherit=True)
+PROGRAM = {"program.pyc": importlib.util.MAGIC_NUMBER + bytes(12) + marshal.dumps(_CODE)}
 # Seconds in which Python starts in a sandbox, on a busy machine.
 START_LIMIT_S = 60.0
 # Kinds of answers to a call.
@@ -56,15 +61,27 @@ TIME_LIMITS = ("seconds", "processor_s")
 MIB = 1 << 20
 # What code knows where APPS and LiveCodeBench run it: their beginnings of code use it.
 GIVEN = """
-from typing import *
+from string import *
+from re import *
+from datetime import *
 from collections import *
-from functools import *
-from itertools import *
 from heapq import *
 from bisect import *
+from copy import *
 from math import *
+from random import *
+from statistics import *
+from itertools import *
+from functools import *
+from operator import *
+from io import *
+from sys import *
+from json import *
 from builtins import *
-import bisect, collections, functools, heapq, itertools, math, random, re, string, sys
+from typing import *
+import bisect, collections, copy, datetime, fractions, functools, heapq, io, itertools, json, math
+import operator, random, re, statistics, string, sys, time
+sys.setrecursionlimit(50_000)
 # Only the reply defines the tested function.
 globals().pop({name!r}, None)
 """
@@ -386,8 +403,8 @@ class Functions(Environment[Exam]):
         Raises ValueError if the tests themselves are at fault.
         """
         exam = self._exam
-        files = {f"test_{number}.py": text for number, text in enumerate(exam.tests)}
-        files |= {"setup.py": exam.setup, PROGRAM.name: PROGRAM_TEXT}
+        files: dict[str, str | bytes] = {f"test_{n}.py": text for n, text in enumerate(exam.tests)}
+        files |= {"setup.py": exam.setup, **PROGRAM}
         candidate = _Candidate(self._sandbox, exam.setup, code, self._limit_s)
         outcomes: list[str] = []
         try:
@@ -429,7 +446,7 @@ class _Candidate:
 
     def __init__(self, sandbox: Sandbox, setup: str, code: str, limit_s: float) -> None:
         self._sandbox = sandbox
-        self._files = {"solution.py": f"{setup}\n{code}\n", PROGRAM.name: PROGRAM_TEXT}
+        self._files = {"solution.py": f"{setup}\n{code}\n", **PROGRAM}
         self._limit_s = limit_s
         self._program: StartedProgram | None = None
         self._context = contextlib.AsyncExitStack()
@@ -496,4 +513,5 @@ async def _next_line(program: StartedProgram, limit_s: float) -> bytes:
 
 
 def _command(role: str) -> list[str]:
-    return [sys.executable, "-I", PROGRAM.name, role]
+    # Python's own start reads the files of all installed packages: the program takes their folders.
+    return [sys.executable, "-I", "-S", *PROGRAM, *site.getsitepackages(), role]

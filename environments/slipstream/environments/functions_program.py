@@ -1,6 +1,6 @@
 """Two programs, each in a sandbox of its own, between which the environment passes messages.
 
-    python functions_program.py examiner|candidate
+    python -S functions_program.py FOLDERS... examiner|candidate
 
 The examiner has the tests and the expected values. In place of a tested function, a test calls a
 stand-in that writes the call as a line and reads the value from the next line. The candidate has
@@ -18,6 +18,7 @@ from __future__ import annotations
 import builtins
 import itertools
 import os
+import site
 import sys
 from importlib.machinery import SourceFileLoader
 
@@ -69,9 +70,14 @@ def encode(value: Value) -> str:
         import asyncio
 
         return _several("C", [asyncio.run(value)])
-    if type(value).__module__ == "numpy":
+    kind = type(value)
+    if kind in _VIEWS:
+        return _several(_VIEWS[kind], value)
+    if kind.__module__ == _FOUND_IN.get(kind.__name__):
+        return _several("m", [kind.__name__, [*value] if kind.__name__ == "deque" else str(value)])
+    if kind.__module__ == "numpy":
         return encode(value.tolist())
-    raise TypeError(f"a {type(value).__name__} cannot be passed to a test")
+    raise TypeError(f"a {kind.__name__} cannot be passed to a test")
 
 
 def _several(kind: str, items: Iterable[Value]) -> str:
@@ -88,6 +94,9 @@ def decode(words: Iterator[str]) -> Value:
     return _OF_ITEMS[kind]([decode(words) for _ in range(int(inside))])
 
 
+# The views of a dictionary, and further types with their modules.
+_VIEWS = {type({}.keys()): "k", type({}.values()): "v", type({}.items()): "p"}
+_FOUND_IN = {"deque": "collections", "Fraction": "fractions", "Decimal": "decimal"}
 _ALONE: dict[str, Callable[[str], Value]] = {
     "N": lambda _: None,
     "T": lambda _: True,
@@ -105,6 +114,10 @@ _OF_ITEMS: dict[str, Callable[[list[Value]], Value]] = {
     "Z": frozenset,
     "d": lambda items: dict(zip(items[::2], items[1::2], strict=True)),
     "r": lambda items: range(*items),
+    "k": lambda items: dict.fromkeys(items).keys(),
+    "v": lambda items: dict(enumerate(items)).values(),
+    "p": lambda items: dict(items).items(),
+    "m": lambda items: getattr(__import__(_FOUND_IN[items[0]]), items[0])(items[1]),
     "I": iter,
     "C": lambda items: _awaited(items[0]),
 }
@@ -265,15 +278,23 @@ def _say(says: IO[str], kind: str, *values: Value) -> None:
     says.flush()
 
 
-def main(role: str) -> None:
-    """Runs the examiner or the candidate on stdin and stdout; other output goes to stderr."""
+def main(*folders: str, role: str) -> None:
+    """Runs the examiner or the candidate on stdin and stdout; other output goes to stderr.
+
+    `folders` have the installed packages.
+    """
     sys.dont_write_bytecode = True
+    sys.path += folders
+    site.setquit()
     says = os.fdopen(os.dup(1), "w", encoding="ascii")
     hears = os.fdopen(os.dup(0), encoding="ascii")
     os.dup2(2, 1)
     os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
     (examine if role == "examiner" else answer_calls)(hears, says)
+    # What Python does at its end takes as long as an exam.
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:-1], role=sys.argv[-1])

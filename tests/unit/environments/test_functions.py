@@ -109,12 +109,18 @@ async def test_values_of_all_kinds_travel_both_ways(tmp_path: Path) -> None:
         "{frozenset({1}): 2}",
         "range(3)",
         "range(9, 0, -2)",
+        "{1: [2]}.keys()",
+        "{1: [2]}.items()",
+        "__import__('collections').deque([1, 2])",
+        "__import__('fractions').Fraction(-1, 3)",
+        "__import__('decimal').Decimal('1.50')",
     )
     tests = [f"assert same({value}) == {value}" for value in values]
     tests += [f"assert type(same({value})) == type({value})" for value in values]
     tests += [
         "assert same(float('nan')) != same(float('nan'))",
         "assert list(several(3)) == [0, 1, 2]",
+        "assert sorted(same({1: 3, 2: 3}.values())) == [3, 3]",
         "assert counted('aab') == {'a': 2, 'b': 1}",
         "try:\n    wrong()\n    assert False, 'it did not raise'\nexcept KeyError: pass",
         "try:\n    odd()\n    assert False, 'it did not raise'\nexcept ValueError: pass",
@@ -411,6 +417,8 @@ async def test_tests_as_apps_and_livecodebench_write_them_are_run(tests, code, t
         # The beginnings of code that the data sets give use names that nobody imports.
         (LIVE, SOLUTION.replace("(self, a, b)", "(self, a: List[int], b: Optional[int])"), 1),
         (APPS, "def add(a, b):\n    return reduce(lambda x, y: x + y, [a, b])", 1),
+        (LIVE, "def add(a, b):\n    return deepcopy(a) + loads(dumps(b))", 1),
+        (APPS, "def add(a, b, n=9000):\n    return add(a, b, n - 1) if n else a + b", 1),
         # What is imported for the code is no answer.
         (APPS | {"fn_name": "gcd", "inputs": [[4, 6]], "outputs": [2]}, "x = 1", 0),
         # JSON has neither tuples nor numbers as keys.
