@@ -49,7 +49,9 @@ _PACKED = re.compile(r"[A-Za-z0-9+/\n]{60,}={0,2}")
 # The program of both sandboxes, compiled once: a file's code behind a header without a source.
 _SOURCE = Path(__file__).with_name("functions_program.py")
 _CODE = compile(_SOURCE.read_bytes(), _SOURCE.name, "exec", dont_inherit=True)
-PROGRAM = {"program.pyc": importlib.util.MAGIC_NUMBER + bytes(12) + marshal.dumps(_CODE)}
+PROGRAM: dict[str, str | bytes] = {
+    "program.pyc": importlib.util.MAGIC_NUMBER + bytes(12) + marshal.dumps(_CODE)
+}
 # Seconds in which Python starts in a sandbox, on a busy machine.
 START_LIMIT_S = 60.0
 # Kinds of answers to a call.
@@ -403,8 +405,8 @@ class Functions(Environment[Exam]):
         Raises ValueError if the tests themselves are at fault.
         """
         exam = self._exam
-        files: dict[str, str | bytes] = {f"test_{n}.py": text for n, text in enumerate(exam.tests)}
-        files |= {"setup.py": exam.setup, **PROGRAM}
+        files = PROGRAM | {"setup.py": exam.setup}
+        files |= {f"test_{number}.py": text for number, text in enumerate(exam.tests)}
         candidate = _Candidate(self._sandbox, exam.setup, code, self._limit_s)
         outcomes: list[str] = []
         try:
@@ -446,7 +448,7 @@ class _Candidate:
 
     def __init__(self, sandbox: Sandbox, setup: str, code: str, limit_s: float) -> None:
         self._sandbox = sandbox
-        self._files = {"solution.py": f"{setup}\n{code}\n", **PROGRAM}
+        self._files = PROGRAM | {"solution.py": f"{setup}\n{code}\n"}
         self._limit_s = limit_s
         self._program: StartedProgram | None = None
         self._context = contextlib.AsyncExitStack()

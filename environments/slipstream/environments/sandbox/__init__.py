@@ -7,7 +7,8 @@ one, which takes the longer the more it has imported.
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from slipstream.environments.sandbox.sandbox import Finished, Limits, Sandbox, StartedProgram
+    from slipstream.environments.sandbox.plan import Limits
+    from slipstream.environments.sandbox.sandbox import Finished, Sandbox, StartedProgram
 
 __all__ = ["Finished", "Limits", "Sandbox", "StartedProgram"]
 
