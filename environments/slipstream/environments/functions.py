@@ -4,15 +4,16 @@ import ast
 import asyncio
 import builtins
 import contextlib
-import importlib.util
+import functools
 import itertools
 import json
-import marshal
 import os
+import py_compile
 import re
 import site
 import sys
 import sysconfig
+import tempfile
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from typing import Literal
 
 from slipstream.client.environment import Environment, Message, StepResult, answer_of
 from slipstream.core.errors import ConfigError
+from slipstream.environments import functions_program
 from slipstream.environments.answers import code_of, names_in
 from slipstream.environments.arguments import (
     check_above_0,
@@ -46,12 +48,8 @@ _CHECK = re.compile(r"^def check\(", re.MULTILINE)
 # Tests that are a compressed pickle in base64, as LiveCodeBench's private ones.
 _PACKED = re.compile(r"[A-Za-z0-9+/\n]{60,}={0,2}")
 
-# The program of both sandboxes, compiled once: a file's code behind a header without a source.
-_SOURCE = Path(__file__).with_name("functions_program.py")
-_CODE = compile(_SOURCE.read_bytes(), _SOURCE.name, "exec", dont_inherit=True)
-PROGRAM: dict[str, str | bytes] = {
-    "program.pyc": importlib.util.MAGIC_NUMBER + bytes(12) + marshal.dumps(_CODE)
-}
+# The program of both sandboxes, compiled once.
+_PROGRAM = "program.pyc"
 # Seconds in which Python starts in a sandbox, on a busy machine.
 START_LIMIT_S = 60.0
 # Kinds of answers to a call.
@@ -405,7 +403,7 @@ class Functions(Environment[Exam]):
         Raises ValueError if the tests themselves are at fault.
         """
         exam = self._exam
-        files = PROGRAM | {"setup.py": exam.setup}
+        files = _program() | {"setup.py": exam.setup}
         files |= {f"test_{number}.py": text for number, text in enumerate(exam.tests)}
         candidate = _Candidate(self._sandbox, exam.setup, code, self._limit_s)
         outcomes: list[str] = []
@@ -448,7 +446,7 @@ class _Candidate:
 
     def __init__(self, sandbox: Sandbox, setup: str, code: str, limit_s: float) -> None:
         self._sandbox = sandbox
-        self._files = PROGRAM | {"solution.py": f"{setup}\n{code}\n"}
+        self._files = _program() | {"solution.py": f"{setup}\n{code}\n"}
         self._limit_s = limit_s
         self._program: StartedProgram | None = None
         self._context = contextlib.AsyncExitStack()
@@ -516,4 +514,12 @@ async def _next_line(program: StartedProgram, limit_s: float) -> bytes:
 
 def _command(role: str) -> list[str]:
     # Python's own start reads the files of all installed packages: the program takes their folders.
-    return [sys.executable, "-I", "-S", *PROGRAM, *site.getsitepackages(), role]
+    return [sys.executable, "-I", "-S", _PROGRAM, *site.getsitepackages(), role]
+
+
+@functools.cache
+def _program() -> dict[str, str | bytes]:
+    with tempfile.TemporaryDirectory() as folder:
+        compiled = os.path.join(folder, _PROGRAM)
+        py_compile.compile(functions_program.__file__, compiled, doraise=True)
+        return {_PROGRAM: Path(compiled).read_bytes()}
