@@ -273,6 +273,7 @@ def test_a_refused_run_leaves_its_name_free(folder: Path) -> None:
     succeed("run", "config.toml", "run.name=again", "--dry-run", cwd=folder)
 
 
+@pytest.mark.long
 async def test_of_two_commands_that_start_one_run_together_one_goes_on(tmp_path, tiny_model):
     write_config(copy_environments(tmp_path), tiny_model)
     addresses = [f"127.0.0.1:{free_port('127.0.0.1')}" for _ in range(2)]

@@ -166,6 +166,7 @@ async def last_output(collector):
     return output
 
 
+@pytest.mark.long_but("parameters0")
 @pytest.mark.parametrize(
     "parameters", [{"temperature": 1.0}, {"temperature": 0.7, "top_k": 9, "top_p": 0.8}]
 )
@@ -409,6 +410,7 @@ async def test_a_failed_transfer_can_be_followed_by_a_good_one(rig) -> None:
     assert rig.gap(rig.new, PROMPT, reply).mean() <= 1e-4
 
 
+@pytest.mark.long
 async def test_an_engine_whose_processes_stand_still_is_noticed(rig, monkeypatch) -> None:
     await rig.publish(rig.old, 0)
     monkeypatch.setattr(engine, "SILENCE_LIMIT_S", 1.0)

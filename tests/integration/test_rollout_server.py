@@ -97,6 +97,7 @@ async def publish(connection: Connection, weights: dict, step: int) -> weights_p
     return serving
 
 
+@pytest.mark.long
 async def test_the_program_serves_a_group_and_drains(settings, fleet, monkeypatch):
     # A short path: those of sockets have a limit.
     temporary = Path(tempfile.mkdtemp(prefix="t"))

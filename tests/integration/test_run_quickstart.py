@@ -208,6 +208,7 @@ def test_the_screen_shows_only_our_own_lines(result: subprocess.CompletedProcess
     assert f"{run}/" in lines[-1]
 
 
+@pytest.mark.long
 def test_the_exported_model_is_the_last_version(run: Path, summary: dict) -> None:
     import transformers
 
@@ -254,6 +255,7 @@ def test_the_run_has_written_its_page(run: Path) -> None:
     assert shown["replies"]
 
 
+@pytest.mark.long
 def test_a_replay_elsewhere_reaches_every_recorded_digest_up_to_a_step(
     run: Path, tiny_model: Path, tmp_path: Path, summary: dict
 ) -> None:

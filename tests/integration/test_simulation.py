@@ -91,6 +91,7 @@ def test_no_schedule_begins_after_the_limit(folder: Path, monkeypatch: pytest.Mo
     assert not list(run.Schedules(folder, until_s=0.0, verbose=False).play(range(12), 2))
 
 
+@pytest.mark.long
 def test_a_seed_plays_the_same_run_in_every_process(folder: Path) -> None:
     seeds = range(6)
     program = (

@@ -181,6 +181,7 @@ def test_the_cpu_build_comes_from_pytorchs_index_where_the_configured_one_has_no
     assert installed_torch(tmp_path) == "torch-2.13.0+cpu"
 
 
+@pytest.mark.long
 @pytest.mark.process
 def test_no_other_index_is_asked_where_the_configured_one_has_the_cpu_build(tmp_path, index):
     index.add("pypi", "2.13.0", cuda="13.0")
@@ -191,6 +192,7 @@ def test_no_other_index_is_asked_where_the_configured_one_has_the_cpu_build(tmp_
     assert not [path for path in index.asked if "pytorch" in path]
 
 
+@pytest.mark.long
 @pytest.mark.process
 @pytest.mark.parametrize("given", [True, False])
 def test_without_a_cpu_build_the_install_stops_and_says_how_to_name_an_index(
@@ -210,6 +212,7 @@ def test_without_a_cpu_build_the_install_stops_and_says_how_to_name_an_index(
     assert installed_torch(tmp_path) == ""
 
 
+@pytest.mark.long
 @pytest.mark.process
 def test_a_cuda_build_under_the_name_of_the_cpu_build_stops_the_install_in_one_line(
     tmp_path: Path, index: Index

@@ -14,7 +14,7 @@ import pytest
 from make_lock import ROOT, lock_of, pins_of
 from support.rigs.waiting import LIMIT_S
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.long]
 UV = """#!/bin/sh
 exec sed 's/$/ --hash=sha256:DIGEST/'
 """

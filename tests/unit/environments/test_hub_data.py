@@ -101,6 +101,7 @@ def test_a_function_judges_rows_of_the_hub(ask: Callable[..., object], tmp_path:
     assert found == rows(5, 7)
 
 
+@pytest.mark.long
 def test_splits_and_configs_of_a_data_set_are_read_in_order(ask: Callable) -> None:
     assert ask("hf:openai/sums", hub_config="main") == ["0", "2", "4", "6", "8"]
     assert ask("hf:openai/sums", hub_config="main", hub_split="test") == ["10", "12"]
@@ -108,6 +109,7 @@ def test_splits_and_configs_of_a_data_set_are_read_in_order(ask: Callable) -> No
     assert ask("hf:some/lines", hub_split="test") == ["4"]
 
 
+@pytest.mark.long
 def test_what_was_read_once_is_read_again_without_a_network(ask: Callable, hub: Hub) -> None:
     read = ask("hf:openai/sums", hub_config="main")
     assert read == ["0", "2", "4", "6", "8"]
@@ -154,6 +156,7 @@ def test_files_of_another_format_are_named_with_what_to_do(ask: Callable) -> Non
     )
 
 
+@pytest.mark.long
 def test_the_data_set_on_the_page_is_read(ask: Callable, hub: Hub) -> None:
     page = Path(__file__).parents[3] / "docs" / "guides" / "questions.md"
     (shown,) = [text for text in FENCE.findall(page.read_text()) if "hf:" in text]

@@ -93,6 +93,7 @@ for mark in ('{"k":', ". ", "A) "):
 """
 
 
+@pytest.mark.long
 @pytest.mark.process
 def test_a_long_reply_of_marks_is_read_to_its_end() -> None:
     subprocess.run([sys.executable, "-c", LONG], check=True, timeout=LIMIT_S)

@@ -9,6 +9,7 @@ from slipstream.v1 import environment_pb2, fleet_pb2
 pytestmark = pytest.mark.process
 
 
+@pytest.mark.long
 async def test_a_task_that_ends_its_worker_costs_the_others_no_attempt(start_server) -> None:
     async with start_server(heartbeat_timeout_s=60.0) as server:
         connection = await server.join()

@@ -70,6 +70,7 @@ async def test_prompts_are_counted_and_what_the_template_leaves_out_is_told(aski
     assert (ready, shown.err) == ("  ready", "")
 
 
+@pytest.mark.long
 async def test_tasks_that_are_trained_and_measured_are_told(asking, capsys):
     config = asking([row(letter, ("user", f"{letter} b")) for letter in "cde"])
     (section,) = config.environments

@@ -73,6 +73,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SETTINGS)
 def test_sequences_shared_by_two_ranks_have_the_loss_of_whole_ones(name, shared):
     whole = loss_of(name, torch.arange(NUMBER), None)
