@@ -19,8 +19,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from slipstream.client import cli, started_run
-from slipstream.client.launch import children, launcher, run_processes
 from slipstream.core.configuration.config_file import load_config
 from slipstream.core.types import PolicyVersion
 from slipstream.protocol.checkpoints import complete_steps
@@ -31,7 +29,6 @@ from support.fakes.fake_engine import FakeEngine
 from support.fakes.fake_server import LAYOUT
 from support.fakes.fake_trainer import PROBE, START, trained
 from support.fakes.small_checkpoints import save_checkpoint
-from support.rigs import chaos, loop_chaos
 from support.rigs.waiting import until
 
 MODULES = {"rank": "support.fakes.quick_rank", "server": "support.fakes.quick_server"}
@@ -119,7 +116,9 @@ def serve() -> None:
     """The rollout server's own program, with another engine."""
     engine = types.ModuleType("slipstream.rollout_server.vllm.engine")
     engine.VllmEngine = QuickEngine
-    sys.modules[engine.__name__] = engine
+    # The second is imported for an engine's start; with torch it takes most of this one's.
+    for module in (engine, types.ModuleType("vllm.v1.worker.cpu_worker")):
+        sys.modules[module.__name__] = module
     # Tokenizers need no torch, whose import takes three seconds.
     find = importlib.util.find_spec
     importlib.util.find_spec = lambda name, *args: None if name == "torch" else find(name, *args)
@@ -171,12 +170,15 @@ def train() -> None:
                 time.sleep(STEP_S)
                 step, passes = first.batch.step, [one for d in rest for one in d.chunk.passes]
                 digest = made(digest, batch, first.batch, passes, models, kept)
+                metrics = {"trained_tokens": sum(t.num_sampled_tokens for t in batch)}
+                if made_of := models.get(first.batch.given.adapter.name):
+                    metrics["weights"] = int(made_of[:12], 16)
                 report = trainer_pb2.StepReport(
                     step=step,
                     batch_id=first.batch.batch_id,
                     version=version_to_pb(PolicyVersion(version.incarnation, step + 1)),
                     weight_digest=digest,
-                    metrics={"trained_tokens": sum(t.num_sampled_tokens for t in batch)},
+                    metrics=metrics,
                     wall_s=STEP_S,
                 )
                 version = client.report_step(report)
@@ -248,12 +250,18 @@ def replay(folder: Path) -> int:
 
 
 def main() -> int:
+    # Ranks and servers start often, and need none of these.
     if sys.argv[1] in ("chaos", "loop-chaos"):
+        from support.rigs import chaos, loop_chaos
+
         does = {"chaos": chaos.main, "loop-chaos": loop_chaos.main}[sys.argv.pop(1)]
         chaos._PARTS |= {module: role for role, module in MODULES.items()}
         return does((sys.executable, "-m", "support.fakes.quick_run"))
     if sys.argv[1] == "replay":
         return replay(Path(sys.argv[2]))
+    from slipstream.client import cli, started_run
+    from slipstream.client.launch import children, launcher, run_processes
+
     children.TRAINER = replace(children.TRAINER, module=MODULES["rank"])
     server = replace(run_processes.SERVER, module=MODULES["server"])
     launcher.SERVER_PROGRAM = run_processes.SERVER = server
