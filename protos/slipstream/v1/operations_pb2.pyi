@@ -11,7 +11,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Operation(_message.Message):
-    __slots__ = ("id", "stream", "number", "begin", "compute", "step", "publish", "save", "load", "refused", "sample", "finish", "max_staleness")
+    __slots__ = ("id", "stream", "number", "begin", "compute", "step", "publish", "save", "load", "refused", "sample", "finish", "max_staleness", "told")
     ID_FIELD_NUMBER: _ClassVar[int]
     STREAM_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
@@ -25,6 +25,7 @@ class Operation(_message.Message):
     SAMPLE_FIELD_NUMBER: _ClassVar[int]
     FINISH_FIELD_NUMBER: _ClassVar[int]
     MAX_STALENESS_FIELD_NUMBER: _ClassVar[int]
+    TOLD_FIELD_NUMBER: _ClassVar[int]
     id: str
     stream: str
     number: int
@@ -38,7 +39,8 @@ class Operation(_message.Message):
     sample: Sample
     finish: Finish
     max_staleness: int
-    def __init__(self, id: _Optional[str] = ..., stream: _Optional[str] = ..., number: _Optional[int] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., compute: _Optional[_Union[_trainer_pb2.Pass, _Mapping]] = ..., step: _Optional[_Union[_trainer_pb2.AdamNumbers, _Mapping]] = ..., publish: _Optional[_Union[Publish, _Mapping]] = ..., save: _Optional[_Union[Save, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., sample: _Optional[_Union[Sample, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., max_staleness: _Optional[int] = ...) -> None: ...
+    told: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, id: _Optional[str] = ..., stream: _Optional[str] = ..., number: _Optional[int] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., compute: _Optional[_Union[_trainer_pb2.Pass, _Mapping]] = ..., step: _Optional[_Union[_trainer_pb2.AdamNumbers, _Mapping]] = ..., publish: _Optional[_Union[Publish, _Mapping]] = ..., save: _Optional[_Union[Save, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., sample: _Optional[_Union[Sample, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., max_staleness: _Optional[int] = ..., told: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Begin(_message.Message):
     __slots__ = ("adapter", "values")

@@ -20,6 +20,8 @@ from slipstream.v1 import operations_pb2 as pb
 MAX_WAITING = 4096
 # Most results that are kept here; the controller has the others for a while.
 MAX_KEPT = 4096
+# Most samples that one message tells of.
+MAX_TOLD = 1024
 # Longest time, in seconds, in which a controller that works takes a sample.
 SEND_S = 30.0
 
@@ -38,6 +40,8 @@ class SampleStream:
         self._open: dict[str, asyncio.Future[None]] = {}
         self._sessions: Counter[str] = Counter()
         self._results: dict[str, pb.OperationResult] = {}
+        # Samples whose clients have their results; the controller hears of it with the next sample.
+        self._told: list[str] = []
 
     async def send(self, operation: pb.Operation) -> str:
         """Sends a sample unless it is under way; returns why its client must wait, or "".
@@ -58,6 +62,8 @@ class SampleStream:
                 if self._call is None:
                     self._call = self._stub.Sample(metadata=self._metadata)
                     self._reading = asyncio.ensure_future(self._read(self._call))
+                operation.told.extend(self._told[:MAX_TOLD])
+                del self._told[:MAX_TOLD]
                 await self._call.write(operation)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError) as error:
             self._end(name)
@@ -77,7 +83,9 @@ class SampleStream:
             await asyncio.wait((waiting,), timeout=limit_s)
             if not waiting.done():
                 return pb.OperationResult()
-        return self._results.pop(name, None)
+        if result := self._results.pop(name, None):
+            self._told.append(name)
+        return result
 
     async def close(self) -> None:
         """Ends the stream."""

@@ -68,6 +68,10 @@ class Samples:
                     known[request.id] = entry
                     self.open[entry] = None
                     self._signal.notify()
+                for name in request.told:
+                    if told := known.get(name):
+                        told.is_told = True
+                del request.told[:]
                 entry.outbox = outbox
                 if entry.ended.is_set():
                     tell(entry)
@@ -280,8 +284,7 @@ class Samples:
 def tell(entry: Entry) -> None:
     """Gives the result of a sample to the stream that asked for it."""
     if entry.outbox is not None:
-        entry.is_told = entry.outbox.put(entry.result)
-        if not entry.is_told:
+        if not entry.outbox.put(entry.result):
             # Its reader does not read; whoever asks by id gets the result.
             entry.outbox.close()
         entry.outbox = None

@@ -535,32 +535,45 @@ async def test_samples_go_once_told_and_the_oldest_untold_ones_at_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(controller, "KEPT", 2)
-    monkeypatch.setattr(controller, "MAX_KEPT", 3)
     async with writing(tmp_path) as loop:
-        names = [str(number) for number in range(20)]
-        told = await sampled(loop, names)
-        for name in names[1:]:
-            entry = loop.operations._entries[name]
-            if int(name) <= 6:
-                # The stream of these is gone.
-                entry.outbox = None
-            loop.operations._samples._over(entry)
-            await until(entry.ended.is_set)
-        assert [(await anext(told)).id for _ in names[7:]] == names[7:]
-        await told.aclose()
-        # The first is under way, and nobody has asked for six others.
-        kept = loop.operations._entries.keys()
-        assert {"0", "4", "5", "6", "18", "19"} <= kept
-        assert len(kept) <= 10
-        assert not {"1", "2", "3"} & kept
+        names = [str(number) for number in range(40)]
+        entries = loop.operations._entries
+
+        async def end(names: Sequence[str]) -> None:
+            for name in names:
+                entry = entries[name]
+                loop.operations._samples._over(entry)
+                await until(entry.ended.is_set)
+
+        results = await sampled(loop, names[:7])
+        await end(names[1:7])
+        assert [(await anext(results)).id for _ in names[1:7]] == names[1:7]
+        # The HTTP process had these, and is gone before their clients were told.
+        await results.aclose()
+        assert set(names[:7]) == entries.keys()
+        results = await sampled(loop, names[7:20])
+        await end(names[7:20])
+        await results.aclose()
+        results = await sampled(loop, names[20:30], told=names[7:20])
+        await end(names[20:30])
+        await results.aclose()
+        assert {*names[:7], "28", "29"} <= entries.keys()
+        assert not {*names[7:20]} & entries.keys()
+        monkeypatch.setattr(controller, "MAX_KEPT", 3)
+        results = await sampled(loop, names[30:])
+        await end(names[30:])
+        await results.aclose()
+        # The first is under way; of the others the newest stay.
+        assert {"0", *names[36:]} <= entries.keys()
+        assert not {*names[1:30]} & entries.keys()
 
 
-async def sampled(loop: Loop, names: Sequence[str]) -> Any:
+async def sampled(loop: Loop, names: Sequence[str], told: Sequence[str] = ()) -> Any:
     """The results of samples that a stream, which stays open, has brought."""
 
     async def asked() -> AsyncIterator[Operation]:
         for name in names:
-            yield Operation(id=name, sample=operations_pb2.Sample(num_samples=1))
+            yield Operation(id=name, sample=operations_pb2.Sample(num_samples=1), told=told)
         await asyncio.Event().wait()
 
     answers = loop.operations.Sample(asked(), loop._context)

@@ -16,6 +16,7 @@ class Call:
 
     def __init__(self) -> None:
         self.sent: list[str] = []
+        self.told: list[str] = []
         self.results: asyncio.Queue[str] = asyncio.Queue()
         self.is_over = False
         self.takes = asyncio.Event()
@@ -26,6 +27,7 @@ class Call:
         if self.is_over:
             raise asyncio.InvalidStateError
         self.sent.append(operation.id)
+        self.told += operation.told
 
     def __aiter__(self) -> "Call":
         return self
@@ -66,6 +68,11 @@ async def test_a_sample_is_sent_once_and_its_result_is_told_once() -> None:
     assert (await stream.result("s:1", 60.0)).id == "s:1"
     # The controller may still know of it.
     assert await stream.result("s:1", 60.0) is None
+    # Which hears that the client has it with the next sample, once.
+    assert call.told == []
+    for name in ("s:3", "s:4"):
+        await stream.send(sample(name))
+    assert call.told == ["s:1"]
     await stream.close()
 
 
