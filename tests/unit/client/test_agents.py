@@ -118,22 +118,6 @@ async def test_a_plain_agent_blocks_in_a_thread_of_its_own() -> None:
     assert answer.agent_result.reward == 1.0
 
 
-async def test_anthropics_client_finds_the_endpoint_too() -> None:
-    class Asks(Agent):
-        async def run(self, task, endpoint):
-            async with anthropic.AsyncAnthropic(
-                base_url=endpoint.anthropic_url, api_key=endpoint.api_key
-            ) as client:
-                messages = [{"role": "user", "content": task}]
-                reply = await client.messages.create(model="m", max_tokens=9, messages=messages)
-            return float(reply.content[0].text == "ONE")
-
-    play, answer = await played(Asks())
-    assert answer.agent_result.reward == 1.0
-    assert play.calls[0].path == "/v1/messages"
-    assert "anthropic-version" in {header.name for header in play.calls[0].headers}
-
-
 async def test_parts_of_a_streamed_reply_pass_as_they_come() -> None:
     went_on = asyncio.Event()
 
@@ -160,23 +144,6 @@ async def test_parts_of_a_streamed_reply_pass_as_they_come() -> None:
 
     _, answer = await played(Streams(), halting)
     assert answer.agent_result.reward == 1.0
-
-
-async def test_branches_carry_their_names() -> None:
-    class Two(Agent):
-        async def run(self, task, endpoint):
-            reviewer = endpoint.branch("reviewer")
-            for each in (endpoint, reviewer, reviewer.branch("a:b+c")):
-                async with chat(each) as client:
-                    await say(client, task)
-            return 0.0
-
-    play, _ = await played(Two())
-    assert [(call.branch, call.path) for call in play.calls] == [
-        ("", "/v1/chat/completions"),
-        ("reviewer", "/v1/chat/completions"),
-        ("a:b+c", "/v1/chat/completions"),
-    ]
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "x" * 65, "ä"])

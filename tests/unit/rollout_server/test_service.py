@@ -698,19 +698,6 @@ async def test_heartbeats_close_the_ledger_while_episodes_run(start_server) -> N
     assert beat.busy_s > 0
 
 
-async def test_a_server_that_is_told_to_stop_drains(server) -> None:
-    server.engine.limit = 2
-    connection = await server.leased()
-    await server.engine.wait_tokens(8)
-    server.stop.set()
-    await server.task
-    drained = await connection.wait_for("drained")
-    assert {t.status for t in server.fleet.trajectories} == {Status.CANCELLED}
-    assert (drained.generated_tokens, drained.ended_tokens, drained.open_episodes) == (8, 8, 0)
-    assert drained.queued_bytes == 0
-    assert connection.messages[-1].HasField("drained")
-
-
 async def test_a_server_that_is_told_to_stop_says_so_and_lets_what_runs_end(start_server, config):
     async with start_server(config=draining_within(config, 1000.0)) as server:
         server.engine.limit = 2

@@ -85,13 +85,6 @@ def test_a_token_that_went_astray_shows_when_the_engine_is_quiet() -> None:
     assert report.generated_tokens - report.in_flight_tokens - report.ended_tokens == 3
 
 
-def test_drafts_count_from_the_start_of_the_epoch() -> None:
-    before = dataclasses.replace(use(100, 100, 0), drafted_tokens=40, accepted_tokens=30)
-    now = dataclasses.replace(use(150, 150, 0), drafted_tokens=80, accepted_tokens=55)
-    report = EpochCounters(before).report(now, sent=NOTHING, queued_bytes=0)
-    assert (report.drafted_tokens, report.accepted_tokens) == (40, 25)
-
-
 def test_tokens_of_judges_are_generated_and_belong_to_no_episode() -> None:
     counters = EpochCounters(dataclasses.replace(use(100, 100, 0), judged_tokens=10))
     now = dataclasses.replace(use(150, 130, 1), judged_tokens=25)

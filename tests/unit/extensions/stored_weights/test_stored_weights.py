@@ -59,13 +59,6 @@ def test_a_whole_version_and_its_chain_arrive_bit_for_bit(url: str, tmp_path: Pa
     assert found[1].num_bytes < found[0].num_bytes / 10
 
 
-def test_a_server_that_joins_late_takes_the_whole_chain(url: str, tmp_path: Path) -> None:
-    *_, (manifest, content) = three_versions(StoredVersions(url))
-    fetched = opened(url, tmp_path / "late").fetch(manifest, NEVER)
-    assert fetched.num_links == 3
-    assert fetched.path.read_bytes() == all_bytes(content)
-
-
 def test_a_server_that_was_away_takes_the_links_that_it_lacks(url: str, tmp_path: Path) -> None:
     (first, _), _, (third, content) = three_versions(StoredVersions(url))
     server = opened(url, tmp_path / "away")
@@ -80,14 +73,6 @@ def test_a_version_that_is_here_already_costs_its_manifest_only(url: str, tmp_pa
     server = opened(url, tmp_path / "again")
     server.fetch(manifest, NEVER)
     assert server.fetch(manifest, NEVER).num_bytes == manifest.num_bytes
-
-
-def test_most_elements_changed_travel_whole(url: str, tmp_path: Path) -> None:
-    versions, content = StoredVersions(url), first_content()
-    versions.write(0, content, whole=True)
-    new = changed_content(content, share=0.7, seed=3)
-    manifest = versions.write(1, new, whole=False)
-    assert opened(url, tmp_path / "a").fetch(manifest, NEVER).path.read_bytes() == all_bytes(new)
 
 
 def objects(root: Path, version: int) -> list[Path]:

@@ -11,7 +11,7 @@ from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.state import RunState
 from slipstream.learner.controller.run import LoopClock
 from slipstream.learner.controller.servers.session import ServerKey
-from slipstream.learner.controller.tasks import ClientSession, EnvironmentBook, Relay
+from slipstream.learner.controller.tasks import EnvironmentBook, Relay
 from slipstream.v1 import environment_pb2, fleet_pb2, trajectory_pb2
 from slipstream.v1 import environment_pb2 as pb
 from support.rigs.waiting import LIMIT_S, until
@@ -261,12 +261,6 @@ async def test_a_client_that_leaves_is_reported_though_a_server_does_not_read() 
     assert clients.left == ["leaving"]
     assert first.message.failure.message == "the client that served leaving left"
     assert len(rest) == 1
-
-
-def test_a_client_has_an_outbox_of_its_own() -> None:
-    one, other = (ClientSession(pb.EnvironmentSpec(), 1, 1) for _ in range(2))
-    assert one.outbox.put(pb.WorkerCommand())
-    assert other.outbox.pop() is None
 
 
 async def test_an_agent_is_followed_by_one_call_and_its_last_parts_leave_none_open() -> None:

@@ -373,19 +373,6 @@ async def test_a_server_is_told_to_load_when_it_has_fetched(run: Run) -> None:
         assert scene.far.version == run.progress.version
 
 
-async def test_a_server_serves_while_it_fetches(run: Run) -> None:
-    async with far_away(run) as scene:
-        await scene.serve()
-        scene.scene.make_version(1)
-        scene.write()
-        question = await scene.asked(scene.far)
-        assert scene.far.is_serving
-        assert scene.far.version == PolicyVersion(0, 0)
-        _, commit = await scene.loads(scene.far, question.publish_id)
-        assert not commit.HasField("probe")
-        assert scene.far.version == PolicyVersion(0, 1)
-
-
 async def test_the_trainer_writes_nothing_without_a_server_that_reads_there(run: Run) -> None:
     async with far_away(run) as scene:
         scene.scene.fleet.remove(scene.far, "gone")

@@ -69,15 +69,6 @@ def tasks(digest: str) -> kinds.Tasks:
     return kinds.Tasks(environment="e", num_tasks=5, digest=digest)
 
 
-def test_the_tasks_of_a_run_are_journaled_once() -> None:
-    scene = Scene()
-    for name in ("a", "b"):
-        scene.report(joined(scene.fleet, name), "abc")
-    assert scene.journal.records == [tasks("abc")]
-    assert (scene.told, scene.withdrawn) == ([], [])
-    assert len(scene.entry.loaded_on) == 2
-
-
 def test_a_resumed_run_with_the_same_tasks_goes_on() -> None:
     scene = Scene(tasks("abc"), LEASE)
     scene.report(joined(scene.fleet, "a"), "abc")

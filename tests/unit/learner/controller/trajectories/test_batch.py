@@ -69,12 +69,6 @@ def batch() -> FormedBatch:
     return from_record(message)
 
 
-def test_trainer_gets_the_messages_that_the_journal_keeps(batch: FormedBatch) -> None:
-    (chunk,) = chunks(batch)
-    assert list(chunk.trajectories) == list(batch.record.trajectories)
-    assert batch.record is batch.record
-
-
 def test_a_group_without_some_of_its_members_is_told_as_it_is(batch: FormedBatch) -> None:
     del batch.groups[1].finished[0]
     batch.groups[1].failed.add(0)

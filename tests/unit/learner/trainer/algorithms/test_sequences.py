@@ -63,11 +63,6 @@ def advantages(sequences) -> list[float]:
     return found
 
 
-def test_sampled_tokens_get_the_advantage_of_their_episode() -> None:
-    found = training_sequences(batch([0, 1, 2, 5, 5, 8]), config(advantage="dr_grpo"))
-    assert advantages(found) == pytest.approx([-1, 0, 1, -1, -1, 2])
-
-
 def test_the_advantage_that_is_told_is_the_mean_of_a_trajectorys_trained_tokens() -> None:
     made = batch([0, 1, 2, 5, 5, 8], truncated=(2,))
     two = dataclasses.replace(tree((1, 3), (1.0, 0.5), 0.0), group_id=made.group_ids[0])

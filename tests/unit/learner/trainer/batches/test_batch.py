@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 from slipstream.core.errors import RunFailed, StalenessError, UntrainableBatch
 from slipstream.core.types import (
-    Failure,
-    FailureKind,
     GroupId,
     PolicyVersion,
     ReferenceLogprobs,
@@ -126,14 +124,6 @@ def test_lag_up_to_max_staleness_passes() -> None:
 def test_token_of_an_older_or_a_later_version_is_refused(spans, lag):
     with pytest.raises(StalenessError, match=f"lag of {lag}"):
         check_staleness(batch_of(7, *spans), 2)
-
-
-def test_trajectory_without_a_reward_is_refused() -> None:
-    batch = batch_of(0, (span(1, 0),))
-    gone = Failure(FailureKind.ENGINE, "gone")
-    failed = replace(batch.trajectories[0], status=Status.FAILED, failure=gone)
-    with pytest.raises(RunFailed, match="FAILED"):
-        check_data(replace(batch, trajectories=(failed,)), max_tokens=24, multiple=1, vocab_size=32)
 
 
 def ids(*indices: int) -> tuple[str, ...]:

@@ -52,18 +52,6 @@ def test_plan_needs_at_most_twice_the_fewest_possible_micro_batches(lengths, dp_
     assert len(plan[0]) <= -(-2 * sum(lengths) // MAX_TOKENS // dp_size) + 1
 
 
-def test_plan_levels_the_ranks() -> None:
-    plan = plan_micro_batches([30, 20, 20, 10, 5, 5], max_tokens=50, dp_size=2)
-    loads = [sum([30, 20, 20, 10, 5, 5][i] for m in share for i in m) for share in plan]
-    assert loads == [45, 45]
-
-
-def test_plan_levels_the_micro_batches_of_a_rank() -> None:
-    lengths = [30, 20, 20, 10, 10, 10]
-    plan = plan_micro_batches(lengths, max_tokens=60, dp_size=1)
-    assert [sorted(lengths[i] for i in m) for m in plan[0]] == [[10, 10, 30], [10, 20, 20]]
-
-
 def test_long_sequence_costs_more_than_short_ones_of_as_many_tokens() -> None:
     lengths = [10, 4, 4, 4, 4]
     # Costs by tokens are 10 + 4 and 3 * 4; with attention 10 + 50 against 4 * (4 + 8).
