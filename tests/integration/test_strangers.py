@@ -1,12 +1,10 @@
 """Strangers on open ports: what they send, or do not send, delays no member beyond a deadline."""
 
 import contextlib
-import os
 import random
 import socket
 import struct
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -28,7 +26,7 @@ from slipstream.rollout_server.weights.bucket_receiver import GlooReceiver, Inco
 from slipstream.v1 import status_pb2, status_pb2_grpc
 from support.fakes.guarded_controller import TOKEN, serving, with_token
 from support.rigs.loopbacks import LOOPBACKS
-from support.rigs.waiting import LIMIT_S
+from support.rigs.waiting import LIMIT_S, wait_until
 
 HOST = "127.0.0.1"
 JOIN_S = 10.0
@@ -120,10 +118,7 @@ def test_ranks_meet_beside_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
     limit = timedelta(seconds=60)
     with ThreadPoolExecutor(2) as threads:
         first = threads.submit(rendezvous, 0, 2, limit)
-        until = time.monotonic() + LIMIT_S
-        while port not in listening_ports():
-            assert time.monotonic() < until
-            os.sched_yield()
+        wait_until(lambda: port in listening_ports())
         with strangers([port], HOST):
             second = threads.submit(rendezvous, 1, 2, limit)
             first.result(LIMIT_S).set("key", "value")

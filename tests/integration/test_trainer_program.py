@@ -36,7 +36,6 @@ from support.fakes.fake_controller import (
     stop_order,
     with_branches,
 )
-from support.fakes.throttled_disk import ThrottledDisk
 from support.fakes.tiny_models import make_model_folder
 from support.ranks.rank_pool import Rank, RankPool, start_ranks
 from support.rigs.loopbacks import own_loopback
@@ -517,60 +516,3 @@ def with_old_token():
     number = first.num_sampled_tokens
     spans = (VersionSpan(1, PolicyVersion(0, 0)), VersionSpan(number - 1, PolicyVersion(0, 2)))
     return replace(BATCHES[2], trajectories=(replace(first, version_spans=spans), *rest))
-
-
-# On the disk of these tests a checkpoint takes this much longer than the limit of a collective.
-SLOWER = 1.5
-RANK_LIMIT_S = 10.0
-
-
-@pytest.mark.slow
-def test_a_checkpoint_on_a_disk_slower_than_any_limit_is_saved_exported_and_loaded(tmp_path, model):
-    disk = ThrottledDisk(tmp_path / "program" / "checkpoints", tmp_path / "tools")
-    settings = {
-        "world_size": 2,
-        "timeout_s": RANK_LIMIT_S,
-        "checkpoint": {"every_steps": 1},
-        "environ": disk.environ,
-    }
-    with FakeController([batch_order(BATCHES[0]), stop_order()]) as controller:
-        processes = start_trainer(tmp_path, model, controller.address, **settings)
-        assert finish(processes, tmp_path) == [0, 0]
-    size = controller.checkpoints[0].num_bytes
-    disk.set_rate(size / (SLOWER * RANK_LIMIT_S))
-    # The ranks load the checkpoint, make a version and write it, all of it slowly.
-    with FakeController([batch_order(BATCHES[1]), stop_order()]) as controller:
-        processes = start_trainer(tmp_path, model, controller.address, **settings)
-        assert finish(processes, tmp_path) == [0, 0], (tmp_path / "rank-0.log").read_text()[-3000:]
-    assert controller.failures == []
-    assert [report.version.step for report in controller.checkpoints] == [2]
-    assert controller.checkpoints[0].wall_s > RANK_LIMIT_S
-    assert controller.goodbye is not None
-    assert (Path(controller.goodbye.export_path) / "model.safetensors").is_file()
-
-
-@pytest.mark.slow
-def test_a_disk_that_hangs_ends_all_ranks_with_a_line_that_says_so(tmp_path: Path, model: Path):
-    disk = ThrottledDisk(tmp_path / "program" / "checkpoints", tmp_path / "tools")
-    disk.set_rate(0)
-    with FakeController([batch_order(BATCHES[0]), stop_order()]) as controller:
-        processes = start_trainer(
-            tmp_path,
-            model,
-            controller.address,
-            world_size=2,
-            timeout_s=RANK_LIMIT_S,
-            checkpoint={"every_steps": 1},
-            environ=disk.environ,
-        )
-        assert finish(processes, tmp_path) == [3, 3]
-    folder = tmp_path / "program" / "checkpoints"
-    assert {(f.rank, f.final, f.message) for f in controller.failures} == {
-        (
-            rank,
-            True,
-            f"CheckpointError: rank 0 moved no byte to or from the disk of {folder} for "
-            "10 s (learner.timeout_s)",
-        )
-        for rank in range(2)
-    }

@@ -19,7 +19,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.environments.sandbox import Finished, Limits, Sandbox, sandbox
 from slipstream.environments.sandbox.sandbox import BACKENDS, first_backend, why_not
 from slipstream.environments.sandbox.system_calls import filter_program
-from support.rigs.waiting import LIMIT_S
+from support.rigs.waiting import LIMIT_S, until
 
 pytestmark = [
     pytest.mark.process,
@@ -255,9 +255,7 @@ async def test_a_starter_that_was_killed_is_followed_by_another(backend: str) ->
 
 async def test_programs_end_with_their_starter(backend: str) -> None:
     async with Sandbox(LIMITS, backend=backend).start(["sleep", A_TIME]) as started:
-        async with asyncio.timeout(LIMIT_S):
-            while not marked(A_TIME, name="sleep"):
-                await asyncio.sleep(0.02)
+        await until(lambda: marked(A_TIME, name="sleep"))
         sandbox._STARTER.end()
         with pytest.raises(RuntimeError, match="ended from outside"):
             await started.finish()

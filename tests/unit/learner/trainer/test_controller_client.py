@@ -12,7 +12,7 @@ from slipstream.protocol.codec import version_to_pb
 from slipstream.v1 import trainer_pb2 as pb
 from support.fakes.fake_controller import FakeController, batch_order, make_batch, stop_order
 from support.fakes.small_configs import small_config
-from support.rigs.waiting import LIMIT_S
+from support.rigs.waiting import LIMIT_S, wait_until
 
 
 def config(address: str, tmp_path: Path, **sections: object) -> Config:
@@ -72,10 +72,7 @@ def test_controller_that_stays_away_fails_the_run(tmp_path: Path) -> None:
 
 
 def until_places(controller: FakeController, count: int) -> None:
-    until_s = time.monotonic() + LIMIT_S
-    while controller.places < count:
-        assert time.monotonic() < until_s
-        time.sleep(0.005)
+    wait_until(lambda: controller.places >= count)
 
 
 def report(step: int) -> pb.StepReport:

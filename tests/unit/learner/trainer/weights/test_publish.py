@@ -30,7 +30,7 @@ from support.fakes.fake_controller import FakeController, publish_order
 from support.fakes.fake_nccl import FakeNccl, Meeting
 from support.fakes.small_configs import small_config
 from support.ranks.thread_ranks import PlainFilling, PlainModel, ThreadRanks, run_ranks
-from support.rigs.waiting import LIMIT_S
+from support.rigs.waiting import LIMIT_S, wait_until
 
 LONG_S = 60.0
 BUCKET_BYTES = 20_000
@@ -503,10 +503,7 @@ def test_meeting_that_was_given_up_leaves_no_thread_behind() -> None:
     abandoned.set()
     with pytest.raises(WeightSyncError, match="before one of them was lost"):
         sender.connect(where, 0, abandoned)
-    until = time.monotonic() + 20
-    while any(thread.name == "weight-sender" for thread in threading.enumerate()):
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    wait_until(lambda: not any(thread.name == "weight-sender" for thread in threading.enumerate()))
 
 
 def test_leader_that_gives_a_meeting_up_frees_the_other_senders() -> None:
