@@ -271,17 +271,11 @@ class Network:
 def root_script(root: Path, mounts: Sequence[Mount], host_name: str) -> str:
     """A shell script that makes a root folder with the system's programs, `mounts`, no more."""
     system = [Mount(Path(p), Path(p)) for p in (*SYSTEM_FOLDERS, *SYSTEM_FILES) if Path(p).exists()]
-    # Our Python, its packages and this checkout stand in for the image.
+    # Our Python, its packages and this checkout stand in for the image; the client has a link to
+    # the requirements.
     checkout = Path(__file__).parents[3]
-    sources = (
-        "protos",
-        "core",
-        "client",
-        "environments",
-        "rollout_server",
-        "learner",
-        "extensions",
-    )
+    sources = ("protos", "core", "client", "environments", "rollout_server", "learner")
+    sources += ("extensions", "requirements")
     image = {Path(sys.prefix), Path(sys.base_prefix), *(checkout / name for name in sources)}
     system += [Mount(path, path) for path in sorted(image) if not path.is_relative_to("/usr")]
     lines = [
