@@ -71,6 +71,7 @@ class Kind(Enum):
     CUT = "the right answer cut in the middle"
     HEDGED = "the right answer or another one"
     LONGER = "the right answer with more words"
+    WORDS = "words that say nothing"
     AGAIN = "the right answer once more"
 
 
@@ -370,7 +371,7 @@ class Audit:
 _FIRST = (Kind.EMPTY, Kind.RIGHT, Kind.WRONG, Kind.WORD, Kind.OWN)
 # What says nothing, after a right answer.
 _WORDS = "That is all there is to say about it, as far as one can see, " * 8
-_OF_JUDGES = (Kind.THOUGHT, Kind.BEHIND, Kind.CUT, Kind.HEDGED, Kind.LONGER, Kind.AGAIN)
+_OF_JUDGES = (Kind.THOUGHT, Kind.BEHIND, Kind.CUT, Kind.HEDGED, Kind.LONGER, Kind.WORDS, Kind.AGAIN)
 
 
 def reply_to(task: Task, kind: Kind, own: str, form: str, place: int = 0) -> dict[str, Any] | None:
@@ -421,6 +422,9 @@ def reply_to(task: Task, kind: Kind, own: str, form: str, place: int = 0) -> dic
             return {"reply": f"{start}{' or '.join(both)}{rest}"}
         case Kind.LONGER:
             return {"reply": f"{written}\n\n{_WORDS}"}
+        case Kind.WORDS:
+            # Where a reply is code, it is an empty one.
+            return {"reply": _WORDS} if task.answer else None
     return None
 
 

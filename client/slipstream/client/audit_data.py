@@ -30,6 +30,9 @@ _KINDS = {
     "a number with a unit": rf"{_NUMBER}\s?{_UNIT}",
     "a formula": r".*[\\^=+*/_{}()\[\]<>|].*|[a-z]|\d*[a-z]",
 }
+# A word, and the names that a formula may have.
+_WORD = re.compile(r"[A-Za-z]{4,}")
+_NAMES = re.compile(r"\\(?:text|math|operatorname)\w*\s*\{[^{}]*\}|\\[A-Za-z]+|sqrt")
 # Kinds of one value each: beside most answers of one of them, another kind is odd.
 _STRICT = {"a number", "a letter", "a number with a unit"}
 _ASKS_NUMBER = re.compile(
@@ -93,6 +96,9 @@ def surprises(rows: Sequence[Row], *, is_interactive: bool) -> Iterator[str]:
         what = f"task {longest[-1].index} is far longer than others"
         yield f"the right answer of {what}: {quoted(longest[-1].answer)}"
     answered = [row for row in known if row.answer.strip()]
+    asking = [row for row in answered if row.answer.strip().endswith("?") and "?" not in row.prompt]
+    if 2 * len(asking) > len(answered):
+        yield f"the right answer asks, and the prompt does not, in {_such_as(asking, answered)}"
     yield from _odd(answered)
     if told := _told(answered):
         yield f"the prompt holds the right answer in {_such_as(told, known)}"
@@ -144,7 +150,9 @@ def _odd(rows: Sequence[Row]) -> Iterator[str]:
 
 def _kind(answer: str) -> str:
     fits = (kind for kind, form in _KINDS.items() if re.fullmatch(form, answer.strip(), re.DOTALL))
-    return next(fits, "a text")
+    kind = next(fits, "a text")
+    is_told = kind == "a formula" and _WORD.search(_NAMES.sub("", answer))
+    return "a text" if is_told else kind
 
 
 def _fits(row: Row) -> bool:

@@ -197,6 +197,7 @@ _RULES: tuple[tuple[Kind, Callable[[float], bool], str], ...] = (
     (Kind.CUT, lambda share: share >= 1, "earned as much as the whole one"),
     (Kind.HEDGED, lambda share: share >= 1, "earned as much as the right one alone"),
     (Kind.LONGER, lambda share: share > 1 + 1e-6, "earned more than without them"),
+    (Kind.WORDS, lambda share: share >= 0.5, "earned half of what the right answer does, or more"),
     (Kind.AGAIN, lambda share: abs(share - 1) > 1e-6, "earned another reward"),
 )
 

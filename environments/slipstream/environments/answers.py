@@ -70,7 +70,7 @@ _WRAPPERS = re.compile(
     | \(([A-Za-z])\) | (.*[^.!,;])[.!,;]+""",
     re.DOTALL | re.VERBOSE,
 )
-_BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(?=\w))")
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{(?!\s*\})|(?=\d|[A-Za-z](?!\w)))")
 # The last of these is the answer, where a reply has one: R1's tags, GLM-V's tokens.
 _TAGGED = re.compile(
     r"<((?:final_)?answer|\|begin_of_box\|)>((?:(?!<\1>).)*?)<(?:/(?:final_)?answer|\|end_of_box\|)>",

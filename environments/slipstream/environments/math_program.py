@@ -77,6 +77,11 @@ _LEAD = re.compile(
     r"|(?:it|that|this) (?:is|should be|must be|would be|makes))(?: (?:it is|it's))?:? +",
     re.IGNORECASE,
 )
+# What stands before a word that is told: the parity is even, the chance is one half.
+_TOLD = re.compile(
+    r"(?:(?!\b(?:not|no|never|nobody|if|whether|or)\b|n't)[^.!?\n])* (?:is|are|equals) ",
+    re.IGNORECASE,
+)
 # A time of the day, what asks for one, a ratio, and what asks for it in its lowest terms.
 _TIME = re.compile(r"(?<![\d:])(\d{1,2}):(\d\d)(?![\d:])(?:\s*([ap])\.?m\b)?", re.IGNORECASE)
 _ASKS_TIME = re.compile(r"\btime\b|\bo'clock\b|\bwhen\b", re.IGNORECASE)
@@ -94,6 +99,8 @@ _WRITTEN: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r">="), r"\\ge "),
     (re.compile(r"(?<![\\A-Za-z])pi(?![A-Za-z])"), r"\\pi "),
     (re.compile(r"(?<![\\A-Za-z])sqrt(\d+(?:\.\d+)?)"), r"\\sqrt{\1}"),
+    (re.compile(r"\\sqrt *\(([^()]*)\)"), r"\\sqrt{\1}"),
+    (re.compile(r"\\mathrm *\{ *([ei]) *\}"), r"\1"),
     (re.compile(r"(?<![\\A-Za-z])([a-z]) *(?:in\b|∈) *(?=\\?[\[({])"), r"\1 \\in "),
     (re.compile(r"(?<![\\A-Za-z])[a-z] *\\in *(?=\\?\{)"), ""),
 )
@@ -112,6 +119,10 @@ _ASKS_INTERVAL = re.compile(
     r"|\ball (?:real |possible )?(?:values|x\b|numbers)",
     re.IGNORECASE,
 )
+# What goes on in an answer without being written.
+_GOES_ON = re.compile(r"\\[lcd]?dots\b|\\dots[cbmio]\b|…|\.\.\.")
+# Parts of their size by which two numbers are no longer the same, however small they are.
+_APART = 1e-3
 # How several values stand together, and which forms of a reply may say those of an answer.
 _SHAPES = (
     ("interval", re.compile(r".*(?:[<>]|\\[lg]eq?\b|\\infty\b.*[,)]|\\cup\b|\\in\b).*")),
@@ -194,11 +205,22 @@ def compare(answer: str, reply: str, question: str = "") -> dict[str, bool]:
     kept = _REJECTED.sub("", said)
     # Where nothing is left, "not" stays and makes it no answer.
     said = kept if numbers(kept) or not numbers(said) else said
-    if said and _text(said, answer) == _text(answer, answer):
+    *_, rest = reply.rpartition("\\boxed{")
+    if not said and rest != reply and rest.count("{") >= rest.count("}"):
+        # The last box never ends.
+        return {"known": True, "readable": False, "right": False}
+    told = _TOLD.sub("", _LEAD.sub("", said, count=1), count=1)
+    if said and _text(answer, answer) in (_text(said, answer), _text(told, answer)):
         return {"known": True, "readable": True, "right": True}
+    if _GOES_ON.search(answer):
+        # Of such a row the formulas alone would be read.
+        one, other = (re.sub(r"[\s{}$]", "", _GOES_ON.sub("…", each)) for each in (answer, said))
+        return {"known": True, "readable": bool(said), "right": one == other}
     if (is_same := _same_colons(answer, said or reply, question)) is not None:
         return {"known": True, "readable": True, "right": is_same}
-    said, answer = _rewritten(_LEAD.sub("", said, count=1)), _rewritten(answer)
+    if (word := _rewritten(told)) == told:
+        word = _rewritten(_LEAD.sub("", said, count=1))
+    said, answer = word, _rewritten(answer)
     if "\\pi" in answer:
         said = _DEGREES.sub(r"\1 \\pi / 180", said)
     if (shape := _shape(answer)) and (other := _shape(said)):
@@ -234,10 +256,23 @@ def compare(answer: str, reply: str, question: str = "") -> dict[str, bool]:
         # A formula of words is no formula.
         readings.append(parse(said or reply, **no_limit))
         is_readable = bool(readings[-1])
+    # A percentage may be written as its number.
+    is_share = "%" in answer + said
     right = bool(gold) and any(
-        bool(found) and verify(gold, found, timeout_seconds=None) for found in readings
+        bool(found)
+        and verify(gold, found, timeout_seconds=None)
+        and (is_share or not _are_apart(gold[0], found[0]))
+        for found in readings
     )
     return {"known": bool(gold), "readable": is_readable, "right": right}
+
+
+def _are_apart(one: object, other: object) -> bool:
+    """Whether two numbers differ that math-verify may call equal, since it rounds to 6 places."""
+    if not all(getattr(each, "is_number", False) for each in (one, other)):
+        return False
+    first, second = (sympy_number.evalf(15) for sympy_number in (one, other))
+    return bool(abs(first - second) > _APART * max(abs(first), abs(second)))
 
 
 def _same_colons(answer: str, said: str, question: str) -> bool | None:
@@ -248,6 +283,7 @@ def _same_colons(answer: str, said: str, question: str) -> bool | None:
     """
     times = [{*_TIME.findall(text.casefold())} for text in (answer, said)]
     is_time = any(half for each in times for *_, half in each) or _ASKS_TIME.search(question)
+    is_time = is_time or ":0" in answer
     if is_time and len(times[0]) == 1 and _TIME.fullmatch(bare(answer)):
         if len(times[1]) != 1:
             return False
@@ -274,7 +310,8 @@ def _text(text: str, answer: str) -> str:
     if len(bare(answer)) == 1:
         chosen = _CHOICE.match(text)
         return text if chosen is None else chosen[1]
-    return text.casefold()
+    # The 20th of a month is the 20.
+    return re.sub(r"(?<=\d)(?:st|nd|rd|th)\b", "", text.casefold())
 
 
 def _rewritten(text: str) -> str:
