@@ -11,7 +11,7 @@ import os
 import re
 import resource
 import sys
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from slipstream.core.machine.process import die_with_parent
 from slipstream.environments.answers import bare, final_of, numbers, other_money, plain
@@ -267,11 +267,11 @@ def compare(answer: str, reply: str, question: str = "") -> dict[str, bool]:
     return {"known": bool(gold), "readable": is_readable, "right": right}
 
 
-def _are_apart(one: object, other: object) -> bool:
+def _are_apart(one: Any, other: Any) -> bool:  # noqa: ANN401 - expressions of sympy
     """Whether two numbers differ that math-verify may call equal, since it rounds to 6 places."""
     if not all(getattr(each, "is_number", False) for each in (one, other)):
         return False
-    first, second = (sympy_number.evalf(15) for sympy_number in (one, other))
+    first, second = one.evalf(15), other.evalf(15)
     return bool(abs(first - second) > _APART * max(abs(first), abs(second)))
 
 
@@ -282,8 +282,8 @@ def _same_colons(answer: str, said: str, question: str) -> bool | None:
     the question asks for its lowest terms.
     """
     times = [{*_TIME.findall(text.casefold())} for text in (answer, said)]
-    is_time = any(half for each in times for *_, half in each) or _ASKS_TIME.search(question)
-    is_time = is_time or ":0" in answer
+    is_time = ":0" in answer or any(half for each in times for *_, half in each)
+    is_time = is_time or _ASKS_TIME.search(question) is not None
     if is_time and len(times[0]) == 1 and _TIME.fullmatch(bare(answer)):
         if len(times[1]) != 1:
             return False
