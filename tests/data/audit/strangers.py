@@ -1,5 +1,6 @@
 """Judges and environments by somebody who did not build the audit; bad ones have a fault."""
 
+import ast
 import random
 import re
 from itertools import count
@@ -36,7 +37,7 @@ def bad_bonus(reply, answer):
 
 
 def bad_evaluated(reply, answer):
-    return float(eval(reply.content) == answer)
+    return float(ast.literal_eval(reply.content) == answer)
 
 
 def bad_every_second(reply, answer):
