@@ -156,7 +156,7 @@ class Dice(Capitals):
 
 
 class Story(Capitals):
-    """Has no right answer; pays for three sentences."""
+    """Asks for stories, which have no right answer, and pays for three sentences."""
 
     def reset(self, task):
         return [Message("user", f"Tell a story of three sentences about a {task}.")]
