@@ -213,7 +213,7 @@ def compare(answer: str, reply: str, question: str = "") -> dict[str, bool]:
     if said and _text(answer, answer) in (_text(said, answer), _text(told, answer)):
         return {"known": True, "readable": True, "right": True}
     if _GOES_ON.search(answer):
-        # Of such a row the formulas alone would be read.
+        # math-verify would read the formulas in it alone.
         one, other = (re.sub(r"[\s{}$]", "", _GOES_ON.sub("…", each)) for each in (answer, said))
         return {"known": True, "readable": bool(said), "right": one == other}
     if (is_same := _same_colons(answer, said or reply, question)) is not None:
