@@ -452,15 +452,6 @@ def test_what_is_held_of_a_cancelled_request_is_dropped(start, overlapping: bool
 
 
 @both
-def test_cumulative_outputs_get_every_token_at_once(start, overlapping: bool) -> None:
-    engine = start(ours=True, overlapping=overlapping)
-    add(engine, "cumulative", 20, output_kind=RequestOutputKind.CUMULATIVE)
-    engine.drain()
-    assert engine.sizes == [1] * 20
-    assert len(engine.logprobs["cumulative"]) == 20
-
-
-@both
 def test_a_reader_of_parts_gets_chunks(start, overlapping: bool) -> None:
     engine = start(ours=True, overlapping=overlapping)
     add(engine, "streams", 40, output_kind=RequestOutputKind.DELTA)

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import re
 from dataclasses import replace
 
 import grpc.aio
@@ -15,7 +14,6 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.types import Failure, FailureKind, PolicyVersion
 from slipstream.learner.controller.application import Controller
 from slipstream.learner.controller.leasing.scheduler import Scheduler
-from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.journal import Journal, read_batch, read_records
 from slipstream.protocol.rich_errors import Reason, error_info
@@ -237,28 +235,6 @@ async def test_the_end_of_a_task_of_the_controller_fails_the_run_with_its_name(
     summary = await play(config, wait_for_trainer=False)
     assert (summary["code"], summary["state"]) == (1, "failed")
     assert summary["cause"] == f"task scheduler of the controller ended: {cause}"
-
-
-async def test_the_error_of_a_publish_fails_the_run_with_the_name_of_its_task(
-    tmp_path, monkeypatch
-):
-    async def _lead(self, *_):
-        raise KeyError("no such publish")
-
-    monkeypatch.setattr(Publisher, "_lead", _lead)
-    config = make_config(tmp_path)
-    summary = await play(config, wait_for_trainer=False)
-    assert summary["state"] == "failed"
-    assert re.fullmatch(
-        "task .*_lead of the controller ended: KeyError: 'no such publish'", summary["cause"]
-    )
-
-
-async def test_stale_training_without_a_correction_is_warned_of(tmp_path, caplog):
-    config = make_config(tmp_path, run__steps=1, algorithm__weight="none")
-    await play(config)
-    (warning,) = [r for r in caplog.records if "without a correction" in r.getMessage()]
-    assert warning.levelname == "WARNING"
 
 
 async def test_evaluations_run_before_between_and_after(tmp_path):

@@ -24,7 +24,6 @@ from slipstream.client.launch.checks import Stage, require
 from slipstream.client.launch.findings import CONTROLLER, Scene
 from slipstream.client.launch.placement import uses_gpus
 from slipstream.client.launch.preflight import free_port
-from slipstream.client.run_folder import hold_run_folder
 from slipstream.core.configuration.config_file import load_config
 from slipstream.core.errors import ConfigError
 from slipstream.protocol.access.security import Credentials, bind, create_server
@@ -315,20 +314,6 @@ def test_a_first_node_that_is_another_machine_is_named(site: Site) -> None:
     check_refused(result, "learner.master must be an address of this machine", "got 192.0.2.1:0")
 
 
-def test_a_second_controller_of_a_run_is_refused(site: Site) -> None:
-    with hold_run_folder(load_config(Path("config.toml"))):
-        result = run_command(*FIRST, cwd=site.folder)
-    check_refused(result, "is written by a run that goes on", "choose another run.name")
-
-
-def test_a_run_name_in_use_is_named(site: Site) -> None:
-    journal = site.folder / "run" / "journal" / "journal.log"
-    journal.parent.mkdir(parents=True)
-    journal.write_text("a record")
-    result = run_command(*FIRST, "run.resume=never", cwd=site.folder)
-    check_refused(result, "holds a run already; choose another run.name or remove the folder")
-
-
 def test_a_token_that_nobody_may_read_is_named(site: Site) -> None:
     token = site.folder / "token"
     token.write_text("x" * 40)
@@ -366,19 +351,6 @@ def test_shared_memory_that_is_too_small_for_gpus_is_named(site, monkeypatch):
         monkeypatch.setattr(machine, "SHARED_MEMORY", shm)
         with pytest.raises(ConfigError, match=r"^shared memory: 0\.1 GiB are free in .*: give 1"):
             asyncio.run(require(scene, Stage.PLACE))
-
-
-@pytest.mark.slow
-def test_a_folder_of_the_same_name_that_is_not_shared_is_named(site: Site) -> None:
-    if os.geteuid() != 0 or shutil.which("unshare") is None:
-        pytest.skip("mounting a folder needs root")
-    (site.folder / MARK).parent.mkdir(parents=True)
-    (site.folder / MARK).write_text(f'{{"run_id": "{RUN_ID}"}}')
-    own = f'mount -t tmpfs own {site.folder}/run && exec "$@"'
-    apart = ["unshare", "--mount", "sh", "-c", own, "sh"]
-    with answering(site, nothing):
-        result = start_plainly(site, SECOND, before=apart)
-    check_refused(result, "run.dir must be a folder that all nodes of the learner share")
 
 
 def test_the_doctor_of_a_role_needs_settings(site: Site) -> None:

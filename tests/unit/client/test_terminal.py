@@ -144,13 +144,6 @@ def test_a_run_outlives_the_reader_of_its_screen(kind: str, tmp_path: Path) -> N
     )
 
 
-def test_a_failure_that_no_terminal_shows_is_no_further_failure(tmp_path: Path) -> None:
-    with Path("/dev/full").open("w") as out, Path("/dev/full").open("w") as err:
-        display = Display(config_of(tmp_path), out=out, err=err)
-        display.fail("one")
-        display.tell("two")
-
-
 @pytest.mark.process
 def test_an_error_that_no_terminal_shows_keeps_its_exit_code() -> None:
     reader, writer = os.openpty()

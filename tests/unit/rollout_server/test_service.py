@@ -517,15 +517,6 @@ async def test_a_publish_during_generation_stamps_both_spans(server) -> None:
     assert stages.prepare_s > 0
 
 
-async def test_loading_reports_the_digests(server) -> None:
-    connection = await server.join(step=None)
-    version = trajectory_pb2.PolicyVersion(step=1)
-    receive(connection, "p", version=version)
-    report = await connection.publish_phase("p", fleet_pb2.PUBLISH_PHASE_LOADED)
-    assert list(report.bucket_digests) == [b"digest"]
-    assert not server.engine.running.is_set()
-
-
 def a_publish(digest: bytes) -> list[dict[str, object]]:
     """All that the controller says when it knows beforehand what will be loaded."""
     version = trajectory_pb2.PolicyVersion(step=6)
@@ -548,16 +539,6 @@ async def test_a_commit_that_comes_first_is_carried_out_when_all_is_loaded(serve
     assert server.engine.running.is_set()
     assert server.engine.version == PolicyVersion(0, 6)
     assert phases(connection) == [fleet_pb2.PUBLISH_PHASE_LOADED, fleet_pb2.PUBLISH_PHASE_SERVING]
-
-
-async def test_what_was_loaded_is_not_served_when_the_commit_has_other_digests(server) -> None:
-    connection = await server.join(step=5)
-    for message in a_publish(b"another"):
-        connection.send(**message)
-    report = await connection.publish_phase("p", fleet_pb2.PUBLISH_PHASE_FAILED)
-    assert report.message.startswith("the digests of the loaded buckets are not those")
-    assert not server.engine.running.is_set()
-    assert server.engine.version == PolicyVersion(0, 5)
 
 
 async def test_a_failure_is_reported_once_whatever_commit_follows(server) -> None:
