@@ -119,6 +119,7 @@ class FakeServer:
         self.unfinished: set[tuple[str, int]] = set()
         self.running: dict[str, asyncio.Task] = {}
         self.outbox: asyncio.Queue = asyncio.Queue()
+        self.welcomed = asyncio.Event()
         self.gate = asyncio.Event()
         self.gate.set()
         # The same for episodes of evaluations alone.
@@ -171,6 +172,8 @@ class FakeServer:
             yield message
 
     async def _beat(self) -> None:
+        # Like a real server: a message under way beside a refusal may hide its words.
+        await self.welcomed.wait()
         while True:
             await self.outbox.put(fleet_pb2.ServerMessage(heartbeat=self.report()))
             await asyncio.sleep(0.1)
@@ -179,6 +182,7 @@ class FakeServer:
         match message.WhichOneof("message"):
             case "welcome":
                 self.run_id = message.welcome.run_id
+                self.welcomed.set()
                 self.delivery_key = message.welcome.delivery_key
                 if self.queue_url:
                     from slipstream.extensions.redis.queue import RedisSender
