@@ -122,7 +122,7 @@ async def test_what_is_refused_fails_in_its_turn_with_one_line(tmp_path) -> None
             "learning_rate must be between 0 and"
             in (await client.step(learning_rate=-1.0))["error"]
         )
-        large = await client.send(client.passed([DATUM], "ppo") + bytes(MAX_BODY_BYTES))
+        large = await client.send(client.passed([DATUM], "x" * MAX_BODY_BYTES))
         assert "a request has at most 25165824 bytes, got" in (await client.result(large))["error"]
         # What is not finite is null in the SDK's JSON.
         infinite = await client.step(learning_rate=None)

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
 import logging
-import re
 import secrets
 import sys
 from collections import Counter
@@ -38,20 +36,18 @@ from slipstream.protocol.access.security import Credentials, call_metadata, open
 from slipstream.v1 import operations_pb2 as pb
 from slipstream.v1 import operations_pb2_grpc
 from starlette.responses import FileResponse
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 # Seconds for which an answer is held back until the operation has ended.
 HOLD_S = 20.0
 CALL_S = 30.0
 MAX_BODY_BYTES = 24 << 20
-# Most bytes of zstd that are unpacked to find whose turn a request that is too large has.
-MAX_UNPACKED_BYTES = 10 * MAX_BODY_BYTES
+# Most bytes of a larger request that are read, unpacked, to find whose turn it has.
+MAX_READ_BYTES = 4 * MAX_BODY_BYTES
 # Most requests of a key at once, of which a sample has one while it waits; the SDK is told to keep
 # below. Others are sent again.
 MAX_OPEN = 1536
 MAX_SAMPLES = 1024
-# What is kept of the end of a request that is too large.
-_END_BYTES = 64 << 10
 _READ_BYTES = 1 << 20
 _PREFIX = "/api/v1"
 _STATUS = {
@@ -64,8 +60,6 @@ _MALFORMED = (
     *(ArithmeticError, AttributeError, DecodeError, LookupError, RecursionError, TypeError),
     *(ProtocolError, ValueError),
 )
-# The members of JSON by which an operation has its turn; inside of a text their quotes are escaped.
-_MEMBER = re.compile(rb'"(model_id|session_id|seq_id|model_seq_id)":\s*("[^"\\]*"|\d+)')
 _JSON, _PROTOBUF = "application/json", "application/x-protobuf"
 
 Body: TypeAlias = dict[str, Any]
@@ -94,6 +88,16 @@ class Front:
         self._vocabulary = vocabulary_size(config)
         self._archives, self._samples = Archives(config), SampleStream(stub, metadata)
         self._open: Counter[str] = Counter()
+        name, lora = str(config.model.path), config.lora
+        # Each of several models has a rank of its own.
+        rank = None if lora.adapters else lora.rank or None
+        self._model: Body = {"base_model": name, "is_lora": bool(lora.rank), "lora_rank": rank}
+        supported = {
+            "model_name": name,
+            "max_context_length": config.sampling.max_episode_tokens,
+            "trainable": True,
+            "sampleable": True,
+        }
         self._at_once: Mapping[str, Callable[[Body], Body]] = {
             "client/config": lambda _: {"sample_max_concurrent_requests": MAX_SAMPLES},
             "client/dynamic_config": lambda _: {},
@@ -101,10 +105,13 @@ class Front:
             "telemetry": lambda _: {"status": "accepted"},
             "session_heartbeat": lambda _: {"type": "session_heartbeat"},
             "create_session": self._create_session,
-            "get_server_capabilities": self._capabilities,
+            "get_server_capabilities": lambda _: {"supported_models": [supported]},
             "get_info": self._info,
-            "weights_info": lambda _: self._model(),
-            "create_sampling_session": self._create_sampling_session,
+            "weights_info": lambda _: self._model,
+            "create_sampling_session": lambda body: {
+                "type": "create_sampling_session",
+                "sampling_session_id": operations.sampling_session(body, config),
+            },
         }
         self._orders: Mapping[str, Callable[[Body], pb.Operation]] = {
             "create_model": lambda body: operations.create_model(body, config),
@@ -123,17 +130,32 @@ class Front:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request of HTTP."""
-        headers = _headers(scope)
+        headers = {
+            name.decode("latin-1"): text.decode("latin-1") for name, text in scope["headers"]
+        }
         path, key = str(scope["path"]).removeprefix(f"{_PREFIX}/"), headers.get("x-api-key", "")
+        # Unlike one that a page in a browser was led to send, which has the page's own host.
+        is_here = headers.get("host", "").partition(":")[0] in (LOOPBACK, "localhost")
         # Their addresses are secret: whoever opens them has no key.
-        file = self._archives.file(path) if _is_here(headers) else None
-        if file is not None and await _send_file(file, scope, receive, send):
+        if is_here and (file := self._archives.file(path)):
+            await FileResponse(file)(scope, receive, send)
             return
         more: list[tuple[bytes, bytes]] = []
         self._open[key] += 1
         try:
-            answer = _refusal(headers, self._open[key])
-            status, kind, body = answer or await self._answer(path, scope, headers, receive)
+            encoding = headers.get("content-encoding", "zstd")
+            # Nor does a page send a key without the server's leave.
+            if not key.startswith("tml-") or not is_here:
+                cause = f"a request needs an api_key that begins with tml-, and {LOOPBACK}"
+                status, kind, body = _error(401, cause)
+            elif self._open[key] > MAX_OPEN:
+                cause = f"{MAX_OPEN} requests of this key are open already"
+                status, kind, body = _error(429, cause)
+            elif encoding != "zstd":
+                cause = f"a body is sent as it is, or in zstd, not in {encoding}"
+                status, kind, body = _error(415, cause)
+            else:
+                status, kind, body = await self._answer(path, scope, headers, receive)
         except _MALFORMED as error:
             status, kind, body = _error(400, _cause(error))
         except NotReady as error:
@@ -157,15 +179,14 @@ class Front:
         self, path: str, scope: Scope, headers: Mapping[str, str], receive: Receive
     ) -> Answer:
         async with asyncio.timeout(self._limit_s):
-            data, size = await _body(receive)
+            data = await _body(receive)
         if headers.get("content-encoding") == "zstd":
-            data, size = await asyncio.to_thread(_unpacked, data)
+            data = await asyncio.to_thread(_unpacked, data)
+        cause = _too_large(len(data)) if len(data) > MAX_BODY_BYTES else ""
         if path in ("forward_backward", "forward"):
-            return await self._pass(data, size)
-        if size > MAX_BODY_BYTES:
-            if path in self._orders:
-                return await self._submit(path, _members(data), _too_large(size))
-            raise Refused(_too_large(size))
+            request = wire_pb2.ForwardBackwardRequest.FromString(data)
+            turn = request.model_id, request.seq_id, "forward_backward"
+            return await self._submit(turn, lambda: operations.forward_backward(request), cause)
         if path.startswith(("training_runs", "checkpoints")) and scope["method"] == "GET":
             query = dict(parse_qsl(scope["query_string"].decode("latin-1")))
             address = f"http://{headers['host']}{_PREFIX}"
@@ -174,23 +195,32 @@ class Front:
         body: Body = json.loads(data) if data else {}
         if not isinstance(body, dict):
             raise Refused("a body is a JSON object")
-        return await self._call(path, body)
-
-    async def _call(self, path: str, body: Body) -> Answer:
-        if path.startswith("sessions/") and path.endswith("/finish"):
-            operation = operations.finish(path.split("/")[1])
-            await self._stub.Submit(operation, metadata=self._metadata, timeout=CALL_S)
-            return _json({})
-        if path.startswith("samplers/"):
-            return _json(self._sampler(path.partition("/")[2]))
+        if order := self._orders.get(path):
+            model = body.get("model_id") or operations.training_run(body)
+            turn = model, body.get("seq_id") or 0, path
+            return await self._submit(turn, lambda: order(body), cause)
+        if cause:
+            raise Refused(cause)
         if path in self._at_once:
             return _json(self._at_once[path](body))
-        if path in self._orders:
-            return await self._submit(path, body)
-        if path == "asample":
-            return await self._sample(body)
-        if path == "retrieve_future":
-            return await self._retrieve(str(body["request_id"]))
+        match path.split("/"):
+            case ["asample"]:
+                operation = operations.sample(body, self._config, self._vocabulary)
+                if cause := await self._samples.send(operation):
+                    return _error(429, cause)
+                names = [f"{operation.id}:{n}" for n in range(operation.sample.num_samples)]
+                return _json({"request_id": operation.id, "sample_sequence_ids": names})
+            case ["retrieve_future"]:
+                return await self._retrieve(str(body["request_id"]))
+            case ["samplers", *session]:
+                sampler = {"sampler_id": "/".join(session), "base_model": self._model["base_model"]}
+                weights = operations.weights_of(sampler["sampler_id"])
+                has_path = weights.startswith("tinker://")
+                return _json(sampler | ({"model_path": weights} if has_path else {}))
+            case ["sessions", session, "finish"]:
+                operation = operations.finish(session)
+                await self._stub.Submit(operation, metadata=self._metadata, timeout=CALL_S)
+                return _json({})
         return _error(404, f'{path} is not served; the guide "Your own loop" has what is')
 
     def _create_session(self, _: Body) -> Body:
@@ -206,80 +236,31 @@ class Front:
         name = f"s{secrets.token_hex(8)}"
         return {"type": "create_session", "session_id": name, "warning_message": told}
 
-    def _capabilities(self, _: Body) -> Body:
-        model = {
-            "model_name": str(self._config.model.path),
-            "max_context_length": self._config.sampling.max_episode_tokens,
-            "trainable": True,
-            "sampleable": True,
-        }
-        return {"supported_models": [model]}
-
-    def _model(self) -> Body:
-        name, lora = str(self._config.model.path), self._config.lora
-        # Each of several models has its own.
-        rank = None if lora.adapters else lora.rank or None
-        return {"base_model": name, "is_lora": bool(lora.rank), "lora_rank": rank}
-
     def _info(self, body: Body) -> Body:
-        model = self._model()
-        name = model["base_model"]
-        data = {"model_name": name, "tokenizer_id": name}
-        own = {"type": "get_info", "model_id": body["model_id"], "model_data": data}
-        return model | own | {"model_name": name}
+        name = self._model["base_model"]
+        own = {"type": "get_info", "model_id": body["model_id"], "model_name": name}
+        return self._model | own | {"model_data": {"model_name": name, "tokenizer_id": name}}
 
-    def _sampler(self, session: str) -> Body:
-        path = operations.weights_of(session)
-        model = {"sampler_id": session, "base_model": str(self._config.model.path)}
-        return model | ({"model_path": path} if path.startswith("tinker://") else {})
+    async def _submit(
+        self, turn: tuple[str, int, str], read: Callable[[], pb.Operation], cause: str
+    ) -> Answer:
+        """Submits what `read` returns, or, with a `cause`, what fails in the same turn.
 
-    def _create_sampling_session(self, body: Body) -> Body:
-        name = operations.sampling_session(body, self._config)
-        return {"type": "create_sampling_session", "sampling_session_id": name}
-
-    async def _pass(self, data: bytes, size: int) -> Answer:
-        is_cut, kind = size > MAX_BODY_BYTES, "forward_backward"
-        request = (_head if is_cut else wire_pb2.ForwardBackwardRequest.FromString)(data)
+        The SDK has counted it, and its later operations wait for their numbers.
+        """
         try:
-            if is_cut:
-                raise Refused(_too_large(size))
-            operation = operations.forward_backward(request)
-        except _MALFORMED as error:
-            operation = operations.refused(request.model_id, request.seq_id, kind, _cause(error))
-        return await self._future(operation)
-
-    async def _submit(self, path: str, body: Body, refusal: str = "") -> Answer:
-        try:
-            if refusal:
-                raise Refused(refusal)
-            operation = self._orders[path](body)
-        except _MALFORMED as error:
-            # It fails in its turn, for which later ones wait.
-            model = body.get("model_id") or operations.training_run(body)
-            number = body.get("seq_id") or 0
-            operation = operations.refused(model, number, path, _cause(error))
-        return await self._future(operation)
-
-    async def _future(self, operation: pb.Operation) -> Answer:
-        try:
+            if cause:
+                raise Refused(cause)
+            operation = read()
             await self._stub.Submit(operation, metadata=self._metadata, timeout=CALL_S)
-        except grpc.aio.AioRpcError as error:
-            if error.code() is not grpc.StatusCode.INVALID_ARGUMENT:
-                raise
-            # It fails in its turn: the SDK counts it, and later ones wait for their number.
-            kind = operation.id.rpartition(":")[2]
-            operation = operations.refused(
-                operation.stream, operation.number, kind, error.details() or ""
-            )
+        except (*_MALFORMED, grpc.aio.AioRpcError) as error:
+            if isinstance(error, grpc.aio.AioRpcError):
+                if error.code() is not grpc.StatusCode.INVALID_ARGUMENT:
+                    raise
+                cause = error.details() or ""
+            operation = operations.refused(*turn, cause or _cause(error))
             await self._stub.Submit(operation, metadata=self._metadata, timeout=CALL_S)
         return _json({"request_id": operation.id, "model_id": operation.stream})
-
-    async def _sample(self, body: Body) -> Answer:
-        operation = operations.sample(body, self._config, self._vocabulary)
-        if cause := await self._samples.send(operation):
-            return _error(429, cause)
-        names = [f"{operation.id}:{n}" for n in range(operation.sample.num_samples)]
-        return _json({"request_id": operation.id, "sample_sequence_ids": names})
 
     async def _retrieve(self, name: str) -> Answer:
         result = await self._samples.result(name, HOLD_S)
@@ -302,46 +283,6 @@ class Front:
         return _json(operations.answer(name, result))
 
 
-async def _send_file(file: Path, scope: Scope, receive: Receive, send: Send) -> bool:
-    """Answers with a file; returns False, and has sent nothing, if it was removed meanwhile."""
-    heads: list[Message] = []
-
-    async def send_when_open(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            heads.append(message)
-            return
-        while heads:
-            await send(heads.pop())
-        await send(message)
-
-    with contextlib.suppress(FileNotFoundError):
-        await FileResponse(file, stat_result=file.stat())(scope, receive, send_when_open)
-        return True
-    return False
-
-
-def _headers(scope: Scope) -> dict[str, str]:
-    return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-
-
-def _is_here(headers: Mapping[str, str]) -> bool:
-    """Whether a request is to this machine by name, unlike one that a page was led to send."""
-    return headers.get("host", "").partition(":")[0] in (LOOPBACK, "localhost")
-
-
-def _refusal(headers: Mapping[str, str], num_open: int) -> Answer | None:
-    """Returns why a request is refused before its body is read, or None."""
-    # A page in a browser can send neither: the first needs the server's leave, and the second
-    # has the page's own host.
-    if not headers.get("x-api-key", "").startswith("tml-") or not _is_here(headers):
-        return _error(401, f"a request needs an api_key that begins with tml-, and {LOOPBACK}")
-    if num_open > MAX_OPEN:
-        return _error(429, f"{MAX_OPEN} requests of this key are open already")
-    if (encoding := headers.get("content-encoding", "zstd")) != "zstd":
-        return _error(415, f"a body is sent as it is, or in zstd, not in {encoding}")
-    return None
-
-
 def _cause(error: Exception) -> str:
     is_told = isinstance(error, Refused | ProtocolError)
     return str(error) if is_told else f"the request is malformed: {error!r}"
@@ -351,65 +292,32 @@ def _too_large(size: int) -> str:
     return f"a request has at most {MAX_BODY_BYTES} bytes, got {size}"
 
 
-def _head(data: bytes) -> wire_pb2.ForwardBackwardRequest:
-    """Returns model and number of a pass that is too large: they come before its data."""
-    for end in range(min(len(data), 1024)):
-        with contextlib.suppress(DecodeError):
-            request = wire_pb2.ForwardBackwardRequest.FromString(data[:end])
-            if request.model_id and request.seq_id:
-                return request
-    raise Refused("a pass begins with its model and number")
-
-
-def _members(data: bytes) -> Body:
-    """Returns of JSON that is too large what says whose turn it is."""
-    found: Body = {}
-    for name, value in _MEMBER.findall(data):
-        found.setdefault(name.decode(), json.loads(value))
-    return found
-
-
-def _unpacked(data: bytes) -> tuple[bytes, int]:
-    """Returns what `_Kept` keeps of a body in zstd, and its size when unpacked."""
+def _unpacked(data: bytes) -> bytes:
     import pyarrow
 
-    kept = _Kept()
+    found = bytearray()
     try:
         with pyarrow.input_stream(pyarrow.py_buffer(data), compression="zstd") as stream:
             while part := stream.read(_READ_BYTES):
-                kept.add(part)
-                if kept.size > MAX_UNPACKED_BYTES:
-                    raise Refused(_too_large(kept.size))
+                found += part
+                if len(found) > MAX_READ_BYTES:
+                    raise Refused(_too_large(len(found)))
     except OSError as error:
         raise Refused(f"the body is no zstd: {error}") from error
-    return kept.data, kept.size
+    return bytes(found)
 
 
-async def _body(receive: Receive) -> tuple[bytes, int]:
-    """Returns what `_Kept` keeps of a request's bytes, and their number."""
-    kept = _Kept()
+async def _body(receive: Receive) -> bytes:
+    found = bytearray()
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise Refused("the client has gone")
-        kept.add(message.get("body", b""))
+        found += message.get("body", b"")
+        if len(found) > MAX_READ_BYTES:
+            raise Refused(_too_large(len(found)))
         if not message.get("more_body"):
-            return kept.data, kept.size
-
-
-class _Kept:
-    """The bytes of a body, or beginning and end of one that is too large."""
-
-    def __init__(self) -> None:
-        self._begin, self._end, self.size = bytearray(), b"", 0
-
-    def add(self, part: bytes) -> None:
-        self._begin += part[: MAX_BODY_BYTES - len(self._begin)]
-        self._end, self.size = (self._end + part)[-_END_BYTES:], self.size + len(part)
-
-    @property
-    def data(self) -> bytes:
-        return bytes(self._begin) + (self._end if self.size > MAX_BODY_BYTES else b"")
+            return bytes(found)
 
 
 def _json(body: Mapping[str, Any]) -> Answer:
