@@ -102,6 +102,8 @@ _BLOCK = re.compile(
     r"(?:^([ \t]*)|(?<=[^\s>] )(?=`{3,}py))(`{3,}+|~{3,}+)[^\n`]*\n(.*?)(?:^(?:\1| {0,3})\2|\Z)",
     re.DOTALL | re.MULTILINE,
 )
+# The first line of code in a text without blocks.
+_CODE_BEGINS = re.compile(r"^(?:@|(?:async )?def |class |from \S+ import |import )", re.MULTILINE)
 # The mark of a quotation before each of its lines.
 _QUOTED = re.compile(r"^> ?", re.MULTILINE)
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
@@ -222,7 +224,7 @@ def code_of(reply: str, names: Iterable[str] = ()) -> str:
     blocks = [textwrap.dedent(block) for _, _, block in found]
     if not blocks:
         tagged = _TAGGED.findall(reply)
-        return tagged[-1][1] if tagged else reply
+        return tagged[-1][1] if tagged else _without_prose(reply)
     pairs = [names_in(block) for block in blocks]
     needed, known, taken = set(names), set(dir(builtins)), set[int]()
     # A helper may stand below what uses it.
@@ -232,6 +234,25 @@ def code_of(reply: str, names: Iterable[str] = ()) -> str:
         known |= defined
         needed = (needed | used) - known
     return "\n".join(blocks[at] for at in sorted(taken or {len(blocks) - 1}))
+
+
+def _without_prose(text: str) -> str:
+    """Returns the code in a text without blocks, or the text if it is code or none is found."""
+    starts = [found.start() for found in _CODE_BEGINS.finditer(text)]
+    for start in (0, *starts[:_MAX_WRAPPERS]):
+        code = text[start:]
+        try:
+            ast.parse(code)
+        except SyntaxError as error:
+            # Prose may stand behind the code.
+            code = "".join(code.splitlines(keepends=True)[: (error.lineno or 1) - 1])
+            if names_in(code)[0]:
+                return code
+        except (ValueError, RecursionError, MemoryError):
+            return text
+        else:
+            return code
+    return text
 
 
 def names_in(code: str) -> tuple[set[str], set[str]]:

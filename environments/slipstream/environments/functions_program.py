@@ -97,6 +97,7 @@ def decode(words: Iterator[str]) -> Value:
 # The views of a dictionary, and further types with their modules.
 _VIEWS = {type({}.keys()): "k", type({}.values()): "v", type({}.items()): "p"}
 _FOUND_IN = {"deque": "collections", "Fraction": "fractions", "Decimal": "decimal"}
+_FOUND_IN |= dict.fromkeys(("date", "time", "datetime"), "datetime")
 _ALONE: dict[str, Callable[[str], Value]] = {
     "N": lambda _: None,
     "T": lambda _: True,
@@ -117,10 +118,15 @@ _OF_ITEMS: dict[str, Callable[[list[Value]], Value]] = {
     "k": lambda items: dict.fromkeys(items).keys(),
     "v": lambda items: dict(enumerate(items)).values(),
     "p": lambda items: dict(items).items(),
-    "m": lambda items: getattr(__import__(_FOUND_IN[items[0]]), items[0])(items[1]),
+    "m": lambda items: _made(*items),
     "I": iter,
     "C": lambda items: _awaited(items[0]),
 }
+
+
+def _made(name: Value, given: Value) -> Value:
+    kind = getattr(__import__(_FOUND_IN[name]), name)
+    return getattr(kind, "fromisoformat", kind)(given)
 
 
 async def _awaited(value: Value) -> Value:

@@ -194,6 +194,10 @@ class Columns:
         named = f"{where}: column {self.question!r}"
         asked = cell_in(row, self.question, where)
         messages = messages_in(asked.strip() if isinstance(asked, str) else asked, named)
+        for unread in {"tools", "images"} - {self.question, self.answer}:
+            if row.get(unread) not in (None, "", "[]", [], {}):
+                how = "no model sees it; if a judge alone reads it, name it otherwise"
+                raise ConfigError(f"{where}: column {unread!r} is not read: {how}")
         check_system(self.system, messages, named)
         if messages[-1].role == "assistant":
             raise ConfigError(f"{named} ends with a reply: the model is to give it")

@@ -189,8 +189,9 @@ class Questions(Asked):
             metrics = {"readable": verdict.readable, "judge_timeout": verdict.timed_out}
         elif self._judge == "exact":
             right = bare(answer) == bare(given) and not other_money(given, answer)
-            if isinstance(self.question.value, int | float | Decimal):
-                right = right or number_of(bare(given)) == self.question.value
+            if isinstance(value := self.question.value, int | float | Decimal):
+                value = float(value) if isinstance(value, Decimal) else value
+                right = right or number_of(bare(given)) == value
         else:
             right = contains(given, answer)
         return StepResult(float(right), metrics={"right": right, **metrics})

@@ -114,6 +114,7 @@ async def test_values_of_all_kinds_travel_both_ways(tmp_path: Path) -> None:
         "__import__('collections').deque([1, 2])",
         "__import__('fractions').Fraction(-1, 3)",
         "__import__('decimal').Decimal('1.50')",
+        "__import__('datetime').date(2024, 2, 29)",
     )
     tests = [f"assert same({value}) == {value}" for value in values]
     tests += [f"assert type(same({value})) == type({value})" for value in values]

@@ -1,5 +1,6 @@
 import asyncio
 import json
+from decimal import Decimal
 from pathlib import Path
 
 import psutil
@@ -107,6 +108,13 @@ def test_messages_that_cannot_be_asked_are_refused(tmp_path: Path, prompt, setti
     assert said in text
 
 
+async def test_a_decimal_is_the_number_that_it_writes() -> None:
+    environment = Questions([{"question": "q", "answer": Decimal("18.90")}], judge="exact")
+    environment.reset(environment.tasks()[0])
+    earned = [(await environment.step(reply)).reward for reply in ("18.9", "18.90", "18.91")]
+    assert earned == [1.0, 1.0, 0.0]
+
+
 @pytest.mark.parametrize("write", [json_lines, parquet])
 async def test_a_number_is_a_number_whatever_a_file_makes_of_it(tmp_path: Path, write):
     rows = [{"question": f"q{n}", "answer": n} for n in (72.0, 0.1, 1e21)]
@@ -164,6 +172,8 @@ def test_a_time_that_python_cannot_hold_is_one_line(tmp_path: Path):
         ('{"question": "q", "answer": 1e400}', "must hold a finite number, got inf"),
         ('{"question": "q \\ud800", "answer": "1"}', "must be UTF-8, but line 1 is not"),
         ('{"question": true, "answer": "1"}', "must hold a text or a number, got True"),
+        ('{"question": "q", "answer": "1", "tools": [{"type": "x"}]}', "'tools' is not read"),
+        ('{"question": "<image>?", "answer": "1", "images": ["a.png"]}', "'images' is not read"),
         (
             """{"question": "array([{'role': 'user', 'content': 'a'}])", "answer": "1"}""",
             "looks like a list, but cannot be read",
