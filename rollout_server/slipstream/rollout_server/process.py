@@ -52,7 +52,7 @@ def import_engine(config: Config) -> None:
     Ends this process with code NOT_STARTED if that exceeds `rollout_server.start_timeout_s`.
     """
     on_cpu = is_cpu_build()
-    os.environ.update(engine_environment(config, on_cpu=on_cpu))
+    set_engine_environment(config, on_cpu=on_cpu)
     with limited_start(config.rollout_server.start_timeout_s), without_collections():
         for name in ("vllm.engine", "episodes.renderer", "service"):
             importlib.import_module(f"slipstream.rollout_server.{name}")
@@ -60,6 +60,14 @@ def import_engine(config: Config) -> None:
         if on_cpu:
             # The engine would import this module at its start.
             importlib.import_module("vllm.v1.worker.cpu_worker")
+
+
+def set_engine_environment(config: Config, *, on_cpu: bool) -> None:
+    """Sets the environment variables that vLLM reads when it is imported."""
+    # For a service named vllm, Kubernetes writes an address where vLLM expects a port.
+    if "://" in os.environ.get("VLLM_PORT", ""):
+        del os.environ["VLLM_PORT"]
+    os.environ.update(engine_environment(config, on_cpu=on_cpu))
 
 
 def engine_environment(config: Config, *, on_cpu: bool) -> dict[str, str]:

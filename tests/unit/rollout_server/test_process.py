@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 
@@ -8,6 +9,7 @@ from slipstream.core.machine.process import kernel_oom_kills
 from slipstream.rollout_server.process import (
     describe_engine_death,
     engine_environment,
+    set_engine_environment,
 )
 from support.fakes.small_configs import small_config
 from support.rigs.waiting import LIMIT_S
@@ -107,6 +109,15 @@ def test_products_of_float32_keep_their_bits_on_a_gpu() -> None:
 def test_the_engine_on_a_cpu_compiles_where_it_is_asked_for() -> None:
     compiled = small_config(rollout_server={"enforce_eager": False})
     assert "TORCHDYNAMO_DISABLE" not in engine_environment(compiled, on_cpu=True)
+
+
+@pytest.mark.parametrize(("port", "kept"), [("tcp://10.0.0.1:8000", None), ("8000", "8000")])
+def test_an_address_of_kubernetes_is_no_port_of_vllm(monkeypatch, port, kept) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("os.environ", {**os.environ, "VLLM_PORT": port})
+        set_engine_environment(small_config(), on_cpu=True)
+        assert os.environ.get("VLLM_PORT") == kept
+        assert os.environ["VLLM_NO_USAGE_STATS"] == "1"
 
 
 def test_vllm_logs_at_the_users_level(monkeypatch: pytest.MonkeyPatch) -> None:

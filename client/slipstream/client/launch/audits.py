@@ -34,7 +34,7 @@ from slipstream.core.settings.config import Config
 from slipstream.core.template_values import values_json
 
 # Seconds in which replies are played to an environment.
-PLAYED_S = 15.0
+PLAYED_S = 18.0
 
 
 class Report(TypedDict):

@@ -11,6 +11,7 @@ import contextlib
 import errno
 import fcntl
 import glob
+import itertools
 import os
 import re
 import shutil
@@ -61,6 +62,8 @@ def _no_file(path: Path) -> OSError:
 
 # A unix socket's path has at most 107 bytes on Linux; this leaves room.
 MAX_SOCKET_PATH_BYTES = 100
+# What is left of it for the temporary folder, in which vLLM's names of sockets have 37 bytes.
+_MAX_TEMPORARY_BYTES = MAX_SOCKET_PATH_BYTES - 40
 Kind = Literal["sockets", "sandbox", "agent"]
 _NAME = re.compile(r"slipstream-(sockets|sandbox|agent)-[a-z0-9_]{8}")
 
@@ -71,7 +74,8 @@ class OwnedFolder:
     def __init__(self, kind: Kind) -> None:
         """Makes the folder. On a file system without locks it stays if this process is killed."""
         while True:
-            self.path = Path(tempfile.mkdtemp(prefix=f"slipstream-{kind}-"))
+            folder = _folder_of_sockets() if kind == "sockets" else None
+            self.path = Path(tempfile.mkdtemp(prefix=f"slipstream-{kind}-", dir=folder))
             # Another process may find the folder before it is locked, and remove it.
             with contextlib.suppress(FileNotFoundError):
                 self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
@@ -89,7 +93,9 @@ class OwnedFolder:
 def remove_abandoned() -> None:
     """Removes this user's folders whose owner process has ended, and no other folders."""
     # `glob` finds nothing in a temporary folder that nobody can list.
-    for path in map(Path, glob.glob(f"{glob.escape(tempfile.gettempdir())}/slipstream-*")):
+    folders = {tempfile.gettempdir(), _folder_of_sockets()}
+    found = [glob.glob(f"{glob.escape(folder)}/slipstream-*") for folder in folders]
+    for path in map(Path, itertools.chain.from_iterable(found)):
         if _NAME.fullmatch(path.name) is None:
             continue
         try:
@@ -110,6 +116,13 @@ def remove_abandoned() -> None:
             _remove(path)
         finally:
             os.close(folder)
+
+
+def _folder_of_sockets() -> str:
+    """Returns the temporary folder, or /tmp if the paths of sockets in it were too long."""
+    folder = tempfile.gettempdir()
+    is_long = len(os.fsencode(folder)) > _MAX_TEMPORARY_BYTES
+    return "/tmp" if is_long and os.access("/tmp", os.W_OK) else folder  # noqa: S108
 
 
 def _remove(path: Path) -> None:

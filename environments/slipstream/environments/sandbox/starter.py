@@ -77,6 +77,8 @@ def main(arguments: Sequence[str]) -> None:
 
 def _keep(starter: int, asked: int, stdin: int, stdout: int, stderr: int, cause: int) -> NoReturn:
     """Becomes the keeper of the program that the file `asked` describes."""
+    # Keeper and launcher end too soon for a collection to be worth its time.
+    gc.disable()
     try:
         os.setsid()
         die_with_parent(signal.SIGTERM)

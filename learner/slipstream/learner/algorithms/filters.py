@@ -1,5 +1,6 @@
 """The built-in filters, which choose the groups that are trained: pure functions."""
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -17,7 +18,8 @@ def unequal_rewards(group: Sequence[RewardedEpisode]) -> bool:
     Source: dynamic sampling of DAPO (arXiv:2503.14476, section 3.2), which leaves out groups of
     equal rewards.
     """
-    rewards: dict[str, set[float]] = defaultdict(set)
+    rewards: dict[str, list[float]] = defaultdict(list)
     for episode in group:
-        rewards[episode.side].add(episode.reward)
-    return any(len(different) > 1 for different in rewards.values())
+        rewards[episode.side].append(episode.reward)
+    # Sums of the same numbers in another order differ in their last bits.
+    return any(not math.isclose(min(side), max(side), abs_tol=1e-12) for side in rewards.values())

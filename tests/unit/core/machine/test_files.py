@@ -105,11 +105,25 @@ signal.pause()
 
 
 @pytest.fixture
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    folder = tmp_path / "temporary"
-    folder.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    yield folder
+def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    # A short path: in a longer one are no sockets.
+    with tempfile.TemporaryDirectory(prefix="t") as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield Path(folder)
+
+
+def test_sockets_have_short_paths_whatever_the_temporary_folder_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = tmp_path / ("x" * 67)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    for kind, is_short in (("sockets", True), ("sandbox", False)):
+        folder = OwnedFolder(kind)
+        assert (folder.path.parent != long) is is_short
+        assert not is_short or len(os.fsencode(folder.path)) < 63
+        folder.close()
+        assert not folder.path.exists()
 
 
 def test_a_folder_is_private_and_is_removed(temporary: Path) -> None:
@@ -158,7 +172,7 @@ def test_only_folders_of_this_kind_are_removed(temporary: Path, tmp_path: Path) 
 def test_a_folder_that_is_removed_before_it_is_locked_is_made_anew(temporary, monkeypatch):
     made: list[str] = []
 
-    def make(prefix: str) -> str:
+    def make(prefix: str, **_: object) -> str:
         made.append(str(temporary / f"{prefix}{len(made):08d}"))
         os.mkdir(made[-1], 0o700)
         if len(made) == 1:

@@ -335,6 +335,13 @@ def test_overlong_penalty_rises_linearly_over_the_last_tokens(tokens: int, penal
     assert overlong([episode], penalty=1.0, cache_tokens=4) == [-penalty]
 
 
+def test_sums_in_another_order_are_equal_rewards() -> None:
+    for other, differs in ((0.3 + 0.2 + 0.1, False), (0.6 + 1e-6, True)):
+        group = [trajectory(0.1 + 0.2 + 0.3), trajectory(other)]
+        assert group[0].reward != group[1].reward
+        assert has_variance(group, config()) is differs
+
+
 def test_reward_is_the_environments_without_a_penalty() -> None:
     assert shaped(trajectory(0.7, reply=10), config()) == {"": 0.7}
 
