@@ -64,7 +64,7 @@ def import_engine(config: Config) -> None:
 
 def set_engine_environment(config: Config, *, on_cpu: bool) -> None:
     """Sets the environment variables that vLLM reads when it is imported."""
-    # For a service named vllm, Kubernetes writes an address where vLLM expects a port.
+    # Kubernetes writes the address of a service named vllm where vLLM reads the number of a port.
     if "://" in os.environ.get("VLLM_PORT", ""):
         del os.environ["VLLM_PORT"]
     os.environ.update(engine_environment(config, on_cpu=on_cpu))

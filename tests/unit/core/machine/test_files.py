@@ -106,7 +106,7 @@ signal.pause()
 
 @pytest.fixture
 def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    # A short path: in a longer one are no sockets.
+    # Sockets are not made in a longer path.
     with tempfile.TemporaryDirectory(prefix="t") as folder:
         monkeypatch.setattr(tempfile, "tempdir", folder)
         yield Path(folder)
