@@ -120,6 +120,7 @@ class FakeServer:
         self.running: dict[str, asyncio.Task] = {}
         self.outbox: asyncio.Queue = asyncio.Queue()
         self.welcomed = asyncio.Event()
+        self.put_limit_s = 60.0
         self.gate = asyncio.Event()
         self.gate.set()
         # The same for episodes of evaluations alone.
@@ -372,7 +373,7 @@ class FakeServer:
 
     async def _put(self, trajectory_id: str, data: bytes) -> None:
         tokens = self.delivering[trajectory_id]
-        await self.sender.put(trajectory_id, data, timeout_s=60, tokens=tokens)
+        await self.sender.put(trajectory_id, data, timeout_s=self.put_limit_s, tokens=tokens)
         del self.delivering[trajectory_id]
         self.delivered.append((trajectory_id, data))
 
