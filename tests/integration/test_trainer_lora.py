@@ -29,7 +29,7 @@ NUM_LAYERS = 2
 NUM_ADAPTED = NUM_LAYERS * 7
 
 
-pytestmark = [pytest.mark.long_but("one", "tp2"), pytest.mark.usefixtures("one_thread")]
+pytestmark = [pytest.mark.long_but("one"), pytest.mark.usefixtures("one_thread")]
 
 
 def run_jobs(pool: RankPool, folder: Path, jobs: Iterable[str]) -> dict[str, dict]:

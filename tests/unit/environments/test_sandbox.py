@@ -139,6 +139,7 @@ ENDED = {
 }
 
 
+@pytest.mark.long
 async def test_a_program_at_a_limit_is_ended_and_the_limit_named(backend: str) -> None:
     # Side by side: most of them wait for a second.
     found = await asyncio.gather(

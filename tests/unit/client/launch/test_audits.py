@@ -49,6 +49,7 @@ def row(answer: str, *messages: tuple[str, str]) -> dict:
     return {"prompt": prompt, "answer": answer}
 
 
+@pytest.mark.long
 async def test_prompts_are_counted_and_what_the_template_leaves_out_is_told(asking, capsys):
     rows = [
         row("a", ("user", "b c")),

@@ -229,6 +229,7 @@ async def test_who_waits_behind_a_hanging_episode_is_not_blamed(impatient) -> No
         session.close()
 
 
+@pytest.mark.long
 async def test_a_task_that_was_in_a_call_when_its_worker_ended_runs_alone_until_it_passes(hosted):
     await hosted.loaded("Exiting")
     dying, bystander = await hosted.open("Exiting", "a"), await hosted.open("Exiting", "b", 1)
@@ -262,6 +263,7 @@ async def test_a_task_that_was_in_a_call_when_its_worker_ended_runs_alone_until_
     beside.close()
 
 
+@pytest.mark.long
 async def test_an_episode_that_leaves_while_it_waits_for_a_worker_of_its_own_holds_up_nobody(
     hosted,
 ) -> None:
