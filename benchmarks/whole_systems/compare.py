@@ -1,4 +1,4 @@
-"""Trained tokens per second of whole systems on the same work: ours beside TRL's.
+"""Trained tokens per second of whole systems on the same work: ours beside TRL's and prime-rl.
 
 A run of each has the same model with random weights, prompts of 128 tokens, group and batch size,
 and forced lengths of replies: 512 tokens first, then lognormal with a coefficient of variation of
@@ -22,7 +22,7 @@ cache in FP8, `ours-bits` with `algorithm.agreement = "bits"`. `ours-off`, `ours
 `ours-sleep` have that value of `controller.turns`. `ours-both` has a second rollout server, on the
 learner's GPU. `ours-defaults` leaves micro batches, episodes, threads and memory to the run, and
 must be the only system. These words go together: `ours-both-kv8-off`. TRL 1.16 with datasets,
-accelerate and Liger must be importable (`--peer-path`).
+accelerate and Liger, or prime-rl with all that it imports, must be importable (`--peer-path`).
 
 Prints one table; benchmarks/results/whole-systems-GPUS.json is written after every system.
 """
@@ -39,7 +39,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,6 +70,7 @@ from benchmarks.whole_systems.work import NO_SEEDS, Work
 NAME = "whole-systems"
 # The work has 150,000 words; families have smaller vocabularies elsewhere.
 QWEN_VOCAB = 151936
+PEERS = ("trl-async", "prime-rl")
 # What may follow `ours`, with hyphens between.
 WORDS = {"bits", "fp8", "kv8", "both", "defaults", "off", "pause", "sleep"}
 
@@ -106,19 +107,30 @@ class Benchmark:
             run = [sys.executable, "-m", "slipstream.client.cli", "run", str(config)]
             system.start(run, self.device_environ(*range(max(2, self.arguments.gpus))))
             return system
+        if name == "prime-rl":
+            sizes = {"kv-gib": self.arguments.kv_gib, "memory": self.arguments.memory}
+            command = self.peer_command("prime", system, sizes)
+            environ = self.peer_environ(work, 0, 1)
+            # vLLM's own routes for weights would be asked in place of prime-rl's.
+            del environ["VLLM_SERVER_DEV_MODE"]
+            system.start(command, environ)
+            return system
         port = free_port()
         system.url = f"http://127.0.0.1:{port}"
         serve = server_command(self.arguments, system, self.model, port)
         system.start(serve, self.peer_environ(work, 1))
-        command = program("whole_systems.trl")
-        files = {"model": self.model, "rows": system.rows_path, "asked": system.asked}
-        sizes = {"gate": system.gate, "sequences": self.arguments.sequences, "url": system.url}
-        sizes |= {"group": self.arguments.group}
-        sizes |= {"staleness": ahead, "inflight": self.arguments.episodes}
-        for key, value in {**files, **sizes, "micro": self.arguments.peer_micro}.items():
-            command += [f"--{key}={value}"]
+        sizes = {"url": system.url, "inflight": self.arguments.episodes}
+        command = self.peer_command("trl", system, {**sizes, "micro": self.arguments.peer_micro})
         system.start([*command, *(["--cpu"] if self.on_cpu else [])], self.peer_environ(work, 0))
         return system
+
+    def peer_command(self, module: str, system: System, more: Mapping[str, Any]) -> list[str]:
+        """Returns the command of a peer's program, which `module` of this folder is."""
+        files = {"model": self.model, "rows": system.rows_path, "asked": system.asked}
+        sizes = {"gate": system.gate, "sequences": self.arguments.sequences}
+        sizes |= {"group": self.arguments.group, "staleness": system.ahead}
+        words = [f"--{key}={value}" for key, value in {**files, **sizes, **more}.items()]
+        return [*program(f"whole_systems.{module}"), *words]
 
     @property
     def on_cpu(self) -> bool:
@@ -131,12 +143,12 @@ class Benchmark:
             return {"OMP_NUM_THREADS": "1"}
         return {"CUDA_VISIBLE_DEVICES": visible(gpus if self.arguments.gpus > 1 else [0])}
 
-    def peer_environ(self, work: Work, gpu: int) -> dict[str, str]:
-        """Returns the variables of a program of TRL's on this GPU."""
+    def peer_environ(self, work: Work, *gpus: int) -> dict[str, str]:
+        """Returns the variables of a peer's program on these GPUs."""
         paths = [self.arguments.peer_path, str(ROOT), os.environ.get("PYTHONPATH", "")]
         environ = {
             **work.environ(),
-            **self.device_environ(gpu),
+            **self.device_environ(*gpus),
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
             "VLLM_SERVER_DEV_MODE": "1",
             "HF_HUB_OFFLINE": "1",
@@ -235,10 +247,11 @@ def benchmark(arguments: argparse.Namespace, folder: Path) -> None:
 def known(name: str) -> str:
     """Returns the name of a system; ArgumentTypeError if there is none of that name."""
     first, *words = name.split("-")
-    if name == "trl-async" or first == "ours" and set(words) <= WORDS:
+    if name in PEERS or first == "ours" and set(words) <= WORDS:
         return name
     words = ", ".join(sorted(WORDS))
-    raise argparse.ArgumentTypeError(f"{name!r} must be trl-async, or ours with words of {words}")
+    peers = " or ".join(PEERS)
+    raise argparse.ArgumentTypeError(f"{name!r} must be {peers}, or ours with words of {words}")
 
 
 def main() -> None:
@@ -266,7 +279,7 @@ def main() -> None:
     parser.add_argument("--kv-gib", type=int, default=24, help="of it for each KV cache")
     parser.add_argument("--micro-tokens", type=int, default=32768, help="of our micro batches")
     parser.add_argument("--peer-micro", type=int, help="sequences; 32, on a CPU 4")
-    parser.add_argument("--peer-path", default="", help="folder that holds TRL")
+    parser.add_argument("--peer-path", default="", help="folders that hold the peers")
     parser.add_argument("--folder", type=Path, help="of models, runs and logs; a temporary one")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()

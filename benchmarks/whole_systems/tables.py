@@ -86,7 +86,7 @@ def table_of(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
         peers = [
             speeds[other].median
             for other in speeds
-            if other.startswith("trl") and other.endswith(f", {lengths}")
+            if not other.startswith("ours") and other.endswith(f", {lengths}")
         ]
         ratio = ""
         if name.startswith("ours") and peers:

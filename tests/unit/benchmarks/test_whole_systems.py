@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import json
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 from slipstream.core.configuration.config_file import parse_config
 
+from benchmarks.whole_systems import prime
 from benchmarks.whole_systems.compare import known
 from benchmarks.whole_systems.setup import System, our_config
 from benchmarks.whole_systems.tables import fewest_fixed_steps, figures, table_of, windows
@@ -116,7 +118,9 @@ def test_the_words_of_a_system_are_settings_of_its_run(name, settings, tmp_path)
 
 
 def test_a_system_of_an_unknown_word_is_refused() -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match="'ours-fast' must be trl-async"):
+    with pytest.raises(
+        argparse.ArgumentTypeError, match="'ours-fast' must be trl-async or prime-rl"
+    ):
         known("ours-fast")
 
 
@@ -163,3 +167,40 @@ async def test_the_first_episode_of_a_process_is_a_trial_and_does_not_wait(tmp_p
     await environment.reset(1)
     assert asked.exists()
     assert environment.max_reply_tokens == 7
+
+
+def test_a_step_of_prime_rl_lasts_from_its_trainers_last_line_to_the_next() -> None:
+    def trained(step: int, time: float) -> str:
+        times = {"time/forward_backward": 1.0, "time/wait_for_batch": 2.0}
+        times |= {"time/broadcast_weights": 0.5, "time/step": 3.5}
+        return json.dumps({"step": step, "time": time, **times})
+
+    def collected(step: int, tokens: int) -> str:
+        return json.dumps({"step": step, "progress/output_tokens": tokens, "time/step": 9.0})
+
+    lines = [collected(1, 300), trained(1, 10.0), trained(2, 14.0), collected(2, 400)]
+    parts = {"training_s": 1.0, "waiting_s": 2.0, "publish_s": 0.5}
+    # The orchestrator has not told the tokens of step 3.
+    assert prime.complete([*lines, trained(3, 20.0)]) == [
+        {"step": 1, "step_s": 3.5, "trained_tokens": 300, **parts},
+        {"step": 2, "step_s": 4.0, "trained_tokens": 400, **parts},
+    ]
+
+
+def test_prime_rl_gets_the_work_and_its_bound_and_no_offloading(tmp_path: Path) -> None:
+    sizes = {"sequences": 64, "group": 8, "staleness": 2, "micro_tokens": 256, "kv_gib": 1}
+    more = {"memory": 0.3, "attention": "flash_attention_4", "as_shipped": False}
+    arguments = argparse.Namespace(model=tmp_path, **sizes, **more)
+    found = prime.settings(arguments, Work(fixed=0, prompt_words=126), tmp_path)
+    orchestrator, model = found["orchestrator"], found["trainer"]["model"]
+    assert orchestrator["batch_size"] == 64
+    assert orchestrator["group_size"] == 8
+    assert orchestrator["max_off_policy_steps"] == 2
+    # No sequence is cut: a micro batch holds the longest.
+    assert model["seq_len"] == orchestrator["seq_len"] == 1024 + 128
+    assert model["optim_cpu_offload"] is False
+    arguments.as_shipped = True
+    assert set(prime.settings(arguments, Work(fixed=0), tmp_path)["trainer"]["model"]) == {
+        "attn",
+        "seq_len",
+    }
