@@ -99,7 +99,7 @@ async def test_one_error_is_one_line_with_its_number(tmp_path, monkeypatch, caps
     (tmp_path / "failing.py").write_text(code)
     monkeypatch.chdir(tmp_path)
     for name, said, number in (
-        ("Fails", "ValueError: no ", 24),
+        ("Fails", "ValueError: no ", 27),
         ("Large", "Verdict.reward must be between -1e+06 and 1e+06, got 1e+30", 6),
     ):
         reference = f"failing:{name}"
