@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 
 import grpc
 import grpc.aio
@@ -99,8 +99,13 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
         async with self._lock:
             if request.id in self._entries:
                 return ""
-            if cause := self._flood(request):
-                return cause
+            session = request.stream.partition(":")[0]
+            number = sum(stream.partition(":")[0] == session for stream, _ in self._waiting)
+            if number >= MAX_WAITING:
+                return (
+                    f"{number} requests of session {session} wait already: send more when some are "
+                    "done"
+                )
             place, self._num_stored = self._num_stored, self._num_stored + 1
             await asyncio.to_thread(self._store.write, place, request)
             entry = Entry(request, place)
@@ -108,14 +113,6 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
             self._entries[request.id] = entry
             self._run.signal.notify()
         return ""
-
-    def _flood(self, request: pb.Operation) -> str:
-        """Returns why the client of `request` must wait, or "" if it need not."""
-        session = request.stream.partition(":")[0]
-        number = sum(stream.partition(":")[0] == session for stream, _ in self._waiting)
-        if number < MAX_WAITING:
-            return ""
-        return f"{number} requests of session {session} wait already: send more when some are done"
 
     async def Sample(  # noqa: N802
         self, request_iterator: AsyncIterator[pb.Operation], context: CallContext
@@ -174,7 +171,17 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
                         result.adapter.CopyFrom(formed.adapter)
                     result.metrics.update(history.metrics)
                     self._store_end(entry)
-        self._take_up([entry for entry in entries if entry.result.is_done])
+        # Models, in the order in which they came.
+        done = [entry for entry in entries if entry.result.is_done]
+        by_number = sorted(done, key=lambda one: one.operation.number)
+        for first in done:
+            if first.kind == "finish":
+                self._models.finish(first)
+            elif first.operation.number == 0 and not first.result.error:
+                model = self._models.take(first.operation.stream, first.result.adapter)
+                for entry in by_number:
+                    if entry.operation.stream == model.stream:
+                        self._note_end(model, entry)
         for entry in entries:
             if entry.ended.is_set():
                 # A client that was not told of it asks soon.
@@ -189,18 +196,6 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
                     self._models.take(entry.operation.stream, formed.adapter)
             else:
                 self._queue(entry)
-
-    def _take_up(self, done: Sequence[Entry]) -> None:
-        """Takes over the models whose operations are `done`, in the order in which they came."""
-        by_number = sorted(done, key=lambda one: one.operation.number)
-        for first in done:
-            if first.kind == "finish":
-                self._models.finish(first)
-            elif first.operation.number == 0 and not first.result.error:
-                model = self._models.take(first.operation.stream, first.result.adapter)
-                for entry in by_number:
-                    if entry.operation.stream == model.stream:
-                        self._note_end(model, entry)
 
     def _given_of(self, batch: RecordedBatch | None) -> trainer_pb2.GivenStep:
         """Returns the order that a batch carries out, an empty one without its file."""
@@ -265,12 +260,24 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
                 # It waits for its turn, so it is not silent.
                 model.touch()
         entry = self._first.pop(0)
-        if cause := self._refusal(entry):
+        operation, version = entry.operation, self._progress.version.step
+        newest, cause = self._models.newest(operation.load.name), ""
+        if entry.kind not in ("begin", "load", "refused"):
+            cause = f"{operation.id} has number 0, which is that of a model's beginning"
+        elif entry.kind == "begin" and version and not self._models.are_several:
+            cause = (
+                f"the model was trained for {version} steps already: load a saved state, or start "
+                "a run with another run.name"
+            )
+        elif entry.kind == "load":
+            cause = self._unloadable(operation.load.name)
+        if not cause and newest is None:
+            cause = operation.refused.cause or self._models.refusal()
+        if cause:
             self._fail(entry, cause)
         else:
-            operation = entry.operation
             adapter = operation.begin.adapter
-            if newest := self._models.newest(operation.load.name):
+            if newest is not None:
                 adapter, entry.is_made = newest.adapter, True
             elif entry.kind == "load" and (of := self._models.named[operation.load.name].model):
                 adapter = trainer_pb2.Adapter(rank=of.adapter.rank, alpha=of.adapter.alpha)
@@ -288,22 +295,6 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
         model = self._models.of(entry.operation.stream)
         assert model is not None
         return model
-
-    def _refusal(self, first: Entry) -> str:
-        """Returns why the stream of its `first` operation may not have a model, or ""."""
-        version = self._progress.version.step
-        if first.kind not in ("begin", "load", "refused"):
-            return f"{first.operation.id} has number 0, which is that of a model's beginning"
-        if first.kind == "begin" and version and not self._models.are_several:
-            return (
-                f"the model was trained for {version} steps already: load a saved state, or start "
-                "a run with another run.name"
-            )
-        if first.kind == "load" and (cause := self._unloadable(first.operation.load.name)):
-            return cause
-        if self._models.newest(first.operation.load.name):
-            return ""
-        return first.operation.refused.cause or self._models.refusal()
 
     def _unloadable(self, name: str, model: Model | None = None) -> str:
         """Returns why `model`, or a new one, cannot load the state `name`, or "" if it can."""
@@ -463,8 +454,15 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
                 self._end(entry, pb.OperationResult(step=version))
             case "refused":
                 self._fail(entry, entry.operation.refused.cause)
-            case "publish":
-                self._publish(entry)
+            # Among several models the trainer makes a version with the newest values of this one.
+            case "publish" if entry.is_made or not self._models.are_several:
+                if self._samples.are_awaited:
+                    return
+                sessions = [s for s in self._fleet.sessions.values() if not s.is_leaving]
+                self._publisher.pinned.clear()
+                current = self._progress.version
+                if sessions and all(s.is_serving and s.version == current for s in sessions):
+                    self._end(entry, pb.OperationResult(step=version))
             # Nothing is written of version 0, the model of the settings.
             case "save" if self._state.checkpoint.step == version:
                 self._end(entry, pb.OperationResult(step=version))
@@ -476,17 +474,6 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
                     self._fail(entry, cause)
                 elif not version:
                     self._end(entry, pb.OperationResult())
-
-    def _publish(self, entry: Entry) -> None:
-        # Among several models the trainer makes a version with the newest values of this one.
-        if self._models.are_several and not entry.is_made:
-            return
-        if self._samples.are_awaited:
-            return
-        sessions = [s for s in self._fleet.sessions.values() if not s.is_leaving]
-        self._publisher.pinned.clear()
-        if sessions and all(s.is_serving and s.version == self._progress.version for s in sessions):
-            self._end(entry, pb.OperationResult(step=self._progress.version.step))
 
     # Orders of the trainer.
 
@@ -532,12 +519,23 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
         if self._before is not None and not self._before.ended.is_set():
             # After a kill the journal tells the result of its newest step alone.
             return None
-        if self._is_unserved():
+        version, several = self._progress.version, self._models.are_several
+        # Servers that start again get the newest version; clients may still sample by the publish
+        # of this one, which the step would replace.
+        if (
+            not several
+            and not any(session.version == version for session in self._fleet.serving())
+            and any(
+                named.step == version.step
+                and named.entry is not None
+                and named.entry.kind == "publish"
+                for named in self._models.named.values()
+            )
+        ):
             return None
         operation, model = entry.operation, self._model_of(entry)
         passes: tuple[trainer_pb2.Pass, ...] = ()
         given = trainer_pb2.GivenStep(id=operation.id, adapter=model.adapter)
-        several = self._models.are_several
         match entry.kind:
             case "step":
                 passes = tuple(each.operation.compute for each in model.passes)
@@ -547,7 +545,7 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
                 given.begin.CopyFrom(operation.begin.values)
             case "publish" if several:
                 given.serve.SetInParent()
-            case "load" if self._progress.version.step:
+            case "load" if version.step:
                 if self._unloadable(operation.load.name, model):
                     return None
                 named = self._models.named[operation.load.name]
@@ -559,19 +557,6 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
                 return None
         entry.is_begun = True
         return StepOrder(given, passes)
-
-    def _is_unserved(self) -> bool:
-        """Whether no server has the version of a publish yet, which the next step would replace.
-
-        Servers that start again get the newest version; clients may still sample by that publish.
-        """
-        version = self._progress.version
-        if self._models.are_several or any(s.version == version for s in self._fleet.serving()):
-            return False
-        return any(
-            named.step == version.step and named.entry is not None and named.entry.kind == "publish"
-            for named in self._models.named.values()
-        )
 
     def stepped(
         self, trained: Trained, report: trainer_pb2.StepReport, given_s: float | None
