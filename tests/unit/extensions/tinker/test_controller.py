@@ -512,6 +512,31 @@ async def test_an_operation_that_begins_no_model_does_not_take_one_over(tmp_path
         assert model.next == 4
 
 
+async def test_files_of_one_of_several_models_need_a_publish_of_its_newest_values(
+    tmp_path: Path,
+) -> None:
+    several = {"lora": {"rank": 8, "publish": "adapters", "adapters": ["a"]}}
+    save = operations_pb2.Save(name="tinker://s/external_weights/x")
+    with opened(tmp_path, **several) as loop:
+        step, files = Operation(id="step", step=ADAM), Operation(id="files", save=save)
+        await loop.begin([step, files])
+        for name in ("begin", "step"):
+            assert loop.step() == name
+            await loop.write_results()
+        assert loop.operations.order(trainer_pb2.NextRequest()) is None
+        await loop.write_results()
+        assert "send save_weights_for_sampler before" in (await loop.result("files")).error
+        model = loop.operations._models.of("s")
+        assert model is not None
+        # As a publish of version 2 leaves it.
+        model.served, model.published[2] = 2, model.steps
+        again = Operation(id="again", stream="s", number=3, save=save)
+        await loop.give(again)
+        directive = loop.operations.order(trainer_pb2.NextRequest())
+        assert directive is not None
+        assert directive.HasField("save")
+
+
 async def test_a_model_that_waits_for_its_turn_is_not_silent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
