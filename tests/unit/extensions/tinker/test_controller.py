@@ -528,7 +528,7 @@ async def test_files_of_one_of_several_models_need_a_publish_of_its_newest_value
         assert "send save_weights_for_sampler before" in (await loop.result("files")).error
         model = loop.operations._models.of("s")
         assert model is not None
-        # As a publish of version 2 leaves it.
+        # A publish of version 2 leaves it so.
         model.served, model.published[2] = 2, model.steps
         again = Operation(id="again", stream="s", number=3, save=save)
         await loop.give(again)
