@@ -2,12 +2,11 @@
 
 import dataclasses
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from types import SimpleNamespace
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, get_type_hints
 
 from pydantic import JsonValue, PydanticSchemaGenerationError, TypeAdapter, ValidationError
-from pydantic_core import ErrorDetails
 from slipstream.core.errors import did_you_mean, near_names
 from slipstream.core.settings.engine_table import OWNED, SECTION
 from slipstream.core.settings.sections import RolloutServerSection
@@ -66,41 +65,14 @@ def _value_problem(key: str, value: JsonValue, kind: Any) -> str:  # noqa: ANN40
     except PydanticSchemaGenerationError:
         return ""
     except ValidationError as error:
-        return _describe(key, value, kind, error.errors(include_url=False))
+        found = error.errors(include_url=False)
+        # vLLM takes its enumerations and most of its words in any spelling, and refuses others.
+        faults = [each for each in found if each["type"] not in ("enum", "literal_error")]
+        if faults and (len(faults) == len(found) or not isinstance(value, str)):
+            place = ".".join(map(str, faults[0]["loc"]))
+            where = f"{key} ({place})" if place else key
+            return f"{where} = {faults[0]['input']!r} is refused by vLLM: {faults[0]['msg']}"
     return ""
-
-
-def _describe(
-    key: str,
-    value: JsonValue,
-    kind: Any,  # noqa: ANN401 - any type
-    errors: Sequence[ErrorDetails],
-) -> str:
-    # vLLM accepts the members of its enumerations, and most of its words, in any spelling.
-    faults = [each for each in errors if each["type"] != "enum"]
-    if not faults or _plain(value) in _choices(kind):
-        return ""
-    # A type with alternatives has an error for each of them.
-    path = _path(value, faults[0]["loc"])
-    said = dict.fromkeys(each["msg"] for each in faults if _path(value, each["loc"]) == path)
-    place, inner = ".".join([key, *path]), faults[0]["input"]
-    return f"{place} = {inner!r} is refused by vLLM: {' or '.join(said)}"
-
-
-def _path(value: JsonValue, location: Sequence[str | int]) -> list[str]:
-    """Returns the leading part of pydantic's `location` that indexes into `value`.
-
-    The rest names alternatives of a union.
-    """
-    found: list[str] = []
-    inner: Any = value
-    for part in location:
-        try:
-            inner = inner[part]
-        except (KeyError, IndexError, TypeError):
-            break
-        found.append(str(part))
-    return found
 
 
 def _unknown(name: str, known: Iterable[str]) -> str:
@@ -110,14 +82,3 @@ def _unknown(name: str, known: Iterable[str]) -> str:
     elif near:
         hint = f"; {did_you_mean(other for other in near if other not in OWNED)}"
     return f"unknown key {SECTION}.{name}{hint}"
-
-
-def _choices(kind: Any) -> set[JsonValue]:  # noqa: ANN401 - any type
-    parts = get_args(kind)
-    if get_origin(kind) is Literal:
-        return {_plain(part) for part in parts}
-    return set().union(*map(_choices, parts))
-
-
-def _plain(value: JsonValue) -> Any:  # noqa: ANN401 - strings are changed
-    return value.lower().replace("-", "_") if isinstance(value, str) else repr(value)
