@@ -4,7 +4,7 @@ Consumes: environment orders, episodes that want a session. Produces: sessions, 
 Waits for: a worker that is ready. Unblocked by: the worker, or the limit of the environment.
 
 Tasks that may end their worker run alone in a worker of their own (`LoneWorkers`). After the end of
-a worker fewer episodes share one for a while, and as many further workers help.
+a worker fewer episodes share one for a while.
 """
 
 import asyncio
@@ -61,8 +61,6 @@ class HostedEnvironment:
         self._suspects = Suspects()
         self._alone = LoneWorkers(self._make, self._num_workers)
         self._ready: list[EnvironmentWorker] = []
-        # Those of `_ready` that end when most episodes may share a worker again.
-        self._helpers: set[EnvironmentWorker] = set()
         # Set at each end of an episode or a worker, and when a worker is ready.
         self._changed = asyncio.Event()
         # The first of the episodes that want a place looks for one; the others wait in order.
@@ -78,8 +76,6 @@ class HostedEnvironment:
             group.create_task(self._alone.run())
             for index in range(self._num_workers):
                 group.create_task(self._keep(index))
-                # The indices before these are those of `LoneWorkers`.
-                group.create_task(self._help(index + 2 * self._num_workers))
 
     def report_again(self) -> None:
         """Repeats the report on loading, for a controller that does not know it yet."""
@@ -98,8 +94,7 @@ class HostedEnvironment:
         if not self._suspects.runs_alone(task_index):
             async with self._first:
                 while not self._suspects.runs_alone(task_index):
-                    retired = set() if self._suspects.needs_help else self._helpers
-                    takers = [w for w in self._ready if w.table.is_open and w not in retired]
+                    takers = [worker for worker in self._ready if worker.table.is_open]
                     worker = min(takers, key=lambda w: len(w.episodes), default=None)
                     if worker is not None and len(worker.episodes) < self._suspects.most_together:
                         return worker.open(
@@ -108,13 +103,10 @@ class HostedEnvironment:
                     if self._num_abandoned >= self._num_workers:
                         assert self._last_failure is not None
                         raise self._last_failure
-                    await self._next_change()
+                    self._changed.clear()
+                    await self._changed.wait()
         worker, turn = await self._alone.turn(attempt)
         return worker.open(episode_key, task_index, timeout_s, closed=turn.end)
-
-    async def _next_change(self) -> None:
-        self._changed.clear()
-        await self._changed.wait()
 
     def _make(self, *, try_reset: bool = False, start_s: float | None = None) -> EnvironmentWorker:
         return EnvironmentWorker(
@@ -154,29 +146,6 @@ class HostedEnvironment:
                 kind=trajectory_pb2.FAILURE_KIND_ENVIRONMENT, message=str(self._last_failure)
             )
             self._publish(fleet_pb2.EnvironmentReport(failure=cause))
-
-    async def _help(self, index: int) -> None:
-        """Runs a worker while few episodes may share one, and until its last episode has ended."""
-        backoff = Backoff(_FIRST_BACKOFF_S, _MAX_BACKOFF_S)
-        while True:
-            while not self._suspects.needs_help:
-                await self._next_change()
-            helper = self._make()
-            self._helpers.add(helper)
-            running = asyncio.ensure_future(self._run(helper, index))
-            running.add_done_callback(lambda _: self._changed.set())
-            try:
-                while not running.done() and (self._suspects.needs_help or helper.episodes):
-                    await self._next_change()
-            finally:
-                running.cancel()
-                await asyncio.wait([running])
-                self._helpers.discard(helper)
-            if not running.cancelled():
-                was_ready, failure = running.result()
-                log.warning("environment %s, worker %d: %s", self.spec.name, index, failure)
-                if not was_ready:
-                    await asyncio.sleep(backoff.take_s())
 
     async def _run(self, worker: EnvironmentWorker, index: int) -> tuple[bool, EnvironmentFailed]:
         """Runs `worker` to its end; returns whether it loaded, and the cause of the end."""

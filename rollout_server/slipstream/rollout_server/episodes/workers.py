@@ -29,9 +29,8 @@ START_S, PING_S = 60.0, 5.0
 MAX_LOST_WORKERS = 2
 # Largest number of tasks that are suspected together.
 MAX_SUSPECTED = 8
-# After the end of a worker, 1 / `_NARROWING` of its episodes may share one. As long as fewer than
-# `_MANY` may, further workers help.
-_NARROWING, _MANY = 4, 256
+# After the end of a worker, 1 / `_NARROWING` of its episodes may share one.
+_NARROWING = 4
 
 
 class EnvironmentWorker:
@@ -277,11 +276,6 @@ class Suspects:
         # How many episodes may share a worker.
         self.most_together = math.inf
         self._num_passed = 0
-
-    @property
-    def needs_help(self) -> bool:
-        """Whether so few episodes may share a worker that further workers are worth their start."""
-        return self.most_together < _MANY
 
     def runs_alone(self, task: int) -> bool:
         """Returns whether episodes of this task get a worker of their own."""
