@@ -17,8 +17,8 @@ import socket
 import ssl
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal, TypeAlias
 
 import h11
@@ -124,12 +124,21 @@ class MetricsEndpoint:
         self, connected: socket.socket
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """Returns reader and writer of a connection. Raises OSError if TLS cannot begin."""
-        context = None
-        if self._security.tls_certificate is not None:
+        context, security = None, self._security
+        if (certificate := security.tls_certificate) is not None:
+
+            def load() -> ssl.SSLContext:
+                ca = security.tls_client_ca
+                context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=ca)
+                context.load_cert_chain(certificate, security.tls_key)
+                if ca is not None:
+                    context.verify_mode = ssl.CERT_REQUIRED
+                return context
+
             # Replaced files are used from the next connection on. A thread reads them: a disk that
             # hangs must not block the loop. Meanwhile the socket buffers incoming data.
             try:
-                context = await asyncio.to_thread(_server_context, self._security)
+                context = await asyncio.to_thread(load)
             except OSError as error:
                 log.warning("/metrics gives no answer: its certificate: %s", error)
                 raise
@@ -184,7 +193,8 @@ class MetricsEndpoint:
             self._silent.pop(task, None)
         encode, kind = choose_encoder(headers.get(b"accept", b"").decode("latin-1"))
         # Encoding for hundreds of servers would block the loop for tens of milliseconds.
-        found = Snapshot(list(self._registry.collect()))
+        metrics = list(self._registry.collect())
+        found = SimpleNamespace(collect=lambda: metrics)
         return 200, kind, await asyncio.to_thread(encode, found)
 
 
@@ -218,25 +228,6 @@ class BuildInfo:
     def collect(self) -> Iterator[Metric]:
         meaning = "Versions of Slipstream and its packages in this process; the value is 1."
         yield InfoMetricFamily("slipstream_build", meaning, self._labels)
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """Metrics collected at one moment, in the form that prometheus_client's encoders take."""
-
-    metrics: list[Metric]
-
-    def collect(self) -> list[Metric]:
-        return self.metrics
-
-
-def _server_context(security: SecuritySection) -> ssl.SSLContext:
-    assert security.tls_certificate is not None
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=security.tls_client_ca)
-    context.load_cert_chain(security.tls_certificate, security.tls_key)
-    if security.tls_client_ca is not None:
-        context.verify_mode = ssl.CERT_REQUIRED
-    return context
 
 
 def _is_local(host: bytes) -> bool:
