@@ -5,8 +5,8 @@ import functools
 import pytest
 import torch
 from slipstream.rollout_server.vllm import cpu
-from slipstream.rollout_server.vllm.loader_update import LoaderUpdate
-from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
+from slipstream.rollout_server.vllm.loader_update import initialized
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.model_loader import reload
@@ -58,4 +58,4 @@ def test_a_loader_without_a_name_is_no_obstacle_to_new_weights() -> None:
     layer = torch.nn.Linear(2, 2)
     layer.weight.weight_loader = functools.partial(lambda parameter, loaded: None)
     reload.record_metadata_for_reloading(layer)
-    LoaderUpdate(layer, ModelConfig.__new__(ModelConfig))
+    initialized(layer)

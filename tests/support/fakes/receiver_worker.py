@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -196,35 +197,17 @@ def _worker(config: Any, model: Any) -> Any:
         SlipstreamWeightTransfer,
         WorkerExtension,
     )
-    from vllm.config import WeightTransferConfig, set_current_vllm_config
+    from vllm.config import WeightTransferConfig
 
     transfer = WeightTransferConfig(backend=BACKEND)
     config.weight_transfer_config = transfer
 
     class Worker(WorkerExtension):
-        """What vLLM's worker does around its weight-transfer engine."""
+        """What vLLM's worker has of a receiver of weights."""
 
         weight_transfer_engine = SlipstreamWeightTransfer(
             transfer, config, torch.device("cpu"), model
         )
-
-        def synchronize_device(self) -> None:
-            """On a CPU nothing is behind the program."""
-
-        def init_weight_transfer_engine(self, info: dict[str, Any]) -> None:
-            engine = self.weight_transfer_engine
-            engine.init_transfer_engine(engine.parse_init_info(info))
-
-        def start_weight_update(self) -> None:
-            with set_current_vllm_config(config):
-                self.weight_transfer_engine.start_weight_update()
-
-        def update_weights(self, info: dict[str, Any]) -> None:
-            with set_current_vllm_config(config):
-                self.weight_transfer_engine.update_weights(info)
-
-        def finish_weight_update(self) -> None:
-            with set_current_vllm_config(config):
-                self.weight_transfer_engine.finish_weight_update()
+        model_runner = SimpleNamespace(reset_lora_state=lambda: None)
 
     return Worker()

@@ -18,7 +18,7 @@ import torch
 from slipstream.core.errors import WeightSyncError
 from slipstream.core.models.registry import FAMILIES
 from slipstream.protocol.weights.buckets import Bucket
-from slipstream.rollout_server.weights.bucket_receiver import BucketReceiver, Incoming
+from slipstream.rollout_server.weights.bucket_receiver import Update
 from slipstream.rollout_server.weights.copy_plan import (
     CopyPlan,
     NotCopied,
@@ -57,87 +57,80 @@ _SINKS = ".self_attn.sinks"
 Named = tuple[str, torch.Tensor]
 
 
-class LoaderUpdate:
-    """Reloads a model through vLLM's loader: `receive` fills the layers, `finish` completes them.
+def load(
+    model: torch.nn.Module,
+    model_config: ModelConfig,
+    update: Update,
+    plan: CopyPlan | None,
+    *,
+    num_weights: int,
+    keep_adapters: Callable[[int, torch.Tensor], None],
+) -> tuple[LoadResult, Replay | None]:
+    """Reloads `model` through vLLM's loader; also returns the plan's replay if the plan agrees.
 
-    After an error vLLM's reload must still be finalised, and the model needs a whole new update.
+    Receives all buckets, each within its deadline. The first `num_weights` hold weights;
+    `keep_adapters` takes the others. Raises WeightSyncError if a bucket misses its deadline or
+    parameters are left out. After an error vLLM's reload must still be finalised, and the model
+    needs a whole new update.
     """
-
-    def __init__(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
-        """Prepares every layer for its new weights."""
-        self._started_s = time.perf_counter()
-        self._model, self._model_config = model, model_config
-        self.parameters = dict(model.named_parameters())
-        for parameter in self.parameters.values():
-            loader = getattr(parameter, "weight_loader", None)
-            if isinstance(loader, functools.partial):
-                # vLLM asks each loader for its name, which MiniMax M2's norms do not have (0.32.0).
-                loader.__name__ = "weight_loader"  # type: ignore[attr-defined]
-        reload.initialize_layerwise_reload(model)
-        # Parameters that layers compute from others after loading, such as scales, are never sent.
-        awaited = self.parameters.keys() & dict(model.named_parameters()).keys()
-        self._missing = set(map(loaded_name, awaited))
-        # Compares the loader's work with the plan; None without a plan.
-        self.check: PlanCheck | None = None
-        self._digests: list[bytes] = []
-        self._receive_s = self._wire_s = 0.0
-
-    def receive(
-        self,
-        receiver: BucketReceiver,
-        incoming: Incoming,
-        plan: CopyPlan | None,
-        *,
-        num_weights: int,
-        keep_adapters: Callable[[int, torch.Tensor], None],
-    ) -> None:
-        """Receives all buckets, each within its deadline, and passes their tensors to the model.
-
-        The first `num_weights` buckets hold weights; `keep_adapters` takes the other buckets.
-        Raises WeightSyncError if a bucket misses its deadline or parameters are left out.
-        """
-        self.check = None if plan is None else PlanCheck(plan, self.parameters)
+    started_s, receive_s = time.perf_counter(), 0.0
+    parameters = initialized(model)
+    # Parameters that layers compute from others after loading, such as scales, are never sent.
+    awaited = parameters.keys() & dict(model.named_parameters()).keys()
+    missing = set(map(loaded_name, awaited))
+    check = None if plan is None else PlanCheck(plan, parameters)
+    receiver, buckets = update.receiver, update.incoming.buckets
+    waiting_s = time.perf_counter()
+    for place, buffer in enumerate(receiver.receive(update.incoming)):
+        receive_s += time.perf_counter() - waiting_s
+        if place >= num_weights:
+            keep_adapters(place, buffer)
+        else:
+            # The layerwise reload keeps references into the buffer until a layer is complete.
+            loaded = load_tensors(model, cut(buffer, buckets[place]))
+            # Some models do not say what they loaded.
+            missing -= missing if loaded is None else set(map(loaded_name, loaded))
+            if check is not None:
+                check.add(place, buffer)
+        # The last one is not held while layers are finalised.
+        del buffer
         waiting_s = time.perf_counter()
-        for place, buffer in enumerate(receiver.receive(incoming)):
-            self._receive_s += time.perf_counter() - waiting_s
-            if place >= num_weights:
-                keep_adapters(place, buffer)
-            else:
-                # The layerwise reload keeps references into the buffer until a layer is complete.
-                loaded = load_tensors(self._model, cut(buffer, incoming.buckets[place]))
-                # Some models do not say what they loaded.
-                named = None if loaded is None else set(map(loaded_name, loaded))
-                self._missing -= self._missing if named is None else named
-                if self.check is not None:
-                    self.check.add(place, buffer)
-            waiting_s = time.perf_counter()
-        self._digests = receiver.digests()
-        self._wire_s = receiver.take_wire().seconds
-        if self._missing:
-            names = ", ".join(sorted(self._missing)[:3])
-            raise WeightSyncError(f"{len(self._missing)} parameters were left out: {names}")
-
-    def finish(self, *, on_cpu: bool) -> None:
-        """Has vLLM finalise the reloaded layers; on a CPU also packs the experts' matrices."""
-        reload.finalize_layerwise_reload(self._model, self._model_config)
-        if on_cpu:
+    digests = receiver.digests()
+    if missing:
+        names = ", ".join(sorted(missing)[:3])
+        raise WeightSyncError(f"{len(missing)} parameters were left out: {names}")
+    reload.finalize_layerwise_reload(model, model_config)
+    on_cpu = next(iter(parameters.values())).device.type == "cpu"
+    for module in model.modules():
+        if on_cpu and isinstance(module, RoutedExperts):
             # vLLM packs the experts' matrices when it makes their kernel, and at no later load. It
             # would compute with plain matrices as if they were packed (0.32.0).
-            for module in self._model.modules():
-                if isinstance(module, RoutedExperts):
-                    kernel = module.quant_method.moe_kernel
-                    kernel.fused_experts.process_weights_after_loading(module)
+            kernel = module.quant_method.moe_kernel
+            kernel.fused_experts.process_weights_after_loading(module)
+    replay = None
+    if plan is not None and check is not None:
+        replay = proved_replay(plan, check, parameters, model)
+    result = LoadResult(
+        digests=[digest.hex() for digest in digests],
+        by_plan=False,
+        has_plan=replay is not None,
+        receive_s=receive_s,
+        load_s=time.perf_counter() - started_s - receive_s,
+        wire_s=receiver.take_wire().seconds,
+    )
+    return result, replay
 
-    def result(self, *, has_plan: bool) -> LoadResult:
-        """Returns the digests and times so far, with the given `has_plan`."""
-        return LoadResult(
-            digests=[digest.hex() for digest in self._digests],
-            by_plan=False,
-            has_plan=has_plan,
-            receive_s=self._receive_s,
-            load_s=time.perf_counter() - self._started_s - self._receive_s,
-            wire_s=self._wire_s,
-        )
+
+def initialized(model: torch.nn.Module) -> Parameters:
+    """Prepares every layer for its new weights; returns the parameters that it had before."""
+    parameters = dict(model.named_parameters())
+    for parameter in parameters.values():
+        loader = getattr(parameter, "weight_loader", None)
+        if isinstance(loader, functools.partial):
+            # vLLM asks each loader for its name, which MiniMax M2's norms do not have (0.32.0).
+            loader.__name__ = "weight_loader"  # type: ignore[attr-defined]
+    reload.initialize_layerwise_reload(model)
+    return parameters
 
 
 def check_layers(model: torch.nn.Module) -> None:

@@ -15,7 +15,8 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from concurrent.futures import Future
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,6 @@ from slipstream.protocol.weights.buckets import Bucket, adapter_buckets, weight_
 from slipstream.protocol.weights.waits import result_of, started
 from slipstream.rollout_server.vllm import loader_update
 from slipstream.rollout_server.vllm.adapter_slot import Arriving
-from slipstream.rollout_server.vllm.loader_update import LoaderUpdate, log
 from slipstream.rollout_server.vllm.nccl_receiver import NcclReceiver
 from slipstream.rollout_server.weights.bucket_receiver import (
     BucketReceiver,
@@ -42,11 +42,7 @@ from slipstream.rollout_server.weights.bucket_receiver import (
 from slipstream.rollout_server.weights.copy_plan import CopyPlan, Replay
 from slipstream.rollout_server.weights.weight_update import LoadResult
 from slipstream.v1 import weights_pb2
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.config import VllmConfig, WeightTransferConfig, set_current_vllm_config
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader import reload
 
@@ -60,61 +56,19 @@ TRANSPORTS: dict[str, Callable[[Seat, torch.device], BucketReceiver]] = {
 BACKEND = "slipstream"
 
 
-class Joining:
-    """Joins a communicator on a thread, while the engine computes."""
+class SlipstreamWeightTransfer:
+    """Receives the buckets of a publish; copies them by a plan, or has vLLM load them.
 
-    def __init__(self, seat: Seat, device: torch.device) -> None:
-        self.communicator_id = seat.communicator.communicator_id
-
-        def join() -> BucketReceiver:
-            if device.type == "cuda":
-                torch.cuda.set_device(device)
-            return TRANSPORTS[seat.communicator.transport](seat, device)
-
-        self._joined = started(join, name="weight-join")
-
-    def result(self) -> BucketReceiver | None:
-        """Returns the receiver, or None while it is still joining.
-
-        Raises WeightSyncError when it could not join.
-        """
-        return result_of(self._joined) if self._joined.done() else None
-
-    def close(self) -> None:
-        """Leaves the communicator, at once or as soon as the thread has joined."""
-        self._joined.add_done_callback(lambda joined: joined.exception() or joined.result().close())
-
-
-@dataclass
-class JoinInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """The communicator to join: a serialised `PublishOrder`, and the rank of worker 0 in it."""
-
-    order: bytes
-    first_rank: int
-
-
-@dataclass
-class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """vLLM's argument of an update for which `prepare` was called.
-
-    With `abandon` the update fails at once, which clears vLLM's flag of an open update.
+    vLLM's worker makes it in place of a weight-transfer engine of its own, and shuts it down.
     """
 
-    abandon: bool = False
-
-
-class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # type: ignore[misc]
-    """Receives the buckets of a publish; copies them by a plan, or has vLLM load them."""
-
-    init_info_cls = JoinInfo
-    update_info_cls = UpdateInfo
     supports_draft_weight_update = False
 
-    _joining: Joining | None = None
+    # The id of the communicator, and its receiver, which joins on a thread while the engine
+    # computes.
+    _joining: tuple[str, Future[BucketReceiver]] | None = None
     # The update that was prepared; None before `prepare` and after an error.
     _update: Update | None = None
-    # That update while vLLM's loader loads it.
-    _loading: LoaderUpdate | None = None
     # Memory for updates that arrive beside the live weights.
     _staging: Staging | None = None
     # The layout of later updates: its buckets of weights, and its adapters.
@@ -128,23 +82,37 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
     # Whether the weights in the model are those of a whole update.
     _is_whole = False
 
-    def init_transfer_engine(self, init_info: JoinInfo) -> None:
-        """Leaves the old communicator and begins to join a new one, on a thread.
+    def __init__(
+        self,
+        config: WeightTransferConfig,
+        vllm_config: VllmConfig,
+        device: torch.device,
+        model: torch.nn.Module,
+    ) -> None:
+        self.vllm_config, self.device, self.model = vllm_config, device, model
+        self.result: LoadResult
 
-        Raises WeightSyncError if the transport is unknown.
+    def join(self, order: weights_pb2.PublishOrder, first_rank: int) -> None:
+        """Leaves the old communicator and begins to join that of `order`, on a thread.
+
+        `first_rank` is the rank of worker 0 in it. Raises WeightSyncError if the transport is
+        unknown.
         """
         self.shutdown()
         # The reload warns at every update of buffers that no checkpoint holds; we check parameters.
         logging.getLogger(reload.initialize_layerwise_reload.__module__).setLevel(logging.ERROR)
-        order = weights_pb2.PublishOrder.FromString(init_info.order)
-        if order.communicator.transport not in TRANSPORTS:
-            raise WeightSyncError(f"transport {order.communicator.transport!r} is not known here")
-        seat = Seat(
-            communicator=order.communicator,
-            rank=init_info.first_rank + self.parallel_config.rank,
-            join_deadline_s=order.join_deadline_s,
-        )
-        self._joining = Joining(seat, self.device)
+        where, device = order.communicator, self.device
+        if where.transport not in TRANSPORTS:
+            raise WeightSyncError(f"transport {where.transport!r} is not known here")
+        rank = first_rank + self.vllm_config.parallel_config.rank
+        seat = Seat(communicator=where, rank=rank, join_deadline_s=order.join_deadline_s)
+
+        def join() -> BucketReceiver:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            return TRANSPORTS[where.transport](seat, device)
+
+        self._joining = where.communicator_id, started(join, name="weight-join")
 
     def learn(self, layout: bytes) -> None:
         """Takes the serialised `WeightLayout` of later updates; records a copy plan if it is new.
@@ -177,7 +145,7 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
         if not self._weights and not self._is_whole:
             raise WeightSyncError("adapters came alone, but the weights before them did not arrive")
         communicator_id = order.communicator.communicator_id
-        if self._joining is None or self._joining.communicator_id != communicator_id:
+        if self._joining is None or self._joining[0] != communicator_id:
             raise WeightSyncError(f"not a member of communicator {communicator_id!r}")
         stages = stage and self.can_copy
         incoming = Incoming(
@@ -195,10 +163,10 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
         update = self._update
         if self._joining is None or update is None:
             raise WeightSyncError("no update was announced")
-        receiver = self._joining.result()
-        if receiver is None:
+        joined = self._joining[1]
+        if not joined.done():
             return False
-        memory = update.prepare(receiver)
+        memory = update.prepare(result_of(joined))
         if memory is None:
             return False
         if self._replay is not None:
@@ -213,7 +181,7 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
     def room(self) -> int:
         """Returns the bytes that an update may take in addition to the live weights."""
         held_bytes = 0 if self._staging is None else self._staging.held_bytes
-        return room(self.device, held_bytes, self.parallel_config.world_size)
+        return room(self.device, held_bytes, self.vllm_config.parallel_config.world_size)
 
     def begin_copies(self) -> None:
         """Begins to copy an update, without waiting; `copy_weights` copies the rest."""
@@ -243,53 +211,33 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
         # If the next update is like this one, it needs no `prepare`.
         self._update = update.following()
 
-    def start_weight_update(self) -> None:
+    def load_weights(self) -> None:
+        """Receives an update through vLLM's loader; later ones use the plan if it agrees.
+
+        After an error the model needs a whole new update.
+        """
         update = self._update_in(Phase.READY)
-        self._is_whole = False
-        self._loading = LoaderUpdate(self.model, self.model_config)
-        update.phase = Phase.LOADING
-
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receives and loads all buckets; after an error the model needs a whole new update."""
-        try:
-            self.receive_weights(self.parse_update_info(update_info))
-        except BaseException:
-            # The reload keeps tensors that arrived: a second update would mix them with its own.
-            reload.finalize_layerwise_reload(self.model, self.model_config)
-            self.shutdown()
-            raise
-
-    def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Receives all buckets through vLLM's loader."""
-        if update_info.abandon:
-            raise WeightSyncError("the update was abandoned")
-        update = self._update_in(Phase.LOADING)
-        assert self._loading is not None
-        self._loading.receive(
-            update.receiver,
-            update.incoming,
-            self._plan,
-            num_weights=len(self._weights),
-            keep_adapters=self._take,
-        )
-
-    def finish_weight_update(self) -> None:
-        """Finalises the layers; later updates use the plan if it agrees with the result."""
-        loading = self._loading
-        assert loading is not None
-        # The check holds the memory of all buckets whose copies it has not yet seen in the model.
-        self._loading = self._update = None
-        loading.finish(on_cpu=self.device.type == "cpu")
-        if loading.check is not None:
-            assert self._plan is not None
-            self._replay = loader_update.proved_replay(
-                self._plan, loading.check, loading.parameters, self.model
-            )
+        update.phase, self._is_whole = Phase.LOADING, False
+        self._update = None
+        with set_current_vllm_config(self.vllm_config):
+            try:
+                self.result, self._replay = loader_update.load(
+                    self.model,
+                    self.vllm_config.model_config,
+                    update,
+                    self._plan,
+                    num_weights=len(self._weights),
+                    keep_adapters=self._take,
+                )
+            except BaseException:
+                # The reload keeps tensors that came: a second update would mix them with its own.
+                reload.finalize_layerwise_reload(self.model, self.vllm_config.model_config)
+                self.shutdown()
+                raise
             if self._replay is None:
                 # The plan does not do what the loader did.
                 self._plan = None
-        self._settle()
-        self.result = loading.result(has_plan=self._replay is not None)
+            self._settle()
 
     def put_adapters_on(self) -> None:
         """Ends an update: activates the adapters that arrived with it."""
@@ -306,10 +254,13 @@ class SlipstreamWeightTransfer(WeightTransferEngine[JoinInfo, UpdateInfo]):  # t
         if self._replay is not None:
             self._replay.forget_buffers()
         if self._joining is not None:
-            self._joining.close()
+            # At once, or as soon as the thread has joined.
+            self._joining[1].add_done_callback(
+                lambda joined: joined.exception() or joined.result().close()
+            )
         if self._staging is not None:
             self._staging.clear()
-        self._joining = self._update = self._loading = None
+        self._joining = self._update = None
 
     def _update_in(self, *phases: Phase) -> Update:
         """Returns the update, which must be in one of `phases`; else raises WeightSyncError."""
@@ -360,10 +311,7 @@ class WorkerExtension:
     """
 
     weight_transfer_engine: SlipstreamWeightTransfer
-    init_weight_transfer_engine: Callable[[dict[str, Any]], None]
-    start_weight_update: Callable[[], None]
-    update_weights: Callable[[dict[str, Any]], None]
-    finish_weight_update: Callable[[], None]
+    model_runner: Any
     _began = False
 
     def slipstream_prepare(
@@ -384,7 +332,7 @@ class WorkerExtension:
             # This comes before joining: once all members have joined, each bucket has its deadline.
             engine.learn(layout)
             if parsed.new_communicator:
-                self.init_weight_transfer_engine(asdict(JoinInfo(order, first_rank)))
+                engine.join(parsed, first_rank)
             engine.prepare(parsed, stage=stage)
             return engine.is_ready()
 
@@ -420,7 +368,8 @@ class WorkerExtension:
             if engine.can_copy:
                 engine.copy_weights()
             else:
-                _load(self)
+                engine.load_weights()
+                self.model_runner.reset_lora_state()
             engine.put_adapters_on()
             return asdict(engine.result)
 
@@ -433,17 +382,5 @@ def _answer(work: Callable[[], object]) -> dict[str, Any]:
     except WeightSyncError as error:
         return {"error": str(error)}
     except Exception as error:  # noqa: BLE001 - raised again by `WeightUpdate`
-        log.exception("a weight update failed")
+        loader_update.log.exception("a weight update failed")
         return {"error": f"{type(error).__name__}: {error}"}
-
-
-def _load(worker: WorkerExtension) -> None:
-    try:
-        worker.start_weight_update()
-        worker.update_weights({})
-        worker.finish_weight_update()
-    except BaseException:
-        # Only a failing `update_weights` clears vLLM's flag of an open update.
-        with contextlib.suppress(WeightSyncError, RuntimeError):
-            worker.update_weights({"abandon": True})
-        raise

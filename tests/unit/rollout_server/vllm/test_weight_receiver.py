@@ -6,12 +6,10 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from slipstream.protocol.weights.buckets import TensorSpec, plan_buckets
 from slipstream.protocol.weights.nccl_group import Wire
-from slipstream.rollout_server.vllm.weight_receiver import (
-    SlipstreamWeightTransfer,
-    UpdateInfo,
-)
+from slipstream.rollout_server.vllm.weight_receiver import SlipstreamWeightTransfer
 from slipstream.rollout_server.weights.bucket_receiver import Incoming, Update
 from slipstream.rollout_server.weights.copy_plan import Copy, CopyPlan, View
+from vllm.config import VllmConfig
 from vllm.model_executor.model_loader import reload
 
 NUM_ELEMENTS = 8
@@ -65,17 +63,13 @@ def test_an_update_that_disproved_the_plan_leaves_no_bucket_in_memory() -> None:
     model, sender = Negating(), OneBucket()
     place = View.of(model.weight)
     copies = (Copy(0, torch.bfloat16, place, "weight", place),)
-    receiver = object.__new__(SlipstreamWeightTransfer)
-    receiver.model, receiver.model_config = model, None
-    receiver.device = torch.device("cpu")
+    receiver = SlipstreamWeightTransfer(None, VllmConfig(), torch.device("cpu"), model)
     receiver._weights = tuple(BUCKETS)
     incoming = Incoming(tuple(BUCKETS), 1.0, own_buffers=True)
     receiver._update = Update(incoming, None, receiver._take, receiver.device)
     receiver._update.prepare(sender)
     receiver._plan = CopyPlan(tuple(BUCKETS), (copies,))
-    receiver.start_weight_update()
-    receiver.receive_weights(UpdateInfo())
-    receiver.finish_weight_update()
+    receiver.load_weights()
     assert torch.equal(model.weight, torch.full_like(model.weight, -1))
     assert not receiver.result.has_plan
     assert sender.sent() is None
