@@ -327,7 +327,7 @@ class Functions(Environment[Exam]):
         `instruction` is the prompt, with the question in place of `{question}` and other columns in
         place of their names, as in `{starter_code}`. `reward` is the share of passed tests, or with
         "all" 1 if all pass, else 0. `limit_s` limits one call, `memory_mib` each sandbox. At most
-        `max_running` replies are tested at once; 0 means one for each core.
+        `max_running` replies are tested at once; 0 means one more than cores.
         """
         check_choice("reward", reward, ("share", "all"))
         check_holds("instruction", instruction, "{question}")
@@ -363,7 +363,8 @@ class Functions(Environment[Exam]):
         self._sandbox = Sandbox(
             Limits(seconds=seconds, processor_s=int(seconds) + 1, memory_bytes=memory_mib * MIB)
         )
-        self._running = asyncio.Semaphore(max_running or os.cpu_count() or 1)
+        # One waits while its sandbox begins or ends.
+        self._running = asyncio.Semaphore(max_running or (os.cpu_count() or 1) + 1)
 
     def tasks(self) -> list[Exam]:
         return self._exams
