@@ -56,8 +56,9 @@ async def main():
         # vLLM's engine does the same.
         signal.signal(signal.SIGTERM, lambda *_: os._exit(5))
         os.write(write, b"1")
+        # signal.pause would wait for ever if the signal came just before it.
         while True:
-            signal.pause()
+            os.sched_yield()
     os.read(ready, 1)
     os.kill(child, signal.SIGTERM)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5
