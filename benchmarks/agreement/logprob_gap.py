@@ -30,8 +30,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from slipstream.client.launch.preflight import free_port
 from slipstream.core.configuration.config_file import load_config, parse_config
+from slipstream.core.machine.address import free_port
 from slipstream.core.settings.config import Config
 from slipstream.protocol.codec import unpack_logprobs, unpack_tokens
 

@@ -31,8 +31,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import uvloop
-from slipstream.client.launch.preflight import free_port
 from slipstream.core.configuration.config_file import parse_config
+from slipstream.core.machine.address import free_port
 from slipstream.core.settings.config import Config
 
 from benchmarks.asynchrony.step_windows import Row, Windows

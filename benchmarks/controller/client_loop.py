@@ -30,8 +30,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from slipstream.client.launch.preflight import free_port
 from slipstream.core.configuration.config_file import dump_config
+from slipstream.core.machine.address import free_port
 from slipstream.core.settings.config import Config
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.v1 import trainer_pb2

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from slipstream.client.launch.preflight import free_port
+from slipstream.core.machine.address import free_port
 from slipstream.core.types import PolicyVersion
 
 from benchmarks.common.measure import Spread, note, progress, settings_of, table, write_result

@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from slipstream.client.launch.preflight import free_port
+from slipstream.core.machine.address import free_port
 from slipstream.learner.trainer.batches.batch import Batch
 
 from benchmarks.agreement.family_shapes import FAMILIES, make_family

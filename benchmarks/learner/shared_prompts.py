@@ -25,7 +25,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from slipstream.client.launch.preflight import free_port
+from slipstream.core.machine.address import free_port
 from slipstream.learner.trainer.batches.batch import Batch
 
 from benchmarks.common import measure

@@ -23,8 +23,8 @@ import time
 from pathlib import Path
 
 import uvloop
-from slipstream.client.launch.preflight import free_port
 from slipstream.core.configuration.config_file import parse_config
+from slipstream.core.machine.address import free_port
 from slipstream.core.settings.config import Config
 
 from benchmarks.common.measure import RESULTS, note, part, progress, settings_of, write_result

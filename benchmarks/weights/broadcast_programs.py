@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from slipstream.client.launch.preflight import free_port
+from slipstream.core.machine.address import free_port
 
 from benchmarks.common.measure import program, visible
 from benchmarks.common.rig import Placement

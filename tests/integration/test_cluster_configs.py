@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from slipstream.client.launch import fit, launcher, placement
 from slipstream.client.launch.placement import Share
-from slipstream.client.launch.preflight import free_port
 from slipstream.core.configuration.config_file import check_sizes, dump_config, load_config
+from slipstream.core.machine.address import free_port
 from slipstream.core.machine.gpus import Gpu
 from support.fakes.tiny_models import make_model_folder, make_seeing_model
 from support.ranks import settings_ranks

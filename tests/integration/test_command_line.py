@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from slipstream.client.cli import parse
 from slipstream.client.launch.placement import uses_gpus
-from slipstream.client.launch.preflight import free_port
 from slipstream.core.configuration.config_file import load_config
+from slipstream.core.machine.address import free_port
 from support.rigs.run_processes import (
     SLOW,
     address_of,

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from slipstream.client.launch.preflight import free_port
+from slipstream.core.machine.address import free_port
 from support.rigs import namespaces
 from support.rigs.completed import completed
 

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from slipstream.client.launch.preflight import free_port
+from slipstream.core.machine.address import free_port
 from slipstream.protocol.access.exposure import RENDEZVOUS_VARIABLE
 from support.rigs.completed import python
 from support.rigs.run_processes import ROOT, check_ledger, succeed, summary_of, write_config

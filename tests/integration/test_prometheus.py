@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 import slipstream
 from prometheus_client.parser import text_string_to_metric_families
-from slipstream.client.launch.preflight import free_port
+from slipstream.core.machine.address import free_port
 from slipstream.core.run_folder import TARGETS
 from slipstream.extensions.prometheus.controller import SERVER_COUNTERS, STEP_METRICS
 from slipstream.extensions.prometheus.endpoint import metrics_endpoint

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import redis.asyncio
 from slipstream.client import Client
-from slipstream.client.launch.preflight import free_port
 from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.errors import RunFailed
+from slipstream.core.machine.address import free_port
 from slipstream.core.settings.config import Config
 from slipstream.core.types import PolicyVersion
 from slipstream.extensions.redis.queue import RedisSender

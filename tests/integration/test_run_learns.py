@@ -4,7 +4,7 @@ import statistics
 from pathlib import Path
 
 import pytest
-from slipstream.client.launch.preflight import free_port
+from slipstream.core.machine.address import free_port
 from support.references.documented_metrics import tables
 from support.rigs import run_processes
 

@@ -7,7 +7,7 @@ import pytest
 import tomli_w
 import torch
 from safetensors.torch import load_file
-from slipstream.client.launch.preflight import free_port
+from slipstream.core.machine.address import free_port
 from support.rigs.run_processes import SLOW_RUN, check_ledger, rows_of, succeed, summary_of
 
 pytestmark = [*SLOW_RUN, pytest.mark.timeout(600)]

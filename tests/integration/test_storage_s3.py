@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from slipstream.client.launch.preflight import free_port
 from slipstream.core.errors import WeightSyncError
+from slipstream.core.machine.address import free_port
 from slipstream.core.settings.sections import WeightsSection
 from slipstream.extensions.stored_weights.server import StoredWeights
 from support.rigs.stored_versions import StoredVersions, changed_content, first_content, soon

@@ -14,8 +14,8 @@ import grpc.aio
 import psutil
 import pytest
 import torch
-from slipstream.client.launch.preflight import free_port
 from slipstream.core.errors import WeightSyncError
+from slipstream.core.machine.address import free_port
 from slipstream.core.settings.sections import WeightsSection
 from slipstream.learner.trainer.ranks.rendezvous import rendezvous
 from slipstream.learner.trainer.weights.bucket_senders import GlooSender

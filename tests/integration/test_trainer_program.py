@@ -16,8 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from slipstream.client.launch.preflight import free_port
 from slipstream.core.configuration.config_file import dump_config, parse_config
+from slipstream.core.machine.address import free_port
 from slipstream.core.settings.sections import WeightsSection
 from slipstream.core.types import GroupId
 from slipstream.extensions.stored_weights.server import StoredWeights

@@ -23,9 +23,9 @@ from slipstream.client.launch import machine
 from slipstream.client.launch.checks import Stage, require
 from slipstream.client.launch.findings import CONTROLLER, Scene
 from slipstream.client.launch.placement import uses_gpus
-from slipstream.client.launch.preflight import free_port
 from slipstream.core.configuration.config_file import load_config
 from slipstream.core.errors import ConfigError
+from slipstream.core.machine.address import free_port
 from slipstream.protocol.access.security import Credentials, bind, create_server
 from slipstream.protocol.setup import describe_setup
 from slipstream.v1 import status_pb2, status_pb2_grpc

@@ -161,7 +161,7 @@ def start_ranks(
     Rank n writes its output to `rank-n.log` beside the settings.
     """
     # Not in the process that forks, which runs this file.
-    from slipstream.client.launch.preflight import free_port
+    from slipstream.core.machine.address import free_port
 
     host = own_loopback()
     shared = {
@@ -216,7 +216,7 @@ def each_job(
 
 def _ports(host: str, count: int) -> list[int]:
     """Free ones, each for one job: what an earlier job listened on may be open until the end."""
-    from slipstream.client.launch.preflight import free_port
+    from slipstream.core.machine.address import free_port
 
     found: set[int] = set()
     while len(found) < count:

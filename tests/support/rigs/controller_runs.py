@@ -3,8 +3,8 @@
 import asyncio
 import json
 
-from slipstream.client.launch.preflight import free_port
 from slipstream.core.configuration.config_file import parse_config
+from slipstream.core.machine.address import free_port
 from slipstream.core.settings.config import Config
 from slipstream.learner.controller.application import Controller
 

@@ -13,8 +13,8 @@ from typing import Literal
 
 import psutil
 from slipstream.client.launch.children import Child
-from slipstream.client.launch.preflight import free_port
 from slipstream.core.configuration.config_file import parse_config
+from slipstream.core.machine.address import free_port
 from slipstream.core.settings.config import Config
 
 from benchmarks.common.rig import Placement, Rig

@@ -21,11 +21,11 @@ from typing import Any
 import httpx
 import uvicorn
 from slipstream.client.agent_gateway import bounded_server
-from slipstream.client.launch.preflight import free_port
 from slipstream.client.terminal import say
 from slipstream.client.verify import examine
 from slipstream.core.configuration.config_file import load_config
 from slipstream.core.errors import RunFailed
+from slipstream.core.machine.address import free_port
 from slipstream.core.machine.process import become_reaper
 from slipstream.core.run_folder import JOURNAL, journal_logs
 from slipstream.core.settings.config import Config

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
-from slipstream.client.launch.preflight import free_port
+from slipstream.core.machine.address import free_port
 from slipstream.core.settings.config import Config
 from slipstream.extensions.tinker.front import serve
 from slipstream.learner.controller.application import Controller

@@ -13,7 +13,6 @@ import asyncio
 import json
 import math
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from slipstream.core.configuration.config_file import parse_config
+from slipstream.core.machine.address import free_port
 from slipstream.core.settings.config import Config
 from slipstream.core.types import (
     GroupId,
@@ -198,11 +198,9 @@ def learn(folder: Path, config: Config) -> None:
     from slipstream.learner.trainer.ranks.parallel import Launch
     from slipstream.learner.trainer.step import TrainingStep
 
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     os.environ |= {
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_port("127.0.0.1")),
         "RANK": "0",
         "WORLD_SIZE": "1",
         "LOCAL_RANK": "0",

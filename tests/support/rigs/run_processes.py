@@ -21,8 +21,8 @@ import psutil
 import pytest
 import tomli_w
 from slipstream.client import Client
-from slipstream.client.launch.preflight import free_port
 from slipstream.client.status import Event, RunStatus
+from slipstream.core.machine.address import free_port
 from slipstream.learner.controller.records.journal import read_batch, read_records
 from slipstream.protocol.access.security import Credentials, open_channel
 from slipstream.v1 import trajectory_pb2

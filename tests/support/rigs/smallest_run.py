@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
-from slipstream.client.launch.preflight import free_port
+from slipstream.core.machine.address import free_port
 
 from support.fakes import plain_engine_hook
 from support.rigs.run_processes import ROOT, check_ledger, rows_of, run_command, summary_of

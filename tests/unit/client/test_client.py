@@ -11,9 +11,9 @@ from slipstream.client import Client
 from slipstream.client.cli import parse
 from slipstream.client.environment import TaskSource
 from slipstream.client.episode_host import digest_of
-from slipstream.client.launch.preflight import free_port
 from slipstream.client.requests import status_lines
 from slipstream.core.errors import ConfigError, EnvironmentFailed, SlipstreamError
+from slipstream.core.machine.address import free_port
 from slipstream.protocol.access.security import Credentials, bind, create_server
 from slipstream.v1 import (
     environment_pb2,

@@ -31,9 +31,10 @@ from slipstream.client.launch.findings import (
 )
 from slipstream.client.launch.meeting import check_queue
 from slipstream.client.launch.placement import Share
-from slipstream.client.launch.preflight import Ended, free_port
+from slipstream.client.launch.preflight import Ended
 from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.errors import ConfigError
+from slipstream.core.machine.address import free_port
 from slipstream.core.machine.gpus import list_gpus
 from slipstream.core.settings.config import Config
 from slipstream.protocol.access.tokens import role_token

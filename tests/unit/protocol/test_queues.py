@@ -10,8 +10,8 @@ from typing import Protocol
 import grpc
 import grpc.aio
 import pytest
-from slipstream.client.launch.preflight import free_port
 from slipstream.core.errors import QueueError, TrajectoryQueueFull
+from slipstream.core.machine.address import free_port
 from slipstream.core.types import TrajectoryId
 from slipstream.extensions.redis.queue import RedisSender
 from slipstream.extensions.redis.receiver import RedisReceiver

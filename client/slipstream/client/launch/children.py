@@ -23,10 +23,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from slipstream.client.launch.placement import TRAINER, Placement
-from slipstream.client.launch.preflight import free_port
 from slipstream.client.terminal import say
 from slipstream.core.errors import FINAL_ERROR, NOT_STARTED, USAGE_ERROR, ConfigError, RunFailed
-from slipstream.core.machine.address import address_parts
+from slipstream.core.machine.address import address_parts, free_port
 from slipstream.core.machine.process import below_this, kernel_oom_kills
 from slipstream.core.run_folder import log_path
 from slipstream.core.settings.config import Config

@@ -14,7 +14,6 @@ import importlib.util
 import json
 import math
 import os
-import random
 import shutil
 import signal
 import socket
@@ -30,7 +29,7 @@ from slipstream.client.terminal import complain
 from slipstream.core.configuration.config_file import dump_config
 from slipstream.core.configuration.roles import role_settings
 from slipstream.core.errors import WARNING, ConfigError, RunFailed
-from slipstream.core.machine.address import address_parts
+from slipstream.core.machine.address import address_parts, family_of, free_port
 from slipstream.core.machine.other_python import worker_program
 from slipstream.core.machine.process import open_variables, send_signal
 from slipstream.core.run_folder import log_path
@@ -55,9 +54,6 @@ CHECKS_AT_ONCE = min(8, len(os.sched_getaffinity(0)))
 CHECKED_CALLS = 4
 # Seconds of a start in which replies are played to an environment, beyond those of its first task.
 RUN_AUDIT_S = 1.0
-# Ports below every usual range from which the kernel assigns ports.
-UNASSIGNED_PORTS = range(10000, 32768)
-FREE_PORT_ATTEMPTS = 100
 # Seconds after which a check that still runs is announced, and between two further lines.
 SLOW_S, AGAIN_S = 3.0, 30.0
 
@@ -74,7 +70,7 @@ def hold_address(address: str, *, what: str = "controller.address") -> Iterator[
     host, port = address_parts(address)
     while True:
         chosen = port or free_port(host)
-        with socket.socket(_family(host)) as held, socket.socket(socket.AF_UNIX) as name:
+        with socket.socket(family_of(host)) as held, socket.socket(socket.AF_UNIX) as name:
             held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 held.bind((host, chosen))
@@ -294,24 +290,6 @@ def told_when_slow(what: str) -> Iterator[None]:
         yield
     finally:
         telling.cancel()
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
-def free_port(host: str) -> int:
-    """Returns a port that is free now, and that the kernel does not assign on its own.
-
-    A port that the kernel assigns could be taken by another process of the run before it is used.
-    Raises ConfigError if none of the at most `FREE_PORT_ATTEMPTS` ports that are tried is free.
-    """
-    family, attempts = _family(host), min(FREE_PORT_ATTEMPTS, len(UNASSIGNED_PORTS))
-    for port in random.SystemRandom().sample(UNASSIGNED_PORTS, attempts):
-        with socket.socket(family) as probe, contextlib.suppress(OSError):
-            probe.bind((host, port))
-            return port
-    raise ConfigError(f"no free port on {host} among {attempts} that were tried")
 
 
 @dataclass(frozen=True)

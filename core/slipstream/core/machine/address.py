@@ -1,11 +1,21 @@
-"""Checks the form of network addresses, and opens listening sockets."""
+"""Checks the form of network addresses, opens listening sockets and keeps free ports."""
 
+import contextlib
 import ipaddress
+import random
 import re
 import socket
+from collections import deque
 
 from slipstream.core.errors import ConfigError
 
+# Ports below every usual range from which the kernel assigns ports.
+UNASSIGNED_PORTS = range(10000, 32768)
+FREE_PORT_ATTEMPTS = 100
+# Number of ports that one process keeps: more than it draws before it uses them.
+KEPT_PORTS = 64
+
+_kept: deque[socket.socket] = deque()
 _FORM = re.compile(r"(?P<host>[^\s/]+):(?P<port>\d{1,5})")
 
 
@@ -42,6 +52,33 @@ def listen(host: str, port: int = 0) -> socket.socket:
     """Returns a socket on the first address of `host`, port 0 being any; raises OSError."""
     (family, *_, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return socket.create_server(address, family=family)
+
+
+def free_port(host: str) -> int:
+    """Returns a port that is free, and keeps it while this process lives or draws few others.
+
+    Meanwhile only a socket that listens with SO_REUSEADDR, as servers do, can use the port, and
+    neither the kernel nor another call, in any process, chooses it. Raises ConfigError if none of
+    at most `FREE_PORT_ATTEMPTS` ports is free.
+    """
+    attempts = min(FREE_PORT_ATTEMPTS, len(UNASSIGNED_PORTS))
+    for port in random.SystemRandom().sample(UNASSIGNED_PORTS, attempts):
+        probe = socket.socket(family_of(host))
+        with contextlib.suppress(OSError):
+            # Without SO_REUSEADDR, a port that another process keeps is refused.
+            probe.bind((host, port))
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            _kept.append(probe)
+            while len(_kept) > KEPT_PORTS:
+                _kept.popleft().close()
+            return port
+        probe.close()
+    raise ConfigError(f"no free port on {host} among {attempts} that were tried")
+
+
+def family_of(host: str) -> socket.AddressFamily:
+    """Returns the family of an IP address, and IPv4 for a name."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def check_address_form(address: str) -> str:

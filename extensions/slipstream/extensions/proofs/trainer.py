@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from slipstream.core.configuration.config_file import dump_config, load_config, parse_config
 from slipstream.core.errors import USAGE_ERROR, ConfigError, RunFailed
-from slipstream.core.machine.address import listen
+from slipstream.core.machine.address import free_port
 from slipstream.core.machine.process import leave
 from slipstream.core.settings.algorithm_section import KINDS
 from slipstream.core.settings.config import Config
@@ -140,10 +140,7 @@ def train_alike(config: Config) -> list[str]:
     If training fails in a layout, returns only a line about that.
     """
     os.environ[RENDEZVOUS_VARIABLE] = secrets.token_hex(16)
-    listeners = [listen(LOOPBACK) for _ in LAYOUTS]
-    ports = [str(one.getsockname()[1]) for one in listeners]
-    for one in listeners:
-        one.close()
+    ports = [str(free_port(LOOPBACK)) for _ in LAYOUTS]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for seed, model in enumerate(("policy", "reference")):

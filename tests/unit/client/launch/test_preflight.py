@@ -29,12 +29,13 @@ from slipstream.client.launch.meeting import ask_controller, check_queue
 from slipstream.client.launch.preflight import (
     check_environments,
     check_vllm,
-    free_port,
     hold_address,
 )
 from slipstream.client.run_folder import write_config
 from slipstream.core.configuration.config_file import load_config
 from slipstream.core.errors import ConfigError, RunFailed
+from slipstream.core.machine import address as addresses
+from slipstream.core.machine.address import free_port
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.sections import (
     EnvironmentSection,
@@ -59,14 +60,29 @@ def test_a_free_port_is_none_that_the_kernel_gives_to_others() -> None:
             pass
 
 
-def test_a_port_in_use_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = free_port("127.0.0.1")
-    monkeypatch.setattr(preflight, "UNASSIGNED_PORTS", range(taken, taken + 1))
-    with (
-        socket.create_server(("127.0.0.1", taken)),
-        pytest.raises(ConfigError, match=r"no free port on 127\.0\.0\.1"),
-    ):
-        free_port("127.0.0.1")
+def test_a_port_that_was_drawn_is_given_to_nobody_before_and_after_it_is_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drawn, refused = free_port("127.0.0.1"), r"no free port on 127\.0\.0\.1 among 1 that were tried"
+    monkeypatch.setattr(addresses, "UNASSIGNED_PORTS", range(drawn, drawn + 1))
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=refused):
+            free_port("127.0.0.1")
+        # Another program that is no server cannot have it either.
+        with socket.socket() as other, pytest.raises(OSError, match="already in use"):
+            other.bind(("127.0.0.1", drawn))
+        with socket.create_server(("127.0.0.1", drawn)):
+            pass
+
+
+def test_a_process_keeps_a_bounded_number_of_ports(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(addresses, "KEPT_PORTS", 2)
+    first, *newest = [free_port("127.0.0.1") for _ in range(3)]
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", first))
+    for port in newest:
+        with socket.socket() as other, pytest.raises(OSError, match="already in use"):
+            other.bind(("127.0.0.1", port))
 
 
 async def test_an_address_that_a_command_holds_is_for_its_own_controller_alone() -> None:

@@ -14,10 +14,10 @@ import pytest
 from slipstream.client.launch import run_processes
 from slipstream.client.launch.children import Child
 from slipstream.client.launch.placement import Placement
-from slipstream.client.launch.preflight import free_port
 from slipstream.client.launch.run_processes import RunCalls, RunProcesses, end_in_order
 from slipstream.client.terminal import this_command
 from slipstream.core.errors import RunFailed
+from slipstream.core.machine.address import free_port
 from slipstream.core.machine.files import OwnedFolder
 from slipstream.core.settings.config import Config
 from slipstream.protocol.access.security import Credentials, bind, create_server

@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
-from slipstream.client.launch.preflight import free_port
 from slipstream.core.errors import ConfigError
+from slipstream.core.machine.address import free_port
 from slipstream.core.run_folder import TARGETS
 from slipstream.core.settings.config import Config
 from slipstream.extensions.prometheus import endpoint

@@ -12,8 +12,8 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
-from slipstream.client.launch.preflight import free_port
 from slipstream.core.errors import ConfigError
+from slipstream.core.machine.address import free_port
 from slipstream.learner.trainer.ranks.rendezvous import RankFlags, rendezvous
 from slipstream.protocol.access.exposure import RENDEZVOUS_VARIABLE
 from support.rigs.waiting import LIMIT_S
