@@ -2,6 +2,7 @@
 
 import contextlib
 import ipaddress
+import os
 import random
 import re
 import socket
@@ -15,7 +16,8 @@ FREE_PORT_ATTEMPTS = 100
 # Number of ports that one process keeps: more than it draws before it uses them.
 KEPT_PORTS = 64
 
-_kept: deque[socket.socket] = deque()
+# Descriptors of bound sockets: a socket object that lives to the end would warn there.
+_kept: deque[int] = deque()
 _FORM = re.compile(r"(?P<host>[^\s/]+):(?P<port>\d{1,5})")
 
 
@@ -68,9 +70,9 @@ def free_port(host: str) -> int:
             # Without SO_REUSEADDR, a port that another process keeps is refused.
             probe.bind((host, port))
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            _kept.append(probe)
+            _kept.append(probe.detach())
             while len(_kept) > KEPT_PORTS:
-                _kept.popleft().close()
+                os.close(_kept.popleft())
             return port
         probe.close()
     raise ConfigError(f"no free port on {host} among {attempts} that were tried")
