@@ -86,8 +86,7 @@ def timed(scheduler_class: Any, board: Board) -> Any:  # noqa: ANN401 - vLLM's
         def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's
             super().__init__(*args, **kwargs)
             self._added_s: dict[str, float] = {}
-            manager = self.kv_cache_manager
-            self._own = self._planner, self._decodes_plainly, manager.allocate_slots
+            self._own = self._planner
             _time_worker(self, board)
 
         def add_request(self, request: Any) -> None:  # noqa: ANN401 - vLLM's
@@ -96,12 +95,8 @@ def timed(scheduler_class: Any, board: Board) -> Any:  # noqa: ANN401 - vLLM's
             super().add_request(request)
 
         def _pull(self) -> None:
-            planner, decodes, slots = self._own
             *_, is_ours = board.lever
-            self._planner = planner if is_ours else None
-            self._decodes_plainly = bool(is_ours) and decodes
-            own = slots if is_ours else getattr(slots, "_allocate", slots)
-            self.kv_cache_manager.allocate_slots = own
+            self._planner = self._own if is_ours else None
 
         def schedule(self, throttle_prefills: bool = False) -> Any:  # noqa: ANN401 - vLLM's
             began_s = time.perf_counter()

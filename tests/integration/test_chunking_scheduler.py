@@ -208,9 +208,10 @@ def test_who_goes_on_without_a_pause_has_forgotten_what_was_cached(start, overla
 @both
 def test_vllm_is_asked_only_where_a_reply_or_a_block_begins_or_ends(start, overlapping: bool):
     engine = start(ours=True, overlapping=overlapping)
-    slots = engine.scheduler.kv_cache_manager.allocate_slots
+    manager = engine.scheduler.kv_cache_manager
     asked, taken = [], []
-    vllms_slots, vllms_update = slots._allocate, engine.scheduler._update_request_with_output
+    vllms_slots = manager.allocate_slots
+    vllms_update = engine.scheduler._update_request_with_output
 
     def allocate(request: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - vLLM's
         asked.append(request.num_computed_tokens)
@@ -220,7 +221,7 @@ def test_vllm_is_asked_only_where_a_reply_or_a_block_begins_or_ends(start, overl
         taken.append(request.num_output_tokens)
         return vllms_update(request, *args, **kwargs)
 
-    slots._allocate = allocate
+    manager.allocate_slots = allocate
     engine.scheduler._update_request_with_output = update
     assert isinstance(engine.scheduler, Scheduler)
     add(engine, "r0", 60)

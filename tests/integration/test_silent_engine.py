@@ -3,14 +3,12 @@
 import asyncio
 import shutil
 import tempfile
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from slipstream.core.types import PolicyVersion
 from slipstream.rollout_server.engine_interface import EngineDied, Sampling
-from slipstream.rollout_server.usage import EngineWatchdog
 from slipstream.rollout_server.vllm import engine as engine_module
 from slipstream.rollout_server.vllm import engine_pause
 from slipstream.rollout_server.vllm.engine import VllmEngine
@@ -84,21 +82,6 @@ async def test_an_engine_that_generates_no_more_is_taken_for_dead(monkeypatch) -
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.3):
                 await engine.watch()
-
-
-def test_an_engine_that_tells_of_its_steps_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s = [0.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
-    counter, watchdog = TokenCounter(None), EngineWatchdog(10.0)
-    for _ in range(3):
-        now_s[0] += 6.0
-        # A step in which no token was finished.
-        counter.record(None, None)
-        now_s[0] += 6.0
-        watchdog.check(heard_s=counter.heard_s, num_requests=3)
-    now_s[0] += 5.0
-    with pytest.raises(EngineDied, match="made no step for 10 s, with 3 open requests"):
-        watchdog.check(heard_s=counter.heard_s, num_requests=3)
 
 
 @pytest.mark.long

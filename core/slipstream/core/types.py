@@ -24,9 +24,9 @@ _NAME = re.compile(r"([^.]+)\.([0-9]{1,9})\.([0-9]{1,9})\.([0-9a-f]{1,16})")
 # Reward of an episode from which on a reply passes an evaluation and a task counts as solved: 1 but
 # for rounding, since 0.7 + 0.2 + 0.1 is less.
 FULL_REWARD = 1 - 1e-6
-# Prefixes of an agent episode's metrics: the number of branches by cause, and the number of calls
-# that asked for something that was ignored. A missing metric counts as 0.
-BRANCHES, IGNORED = "branches/", "ignored/"
+# Prefix of an agent episode's metrics: the number of calls that asked for something that was
+# ignored. A missing metric counts as 0.
+IGNORED = "ignored/"
 # The number of an episode's metrics that are left out, beyond the most that a trajectory has.
 DROPPED_METRICS = "dropped_metrics"
 

@@ -1,4 +1,4 @@
-"""What a server tells of its use: tokens, busy time, memory; and the watchdog of an engine."""
+"""What a server tells of its use: tokens, busy time, memory."""
 
 import contextlib
 import time
@@ -7,7 +7,7 @@ from collections.abc import Callable
 import psutil
 from slipstream.core.types import TrajectoryId
 from slipstream.protocol.queue.base import Amount
-from slipstream.rollout_server.engine_interface import EngineDied, EngineUse
+from slipstream.rollout_server.engine_interface import EngineUse
 from slipstream.v1 import fleet_pb2
 
 
@@ -60,35 +60,6 @@ class UseClock:
             self._paused_s += self._counted_s - before_s
         elif self._open and not self.is_paused:
             self._busy_s += self._counted_s - before_s
-
-
-# Seconds without a step after which an engine with requests counts as hung. The limit is longer
-# than compiling kernels takes, and shorter than the limit for which the run waits for a batch.
-SILENCE_LIMIT_S = 300.0
-
-
-class EngineWatchdog:
-    """Raises EngineDied when an engine that has requests makes no step for too long."""
-
-    def __init__(self, limit_s: float) -> None:
-        self._limit_s = limit_s
-        # time.monotonic of the last check at which the engine had nothing to do.
-        self._idle_s = time.monotonic()
-
-    def check(self, *, heard_s: float, num_requests: int) -> None:
-        """Raises EngineDied when the engine had requests and made no step within the limit.
-
-        `heard_s` is the time.monotonic of the engine's last step. `num_requests` is the number of
-        open requests, or 0 while the engine is paused.
-        """
-        now_s = time.monotonic()
-        if not num_requests:
-            self._idle_s = now_s
-        elif now_s - max(self._idle_s, heard_s) > self._limit_s:
-            raise EngineDied(
-                f"vLLM's engine made no step for {self._limit_s:g} s, "
-                f"with {num_requests} open requests"
-            )
 
 
 # Seconds between two scans of all processes: a scan takes too long for every heartbeat.

@@ -149,9 +149,6 @@ class AgentRig:
     async def closed(self) -> None:
         await until(lambda: not self.recorder.num_open)
 
-    def began(self) -> list[str]:
-        return [branch.began for branch in self.recorder.conversations.branches]
-
     def runs(self) -> list[int]:
         return [len(branch.run_lengths) // 2 for branch in self.recorder.conversations.branches]
 

@@ -1,13 +1,11 @@
 """Workers of an environment without processes, which end where a script says so."""
 
 import asyncio
-from collections.abc import Callable, Sequence
-from types import SimpleNamespace
+from collections.abc import Callable
 
 from slipstream.core.errors import EnvironmentFailed
 from slipstream.rollout_server.episodes.calls import CallTable
 from slipstream.rollout_server.episodes.environments import HostedEnvironment
-from slipstream.rollout_server.episodes.worker_gateway import WorkerLimits
 from slipstream.rollout_server.episodes.workers import EnvironmentWorker
 from slipstream.v1 import environment_pb2, fleet_pb2
 
@@ -19,9 +17,8 @@ START_S, REPLY_S = 3.0, 1.0
 class ScriptedWorker(EnvironmentWorker):
     """Answers every call at once, unless the call ends the worker."""
 
-    def __init__(self, hosted: "ScriptedEnvironment", *, is_late: bool) -> None:
+    def __init__(self, hosted: "ScriptedEnvironment") -> None:
         super().__init__(None, hosted.spec, hosted._suspects)
-        self.was_late = is_late
         self._hosted = hosted
         self._stream.table.set_result(CallTable(self._take))
 
@@ -46,9 +43,6 @@ class ScriptedWorker(EnvironmentWorker):
 
     async def run(self, index: int, loaded: Callable[[int], None]) -> EnvironmentFailed:
         self._hosted.num_starts += 1
-        if self.was_late:
-            limit_s = self._hosted.start_limits_s[-1]
-            return EnvironmentFailed(4, f"worker did not attach within {limit_s:g} s")
         await asyncio.sleep(START_S)
         loaded(environment_pb2.Loaded(num_tasks=1000))
         await self._gone.wait()
@@ -59,26 +53,16 @@ class ScriptedEnvironment(HostedEnvironment):
     """An environment of one worker, which ends at the steps for which `ends` is true.
 
     `ends` gets the number of the step, from 1 on, and its task. `tells` says whether an end shows
-    whose call was under way, `starts_late` which of its first workers do not attach in time.
+    whose call was under way.
     """
 
-    def __init__(
-        self,
-        ends: Callable[[int, int], bool],
-        *,
-        tells: bool,
-        starts_late: Sequence[bool] = (),
-    ) -> None:
+    def __init__(self, ends: Callable[[int, int], bool], *, tells: bool) -> None:
         spec = environment_pb2.EnvironmentSpec(name="scripted", num_workers=1)
         self.reports: list[fleet_pb2.EnvironmentReport] = []
-        gateway = SimpleNamespace(limits=WorkerLimits(start_s=600.0))
-        super().__init__(gateway, fleet_pb2.EnvironmentOrder(spec=spec), self.reports.append)
+        order = fleet_pb2.EnvironmentOrder(spec=spec)
+        super().__init__(None, order, self.reports.append)
         self.ends, self.tells = ends, tells
         self.num_steps = self.num_starts = 0
-        self.start_limits_s: list[float] = []
-        self._starts_late = iter(starts_late)
 
-    def _make(self, *, start_s: float = 0.0, **_: object) -> ScriptedWorker:
-        if start_s:
-            self.start_limits_s.append(start_s)
-        return ScriptedWorker(self, is_late=next(self._starts_late, False))
+    def _make(self, **_: object) -> ScriptedWorker:
+        return ScriptedWorker(self)

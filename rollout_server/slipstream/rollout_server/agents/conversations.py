@@ -14,17 +14,13 @@ import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from slipstream.core.models.vision import PlacedImage
 from slipstream.core.types import LogprobArray, VersionSpan
 from slipstream.rollout_server.engine_interface import Generation
-
-# Why a request began a branch; docs/metrics.md says what each word means.
-Beginning: TypeAlias = Literal["new", "again", "edited", "dropped", "unread", "tools", "template"]
-_SYSTEM = ("system", "developer")
 
 ASSISTANT = "assistant"
 
@@ -82,7 +78,6 @@ class ConversationBranch(TokenRecord):
     images: list[PlacedImage] = field(default_factory=list)
     # Whether an open call continues the branch at its end.
     is_taken: bool = False
-    began: Beginning = "new"
 
     @property
     def num_routed(self) -> int:
@@ -125,8 +120,6 @@ class _Node:
 
     children: dict[MessageKey, _Node] = field(default_factory=dict)
     turns: list[AgentTurn] = field(default_factory=list)
-    # Whether a reply to these messages could not be read as its client saw it.
-    is_unread: bool = False
 
 
 @dataclass(frozen=True)
@@ -146,8 +139,6 @@ class Conversations:
         # Tokens of all branches.
         self.num_tokens = 0
         self._roots: dict[str, _Node] = {}
-        # All known replies.
-        self._replies: set[MessageKey] = set()
 
     def find(
         self,
@@ -174,30 +165,6 @@ class Conversations:
                 free = (turn for turn in node.turns if _can_append(turn, name))
                 found = Found(next(free, node.turns[0]), num_messages)
         return found
-
-    def why_branch(self, settings: str, messages: Sequence[MessageKey]) -> Beginning:
-        """Returns why a request begins a branch: "new" for a first request, else another cause."""
-        depth, node = self._walk(settings, messages)
-        deepest = max((self._walk(each, messages)[0] for each in self._roots), default=0)
-        if all(each.role in _SYSTEM for each in messages[:deepest]):
-            return "edited" if any(each in self._replies for each in messages) else "new"
-        if deepest > depth:
-            return "tools"
-        rest = messages[depth:]
-        if not rest:
-            return "again"
-        if rest[0].role != ASSISTANT and any(key.role == ASSISTANT for key in node.children):
-            return "dropped"
-        if rest[0].role == ASSISTANT and node.is_unread:
-            return "unread"
-        return "edited" if any(each.role == ASSISTANT for each in rest) else "again"
-
-    def _walk(self, settings: str, messages: Sequence[MessageKey]) -> tuple[int, _Node]:
-        """Returns how many first `messages` the tree of `settings` has, and the last one's node."""
-        node, depth = self._roots.get(settings, _Node()), 0
-        while depth < len(messages) and messages[depth] in node.children:
-            node, depth = node.children[messages[depth]], depth + 1
-        return depth, node
 
     def begin(
         self,
@@ -261,14 +228,6 @@ class Conversations:
             for key in path:
                 node = node.children.setdefault(key, _Node())
             node.turns.append(turn)
-        self._replies.update(key for keys in reply for key in keys)
-
-    def note_unread(self, settings: str, messages: Sequence[MessageKey]) -> None:
-        """Records, for `why_branch`, that the reply to `messages` could not be read."""
-        node = self._roots.setdefault(settings, _Node())
-        for key in messages:
-            node = node.children.setdefault(key, _Node())
-        node.is_unread = True
 
 
 def _can_append(turn: AgentTurn, name: str) -> bool:

@@ -181,8 +181,7 @@ class Recorder:
         self._read_replies()
         opened.settings, opened.keys = settings, keys
         name, previous = opened.http.branch, opened.previous
-        opened.found = self.conversations.find(settings, keys, name, previous=previous)
-        return opened.found
+        return self.conversations.find(settings, keys, name, previous=previous)
 
     async def begin(
         self,
@@ -199,9 +198,6 @@ class Recorder:
         """
         name = opened.http.branch
         call = opened.call = self.conversations.begin(name, turn, context, images)
-        if not call.is_append:
-            why = self.conversations.why_branch(opened.settings, opened.keys)
-            call.branch.began = "template" if turn is None and opened.found is not None else why
         known = {image.data for branch in self.conversations.branches for image in branch.images}
         try:
             self.sampling.check_images(known | {image.data for image in call.images})
@@ -328,8 +324,6 @@ class Recorder:
                 opened.body.clear()
             elif not is_over:
                 waiting.append(opened)
-            elif opened.turn is not None:
-                self.conversations.note_unread(opened.settings, opened.keys)
         self._unread = waiting
 
     def _read_reply(self, opened: ServedCall) -> tuple[Any, list[tuple[MessageKey, ...]]] | None:

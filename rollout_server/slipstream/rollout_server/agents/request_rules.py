@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from slipstream.rollout_server.agents.conversations import AgentCall, AgentTurn, Found, MessageKey
+from slipstream.rollout_server.agents.conversations import AgentCall, AgentTurn, MessageKey
 from slipstream.rollout_server.engine_interface import Sampling
 from slipstream.v1 import environment_pb2
 
@@ -112,8 +112,6 @@ class ServedCall:
     has_tools: bool = False
     settings: str = ""
     keys: Sequence[MessageKey] = ()
-    # The turn that the messages of the request continue, if any.
-    found: Found | None = None
     # The turn that the request names as the previous one, or None.
     previous: AgentTurn | None = None
     # The input of a request whose response is stored, else None.

@@ -286,7 +286,7 @@ async def _played(play: Play, services: EpisodeServices) -> Status:
         return await reply_alone(play)
     try:
         opened = services.environments.open(
-            lease.environment, task.key, lease.task_index, task.attempt, lease.timeout_s
+            lease.environment, task.key, lease.task_index, lease.timeout_s
         )
         session = await play.ask(opened)
         opening = await play.ask(session.reset(lease.task_index, lease.seed))

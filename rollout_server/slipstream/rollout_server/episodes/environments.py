@@ -3,15 +3,14 @@
 Consumes: environment orders, episodes that want a session. Produces: sessions, reports on loading.
 Waits for: a worker that is ready. Unblocked by: the worker, or the limit of the environment.
 
-Tasks that may end their worker run alone in a worker of their own (`LoneWorkers`). After the end of
-a worker fewer episodes share one for a while.
+Tasks that may end their worker run alone, each episode in a worker of its own. After the end of a
+worker fewer episodes share one for a while.
 """
 
 import asyncio
 import itertools
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
 
 import grpc
 import grpc.aio
@@ -19,7 +18,7 @@ from slipstream.core.backoff import Backoff
 from slipstream.core.errors import EnvironmentFailed
 from slipstream.rollout_server.episodes.calls import CallTable, StreamSession
 from slipstream.rollout_server.episodes.worker_gateway import WorkerGateway
-from slipstream.rollout_server.episodes.workers import START_S, EnvironmentWorker, Suspects
+from slipstream.rollout_server.episodes.workers import UNLOADED, EnvironmentWorker, Suspects
 from slipstream.v1 import environment_pb2, fleet_pb2, fleet_pb2_grpc, trajectory_pb2
 
 log = logging.getLogger(__name__)
@@ -28,24 +27,6 @@ _FIRST_BACKOFF_S = 0.2
 _MAX_BACKOFF_S = 5.0
 _MAX_QUEUED_CALLS = 65_536
 Report = Callable[[fleet_pb2.EnvironmentReport], None]
-
-
-@dataclass(order=True)
-class LoneTurn:
-    """The turn of one episode that waits for a worker of its own; higher attempts go first.
-
-    In this order the fewest workers end before the task at fault has used up its attempts.
-    """
-
-    rank: tuple[int, int]
-    worker: asyncio.Future[EnvironmentWorker] = field(compare=False)
-    over: asyncio.Event = field(default_factory=asyncio.Event, compare=False)
-    has_passed: bool = field(default=False, compare=False)
-
-    def end(self, has_passed: bool) -> None:
-        """Ends the turn; `has_passed` says that the worker can run another episode."""
-        self.has_passed = has_passed
-        self.over.set()
 
 
 class HostedEnvironment:
@@ -59,7 +40,12 @@ class HostedEnvironment:
         self._gateway, self._report = gateway, report
         self._num_workers = max(self.spec.num_workers, 1)
         self._suspects = Suspects()
-        self._alone = LoneWorkers(self._make, self._num_workers)
+        # Numbers of the workers of one episode each that may be started.
+        self._lone_indices: asyncio.Queue[int] = asyncio.Queue()
+        for index in range(self._num_workers, 2 * self._num_workers):
+            self._lone_indices.put_nowait(index)
+        self._group: asyncio.TaskGroup
+        self._is_unloaded = False
         self._ready: list[EnvironmentWorker] = []
         # Set at each end of an episode or a worker, and when a worker is ready.
         self._changed = asyncio.Event()
@@ -72,19 +58,19 @@ class HostedEnvironment:
 
     async def run(self) -> None:
         """Runs the workers and restarts dead workers, until this call is cancelled."""
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self._alone.run())
-            for index in range(self._num_workers):
-                group.create_task(self._keep(index))
+        try:
+            async with asyncio.TaskGroup() as self._group:
+                for index in range(self._num_workers):
+                    self._group.create_task(self._keep(index))
+        finally:
+            self._is_unloaded = True
 
     def report_again(self) -> None:
         """Repeats the report on loading, for a controller that does not know it yet."""
         if self._outcome is not None:
             self._report(self._outcome)
 
-    async def open(
-        self, episode_key: str, task_index: int, attempt: int, timeout_s: float
-    ) -> StreamSession:
+    async def open(self, episode_key: str, task_index: int, timeout_s: float) -> StreamSession:
         """Opens a session on the worker with the fewest sessions.
 
         A task that may end its worker (see `Suspects`) gets a worker of its own. `timeout_s` limits
@@ -98,37 +84,41 @@ class HostedEnvironment:
                     worker = min(takers, key=lambda w: len(w.episodes), default=None)
                     if worker is not None and len(worker.episodes) < self._suspects.most_together:
                         return worker.open(
-                            episode_key, task_index, timeout_s, closed=lambda _: self._changed.set()
+                            episode_key, task_index, timeout_s, closed=self._changed.set
                         )
                     if self._num_abandoned >= self._num_workers:
                         assert self._last_failure is not None
                         raise self._last_failure
                     self._changed.clear()
                     await self._changed.wait()
-        worker, turn = await self._alone.turn(attempt)
-        return worker.open(episode_key, task_index, timeout_s, closed=turn.end)
+        index, unloaded = await self._lone_indices.get(), EnvironmentFailed(*UNLOADED)
+        if self._is_unloaded:
+            raise unloaded
+        worker, loaded = self._make(), asyncio.Event()
+        running = self._group.create_task(worker.run(index, lambda _: loaded.set()))
+        running.add_done_callback(lambda _: self._lone_indices.put_nowait(index))
+        loading = asyncio.ensure_future(loaded.wait())
+        try:
+            await asyncio.wait((running, loading), return_when=asyncio.FIRST_COMPLETED)
+            if running.done():
+                raise unloaded if running.cancelled() else running.result()
+        except BaseException:
+            running.cancel()
+            raise
+        finally:
+            loading.cancel()
+        return worker.open(episode_key, task_index, timeout_s, closed=running.cancel)
 
-    def _make(self, *, try_reset: bool = False, start_s: float | None = None) -> EnvironmentWorker:
-        return EnvironmentWorker(
-            self._gateway, self.spec, self._suspects, try_reset=try_reset, start_s=start_s
-        )
+    def _make(self, *, try_reset: bool = False) -> EnvironmentWorker:
+        return EnvironmentWorker(self._gateway, self.spec, self._suspects, try_reset=try_reset)
 
     async def _keep(self, index: int) -> None:
         """Runs one worker after another, until they have failed too often."""
         failures, backoff = 0, Backoff(_FIRST_BACKOFF_S, _MAX_BACKOFF_S)
-        start_s, waited_s = START_S, 0.0
         while True:
-            worker = self._make(
-                try_reset=self._try_reset and self._outcome is None, start_s=start_s
-            )
+            worker = self._make(try_reset=self._try_reset and self._outcome is None)
             was_ready, self._last_failure = await self._run(worker, index)
             log.warning("environment %s, worker %d: %s", self.spec.name, index, self._last_failure)
-            if worker.was_late and waited_s + start_s < self._gateway.limits.start_s:
-                # A busy machine starts no process in time: the next one has longer.
-                waited_s += start_s
-                start_s = min(2 * start_s, self._gateway.limits.start_s - waited_s)
-                continue
-            start_s, waited_s = START_S, 0.0
             if was_ready:
                 failures = 0
                 backoff.reset()
@@ -276,81 +266,10 @@ class Environments:
         self._hosted[spec.name] = (hosted, self._group.create_task(hosted.run()))
 
     async def open(
-        self, environment: str, episode_key: str, task_index: int, attempt: int, timeout_s: float
+        self, environment: str, episode_key: str, task_index: int, timeout_s: float
     ) -> StreamSession:
         """Opens a session for one episode. Raises EnvironmentFailed if none can be opened."""
         hosted = self._hosted.get(environment)
         if hosted is None:
             return self._clients.open(environment, episode_key, timeout_s)
-        return await hosted[0].open(episode_key, task_index, attempt, timeout_s)
-
-
-class LoneWorkers:
-    """Runs workers that serve one episode at a time.
-
-    A worker serves one waiting episode after another. It ends when no episode waits, or after an
-    episode that leaves it unfit for another (`LoneTurn.end` with `has_passed` False).
-    """
-
-    def __init__(self, make: Callable[[], EnvironmentWorker], count: int) -> None:
-        """Takes the function that makes workers; at most `count` of them run at one time.
-
-        Their indices are `count` .. 2 * `count` - 1.
-        """
-        self._make = make
-        self._indices = range(count, 2 * count)
-        self._turns: asyncio.PriorityQueue[LoneTurn] = asyncio.PriorityQueue()
-        self._numbers = itertools.count()
-
-    async def run(self) -> None:
-        """Gives workers to the waiting episodes, until this call is cancelled."""
-        async with asyncio.TaskGroup() as group:
-            for index in self._indices:
-                group.create_task(self._keep(index))
-
-    async def turn(self, attempt: int) -> tuple[EnvironmentWorker, LoneTurn]:
-        """Waits for a worker that serves no other episode; returns the worker and the turn.
-
-        The caller must end the turn. Turns with a higher `attempt` go first. Raises
-        EnvironmentFailed if the worker cannot load the environment.
-        """
-        worker = asyncio.get_running_loop().create_future()
-        turn = LoneTurn((-attempt, next(self._numbers)), worker)
-        self._turns.put_nowait(turn)
-        try:
-            return await worker, turn
-        except asyncio.CancelledError:
-            # The turn may have been given a worker at this very moment.
-            turn.over.set()
-            raise
-
-    async def _keep(self, index: int) -> None:
-        while True:
-            first = await self._turns.get()
-            if first.worker.cancelled():
-                continue
-            worker, loaded = self._make(), asyncio.Event()
-            async with asyncio.TaskGroup() as group:
-                running = group.create_task(worker.run(index, lambda _: loaded.set()))  # noqa: B023
-                serving = group.create_task(self._serve(worker, loaded, first))
-                await asyncio.wait({running, serving}, return_when=asyncio.FIRST_COMPLETED)
-                serving.cancel()
-                if running.done() and not first.worker.done():
-                    first.worker.set_exception(running.result())
-                running.cancel()
-
-    async def _serve(
-        self, worker: EnvironmentWorker, loaded: asyncio.Event, first: LoneTurn
-    ) -> None:
-        """Gives the worker to one episode after another, until one fails or no episode waits."""
-        await loaded.wait()
-        turn = first
-        while True:
-            if not turn.worker.cancelled():
-                turn.worker.set_result(worker)
-                await turn.over.wait()
-                if not turn.has_passed:
-                    return
-            if self._turns.empty():
-                return
-            turn = self._turns.get_nowait()
+        return await hosted[0].open(episode_key, task_index, timeout_s)

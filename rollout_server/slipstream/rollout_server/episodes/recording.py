@@ -10,7 +10,6 @@ import numpy.typing as npt
 from slipstream.core.models.vision import PlacedImage
 from slipstream.core.staleness import max_text_bytes
 from slipstream.core.types import (
-    BRANCHES,
     DROPPED_METRICS,
     SAMPLED_ARRAYS,
     Branch,
@@ -140,7 +139,6 @@ class Recording(TokenRecord):
                 self.expert_ids += [*branch.expert_ids, _unknown(missing, known)]
         self.prompt_tokens = self.run_lengths[0] if self.run_lengths else 0
         self.num_turns = conversations.num_turns
-        self.counts.update(BRANCHES + each.began for each in conversations.branches[1:])
         self.ended_branches = tuple(
             Branch(len(b.run_lengths), shares.get(b.name, 1.0), b.name, rewards.get(b.name))
             for b in conversations.branches

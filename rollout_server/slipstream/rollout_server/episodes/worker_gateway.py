@@ -44,12 +44,12 @@ _LOOK_S = 0.02
 class WorkerLimits:
     """Limits of a worker and all processes that it has started; 0 means no limit.
 
-    Starts of a worker that does not attach are repeated for `start_s` seconds.
+    A worker has `start_s` seconds to attach.
     """
 
     memory_bytes: int = 0
     processes: int = 0
-    start_s: float = 0.0
+    start_s: float = 60.0
 
     def arguments(self) -> list[str]:
         """Returns the limits as command-line arguments of a keeper."""

@@ -22,9 +22,10 @@ from slipstream.rollout_server.episodes.worker_gateway import (
 )
 from slipstream.v1 import environment_pb2, trajectory_pb2
 
+UNLOADED = trajectory_pb2.FAILURE_KIND_INFRASTRUCTURE, "the environment was unloaded"
 _STOP_LIMIT_S = 2.0
-# Seconds for a worker to attach, and to answer a ping.
-START_S, PING_S = 60.0, 5.0
+# Least seconds for a worker to load its environment, and seconds for it to answer a ping.
+LOAD_S, PING_S = 60.0, 5.0
 # Ends of workers in a row after which a task is a suspect, even if it was in no call then.
 MAX_LOST_WORKERS = 2
 # Largest number of tasks that are suspected together.
@@ -46,19 +47,15 @@ class EnvironmentWorker:
         suspects: Suspects,
         *,
         try_reset: bool = False,
-        start_s: float | None = None,
     ) -> None:
         """`suspects` records the tasks that ran at the worker's end, and the tasks that passed.
 
-        The process has `start_s` (`START_S`) to attach; if it took longer, `was_late` is True.
         With `try_reset` the worker counts as loaded only when its first task has answered `reset`
         and, for an agent, made its first call, which is not answered.
         """
         self._gateway = gateway
         self._spec, self._suspects = spec, suspects
         self._try_reset = try_reset
-        self._start_s = START_S if start_s is None else start_s
-        self.was_late = False
         self._stream, self._gone = WorkerStream(), asyncio.Event()
         self._process: WorkerProcess
         # Open episodes by key, and the task of each.
@@ -83,20 +80,18 @@ class EnvironmentWorker:
         task_index: int,
         timeout_s: float,
         *,
-        closed: Callable[[bool], None] = lambda _: None,
+        closed: Callable[[], object] = lambda: None,
     ) -> StreamSession:
         """Opens the session of an episode, each call of which is limited to `timeout_s`.
 
-        At the end of the session `closed` is called, with True if the environment gave a verdict
-        and the worker is still alive.
+        At the end of the session `closed` is called.
         """
 
         def on_close(was_judged: bool) -> None:
             self.episodes.pop(episode_key, None)
-            has_passed = was_judged and self.table.is_open
-            if has_passed:
+            if was_judged and self.table.is_open:
                 self._suspects.passed(task_index)
-            closed(has_passed)
+            closed()
 
         self.episodes[episode_key] = task_index
         return StreamSession(
@@ -136,8 +131,7 @@ class EnvironmentWorker:
             self._gateway.forget(self._stream)
             attached = self._stream.table
             if attached.done() and attached.exception() is None:
-                unloaded = trajectory_pb2.FAILURE_KIND_INFRASTRUCTURE
-                self.table.end(unloaded, "the environment was unloaded")
+                self.table.end(*UNLOADED)
             await self._process.close()
 
     async def _start(self, index: int) -> WorkerProcess:
@@ -154,10 +148,10 @@ class EnvironmentWorker:
     async def _serve(self, loaded: Callable[[environment_pb2.Loaded], None]) -> EnvironmentFailed:
         load = environment_pb2.WorkerCommand(load=environment_pb2.LoadCommand(spec=self._spec))
         try:
-            async with asyncio.timeout(self._start_s):
+            async with asyncio.timeout(self._gateway.limits.start_s):
                 # A wait that ends at its limit would cancel the future.
                 table = await asyncio.shield(self._stream.table)
-            answer = await table.call(load, timeout_s=max(self._spec.timeout_s, START_S))
+            answer = await table.call(load, timeout_s=max(self._spec.timeout_s, LOAD_S))
             if self._try_reset:
                 await self._reset_once()
             loaded(answer.loaded)
@@ -167,8 +161,7 @@ class EnvironmentWorker:
         except EnvironmentFailed as error:
             return error
         except TimeoutError:
-            self.was_late = True
-            cause = f"worker did not attach within {self._start_s:g} s"
+            cause = f"worker did not attach within {self._gateway.limits.start_s:g} s"
             return EnvironmentFailed(trajectory_pb2.FAILURE_KIND_INFRASTRUCTURE, cause)
         raise AssertionError("a worker that is gone takes no call")
 

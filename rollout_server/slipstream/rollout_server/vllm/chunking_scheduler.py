@@ -21,11 +21,9 @@ import numpy as np
 from slipstream.core.errors import ConfigError
 from slipstream.rollout_server.engine_rules import PromptGathering
 from slipstream.rollout_server.vllm.steady_decoding import (
-    KnownSlots,
     SteadyPlanner,
     SteadyRequest,
     decodes_plainly,
-    plans_ahead,
     takes_a_prompt,
 )
 from vllm.config import VllmConfig
@@ -173,12 +171,8 @@ class ChunkingScheduler(Scheduler):  # type: ignore[misc]
         self._num_added = 0
         self._next_stats_s = 0.0
         self._gathering = PromptGathering(self.scheduler_config.prefill_schedule_interval - 1)
-        self._decodes_plainly, self._plans_ahead = decodes_plainly(self), plans_ahead(self)
-        if self._decodes_plainly:
-            manager = self.kv_cache_manager
-            manager.allocate_slots = KnownSlots(manager, self.hash_block_size)
-        plans = self._decodes_plainly and SteadyPlanner.fits(self)
-        self._planner = SteadyPlanner(self) if plans else None
+        # None if every step is vLLM's.
+        self._planner = SteadyPlanner(self) if decodes_plainly(self) else None
         self._num_steps = 0
         self._draft_stats: SpecDecodingStats | None = None
         # vLLM would draft tokens of -1 after a prompt of which one token is left to compute, unless
@@ -203,7 +197,7 @@ class ChunkingScheduler(Scheduler):  # type: ignore[misc]
         self._num_added += 1
         limit = 1 + self._num_added % CHUNK_TOKENS
         steady = None
-        if self._decodes_plainly and SteadyRequest.fits(request, parameters):
+        if self._planner and SteadyRequest.fits(request, parameters):
             steady = SteadyRequest(request, parameters, self.max_model_len)
         chunk = Chunk(request.client_index, limit, wants_logprobs, steady)
         self._chunks[request.request_id] = chunk
@@ -348,7 +342,7 @@ class ChunkingScheduler(Scheduler):  # type: ignore[misc]
         """
         others: dict[str, int] = {}
         full: list[tuple[Chunk, EngineCoreOutput]] = []
-        chunks, ahead = self._chunks, self._plans_ahead
+        chunks, ahead = self._chunks, self._planner is not None and self._planner.ahead
         manager, block_size = self.kv_cache_manager, self.hash_block_size
         rows, sampled = model_runner_output.req_id_to_index, model_runner_output.sampled_token_ids
         # This runs once for each request and step, so it does as little as possible.

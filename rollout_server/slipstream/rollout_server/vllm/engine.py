@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import gc
 import os
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +20,6 @@ from slipstream.core.settings.config import Config
 from slipstream.core.types import LogprobArray
 from slipstream.rollout_server import process
 from slipstream.rollout_server.engine_interface import EngineDied, LoadedWeights
-from slipstream.rollout_server.usage import SILENCE_LIMIT_S, EngineWatchdog
 from slipstream.rollout_server.vllm.adapter_slot import WITHOUT_ADAPTERS, AdapterRequests
 from slipstream.rollout_server.vllm.engine_arguments import engine_config
 from slipstream.rollout_server.vllm.engine_pause import EnginePause
@@ -36,6 +36,9 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor import multiproc_executor, uniproc_executor
 
+# Seconds without a step after which an engine with requests counts as hung. The limit is longer
+# than compiling kernels takes, and shorter than the limit for which the run waits for a batch.
+SILENCE_LIMIT_S = 300.0
 _HEALTH_PERIOD_S = 0.5
 _EXIT_LIMIT_S = 5.0
 
@@ -164,11 +167,18 @@ class VllmEngine:
         return await self.requests.next(request_id, collector)
 
     async def watch(self) -> None:
-        watchdog = EngineWatchdog(SILENCE_LIMIT_S)
+        # time.monotonic of the last look at which the engine had nothing to do.
+        idle_s = time.monotonic()
         while not self._llm.errored:
             await asyncio.sleep(min(_HEALTH_PERIOD_S, SILENCE_LIMIT_S))
-            waiting = 0 if self.pauses.clock.is_paused else self.requests.num_open
-            watchdog.check(heard_s=self.requests.counter.heard_s, num_requests=waiting)
+            now_s, num_open = time.monotonic(), self.requests.num_open
+            if self.pauses.clock.is_paused or not num_open:
+                idle_s = now_s
+            elif now_s - max(idle_s, self.requests.counter.heard_s) > SILENCE_LIMIT_S:
+                raise EngineDied(
+                    f"vLLM's engine made no step for {SILENCE_LIMIT_S:g} s, "
+                    f"with {num_open} open requests"
+                )
         raise EngineDied("vLLM's engine process is gone; its own message stands above")
 
     async def aclose(self) -> None:

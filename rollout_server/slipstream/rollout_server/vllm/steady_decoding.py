@@ -18,7 +18,7 @@ from typing import Any
 
 from vllm import __version__ as VERSION
 from vllm.sampling_params import SamplingParams
-from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -35,7 +35,7 @@ _SOURCES = (Scheduler, AsyncScheduler, KVCacheManager, FullAttentionManager, Req
 
 
 def decodes_plainly(scheduler: Scheduler, followed: str = _FOLLOWED) -> bool:
-    """Returns whether this module can handle requests of `scheduler` in the middle of a reply."""
+    """Returns whether `SteadyPlanner` does all that `scheduler` would do in a decoding step."""
     if source_digest() != followed:
         log.warning("all steps are vLLM's: the scheduler of %s is not that of 0.32.0", VERSION)
         return False
@@ -47,11 +47,13 @@ def decodes_plainly(scheduler: Scheduler, followed: str = _FOLLOWED) -> bool:
     others = (
         *(scheduler.connector, scheduler.ec_connector, scheduler.aux_output_connector),
         *(scheduler.num_lookahead_tokens, scheduler.num_spec_tokens, scheduler.has_mamba_layers),
-        *(scheduler.return_sampling_mask, scheduler.is_mm_encoder_only),
+        *(scheduler.return_sampling_mask, scheduler.is_mm_encoder_only, scheduler.use_pp),
+        *(scheduler.needs_kv_cache_zeroing, scheduler.defer_block_free),
     )
     return (
         simple_cache
         and scheduler.num_sampled_tokens_per_step == 1
+        and getattr(scheduler, "decode_stagger", 1) == 1
         and scheduler.dcp_world_size == scheduler.pcp_world_size == 1
         and not any(others)
     )
@@ -61,36 +63,6 @@ def source_digest() -> str:
     """Returns the SHA-256 of the installed vLLM's modules that this module follows."""
     files = (Path(inspect.getfile(source)) for source in _SOURCES)
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
-
-
-class KnownSlots:
-    """Replaces `KVCacheManager.allocate_slots`, and skips it for tokens inside a KV-cache block.
-
-    A token that is neither the first nor the last of a block needs no new block, and fills none.
-    """
-
-    def __init__(self, manager: KVCacheManager, block_size: int) -> None:
-        """Takes the manager of a scheduler for which `decodes_plainly` is true."""
-        self._allocate: Callable[..., KVCacheBlocks | None] = manager.allocate_slots
-        self._none = manager.empty_kv_cache_blocks
-        self._block_size = block_size
-        self._last = block_size - 1
-
-    def __call__(
-        self,
-        request: Request,
-        num_new_tokens: int,
-        *args: Any,  # noqa: ANN401 - vLLM's own
-        **kwargs: Any,  # noqa: ANN401 - vLLM's own
-    ) -> KVCacheBlocks | None:
-        """Returns the new blocks for the tokens, perhaps an empty set; None if too few are free."""
-        if (
-            num_new_tokens == 1
-            and 0 < request.num_computed_tokens % self._block_size < self._last
-            and request.status is _RUNNING
-        ):
-            return self._none
-        return self._allocate(request, num_new_tokens, *args, **kwargs)
 
 
 class SteadyRequest:
@@ -145,11 +117,6 @@ class SteadyRequest:
             manager.cache_blocks(request, num_known)
 
 
-def plans_ahead(scheduler: Scheduler) -> bool:
-    """Returns whether `scheduler` plans a step before it knows the tokens of the previous step."""
-    return isinstance(scheduler, AsyncScheduler)
-
-
 class SteadyPlanner:
     """Plans steps that only decode, for a scheduler for which `decodes_plainly` is true."""
 
@@ -159,19 +126,10 @@ class SteadyPlanner:
         self._block_size = scheduler.hash_block_size
         self._num_groups = len(self._manager.coordinator.single_type_managers)
         self._nobody = create_request_queue(scheduler.policy)
-        self._ahead = plans_ahead(scheduler)
+        # Whether a step is planned before the tokens of the previous step are known.
+        self.ahead = isinstance(scheduler, AsyncScheduler)
         self._most_tokens = min(
             scheduler.max_num_scheduled_tokens, scheduler.scheduler_config.max_num_batched_tokens
-        )
-
-    @staticmethod
-    def fits(scheduler: Scheduler) -> bool:
-        """Returns whether `plan` does everything that vLLM would do in a step that only decodes."""
-        return not (
-            scheduler.needs_kv_cache_zeroing
-            or scheduler.defer_block_free
-            or scheduler.use_pp
-            or getattr(scheduler, "decode_stagger", 1) != 1
         )
 
     def steady_requests(self, steady: Callable[[str], bool]) -> list[Request]:
@@ -237,7 +195,7 @@ class SteadyPlanner:
                 blocks.append(new.get_block_ids(allow_none=True))
             request.num_computed_tokens = computed + 1
             request.num_in_flight_tokens += 1
-            if self._ahead:
+            if self.ahead:
                 request.num_output_placeholders += 1
                 if scheduler.use_v2_model_runner:
                     request.next_decode_eligible_step = step + 1

@@ -4,7 +4,6 @@ import itertools
 from dataclasses import dataclass
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slipstream.core.types import PolicyVersion, VersionSpan
@@ -128,33 +127,6 @@ def test_a_name_has_branches_of_its_own_which_may_begin_with_tokens_of_others() 
     assert turn.branch.name == "reviewer"
     assert turn.branch.token_ids[:3] == talk.all.branches[0].token_ids
     assert talk.ask("u1", "r1", "u2", "r2", "u3", name="reviewer")[0].is_append
-
-
-@pytest.mark.parametrize(
-    ("texts", "tools", "why"),
-    [
-        (("s", "u7"), TOOLS, "new"),
-        (("u1", "r1", "u2"), TOOLS, "edited"),
-        (("s", "u1", "r1x", "u2"), TOOLS, "edited"),
-        (("s", "u1", "r1", "u2x", "r2", "u3"), TOOLS, "edited"),
-        (("s", "u1", "u2"), TOOLS, "dropped"),
-        (("s", "u1", "r1", "u2", "u3"), TOOLS, "dropped"),
-        (("s", "u1"), TOOLS, "again"),
-        (("s", "u1", "r1", "u2"), TOOLS, "again"),
-        (("s", "u1", "r1", "u9"), TOOLS, "again"),
-        (("s", "u1", "r1", "u2", "r2", "u3"), "others", "tools"),
-        (("s", "u8"), "others", "new"),
-        (("s", "u1", "r1", "u2", "r2", "u4", "r4", "u5"), TOOLS, "unread"),
-    ],
-)
-def test_the_cause_of_a_branch_is_named(texts, tools: str, why: str) -> None:
-    talk = Talk()
-    for known in (("s", "u1"), ("s", "u1", "r1", "u2")):
-        talk.talk(*known, reply=f"r{len(known) // 2}")
-    _, keys = talk.ask("s", "u1", "r1", "u2", "r2", "u4")
-    talk.all.note_unread(TOOLS, keys)
-    _, keys = talk.ask(*texts, tools=tools)
-    assert talk.all.why_branch(tools, keys) == why
 
 
 def test_a_call_that_samples_nothing_leaves_no_trace() -> None:

@@ -65,7 +65,7 @@ class Hosted:
             return await self._reports.get()
 
     async def open(self, name: str, key: str = "episode", task: int = 0, timeout_s: float = 10.0):
-        return await self.environments.open(name, key, task, 0, timeout_s)
+        return await self.environments.open(name, key, task, timeout_s)
 
 
 @contextlib.asynccontextmanager
@@ -341,7 +341,7 @@ async def main(logs, modules):
         )
         environments.order(fleet_pb2.EnvironmentOrder(spec=spec))
         await loaded.wait()
-        session = await environments.open("Scattering", "episode", 0, 0, 60.0)
+        session = await environments.open("Scattering", "episode", 0, 60.0)
         print((await session.reset(0, 0)).messages[0].content, flush=True)
         await asyncio.Event().wait()
 
@@ -430,11 +430,15 @@ async def test_unloading_ends_a_worker_that_did_not_attach_yet(tmp_path: Path) -
     assert not child_processes(gateway.address)
 
 
-async def test_a_worker_that_does_not_attach_in_time_is_ended_and_reported(tmp_path, monkeypatch):
-    monkeypatch.setattr(f"{Environments.__module__}.START_S", 0.2)
+async def test_a_worker_that_does_not_attach_in_time_is_ended_and_reported(tmp_path: Path) -> None:
     late = (sys.executable, "-c", "import time; time.sleep(600)")
     reports: asyncio.Queue[fleet_pb2.EnvironmentReport] = asyncio.Queue()
-    gateway = WorkerGateway(tmp_path / "logs", program=lambda _: late, log_bytes=4096)
+    gateway = WorkerGateway(
+        tmp_path / "logs",
+        program=lambda _: late,
+        log_bytes=4096,
+        limits=WorkerLimits(start_s=0.2),
+    )
     async with gateway, asyncio.TaskGroup() as group:
         environments = Environments(group, gateway, NoClients(), reports.put_nowait)
         hosted = Hosted(environments, reports)

@@ -34,7 +34,7 @@ async def play(hosted: ScriptedEnvironment, tasks: Iterable[int]) -> Played:
         limit = MAX_ATTEMPTS
         for attempt in itertools.count():
             try:
-                session = await hosted.open(f"{number}.{attempt}", task, attempt, LIMIT_S)
+                session = await hosted.open(f"{number}.{attempt}", task, LIMIT_S)
             except EnvironmentFailed as error:
                 played.failures.append(str(error))
                 return
@@ -97,19 +97,3 @@ def test_all_episodes_share_workers_again_after_some_without_an_end() -> None:
     assert [each.passed.total() for each in rounds] == [256] * 4
     # The first one, the next one, and that of the suspect.
     assert hosted.num_starts == 3
-
-
-def test_a_late_worker_is_started_again_with_longer_while_the_limit_lasts() -> None:
-    hosted = ScriptedEnvironment(lambda *_: False, tells=True, starts_late=[True, True, False])
-    (first,), _ = played(hosted, range(4))
-    assert first.passed.total() == 4
-    assert hosted.start_limits_s == [60.0, 120.0, 240.0]
-    assert [report.num_tasks for report in hosted.reports] == [1000]
-
-
-def test_a_worker_that_is_late_beyond_the_limit_fails_its_environment() -> None:
-    hosted = ScriptedEnvironment(lambda *_: False, tells=True, starts_late=[True] * 5)
-    (first,), _ = played(hosted, [0])
-    assert hosted.start_limits_s == [60.0, 120.0, 240.0, 180.0]
-    assert first.failures == ["worker did not attach within 180 s"]
-    assert hosted.reports[-1].failure.message == "worker did not attach within 180 s"

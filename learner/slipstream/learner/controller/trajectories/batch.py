@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from slipstream.core.errors import ProtocolError
 from slipstream.core.settings.config import Config
 from slipstream.core.staleness import lag
-from slipstream.core.types import BRANCHES, IGNORED, GroupId, Status, Trajectory
+from slipstream.core.types import IGNORED, GroupId, Status, Trajectory
 from slipstream.learner.algorithms.filters import unequal_rewards
 from slipstream.learner.algorithms.functions import shaped_rewards
 from slipstream.learner.controller.leasing.groups import Group, sampled_tokens
@@ -309,14 +309,14 @@ def environment_means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 def means_of_metrics(episodes: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Returns the mean of each metric over the `episodes` that have it.
 
-    The mean of a count of branches or of ignored settings is over all `episodes`.
+    The mean of a count of ignored settings is over all `episodes`.
     """
     values: dict[str, list[float]] = {}
     for name, value in (item for each in episodes for item in each.items()):
         values.setdefault(name, []).append(value)
     return {
         name: sum(numbers) / len(episodes)
-        if name.startswith((BRANCHES, IGNORED))
+        if name.startswith(IGNORED)
         else statistics.fmean(numbers)
         for name, numbers in sorted(values.items())
     }

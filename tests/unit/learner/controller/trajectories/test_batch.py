@@ -459,10 +459,10 @@ def test_the_rewards_of_named_branches_are_means_over_the_episodes_that_have_the
 
 def test_what_is_counted_is_0_in_the_episodes_that_do_not_name_it():
     batch = [
-        trajectory(1.0, 1, 1, metrics={"branches/edited": 3.0, "right": 1.0}),
+        trajectory(1.0, 1, 1, metrics={"right": 1.0}),
         trajectory(0.0, 1, 1, metrics={"ignored/temperature": 4.0}),
     ]
-    means = {"branches/edited": 1.5, "ignored/temperature": 2.0, "right": 1.0}
+    means = {"ignored/temperature": 2.0, "right": 1.0}
     assert environment_means(batch) == {f"e/{name}": mean for name, mean in means.items()} | {
         "e/reward": 0.5
     }
