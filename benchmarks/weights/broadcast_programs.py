@@ -37,15 +37,14 @@ class Program:
         log: Path,
         *,
         on_gpu: bool,
-        module: str = "weights.broadcast_peers",
     ) -> Program:
-        """Starts `module` in a session of its own; its stderr goes to `log`."""
+        """Starts a program in a session of its own; its stderr goes to `log`."""
         environ = dict(os.environ)
         if on_gpu:
             environ["CUDA_VISIBLE_DEVICES"] = visible(places)
         file = log.open("wb")
         process = await asyncio.create_subprocess_exec(
-            *program(module),
+            *program("weights.broadcast_peers"),
             *arguments,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,

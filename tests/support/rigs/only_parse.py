@@ -1,6 +1,6 @@
 """Lets programs read their command lines and do nothing else.
 
-    echo '[["-m", "benchmarks.weights.wire"]]' | python tests/support/rigs/only_parse.py
+    echo '[["-m", "benchmarks.weights.broadcast"]]' | python tests/support/rigs/only_parse.py
 
 Prints one JSON line for each command: the complaint of its own parser, or "" when it takes all.
 """

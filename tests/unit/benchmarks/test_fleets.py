@@ -17,7 +17,6 @@ from benchmarks.common.rig import SteeredController
 from benchmarks.common.shapes import SHAPES
 from benchmarks.common.workloads import reply_length
 from benchmarks.weights import broadcast as weight_broadcast
-from benchmarks.weights import wire
 
 
 def test_every_stretch_of_lengths_has_nearly_the_same_sum_and_the_same_tail() -> None:
@@ -145,27 +144,6 @@ def test_stages_of_an_idle_and_a_busy_engine_stand_side_by_side() -> None:
         "| server: load | 2.00 (2.00-2.00) | 2.00 (2.00-2.00) |",
         "| server: loads by copy plan | 3 of 4 | 1 of 1 |",
     ]
-
-
-def test_wire_alone_is_that_of_who_came_last_beside_the_limit() -> None:
-    answers = [
-        {"wire_s": 0.014, "host_s": 0.015, "digests": ["a"]},
-        {"wire_s": 0.004, "host_s": 0.0045, "digests": ["a"]},
-        {"wire_s": 0.005, "host_s": 0.0055, "digests": ["a"]},
-    ]
-    wire.check(answers)
-    ours = wire.times_of(answers)
-    assert ours == {"wire_s": 0.004, "host_s": 0.0055}
-    raw = {"wire_s": 0.003, "host_s": 0.0044}
-    lines, ratios = wire.summary({"num_bytes": 10**9, "ours": [ours], "raw": [raw]})
-    assert ratios == {"wire_s of raw": pytest.approx(0.75), "host_s of raw": pytest.approx(0.8)}
-    assert lines[2:] == [
-        "| ours | 250.0 | 4.000 (4.000-4.000) | 0.750 | 5.500 (5.500-5.500) | 0.800 |",
-        "| one buffer (limit) | 333.3 | 3.000 (3.000-3.000) | 1.000 "
-        "| 4.400 (4.400-4.400) | 1.000 |",
-    ]
-    with pytest.raises(RuntimeError, match="other digests than the sender"):
-        wire.check([answers[0], {"digests": ["b"]}])
 
 
 @pytest.mark.parametrize(("name", "billions"), [("0.6B", 0.596), ("8B", 8.19)])
