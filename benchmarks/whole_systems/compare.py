@@ -1,4 +1,4 @@
-"""Trained tokens per second of whole systems on the same work: ours beside TRL's and prime-rl.
+"""Trained tokens per second of whole systems on the same work: ours beside TRL, prime-rl and verl.
 
 A run of each has the same model with random weights, prompts of 128 tokens, group and batch size,
 and forced lengths of replies: 512 tokens first, then lognormal with a coefficient of variation of
@@ -22,7 +22,8 @@ cache in FP8, `ours-bits` with `algorithm.agreement = "bits"`. `ours-off`, `ours
 `ours-sleep` have that value of `controller.turns`. `ours-both` has a second rollout server, on the
 learner's GPU. `ours-defaults` leaves micro batches, episodes, threads and memory to the run, and
 must be the only system. These words go together: `ours-both-kv8-off`. TRL 1.16 with datasets,
-accelerate and Liger, or prime-rl with all that it imports, must be importable (`--peer-path`).
+accelerate and Liger, and prime-rl or verl 0.9.1 with all that they import, must be importable
+(`--peer-path`).
 
 Prints one table; benchmarks/results/whole-systems-GPUS.json is written after every system.
 """
@@ -70,7 +71,7 @@ from benchmarks.whole_systems.work import NO_SEEDS, Work
 NAME = "whole-systems"
 # The work has 150,000 words; families have smaller vocabularies elsewhere.
 QWEN_VOCAB = 151936
-PEERS = ("trl-async", "prime-rl")
+PEERS = ("trl-async", "prime-rl", "verl")
 # What may follow `ours`, with hyphens between.
 WORDS = {"bits", "fp8", "kv8", "both", "defaults", "off", "pause", "sleep"}
 
@@ -107,9 +108,12 @@ class Benchmark:
             run = [sys.executable, "-m", "slipstream.client.cli", "run", str(config)]
             system.start(run, self.device_environ(*range(max(2, self.arguments.gpus))))
             return system
-        if name == "prime-rl":
+        if name != "trl-async":
             sizes = {"kv-gib": self.arguments.kv_gib, "memory": self.arguments.memory}
-            command = self.peer_command("prime", system, sizes)
+            if name == "verl":
+                sizes |= {"episodes": self.arguments.episodes}
+                sizes |= {"micro-tokens": self.arguments.micro_tokens}
+            command = self.peer_command("verl" if name == "verl" else "prime", system, sizes)
             environ = self.peer_environ(work, 0, 1)
             # vLLM's own routes for weights would be asked in place of prime-rl's.
             del environ["VLLM_SERVER_DEV_MODE"]

@@ -17,11 +17,11 @@ import os
 import stat
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 from benchmarks.whole_systems.prime_server import ASKED, GATE, THIS
+from benchmarks.whole_systems.setup import follow, lines_of, peer_parser
 from benchmarks.whole_systems.work import Work
 
 # The commands that prime-rl's launcher starts, and what they run.
@@ -128,19 +128,6 @@ def complete(lines: list[str]) -> list[dict[str, Any]]:
     return found
 
 
-def follow(process: subprocess.Popen[bytes], metrics: Path, arguments: argparse.Namespace) -> None:
-    """Adds rows to `--rows` until the process ends."""
-    told = 0
-    while process.poll() is None:
-        time.sleep(0.2)
-        lines = metrics.read_text().split("\n")[:-1] if metrics.exists() else []
-        rows = complete(lines)
-        with arguments.rows.open("a") as file:
-            for row in rows[told:]:
-                print(json.dumps(row), file=file, flush=True)
-        told = len(rows)
-
-
 def learner(arguments: argparse.Namespace, folder: Path) -> None:
     """Runs the trainer alone on random tokens, for four steps, as prime-rl's benchmark does."""
     words = [
@@ -161,17 +148,8 @@ def learner(arguments: argparse.Namespace, folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--rows", type=Path, required=True)
-    parser.add_argument("--asked", type=Path)
-    parser.add_argument("--gate", type=Path)
-    parser.add_argument("--sequences", type=int, default=256)
-    parser.add_argument("--group", type=int, default=16)
-    parser.add_argument("--staleness", type=int, default=4)
+    parser = peer_parser(__doc__)
     parser.add_argument("--micro-tokens", type=int, default=16384)
-    parser.add_argument("--memory", type=float, default=0.3)
-    parser.add_argument("--kv-gib", type=int, default=34)
     parser.add_argument("--attention", default="flash_attention_4")
     parser.add_argument("--learner", type=int, default=0, help="tokens of its sequences")
     parser.add_argument("--port", type=int, default=29400)
@@ -190,7 +168,8 @@ def main() -> None:
         environ |= {ASKED: str(arguments.asked), GATE: str(arguments.gate)}
     run = "from prime_rl.entrypoints.rl import main; main()"
     process = subprocess.Popen([sys.executable, "-c", run, "@", str(file)], env=environ)
-    follow(process, folder / "prime" / "metrics.jsonl", arguments)
+    metrics = folder / "prime" / "metrics.jsonl"
+    follow(process, arguments.rows, lambda: complete(lines_of(metrics)))
     sys.exit(process.returncode)
 
 

@@ -134,6 +134,40 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
+def peer_parser(description: str | None) -> argparse.ArgumentParser:
+    """Returns a parser of what compare.py tells every peer's program."""
+    parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--rows", type=Path, required=True)
+    parser.add_argument("--asked", type=Path)
+    parser.add_argument("--gate", type=Path)
+    parser.add_argument("--sequences", type=int, default=256)
+    parser.add_argument("--group", type=int, default=16)
+    parser.add_argument("--staleness", type=int, default=4)
+    parser.add_argument("--memory", type=float, default=0.3)
+    parser.add_argument("--kv-gib", type=int, default=34)
+    return parser
+
+
+def follow(
+    process: subprocess.Popen[bytes], path: Path, rows: Callable[[], list[dict[str, Any]]]
+) -> None:
+    """Adds new ones of `rows()`, one a step, to the file at `path` until the process ends."""
+    told = 0
+    while process.poll() is None:
+        time.sleep(0.05)
+        found = rows()
+        with path.open("a") as file:
+            for row in found[told:]:
+                print(json.dumps(row), file=file, flush=True)
+        told = len(found)
+
+
+def lines_of(path: Path) -> list[str]:
+    """Returns the complete lines of a file that may not exist yet."""
+    return path.read_text().split("\n")[:-1] if path.exists() else []
+
+
 def work_of(arguments: argparse.Namespace, fixed_steps: int) -> Work:
     """Returns the work of one system, which is small in a rehearsal."""
     fixed = fixed_steps * arguments.sequences

@@ -14,12 +14,12 @@ import argparse
 import json
 import os
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 from trl.experimental.async_grpo import async_rollout_worker, packing
 
+from benchmarks.whole_systems.setup import peer_parser
 from benchmarks.whole_systems.work import NO_SEEDS, TASKS, Work, reward, touch_and_wait
 
 GATE_LIMIT_S = 1800.0
@@ -235,15 +235,8 @@ def train(arguments: argparse.Namespace, work: Work) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--rows", type=Path, required=True)
-    parser.add_argument("--asked", type=Path, required=True)
-    parser.add_argument("--gate", type=Path, required=True)
+    parser = peer_parser(__doc__)
     parser.add_argument("--micro", type=int, default=32)
-    parser.add_argument("--sequences", type=int, default=256)
-    parser.add_argument("--group", type=int, default=16)
-    parser.add_argument("--staleness", type=int, default=4)
     parser.add_argument("--inflight", type=int, default=512)
     parser.add_argument("--url", required=True, help="of vLLM's server")
     parser.add_argument("--cpu", action="store_true")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from slipstream.core.configuration.config_file import parse_config
 
-from benchmarks.whole_systems import prime
+from benchmarks.whole_systems import prime, verl, verl_work
 from benchmarks.whole_systems.compare import known
 from benchmarks.whole_systems.setup import System, our_config
 from benchmarks.whole_systems.tables import fewest_fixed_steps, figures, table_of, windows
@@ -119,7 +119,7 @@ def test_the_words_of_a_system_are_settings_of_its_run(name, settings, tmp_path)
 
 def test_a_system_of_an_unknown_word_is_refused() -> None:
     with pytest.raises(
-        argparse.ArgumentTypeError, match="'ours-fast' must be trl-async or prime-rl"
+        argparse.ArgumentTypeError, match="'ours-fast' must be trl-async or prime-rl or verl"
     ):
         known("ours-fast")
 
@@ -204,3 +204,42 @@ def test_prime_rl_gets_the_work_and_its_bound_and_no_offloading(tmp_path: Path) 
         "attn",
         "seq_len",
     }
+
+
+def test_a_step_of_verl_lasts_from_its_line_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    def told(step: int, mean: float) -> str:
+        data = {"response_length/mean": mean, "timing_s/step": 3.0, "timing_s/gen": 1.0}
+        return json.dumps({"step": step, "data": {**data, "timing_s/update_actor": 2.0}})
+
+    clock = iter([10.0, 14.0])
+    monkeypatch.setattr(verl.time, "perf_counter", lambda: next(clock))
+    # What the rollouter says of a step has no lengths.
+    idle = json.dumps({"step": 1, "data": {"fully_async/rollouter/idle_ratio": 0.5}})
+    parts = {"training_s": 2.0, "waiting_s": 1.0}
+    first = {"step": 1, "step_s": 3.0, "trained_tokens": 480, **parts}
+    times: dict[int, float] = {}
+    assert verl.complete([idle, told(1, 30.0)], 16, times) == [first]
+    assert verl.complete([idle, told(1, 30.0), told(2, 31.0)], 16, times) == [
+        first,
+        {"step": 2, "step_s": 4.0, "trained_tokens": 496, **parts},
+    ]
+
+
+def test_verl_gets_the_work_and_its_bound(tmp_path: Path) -> None:
+    sizes = {"sequences": 64, "group": 8, "staleness": 2, "micro_tokens": 256, "kv_gib": 1}
+    arguments = argparse.Namespace(model=tmp_path, **sizes, memory=0.3, episodes=128, fused=False)
+    found = verl.settings(arguments, Work(fixed=0, prompt_words=126), tmp_path)
+    actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+    assert found[f"{actor}.ppo_mini_batch_size"] * found[f"{rollout}.n"] == 64
+    assert found["async_training.staleness_threshold"] == 2
+    assert found["async_training.concurrent_samples_per_replica"] * 8 == 128
+    # No sequence is cut: a micro batch holds the longest.
+    assert found[f"{actor}.ppo_max_token_len_per_gpu"] == 1024 + 128
+
+
+def test_replies_of_verl_are_counted_across_its_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "counter").write_text("9")
+    monkeypatch.setenv(verl_work.COUNTER, str(tmp_path / "counter"))
+    assert [verl_work.next_place(), verl_work.next_place()] == [9, 10]
