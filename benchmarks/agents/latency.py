@@ -96,18 +96,15 @@ class Turns(Environment[int]):
         self._turns, self._pause_s = turns, pause_s
 
     def tasks(self) -> range:
-        """Numbers without a meaning."""
         return range(1_000_000)
 
     async def reset(self, task: int) -> list[dict[str, str]]:
-        """Asks."""
         self._ms: list[float] = []
         await pause(self._pause_s)
         self._began_s = time.perf_counter()
         return [{"role": "user", "content": QUESTION}]
 
     async def step(self, reply: str) -> StepResult:
-        """Notes the time, and asks again."""
         self._ms.append(1e3 * (time.perf_counter() - self._began_s))
         if len(self._ms) == self._turns:
             return StepResult(reward=0.0, metrics=named(self._ms))
@@ -120,16 +117,13 @@ class TurnsAgent(AgentEnvironment[int]):
     """The same session of an agent, which repeats the whole conversation in each call."""
 
     def __init__(self, turns: int, pause_s: float) -> None:
-        """See `Turns`."""
         self._turns, self._pause_s = turns, pause_s
         self._client = BareClient()
 
     def tasks(self) -> range:
-        """Numbers without a meaning."""
         return range(1_000_000)
 
     async def run(self, task: int, endpoint: Endpoint) -> AgentOutcome:
-        """Makes its calls."""
         messages, ms = [{"role": "user", "content": QUESTION}], list[float]()
         for _ in range(self._turns):
             await pause(self._pause_s)
@@ -163,7 +157,6 @@ class Server:
         self._leases = 0
 
     async def take(self, name: str, kind: str, pause_s: float) -> None:
-        """Loads an environment."""
         from slipstream.v1 import environment_pb2, fleet_pb2
 
         spec = environment_pb2.EnvironmentSpec(
@@ -206,7 +199,6 @@ class Server:
 
 @contextlib.asynccontextmanager
 async def served(folder: Path, turns: int) -> AsyncIterator[Server]:
-    """Starts the server; it ends with the block."""
     sys.path.insert(0, str(ROOT / "tests"))
     from slipstream.core.types import ServerId
     from slipstream.rollout_server.episodes.play import Model
@@ -279,7 +271,6 @@ def rows_of(found: dict[str, dict[str, list[float]]]) -> list[tuple[str, ...]]:
 
 
 def main() -> None:
-    """Measures, prints the table and writes the result."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sessions", type=int, default=256)
     parser.add_argument("--alone", type=int, default=25, help="sessions one after the other")

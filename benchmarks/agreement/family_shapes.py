@@ -81,7 +81,6 @@ class Family:
         return any(name in self.values for name in counts)
 
     def settings(self, *, tiny: bool) -> dict[str, Any]:
-        """Returns the fields of the configuration."""
         values = dict(self.values)
         if tiny:
             values |= {key: TINY[key] for key, value in values.items() if key in TINY and value}
@@ -106,12 +105,10 @@ class Family:
 
     @property
     def architecture(self) -> str:
-        """The class in the model's config.json."""
         task = "ConditionalGeneration" if self.tower else "CausalLM"
         return f"{self.name.removesuffix('Text')}For{task}"
 
     def config(self, *, tiny: bool) -> Any:  # noqa: ANN401 - transformers' configuration
-        """Returns transformers' configuration of the model."""
         import transformers
 
         settings = self.settings(tiny=tiny)
@@ -457,7 +454,6 @@ def _random_model(family: Family, *, tiny: bool) -> Any:  # noqa: ANN401 - trans
 
 
 def _with_tower(family: Family, decoder: dict[str, Any], *, tiny: bool) -> dict[str, Any]:
-    """Returns the fields of a model with vision."""
     ids = zip(("vision_start", "image", "video", "vision_end"), range(4, 8), strict=True)
     return {
         "text_config": decoder,

@@ -244,7 +244,6 @@ def figures(found: dict[str, Any], fresh: Any) -> dict[str, float]:  # noqa: ANN
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Returns the arguments of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--model", type=Path, help="default: a tiny random one")

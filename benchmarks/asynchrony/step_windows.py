@@ -28,7 +28,6 @@ class Beats:
         self._found: list[tuple[int, float]] = []
 
     def note(self, tokens: int, now_s: float) -> None:
-        """Takes the count at this moment."""
         if tokens != (self._found[-1][0] if self._found else self._before):
             self._found.append((tokens, now_s))
 

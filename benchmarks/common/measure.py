@@ -98,7 +98,6 @@ def visible(places: Sequence[int]) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
-    """Returns the lines of a Markdown table."""
     return [
         f"| {' | '.join(header)} |",
         f"|{'---|' * len(header)}",

@@ -42,7 +42,6 @@ PUBLISHES = {
 
 
 def result(name: str) -> dict[str, Any]:
-    """Reads the result `name` of benchmarks/results."""
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
@@ -104,7 +103,6 @@ PLOTS = {"training": training, "asynchrony": asynchrony, "pause": pause}
 
 
 def draw(folder: Path) -> None:
-    """Writes all plots into `folder`."""
     for name, plot in PLOTS.items():
         with matplotlib.rc_context(STYLE):
             figure, axes = pyplot.subplots(figsize=(6.4, 3.6), layout="constrained")

@@ -46,7 +46,6 @@ def render(name: str, folder: Path) -> str:
 
 
 def facts(result: dict[str, Any]) -> str:
-    """Returns one line with date, machine and versions."""
     machine = result["machine"]
     where = machine
     if isinstance(machine, dict):

@@ -195,12 +195,10 @@ class SteeredController(Controller):
 
     @property
     def publishes(self) -> list[PublishTimes]:
-        """The moments of all publishes so far."""
         return self.publisher.publishes
 
     @property
     def rows(self) -> list[dict[str, float]]:
-        """Metrics of all steps so far."""
         rows = read_rows(self._config.run_dir / METRICS)
         return [row for row in rows if "step" in row]
 
@@ -211,7 +209,6 @@ class SteeredController(Controller):
 
     @property
     def sessions(self) -> list[ServerSession]:
-        """Sessions of the servers that are connected."""
         return list(self._fleet.sessions.values())
 
     @property
@@ -325,7 +322,6 @@ class Rig:
             self.trainers.append(child)
 
     async def start_server(self, index: int) -> Child:
-        """Starts rollout server `index` on its GPUs."""
         name = f"server-{index}"
         arguments = ["--controller", self.config.controller.address, "--server-id", name]
         child = await self._start(

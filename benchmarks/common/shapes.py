@@ -53,7 +53,6 @@ class Shape:
     head_dim: int = HEAD_DIM
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Yields name and shape of every weight."""
         queries, keys = self.heads * self.head_dim, self.groups * self.head_dim
         yield "model.embed_tokens.weight", (self.vocab, self.hidden)
         for layer in range(self.layers):
@@ -74,7 +73,6 @@ class Shape:
             yield "lm_head.weight", (self.vocab, self.hidden)
 
     def config(self, dtype: str, max_positions: int) -> dict[str, object]:
-        """Returns the contents of the folder's config.json."""
         return {
             "architectures": ["Qwen3ForCausalLM"],
             "model_type": "qwen3",

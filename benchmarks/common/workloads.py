@@ -54,7 +54,6 @@ class ImageReplies(LognormalReplies):
         self._side = side
 
     def reset(self, task: int) -> list[dict[str, Any]]:
-        """Shows the task's image."""
         (message,) = super().reset(task)
         image = {"type": "image", "data": noise_png(self._side, task)}
         return [message | {"content": [image, {"type": "text", "text": PROMPT}]}]
@@ -67,11 +66,9 @@ class Gated(Environment[int]):
         self._gate = Path(gate)
 
     def tasks(self) -> range:
-        """Returns numbers without a meaning."""
         return range(1000)
 
     async def reset(self, task: int) -> list[dict[str, str]]:
-        """Waits until the file exists."""
         while not self._gate.exists():
             await asyncio.sleep(_POLL_S)
         return [{"role": "user", "content": PROMPT}]

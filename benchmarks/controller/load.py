@@ -150,7 +150,6 @@ class Probe:
         self.samples: list[tuple[int, int, float, float]] = []
 
     async def run(self) -> None:
-        """Runs until it is cancelled."""
         async with open_channel(self._address, OPEN) as channel:
             stub = status_pb2_grpc.StatusServiceStub(channel)
             while True:
@@ -161,7 +160,6 @@ class Probe:
                 await asyncio.sleep(HEARTBEAT_S)
 
     def sample(self) -> None:
-        """Notes what the controller has taken until now."""
         pages = int(Path(f"/proc/{self._pid}/statm").read_text().split()[1])
         made = sum(server.num_delivered for server in self._fleet)
         resident = pages * os.sysconf("SC_PAGE_SIZE")

@@ -67,7 +67,6 @@ class Journal:
         return waits_s
 
     def close(self) -> None:
-        """Ends the thread and closes the file."""
         self._closed.set()
         self._thread.join()
         self._file.close()
@@ -81,7 +80,6 @@ class Journal:
 
 
 def measure(arguments: argparse.Namespace, folder: Path) -> list[Row]:
-    """Returns a row for each repeat."""
     from slipstream.learner.trainer.checkpoints.checkpoint import Checkpointer
     from slipstream.learner.trainer.checkpoints.stored_model import POLICY, StoredModel
     from slipstream.learner.trainer.opening import open_policy

@@ -124,7 +124,6 @@ def seconds_of(run: Callable[[Batch], object], batches: list[Batch], device: tor
 
 
 def load_of(arguments: argparse.Namespace) -> Load:
-    """Returns the work of a step."""
     load = LOADS.get(arguments.shape, LOADS["0.6B"])
     chosen = {"layers": arguments.layers, "micro_batches": arguments.micro_batches}
     chosen |= {"micro_batch_tokens": arguments.micro_tokens}
@@ -179,7 +178,6 @@ def rows(found: dict[str, Found | str]) -> list[list[object]]:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Returns the arguments of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

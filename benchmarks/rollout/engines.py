@@ -91,7 +91,6 @@ class Served:
     """A rollout server around an engine, which has joined the controller at `address`."""
 
     def __init__(self, engine: VllmEngine, config: Config, address: str, name: str) -> None:
-        """Starts the server beside the caller."""
         from slipstream.core.types import ServerId
         from slipstream.rollout_server.episodes.play import Model
         from slipstream.rollout_server.episodes.renderer import Renderer
@@ -113,7 +112,6 @@ class Served:
         return {}
 
     async def close(self) -> None:
-        """Drains the server and ends the engine."""
         self._stop.set()
         await asyncio.wait([self._serving], timeout=20)
         await self._engine.aclose_fully()
@@ -123,7 +121,6 @@ class Ours(Served):
     """Our engine, asked directly or by its server."""
 
     def __init__(self, engine: VllmEngine, config: Config, sizes: Sizes, address: str) -> None:
-        """Starts the server beside the caller."""
         super().__init__(engine, config, address, "ours")
         self._vllm, self._sizes, self._config = engine, sizes, config
 
@@ -148,7 +145,6 @@ class Ours(Served):
         return cls(engine, config, sizes, address)
 
     def runs(self) -> dict[str, Run]:
-        """What can be asked of it."""
         return {"engine": self._generate_all, "check": self._check}
 
     async def _generate(self, seed: int, num_tokens: int) -> Generation:
@@ -246,7 +242,6 @@ class Bare:
     """
 
     def __init__(self, config: Config, sizes: Sizes) -> None:
-        """Starts it."""
         from slipstream.rollout_server.vllm.engine_arguments import own_values
         from vllm import AsyncEngineArgs
         from vllm.usage.usage_lib import UsageContext
@@ -266,11 +261,9 @@ class Bare:
         gc.freeze()
 
     def runs(self) -> dict[str, Run]:
-        """What can be asked of it."""
         return {"none": self._runner(), "logprobs": self._runner(logprobs=0, flat_logprobs=True)}
 
     async def close(self) -> None:
-        """Ends it."""
         self._llm.shutdown(timeout=5)
         # The engine's finaliser logs an error when it runs after that of its modules.
         gc.unfreeze()

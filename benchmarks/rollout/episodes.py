@@ -27,11 +27,9 @@ class RandomWords(Environment[int]):
         self._num_words = num_words
 
     def tasks(self) -> range:
-        """Seeds of prompts."""
         return range(1_000_000)
 
     def reset(self, task: int) -> list[dict[str, str]]:
-        """The words of a task."""
         words = random.Random(task).choices(WORDS, k=self._num_words)
         return [{"role": "user", "content": " ".join(words)}]
 

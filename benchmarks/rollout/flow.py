@@ -143,7 +143,6 @@ class Benchmark:
         return {"kv_cache_dtype": self.arguments.kv_cache_dtype}, self.arguments.quantization
 
     async def take(self, name: str, lever: str, *, wave: bool, warm_up: bool = False) -> None:
-        """One turn."""
         if name not in self.servers:
             return
         row = f"{'wave' if wave else 'flow'}: {name}, {lever}"
@@ -190,7 +189,6 @@ class Benchmark:
         return self.seed - number
 
     def write(self) -> None:
-        """What is known by now."""
         record = {
             "settings": settings_of(self.arguments),
             "check": self.check,
@@ -293,7 +291,6 @@ def _step_cells(turns: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def main() -> None:
-    """Runs everything interleaved."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     add_size_arguments(parser)
     parser.add_argument("--engines", nargs="+", choices=list(ENGINES), default=list(ENGINES))

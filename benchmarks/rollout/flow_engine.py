@@ -37,7 +37,6 @@ class Board:
     """The array: levers, sums over steps of each kind, times to first tokens."""
 
     def __init__(self) -> None:
-        """Nothing has been counted."""
         raw = RawArray("d", _FIRST_TOKENS + 1 + _RING)
         self.values = np.frombuffer(raw, dtype=np.float64)
 
@@ -51,7 +50,6 @@ class Board:
         return [int(value) for value in self.values[_LEVER : _LEVER + 3]]
 
     def count(self, kind: int, name: str, amount: float) -> None:
-        """Adds to a sum."""
         self.values[_COUNTS + kind * len(FIELDS) + FIELDS.index(name)] += amount
 
     def first_token(self, seconds: float) -> None:

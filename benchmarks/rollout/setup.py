@@ -94,7 +94,6 @@ def make_model(folder: Path, shape: str, dtype: str) -> None:
 
 
 def config_text(arguments: argparse.Namespace, folder: Path) -> str:
-    """The server's settings."""
     engine = {"load_format": "dummy", **json.loads(arguments.engine)}
     given = ", ".join(f"{key} = {_toml(value)}" for key, value in engine.items())
     return f"""

@@ -73,7 +73,6 @@ class Row:
     flow: bool = False
 
     def turn(self, arguments: argparse.Namespace, first_seed: int) -> Turn:
-        """The row's turn in the table's sizes."""
         slots, length = arguments.concurrent, arguments.reply_tokens
         if self.flow:
             return Turn(first_seed, 2 * slots, slots, length // 2, length + length // 2)
@@ -201,7 +200,6 @@ class Benchmark:
             self.episodes[role] = episodes
 
     async def take(self, row: Row, turn: Turn, *, warm_up: bool = False) -> None:
-        """One turn of a row."""
         if row.process not in self.engines:
             return
         with part(f"{'warm up ' if warm_up else ''}{row.name}", self.failures):
@@ -220,7 +218,6 @@ class Benchmark:
                 self.write()
 
     async def take_entry_point(self, row: Row, turn: Turn) -> None:
-        """One turn of vLLM's own benchmark."""
         if self.entry_point is None:
             return
         with part(row.name, self.failures):
@@ -251,11 +248,9 @@ class Benchmark:
 
     @property
     def target(self) -> float:
-        """The ratio that was asked for."""
         return TARGET if self.arguments.quantization == "off" else FP8_TARGET
 
     def write(self) -> None:
-        """What is known by now."""
         record = {
             "settings": {key: str(value) for key, value in vars(self.arguments).items()},
             "check": self.check,
@@ -267,7 +262,6 @@ class Benchmark:
 
 
 async def benchmark(arguments: argparse.Namespace, folder: Path) -> None:
-    """Runs both engines side by side."""
     sys.path.insert(0, str(ROOT / "tests"))
     found = Benchmark(arguments)
     async with contextlib.AsyncExitStack() as stack:
@@ -325,7 +319,6 @@ def cpu_cells(turns: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def main() -> None:
-    """Runs everything interleaved."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     add_size_arguments(parser)
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=DEFAULT_ENGINES)

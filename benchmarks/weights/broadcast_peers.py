@@ -30,7 +30,6 @@ class Pipe:
         os.dup2(2, 1)
 
     def put(self, **message: Any) -> None:  # noqa: ANN401 - JSON
-        """Writes one line."""
         print(json.dumps(message), file=self._out, flush=True)
 
     def get(self) -> Message:
@@ -136,7 +135,6 @@ class PipeClient:
         self._call("init_weight_transfer_engine", init_info)
 
     def start_weight_update(self) -> None:
-        """Prepares all servers."""
         self._call("start_weight_update", None)
 
     def update_weights(self, update_info: Message) -> None:
@@ -144,7 +142,6 @@ class PipeClient:
         self._call("update_weights", update_info)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Ends the update on all servers."""
         self._call("finish_weight_update", None)
 
     def _call(self, name: str, info: Message | None) -> None:

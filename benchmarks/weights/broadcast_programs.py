@@ -57,7 +57,6 @@ class Program:
         return cls(process, file)
 
     def put(self, **message: Any) -> None:  # noqa: ANN401 - JSON
-        """Writes one line to the program."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(message).encode() + b"\n")
 
@@ -74,7 +73,6 @@ class Program:
         return answer
 
     async def close(self) -> None:
-        """Ends the program with all processes below it."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         await self._process.wait()
@@ -90,7 +88,6 @@ class RawBroadcast:
         self.is_ready = False
 
     async def spawn(self) -> None:
-        """Starts the processes, which begin their imports."""
         placement, on_gpu = self._placement, self._placement.device == "cuda"
         places: list[tuple[int, ...]] = [placement.learner[:1]]
         places += [(gpu,) for server in placement.servers for gpu in server]
@@ -102,7 +99,6 @@ class RawBroadcast:
             self._ranks.append(await Program.start(arguments, place, log, on_gpu=on_gpu))
 
     async def join(self) -> None:
-        """Waits until all ranks have joined."""
         answers = [await rank.get(START_LIMIT_S) for rank in self._ranks]
         meeting = answers[0]["meeting"] or f"tcp://127.0.0.1:{free_port('127.0.0.1')}"
         await self._all(do="join", world_size=len(self._ranks), meeting=meeting)
@@ -118,7 +114,6 @@ class RawBroadcast:
         return wire_s, max(float(answer["host_s"]) for answer in answers)
 
     async def close(self) -> None:
-        """Ends all ranks."""
         await asyncio.gather(*(rank.close() for rank in self._ranks))
 
     async def _all(self, **message: Any) -> list[dict[str, Any]]:  # noqa: ANN401 - JSON
@@ -191,15 +186,12 @@ class NativeTransfer:
         }
 
     async def load(self, requests: int) -> None:
-        """Has every engine run `requests` more requests."""
         await self._all(do="load", requests=requests)
 
     async def unload(self) -> None:
-        """Ends all requests."""
         await self._all(do="unload")
 
     async def close(self) -> None:
-        """Ends all processes."""
         programs = [*self._servers, *([self._trainer] if self._trainer else [])]
         await asyncio.gather(*(program.close() for program in programs))
 

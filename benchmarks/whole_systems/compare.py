@@ -182,7 +182,6 @@ class Benchmark:
         self.write()
 
     def write(self) -> None:
-        """Writes what is known by now."""
         record = {
             "settings": settings_of(self.arguments),
             "runs": self.runs,
@@ -259,7 +258,6 @@ def known(name: str) -> str:
 
 
 def main() -> None:
-    """Runs all systems in turns."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--systems", nargs="+", type=known, default=["ours", "trl-async"])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")

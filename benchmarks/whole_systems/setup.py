@@ -89,7 +89,6 @@ class System:
             )
 
     def rows(self) -> list[dict[str, Any]]:
-        """Returns one row for each step so far."""
         if not self.rows_path.exists():
             return []
         lines = self.rows_path.read_text().split("\n")[:-1]
@@ -129,7 +128,6 @@ class System:
 
 
 def free_port() -> int:
-    """Returns a port on which nothing listens."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         return int(free.getsockname()[1])
 
@@ -177,7 +175,6 @@ def work_of(arguments: argparse.Namespace, fixed_steps: int) -> Work:
 
 
 def _toml(value: Any) -> str:  # noqa: ANN401 - any value of JSON
-    """Returns a value of JSON as TOML."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key} = {_toml(one)}" for key, one in value.items()) + "}"
     return json.dumps(value)

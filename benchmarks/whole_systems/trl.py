@@ -32,14 +32,12 @@ def rewards(completions: Any, **_: Any) -> list[float]:
 
 
 def dataset(work: Work) -> Any:
-    """Returns all prompts in TRL's form."""
     from datasets import Dataset
 
     return Dataset.from_list([{"prompt": work.prompt(task)} for task in range(TASKS)])
 
 
 def common(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Returns the arguments that TRL's trainer gets."""
     device: dict[str, Any] = {"use_cpu": True, "bf16": False} if arguments.cpu else {"bf16": True}
     return {
         "output_dir": str(arguments.rows.parent / "trl-out"),
@@ -119,7 +117,6 @@ class TorchFlash:
         causal: bool = True,
         window_size: tuple[int, int] = (-1, -1),
     ) -> Any:
-        """Returns the attended values of packed segments."""
         if not causal or window_size != (-1, -1):
             raise ValueError("only causal attention without a window is replaced")
         scale = softmax_scale or q.shape[-1] ** -0.5
@@ -170,7 +167,6 @@ class _NoTransfer:
 
 
 def train(arguments: argparse.Namespace, work: Work) -> None:
-    """Runs AsyncGRPOTrainer beside the server at `--url`."""
     from transformers import AutoTokenizer, TrainerCallback
     from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer
 

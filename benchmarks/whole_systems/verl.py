@@ -6,8 +6,7 @@ after every step. This module writes prompts and settings, starts its entry poin
 of metrics, and adds one row to `--rows` after each step. verl_work.py gives the replies their
 lengths.
 
-On a CPU, which verl's workers do not know as a device of a run, `--dry` composes the settings and
-prints them.
+More of verl's settings follow as KEY=VALUE; behind a last `--`, `--cfg job` prints them all.
 """
 
 from __future__ import annotations
@@ -55,7 +54,6 @@ def settings(arguments: argparse.Namespace, work: Work, folder: Path) -> dict[st
         "actor_rollout_ref.hybrid_engine": False,
         "actor_rollout_ref.model.path": str(arguments.model),
         "actor_rollout_ref.model.enable_gradient_checkpointing": False,
-        "actor_rollout_ref.model.use_fused_kernels": arguments.fused,
         f"{actor}.strategy": "fsdp2",
         "critic.strategy": "fsdp2",
         f"{actor}.optim.lr": 1e-6,
@@ -143,9 +141,7 @@ def main() -> None:
     parser = peer_parser(__doc__)
     parser.add_argument("--episodes", type=int, default=512)
     parser.add_argument("--micro-tokens", type=int, default=32768)
-    parser.add_argument("--fused", action="store_true", help="its fused kernels of the loss")
-    parser.add_argument("--dry", action="store_true", help="print its settings and end")
-    parser.add_argument("more", nargs="*", help="more of verl's settings, as KEY=VALUE")
+    parser.add_argument("more", nargs="*")
     arguments = parser.parse_args()
     folder = arguments.rows.resolve().parent / "verl"
     folder.mkdir(parents=True)
@@ -161,8 +157,6 @@ def main() -> None:
     if arguments.gate:
         environ |= {ASKED: str(arguments.asked), GATE: str(arguments.gate)}
     command = written(folder, arguments, Work.of_environ())
-    if arguments.dry:
-        command += ["--cfg", "job"]
     process = subprocess.Popen(command, env=environ)
     times: dict[int, float] = {}
     follow(

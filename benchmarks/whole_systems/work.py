@@ -43,7 +43,6 @@ class Work:
 
     @classmethod
     def of_environ(cls) -> Work:
-        """Returns the work that `environ` describes."""
         return cls(**json.loads(os.environ[VARIABLE]))
 
     def environ(self) -> dict[str, str]:
@@ -57,7 +56,6 @@ class Work:
         return reply_length(place - self.fixed, self.median, self.sigma, self.longest)
 
     def prompt(self, task: int) -> list[dict[str, str]]:
-        """Returns the messages of one task."""
         generator = random.Random(task)
         words = (f"w{generator.randrange(self.words)}" for _ in range(self.prompt_words))
         return [{"role": "user", "content": " ".join(words)}]
@@ -93,7 +91,6 @@ class Replies(Environment[int]):
         self._asked, self._gate = Path(asked), Path(gate)
 
     def tasks(self) -> range:
-        """Returns one number for each prompt."""
         return range(TASKS)
 
     async def reset(self, task: int) -> list[dict[str, str]]:
@@ -108,5 +105,4 @@ class Replies(Environment[int]):
         return self._work.prompt(task)
 
     def step(self, reply: str) -> StepResult:
-        """Ends the episode with its reward."""
         return StepResult(reward=reward(reply))

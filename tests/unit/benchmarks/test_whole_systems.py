@@ -227,7 +227,7 @@ def test_a_step_of_verl_lasts_from_its_line_to_the_next(monkeypatch: pytest.Monk
 
 def test_verl_gets_the_work_and_its_bound(tmp_path: Path) -> None:
     sizes = {"sequences": 64, "group": 8, "staleness": 2, "micro_tokens": 256, "kv_gib": 1}
-    arguments = argparse.Namespace(model=tmp_path, **sizes, memory=0.3, episodes=128, fused=False)
+    arguments = argparse.Namespace(model=tmp_path, **sizes, memory=0.3, episodes=128)
     found = verl.settings(arguments, Work(fixed=0, prompt_words=126), tmp_path)
     actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     assert found[f"{actor}.ppo_mini_batch_size"] * found[f"{rollout}.n"] == 64
