@@ -1,14 +1,21 @@
 """Clients with adapters of their own ranks are trained as each would be alone, bit for bit."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from support.ranks import tenant_ranks
 from support.ranks.rank_pool import RankPool
 from support.ranks.tenant_ranks import ALL, JOBS, LARGEST, LAYOUTS, TENANTS
 
-NUM_LAYERS = 2
+PARTS = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj"),
+    "linear_fc2": ("down_proj",),
+}
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("one_thread")]
 PAIRS = [(layout, name) for layout, (_, _, alone) in LAYOUTS.items() for name in alone]
 
@@ -38,13 +45,7 @@ def test_a_client_among_others_is_trained_bit_for_bit_as_alone(layout, name, fou
 @pytest.mark.parametrize("name", TENANTS)
 def test_an_adapter_has_its_rank_and_matrices_alone(name: str, found: dict[str, dict]) -> None:
     tenant = TENANTS[name]
-    parts = {
-        "linear_qkv": ("q_proj", "k_proj", "v_proj"),
-        "linear_proj": ("o_proj",),
-        "linear_fc1": ("gate_proj", "up_proj"),
-        "linear_fc2": ("down_proj",),
-    }
-    adapted = {part for target in tenant.targets for part in parts[target]}
+    adapted = {part for target in tenant.targets for part in PARTS[target]}
     for trained in found[f"one {ALL}"]["seen"][name]["trained"]:
         for key, tensor in trained.items():
             first = tensor if "lora_A" in key else tensor.T
@@ -61,6 +62,32 @@ def test_servers_get_what_a_client_has_published_with_its_factor(found: dict[str
             scale = 1.0 if "lora_A" in key else tenant.alpha / tenant.rank
             assert torch.equal(served, seen["trained"][0][key] * scale)
         assert same(seen["served"], seen["whole served"])
+
+
+@pytest.mark.parametrize("layout", ["one", "tp2"])
+def test_files_have_a_clients_newest_values_at_its_rank_on_its_matrices(
+    layout: str, folder: Path, found: dict[str, dict]
+) -> None:
+    for name, tenant in TENANTS.items():
+        seen = found[f"{layout} {ALL}"]["seen"][name]
+        path = folder / f"tenants-{layout}-{ALL}-adapters" / name
+        settings = json.loads((path / "adapter_config.json").read_text())
+        parts = sorted(part for target in tenant.targets for part in PARTS[target])
+        told = settings["r"], settings["lora_alpha"], settings["target_modules"]
+        assert told == (tenant.rank, tenant.alpha, parts)
+        assert not same(seen["after"], seen["served"])
+        own = {
+            key: (tensor[: tenant.rank] if "lora_A" in key else tensor[:, : tenant.rank])
+            for key, tensor in seen["after"].items()
+            if key.split(".lora_")[0].rpartition(".")[2] in parts
+        }
+        assert same(load_file(path / "adapter_model.safetensors"), own)
+
+
+def test_a_step_takes_gradients_that_are_held_by_their_passes_names(found: dict) -> None:
+    for name in TENANTS:
+        # The third step comes after a restart.
+        assert found[f"one {ALL}"]["seen"][name]["by name"][:3] == [True, True, False]
 
 
 def test_what_is_not_finite_fails_alone(found: dict[str, dict]) -> None:

@@ -73,6 +73,8 @@ class Manifest(_Record):
     models: tuple[str, ...]
     # Kind of each model's optimizer, by the model's name; manifests of older versions lack it.
     optimizers: dict[str, str] = {}
+    # Rank and alpha of each client's adapter, by name.
+    adapters: dict[str, tuple[int, float]] = {}
     # Versions of the packages that wrote the files.
     packages: dict[str, str]
     saved_unix_s: float

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from slipstream.core.settings.config import Config
+from slipstream.protocol.codec import passes_digest
 from slipstream.v1 import trainer_pb2 as pb
 
 from support.ranks.parity_layouts import OVERLAP
@@ -115,6 +116,7 @@ def run_rank(folder: Path, job: str) -> None:
     from slipstream.learner.trainer.checkpoints.distributed_files import load_models
     from slipstream.learner.trainer.checkpoints.stored_model import stored_policy
     from slipstream.learner.trainer.passes import Passes
+    from slipstream.learner.trainer.weights.export import save_adapters
     from slipstream.learner.trainer.weights.publish import open_published
 
     from support.ranks.lora_ranks import save
@@ -137,8 +139,12 @@ def run_rank(folder: Path, job: str) -> None:
         return passes.run(Batch(0, "b", (), given, tuple(of))).metrics
 
     def step(name: str, number: int) -> None:
-        adam = pb.GivenStep(adam=numbers_of(name, number))
-        seen[name]["norms"].append(order(name, adam, own_passes(name, number))["grad_norm"])
+        adam, of = pb.GivenStep(adam=numbers_of(name, number)), own_passes(name, number)
+        if passes_digest(name, [one.id for one in of]) in passes.held():
+            # As the controller sends them then.
+            of = [pb.Pass(id=one.id) for one in of]
+        seen[name]["norms"].append(order(name, adam, of)["grad_norm"])
+        seen[name].setdefault("by name", []).append(not of[0].sequences)
         seen[name]["trained"].append(factors_of(policy, name))
 
     for name in names:
@@ -190,6 +196,7 @@ def run_rank(folder: Path, job: str) -> None:
             seen[name]["loaded"] = factors_of(policy, name)
     for name in names:
         seen[name]["after"] = factors_of(policy, name)
+    save_adapters(policy, config, folder / f"tenants-{job.replace(' ', '-')}-adapters")
     if "c" in names:
         step("c", STEPS - 1)
     load_models(stored_policy(policy), path, disk)

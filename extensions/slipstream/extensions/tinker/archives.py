@@ -44,10 +44,6 @@ class _Run:
     # Version and JSON by path; of publishes the newest alone, since engines hold one.
     checkpoints: dict[str, tuple[int, Body]] = field(default_factory=dict)
 
-    def newest(self, kind: str) -> Body | None:
-        of_kind = [one for _, one in self.checkpoints.values() if one["checkpoint_type"] == kind]
-        return of_kind[-1] if of_kind else None
-
 
 class Archives:
     """Answers GET requests of paths that begin with `training_runs` or `checkpoints`."""
@@ -120,20 +116,20 @@ class Archives:
             # A load has the name of what another model may have saved.
             is_there &= not operation.HasField("load")
             if kind in _KINDS and is_there:
+                told = {
+                    "checkpoint_id": result.name.removeprefix(f"tinker://{stream}/"),
+                    "checkpoint_type": _KINDS[kind],
+                    "time": _time(ended_s),
+                    "tinker_path": result.name,
+                }
+                # The newest is the last.
                 run.checkpoints.pop(result.name, None)
-                run.checkpoints[result.name] = (
-                    result.step,
-                    {
-                        "checkpoint_id": result.name.removeprefix(f"tinker://{stream}/"),
-                        "checkpoint_type": _KINDS[kind],
-                        "time": _time(ended_s),
-                        "tinker_path": result.name,
-                    },
-                )
+                run.checkpoints[result.name] = result.step, told
         return runs
 
     def _told(self, run: _Run) -> Body:
         lora = self._config.lora
+        newest = {one["checkpoint_type"]: one for _, one in run.checkpoints.values()}
         return {
             "training_run_id": run.stream,
             "base_model": str(self._config.model.path),
@@ -141,8 +137,8 @@ class Archives:
             "is_lora": bool(lora.rank),
             "lora_rank": run.rank or lora.rank or None,
             "last_request_time": _time(run.ended_s),
-            "last_checkpoint": run.newest("training"),
-            "last_sampler_checkpoint": run.newest("sampler"),
+            "last_checkpoint": newest.get("training"),
+            "last_sampler_checkpoint": newest.get("sampler"),
         }
 
     def _exported(self, step: int, adapter: str) -> Path:
@@ -178,16 +174,14 @@ class Archives:
 
 
 def _page(name: str, found: list[Body], query: Mapping[str, str]) -> Body:
-    limit, offset = _number(query, "limit", 100), _number(query, "offset", 0)
-    cursor = {"offset": offset, "limit": limit, "total_count": len(found)}
-    return {name: found[offset : offset + limit], "cursor": cursor}
-
-
-def _number(query: Mapping[str, str], name: str, default: int) -> int:
-    text = query.get(name, str(default))
-    if not re.fullmatch("[0-9]{1,18}", text):
-        raise Refused(f"{name} is a whole number from 0, got {text[:40]}")
-    return int(text)
+    cursor = {"total_count": len(found)}
+    for key, default in (("offset", "0"), ("limit", "100")):
+        text = query.get(key, default)
+        if not re.fullmatch("[0-9]{1,18}", text):
+            raise Refused(f"{key} is a whole number from 0, got {text[:40]}")
+        cursor[key] = int(text)
+    begin = cursor["offset"]
+    return {name: found[begin : begin + cursor["limit"]], "cursor": cursor}
 
 
 def _time(unix_s: float) -> str:

@@ -246,16 +246,6 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
             entry.operation.compute.adapter.CopyFrom(model.adapter)
         elif entry.kind == "publish":
             self._samples.await_before(model)
-        elif (
-            self._models.are_several
-            and "/external_weights/" in entry.operation.save.name
-            and model.steps != model.published.get(model.served, 0)
-        ):
-            self._fail(
-                entry,
-                "files of one of several models have the values that it published last: send "
-                "save_weights_for_sampler before",
-            )
         elif self._models.newest(entry.operation.load.name) is model:
             entry.is_made = True
         # Whoever woke before, trainer or loop, saw no operation.

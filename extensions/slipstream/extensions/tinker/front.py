@@ -121,7 +121,7 @@ class Front:
                 body, in_flight=in_flight
             ),
             "save_weights": operations.save_weights,
-            "save_weights_external": operations.save_weights_external,
+            "save_weights_external": lambda body: operations.save_weights(body, "external_weights"),
         }
 
     async def close(self) -> None:

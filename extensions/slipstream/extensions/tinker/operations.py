@@ -95,14 +95,22 @@ def check_model(name: str | None, config: Config) -> None:
 def create_model(body: Mapping[str, Any], config: Config) -> pb.Operation:
     """Returns the operation of create_model."""
     check_model(body.get("base_model"), config)
-    asked, rank = body.get("lora_config"), config.lora.rank
+    asked, lora = body.get("lora_config"), config.lora
     # The SDK has no word for training the whole model; `create_session` has told of it.
-    if rank and (asked is None or asked["rank"] != rank) and not config.lora.adapters:
-        wanted = "the whole model" if asked is None else f"an adapter of rank {asked['rank']}"
-        raise Refused(f"this run trains an adapter of rank {rank} (lora.rank), not {wanted}")
+    if lora.rank and not lora.adapters:
+        if asked is None or asked["rank"] != lora.rank:
+            wanted = "the whole model" if asked is None else f"an adapter of rank {asked['rank']}"
+            raise Refused(
+                f"this run trains an adapter of rank {lora.rank} (lora.rank), not {wanted}"
+            )
+        if (targets := _targets(asked, config)) != list(lora.modules):
+            raise Refused(
+                f"this run trains {', '.join(lora.modules)} (lora.target_modules), not "
+                f"{' and '.join(targets)} alone, which a model of lora.adapters can"
+            )
     _check_optimizer(body.get("optimizer_config"))
     model = training_run(body)
-    begin = _begin(body, config) if config.lora.adapters else pb.Begin()
+    begin = _begin(body, config) if lora.adapters else pb.Begin()
     own = _promised(body)
     return pb.Operation(id=f"{model}:0:create_model", stream=model, begin=begin, **own)
 
@@ -124,11 +132,7 @@ def _begin(body: Mapping[str, Any], config: Config) -> pb.Begin:
     if not 1 <= rank <= lora.rank:
         raise Refused(f"an adapter has a rank of 1 to {lora.rank} (lora.rank), got {rank}")
     alpha = (body.get("user_metadata") or {}).get(ALPHA)
-    parts = {"train_attn": ATTENTION, "train_mlp": MLP}
-    left_out = {name for key, of in parts.items() if not asked.get(key, True) for name in of}
-    targets = [name for name in lora.modules if name not in left_out]
-    if not targets:
-        raise Refused(f"nothing is trained: lora.target_modules has {', '.join(lora.modules)}")
+    targets = _targets(asked, config)
     seed = asked.get("seed")
     return pb.Begin(
         adapter=trainer_pb2.Adapter(rank=rank, alpha=lora.alpha if alpha is None else float(alpha)),
@@ -136,6 +140,16 @@ def _begin(body: Mapping[str, Any], config: Config) -> pb.Begin:
             seed=config.run.seed if seed is None else seed, targets=targets
         ),
     )
+
+
+def _targets(asked: Mapping[str, Any], config: Config) -> list[str]:
+    """Returns the matrices of `lora.target_modules` that a client wants to train."""
+    parts, modules = {"train_attn": ATTENTION, "train_mlp": MLP}, config.lora.modules
+    left_out = {name for key, of in parts.items() if not asked.get(key, True) for name in of}
+    targets = [name for name in modules if name not in left_out]
+    if not targets:
+        raise Refused(f"nothing is trained: lora.target_modules has {', '.join(modules)}")
+    return targets
 
 
 def finish(session: str) -> pb.Operation:
@@ -218,20 +232,18 @@ def save_weights_for_sampler(body: Mapping[str, Any], *, in_flight: bool = False
     return _operation(model, body["seq_id"], "save_weights_for_sampler", publish=publish)
 
 
-def save_weights(body: Mapping[str, Any]) -> pb.Operation:
-    """Returns the checkpoint of save_weights."""
-    model, path = str(body["model_id"]), body.get("path") or f"step-{body['seq_id']}"
-    save = pb.Save(name=_checked_name(f"tinker://{model}/weights/{path}"))
-    return _operation(model, body["seq_id"], "save_weights", save=save)
+def save_weights(body: Mapping[str, Any], kind: str = "weights") -> pb.Operation:
+    """Returns the checkpoint of save_weights.
 
-
-def save_weights_external(body: Mapping[str, Any]) -> pb.Operation:
-    """Returns the checkpoint of save_weights_external, whose files the REST calls export."""
+    With the kind "external_weights" it is that of save_weights_external, whose files the REST calls
+    export.
+    """
     if body.get("age_encryption_recipients"):
         raise Refused("files are not encrypted here: leave age_encryption_recipients out")
-    model = str(body["model_id"])
-    save = pb.Save(name=_checked_name(f"tinker://{model}/external_weights/{body['path']}"))
-    return _operation(model, body["seq_id"], "save_weights_external", save=save)
+    model, path = str(body["model_id"]), body.get("path") or f"step-{body['seq_id']}"
+    save = pb.Save(name=_checked_name(f"tinker://{model}/{kind}/{path}"))
+    name = "save_weights" if kind == "weights" else "save_weights_external"
+    return _operation(model, body["seq_id"], name, save=save)
 
 
 def refused(model: str, number: int, kind: str, cause: str) -> pb.Operation:

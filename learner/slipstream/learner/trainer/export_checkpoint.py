@@ -86,6 +86,7 @@ def export(config: Config, path: Path, out: Path) -> None:
     # This loads all trained weights, adapters too, which `checkpoint.load` cannot load.
     with policy.memory.resident(Part.PARAMETERS, Part.OPTIMIZER):
         load_starting_weights(stored_policy(policy, with_optimizer=False), path, policy.ranks)
+    policy.adapters.sizes.update(manifest.adapters)
     if open_published(policy, alone).digests().identity.hex() != manifest.weight_digest:
         raise CheckpointError(f"{path} gives other weights than those that were saved")
     write_folders(policy, alone, out, chat)

@@ -83,7 +83,12 @@ class Trainer:
         self.stages = self._step.stages
         self._cost = StepCost(config, policy)
         stored = [model for part in self._parts for model in part.stored_models()]
-        self._checkpointer = Checkpointer(config, self._ranks, [*stored_policy(policy), *stored])
+        self._checkpointer = Checkpointer(
+            config,
+            self._ranks,
+            [*stored_policy(policy), *stored],
+            adapters=policy.adapters.sizes,
+        )
         self._passes = Passes(policy, config, self._checkpointer.load)
         with policy.memory.resident(Part.PARAMETERS, Part.OPTIMIZER):
             loaded = self._checkpointer.load_newest()

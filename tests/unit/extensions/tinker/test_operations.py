@@ -273,6 +273,11 @@ def test_a_model_is_created_as_the_run_trains_it() -> None:
     assert operations.create_model(CREATE, config_of(lora={"rank": 8})).number == 0
     with pytest.raises(Refused, match=r"an adapter of rank 4 \(lora.rank\), not an adapter of ra"):
         operations.create_model(CREATE, config_of(lora={"rank": 4}))
+    attention = CREATE | {"lora_config": {"rank": 8, "train_mlp": False}}
+    with pytest.raises(Refused, match="not linear_qkv and linear_proj alone, which a model of l"):
+        operations.create_model(attention, config_of(lora={"rank": 8}))
+    own = {"rank": 8, "target_modules": ["linear_qkv", "linear_proj"]}
+    assert operations.create_model(attention, config_of(lora=own)).number == 0
     with pytest.raises(Refused, match="this server has models/tiny only, not other"):
         operations.create_model(CREATE | {"base_model": "other"}, config_of())
     with pytest.raises(Refused, match="the optimizer adamw only, not dimuon"):

@@ -65,13 +65,18 @@ class Checkpointer:
         ranks: Ranks,
         models: Sequence[StoredModel],
         *,
+        adapters: dict[str, tuple[int, float]] | None = None,
         part_elements: int = PART_ELEMENTS,
     ) -> None:
-        """Prepares checkpoints in the run's folder; `part_elements` is as in `HostCopies`."""
+        """Prepares checkpoints in the run's folder; `part_elements` is as in `HostCopies`.
+
+        `adapters` has rank and alpha of each client's adapter, now and after `load_newest`.
+        """
         self._config = config
         self._settings = config.checkpoint
         self._ranks = ranks
         self._models = tuple(models)
+        self._adapters = {} if adapters is None else adapters
         self._folder = config.run_dir / CHECKPOINTS
         self._disk = DiskWork(self._folder, ranks)
         self._host = HostCopies(ranks.device, part_elements=part_elements)
@@ -155,6 +160,7 @@ class Checkpointer:
                 group.update(kept)
         if chosen:
             return manifest
+        self._adapters.update(manifest.adapters)
         if manifest.layout != self._layout():
             logger.info("%s was written in another layout: %s", path, manifest.layout)
         self._last_step = step
@@ -183,7 +189,8 @@ class Checkpointer:
         self._last_step = version.step
         # This rank's file is written in its thread, while training goes on.
         entries = self._disk.start(pending.write)
-        self._write = _Write(version, weight_digest.hex(), partial, pending, entries)
+        adapters = dict(self._adapters)
+        self._write = _Write(version, weight_digest.hex(), partial, pending, entries, adapters)
         return published
 
     def poll(self) -> Saved | None:
@@ -242,6 +249,7 @@ class Checkpointer:
             layout=self._layout(),
             models=tuple(model.name for model in self._models),
             optimizers=self._optimizers(),
+            adapters=write.adapters,
             packages=installed(("torch", "megatron-core")),
             saved_unix_s=time.time(),
             files=tuple(sorted(files, key=lambda file: file.path)),
@@ -294,6 +302,7 @@ class _Write:
     pending: ThreadedSave
     # The files that this rank's thread has written.
     entries: Future[list[FileEntry]]
+    adapters: dict[str, tuple[int, float]]
     started_s: float = field(default_factory=time.monotonic)
 
 

@@ -214,6 +214,8 @@ class NamedAdapters:
         self._active = self.names[0]
         self._waiting: dict[str, _Waiting] = {}
         self._served: dict[str, list[Tensor]] = {}
+        # Rank and alpha of those adapters that clients have used, by name.
+        self.sizes: dict[str, tuple[int, float]] = {}
         # Clients' adapters whose values have changed since they were told.
         self.changed = set(self.names) if are_clients else set()
         if self.are_several or are_clients:
@@ -259,6 +261,7 @@ class NamedAdapters:
     @contextmanager
     def in_use(self, name: str, *, rank: int, alpha: float) -> Iterator[None]:
         """Activates adapter `name` with the factor alpha / rank inside the context; collective."""
+        self.sizes[name] = rank, alpha
         with self.active(name), self._scaled(rank, alpha):
             yield
 

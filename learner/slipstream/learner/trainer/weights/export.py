@@ -200,35 +200,53 @@ def save_adapters(
 ) -> None:
     """Writes only the adapters into `target`, in the format of the library PEFT; collective.
 
-    Each named adapter has its own folder inside `target`. `target` appears only once it is
-    complete; an existing `target` is replaced. Raises CheckpointError as `DiskWork.wait` does.
+    Each named adapter has its own folder inside `target`. Those of clients have their newest
+    values, published or not, with their own rank and alpha, on the matrices that they train; one
+    that no client has used has no folder. `target` appears only once it is complete; an existing
+    `target` is replaced. Raises CheckpointError as `DiskWork.wait` does.
     """
-    if policy.adapters.are_clients:
-        # Their values have the factor of their products.
-        lora = config.lora.model_copy(update={"alpha": float(config.lora.rank)})
-        config = config.model_copy(update={"lora": lora})
-    found: dict[str, dict[str, Tensor]] = {}
-    for adapter in policy.adapters.names:
-        tensors = found.setdefault(adapter, {})
-        with policy.adapters.published(adapter):
+    adapters, found = policy.adapters, dict[str, tuple[Config, dict[str, Tensor]]]()
+    for adapter in adapters.sizes if adapters.are_clients else adapters.names:
+        own, tensors = config, dict[str, Tensor]()
+        with adapters.active(adapter):
             for name, weight in adapter_tensors(policy, policy.dtype):
                 if policy.ranks.is_main:
                     # Fused matrices share their first factor; a file holds no tensor twice.
                     tensors[name] = weight.clone()
+        if adapters.are_clients:
+            rank, alpha = adapters.sizes[adapter]
+            lora = config.lora.model_copy(update={"rank": rank, "alpha": alpha})
+            own = config.model_copy(update={"lora": lora})
+            tensors = _of_client(tensors, rank)
+        found[adapter] = own, tensors
     disk = DiskWork(target.parent, policy.ranks)
 
     def write() -> None:
         partial = target.with_name(target.name + PARTIAL_SUFFIX)
         if partial.exists():
             shutil.rmtree(partial)
-        for adapter, tensors in found.items():
-            write_adapter(tensors, config, partial / adapter, disk.moved)
+        for adapter, (own, tensors) in found.items():
+            write_adapter(tensors, own, partial / adapter, disk.moved)
             chat.write(partial / adapter)
         if target.exists():
             shutil.rmtree(target)
         partial.rename(target)
 
     disk.on_main(write)
+
+
+def _of_client(tensors: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
+    """Returns the factors without what is 0: beyond the rank, and where nothing is trained.
+
+    The first factor is drawn, so it is 0 only on a matrix that the client does not train.
+    """
+    kept: dict[str, Tensor] = {}
+    for name, first in tensors.items():
+        if ".lora_A." in name and first.any():
+            second = name.replace(".lora_A.", ".lora_B.")
+            kept[name] = first[:rank].contiguous()
+            kept[second] = tensors[second][:, :rank].contiguous()
+    return kept
 
 
 def _targets(tensors: Collection[str], config: Config) -> dict[str, Any]:
