@@ -3,15 +3,19 @@
 A step is `forward_backward` and `optim_step`, sent together, until both results are there: over
 HTTP, of a run with one trainer rank, and beside it in this process `Passes`, which the trainer
 has for it, and `TrainingStep`, which is the step of a run of our own. All three train the same
-sequences.
+sequences. The programs of the run note moments, and a step over HTTP is told in parts: what is
+carried from one program to another, what is written to the disk, and what computes.
 
 A sample is a request and its result, of a server that replies at once: all of it is added, but
 for what client and server take, so that processor time says more than what passes.
 
-    PYTHONPATH=tests python -m benchmarks.controller.client_loop                # on a CPU
-    PYTHONPATH=tests python -m benchmarks.controller.client_loop --shape 0.6B   # on a GPU
+    export PYTHONPATH=tests
+    python -m benchmarks.controller.client_loop                        # on a CPU
+    python -m benchmarks.controller.client_loop --load-of 0.6B         # with as much to carry
+    python -m benchmarks.controller.client_loop --shape 0.6B           # on a GPU
 
-Prints two tables and writes benchmarks/results/client-loop-SHAPE.json.
+Prints three tables and writes benchmarks/results/client-loop-SHAPE.json. Each part is printed as
+soon as it is measured.
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from slipstream.client.launch.children import rank_environments
 from slipstream.core.configuration.config_file import dump_config
 from slipstream.core.machine.address import free_port
 from slipstream.core.settings.config import Config
@@ -39,10 +44,11 @@ from support.fakes.fake_server import FakeServer
 from support.fakes.fake_trainer import FakeTrainer
 from support.fakes.named_channel import RUN_ID
 from support.rigs.loop_client import ADAM, LoopClient
-from support.rigs.loop_runs import fronted, loop_config
+from support.rigs.loop_runs import loop_config
 
 from benchmarks.common import measure
 from benchmarks.common.shapes import SHAPES, make_apart
+from benchmarks.controller import timeline
 from benchmarks.controller.load import processor_s
 from benchmarks.learner.loops import LOADS, Load, lognormal_batch, shape_config, synchronize
 
@@ -79,40 +85,64 @@ def data_of(batch: Batch) -> list[Datum]:
 
 
 @contextlib.asynccontextmanager
-async def program(*arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
+async def program(*arguments: str, **environ: str) -> AsyncIterator[asyncio.subprocess.Process]:
     """Runs a program of this Python, which is ended after use."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", *arguments), stdout=asyncio.subprocess.DEVNULL
+        *(sys.executable, "-m", *arguments),
+        stdout=asyncio.subprocess.DEVNULL,
+        env=os.environ | environ,
     )
     try:
         yield process
     finally:
         if process.returncode is None:
-            process.send_signal(signal.SIGTERM if "learner" in arguments else signal.SIGKILL)
+            process.send_signal(signal.SIGKILL)
         await process.wait()
 
 
-async def steps_over_http(config: Config, data: list[Datum], asked: argparse.Namespace) -> list:
-    """Returns the seconds of each step of a client, whose run this starts."""
+async def steps_over_http(
+    config: Config, data: list[Datum], asked: argparse.Namespace
+) -> tuple[list[float], list[list[float]]]:
+    """Returns the seconds of each step of a client, whose run this starts, and of their parts."""
     config.run_dir.mkdir(parents=True)
+    (noted := config.run_dir.parent / "moments").mkdir()
     path = config.run_dir.parent / "client-loop.toml"
     path.write_text(dump_config(config))
-    run = program("slipstream.client.cli", "learner", str(path))
-    async with run, fronted(config) as client:
+    port, own = free_port("127.0.0.1"), ("--config", str(path))
+    (environ,) = rank_environments(config, range(1))
+
+    def role(name: str, *more: str, **environ: str) -> contextlib.AbstractAsyncContextManager:
+        file = str(noted / name)
+        return program("benchmarks.controller.timeline", file, name, *own, *more, **environ)
+
+    async with role("controller"), role("trainer", **environ), role("front", "--port", str(port)):
+        client = LoopClient(port, base_model=str(config.model.path))
+        await client.ready()
         await client.begin()
         measure.progress("the run has begun")
-        times = [await one_step(client, data) for _ in range(asked.repeats + asked.uncounted)]
-    return times[asked.uncounted :]
+        took_s, parts = [], []
+        for turn in range(asked.repeats + asked.uncounted):
+            begun_s, ended_s = await one_step(client, data)
+            took_s.append(ended_s - begun_s)
+            parts.append(timeline.parts(timeline.read(noted), begun_s, ended_s))
+            measure.progress(
+                f"step {turn}: {1000 * took_s[-1]:.0f} ms, "
+                + " ".join(f"{1000 * part:.1f}" for part in parts[-1])
+            )
+            measure.note("client-loop", {"took_s": took_s[-1], "parts_s": parts[-1]})
+        await client.http.aclose()
+    return took_s[asked.uncounted :], parts[asked.uncounted :]
 
 
-async def one_step(client: LoopClient, data: list[Datum]) -> float:
+async def one_step(client: LoopClient, data: list[Datum]) -> tuple[float, float]:
+    """Returns when a step begins and ends, in seconds."""
     given = client.passed(data, "ppo")
-    started_s = time.perf_counter()
+    started_s = time.monotonic()
     passed = await client.send(given)
     stepped = await client.order("optim_step", adam_params=ADAM | {"learning_rate": RATE})
     await client.result(passed)
     assert "error" not in (found := await client.result(stepped)), found
-    return time.perf_counter() - started_s
+    return started_s, time.monotonic()
 
 
 def steps_here(config: Config, batch: Batch, asked: argparse.Namespace) -> dict[str, list[float]]:
@@ -193,6 +223,15 @@ async def samples(folder: Path, asked: argparse.Namespace) -> dict[int, Sampled]
     return found
 
 
+def table_of(parts: list[list[float]]) -> list[str]:
+    """Returns the table of the parts of a step, which are one after another."""
+    rows = [
+        [what, kind, measure.Spread.of(took_s).text(1, 1000)]
+        for (_, what, kind), took_s in zip(timeline.PARTS, zip(*parts, strict=True), strict=True)
+    ]
+    return measure.table(["part of a step over HTTP", "what it is", "ms (min-max)"], rows)
+
+
 def run_config(load: Load, folder: Path, asked: argparse.Namespace) -> Config:
     """Returns the settings of the run on a whole model."""
     make_apart(
@@ -219,6 +258,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shape", choices=tuple(LOADS), default="tiny")
+    parser.add_argument("--load-of", choices=tuple(LOADS), help="train as many tokens as it does")
     parser.add_argument("--repeats", type=int, default=20, help="steps of each loop")
     parser.add_argument("--uncounted", type=int, default=3, help="steps and samples before")
     parser.add_argument("--samples", type=int, default=100)
@@ -227,12 +267,16 @@ def main() -> None:
     asked = parser.parse_args()
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port("127.0.0.1"))}
     # Every token is trained, as in a pass.
-    load = dataclasses.replace(LOADS[asked.shape], prompt_tokens=1)
+    load = dataclasses.replace(
+        LOADS[asked.load_of or asked.shape], layers=LOADS[asked.shape].layers, prompt_tokens=1
+    )
     batch = lognormal_batch(load, SHAPES[asked.shape].vocab, 0)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         config = run_config(load, folder, asked)
-        found = {HTTP: asyncio.run(steps_over_http(config, data_of(batch), asked))}
+        over_http, parts = asyncio.run(steps_over_http(config, data_of(batch), asked))
+        found = {HTTP: over_http}
+        print("\n".join(parts_table := table_of(parts)), flush=True)
         measure.progress("steps in this process")
         found |= steps_here(config, batch, asked)
         measure.progress("samples")
@@ -245,6 +289,7 @@ def main() -> None:
     ]
     tokens = sum(len(each.token_ids) for each in batch.trajectories)
     table = measure.table([f"step of {tokens:,} tokens", "ms (min-max)", "more", "of own"], rows)
+    table += parts_table
     table += measure.table(
         ["samples at once", "ms each (min-max)", "processor ms: controller, HTTP process"],
         [
@@ -257,6 +302,7 @@ def main() -> None:
         ],
     )
     record = {"settings": measure.settings_of(asked), "table": table, "steps": found}
+    record["parts"] = parts
     record["samples"] = {number: asdict(one) for number, one in replies.items()}
     measure.write_result(f"client-loop-{asked.shape}", record, asked.out)
     print("\n".join(table))

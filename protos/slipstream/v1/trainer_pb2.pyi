@@ -48,16 +48,18 @@ class PlaceKept(_message.Message):
     def __init__(self) -> None: ...
 
 class NextRequest(_message.Message):
-    __slots__ = ("version", "communicator_id", "bucket_digests", "can_store")
+    __slots__ = ("version", "communicator_id", "bucket_digests", "can_store", "held_passes")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     COMMUNICATOR_ID_FIELD_NUMBER: _ClassVar[int]
     BUCKET_DIGESTS_FIELD_NUMBER: _ClassVar[int]
     CAN_STORE_FIELD_NUMBER: _ClassVar[int]
+    HELD_PASSES_FIELD_NUMBER: _ClassVar[int]
     version: _trajectory_pb2.PolicyVersion
     communicator_id: str
     bucket_digests: _containers.RepeatedScalarFieldContainer[bytes]
     can_store: bool
-    def __init__(self, version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ..., communicator_id: _Optional[str] = ..., bucket_digests: _Optional[_Iterable[bytes]] = ..., can_store: bool = ...) -> None: ...
+    held_passes: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ..., communicator_id: _Optional[str] = ..., bucket_digests: _Optional[_Iterable[bytes]] = ..., can_store: bool = ..., held_passes: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class BatchHeader(_message.Message):
     __slots__ = ("step", "batch_id", "num_groups", "num_trajectories", "given")

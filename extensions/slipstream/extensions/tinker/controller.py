@@ -516,9 +516,6 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
         entry = self._current
         if entry is None or entry.is_begun or entry.is_made:
             return None
-        if self._before is not None and not self._before.ended.is_set():
-            # After a kill the journal tells the result of its newest step alone.
-            return None
         version, several = self._progress.version, self._models.are_several
         # Servers that start again get the newest version; clients may still sample by the publish
         # of this one, which the step would replace.
@@ -556,7 +553,9 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
             case _:
                 return None
         entry.is_begun = True
-        return StepOrder(given, passes)
+        # After a kill the journal tells the result of its newest step alone.
+        after = None if self._before is None else self._before.ended
+        return StepOrder(given, passes, after)
 
     def stepped(
         self, trained: Trained, report: trainer_pb2.StepReport, given_s: float | None

@@ -102,24 +102,23 @@ class Samples:
         granted: dict[ServerSession, list[Group]] = {}
         # Most calls find that all samples are leased.
         for entry in [one for one in self.open if one.num_leased < one.num_wanted]:
-            sample = entry.operation.sample
             named = self._named(entry)
             if named is None:
-                self._over(entry, f"{sample.name} is no name of a publish of this run")
+                name = entry.operation.sample.name
+                self._over(entry, f"{name} is no name of a publish of this run")
                 continue
+            is_newest, model = named.step == NEWEST, named.model
             waits = publisher is not None and self._is_of(named, publisher)
-            if waits and entry not in self.awaited and named.step != NEWEST:
+            if waits and entry not in self.awaited and not is_newest:
                 continue
-            sessions = self._sessions(named)
-            if self._is_stale(entry, named.since if named.step != NEWEST else self._served(named)):
-                if named.step != NEWEST:
-                    self._over(entry, self._too_stale(named))
-                # Another one waits for the next publish.
-                continue
-            if not sessions and (cause := self._gone(named)):
-                self._over(entry, cause)
-            elif sessions:
+            sessions, gone = self._sessions(named)
+            if self._is_stale(entry, model.served if model and is_newest else named.since):
+                # One in flight waits for the next publish.
+                sessions, gone = [], "" if is_newest else self._too_stale(named)
+            if sessions:
                 ready.setdefault(self._stream(entry), []).append((entry, sessions))
+            elif gone:
+                self._over(entry, gone)
         running: Counter[str] = Counter()
         for entry in self.open if ready else ():
             running[self._stream(entry)] += len(entry.groups)
@@ -160,37 +159,27 @@ class Samples:
         """Whether a publish of `model` changes what `named` samples by."""
         return not self._models.are_several or (named is not None and named.model is model)
 
-    def _sessions(self, named: Named) -> list[ServerSession]:
-        step, serving = named.step, self._fleet.serving()
+    def _sessions(self, named: Named) -> tuple[list[ServerSession], str]:
+        """Returns the servers that sample by a publish, or why no one will any more."""
+        step, model, serving = named.step, named.model, self._fleet.serving()
         if not step and self._keeps_start:
-            return serving
+            return serving, ""
         if self._models.are_several:
-            assert named.model is not None
-            is_there = self._models.is_there(named.model)
-            if not is_there or step not in (NEWEST, named.model.served):
-                return []
-            # Later versions have the same values of this model, earlier ones another model's.
-            oldest = named.model.served
-            return [one for one in serving if one.version and one.version.step >= oldest]
-        if step == NEWEST:
-            return serving
-        return [one for one in serving if one.version is not None and one.version.step == step]
-
-    def _gone(self, named: Named) -> str:
-        """Returns why no server will sample by a publish, or "" if one may."""
-        step, served = named.step, self._fleet.serving()
-        if self._models.are_several:
-            model = named.model
-            if model is None or (self._models.is_there(model) and step in (NEWEST, model.served)):
-                return ""
+            assert model is not None
             if not self._models.is_there(model):
-                return f"the place of model {model.stream} has another model now"
+                return [], f"the place of model {model.stream} has another model now"
             newest = model.served
-        elif not served or step == self._progress.version.step:
-            return ""
+            if step in (NEWEST, newest):
+                # Later versions have the same values of this model, earlier ones another model's.
+                return [one for one in serving if one.version and one.version.step >= newest], ""
+        elif step == NEWEST:
+            return serving, ""
         else:
-            newest = max(one.version.step for one in served if one.version is not None)
-        return (
+            there = [one.version.step for one in serving if one.version is not None]
+            if step in there or not serving or step == self._progress.version.step:
+                return [one for one in serving if one.version and one.version.step == step], ""
+            newest = max(there)
+        return [], (
             f"version {step} is not served any more, version {newest} is: "
             "save_weights_and_get_sampling_client makes a client of the newest weights"
         )
@@ -231,10 +220,6 @@ class Samples:
                 del entry.groups[group_id]
             if len(entry.finished) == entry.num_wanted:
                 self._finish(entry)
-
-    @staticmethod
-    def _served(named: Named) -> int:
-        return named.model.served if named.model else 0
 
     def _finish(self, entry: Entry) -> None:
         """Ends a sample, unless replies are too stale, which are sampled anew or refused."""

@@ -29,6 +29,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from slipstream.core.errors import ProtocolError, RunFailed
 from slipstream.core.types import PolicyVersion
+from slipstream.learner.controller.events import GATHER_S
 from slipstream.learner.controller.leasing.lease_pass import batch_wait
 from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.part import Part
@@ -70,6 +71,8 @@ class TrainerOrders:
         `check` raises once another trainer has the place: an order to this one would be lost.
         """
         until_s = time.monotonic() + limit_s
+        # Operations of a client come one by one, and each is worth an answer of its own.
+        gather_s = 0.0 if self._run.config.controller.client_loop else GATHER_S
         while True:
             await check()
             try:
@@ -83,7 +86,7 @@ class TrainerOrders:
             if remaining_s <= 0:
                 return pb.Directive(wait=pb.WaitOrder())
             # A server that is to be retried becomes due without a signal.
-            await self._run.signal.changes(min(remaining_s, 0.25))
+            await self._run.signal.changes(min(remaining_s, 0.25), gather_s=gather_s)
 
     async def next(
         self, request: pb.NextRequest, *, must_save: bool

@@ -159,18 +159,21 @@ class ControllerClient:
         *,
         communicator_id: str,
         bucket_digests: Sequence[bytes],
+        held_passes: Sequence[bytes] = (),
         can_store: bool = False,
     ) -> list[pb.Directive]:
         """Waits for the controller's next order, and returns the messages of the answer.
 
         After `stop`, even during the call, it returns a stop order. `version` and `bucket_digests`
-        describe the trainer's weights. `communicator_id` is the senders' open communicator ("" if
-        there is none). `can_store` says that a version can be stored now.
+        describe the trainer's weights, `held_passes` its gradients. `communicator_id` is the
+        senders' open communicator ("" if there is none). `can_store` says that a version can be
+        stored now.
         """
         request = pb.NextRequest(
             version=version_to_pb(version),
             communicator_id=communicator_id,
             bucket_digests=bucket_digests,
+            held_passes=held_passes,
             can_store=can_store,
         )
 

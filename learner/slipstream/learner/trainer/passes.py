@@ -38,6 +38,7 @@ from slipstream.learner.trainer.model.model import (
 )
 from slipstream.learner.trainer.model.policy import Policy, draw_adapters
 from slipstream.learner.trainer.step import TrainedStep
+from slipstream.protocol.codec import passes_digest
 from slipstream.v1 import trainer_pb2 as pb
 from torch import Tensor
 
@@ -84,6 +85,10 @@ class Passes:
             if given.backward:
                 held.reports[given.id] = report
             return report
+
+    def held(self) -> list[bytes]:
+        """Returns, for each adapter with gradients, `passes_digest` of the passes they are of."""
+        return [passes_digest(name, own.reports) for name, own in self._of.items() if own.reports]
 
     def run(self, batch: Batch) -> TrainedStep:
         """Updates the weights with the gradients of the batch's passes, or as a client asks else.
@@ -185,7 +190,8 @@ class Passes:
                 logprobs = masked_outputs(
                     policy, sequences, own.outputs, max_tokens=self._max_tokens
                 )
-                total = float(ranks.sum(own.total if ranks.counts else torch.zeros_like(own.total)))
+                sum_ = own.total.cpu()
+                total = float(ranks.sum(sum_ if ranks.counts else torch.zeros_like(sum_)))
                 if not math.isfinite(total):
                     raise UntrainableBatch(f"the loss is {total}")
             except (UntrainableBatch, ValueError):
@@ -239,7 +245,8 @@ class _PassLoss:
         self._policy, self._backward, self._where = policy, given.backward, f"pass {given.id}"
         self._function = named_loss(given.loss, json.loads(given.loss_args_json or "{}"))
         self._logprobs: dict[int, Tensor] = {}
-        self.total = torch.zeros((), dtype=torch.float64)
+        # On the device: a micro batch must not wait for the one before it.
+        self.total = torch.zeros((), dtype=torch.float64, device=policy.ranks.device)
 
     def outputs(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Returns the log-probabilities of each micro batch; accumulates gradients if asked to."""
@@ -274,10 +281,10 @@ class _PassLoss:
         )
         losses = torch.where(mask, token_terms(self._function, tokens, self._where).losses, 0.0)
         self._logprobs[place] = logprobs.detach()
-        self.total += losses.detach().sum(dtype=torch.float64).cpu()
+        self.total += losses.detach().sum(dtype=torch.float64)
         # The schedule divides the sum over all ranks by this number over all ranks: 1.
         is_first = place == 0 and ranks.dp_rank == 0 and ranks.cp_rank == 0
-        number = torch.tensor(int(is_first), device=losses.device)
+        number = losses.new_full((), int(is_first), dtype=torch.int)
         nothing = losses.new_zeros(0)
         statistics = TokenStatistics(nothing, nothing, nothing, nothing)
         return TokenLoss(losses.sum(), number, statistics, losses.detach())

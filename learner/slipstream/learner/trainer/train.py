@@ -203,6 +203,7 @@ class Trainer:
                 self._version,
                 communicator_id=self._publisher.communicator_id,
                 bucket_digests=self._digests.buckets if at_once else (),
+                held_passes=self._passes.held(),
                 can_store=self._writer is not None and self._writer.is_idle,
             )
         if self._ranks.world_size > 1:

@@ -88,6 +88,10 @@ class Loop:
     def form(self) -> FormedBatch | None:
         """Journals the batch of the step whose turn it is; None if there is no such step."""
         self.operations._look()
+        before = self.operations._before
+        if before is not None and not before.ended.is_set():
+            # The journal waits for it.
+            return None
         given = self.operations.next_step()
         if given is None:
             return None
@@ -132,14 +136,26 @@ async def writing(folder: Path) -> AsyncIterator[Loop]:
         writes.cancel()
 
 
-async def test_a_step_begins_when_all_results_before_it_are_on_the_disk(tmp_path: Path) -> None:
+async def test_the_journal_has_a_step_when_the_result_before_it_is_on_the_disk(
+    tmp_path: Path,
+) -> None:
     with opened(tmp_path) as loop:
         await loop.begin()
-        assert loop.step() == ""
-        await loop.write_results()
-        assert [loop.step(), loop.step()] == ["step1", ""]
-        await loop.write_results()
-        assert loop.step() == "step2"
+        loop.operations._look()
+        given, journal = loop.operations.next_step(), tmp_path / "r" / "journal"
+        async with asyncio.TaskGroup() as tasks:
+            former = BatchFormer(
+                books_of(loop.run, journal=loop.journal, state=loop.history), tasks
+            )
+            forming = tasks.create_task(former.form(given))
+            # The file of its passes is written meanwhile.
+            await until(lambda: list((journal / "batches").glob("step-*.pb")))
+            await asyncio.sleep(0)
+            loop.journal.sync()
+            assert [one["kind"] for one in read_records(journal)] == ["start"]
+            await loop.write_results()
+            assert await forming is not None
+        assert [one["kind"] for one in read_records(journal)] == ["start", "batch"]
 
 
 async def test_a_trainer_that_wakes_before_the_loop_has_the_pass_whose_turn_it_is(
@@ -512,31 +528,6 @@ async def test_an_operation_that_begins_no_model_does_not_take_one_over(tmp_path
         assert model.next == 4
 
 
-async def test_files_of_one_of_several_models_need_a_publish_of_its_newest_values(
-    tmp_path: Path,
-) -> None:
-    several = {"lora": {"rank": 8, "publish": "adapters", "adapters": ["a"]}}
-    save = operations_pb2.Save(name="tinker://s/external_weights/x")
-    with opened(tmp_path, **several) as loop:
-        step, files = Operation(id="step", step=ADAM), Operation(id="files", save=save)
-        await loop.begin([step, files])
-        for name in ("begin", "step"):
-            assert loop.step() == name
-            await loop.write_results()
-        assert loop.operations.order(trainer_pb2.NextRequest()) is None
-        await loop.write_results()
-        assert "send save_weights_for_sampler before" in (await loop.result("files")).error
-        model = loop.operations._models.of("s")
-        assert model is not None
-        # A publish of version 2 leaves it so.
-        model.served, model.published[2] = 2, model.steps
-        again = Operation(id="again", stream="s", number=3, save=save)
-        await loop.give(again)
-        directive = loop.operations.order(trainer_pb2.NextRequest())
-        assert directive is not None
-        assert directive.HasField("save")
-
-
 async def test_a_model_that_waits_for_its_turn_is_not_silent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -683,8 +674,8 @@ def test_a_session_in_flight_is_not_of_the_model_that_had_its_place_before(tmp_p
         model.served, fleet = 5, Fleet(4, 5, 6)
         samples: Any = loop.operations._samples
         samples._fleet = fleet
-        found = samples._sessions(models.Named(models.NEWEST, model))
-        assert [one.version.step for one in found] == [5, 6]
+        found, gone = samples._sessions(models.Named(models.NEWEST, model))
+        assert ([one.version.step for one in found], gone) == ([5, 6], "")
 
 
 @pytest.mark.parametrize("is_pinned", [False, True])

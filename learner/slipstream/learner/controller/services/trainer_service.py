@@ -219,7 +219,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         for part in self._parts:
             await part.before_batch()
         yield pb.Directive(batch=header(order))
-        parts = chunks(order)
+        parts = chunks(order, request.held_passes)
         while (chunk := await asyncio.to_thread(next, parts, None)) is not None:
             yield pb.Directive(chunk=chunk)
 

@@ -6,6 +6,7 @@ training.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import statistics
 from collections import Counter
@@ -21,7 +22,7 @@ from slipstream.learner.algorithms.functions import shaped_rewards
 from slipstream.learner.controller.leasing.groups import Group, sampled_tokens
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.journal import tokens_by_server
-from slipstream.protocol.codec import trajectory_from_pb, trajectory_to_pb
+from slipstream.protocol.codec import passes_digest, trajectory_from_pb, trajectory_to_pb
 from slipstream.v1 import trainer_pb2, trajectory_pb2
 
 # Largest number of groups that a message names; further groups are only counted.
@@ -123,6 +124,8 @@ class StepOrder:
 
     message: trainer_pb2.GivenStep
     passes: tuple[trainer_pb2.Pass, ...] = ()
+    # Set when the journal may have it; None: at once.
+    after: asyncio.Event | None = None
 
     @property
     def id(self) -> str:
@@ -223,15 +226,19 @@ def from_record(message: trainer_pb2.RecordedBatch) -> FormedBatch:
 
 
 def chunks(
-    batch: FormedBatch, *, chunk_bytes: int = CHUNK_BYTES
+    batch: FormedBatch, held: Collection[bytes] = (), *, chunk_bytes: int = CHUNK_BYTES
 ) -> Iterator[trainer_pb2.TrajectoryChunk]:
     """Yields the trajectories, or the passes, in messages of about `chunk_bytes`.
 
-    Each has at least one.
+    Each has at least one. Passes that are among `held`, as the trainer tells, come by name alone.
     """
     chunk, size = trainer_pb2.TrajectoryChunk(), 0
     messages: Sequence[trajectory_pb2.Trajectory | trainer_pb2.Pass]
     messages = [*batch.record.trajectories, *batch.record.passes]
+    if batch.given is not None:
+        ids = [one.id for one in batch.given.passes]
+        if passes_digest(batch.given.message.adapter.name, ids) in held:
+            messages = [trainer_pb2.Pass(id=name) for name in ids]
     for message in messages:
         if size and size + message.ByteSize() > chunk_bytes:
             yield chunk

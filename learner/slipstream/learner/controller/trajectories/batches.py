@@ -174,6 +174,8 @@ class BatchFormer:
         try:
             # Encoding and the disk take long.
             record = await asyncio.to_thread(lambda: self._journal.write_batch(batch.record))
+            if batch.given is not None and batch.given.after is not None:
+                await batch.given.after.wait()
             self._journal.append(record)
             await asyncio.to_thread(self._journal.sync)
         except RunFailed as failure:

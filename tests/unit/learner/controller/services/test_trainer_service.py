@@ -1,5 +1,6 @@
 """Calls of the trainer, of clients that submit environments, and of servers turned away."""
 
+import asyncio
 import dataclasses
 from contextlib import aclosing
 from types import SimpleNamespace
@@ -74,6 +75,43 @@ def servicer_of(run: Run) -> TrainerServicer:
     servicer = TrainerServicer(run, orders_of(run))
     servicer.place.epoch = 1
     return servicer
+
+
+class NoOrder(TrainerOrders):
+    """Counts how often it was asked for an order, and has none."""
+
+    num_asked = 0
+
+    async def next(self, request: trainer_pb2.NextRequest, *, must_save: bool) -> None:
+        self.num_asked += 1
+
+
+@pytest.mark.parametrize("client_loop", [True, False])
+async def test_what_a_client_orders_goes_to_the_trainer_without_a_moment_for_more(
+    client_loop: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_of(
+        controller={"client_loop": client_loop},
+        model={"path": "m", "dtype": "float32"},
+        learner={"shared_prefix_tokens": 0},
+    )
+    orders = NoOrder(run, None, None, None, parts=())  # type: ignore[arg-type]
+    loop = asyncio.get_running_loop()
+    now_s = loop.time()
+    monkeypatch.setattr(loop, "time", lambda: now_s)
+
+    async def check() -> None:
+        pass
+
+    request = trainer_pb2.NextRequest()
+    asks = asyncio.create_task(orders.wait(request, 60.0, check=check, must_save=lambda: False))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    run.signal.notify()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert orders.num_asked == 1 + client_loop
+    asks.cancel()
 
 
 async def test_a_version_that_was_made_is_waited_for_no_more() -> None:

@@ -48,7 +48,7 @@ from slipstream.learner.controller.trajectories.intake import (
     GroupFilter,
     Intake,
 )
-from slipstream.protocol.codec import trajectory_to_pb
+from slipstream.protocol.codec import passes_digest, trajectory_to_pb
 from slipstream.v1 import trainer_pb2, trajectory_pb2
 from support.fakes.fake_controller import make_batch
 from support.fakes.fake_trajectories import GOOD
@@ -86,6 +86,23 @@ def test_chunks_are_within_their_bytes_and_never_empty(batch, messages_each):
     assert [message for part in parts for message in part] == list(batch.record.trajectories)
     assert all(part for part in parts)
     assert all(len(part) == 1 or sum(m.ByteSize() for m in part) <= limit for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "ids", "is_held"),
+    [("a", "pq", True), ("b", "pq", False), ("a", "qp", False), ("a", "pqr", False)],
+)
+def test_the_trainer_gets_again_all_passes_but_exactly_those_whose_gradients_it_holds(
+    adapter: str, ids: str, is_held: bool
+) -> None:
+    sequences = [trainer_pb2.PassSequence(token_ids=bytes(4))]
+    passes = tuple(trainer_pb2.Pass(id=name, sequences=sequences) for name in "pq")
+    given = trainer_pb2.GivenStep(adapter=trainer_pb2.Adapter(name="a"))
+    batch = FormedBatch(0, "b0", (), StepOrder(given, passes))
+    (chunk,) = chunks(batch, [passes_digest(adapter, ids)])
+    assert [one.id for one in chunk.passes] == ["p", "q"]
+    assert [not one.sequences for one in chunk.passes] == [is_held] * 2
+    assert list(batch.record.passes) == list(passes)
 
 
 SERVER = ServerKey(ServerId("s"), 7)
