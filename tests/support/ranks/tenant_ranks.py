@@ -141,7 +141,7 @@ def run_rank(folder: Path, job: str) -> None:
     def step(name: str, number: int) -> None:
         adam, of = pb.GivenStep(adam=numbers_of(name, number)), own_passes(name, number)
         if passes_digest(name, [one.id for one in of]) in passes.held():
-            # As the controller sends them then.
+            # The controller sends their names alone then.
             of = [pb.Pass(id=one.id) for one in of]
         seen[name]["norms"].append(order(name, adam, of)["grad_norm"])
         seen[name].setdefault("by name", []).append(not of[0].sequences)
