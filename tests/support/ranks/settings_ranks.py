@@ -53,6 +53,14 @@ REFUSED = {
         {"transformer": {"recompute_granularity": "selective", "recompute_modules": ["heads"]}},
         "learner.transformer: Megatron refuses it",
     ),
+    "recompute": (
+        {"transformer": {"recompute_granularity": "full", "recompute_method": "uniform"}},
+        "learner.transformer: Megatron refuses it: When using recompute_granularity: full recompute",
+    ),
+    "offload-and-recompute": (
+        {"transformer": {"cpu_offloading": True, "recompute_granularity": "selective"}},
+        "learner.transformer: Megatron refuses it: CPU offloading does not work when activation",
+    ),
     "value-of-the-optimizer": (
         {"optimizer": {"main_params_dtype": "bfloat16"}},
         "learner.optimizer: Megatron refuses it: main_params_dtype can only be fp32",

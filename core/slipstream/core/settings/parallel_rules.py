@@ -329,7 +329,10 @@ def table_problems(learner: LearnerSection) -> Iterator[str]:
             if tables[section].get(key):
                 yield f"learner.{section}.{key} is not supported: the trainer's loop lacks it"
     yield from _optimizer_problems(learner)
-    yield from _recompute_problems(learner)
+    # Without a granularity Megatron would ignore them.
+    for key in ("recompute_method", "recompute_num_layers"):
+        if learner.transformer.get(key) and not learner.transformer.get("recompute_granularity"):
+            yield f"learner.transformer.{key} needs recompute_granularity = 'full'"
     if learner.transformer.get("moe_token_dispatcher_type", "alltoall") not in ("alltoall", "flex"):
         yield (
             "learner.transformer.moe_token_dispatcher_type must be alltoall or flex: others refuse "
@@ -370,29 +373,6 @@ def _optimizer_problems(learner: LearnerSection) -> Iterator[str]:
     share = optimizer.get("optimizer_offload_fraction", 0.0)
     if not isinstance(share, int | float) or not 0 <= share <= 1:
         yield f"learner.optimizer.optimizer_offload_fraction must be 0 to 1, got {share!r}"
-
-
-def _recompute_problems(learner: LearnerSection) -> Iterator[str]:
-    transformer, parallel = learner.transformer, learner.parallel
-    granularity = transformer.get("recompute_granularity")
-    others = [key for key in ("recompute_method", "recompute_num_layers") if transformer.get(key)]
-    if granularity not in (None, "full", "selective"):
-        yield (
-            "learner.transformer.recompute_granularity must be full or selective, "
-            f"got {granularity!r}"
-        )
-    if granularity == "full" and len(others) < 2:
-        yield (
-            "learner.transformer.recompute_granularity = 'full' needs recompute_method "
-            "and recompute_num_layers"
-        )
-    if granularity != "full" and others:
-        yield f"learner.transformer.{others[0]} needs recompute_granularity = 'full'"
-    if transformer.get("cpu_offloading"):
-        if parallel.pp > 1:
-            yield f"learner.transformer.cpu_offloading needs pp = 1, got pp = {parallel.pp}"
-        if granularity is not None:
-            yield "learner.transformer.cpu_offloading excludes recompute_granularity"
 
 
 def replay_problems(transformer: dict[str, JsonValue]) -> Iterator[str]:

@@ -8,7 +8,6 @@ from importlib.metadata import entry_points
 from typing import Any, cast
 
 from pydantic import ValidationError
-from slipstream.core.machine.address import address_parts
 from slipstream.core.settings.algorithm_section import is_own
 from slipstream.core.settings.engine_table import engine_problems
 from slipstream.core.settings.parallel_rules import replay_problems, table_problems, world_problems
@@ -101,15 +100,6 @@ def _length_problems(config: Tables) -> Iterator[str]:
             )
 
 
-def _profile_problems(config: Tables) -> Iterator[str]:
-    profile, run = config.debug.profile, config.run
-    if profile.start_step is not None and profile.start_step > run.steps:
-        yield (
-            f"debug.profile.start_step must be at most run.steps, "
-            f"got {profile.start_step} and {run.steps}"
-        )
-
-
 def _role_problems(config: Tables) -> Iterator[str]:
     # Sizes that a role's table leaves out are the learner's.
     learner, sampling = config.learner, config.sampling
@@ -124,15 +114,6 @@ def _role_problems(config: Tables) -> Iterator[str]:
                 f"must be at most learner.micro_batch_tokens * {name}.parallel.cp = {room}, "
                 f"got {sampling.max_episode_tokens}"
             )
-
-
-def _turn_problems(config: Tables) -> Iterator[str]:
-    turns, learner = config.controller.turns, config.learner
-    if turns == "sleep" and not learner.offload.gives_memory_back:
-        yield (
-            'controller.turns = "sleep" needs learner.offload.gradients and optimizer = true: '
-            "the learner gives its memory back to the engines"
-        )
 
 
 def _served_problems(config: Tables) -> Iterator[str]:
@@ -180,6 +161,14 @@ _MAX_TRAJECTORY_BYTES: int = _OPTIONS.Extensions[bounds_pb2.max_message_bytes]
 
 def _size_problems(config: Tables) -> Iterator[str]:
     algorithm, sampling, server = config.algorithm, config.sampling, config.rollout_server
+    if config.controller.turns == "sleep" and not config.learner.offload.gives_memory_back:
+        yield (
+            'controller.turns = "sleep" needs learner.offload.gradients and optimizer = true: '
+            "the learner gives its memory back to the engines"
+        )
+    first, steps = config.debug.profile.start_step, config.run.steps
+    if first is not None and first > steps:
+        yield f"debug.profile.start_step must be at most run.steps, got {first} and {steps}"
     names = [e.name for e in config.environments] + [e.name for e in config.evaluations]
     if len(set(names)) != len(names):
         yield f"environments and evaluations need different names, got {', '.join(names)}"
@@ -352,34 +341,17 @@ def _client_loop_problems(config: Tables) -> Iterator[str]:
             yield f"controller.client_loop needs no {name}, got {value!r}"
 
 
-def _port_problems(config: Tables) -> Iterator[str]:
-    places = [
-        ("controller.address", address_parts(config.controller.address)),
-        ("learner.master", address_parts(config.learner.master)),
-    ]
-    if config.tracking.prometheus is not None:
-        places.append(("tracking.prometheus", address_parts(config.tracking.prometheus)))
-    taken: dict[tuple[str, int], str] = {}
-    for name, (host, port) in places:
-        other = taken.setdefault((host, port), name)
-        if port and other != name:
-            yield f"{name} needs port {port} of {host}, which {other} has already"
-
-
 TABLE_RULES: tuple[Callable[[Tables], Iterator[str]], ...] = (
     lambda config: world_problems(config.learner),
     lambda config: table_problems(config.learner),
     lambda config: engine_problems(config.rollout_server),
     _served_problems,
-    _port_problems,
     _client_loop_problems,
     _size_problems,
     _precision_problems,
     _agreement_problems,
     _storage_problems,
-    _turn_problems,
     _length_problems,
-    _profile_problems,
     _algorithm_problems,
     replay_table_problems,
     _role_problems,

@@ -246,16 +246,8 @@ optimizer = {optimizer = "muon", use_precision_aware_optimizer = true}
     use_precision_aware_optimizer needs learner.optimizer.optimizer adam, got 'muon'
 optimizer.optimizer_offload_fraction = 1.5
     optimizer_offload_fraction must be 0 to 1, got 1.5
-transformer.recompute_granularity = "some"
-    recompute_granularity must be full or selective, got 'some'
-transformer = {recompute_granularity = "full", recompute_method = "uniform"}
-    recompute_granularity = 'full' needs recompute_method and recompute_num_layers
-transformer = {recompute_granularity = "selective", recompute_num_layers = 1}
+transformer.recompute_num_layers = 1
     learner.transformer.recompute_num_layers needs recompute_granularity = 'full'
-transformer.cpu_offloading = true, world_size = 2, parallel.pp = 2
-    learner.transformer.cpu_offloading needs pp = 1, got pp = 2
-transformer = {cpu_offloading = true, recompute_granularity = "selective"}
-    learner.transformer.cpu_offloading excludes recompute_granularity
 transformer.moe_token_dispatcher_type = "allgather"
     must be alltoall or flex: others refuse sequences of different lengths, got 'allgather'
 transformer.moe_router_enable_expert_bias = true

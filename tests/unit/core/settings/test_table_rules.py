@@ -300,10 +300,6 @@ algorithm.weight_args = {cap = 1.0, token_band = [1.5, 2.0]}
     algorithm: token_band of the weight begins at 1.5, above its cap 1.0
 algorithm.kl = {coefficient = 0.1, estimator = "k1"}
     algorithm: kl.estimator = 'k1' in the loss has a gradient of mean 0: take k2 or k3
-controller.address = "10.0.0.1:7070", learner.master = "10.0.0.1:7070"
-    learner.master needs port 7070 of 10.0.0.1, which controller.address has already
-controller.address = "127.0.0.1:9400", tracking.prometheus = "127.0.0.1:9400"
-    tracking.prometheus needs port 9400 of 127.0.0.1, which controller.address has already
 algorithm.reward = "overlong"
     algorithm.reward_args: reward overlong needs the argument 'cache_tokens'
 algorithm.reward = "overlong", algorithm.reward_args.cache_tokens = 17
