@@ -218,9 +218,10 @@ class Client:
         """Runs the episodes of `environment` in this process until the run ends.
 
         At most `episodes` are open at one time. The call waits up to `connect_timeout_s` for a
-        controller that does not listen yet, and up to `reconnect_timeout_s` for a lost controller;
-        after a reconnection open episodes begin again. Cancel the call to leave earlier. The other
-        arguments are as in `submit`. Raises EnvironmentFailed if the environment gives no tasks.
+        controller that does not listen yet, without a word if that is infinite, and up to
+        `reconnect_timeout_s` for a lost controller; after a reconnection open episodes begin again.
+        Cancel the call to leave earlier. The other arguments are as in `submit`. Raises
+        EnvironmentFailed if the environment gives no tasks.
         """
         host = EpisodeHost(environment)
         spec = environment_pb2.EnvironmentSpec(
@@ -245,7 +246,7 @@ class Client:
             except NoController:
                 if loop.time() - began_s >= connect_timeout_s:
                     raise ConfigError(f"{no_answer} within {connect_timeout_s:g} s") from None
-                if not is_told:
+                if not is_told and math.isfinite(connect_timeout_s):
                     logger.warning("%s yet; waiting for up to %g s", no_answer, connect_timeout_s)
                 is_told = True
                 await asyncio.sleep(min(LOOK_S, connect_timeout_s))

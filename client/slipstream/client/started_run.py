@@ -17,6 +17,7 @@ import concurrent.futures
 import functools
 import inspect
 import io
+import math
 import os
 import signal
 import sys
@@ -25,6 +26,7 @@ import threading
 import weakref
 from collections.abc import Coroutine, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -340,17 +342,11 @@ async def _serve(plan: _Plan, before: tuple[int, str]) -> None:
     while plan.address[0] == before[0] or not plan.address[1].endswith("\n"):
         await asyncio.sleep(LOOK_S)
     async with plan.client() as client:
-        has_answered = False
-        while not has_answered:
-            try:
-                await client.status()
-                has_answered = True
-            except NoController:
-                await asyncio.sleep(LOOK_S)
         try:
             async with asyncio.TaskGroup() as group:
                 for one in plan.served:
-                    group.create_task(client.serve(one.environment, name=one.name, **one.options))
+                    serve = partial(client.serve, one.environment, name=one.name)
+                    group.create_task(serve(connect_timeout_s=math.inf, **one.options))
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
 

@@ -101,25 +101,29 @@ def examine(folder: Path, bounds: Bounds | None = None) -> Findings:
     """Returns the faults in the files of an ended run; `bounds` None reads its settings."""
     found = Findings()
     with found.reading(CONFIG):
-        bounds = bounds or _read_bounds(folder / CONFIG)
+        if bounds is None:
+            data = read_regular(folder / CONFIG, most_bytes=MOST_BYTES)
+            check_whole(folder / CONFIG, data)
+            table: Any = parse_toml(data.decode())["algorithm"]
+            bounds = Bounds(*(int(table[name]) for name in Bounds._fields))
     if bounds is None:
         return found
     oracle = _Oracle(folder, bounds, found)
     for *_, record in read_journal(folder, found):
         with found.reading(f"record {record['line']} of the journal"):
             oracle.take(record)
-    for what, check in oracle.checks.items():
+    for what, check in {
+        "the journal": oracle.check_order,
+        METRICS: oracle.check_metrics,
+        SAMPLES: oracle.check_samples,
+        GROUPS: oracle.check_groups,
+        "checkpoints": oracle.check_checkpoints,
+        SUMMARY: oracle.check_summary,
+    }.items():
         with found.reading(what):
             check()
     found.steps = len(oracle.steps)
     return found
-
-
-def _read_bounds(path: Path) -> Bounds:
-    data = read_regular(path, most_bytes=MOST_BYTES)
-    check_whole(path, data)
-    tables: Any = parse_toml(data.decode())
-    return Bounds(*(int(tables["algorithm"][name]) for name in Bounds._fields))
 
 
 def read_journal(folder: Path, found: Findings) -> Iterator[tuple[int, int, dict[str, Any]]]:
@@ -173,7 +177,7 @@ def read_batch(folder: Path, record: Record) -> trainer_pb2.RecordedBatch:
 
 
 class _Oracle:
-    """Takes a journal record by record; `checks` then compare it with all other files."""
+    """Takes a journal record by record; the checks then compare it with all other files."""
 
     def __init__(self, folder: Path, bounds: Bounds, found: Findings) -> None:
         self._folder, self._bounds, self._found = folder, bounds, found
@@ -194,15 +198,6 @@ class _Oracle:
         self._rewards: dict[int, dict[str, float]] = {}
         self._groups: dict[int, Counter[tuple[str, int, tuple[float, ...]]]] = {}
         self._members: set[tuple[str, int]] = set()
-        self.checks = {
-            "the journal": self._order,
-            "a batch": self._read_batches,
-            METRICS: self._metrics,
-            SAMPLES: self._trajectories,
-            GROUPS: self._group_lines,
-            "checkpoints": self._checkpoints,
-            SUMMARY: self._summary,
-        }
 
     def _wrong(self, text: str, *, unless: bool = False) -> None:
         if not unless:
@@ -218,30 +213,36 @@ class _Oracle:
 
     def take(self, record: Record) -> None:
         """Checks the next record."""
-        kind = record["kind"]
+        kind, group = record["kind"], record.get("group", "")
         if kind == "start":
             self._run_ids.append(record["run_id"])
         self._wrong(f"the journal has {kind} before a start", unless=bool(self._run_ids))
         if kind == "lease":
-            self._lease(record, record["group"])
+            first = self._leases.setdefault(group, record)
+            if first is record:
+                self._same(f"the place of {group}", int(group[1:]), len(self._leases) - 1)
+                self._open.add(group)
+                self._open.discard(record.get("replaces", ""))
+            self._wrong(f"{group} was leased after its end", unless=group in self._open)
+            self._same(f"the task of {group}", _task(first), _task(record))
         elif kind == "evaluation_lease":
-            self._evaluating.add(record["group"])
+            self._evaluating.add(group)
         elif kind in ("closed", "set_aside"):
-            if record["group"] not in self._evaluating:
-                self._close(record["group"], kind)
+            if group not in self._evaluating:
+                self._close(group, kind)
         elif kind == "gave_up":
-            self._gave_up[record["group"]].update(record["members"])
+            self._gave_up[group].update(record["members"])
         elif kind == "end":
             self._end(record["id"], record.get("end", "superseded"), record.get("tokens", 0))
         elif kind == "batch":
             step = record["step"]
             self._wrong(f"step {step} has two batches", unless=step not in self._batches)
             self._batches[step] = record
-            for group in record["groups"]:
-                self._close(group, f"trained in step {step}")
+            for name in record["groups"]:
+                self._close(name, f"trained in step {step}")
         elif kind == "batch_set_aside":
             del self._batches[record["step"]]
-            self._open.update(group for group, *_ in record["put_back"])
+            self._open.update(name for name, *_ in record["put_back"])
             for name in record["ids"]:
                 self._end(name, "set_aside", 0)
             self._end_tokens["set_aside"] += record["tokens"]
@@ -257,15 +258,6 @@ class _Oracle:
         elif kind == "evaluation":
             self._evaluations[record["version"]] = record["reward_mean"]
 
-    def _lease(self, record: Record, group: str) -> None:
-        first = self._leases.setdefault(group, record)
-        if first is record:
-            self._same(f"the place of {group}", int(group[1:]), len(self._leases) - 1)
-            self._open.add(group)
-            self._open.discard(record.get("replaces", ""))
-        self._wrong(f"{group} was leased after its end", unless=group in self._open)
-        self._same(f"the task of {group}", _task(first), _task(record))
-
     def _close(self, group: str, how: str) -> None:
         self._wrong(f"{group} is {how} and was not open", unless=group in self._open)
         self._open.discard(group)
@@ -275,7 +267,7 @@ class _Oracle:
         self._ends[name] = how
         self._end_tokens[how] += tokens
 
-    def _order(self) -> None:
+    def check_order(self) -> None:
         self._same("the runs of the journal", len(set(self._run_ids)), 1)
         num, trained = len(self._batches), len(self.steps)
         self._same("steps of batches", sorted(self._batches), list(range(num)))
@@ -287,8 +279,6 @@ class _Oracle:
             # A group may be open at the end if its deadline is the last step or later.
             text = f"{group} was to be trained by step {deadline}"
             self._wrong(text, unless=deadline >= num - 1)
-
-    def _read_batches(self) -> None:
         for step, record in sorted(self._batches.items()):
             told = Counter(dict(self.steps[step]["lags"]) if step in self.steps else {})
             self._found.lags += told
@@ -352,7 +342,7 @@ class _Oracle:
                 else:
                     self._wrong(f"{name}: line {number} is damaged")
 
-    def _metrics(self) -> None:
+    def check_metrics(self) -> None:
         steps, heldout = Counter[int](), dict[int, float | None]()
         for row in self._rows(METRICS):
             if "step" not in row:
@@ -374,7 +364,7 @@ class _Oracle:
             recorded = self._evaluations.get(version, lost)
             self._same(f"reward_heldout of version {version} in {METRICS}", reward, recorded)
 
-    def _trajectories(self) -> None:
+    def check_samples(self) -> None:
         seen = set()
         for row in self._rows(SAMPLES):
             step, name = row["step"], row["trajectory_id"]
@@ -383,7 +373,7 @@ class _Oracle:
             told = self._rewards.get(step, {name: row["reward"]} if step - 1 in self.steps else {})
             self._same(f"reward of {name}, step {step} in {SAMPLES}", row["reward"], told.get(name))
 
-    def _group_lines(self) -> None:
+    def check_groups(self) -> None:
         found = defaultdict[int, Counter[Any]](Counter)
         for row in self._rows(GROUPS):
             key = (row["environment"], row["task_index"], tuple(sorted(row["rewards"])))
@@ -392,7 +382,7 @@ class _Oracle:
             is_same = groups == self._groups.get(step, groups)
             self._wrong(f"{GROUPS} has other groups than step {step}", unless=is_same)
 
-    def _checkpoints(self) -> None:
+    def check_checkpoints(self) -> None:
         for path in sorted(self._folder.glob("checkpoints/step-*/manifest.json")):
             name = path.parent.name
             with self._found.reading(f"the manifest of {name}"):
@@ -406,7 +396,7 @@ class _Oracle:
                     size = file.stat().st_size if is_inside and file.is_file() else None
                     self._same(f"bytes of {name}/{entry['path']}", size, entry["num_bytes"])
 
-    def _summary(self) -> None:
+    def check_summary(self) -> None:
         summary: Any = parsed(read_regular(self._folder / SUMMARY, most_bytes=MOST_BYTES))
         ledger, lags = summary["ledger"], self._found.lags
         self._same("the ledger's difference", ledger["difference"], 0)
