@@ -243,13 +243,6 @@ def test_dry_run_prints_the_groups_of_ranks_and_needs_no_weights(command: str, f
 
 
 @pytest.mark.long
-def test_a_dry_run_knows_the_names_of_vllms_arguments(folder: Path) -> None:
-    override = "rollout_server.engine={blok_size=16}"
-    result = run_command("rollout-server", "config.toml", override, "--dry-run", cwd=folder)
-    check_refused(result, "unknown key rollout_server.engine.blok_size; did you mean 'block_size'?")
-
-
-@pytest.mark.long
 def test_a_template_that_writes_no_tools_is_told_before_anything_starts(folder: Path) -> None:
     parser = 'rollout_server.tool_parser="hermes"'
     result = run_command("run", "config.toml", parser, "--dry-run", cwd=folder)

@@ -116,20 +116,3 @@ async def test_a_server_that_cannot_be_is_refused_by_name_and_rule(tmp_path: Pat
             )
             assert rule in caught.value.details()
             assert len(caught.value.details()) < 400
-
-
-async def test_a_message_above_the_limit_is_refused_before_it_is_read(tmp_path: Path) -> None:
-    async with (
-        serving(tmp_path) as address,
-        grpc.aio.insecure_channel(
-            address, options=[("grpc.max_send_message_length", -1)]
-        ) as channel,
-    ):
-        stop = channel.unary_unary("/slipstream.v1.StatusService/StopRun")
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stop(
-                bytes((64 << 20) + 1),
-                metadata=call_metadata(with_token(TOKEN), RUN_ID),
-                timeout=LIMIT_S,
-            )
-        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED

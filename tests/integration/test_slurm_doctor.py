@@ -1,4 +1,4 @@
-"""Wrong launches that Slurm itself refuses, and the doctor in an allocation of two real nodes."""
+"""The doctor in an allocation of two real nodes of Slurm."""
 
 import json
 import shutil
@@ -49,13 +49,6 @@ def cluster() -> Iterator[SlurmCluster]:
             yield cluster
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def test_a_partition_that_is_not_there_is_named_and_no_job_is_left(cluster: SlurmCluster) -> None:
-    site = cluster.folder / "site"
-    with pytest.raises(RuntimeError, match="invalid partition specified: nowhere"):
-        cluster.call("sbatch", "--partition=nowhere", str(LEARNER), "config.toml", cwd=site)
-    assert cluster.call("squeue", "--noheader") == ""
 
 
 def test_the_doctor_looks_at_two_nodes_before_a_controller_runs(cluster: SlurmCluster) -> None:

@@ -1,6 +1,5 @@
 """Trackers in a whole run of the controller, with servers that compute nothing."""
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -9,38 +8,7 @@ from pathlib import Path
 import pytest
 from slipstream.core.errors import ConfigError
 from support.rigs.controller_runs import make_config, play
-from support.rigs.run_processes import empty_model, run_command, write_config
 from support.rigs.waiting import LIMIT_S
-
-without_wandb = pytest.mark.skipif(
-    importlib.util.find_spec("wandb") is not None, reason="wandb is installed"
-)
-
-
-@without_wandb
-async def test_a_tracker_that_cannot_be_opened_is_an_event_and_the_run_goes_on(tmp_path, caplog):
-    config = make_config(tmp_path, run__steps=3, tracking__trackers=["wandb"])
-    with caplog.at_level("INFO"):
-        summary = await play(config)
-    assert summary["code"] == 0
-    assert summary["steps"] == 3
-    told = [text for text in caplog.messages if "gets no more numbers" in text]
-    assert told == [
-        "tracker wandb gets no more numbers: ModuleNotFoundError: No module named 'wandb'"
-    ]
-
-
-@without_wandb
-@pytest.mark.parametrize("command", ["run", "learner"])
-def test_a_missing_package_is_refused_before_anything_starts(tmp_path, command):
-    config = write_config(tmp_path, empty_model(tmp_path), tracking__trackers=["wandb"])
-    done = run_command(command, config, cwd=tmp_path)
-    assert done.returncode == 2
-    assert done.stderr == (
-        "slipstream: tracking.trackers has 'wandb', which needs the package wandb: "
-        "pip install 'wandb>=0.20,<1'\n"
-    )
-    assert not (tmp_path / "run").exists()
 
 
 async def test_all_trackers_at_once_take_every_step_and_the_evaluations(tmp_path, monkeypatch):

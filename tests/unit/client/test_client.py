@@ -263,12 +263,6 @@ def test_an_address_that_cannot_work_is_refused_at_once() -> None:
         Client("10.0.0.1:7070")
 
 
-async def test_an_authority_that_is_no_certificate_is_named(tmp_path) -> None:
-    (tmp_path / "token").write_text("t" * 40)
-    with pytest.raises(ConfigError, match="security.tls_ca .*token cannot be used: no certificate"):
-        await Client("127.0.0.1:7070", tls_ca=tmp_path / "token").__aenter__()
-
-
 async def test_status_and_environments_are_plain_values(client, controller):
     await client.submit("m:C")
     (entry,) = await client.environments()

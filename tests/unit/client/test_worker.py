@@ -51,26 +51,6 @@ async def test_a_worker_runs_episodes_from_a_search_path_and_ends_with_its_strea
             assert await process.wait() == 0
 
 
-async def test_a_hanging_episode_does_not_keep_others_from_their_answers(tmp_path: Path) -> None:
-    async with (
-        WorkerServer(tmp_path) as server,
-        worker_process("--connect", server.address) as process,
-    ):
-        worker = await server.attached()
-        await worker.load("fake_workers:Misbehaving", search_path=FAKES)
-        await worker.reset("a")
-        await worker.reset("b")
-        hanging = await worker.start(step=pb.StepCommand(episode_key="a", reply="hang"))
-        assert (await worker.step("b", "fine")).verdict.reward == 1.0
-        assert not hanging.done()
-        await worker.call(close=pb.CloseCommand(episode_key="a"))
-        assert (await hanging).failure.message == "the episode was closed"
-        await worker.start(step=pb.StepCommand(episode_key="b", reply="hang"))
-        worker.closed.set()
-        async with asyncio.timeout(LIMIT_S):
-            assert await process.wait() == 0
-
-
 async def test_what_an_environment_raises_or_prints_does_not_end_its_worker(tmp_path: Path) -> None:
     async with (
         WorkerServer(tmp_path) as server,

@@ -251,22 +251,6 @@ def test_a_role_needs_the_weights_of_its_folder(tmp_path: Path) -> None:
     assert message == f"critic.path must hold safetensors weights, but {other} has none"
 
 
-def test_a_reference_that_is_refreshed_must_have_the_policys_sizes(tmp_path: Path) -> None:
-    critic: Table = {"learning_rate": 1e-3}
-    path = str(model_folder(tmp_path / "other", num_hidden_layers=4))
-    config = config_with(
-        GAE | KL,
-        model={"path": str(model_folder(tmp_path / "policy"))},
-        critic=critic,
-        reference={"path": path},
-    )
-    check_model(config)
-    message = folder_refusal(
-        tmp_path, critic=critic, reference={"path": path, "refresh_every_steps": 3}
-    )
-    assert message.startswith("reference.refresh_every_steps must be 0")
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -274,14 +258,17 @@ def test_a_reference_that_is_refreshed_must_have_the_policys_sizes(tmp_path: Pat
         {"rope_theta": 500.0},
         {"rope_scaling": LLAMA3_ROPE},
         {"tie_word_embeddings": True},
+        {"num_hidden_layers": 4},
     ],
     ids=lambda changes: next(iter(changes)),
 )
 def test_a_reference_that_is_refreshed_must_compute_as_the_policy_does(changes, tmp_path):
-    path = str(model_folder(tmp_path / "other", **changes))
-    message = folder_refusal(
-        tmp_path, critic={"learning_rate": 1e-3}, reference={"path": path, "refresh_every_steps": 3}
-    )
+    model = {"path": str(model_folder(tmp_path / "policy"))}
+    tables = {"critic": {"learning_rate": 1e-3}, "reference": {"path": str(tmp_path / "other")}}
+    model_folder(tmp_path / "other", **changes)
+    check_model(config_with(GAE | KL, model=model, **tables))
+    tables["reference"]["refresh_every_steps"] = 3
+    message = folder_refusal(tmp_path, **tables)
     assert message.startswith("reference.refresh_every_steps must be 0")
 
 

@@ -120,14 +120,6 @@ def test_another_decoder_is_refused_by_name(changes: dict[str, Any], words: str)
         decoder_table({**MISTRAL, **changes})
 
 
-def test_weights_in_fp8_are_refused() -> None:
-    table = decoder_table({**MISTRAL, "quantization_config": {"quant_method": "fp8"}})
-    (problem,) = model_problems(ModelSizes.of(table))
-    assert problem.endswith(
-        "quantized weights, which cannot be trained: take the folder in bfloat16"
-    )
-
-
 def test_another_layer_of_the_tower_is_refused() -> None:
     (problem,) = field_problems(decoder_table({**MISTRAL, "vision_feature_layer": -2}))
     assert "vision_feature_layer of a MistralForCausalLM must be left out or -1, got -2" in problem
@@ -244,12 +236,6 @@ def test_a_role_ends_the_rows_of_images_with_the_tokens_of_the_policy(
 def test_a_tokenizer_of_a_role_that_cannot_be_read_is_named(added: object, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="reference/tokenizer.json must hold added_tokens"):
         row_problems(tmp_path, {}, added)
-
-
-def test_refusals_name_the_class_that_the_folder_says() -> None:
-    for values in (GEMMA, MISTRAL):
-        (problem,) = problems(values, {"lora": {"rank": 4}})
-        assert f"for a {values['architectures'][0]} with a vision tower" in problem
 
 
 def test_the_token_of_images_has_two_names_and_the_default_of_transformers() -> None:

@@ -149,29 +149,6 @@ def test_images_reserve_their_bytes_in_the_queue(folder: Path) -> None:
     assert with_images.trajectory_bytes() - without.trajectory_bytes() == 3000
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"learner": {"world_size": 2, "parallel": {"cp": 2}}}, "cp must be 1 for a Qwen3VL"),
-        (
-            {
-                "learner": {
-                    "transformer": {
-                        "recompute_granularity": "full",
-                        "recompute_method": "uniform",
-                        "recompute_num_layers": 1,
-                    }
-                }
-            },
-            "recompute_granularity must be selective",
-        ),
-    ],
-)
-def test_what_a_model_with_vision_cannot_do_is_refused(folder, changes, words):
-    with pytest.raises(ConfigError, match=words):
-        check_model(parse_config(table(folder, max_images=1) | changes, source="test"))
-
-
 def test_a_model_of_text_is_refused_images(tmp_path: Path) -> None:
     make_text_tokenizer(tmp_path)
     make_text_model(

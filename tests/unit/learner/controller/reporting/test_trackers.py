@@ -11,7 +11,7 @@ import pytest
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import told_settings
 from slipstream.core.settings.measurement_sections import TrackingSection, check_trackers
-from slipstream.extensions.trackers.controller import COLUMNS, TensorBoardTracker, tag_of
+from slipstream.extensions.trackers.controller import COLUMNS, tag_of
 from slipstream.learner.controller.reporting.trackers import (
     RunIds,
     Trackers,
@@ -216,18 +216,6 @@ def events_of(path: Path) -> list:
     from tensorboard.compat.proto.event_pb2 import Event
 
     return list(map(Event.FromString, RawEventFileLoader(str(path)).Load()))
-
-
-def test_a_tracker_of_a_removed_folder_ends_with_one_warning(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
-    told: list[str] = []
-    (tmp_path / "tensorboard").write_text("no folder")
-    config = make_config(tmp_path)
-    ids = RunIds(tmp_path, told.append)
-    trackers = Trackers({"it": lambda: TensorBoardTracker(config, tmp_path, ids)}, told.append)
-    trackers.close()
-    (line,) = told
-    assert line.startswith("tracker it gets no more numbers: ")
 
 
 @pytest.mark.parametrize(
