@@ -55,7 +55,7 @@ REFUSED = {
     ),
     "recompute": (
         {"transformer": {"recompute_granularity": "full", "recompute_method": "uniform"}},
-        "learner.transformer: Megatron refuses it: When using recompute_granularity: full recompute",
+        "learner.transformer: Megatron refuses it: When using recompute_granularity: full",
     ),
     "offload-and-recompute": (
         {"transformer": {"cpu_offloading": True, "recompute_granularity": "selective"}},
