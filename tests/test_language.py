@@ -25,7 +25,6 @@ OPENINGS_OF_PROSE = OPENINGS - {"For", "From"}
 WORDS = {
     "Standstill": "EnginePause",
     "turn_over": "resume_idle",
-    "goes_on": "already_resumed",
     "in_vain": "abandoned",
     "given_up": "abandoned",
     "giving_up": "abandoned",

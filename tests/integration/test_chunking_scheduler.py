@@ -421,15 +421,6 @@ def test_the_load_is_told_once_in_a_while_and_not_with_each_step(start, monkeypa
 
 
 @both
-def test_every_step_that_sampled_is_counted_though_few_hand_out(start, overlapping: bool) -> None:
-    engine = start(ours=True, overlapping=overlapping)
-    add(engine, "alone", 60)
-    engine.drain()
-    # The last outputs bring the count, whenever the statistics before them were told.
-    assert engine.num_steps == 60
-
-
-@both
 def test_what_is_held_of_a_cancelled_request_is_dropped(start, overlapping: bool) -> None:
     engine = start(ours=True, overlapping=overlapping)
     add(engine, "gone", 60)

@@ -201,10 +201,9 @@ class LoadedWeights:
     until the engine had paused; with a plan, buckets arrive meanwhile. `receive_s` is the time for
     which a worker waited idle for buckets, and `load_s` the rest of that worker's time. `wire_s` is
     the time from the start of the first broadcast on the worker that joined last to the end of the
-    last broadcast, or 0 if it cannot be measured. `already_resumed` says that the engine was idle
-    and has the new version already, so that `resume` takes no time. `began_s` is the
-    monotonic time at which the engine's current step had ended and the copies began, or 0 if
-    unknown. `staged` says that all buckets had arrived before the copies began.
+    last broadcast, or 0 if it cannot be measured. `began_s` is the monotonic time at which the
+    engine's current step had ended and the copies began, or 0 if unknown. `staged` says that all
+    buckets had arrived before the copies began.
     """
 
     bucket_digests: tuple[bytes, ...]
@@ -213,7 +212,6 @@ class LoadedWeights:
     receive_s: float
     load_s: float
     wire_s: float = 0.0
-    already_resumed: bool = False
     began_s: float = 0.0
     staged: bool = False
 

@@ -57,9 +57,8 @@ class WeightOrders:
         self._publish: _Publish | None = None
         # The version that the engine served last.
         self.version: PolicyVersion | None = None
-        # Publish ids of orders that may still wait in the queue: aborts, unprobed commit.
+        # Publish ids of aborts that may still wait in the queue.
         self._aborted = deque[str](maxlen=_MAX_ABORTED)
-        self._committed = ""
         # The engine's preparation waits for the publish's other members; an abort cancels it.
         self._preparing: asyncio.Task[None] | None = None
         # The time at which the engine was paused for new weights, and its `paused_s` then.
@@ -76,13 +75,10 @@ class WeightOrders:
 
         An abort also cancels a running preparation of its publish at once.
         """
-        kind = order.WhichOneof("message")
-        if kind == "abort":
+        if order.HasField("abort"):
             self._aborted.append(order.abort.publish_id)
             if self._publish is not None and self._publish.publish_id == order.abort.publish_id:
                 self._stop_preparing()
-        elif kind == "commit" and not order.commit.HasField("probe"):
-            self._committed = order.commit.publish_id
         self._orders.put_nowait(order)
 
     def close(self, *, carry_out: bool) -> None:
@@ -162,9 +158,6 @@ class WeightOrders:
         publish.digests = list(loaded.bucket_digests)
         paused_at_s = None if self._pause_began is None else self._pause_began[0]
         publish.stages = loaded.stages(prepared_s - begun_s, paused_at_s)
-        if loaded.already_resumed and self._committed == publish.publish_id:
-            # The commit of this publish came already: its report says that the weights are loaded.
-            return
         self._report(
             fleet_pb2.PublishReport(
                 publish_id=publish.publish_id,

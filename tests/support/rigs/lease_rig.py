@@ -21,9 +21,9 @@ from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.session import ServerSession
 from slipstream.learner.controller.tasks import EnvironmentBook, EnvironmentEntry
 from slipstream.protocol.queue.base import Amount
+from slipstream.protocol.queue.grpc import GrpcReceiver
 from slipstream.v1 import environment_pb2, fleet_pb2, trajectory_pb2
 
-from support.fakes.memory_queue import MemoryQueue
 from support.rigs.publishing_scene import joined, nothing, run_of
 
 STEPS = 10
@@ -48,7 +48,7 @@ def books_of(run: Run, **given: object) -> Books:
         "journal": None,
         "state": state,
         "ledger": ledger_of(fleet.epochs),
-        "queue": AccountedReceiver(MemoryQueue(1000).receiver()),
+        "queue": AccountedReceiver(GrpcReceiver()),
     }
     books = Books(**made | given)
     if books.journal is not None:
@@ -75,9 +75,7 @@ def ledger_of(
 
     there: list[Any] = [SimpleNamespace(num_sampled_tokens=tokens) for tokens in held]
     journal: Any = WholeJournal()
-    ledger = TokenLedger(
-        epochs, lambda: there, journal, AccountedReceiver(MemoryQueue(1).receiver())
-    )
+    ledger = TokenLedger(epochs, lambda: there, journal, AccountedReceiver(GrpcReceiver()))
     return ledger
 
 

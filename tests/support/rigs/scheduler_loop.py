@@ -44,10 +44,6 @@ class Engine:
     _queue: deque[tuple[Any, Any]] = field(default_factory=deque)
     _computed: dict[str, int] = field(default_factory=dict)
 
-    @property
-    def num_steps(self) -> int:
-        return self.stats[-1].step_counter if self.stats else 0
-
     def has_work(self) -> bool:
         return self.scheduler.has_requests() or bool(self._queue)
 

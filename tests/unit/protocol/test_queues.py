@@ -20,7 +20,6 @@ from slipstream.protocol.queue.base import TrajectoryReceiver, TrajectorySender
 from slipstream.protocol.queue.grpc import GrpcReceiver, GrpcSender
 from slipstream.v1 import trajectory_pb2 as pb
 from slipstream.v1 import trajectory_pb2_grpc
-from support.fakes.memory_queue import MemoryQueue
 from support.rigs.valkey import EmbeddedServer
 from support.rigs.waiting import LIMIT_S, until
 
@@ -36,17 +35,6 @@ class Place(Protocol):
 
 
 MakePlace = Callable[[int], Place]
-
-
-class MemoryPlace:
-    def __init__(self, max_bytes: int) -> None:
-        self.queue = MemoryQueue(max_bytes)
-
-    def sender(self) -> AbstractAsyncContextManager[TrajectorySender]:
-        return self.queue.sender()
-
-    def receiver(self) -> AbstractAsyncContextManager[TrajectoryReceiver]:
-        return self.queue.receiver()
 
 
 class GrpcPlace:
@@ -86,20 +74,17 @@ class RedisPlace:
         return RedisReceiver(self.server.url(), "run")
 
 
-@pytest.fixture(params=["memory", "grpc", pytest.param("redis", marks=pytest.mark.process)])
+@pytest.fixture(params=["grpc", pytest.param("redis", marks=pytest.mark.process)])
 async def make_place(request, tmp_path):
     """A function that makes a place; its argument is the bytes that the place holds."""
-    match request.param:
-        case "memory":
-            yield MemoryPlace
-        case "grpc":
-            yield GrpcPlace
-        case _:
-            async with EmbeddedServer(tmp_path / "valkey") as server:
-                # The controller opens the queue before rollout servers do.
-                async with RedisReceiver(server.url(), "run"):
-                    pass
-                yield partial(RedisPlace, server)
+    if request.param == "grpc":
+        yield GrpcPlace
+        return
+    async with EmbeddedServer(tmp_path / "valkey") as server:
+        # The controller opens the queue before rollout servers do.
+        async with RedisReceiver(server.url(), "run"):
+            pass
+        yield partial(RedisPlace, server)
 
 
 def name(number: int) -> TrajectoryId:

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -37,15 +36,11 @@ class SlowEngine(FakeEngine):
             asyncio.Event(),
         )
         self.resumed = 0
-        # An engine in which no request ran reports True.
-        self.already_resumed = False
 
     async def receive_weights(self, publish_id: str) -> LoadedWeights:
         self.receiving.set()
         await self.arrived.wait()
-        return replace(
-            await super().receive_weights(publish_id), already_resumed=self.already_resumed
-        )
+        return await super().receive_weights(publish_id)
 
     async def resume(self, version: PolicyVersion) -> None:
         self.resumed += 1
@@ -182,38 +177,6 @@ async def test_an_engine_that_does_not_answer_a_probe_is_taken_for_dead(monkeypa
             rig.receive("p1")
             rig.commit("p1", PROBE)
             await rig.until("p1", SERVING)
-
-
-@pytest.mark.parametrize(
-    ("already_resumed", "probe", "phases"),
-    [
-        (True, None, [SERVING]),
-        # Going on takes the time of a step, the trainer need not wait for it.
-        (False, None, [LOADED, SERVING]),
-        (True, PROBE, [LOADED, SERVING]),
-    ],
-)
-async def test_an_engine_that_resumed_already_tells_of_both_phases_at_once(
-    already_resumed: bool, probe: weights_pb2.Probe | None, phases: list[int]
-) -> None:
-    async with rig_of() as rig:
-        rig.engine.already_resumed = already_resumed
-        rig.engine.arrived.set()
-        rig.engine.scored.set()
-        rig.receive("p1")
-        rig.commit("p1", probe)
-        await rig.until("p1", SERVING)
-        assert rig.reports == [("p1", phase) for phase in phases]
-
-
-async def test_an_engine_that_resumed_before_its_commit_has_come_tells_that_all_is_loaded() -> None:
-    async with rig_of() as rig:
-        rig.engine.already_resumed = True
-        rig.engine.arrived.set()
-        rig.receive("p1")
-        await rig.until("p1", LOADED)
-        rig.commit("p1")
-        await rig.until("p1", SERVING)
 
 
 async def test_an_engine_rests_when_it_is_told_to_and_wakes_with_its_version() -> None:

@@ -173,7 +173,6 @@ class ChunkingScheduler(Scheduler):  # type: ignore[misc]
         self._gathering = PromptGathering(self.scheduler_config.prefill_schedule_interval - 1)
         # None if every step is vLLM's.
         self._planner = SteadyPlanner(self) if decodes_plainly(self) else None
-        self._num_steps = 0
         self._draft_stats: SpecDecodingStats | None = None
         # vLLM would draft tokens of -1 after a prompt of which one token is left to compute, unless
         # the length of drafts may change.
@@ -244,8 +243,7 @@ class ChunkingScheduler(Scheduler):  # type: ignore[misc]
         """Overrides vLLM's method; returns statistics at most once in `STATS_S` seconds, else None.
 
         When no request is left, it returns statistics in any case. They have the counts of drafts
-        since the statistics before. `step_counter`, which vLLM uses for data parallel engines only,
-        is the number of steps.
+        since the statistics before.
         """
         now_s = time.monotonic()
         if now_s < self._next_stats_s and self.requests:
@@ -253,7 +251,6 @@ class ChunkingScheduler(Scheduler):  # type: ignore[misc]
         self._next_stats_s = now_s + STATS_S
         stats = super().make_stats(*args, **kwargs)
         if stats is not None:
-            stats.step_counter = self._num_steps
             stats.spec_decoding_stats, self._draft_stats = self._draft_stats, None
         return stats
 
@@ -300,7 +297,6 @@ class ChunkingScheduler(Scheduler):  # type: ignore[misc]
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         """Overrides vLLM's method; leaves out the outputs of requests whose chunk is not full."""
-        self._num_steps += any(model_runner_output.sampled_token_ids)
         logprobs = model_runner_output.logprobs
         if logprobs is not None and not self._streamed:
             model_runner_output.logprobs = None

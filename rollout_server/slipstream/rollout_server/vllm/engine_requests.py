@@ -290,7 +290,6 @@ class TokenCounter(PrometheusStatLogger):  # type: ignore[misc]
     generated_tokens = 0
     # Tokens that were drafted, and drafted tokens that were accepted.
     drafted_tokens = accepted_tokens = 0
-    # Steps that sampled tokens, as of the newest statistics; outputs leave the engine in chunks.
     # Numbers of prompt tokens, of tokens looked up and found in the prefix cache, and of requests
     # whose memory was taken away.
     prompt_tokens = looked_up_tokens = found_tokens = preemptions = 0

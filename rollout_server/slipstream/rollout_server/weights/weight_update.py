@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +19,6 @@ from slipstream.protocol.codec import version_from_pb
 from slipstream.protocol.weights.buckets import layout_from_pb
 from slipstream.rollout_server.engine_interface import EngineDied, LoadedWeights
 from slipstream.v1 import weights_pb2
-
-log = logging.getLogger(__name__)
 
 # Seconds that an update may exceed its own deadlines before its worker counts as hung.
 _LOAD_LIMIT_S = 120.0
@@ -53,8 +50,6 @@ class WeightUpdate:
         self._all_have_plan = False
         # Whether all workers have room to stage; None if unknown. Workers keep used memory.
         self._has_room: bool | None = None
-        # The value of `_has_room` that was logged last.
-        self._told_room: bool | None = None
         self._announced: _Announced | None = None
         # The terms of the last update, if all workers copied it by plan: they still have its
         # membership, memory and views. None if the next `prepare` tells them everything.
@@ -126,7 +121,6 @@ class WeightUpdate:
         # Reset first: a failure leaves the workers in different states.
         by_plan, self._all_have_plan, self._ready_for = self._all_have_plan, False, None
         has_room, self._has_room = self._has_room, None
-        already_resumed = by_plan and resume_idle is not None
         if by_plan and resume_idle is not None:
             pause_s = 0.0
             await self._begin(announced)
@@ -159,7 +153,6 @@ class WeightUpdate:
             load_s=max(result["load_s"] for result in results),
             # The worker that joined the first broadcast last waited for no other.
             wire_s=min(result["wire_s"] for result in results),
-            already_resumed=already_resumed,
             began_s=min(result["began_s"] for result in results),
             staged=announced.staged,
         )
@@ -172,15 +165,7 @@ class WeightUpdate:
             async with _within(_LOAD_LIMIT_S):
                 rooms = await self._call("room")
             self._has_room = min(rooms) >= self._num_bytes
-            if self._has_room is not self._told_room:
-                self._told_room = self._has_room
-                log.info(
-                    "new weights arrive %s: they take %.2f GB, there is room for %.2f GB",
-                    "beside those that serve" if self._has_room else "while requests wait",
-                    self._num_bytes / 1e9,
-                    max(0, min(rooms)) / 1e9,
-                )
-        return bool(self._has_room)
+        return self._has_room
 
     async def _begin(self, announced: _Announced) -> None:
         try:

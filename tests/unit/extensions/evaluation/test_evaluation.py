@@ -23,8 +23,8 @@ from slipstream.learner.controller.servers.fleet import FleetHandlers
 from slipstream.learner.controller.servers.session import ServerSession
 from slipstream.learner.controller.services.environment_service import environment_specs
 from slipstream.learner.controller.trajectories.intake import Intake
+from slipstream.protocol.queue.grpc import GrpcReceiver
 from slipstream.v1 import fleet_pb2, trainer_pb2, weights_pb2
-from support.fakes.memory_queue import MemoryQueue
 from support.rigs.lease_rig import books_of
 from support.rigs.publishing_scene import READY, joined, nothing, run_of, sent
 from support.rigs.waiting import LIMIT_S
@@ -42,7 +42,7 @@ class Rig:
             algorithm={**algorithm, "learning_rate": 1e-3},
             evaluations=[{"name": "held", "reference": "m:E", "num_episodes": 2, "every_steps": 1}],
         )
-        queue = AccountedReceiver(MemoryQueue(1 << 20).receiver())
+        queue = AccountedReceiver(GrpcReceiver())
         books = books_of(self.run, journal=journal, queue=queue)
         self.book, self.environments, self.fleet = books.leases, books.environments, books.fleet
         for spec in environment_specs(self.run.config, search_path=""):

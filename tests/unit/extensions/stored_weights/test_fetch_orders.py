@@ -109,16 +109,6 @@ async def test_a_newer_version_ends_the_fetch_of_an_older_one(tmp_path: Path) ->
         assert scene.completed("s1").order.communicator.path == ""
 
 
-async def test_a_fetch_that_fails_says_why(tmp_path: Path) -> None:
-    async with rig(tmp_path) as scene:
-        scene.stored.gate.set()
-        scene.manifest.key = "run/nowhere"
-        scene.start("s1")
-        await scene.until_reported(1)
-        assert scene.reports[0].phase == FAILED
-        assert "could not read run/nowhere" in scene.reports[0].message
-
-
 async def test_what_the_engine_could_not_load_is_fetched_again(tmp_path: Path) -> None:
     async with rig(tmp_path) as scene:
         scene.stored.gate.set()

@@ -250,8 +250,7 @@ async def test_updates_are_staged_while_requests_run_where_all_workers_have_room
     assert engine.staged() == [False, True][: 1 + staged]
 
 
-async def test_workers_are_asked_for_room_once_for_a_layout(caplog):
-    caplog.set_level("INFO")
+async def test_workers_are_asked_for_room_once_for_a_layout():
     small = [*RIGHT, rooms(100, 10), both(result())]
     engine = Engine(*RIGHT, rooms(100, 90), *RIGHT, *RIGHT, *small, may_stage=True)
     for number, layout in enumerate((*3 * [LAYOUT], *2 * [OTHER_LAYOUT])):
@@ -259,10 +258,6 @@ async def test_workers_are_asked_for_room_once_for_a_layout(caplog):
     assert engine.numbered().count("room") == 2
     # A layout that is new comes once through vLLM's loader.
     assert engine.staged() == [False, True, True, False]
-    said = [record.message for record in caplog.records if "new weights arrive" in record.message]
-    assert len(said) == 2
-    assert "beside those that serve" in said[0]
-    assert "while requests wait" in said[1]
 
 
 async def test_room_is_asked_for_again_after_a_failure() -> None:
