@@ -5,7 +5,6 @@ main function awaits `seen_twice`.
 """
 
 import argparse
-import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,11 +14,10 @@ from safetensors.torch import load_file
 from slipstream.core.configuration.config_file import check_model, parse_config
 from slipstream.core.models.registry import TOWERS
 from slipstream.core.types import PolicyVersion
-from slipstream.rollout_server import process
 from slipstream.rollout_server.engine_interface import LoadedWeights
 
 from support.fakes.gloo_sender import GlooSender, layout_of
-from support.rigs.started_engine import publish, with_small_cache
+from support.rigs.started_engine import publish, started_engine
 
 BUCKET_BYTES = 1 << 20
 Seen = TypeVar("Seen")
@@ -53,7 +51,6 @@ async def seen_each_time(
 
     From the second one on, weights may be copied past vLLM's loader.
     """
-    torch.set_num_threads(1)
     table = {
         "run": {"name": "test", "steps": 1},
         "model": {"path": str(options.folder), "dtype": "float32"},
@@ -64,11 +61,7 @@ async def seen_each_time(
         table[name] = {**table.get(name, {}), **settings}
     config = parse_config(table, source="rig")
     check_model(config)
-    os.environ |= process.engine_environment(config, on_cpu=True)
-    from slipstream.rollout_server.vllm.engine import VllmEngine
-
-    engine = await VllmEngine.start(with_small_cache(config), seed=1)
-    try:
+    async with started_engine(config) as engine:
         await engine.pauses.resume(PolicyVersion(0, 0))
         seen = [await look(engine, "first")]
         dtype = getattr(torch, config.model.dtype)
@@ -84,5 +77,3 @@ async def seen_each_time(
             loaded = await publish(engine, sender, order, layout, weights)
             seen.append(await look(engine, "second"))
         return seen, loaded
-    finally:
-        await engine.aclose_fully()

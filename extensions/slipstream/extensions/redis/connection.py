@@ -53,9 +53,6 @@ REFUSALS = (AuthenticationError, AuthorizationError, ssl.SSLCertVerificationErro
 # data, too.
 REFUSED_COMMAND = re.compile(r"run the '([^']+)' command")
 COMMAND_OF_PIPELINE = re.compile(r"Command # \d+ \((\w+).*\) of pipeline caused error: ", re.DOTALL)
-# What XADD answers behind an entry with the largest id there is.
-NO_FURTHER_ID = "exhausted the last possible ID"
-
 ON_LOSS = "start the run again: it generates lost trajectories again"
 
 logger = logging.getLogger(__name__)
@@ -196,14 +193,7 @@ class RedisConnection:
             )
         if isinstance(error, REFUSALS):
             return ConfigError(f"redis at {self.name}: user {self.user}: {error}")
-        text = COMMAND_OF_PIPELINE.sub("", str(error))
-        if NO_FURTHER_ID in text:
-            return QueueError(
-                f"redis at {self.name}: somebody's entry leaves no id for others: stop the run, "
-                f"remove the key {self.stream}, or RUN/redis of a run's own server, and "
-                "start the run again"
-            )
-        return QueueError(f"redis at {self.name}: {text}")
+        return QueueError(f"redis at {self.name}: {COMMAND_OF_PIPELINE.sub('', str(error))}")
 
 
 def _refusal(error: BaseException) -> BaseException | None:

@@ -104,24 +104,22 @@ class StoredPublisher(Part):
         Also warns about servers whose version is too old for leases.
         """
         while True:
+            newest, over = self._newest, self._run.progress.is_over
             for session in list(self._fleet.sessions.values()):
                 self._warn_if_too_old(session)
-                if self._newest is not None and self._is_due(session, self._newest):
-                    self._fetches[session.key] = self._newest
-                    self._tasks.create_task(self._publish(session, self._newest))
+                is_busy = session.key in self._fetches or session.key in self._fleet.pinned
+                too_early = time.monotonic() < session.retry_publish_s
+                if newest is None or is_busy or too_early or over:
+                    continue
+                is_behind = session.version != version_from_pb(newest.version)
+                if (session.is_serving and is_behind) or session.state in (JOINING, STALE):
+                    self._fetches[session.key] = newest
+                    self._tasks.create_task(self._publish(session, newest))
             await self._run.signal.changes(_LOOK_S)
 
     def lost(self, session: ServerSession) -> None:
         self._loads.pop(session.key, None)
         self._too_old.pop(session.key, None)
-
-    def _is_due(self, session: ServerSession, newest: trainer_pb2.StoredReport) -> bool:
-        is_busy = session.key in self._fetches or session.key in self._fleet.pinned
-        too_early = time.monotonic() < session.retry_publish_s
-        if is_busy or too_early or self._run.progress.is_over:
-            return False
-        is_behind = session.is_serving and session.version != version_from_pb(newest.version)
-        return is_behind or session.state in (JOINING, STALE)
 
     async def _publish(self, session: ServerSession, report: trainer_pb2.StoredReport) -> None:
         """Lets a server fetch a version while it serves, and then load it."""

@@ -9,7 +9,6 @@ order, `close`.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import mmap
 import os
@@ -28,6 +27,7 @@ from slipstream.extensions.stored_weights.storage import (
     Storage,
     Until,
     content_name,
+    object_digest,
     on_the_wire,
     put_payload,
 )
@@ -38,7 +38,6 @@ from slipstream.v1 import fleet_pb2, weights_pb2
 
 log = logging.getLogger(__name__)
 FAILED = fleet_pb2.PUBLISH_PHASE_FAILED
-_DIGEST_BYTES = 32
 
 
 class StoredWeights:
@@ -104,7 +103,7 @@ class StoredWeights:
             raise WeightSyncError(
                 f"storage {self._storage.url} has {found} bytes of {key}, {num_bytes} were written"
             )
-        if hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest() != digest:
+        if object_digest(data) != digest:
             raise WeightSyncError(
                 f"storage {self._storage.url} has other bytes in {key} than were written"
             )

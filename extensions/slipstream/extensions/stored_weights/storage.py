@@ -21,6 +21,7 @@ elements, which the manifest has.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import threading
 import time
@@ -234,6 +235,11 @@ def gap_bytes(bucket: Bucket) -> Places:
     begins = [*(span.offset_bytes for span in bucket.spans[1:]), bucket.num_bytes]
     found = [np.arange(*gap, dtype=np.int64) for gap in zip(ends, begins, strict=True)]
     return np.concatenate(found)
+
+
+def object_digest(data: bytes | memoryview) -> bytes:
+    """Returns the digest of an object's bytes, which every reference to the object contains."""
+    return hashlib.blake2b(data, digest_size=32).digest()
 
 
 def content_name(bucket_digests: Iterable[bytes]) -> bytes:

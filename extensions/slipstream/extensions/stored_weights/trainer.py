@@ -10,7 +10,6 @@ and digest, and servers learn them from the controller: no server ever sees half
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import threading
 import time
@@ -26,6 +25,7 @@ from slipstream.extensions.stored_weights.storage import (
     Until,
     content_name,
     gap_bytes,
+    object_digest,
     payload_of,
     travels_whole,
 )
@@ -268,14 +268,6 @@ def _part(folder: str, sender: int | None) -> str:
 
 def _num_bytes(link: weights_pb2.StoredLink) -> int:
     return sum(each.num_bytes for each in link.objects)
-
-
-OBJECT_DIGEST_BYTES = 32
-
-
-def object_digest(data: bytes | memoryview) -> bytes:
-    """Returns the digest of an object's bytes, which every reference to the object contains."""
-    return hashlib.blake2b(data, digest_size=OBJECT_DIGEST_BYTES).digest()
 
 
 class RankObjects:

@@ -21,6 +21,7 @@ from fastapi import FastAPI
 from slipstream.core.errors import SlipstreamError
 from slipstream.core.models.vision import ImageTokens, PlacedImage, data_of_url, image_tokens
 from slipstream.core.settings.sections import RolloutServerSection
+from slipstream.rollout_server.agents.agent_api import Answering
 from slipstream.rollout_server.agents.conversations import Found, message_key
 from slipstream.rollout_server.agents.recorder import (
     MESSAGES_PATH,
@@ -418,8 +419,8 @@ async def _outputs(
         raise RetryableRequestError(str(error)) from error
 
 
-def open_applications(parts: VllmParts, settings: RolloutServerSection) -> tuple[FastAPI, FastAPI]:
-    """Returns vLLM's applications for requests without tools and for requests with tools.
+def open_answering(parts: VllmParts, settings: RolloutServerSection) -> Answering:
+    """Returns the API for agents, of vLLM's applications for requests without and with tools.
 
     Without a tool parser both are the same. With a tool parser, vLLM would cut tool calls out of
     replies to requests without tools too, and lose them. Call this in a thread: it takes a second
@@ -433,9 +434,16 @@ def open_applications(parts: VllmParts, settings: RolloutServerSection) -> tuple
     template = None if file is None else file.read_text(encoding="utf-8")
     renderer = PromptRenderer(parts.renderer, images, template=template)
     plain = _open_application(parts, settings.model_copy(update={"tool_parser": None}), renderer)
-    if settings.tool_parser is None:
-        return plain, plain
-    return plain, _open_application(parts, settings, renderer)
+    has_tools = settings.tool_parser is not None
+    return Answering(
+        plain,
+        _open_application(parts, settings, renderer) if has_tools else plain,
+        CURRENT,
+        as_messages=as_messages,
+        model=MODEL,
+        has_tools=has_tools,
+        has_drafts=parts.vllm_config.speculative_config is not None,
+    )
 
 
 def _open_application(

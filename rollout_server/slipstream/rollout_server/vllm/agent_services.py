@@ -48,26 +48,12 @@ class AgentServices:
 
     def _open(self) -> Answering:
         # This imports vLLM's server, which takes a second.
-        from slipstream.rollout_server.vllm.agent_application import (
-            CURRENT,
-            MODEL,
-            as_messages,
-            open_applications,
-        )
+        from slipstream.rollout_server.vllm.agent_application import open_answering
 
         try:
-            plain, with_tools = open_applications(self._parts, self._settings)
+            return open_answering(self._parts, self._settings)
         except Exception as error:
             raise self._wrong("vLLM's application for agents", error) from error
-        return Answering(
-            plain,
-            with_tools,
-            CURRENT,
-            as_messages=as_messages,
-            model=MODEL,
-            has_tools=self.takes_tools,
-            has_drafts=self._parts.vllm_config.speculative_config is not None,
-        )
 
     def _open_reader(self) -> ReplyReader:
         from slipstream.rollout_server.vllm.reply_reader import ReplyReader

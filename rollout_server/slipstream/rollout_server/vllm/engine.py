@@ -75,40 +75,36 @@ class VllmEngine:
             for executor in (uniproc_executor, multiproc_executor):
                 # vLLM's own path is in the temporary folder of all programs.
                 executor.get_file_store_init_method = lambda: f"file://{folder}/store"
-            engine = await cls._start(config, seed)
-            engine._files = files.pop_all()
-        return engine
-
-    @classmethod
-    async def _start(cls, config: Config, seed: int) -> VllmEngine:
-        before = set(psutil.Process().children(recursive=True))
-        settings = engine_config(config, seed)
-        # On CPU the line above chose "spawn" for the sake of thread binding, which is off. Forked
-        # processes start in 3 s instead of 13 and inherit the hook of `process.bind_children`.
-        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
-        # Frozen objects are never collected in the forked processes: a finaliser there would wait
-        # for a thread that the fork did not copy.
-        gc.collect()
-        gc.freeze()
-        llm = AsyncLLM.from_vllm_config(
-            settings, stat_loggers=[TokenCounter], disable_log_stats=True
-        )
-        if os.environ["VLLM_WORKER_MULTIPROC_METHOD"] != "fork":
-            # vLLM has started a program that knows none of our classes and outlives the server.
-            llm.shutdown(timeout=_EXIT_LIMIT_S)
-            raise RuntimeError(
-                "vLLM forked no engine: CUDA was started in the server, or it runs in a Ray actor "
-                "or on WSL"
+            before = set(psutil.Process().children(recursive=True))
+            settings = engine_config(config, seed)
+            # On CPU the line above chose "spawn" for the sake of thread binding, which is off.
+            # Forked processes start in 3 s instead of 13 and inherit the hook of
+            # `process.bind_children`.
+            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+            # Frozen objects are never collected in the forked processes: a finaliser there would
+            # wait for a thread that the fork did not copy.
+            gc.collect()
+            gc.freeze()
+            llm = AsyncLLM.from_vllm_config(
+                settings, stat_loggers=[TokenCounter], disable_log_stats=True
             )
-        started = [p for p in psutil.Process().children(recursive=True) if p not in before]
-        engine = cls(
-            llm,
-            started,
-            may_stage=config.may_stage,
-            adapters=AdapterRequests(config.lora),
-            recompute_context=config.rollout_server.recompute_context,
-        )
-        await engine.pauses.pause()
+            if os.environ["VLLM_WORKER_MULTIPROC_METHOD"] != "fork":
+                # vLLM has started a program that knows none of our classes and outlives the server.
+                llm.shutdown(timeout=_EXIT_LIMIT_S)
+                raise RuntimeError(
+                    "vLLM forked no engine: CUDA was started in the server, or it runs in a Ray "
+                    "actor or on WSL"
+                )
+            started = [p for p in psutil.Process().children(recursive=True) if p not in before]
+            engine = cls(
+                llm,
+                started,
+                may_stage=config.may_stage,
+                adapters=AdapterRequests(config.lora),
+                recompute_context=config.rollout_server.recompute_context,
+            )
+            await engine.pauses.pause()
+            engine._files = files.pop_all()
         # Objects that exist now stay: collections need not look through vLLM's modules again.
         gc.collect()
         gc.freeze()

@@ -281,26 +281,6 @@ async def test_a_sender_delivers_what_it_holds_to_a_controller_that_begins_anew(
             assert (await receiver.get()).trajectory_id == name(1)
 
 
-async def test_a_stream_without_further_ids_says_what_to_remove(server, administrator):
-    last = f"{2**64 - 1}-{2**64 - 1}"
-    async with RedisReceiver(server.url(), "run") as receiver:
-        await administrator.xadd(STREAM, {DELIVERY: b"x"}, id=last)
-        with pytest.raises(BaseExceptionGroup) as caught:
-            async with RedisSender(server.url("rollout"), "run", 10_000) as sender:
-                await sender.put(name(0), b"payload", timeout_s=LIMIT_S)
-        message = message_of(caught.value)
-        assert f"remove the key {STREAM}, or RUN/redis" in message
-        assert "payload" not in message
-        await until(lambda: not receiver._to_forget)
-    await administrator.delete(STREAM, BYTES)
-    async with (
-        RedisReceiver(server.url(), "run") as receiver,
-        RedisSender(server.url("rollout"), "run", 10_000) as sender,
-    ):
-        await sender.put(name(0), b"x", timeout_s=LIMIT_S)
-        assert (await receiver.get()).trajectory_id == name(0)
-
-
 @pytest.mark.parametrize(
     ("bad", "rule"),
     [

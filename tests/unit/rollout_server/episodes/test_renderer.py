@@ -52,18 +52,6 @@ def test_what_follows_a_reply_is_appended_and_ends_one_that_was_cut_off(tmp_path
     assert later == [[30, 1, 5, 2, 30, 3], [2, 30, 1, 5, 2, 30, 3]]
 
 
-def test_every_turn_makes_the_conversation_that_the_template_would(tmp_path: Path) -> None:
-    renderer = with_template(tmp_path, CHAT)
-    history, tokens = [user("a")], renderer.prompt([user("a")])
-    for letter in "bcd":
-        tokens += [9, EOS]
-        history.append(REPLY)
-        tokens += renderer.continuation(history, [user(letter)], EOS)
-        history.append(user(letter))
-    whole = [ChatMessage("assistant", "f") if m == REPLY else m for m in history]
-    assert tokens == renderer.prompt(whole)
-
-
 def test_replies_are_decoded_without_special_tokens(renderer) -> None:
     assert renderer.decode([4, 5, EOS]) == "a b"
 
@@ -348,22 +336,6 @@ def test_a_given_reply_ends_as_what_follows_it_ends_it(tmp_path: Path) -> None:
     # The end is not said twice.
     between = renderer.continuation([user("a"), REPLY], [result], said[-1])
     assert renderer.decode_all(between) == "\n7<|assistant|>\n"
-
-
-@pytest.mark.parametrize("name", list(GIVEN))
-def test_one_end_stands_between_a_given_reply_and_what_follows_it(name, tmp_path) -> None:
-    reply, prompt, trained = GIVEN[name]
-    renderer = given_renderer(tmp_path, reply, prompt)
-    said = renderer.reply("b", [user("a")], following=[user("c")])
-    between = renderer.decode_all(renderer.continuation([user("a"), REPLY], [user("c")], said[-1]))
-    assert renderer.decode_all(said) == trained
-    whole = renderer.decode_all(
-        renderer.prompt([user("a"), ChatMessage("assistant", "b"), user("c")])
-    )
-    assert whole.endswith(between)
-    head = whole.removesuffix(between)
-    ends = ("", "<|im_end|>", "<|end|>", "<|im_start|>", "<|end|><|return|>")
-    assert head.endswith(tuple(f"b{end}" for end in ends))
 
 
 def test_a_reply_before_a_result_needs_an_end_where_the_template_writes_none(tmp_path) -> None:
