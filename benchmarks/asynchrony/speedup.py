@@ -37,7 +37,6 @@ from slipstream.core.settings.config import Config
 
 from benchmarks.asynchrony.step_windows import Row, Windows
 from benchmarks.common.measure import (
-    RESULTS,
     Spread,
     note,
     part,
@@ -255,7 +254,7 @@ def write(arguments: argparse.Namespace, found: Found) -> list[str]:
     record = {"settings": settings, "results": found.rows, "spreads": spreads, "shares": shares}
     more = {"target": TARGET, "table": lines, "failures": found.failures}
     result = "asynchrony" if arguments.device == "cpu" else f"asynchrony-{arguments.shape}"
-    write_result(result, {**record, **more}, arguments.out or RESULTS / f"{result}.json")
+    write_result(result, {**record, **more}, arguments.out)
     return lines
 
 

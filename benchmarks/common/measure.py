@@ -135,9 +135,11 @@ def note(name: str, row: Mapping[str, Any]) -> None:
 def write_result(name: str, record: Mapping[str, Any], path: Path | None = None) -> Path:
     """Writes `record` with date, machine, versions and command to `path`; returns the path.
 
-    The default path is benchmarks/results/NAME.json; a copy goes to the folder OUT.
+    In a folder, by default benchmarks/results, it is NAME.json; a copy goes to the folder OUT.
     """
-    path = path or RESULTS / f"{name}.json"
+    path = path or RESULTS
+    if path.is_dir():
+        path /= f"{name}.json"
     whole = {
         "command": command(),
         "date": time.strftime("%Y-%m-%d %H:%M"),

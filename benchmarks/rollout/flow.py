@@ -41,7 +41,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.measure import (
-    RESULTS,
     ROOT,
     Spread,
     note,
@@ -311,7 +310,6 @@ def main() -> None:
     elif arguments.quantization != "off":
         arguments.name = f"{NAME}-fp8"
         arguments.engines = [PLAIN, arguments.quantization]
-    arguments.out = arguments.out or RESULTS / f"{arguments.name}.json"
     fill_sizes(arguments)
     with tempfile.TemporaryDirectory() as folder:
         asyncio.run(benchmark(arguments, Path(folder)))

@@ -41,7 +41,6 @@ import psutil
 from slipstream.core.configuration.config_file import load_config
 
 from benchmarks.common.measure import (
-    RESULTS,
     ROOT,
     Spread,
     note,
@@ -328,7 +327,6 @@ def main() -> None:
     arguments.name = f"{NAME}-bench" if "bench" in arguments.engines else NAME
     if arguments.quantization != "off":
         arguments.name = f"{NAME}-fp8"
-    arguments.out = arguments.out or RESULTS / f"{arguments.name}.json"
     fill_sizes(arguments)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -27,7 +27,7 @@ from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.machine.address import free_port
 from slipstream.core.settings.config import Config
 
-from benchmarks.common.measure import RESULTS, note, part, progress, settings_of, write_result
+from benchmarks.common.measure import note, part, progress, settings_of, write_result
 from benchmarks.common.rig import Placement, Rig
 from benchmarks.common.shapes import SHAPES, make_apart
 from benchmarks.weights.broadcast_programs import NativeTransfer, RawBroadcast
@@ -302,8 +302,7 @@ def write(arguments: argparse.Namespace, found: Found) -> list[str]:
     targets = {**TARGETS, "pause": PAUSE_TARGETS.get(arguments.shape, "")}
     record = {"settings": settings_of(arguments), "targets": targets, "ratios": ratios}
     more = {"table": lines, "stages": stages(found), "measured": vars(found)}
-    path = arguments.out or RESULTS / f"{arguments.name}.json"
-    write_result(arguments.name, {**record, **more}, path)
+    write_result(arguments.name, {**record, **more}, arguments.out)
     return [*lines, "", *more["stages"], "", str(ratios)]
 
 

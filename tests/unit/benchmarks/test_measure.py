@@ -29,6 +29,8 @@ def test_result_says_machine_versions_and_command(tmp_path, monkeypatch):
     assert result["machine"]["cores"] >= 1
     assert result["versions"]["torch"]
     assert json.loads((tmp_path / "out" / "x.json").read_text()) == result
+    # A folder gets a file of the result's name.
+    assert measure.write_result("x", {"figure": 2.5}, path.parent) == path
 
 
 def test_result_does_not_say_where_files_lay(monkeypatch: pytest.MonkeyPatch) -> None:
