@@ -11,7 +11,7 @@ for what client and server take, so that processor time says more than what pass
 
     export PYTHONPATH=tests
     python -m benchmarks.controller.client_loop                        # on a CPU
-    python -m benchmarks.controller.client_loop --load-of 0.6B         # with as much to carry
+    python -m benchmarks.controller.client_loop --idle --load-of 0.6B  # what is not its passes
     python -m benchmarks.controller.client_loop --shape 0.6B           # on a GPU
 
 Prints three tables and writes benchmarks/results/client-loop-SHAPE.json. Each part is printed as
@@ -53,6 +53,8 @@ from benchmarks.controller.load import processor_s
 from benchmarks.learner.loops import LOADS, Load, lognormal_batch, shape_config, synchronize
 
 HTTP, PASSES, OWN = "over HTTP", "passes alone", "a run's own step"
+# The place of the pass among the parts.
+PASS = next(n for n, (_, _, kind) in enumerate(timeline.PARTS) if kind == "pass")
 # Samples at once.
 AT_ONCE = (1, 64)
 # Adam moves the weights as little as it can: all steps have the same work.
@@ -115,7 +117,11 @@ async def steps_over_http(
         file = str(noted / name)
         return program("benchmarks.controller.timeline", file, name, *own, *more, **environ)
 
-    async with role("controller"), role("trainer", **environ), role("front", "--port", str(port)):
+    trainer = role("trainer", **environ)
+    if asked.idle:
+        file = str(noted / "trainer")
+        trainer = program("benchmarks.controller.idle_trainer", file, *own)
+    async with role("controller"), trainer, role("front", "--port", str(port)):
         client = LoopClient(port, base_model=str(config.model.path))
         await client.ready()
         await client.begin()
@@ -229,6 +235,8 @@ def table_of(parts: list[list[float]]) -> list[str]:
         [what, kind, measure.Spread.of(took_s).text(1, 1000)]
         for (_, what, kind), took_s in zip(timeline.PARTS, zip(*parts, strict=True), strict=True)
     ]
+    others = [sum(took_s) - took_s[PASS] for took_s in parts]
+    rows.append(["all but the pass", "", measure.Spread.of(others).text(1, 1000)])
     return measure.table(["part of a step over HTTP", "what it is", "ms (min-max)"], rows)
 
 
@@ -259,6 +267,7 @@ def main() -> None:
     )
     parser.add_argument("--shape", choices=tuple(LOADS), default="tiny")
     parser.add_argument("--load-of", choices=tuple(LOADS), help="train as many tokens as it does")
+    parser.add_argument("--idle", action="store_true", help="measure the parts without a model")
     parser.add_argument("--repeats", type=int, default=20, help="steps of each loop")
     parser.add_argument("--uncounted", type=int, default=3, help="steps and samples before")
     parser.add_argument("--samples", type=int, default=100)
@@ -277,6 +286,10 @@ def main() -> None:
         over_http, parts = asyncio.run(steps_over_http(config, data_of(batch), asked))
         found = {HTTP: over_http}
         print("\n".join(parts_table := table_of(parts)), flush=True)
+        if asked.idle:
+            record = {"settings": measure.settings_of(asked), "table": parts_table, "parts": parts}
+            measure.write_result("client-loop-idle", record, asked.out)
+            return
         measure.progress("steps in this process")
         found |= steps_here(config, batch, asked)
         measure.progress("samples")
