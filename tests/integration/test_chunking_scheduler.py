@@ -357,26 +357,6 @@ def test_replies_are_the_same_however_long_prompts_wait(start, overlapping, num_
 
 
 @both
-def test_no_prompt_is_held_longer_than_it_may_whatever_comes(start, overlapping: bool) -> None:
-    """Requests of all lengths come at any time into places that suffice."""
-    for seed in range(20):
-        rng = random.Random(seed)
-        most_steps = rng.randrange(6)
-        engine = gathering(start(ours=True, overlapping=overlapping), most_steps)
-        added: dict[str, int] = {}
-        for number in range(60):
-            if len(engine.scheduler.requests) < 8 and rng.random() < 0.3:
-                add(engine, f"r{number}", rng.randrange(1, 40))
-                added[f"r{number}"] = len(engine.plans)
-            engine.step()
-        engine.drain()
-        waited = {name: step - added[name] - 1 for name, step in begun(engine).items()}
-        assert waited.keys() == added.keys()
-        assert all(0 <= steps <= most_steps for steps in waited.values())
-        assert max(waited.values()) == most_steps
-
-
-@both
 def test_a_pause_hands_out_all_and_what_comes_later_is_apart(start, overlapping: bool) -> None:
     engine = start(ours=True, overlapping=overlapping)
     for number in range(4):

@@ -194,17 +194,6 @@ async def test_a_reply_to_an_environment_without_tools_keeps_its_whole_text(tmp_
     assert (read.reasoning, read.content, read.tool_calls) == ("Hm.", text, ())
 
 
-async def test_the_result_of_an_unknown_call_fails_the_episode(tmp_path: Path) -> None:
-    async with serving(tmp_path) as server:
-        load(server, "Wrong")
-        trajectory = await run(server, "Wrong")
-        assert trajectory.failure is not None
-        assert trajectory.failure.kind is FailureKind.ENVIRONMENT
-        assert trajectory.failure.message == (
-            "tool_call_id must be the id of a call of the model, got 'of nobody'"
-        )
-
-
 async def test_tools_without_a_parser_are_refused_when_they_are_first_named(tmp_path: Path) -> None:
     cause = "tools need rollout_server.tool_parser, the reader of the model's tool calls"
     async with serving(tmp_path, tool_parser=None) as server:

@@ -70,12 +70,6 @@ class Thinking(Environment[int]):
         )
 
 
-class Wrong(Adding):
-    def step(self, reply: Reply) -> StepResult:
-        result = {"role": "tool", "content": "3", "tool_call_id": "of nobody"}
-        return StepResult(done=False, messages=[result])
-
-
 # Calls that a random model makes now and then, if each of them is one token.
 CALLS = [
     f'<tool_call>\n{{"name": "look", "arguments": {{"place": {place}}}}}\n</tool_call>'

@@ -75,7 +75,6 @@ class Rig:
     def __init__(self, folder: Path, options: argparse.Namespace) -> None:
         self.folder, self.options = folder, options
         self.publishes = 0
-        self.step = 0
         self.sender: GlooSender | NcclSender | None = None
         self.weights: dict[str, dict[str, torch.Tensor]] = {}
         # The label of the weights of each version.
@@ -103,12 +102,6 @@ class Rig:
                 for name, tensor in first.items()
             }
             save_file(self.weights[label], self.file(label), metadata={"format": "pt"})
-        # "b", with another bit in every fiftieth element: what a step changes.
-        near = {name: tensor.clone() for name, tensor in self.weights["b"].items()}
-        for tensor in near.values():
-            tensor.view(torch.int16).flatten()[::50] ^= 1 << 6
-        self.weights["near"] = near
-        save_file(near, self.file("near"), metadata={"format": "pt"})
 
     def file(self, label: str) -> Path:
         # Apart: vLLM loads every such file of the model's folder.

@@ -1,4 +1,4 @@
-"""Runs `receiver_rig.py`, or a rig like it, and judges what the first saw."""
+"""Runs `receiver_rig.py`, and judges what it saw."""
 
 import json
 import os
@@ -55,11 +55,10 @@ def _forked(_rank: int, command: tuple[str, ...]) -> list[str]:
         return [file.read()]
 
 
-def run_rig(
-    folder: Path, *arguments: str, limit_s: float, program: str = "receiver_rig.py"
-) -> dict[str, list[dict[str, Any]]]:
+def run_rig(folder: Path, *arguments: str, limit_s: float) -> dict[str, list[dict[str, Any]]]:
     """The lines of its report by their kind."""
-    said = run_program(str(RIGS / program), str(folder), *arguments, limit_s=limit_s)
+    program = str(RIGS / "receiver_rig.py")
+    said = run_program(program, str(folder), *arguments, limit_s=limit_s)
     report: dict[str, list[dict[str, Any]]] = {}
     for line in said.splitlines():
         if line.startswith('{"what"'):

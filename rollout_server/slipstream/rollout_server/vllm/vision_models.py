@@ -57,62 +57,40 @@ class ImagesAlone:
         return {"image": min(seq_len, processor.max_tokens)}
 
 
-class _Qwen25Info(ImagesAlone, qwen2_5_vl.Qwen2_5_VLProcessingInfo):  # type: ignore[misc]
-    pass
+def with_images_alone(model: type, info: type, processor: type, dummies: type) -> Any:  # noqa: ANN401 - a class
+    """Returns vLLM's class `model` with images as its only input besides text.
+
+    The others are the classes with which vLLM registers the model's processor.
+    """
+    made = type(model.__name__, (model,), {})
+    own = type(info.__name__, (ImagesAlone, info), {})
+    register = MULTIMODAL_REGISTRY.register_processor(processor, info=own, dummy_inputs=dummies)
+    return register(made)
 
 
-class _Qwen3Info(ImagesAlone, qwen3_vl.Qwen3VLProcessingInfo):  # type: ignore[misc]
-    pass
-
-
-class _Qwen3MixtureInfo(ImagesAlone, qwen3_vl_moe.Qwen3VLMoeProcessingInfo):  # type: ignore[misc]
-    pass
-
-
-class _Qwen35Info(ImagesAlone, qwen3_vl.Qwen3VLProcessingInfo):  # type: ignore[misc]
+class _Qwen35Info(qwen3_vl.Qwen3VLProcessingInfo):  # type: ignore[misc]
     def get_hf_config(self) -> PretrainedConfig:
         """Returns the model's configuration; Qwen3-VL's method accepts only its own class."""
         return self.ctx.get_hf_config()
 
 
-@MULTIMODAL_REGISTRY.register_processor(
+_OF_QWEN3 = qwen3_vl.Qwen3VLMultiModalProcessor, qwen3_vl.Qwen3VLDummyInputsBuilder
+# Describes a Qwen3.5's images to vLLM without importing the model class in `delta_models`.
+Qwen35Images = with_images_alone(object, _Qwen35Info, *_OF_QWEN3)
+Qwen3VLForConditionalGeneration = with_images_alone(
+    qwen3_vl.Qwen3VLForConditionalGeneration, qwen3_vl.Qwen3VLProcessingInfo, *_OF_QWEN3
+)
+Qwen3VLMoeForConditionalGeneration = with_images_alone(
+    qwen3_vl_moe.Qwen3VLMoeForConditionalGeneration,
+    qwen3_vl_moe.Qwen3VLMoeProcessingInfo,
+    *_OF_QWEN3,
+)
+Qwen2_5_VLForConditionalGeneration = with_images_alone(
+    qwen2_5_vl.Qwen2_5_VLForConditionalGeneration,
+    qwen2_5_vl.Qwen2_5_VLProcessingInfo,
     qwen2_5_vl.Qwen2_5_VLMultiModalProcessor,
-    info=_Qwen25Info,
-    dummy_inputs=qwen2_vl.Qwen2VLDummyInputsBuilder,
+    qwen2_vl.Qwen2VLDummyInputsBuilder,
 )
-class Qwen2_5_VLForConditionalGeneration(  # noqa: N801
-    qwen2_5_vl.Qwen2_5_VLForConditionalGeneration  # type: ignore[misc]
-):
-    """vLLM's Qwen2.5-VL, with images as its only input besides text."""
-
-
-@MULTIMODAL_REGISTRY.register_processor(
-    qwen3_vl.Qwen3VLMultiModalProcessor,
-    info=_Qwen3Info,
-    dummy_inputs=qwen3_vl.Qwen3VLDummyInputsBuilder,
-)
-class Qwen3VLForConditionalGeneration(qwen3_vl.Qwen3VLForConditionalGeneration):  # type: ignore[misc]
-    """vLLM's Qwen3-VL, with images as its only input besides text."""
-
-
-@MULTIMODAL_REGISTRY.register_processor(
-    qwen3_vl.Qwen3VLMultiModalProcessor,
-    info=_Qwen3MixtureInfo,
-    dummy_inputs=qwen3_vl.Qwen3VLDummyInputsBuilder,
-)
-class Qwen3VLMoeForConditionalGeneration(  # noqa: N801
-    qwen3_vl_moe.Qwen3VLMoeForConditionalGeneration  # type: ignore[misc]
-):
-    """vLLM's Qwen3-VL with experts, with images as its only input besides text."""
-
-
-@MULTIMODAL_REGISTRY.register_processor(
-    qwen3_vl.Qwen3VLMultiModalProcessor,
-    info=_Qwen35Info,
-    dummy_inputs=qwen3_vl.Qwen3VLDummyInputsBuilder,
-)
-class Qwen35Images:
-    """Describes a Qwen3.5's images to vLLM without importing the model class in `delta_models`."""
 
 
 @functools.cache
