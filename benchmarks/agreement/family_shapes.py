@@ -235,24 +235,6 @@ FAMILIES = {
         | {"norm_topk_prob": True},
         layers=2,
     ),
-    "qwen2-moe": Family(
-        "Qwen2Moe",
-        _heads(2048, 5632, 16, 16)
-        | {"num_experts": 30, "num_experts_per_tok": 4, "moe_intermediate_size": 1408}
-        | {"shared_expert_intermediate_size": 5632},
-        layers=2,
-    ),
-    "mixtral": Family(
-        "Mixtral",
-        _heads(4096, 14336, 32, 8, 128)
-        | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
-        layers=2,
-    ),
-    "olmoe": Family(
-        "Olmoe",
-        _heads(2048, 1024, 16, 16) | {"num_experts": 64, "num_experts_per_tok": 8},
-        layers=2,
-    ),
     "glm-4.5": Family(
         "Glm4Moe",
         _heads(4096, 10944, 96, 8, 128)
@@ -308,16 +290,6 @@ FAMILIES = {
         | {"n_group": 1, "topk_group": 1, "sliding_window": WINDOW}
         | {"layer_types": ["sliding_attention", "full_attention"]},
         layers=2,
-    ),
-    "flex-olmo": Family(
-        "FlexOlmo",
-        _heads(4096, 11008, 32, 32) | {"num_experts": 7, "num_experts_per_tok": 5},
-        layers=2,
-    ),
-    "cwm": Family(
-        "Cwm",
-        _heads(6144, 21504, 48, 8, 128)
-        | {"sliding_window": WINDOW, "layer_types": ["full_attention", "sliding_attention"] * 2},
     ),
     "seed-oss": Family("SeedOss", _heads(5120, 27648, 80, 8, 128) | {"attention_bias": True}),
     "smollm3": Family("SmolLM3", _heads(2048, 11008, 16, 4) | {"no_rope_layers": [1, 1, 1, 0]}),

@@ -25,6 +25,7 @@ from slipstream.core.settings.config import Config
 from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.application import Controller
 from slipstream.learner.controller.leasing.scheduler import Books
+from slipstream.learner.controller.loop import BatchFormer
 from slipstream.learner.controller.parts import Parts, make_parts
 from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.reporting.metrics import RunRecorder
@@ -33,7 +34,6 @@ from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.fleet import Fleet
 from slipstream.learner.controller.servers.session import ServerSession
 from slipstream.learner.controller.trajectories.batch import FormedBatch, StepOrder
-from slipstream.learner.controller.trajectories.batches import BatchFormer
 from slipstream.protocol.access.security import Credentials
 from slipstream.v1 import fleet_pb2, trainer_pb2, weights_pb2
 

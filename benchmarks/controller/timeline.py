@@ -41,7 +41,7 @@ CALLS = {
         (f"{_TINKER}.controller", "Operations.next_step", "turn"),
         (f"{_TINKER}.controller", "Operations.stepped", "stepped"),
         (f"{_CONTROLLER}.records.journal", "Journal.write_batch", "batch"),
-        (f"{_CONTROLLER}.trajectories.batches", "BatchFormer._write", "formed"),
+        (f"{_CONTROLLER}.loop", "BatchFormer._write", "formed"),
     ),
     "trainer": (
         (f"{_TRAINER}.passes", "Passes.compute", "pass"),

@@ -22,8 +22,6 @@ CASES = [
     "mistral.default",
     "ministral3.ministral",
     "olmo2.default",
-    "ernie.default",
-    "olmoe.default",
     "gemma3.gemma3",
     "glm.glm",
     "deepseek.latent",
@@ -34,23 +32,19 @@ CASES = [
     "minimax.glm",
     "exaone4.default",
     "exaone4-full.llama3",
-    "cwm.default",
     "seed-oss.default",
     "smollm3.llama3",
-    "flex-olmo.default",
     "k-exaone.default",
 ]
 # vLLM's kernels for a CPU take no smaller heads, and pad smaller experts.
 WIDER_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
 WIDER_EXPERTS = {
-    "olmoe": {"intermediate_size": 64},
     "glm": {"moe_intermediate_size": 64},
     "deepseek": {"moe_intermediate_size": 64},
     "kimi": {"moe_intermediate_size": 64},
     "glm-lite": {"moe_intermediate_size": 64},
     "minimax": {"intermediate_size": 64},
     "gpt-oss": {"intermediate_size": 64},
-    "flex-olmo": {"intermediate_size": 64},
     "k-exaone": {"moe_intermediate_size": 64},
 }
 
@@ -76,7 +70,7 @@ def computed(
 @pytest.mark.parametrize("case", CASES)
 def test_an_engine_computes_what_transformers_does(case: str, tmp_path: Path) -> None:
     sizes = WIDER_EXPERTS.get(case.split(".")[0], {})
-    if case.startswith(("olmo", "mimo", "smollm3", "flex")):
+    if case.startswith(("olmo", "mimo", "smollm3")):
         sizes = sizes | WIDER_HEADS
     found, expected = computed(tmp_path, case, **sizes)
     assert np.abs(expected[0] - expected[1]).mean() > 0.1

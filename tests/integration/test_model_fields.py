@@ -33,7 +33,7 @@ OTHER_ROPE: dict[str, dict[str, Any]] = {
     "gpt-oss": {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True},
     "latent": {"factor": 2.0, "mscale_all_dim": 1.0},
 }
-OLD_FORM = ["llama.llama3", "qwen3.llama3", "qwen2-moe.default", "llama.yarn"]
+OLD_FORM = ["llama.llama3", "qwen3.llama3", "qwen3-moe.default", "llama.yarn"]
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 from simulation.world import World, shared_memory  # noqa: E402
 
 CONTROLLER = "slipstream.learner.controller"
-BATCHES = f"{CONTROLLER}.trajectories.batches:BatchFormer"
+BATCHES = f"{CONTROLLER}.loop:BatchFormer"
 ORDERS = "slipstream.rollout_server.weight_orders:WeightOrders"
 CLIENT = "slipstream.learner.trainer.controller_client:ControllerClient"
 SERVICE = f"{CONTROLLER}.services.trainer_service"

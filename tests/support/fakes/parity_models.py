@@ -167,9 +167,6 @@ def make_models(folder: Path, *, num_layers: int = NUM_LAYERS) -> None:
         "moe-softmax": transformers.Qwen3MoeForCausalLM(
             transformers.Qwen3MoeConfig(**mixture, norm_topk_prob=False)
         ),
-        "moe-shared": transformers.Qwen2MoeForCausalLM(
-            transformers.Qwen2MoeConfig(**mixture, shared_expert_intermediate_size=32)
-        ),
         "qwen3-next": transformers.Qwen3NextForCausalLM(
             transformers.Qwen3NextConfig(
                 **mixture | delta_net | glm_rope,
@@ -187,9 +184,6 @@ def make_models(folder: Path, *, num_layers: int = NUM_LAYERS) -> None:
                 | glm_rope,
                 shared_expert_intermediate_size=32,
             )
-        ),
-        "mixtral": transformers.MixtralForCausalLM(
-            transformers.MixtralConfig(**sizes, **rope, num_local_experts=4, num_experts_per_tok=2)
         ),
         # The window is shorter than most sequences.
         "mistral": transformers.MistralForCausalLM(
@@ -248,15 +242,9 @@ def make_models(folder: Path, *, num_layers: int = NUM_LAYERS) -> None:
             )
         ),
         "olmo2": transformers.Olmo2ForCausalLM(transformers.Olmo2Config(**sizes, **rope)),
-        "olmoe": transformers.OlmoeForCausalLM(
-            transformers.OlmoeConfig(**sizes, **rope, num_experts=4, num_experts_per_tok=2)
-        ),
     }
     # The weights of the others stay as they were.
     with torch.random.fork_rng():
-        models["ernie"] = transformers.Ernie4_5ForCausalLM(
-            transformers.Ernie4_5Config(**sizes, **rope)
-        )
         one_group = latent | {"n_group": 1}
         models["kimi"] = transformers.DeepseekV3ForCausalLM(
             transformers.DeepseekV3Config(**one_group, rope_parameters=latent_yarn)
@@ -285,17 +273,11 @@ def make_models(folder: Path, *, num_layers: int = NUM_LAYERS) -> None:
             )
         )
         windows = {"sliding_window": 6, "layer_types": gemma["layer_types"]}
-        models["cwm"] = transformers.CwmForCausalLM(
-            transformers.CwmConfig(**sizes, **rope, **windows)
-        )
         models["seed-oss"] = transformers.SeedOssForCausalLM(
             transformers.SeedOssConfig(**sizes, **rope)
         )
         models["smollm3"] = transformers.SmolLM3ForCausalLM(
             transformers.SmolLM3Config(**sizes, **rope, no_rope_layers=[1, 0] * num_layers)
-        )
-        models["flex-olmo"] = transformers.FlexOlmoForCausalLM(
-            transformers.FlexOlmoConfig(**sizes, **rope, num_experts=4, num_experts_per_tok=2)
         )
         models["k-exaone"] = transformers.ExaoneMoeForCausalLM(
             transformers.ExaoneMoeConfig(

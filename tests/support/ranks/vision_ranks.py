@@ -213,7 +213,7 @@ def see_critic(policy: Policy, config: Config, folder: Path, job: str) -> None:
     """Values behind images before and after a step of the critic towards its returns."""
     from slipstream.core.configuration.roles import critic_config
     from slipstream.extensions.other_models.trainer import Critic
-    from slipstream.learner.trainer.algorithms.sequences import ModelEstimates, training_sequences
+    from slipstream.learner.trainer.algorithms.loss import ModelEstimates, training_sequences
     from slipstream.learner.trainer.batches.batch import Batch
 
     settings = critic_config(config)

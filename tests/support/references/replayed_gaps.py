@@ -24,7 +24,7 @@ class ReplayedGaps:
     def __init__(
         self, policy: Policy, batch: Batch, config: Config, *, temperature: float = 1.0
     ) -> None:
-        from slipstream.learner.trainer.algorithms.sequences import training_sequences
+        from slipstream.learner.trainer.algorithms.loss import training_sequences
         from slipstream.learner.trainer.model.model import rank_micro_batches
 
         self._policy = policy

@@ -50,11 +50,11 @@ def test_a_family_with_a_tower_replies_behind_images(name, tmp_path, commands):
 
 
 def test_a_mixture_is_measured_with_replay_too(tmp_path: Path, commands: list[list[str]]) -> None:
-    row = measure_family("olmoe", "bfloat16", tmp_path / "family", 0, ARGUMENTS) | {
+    row = measure_family("qwen3-moe", "bfloat16", tmp_path / "family", 0, ARGUMENTS) | {
         "measured": "today"
     }
     assert [("--replay" in command) for command in commands] == [False, True]
-    header, _, line = lines_of({"olmoe": row})
+    header, _, line = lines_of({"qwen3-moe": row})
     assert line.split("|")[header.split("|").index(" gap with router replay ")] == " 0.25 "
 
 
@@ -100,9 +100,9 @@ def test_rows_of_an_earlier_call_on_the_same_device_stay(tmp_path: Path) -> None
     row = {"figures": {}, "failure": "", "seconds": 1.0, "measured": "today"}
     path = tmp_path / "families.json"
     assert earlier_rows(path, device="cuda", steps=3) == {}
-    rows = {"olmoe": row, "a family that is gone": row}
+    rows = {"qwen3-moe": row, "a family that is gone": row}
     path.write_text(json.dumps({"device": "cuda", "steps": 3, "rows": rows}))
-    assert earlier_rows(path, device="cuda", steps=3) == {"olmoe": row}
+    assert earlier_rows(path, device="cuda", steps=3) == {"qwen3-moe": row}
     assert earlier_rows(path, device="cpu", steps=3) == {}
     assert earlier_rows(path, device="cuda", steps=2) == {}
 

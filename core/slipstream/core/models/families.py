@@ -338,7 +338,6 @@ FAMILIES = (
         },
     ),
     Family(architecture="LlamaForCausalLM", model_type="llama", values=DENSE, has_engine_bits=True),
-    Family(architecture="Ernie4_5ForCausalLM", model_type="ernie4_5", values=DENSE, is_tied=True),
     Family(
         architecture="SeedOssForCausalLM",
         model_type="seed_oss",
@@ -352,25 +351,6 @@ FAMILIES = (
         read=("no_rope_layers", "no_rope_layer_interval"),
         is_tied=True,
     ),
-    Family(
-        architecture="CwmForCausalLM",
-        model_type="cwm",
-        values=DENSE,
-        layer_kinds=(FULL, SLIDING),
-        has_windows=True,
-    ),
-    Family(
-        architecture="MixtralForCausalLM",
-        model_type="mixtral",
-        values={
-            **UNSHARED,
-            # The weights of a token's experts always add up to 1.
-            "norm_topk_prob": (None, True),
-            # transformers reads only this field to decide on a window.
-            "sliding_window": NONE,
-        },
-        experts=Experts(is_normalized=True),
-    ),
     _mistral("MistralForCausalLM", "mistral"),
     _mistral("Ministral3ForCausalLM", "ministral3"),
     Family(
@@ -378,29 +358,6 @@ FAMILIES = (
         model_type="olmo2",
         values=DENSE,
         query_norm="whole",
-    ),
-    Family(
-        architecture="OlmoeForCausalLM",
-        model_type="olmoe",
-        values={
-            **UNSHARED,
-            # vLLM never normalizes the weights of a token's experts to a sum of 1.
-            "norm_topk_prob": OFF,
-            # vLLM uses 1e-5 for all, and always has a separate output projection.
-            "rms_norm_eps": (None, 1e-5),
-            "tie_word_embeddings": OFF,
-        },
-        has_head_dim=False,
-        query_norm="whole",
-        experts=Experts(),
-    ),
-    Family(
-        architecture="FlexOlmoForCausalLM",
-        model_type="flex_olmo",
-        values=UNSHARED,
-        has_head_dim=False,
-        query_norm="whole",
-        experts=Experts(),
     ),
     Family(
         architecture="Qwen2ForCausalLM",
@@ -417,14 +374,6 @@ FAMILIES = (
         # The layers that predict further tokens are neither loaded nor sampled from.
         read=("num_nextn_predict_layers",),
         has_head_dim=False,
-    ),
-    Family(
-        architecture="Qwen2MoeForCausalLM",
-        model_type="qwen2_moe",
-        # vLLM always has these biases.
-        values={"attention_bias": ANY_BIAS, "qkv_bias": (None, True)},
-        has_head_dim=False,
-        experts=Experts(needs_shared=True),
     ),
     Family(
         architecture="Qwen3ForCausalLM",

@@ -56,8 +56,6 @@ class Experts:
 
     # Whether files hold one tensor for all experts of a layer.
     is_fused: bool = False
-    # Whether there must be an expert that every token goes to.
-    needs_shared: bool = False
     # Whether the weights of a token's experts add up to 1 if config.json does not say so.
     is_normalized: bool = False
 

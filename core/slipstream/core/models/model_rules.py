@@ -53,8 +53,6 @@ def model_problems(sizes: ModelSizes) -> Iterator[str]:
         )
     if not sizes.experts:
         return
-    if family.experts is not None and family.experts.needs_shared and not sizes.shared_expert_ffn:
-        yield f"model.path: shared_expert_intermediate_size of a {family.architecture} must be set"
     if sizes.has_dense_layers:
         yield "model.path holds a mixture of experts with dense layers in between: not supported"
     if not 1 <= sizes.experts_per_token <= sizes.experts:

@@ -24,8 +24,7 @@ from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.session import ServerSession
-from slipstream.learner.controller.trajectories.batch import means_of_metrics
-from slipstream.learner.controller.trajectories.batches import Trained
+from slipstream.learner.controller.trajectories.batch import Trained, means_of_metrics
 from slipstream.learner.controller.trajectories.intake import Intake
 from slipstream.v1 import trainer_pb2
 

@@ -26,7 +26,7 @@ from slipstream.core.errors import UntrainableBatch
 from slipstream.core.settings.config import Config
 from slipstream.core.types import LogprobArray, ReferenceLogprobs
 from slipstream.learner.trainer import Megatron
-from slipstream.learner.trainer.algorithms.sequences import ModelEstimates
+from slipstream.learner.trainer.algorithms.loss import ModelEstimates
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.batches.micro_batch import MicroBatch
 from slipstream.learner.trainer.batches.training_sequence import TrainingSequence

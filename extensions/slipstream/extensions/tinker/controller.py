@@ -32,8 +32,7 @@ from slipstream.learner.controller.records.state import RecordedBatch
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.session import CallContext, Outbox
 from slipstream.learner.controller.tasks import raise_failure
-from slipstream.learner.controller.trajectories.batch import SetAside, StepOrder
-from slipstream.learner.controller.trajectories.batches import Trained
+from slipstream.learner.controller.trajectories.batch import SetAside, StepOrder, Trained
 from slipstream.learner.controller.trajectories.intake import Intake
 from slipstream.protocol.checkpoints import complete_steps
 from slipstream.protocol.rich_errors import Reason, abort

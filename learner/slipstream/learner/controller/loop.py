@@ -20,23 +20,43 @@ No wait is endless: a signal's wait has a time limit, a server or trainer that s
 and a run without progress fails after `controller.stall_timeout_s`. `Next` itself answers within
 its limit, and the trainer calls again. At the end of the run `application.py` cancels the tasks.
 
+The journal holds a whole batch before the trainer gets it; only then are the batch's trajectories
+acknowledged.
+
 Consumes: complete groups, servers that need weights, the run's progress. Produces: batches and
 orders. Waits for: a batch, a server, or the end. Unblocked by: the run's signal, or the limit.
 """
 
+from __future__ import annotations
+
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 
 from slipstream.core.errors import ProtocolError, RunFailed
 from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.events import GATHER_S
+from slipstream.learner.controller.leasing.groups import Group, sampled_tokens
 from slipstream.learner.controller.leasing.lease_pass import batch_wait
 from slipstream.learner.controller.leasing.leases import LeaseBook
+from slipstream.learner.controller.leasing.scheduler import Books
 from slipstream.learner.controller.part import Part
 from slipstream.learner.controller.publishing.publish import Publisher
-from slipstream.learner.controller.run import Run
-from slipstream.learner.controller.trajectories.batch import FormedBatch
-from slipstream.learner.controller.trajectories.batches import BatchFormer
+from slipstream.learner.controller.records import kinds
+from slipstream.learner.controller.records.history import RunHistory
+from slipstream.learner.controller.records.kinds import TrajectoryEnd
+from slipstream.learner.controller.records.state import JournaledStep, batch_name
+from slipstream.learner.controller.run import Run, Stopwatch
+from slipstream.learner.controller.servers.session import ServerKey
+from slipstream.learner.controller.trajectories.batch import (
+    FormedBatch,
+    SetAside,
+    StepOrder,
+    Trained,
+    from_record,
+)
+from slipstream.protocol.codec import version_from_pb
 from slipstream.v1 import trainer_pb2 as pb
 
 
@@ -137,3 +157,272 @@ class TrainerOrders:
         else:
             progress.waits_for("the last evaluation")
         return None
+
+
+class BatchFormer:
+    """Takes batches from the lease book, makes them durable, and reads them again from the journal.
+
+    Life of a batch: `form` (or `recorded`, for a step that is trained again) gives it to the
+    trainer; `trained` or `set_aside` handles the trainer's report. `answered` recognises repeated
+    reports.
+    """
+
+    def __init__(self, books: Books, tasks: asyncio.TaskGroup) -> None:
+        self._book, self._journal, self._state = books.leases, books.journal, books.state
+        self._ledger, self._receiver = books.ledger, books.queue
+        self._tasks = tasks
+        # The task that writes a batch: it finishes even when the trainer's call breaks off.
+        self._forming: asyncio.Task[FormedBatch | RunFailed] | None = None
+        # The batch that the trainer has.
+        self.training: FormedBatch | None = None
+        # Last report of the trainer and the answered version, in case the answer was lost.
+        self._reported: tuple[pb.StepReport, PolicyVersion] | None = None
+        # Runs while the trainer waits for groups.
+        self.waits = Stopwatch()
+
+    def restore(self, history: RunHistory) -> None:
+        """Restores the trajectories of open groups from the files of set-aside batches."""
+        files = {
+            (b.step, b.attempt): b for g, b in history.put_back.items() if g in self._book.groups
+        }
+        for batch in files.values():
+            message = self._journal.read_batch(batch.step, batch.crc32, batch.attempt)
+            for recorded in from_record(message).groups:
+                group = self._book.groups.get(recorded.group_id)
+                if group is None:
+                    continue
+                # The group was complete when it was put into its batch.
+                group.fail_all_but(recorded.finished)
+                for member, trajectory in recorded.finished.items():
+                    key = ServerKey(trajectory.server_id, trajectory.server_epoch)
+                    tokens = trajectory.num_sampled_tokens
+                    if trajectory.trajectory_id not in history.ended and self._ledger.receive(
+                        key, trajectory.trajectory_id, tokens
+                    ):
+                        group.finished[member] = trajectory
+                        group.attempts[member] = trajectory.attempt
+
+    def trainer_joined(self) -> None:
+        """Notes a new trainer, which has no batch and has not reported anything."""
+        self.training = self._reported = None
+
+    def first_missing(self, step: int) -> Path | None:
+        """Returns the path of the first missing batch file from `step` on, or None if all exist.
+
+        A batch that is still being written does not count as missing: `recorded` waits for it.
+        """
+        steps = range(step, self._book.step - (self._forming is not None))
+        paths = (self._journal.path(step, self._state.attempts[step]) for step in steps)
+        return next((path for path in paths if not path.is_file()), None)
+
+    def identify(self, version: PolicyVersion, digest: str) -> PolicyVersion:
+        """Returns the run's version for the trainer's weights; see `version_of`."""
+        recorded, newest = self._state.steps.get(version.step - 1), self._state.version.incarnation
+        trainer = version.incarnation
+        return version_of(version.step, digest, recorded, trainer=trainer, newest=newest)
+
+    async def recorded(self, step: int) -> FormedBatch:
+        """Returns the journaled batch of `step`, which is now the trainer's batch."""
+        if self._forming is not None:
+            await self.form()
+        if self.training is None or self.training.step != step:
+            batch = self._state.batches[step]
+            message = await asyncio.to_thread(
+                self._journal.read_batch, step, batch.crc32, batch.attempt
+            )
+            self.training = from_record(message)
+        return self.training
+
+    async def take_up(self, message: pb.StepReport | pb.DataFault) -> None:
+        """Makes the batch of `message` the trainer's batch, if the journal has it.
+
+        An earlier controller gave this batch to the trainer, which has since registered with this
+        controller. Does nothing if this controller has already given the trainer a batch.
+        """
+        if self.training is not None or self._reported is not None:
+            return
+        batch = self._state.batches.get(message.step)
+        if batch is not None and batch.batch_id == message.batch_id:
+            await self.recorded(batch.step)
+
+    async def form(self, given: StepOrder | None = None) -> FormedBatch | None:
+        """Returns the trainer's next batch, durable and acknowledged, or None if none is ready.
+
+        With `given` the batch has no groups, and is what a client orders. Raises RunFailed if the
+        journal cannot be written.
+        """
+        if self._forming is None:
+            step = self._book.step
+            groups: list[Group] | None = []
+            if given is None:
+                groups = self._book.take_batch()
+            else:
+                self._book.begin_step()
+            self.waits.note(time.monotonic(), running=groups is None)
+            if groups is None:
+                return None
+            name = batch_name(step, self._state.attempts[step])
+            batch = FormedBatch(step, name, tuple(groups), given)
+            self._ledger.batch_begins(batch.trajectories)
+            self._forming = self._tasks.create_task(self._write(batch))
+        written = await asyncio.shield(self._forming)
+        self._forming = None
+        if isinstance(written, RunFailed):
+            raise written
+        self.training = written
+        return written
+
+    async def _write(self, batch: FormedBatch) -> FormedBatch | RunFailed:
+        try:
+            # Encoding and the disk take long.
+            record = await asyncio.to_thread(lambda: self._journal.write_batch(batch.record))
+            if batch.given is not None and batch.given.after is not None:
+                await batch.given.after.wait()
+            self._journal.append(record)
+            await asyncio.to_thread(self._journal.sync)
+        except RunFailed as failure:
+            # Returned, not raised: the caller raises it in the trainer's call, which fails the run.
+            return failure
+        self._ledger.batch_written()
+        await self._receiver.acknowledge(t.trajectory_id for t in batch.trajectories)
+        return batch
+
+    def answered(self, report: pb.StepReport) -> PolicyVersion | None:
+        """Returns the earlier answer to a repeated report, or None for a batch's first report.
+
+        Raises ProtocolError if the trainer was not given that batch, or reported it differently.
+        """
+        if self.training is not None and _batch_of(self.training) == _batch_of(report):
+            return None
+        if self._reported is not None:
+            earlier, version = self._reported
+            if _identity(earlier) == _identity(report):
+                return version
+            if earlier.step == report.step:
+                raise ProtocolError(
+                    f"step {report.step + 1} was reported as {_describe(earlier)}, "
+                    f"and now as {_describe(report)}"
+                )
+        given = "none"
+        if self.training is not None:
+            given = f"{self.training.batch_id} of step {self.training.version}"
+        raise ProtocolError(
+            f"a report of batch {report.batch_id} of step {report.step + 1}, "
+            f"but the batch that the trainer was given is {given}"
+        )
+
+    def trained(self, report: pb.StepReport) -> Trained:
+        """Notes that the trainer has made a version from its batch; call `answered` first.
+
+        The caller must wait for `durable` before it answers the trainer.
+        """
+        batch, self.training = self.training, None
+        assert batch is not None
+        assert _batch_of(batch) == _batch_of(report)
+        earlier = self._state.steps.get(batch.step)
+        version = self.identify(version_from_pb(report.version), report.weight_digest.hex())
+        if earlier is None or earlier.version != version:
+            self._journal.append(
+                kinds.Step(
+                    step=report.step,
+                    version=version,
+                    digest=report.weight_digest.hex(),
+                    lags=sorted(batch.token_lags.items()),
+                    several=batch.num_with_several_versions,
+                    metrics={} if batch.given is None else dict(report.metrics),
+                )
+            )
+        if earlier is None:
+            tokens = sampled_tokens(batch.trajectories)
+            self._ledger.end_batched(TrajectoryEnd.TRAINED, tokens)
+        self._reported = report, version
+        return Trained(batch, version, again=earlier is not None)
+
+    def set_aside(self, fault: pb.DataFault, cause: str, *, most_in_a_row: int) -> SetAside | None:
+        """Sets aside the batch that the trainer cannot train; the trainer's weights are unchanged.
+
+        The groups that `fault` names, or all groups if it names none, are set aside. The other
+        groups wait for the next batch of the step. The caller must wait for `durable` before it
+        answers the trainer. Returns None for a repeated call. Raises ProtocolError if the trainer
+        was not given that batch. Raises RunFailed if the step was made before, or if
+        `most_in_a_row` batches in a row were set aside.
+        """
+        batch = self.training
+        if batch is None or _batch_of(batch) != _batch_of(fault):
+            aside = self._state.set_aside
+            if aside and (aside[-1].batch_id, aside[-1].step) == _batch_of(fault):
+                # The answer was lost.
+                return None
+            raise ProtocolError(
+                f"the trainer was not given batch {fault.batch_id} of step {fault.step + 1}"
+            )
+        if batch.step in self._state.steps:
+            raise RunFailed(
+                f"step {batch.version} was made from batch {batch.batch_id} before, and cannot be "
+                f"made again: {cause}"
+            )
+        in_a_row = self._state.set_aside_in_a_row
+        # The client that ordered a step is told, and its loop goes on.
+        if batch.given is None and in_a_row >= most_in_a_row:
+            raise RunFailed(
+                f"batch {batch.batch_id} of step {batch.version} cannot be trained: {cause}; "
+                f"controller.max_set_aside_batches = {most_in_a_row} allows no other one, "
+                f"{in_a_row} in a row were set aside before"
+            )
+        found = SetAside.of(batch, fault.group_ids, cause, by="trainer")
+        self._journal.append(found.record())
+        self.training = None
+        self._ledger.end_batched(TrajectoryEnd.SET_ASIDE, sampled_tokens(found.trajectories))
+        self._ledger.take_back(found.waiting)
+        self._book.put_back(batch.step, found.put_back)
+        return found
+
+    @property
+    def untried(self) -> FormedBatch | None:
+        """The trainer's batch if no version was ever made from it, else None."""
+        batch = self.training
+        return None if batch is None or batch.step in self._state.steps else batch
+
+    async def durable(self) -> None:
+        """Waits until all records journaled so far are on the disk."""
+        await self._journal.durable()
+
+    async def saved(self, report: pb.CheckpointReport) -> None:
+        """Journals a checkpoint."""
+        version, digest = version_from_pb(report.version), report.weight_digest.hex()
+        self._journal.append(kinds.Checkpoint(version=version, digest=digest, path=report.path))
+        await self.durable()
+
+
+def version_of(
+    step: int, digest: str, recorded: JournaledStep | None, *, trainer: int, newest: int
+) -> PolicyVersion:
+    """Returns the version of the weights with `digest`, made by `step` steps.
+
+    `recorded` is the journal's record of that step. `trainer` is the incarnation of the weights
+    before the step, `newest` the newest one of the run. If the digest is the recorded one, the
+    recorded version is returned; another digest begins a new incarnation. Without a record, or if
+    the record's incarnation is older than the trainer's, the version has the trainer's.
+    """
+    if recorded is None or recorded.version.incarnation < trainer:
+        return PolicyVersion(trainer, step)
+    if recorded.digest == digest:
+        return recorded.version
+    return PolicyVersion(newest + 1, step)
+
+
+def _batch_of(
+    message: FormedBatch | pb.StepReport | pb.DataFault,
+) -> tuple[str, int]:
+    return message.batch_id, message.step
+
+
+def _identity(report: pb.StepReport) -> tuple[object, ...]:
+    """Returns the identity of a report; reports with the same identity are the same report."""
+    version = version_from_pb(report.version)
+    return *_batch_of(report), version, report.weight_digest
+
+
+def _describe(report: pb.StepReport) -> str:
+    version, digest = version_from_pb(report.version), report.weight_digest.hex()
+    return f"version {version} with digest {digest} from batch {report.batch_id}"

@@ -8,8 +8,7 @@ from typing import Any, TypeAlias
 import grpc.aio
 from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.servers.session import ServerSession
-from slipstream.learner.controller.trajectories.batch import SetAside, StepOrder
-from slipstream.learner.controller.trajectories.batches import Trained
+from slipstream.learner.controller.trajectories.batch import SetAside, StepOrder, Trained
 from slipstream.v1 import fleet_pb2, trainer_pb2
 
 # Coroutines that run until they are cancelled, by the names of their tasks.

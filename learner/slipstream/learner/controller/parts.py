@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from slipstream.learner.controller.leasing.scheduler import Books, Scheduler
-from slipstream.learner.controller.loop import TrainerOrders
+from slipstream.learner.controller.loop import BatchFormer, TrainerOrders
 from slipstream.learner.controller.part import Part
 from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.records.ledger import Endings
@@ -15,7 +15,6 @@ from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.services.environment_service import EnvironmentServicer
 from slipstream.learner.controller.services.fleet_service import StatusServicer
 from slipstream.learner.controller.services.trainer_service import TrainerServicer
-from slipstream.learner.controller.trajectories.batches import BatchFormer
 from slipstream.learner.controller.trajectories.intake import Intake
 from slipstream.learner.controller.watch import RunWatch
 

@@ -10,6 +10,7 @@ from slipstream.core.run_folder import LEASE_WAITS, SERVER_SHARES
 from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.leasing.scheduler import Books, Scheduler
+from slipstream.learner.controller.loop import BatchFormer
 from slipstream.learner.controller.part import Part, Tasks
 from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.records import kinds
@@ -17,7 +18,7 @@ from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.reporting.metrics import RunRecorder
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.session import ServerSession
-from slipstream.learner.controller.trajectories.batches import BatchFormer, Trained
+from slipstream.learner.controller.trajectories.batch import Trained
 from slipstream.learner.controller.trajectories.intake import Intake
 from slipstream.v1 import fleet_pb2, status_pb2, trainer_pb2
 

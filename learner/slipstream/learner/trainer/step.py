@@ -22,11 +22,13 @@ from slipstream.core.settings.algorithm_section import DecayKind
 from slipstream.core.settings.config import Config
 from slipstream.learner.algorithms.functions import load_functions
 from slipstream.learner.algorithms.losses import step_columns
-from slipstream.learner.trainer.algorithms.loss import StepStatistics, TokenLoss, policy_loss
-from slipstream.learner.trainer.algorithms.sequences import (
+from slipstream.learner.trainer.algorithms.loss import (
     ModelEstimates,
     Reports,
+    StepStatistics,
+    TokenLoss,
     mean_advantages,
+    policy_loss,
     training_sequences,
     weighted,
 )

@@ -187,9 +187,10 @@ def test_a_role_reads_the_policys_tokens(model, added, said: str, tmp_path: Path
 
 
 MIXTURE: Table = {
-    "architectures": ["MixtralForCausalLM"],
-    "num_local_experts": 4,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 4,
     "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
 }
 
 
@@ -207,7 +208,7 @@ MIXTURE: Table = {
     ],
 )
 def test_the_split_of_the_policys_experts_is_that_of_roles_with_experts(model, said, tmp_path):
-    policy = model_folder(tmp_path / "policy", **MIXTURE, intermediate_size=24)
+    policy = model_folder(tmp_path / "policy", **MIXTURE | {"moe_intermediate_size": 24})
     config = config_with(
         KL,
         model={"path": str(policy)},

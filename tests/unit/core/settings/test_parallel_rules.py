@@ -354,8 +354,8 @@ architectures = ["PhimoeForCausalLM"]
 rope_parameters.rope_type = "dynamic"
     the rope_type must be one of default, linear, llama3, yarn, got 'dynamic': transformers scales
     by the length of each sequence
-architectures = ["Qwen2MoeForCausalLM"]
-    shared_expert_intermediate_size of a Qwen2MoeForCausalLM must be set
+architectures = ["MixtralForCausalLM"]
+    a mixture of experts of architecture MixtralForCausalLM, which cannot be loaded
 """),
 ]
 
@@ -373,11 +373,11 @@ def test_a_window_that_is_switched_off_is_none() -> None:
     assert problems({}, MIXTURE | {"sliding_window": None}) == []
 
 
-def test_mixtral_normalizes_experts_without_saying_so() -> None:
+def test_gpt_oss_normalizes_experts_without_saying_so() -> None:
     silent = {key: value for key, value in MIXTURE.items() if key != "norm_topk_prob"}
     one = silent | {"num_experts_per_tok": 1}
     assert problems({}, one) == []
-    (found,) = problems({}, one | {"architectures": ["MixtralForCausalLM"]})
+    (found,) = problems({}, one | {"architectures": ["GptOssForCausalLM"]})
     assert "leaves the router no gradient" in found
 
 

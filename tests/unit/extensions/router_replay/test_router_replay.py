@@ -8,7 +8,7 @@ from slipstream.core.errors import RunFailed
 from slipstream.core.settings.config import Config
 from slipstream.core.types import Branch, RoutedExperts, Trajectory
 from slipstream.extensions.router_replay.trainer import LayerReplay, Routing
-from slipstream.learner.trainer.algorithms.sequences import training_sequences
+from slipstream.learner.trainer.algorithms.loss import training_sequences
 from slipstream.learner.trainer.batches.batch import Batch, check_experts
 from slipstream.learner.trainer.batches.micro_batch import build_micro_batch, share_of_rank
 from slipstream.learner.trainer.batches.training_sequence import TokenEstimates, TrainingSequence

@@ -17,12 +17,12 @@ from slipstream.core.types import PolicyVersion, ServerId, VersionSpan
 from slipstream.extensions.tinker import controller, models
 from slipstream.extensions.tinker.controller import KEPT, Operations
 from slipstream.extensions.tinker.models import Entry
+from slipstream.learner.controller.loop import BatchFormer
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.history import read_history
 from slipstream.learner.controller.records.journal import Journal, read_records
 from slipstream.learner.controller.servers.session import ServerKey
-from slipstream.learner.controller.trajectories.batch import FormedBatch, SetAside
-from slipstream.learner.controller.trajectories.batches import BatchFormer, Trained
+from slipstream.learner.controller.trajectories.batch import FormedBatch, SetAside, Trained
 from slipstream.v1 import operations_pb2, trainer_pb2
 from slipstream.v1.operations_pb2 import Operation
 from support.rigs.lease_rig import books_of

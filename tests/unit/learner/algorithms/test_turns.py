@@ -13,7 +13,7 @@ from slipstream.learner.algorithms.advantages import gae, grpo, reinforce_pp, re
 from slipstream.learner.algorithms.episodes import ScoredEpisode, Turn
 from slipstream.learner.algorithms.inputs import LossInputs, SequenceSums
 from slipstream.learner.algorithms.losses import ppo
-from slipstream.learner.trainer.algorithms.sequences import training_sequences
+from slipstream.learner.trainer.algorithms.loss import training_sequences
 from slipstream.learner.trainer.batches.batch import Batch
 from support.fakes.fake_trajectories import GOOD
 from support.fakes.small_configs import small_config

@@ -45,7 +45,7 @@ def test_a_mixture_of_experts_multiplies_with_the_chosen_experts_and_the_router(
 
 
 SPARSE, DENSE = 2048 * 128 + 8 * 3 * 2048 * 768, 3 * 2048 * 6144
-MIXTRAL = {"num_local_experts": 8, "num_experts_per_tok": 2}
+LOCAL = {"num_local_experts": 8, "num_experts_per_tok": 2}
 
 
 @pytest.mark.parametrize(
@@ -55,8 +55,8 @@ MIXTRAL = {"num_local_experts": 8, "num_experts_per_tok": 2}
         (QWEN3_30B_A3B, {"first_k_dense_replace": 2}, 2 * (DENSE - SPARSE)),
         # A shared expert is always active.
         (QWEN3_30B_A3B, {"shared_expert_intermediate_size": 100}, 48 * 3 * 2048 * 100),
-        # Mixtral names its experts otherwise.
-        (LLAMA_3_8B, MIXTRAL, 32 * (3 * 4096 * 14336 + 8 * 4096)),
+        # MiniMax M2 and gpt-oss name their experts otherwise.
+        (LLAMA_3_8B, LOCAL, 32 * (3 * 4096 * 14336 + 8 * 4096)),
     ],
 )
 def test_a_mixture_multiplies_with_what_each_of_its_layers_has(model, change, more):

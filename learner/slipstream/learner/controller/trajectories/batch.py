@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from slipstream.core.errors import ProtocolError
 from slipstream.core.settings.config import Config
 from slipstream.core.staleness import lag
-from slipstream.core.types import IGNORED, GroupId, Status, Trajectory
+from slipstream.core.types import IGNORED, GroupId, PolicyVersion, Status, Trajectory
 from slipstream.learner.algorithms.filters import unequal_rewards
 from slipstream.learner.algorithms.functions import shaped_rewards
 from slipstream.learner.controller.leasing.groups import Group, sampled_tokens
@@ -104,6 +104,17 @@ class SetAside:
             told += f" and {more} more, in all {rest}"
         kept = f"; its other {len(self.put_back)} groups stay" if self.put_back else ""
         return f"{begin}{self.cause}; never trained: {told}{kept}"
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The result of a batch that the trainer has trained."""
+
+    batch: FormedBatch
+    # The version of the weights that the trainer made.
+    version: PolicyVersion
+    # Whether the journal held the step already.
+    again: bool
 
 
 def way_past(batch: FormedBatch, config: Config) -> str:

@@ -30,16 +30,12 @@ from slipstream.learner.trainer.families.mappings import (
     recipe_for,
     renamed,
     scale_embeddings,
-    shared_expert,
 )
 from torch import Tensor
 from transformers import (
-    CwmForCausalLM,
     DeepseekV3ForCausalLM,
-    Ernie4_5ForCausalLM,
     Exaone4ForCausalLM,
     ExaoneMoeForCausalLM,
-    FlexOlmoForCausalLM,
     Gemma3ForCausalLM,
     Glm4MoeForCausalLM,
     Glm4MoeLiteForCausalLM,
@@ -47,10 +43,7 @@ from transformers import (
     MiniMaxM2ForCausalLM,
     Ministral3ForCausalLM,
     MistralForCausalLM,
-    MixtralForCausalLM,
     Olmo2ForCausalLM,
-    OlmoeForCausalLM,
-    Qwen2MoeForCausalLM,
     SeedOssForCausalLM,
     SmolLM3ForCausalLM,
 )
@@ -63,14 +56,9 @@ class DenseBridge(FamilyBridge):
         return [*ends(), *norms_before(), *attention(), *gated()]
 
 
-# Llamas, some with windows (arXiv:2310.06825, section 2; CWM: arXiv:2510.02387, section 3) or YaRN.
-# Bridge's own Mistral has windows of one token more than transformers and vLLM, and its Ministral 3
-# is the model with images.
-for _source, _name in (
-    (MistralForCausalLM, "mistral"),
-    (Ministral3ForCausalLM, "ministral3"),
-    (CwmForCausalLM, "cwm"),
-):
+# Llamas with windows (arXiv:2310.06825, section 2) or YaRN. Bridge's own Mistral has windows of one
+# token more than transformers and vLLM, and its Ministral 3 is the model with images.
+for _source, _name in ((MistralForCausalLM, "mistral"), (Ministral3ForCausalLM, "ministral3")):
     recipe_for(_source, _name)(DenseBridge)
 
 
@@ -171,79 +159,6 @@ class Exaone4Bridge(FamilyBridge):
 
     def _mappings(self) -> list[Megatron]:
         return [*ends(), *norms_after(), *attention(normed_heads=True), *gated()]
-
-
-@recipe_for(OlmoeForCausalLM, "olmoe")
-class OlmoeBridge(FamilyBridge):
-    """OLMoE: a mixture of experts whose query and key norms span all heads.
-
-    Source: arXiv:2409.02060, section 2.
-    """
-
-    def _adjust(self, provider: Megatron, settings: Megatron) -> None:
-        provider.moe_ffn_hidden_size = settings.intermediate_size
-        place_norms(provider, "before", whole=True)
-
-    def _mappings(self) -> list[Megatron]:
-        return [*ends(), *norms_before(), *attention(normed_heads=True), *experts()]
-
-
-@recipe_for(FlexOlmoForCausalLM, "flex_olmo")
-class FlexOlmoBridge(OlmoeBridge):
-    """FlexOlmo: an OLMoE with norms as in OLMo 2.
-
-    Source: arXiv:2507.07024, section 3.
-    """
-
-    def _adjust(self, provider: Megatron, settings: Megatron) -> None:
-        super()._adjust(provider, settings)
-        place_norms(provider, "after", whole=True)
-
-    def _mappings(self) -> list[Megatron]:
-        return [*ends(), *norms_after(), *attention(normed_heads=True), *experts()]
-
-
-@recipe_for(MixtralForCausalLM, "mixtral")
-class MixtralBridge(FamilyBridge):
-    """Mixtral: the weights of a token's experts are a softmax over only these experts.
-
-    Source: arXiv:2401.04088, section 2.1.
-    """
-
-    def _adjust(self, provider: Megatron, settings: Megatron) -> None:
-        provider.moe_ffn_hidden_size = settings.intermediate_size
-
-    def _mappings(self) -> list[Megatron]:
-        theirs = experts("block_sparse_moe.", ("w1", "w3", "w2"))
-        return [*ends(), *norms_before(), *attention(), *theirs]
-
-
-@recipe_for(Qwen2MoeForCausalLM, "qwen2_moe")
-class Qwen2MoeBridge(FamilyBridge):
-    """Qwen2-MoE and Qwen1.5-MoE: a mixture with a shared expert that has its own gate.
-
-    Source: arXiv:2407.10671, section 2.2.2.
-    """
-
-    def _adjust(self, provider: Megatron, settings: Megatron) -> None:
-        provider.add_qkv_bias = settings.qkv_bias
-        provider.moe_shared_expert_intermediate_size = settings.shared_expert_intermediate_size
-        provider.moe_shared_expert_gate = True
-
-    def _mappings(self) -> list[Megatron]:
-        theirs = [*attention(biases=True), *experts(), *shared_expert()]
-        return [*ends(), *norms_before(), *theirs]
-
-
-@recipe_for(Ernie4_5ForCausalLM, "ernie4_5")
-class ErnieBridge(DenseBridge):
-    """ERNIE 4.5: a Llama with interleaved rotary embeddings (neighbouring dimensions pair up).
-
-    Source: `apply_rotary_pos_emb` of this model in transformers 5.17.
-    """
-
-    def _adjust(self, provider: Megatron, settings: Megatron) -> None:
-        provider.rotary_interleaved = True
 
 
 class _SharedBridge(FamilyBridge):

@@ -270,16 +270,7 @@ def _targets(tensors: Collection[str], config: Config) -> dict[str, Any]:
         return {"target_modules": names}
     ends = {".".join(path.split(".")[-2:]) for path in paths if ".experts." not in path}
     others = [f"{end}.weight" for end in ends if end.rpartition(".")[2] in experts]
-    found: dict[str, Any] = {"target_modules": names, "target_parameters": sorted(others)}
-    if kind == "qwen2_moe":
-        # PEFT 0.21 does so for all families that are stored like Qwen2-MoE, but not for itself.
-        pair = r".*\.gate_up_proj"
-        found |= {
-            "target_parameters": ["experts.down_proj", "experts.gate_up_proj"],
-            "rank_pattern": {pair: 2 * config.lora.rank},
-            "alpha_pattern": {pair: 2 * config.lora.alpha},
-        }
-    return found
+    return {"target_modules": names, "target_parameters": sorted(others)}
 
 
 def write_adapter(

@@ -11,6 +11,7 @@ from slipstream.core.staleness import deadline, holds
 from slipstream.core.types import GroupId, PolicyVersion, ServerId, TrajectoryId
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.leasing.leases import LeaseBook
+from slipstream.learner.controller.loop import version_of
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.history import (
     GroupSteps,
@@ -29,7 +30,6 @@ from slipstream.learner.controller.records.state import (
 )
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.session import ServerKey
-from slipstream.learner.controller.trajectories.batches import version_of
 from slipstream.v1 import trainer_pb2
 from support.fakes.journal_records import batch_record, lease_record
 from support.rigs.fuzz_files import RECORDS

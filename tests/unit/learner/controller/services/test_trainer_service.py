@@ -20,8 +20,7 @@ from slipstream.learner.controller.services.trainer_service import (
     TrainerServicer,
 )
 from slipstream.learner.controller.tasks import Relay
-from slipstream.learner.controller.trajectories.batch import FormedBatch
-from slipstream.learner.controller.trajectories.batches import Trained
+from slipstream.learner.controller.trajectories.batch import FormedBatch, Trained
 from slipstream.protocol.codec import TRAINER_EPOCH
 from slipstream.v1 import environment_pb2, fleet_pb2, trainer_pb2, trajectory_pb2
 from support.rigs.lease_rig import books_of

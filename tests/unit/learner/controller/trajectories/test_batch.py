@@ -24,6 +24,7 @@ from slipstream.core.types import (
 )
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.leasing.leases import LeaseBook
+from slipstream.learner.controller.loop import BatchFormer
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.history import RunHistory, read_history
 from slipstream.learner.controller.records.journal import Journal, read_records
@@ -42,7 +43,6 @@ from slipstream.learner.controller.trajectories.batch import (
     from_record,
     header,
 )
-from slipstream.learner.controller.trajectories.batches import BatchFormer
 from slipstream.learner.controller.trajectories.intake import (
     MOST_FILTERED_BATCHES,
     GroupFilter,

@@ -14,7 +14,7 @@ from slipstream.core.types import (
     Trajectory,
     VersionSpan,
 )
-from slipstream.learner.trainer.algorithms.sequences import (
+from slipstream.learner.trainer.algorithms.loss import (
     ModelEstimates,
     loss_weights,
     mean_advantages,
