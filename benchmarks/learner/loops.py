@@ -25,7 +25,7 @@ from slipstream.core.types import (
     VersionSpan,
 )
 from slipstream.learner.trainer.batches.batch import Batch
-from slipstream.learner.trainer.batches.micro_batch import MicroBatch
+from slipstream.learner.trainer.batches.training_sequence import MicroBatch
 from slipstream.learner.trainer.model.model import unwrapped
 from slipstream.learner.trainer.model.policy import Policy
 from torch import Tensor
@@ -217,7 +217,7 @@ class BareLoop:
 def packed_as_ours(policy: Policy, config: Config, batch: Batch) -> list[MicroBatch]:
     """Returns this rank's micro batches of a step, packed as ours packs them, on the device."""
     from slipstream.learner.trainer.algorithms.loss import training_sequences, weighted
-    from slipstream.learner.trainer.model.model import rank_micro_batches
+    from slipstream.learner.trainer.model.schedule import rank_micro_batches
 
     members = batch.mini_batches(1)
     sequences = weighted(training_sequences(batch, config, None), members, config)

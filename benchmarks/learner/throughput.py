@@ -38,7 +38,7 @@ from slipstream.core.configuration.config_file import load_config
 from slipstream.core.machine.address import free_port
 from slipstream.core.settings.config import Config
 from slipstream.learner.trainer.batches.batch import Batch
-from slipstream.learner.trainer.batches.micro_batch import MicroBatch
+from slipstream.learner.trainer.batches.training_sequence import MicroBatch
 from slipstream.learner.trainer.step_cost import Arithmetic
 
 from benchmarks.common import measure

@@ -10,8 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from slipstream.core.models.registry import TOWERS
-from slipstream.learner.trainer.batches.micro_batch import zigzag
-from slipstream.learner.trainer.batches.training_sequence import token_lags
+from slipstream.learner.trainer.batches.training_sequence import token_lags, zigzag
 from support.fakes.parity_models import NUM_LAYERS
 from support.ranks import parity_ranks
 from support.ranks.parity_layouts import (

@@ -8,7 +8,7 @@ from slipstream.core.settings.algorithm_section import AlgorithmSection
 from slipstream.learner.algorithms.functions import function_of
 from slipstream.learner.algorithms.inputs import LossInputs, SequenceSums, TokenTerms, TokenWeights
 from slipstream.learner.algorithms.losses import token_terms, token_weights
-from slipstream.learner.trainer.batches.micro_batch import MicroBatch
+from slipstream.learner.trainer.batches.training_sequence import MicroBatch
 from torch import Tensor
 
 

@@ -74,7 +74,7 @@ def weights_of(policy: Policy) -> dict[str, torch.Tensor]:
 
 def score(policy: Policy, sequences: Sequence[np.ndarray], *, max_tokens: int = 64) -> torch.Tensor:
     """Log-probabilities of all tokens, in one row."""
-    from slipstream.learner.trainer.model.model import sequence_logprobs
+    from slipstream.learner.trainer.model.schedule import sequence_logprobs
 
     found = sequence_logprobs(policy, sequences, max_tokens=max_tokens)
     return torch.from_numpy(np.concatenate(found))
@@ -85,7 +85,11 @@ def likelier(
 ) -> float:
     """One optimizer step towards the sequences; returns the norm of its gradient."""
     from slipstream.learner.trainer.algorithms.loss import TokenLoss
-    from slipstream.learner.trainer.model.model import forward_backward, rank_micro_batches
+    from slipstream.learner.trainer.model.schedule import (
+        forward_backward,
+        rank_micro_batches,
+        update_weights,
+    )
 
     def loss(_place, micro_batch, logprobs, _entropy) -> TokenLoss:
         mask = micro_batch.loss_mask
@@ -99,4 +103,4 @@ def likelier(
         forward_backward(policy, batches, loss, temperature=1.0)
 
     backward()
-    return policy.optimizer_step(rate, backward)
+    return update_weights(policy, rate, backward)

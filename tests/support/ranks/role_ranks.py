@@ -190,7 +190,7 @@ def roles(folder: Path, job: str) -> None:
 
 def train(policy: Policy, opened: Roles, config: Config) -> dict:
     """Three steps: the critic alone, then both until the reference is refreshed, then again."""
-    from slipstream.learner.trainer.model.model import sequence_logprobs
+    from slipstream.learner.trainer.model.schedule import sequence_logprobs
     from slipstream.learner.trainer.step import TrainingStep
 
     reference = opened.reference

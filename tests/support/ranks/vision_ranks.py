@@ -124,7 +124,7 @@ def config_of(folder: Path, layout: str):
 
 def run_rank(folder: Path, job: str) -> None:
     from slipstream.learner.trainer.batches.training_sequence import SequenceImage, TrainingSequence
-    from slipstream.learner.trainer.model.model import forward_logprobs, masked_outputs
+    from slipstream.learner.trainer.model.schedule import forward_logprobs, masked_outputs
 
     family, layout = job.split(".")
     if layout in (SAVED, BLIND):

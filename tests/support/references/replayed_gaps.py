@@ -25,7 +25,7 @@ class ReplayedGaps:
         self, policy: Policy, batch: Batch, config: Config, *, temperature: float = 1.0
     ) -> None:
         from slipstream.learner.trainer.algorithms.loss import training_sequences
-        from slipstream.learner.trainer.model.model import rank_micro_batches
+        from slipstream.learner.trainer.model.schedule import rank_micro_batches
 
         self._policy = policy
         self._temperature = temperature
@@ -42,7 +42,7 @@ class ReplayedGaps:
         }
 
     def _mean(self, *, replayed: bool) -> float:
-        from slipstream.learner.trainer.model.model import forward_logprobs
+        from slipstream.learner.trainer.model.schedule import forward_logprobs
 
         share = self._share
         if not replayed:
@@ -57,7 +57,7 @@ class ReplayedGaps:
 
 def sampled_by(policy: Policy, trajectory: Trajectory) -> Trajectory:
     """Returns `trajectory` with log-probabilities (temperature 1) and experts of `policy`."""
-    from slipstream.learner.trainer.model.model import sequence_logprobs
+    from slipstream.learner.trainer.model.schedule import sequence_logprobs
 
     maps: list[torch.Tensor] = []
     hooks = [

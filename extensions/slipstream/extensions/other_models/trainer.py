@@ -28,20 +28,18 @@ from slipstream.core.types import LogprobArray, ReferenceLogprobs
 from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.algorithms.loss import ModelEstimates
 from slipstream.learner.trainer.batches.batch import Batch
-from slipstream.learner.trainer.batches.micro_batch import MicroBatch
-from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
+from slipstream.learner.trainer.batches.training_sequence import MicroBatch, TrainingSequence
 from slipstream.learner.trainer.checkpoints.stored_model import StoredModel
-from slipstream.learner.trainer.model.model import (
+from slipstream.learner.trainer.model.model import ParallelModel, Part, TrainedModel
+from slipstream.learner.trainer.model.policy import Policy
+from slipstream.learner.trainer.model.schedule import (
     Forward,
-    ParallelModel,
-    Part,
-    TrainedModel,
     forward_logprobs,
     masked_outputs,
     rank_micro_batches,
     run_schedule,
+    update_weights,
 )
-from slipstream.learner.trainer.model.policy import Policy
 from slipstream.learner.trainer.opening import load_frozen, load_trained
 from slipstream.learner.trainer.ranks.parallel import Ranks
 from slipstream.learner.trainer.step import StepPart
@@ -373,7 +371,7 @@ class Critic:
                     raise UntrainableBatch(
                         f"the critic's loss is {loss}; its weights were not changed"
                     )
-                norms.append(self.model.optimizer_step(self._learning_rate, gradients))
+                norms.append(update_weights(self.model, self._learning_rate, gradients))
                 total += sums
             # Otherwise the next forward pass gathers them, and a checkpoint before it would hold
             # old parameters.

@@ -26,9 +26,14 @@ import numpy as np
 import torch
 from slipstream.core.settings.sections import LearnerSection
 from slipstream.learner.trainer import Megatron
-from slipstream.learner.trainer.batches.micro_batch import Bundle, MicroBatch, Paths, Segment
 from slipstream.learner.trainer.batches.planner import plan_micro_batches
-from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
+from slipstream.learner.trainer.batches.training_sequence import (
+    Bundle,
+    MicroBatch,
+    Paths,
+    Segment,
+    TrainingSequence,
+)
 from slipstream.learner.trainer.layers.routers import has_router_losses
 from torch import Tensor
 

@@ -25,18 +25,16 @@ from slipstream.learner.algorithms.inputs import LossInputs, SequenceSums
 from slipstream.learner.algorithms.losses import token_terms
 from slipstream.learner.trainer.algorithms.loss import TokenLoss, TokenStatistics
 from slipstream.learner.trainer.batches.batch import Batch
-from slipstream.learner.trainer.batches.micro_batch import MicroBatch
-from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
+from slipstream.learner.trainer.batches.training_sequence import MicroBatch, TrainingSequence
 from slipstream.learner.trainer.checkpoints.stored_model import StoredModel, stored_adapter
-from slipstream.learner.trainer.model.model import (
-    Part,
+from slipstream.learner.trainer.model.model import Part, gradient_buffers, unwrapped
+from slipstream.learner.trainer.model.policy import Policy, draw_adapters
+from slipstream.learner.trainer.model.schedule import (
     forward_backward,
     forward_logprobs,
-    gradient_buffers,
     masked_outputs,
-    unwrapped,
+    update_weights,
 )
-from slipstream.learner.trainer.model.policy import Policy, draw_adapters
 from slipstream.learner.trainer.step import TrainedStep
 from slipstream.protocol.codec import passes_digest
 from slipstream.v1 import trainer_pb2 as pb
@@ -149,7 +147,7 @@ class Passes:
         try:
             with self._policy.memory.resident(Part.GRADIENTS):
                 assert self._policy.scaler is None, "float16 would compute gradients again"
-                norm = self._policy.optimizer_step(numbers.learning_rate, list, adam=numbers)
+                norm = update_weights(self._policy, numbers.learning_rate, list, adam=numbers)
         finally:
             held.reports.clear()
         return {"grad_norm": norm, "learning_rate": numbers.learning_rate}

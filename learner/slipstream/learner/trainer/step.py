@@ -43,19 +43,18 @@ from slipstream.learner.trainer.batches.batch import (
     check_staleness,
     untrainable,
 )
-from slipstream.learner.trainer.batches.micro_batch import MicroBatch
-from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
+from slipstream.learner.trainer.batches.training_sequence import MicroBatch, TrainingSequence
 from slipstream.learner.trainer.checkpoints.stored_model import StoredModel
-from slipstream.learner.trainer.model.model import (
+from slipstream.learner.trainer.model.model import ParallelModel, Part
+from slipstream.learner.trainer.model.policy import Policy
+from slipstream.learner.trainer.model.schedule import (
     Forward,
-    ParallelModel,
-    Part,
     forward_backward,
     forward_logprobs,
     masked_outputs,
     rank_micro_batches,
+    update_weights,
 )
-from slipstream.learner.trainer.model.policy import Policy
 from slipstream.learner.trainer.step_cost import StageTimes
 from torch import Tensor
 
@@ -157,7 +156,7 @@ class TrainingStep:
                     raise bits_fault(batch.step, totals.statistics)
                 totals.num_micro_batches += len(share) * ranks.dp_size
                 started = time.monotonic()
-                totals.grad_norms.append(policy.optimizer_step(rate, gradients))
+                totals.grad_norms.append(update_weights(policy, rate, gradients))
                 totals.loss_scale = min(totals.loss_scale, policy.loss_scale)
                 totals.optimizer_s += time.monotonic() - started
                 self.num_updates += 1

@@ -6,7 +6,7 @@ from slipstream.extensions.other_models.trainer import (
     explained_variance,
     value_loss,
 )
-from slipstream.learner.trainer.batches.micro_batch import MicroBatch
+from slipstream.learner.trainer.batches.training_sequence import MicroBatch
 
 
 def micro_batch(old: list[float], returns: list[float], mask: list[bool]) -> MicroBatch:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from slipstream.core.settings.sections import LearnerSection
 from slipstream.extensions.prefix_sharing.trainer import KeysByPath, refusal
-from slipstream.learner.trainer.batches.micro_batch import Paths
+from slipstream.learner.trainer.batches.training_sequence import Paths
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

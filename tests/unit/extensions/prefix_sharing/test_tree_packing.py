@@ -2,8 +2,8 @@
 
 import numpy as np
 from slipstream.extensions.prefix_sharing.trainer import PrefixTree
-from slipstream.learner.trainer.batches.micro_batch import build_tree_micro_batch
 from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
+from slipstream.learner.trainer.model.schedule import build_tree_micro_batch
 
 
 def sequence(tokens: list[int], trained: range, weight: float) -> TrainingSequence:

@@ -10,8 +10,12 @@ from slipstream.core.types import Branch, RoutedExperts, Trajectory
 from slipstream.extensions.router_replay.trainer import LayerReplay, Routing
 from slipstream.learner.trainer.algorithms.loss import training_sequences
 from slipstream.learner.trainer.batches.batch import Batch, check_experts
-from slipstream.learner.trainer.batches.micro_batch import build_micro_batch, share_of_rank
-from slipstream.learner.trainer.batches.training_sequence import TokenEstimates, TrainingSequence
+from slipstream.learner.trainer.batches.training_sequence import (
+    TokenEstimates,
+    TrainingSequence,
+    share_of_rank,
+)
+from slipstream.learner.trainer.model.schedule import build_micro_batch
 from support.fakes.fake_controller import make_batch
 from support.fakes.small_configs import small_config
 from torch import Tensor, nn

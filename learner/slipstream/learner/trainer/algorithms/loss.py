@@ -45,8 +45,8 @@ from slipstream.learner.algorithms.losses import (
     top_k_divergence,
 )
 from slipstream.learner.trainer.batches.batch import Batch
-from slipstream.learner.trainer.batches.micro_batch import MicroBatch
 from slipstream.learner.trainer.batches.training_sequence import (
+    MicroBatch,
     NumpyArray,
     TokenEstimates,
     TrainingSequence,

@@ -23,8 +23,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.models.registry import nested_name, tower_name
 from slipstream.core.models.vision import ImageProcessor
 from slipstream.learner.trainer import Megatron
-from slipstream.learner.trainer.batches.micro_batch import MicroBatch
-from slipstream.learner.trainer.batches.training_sequence import ImageInputs
+from slipstream.learner.trainer.batches.training_sequence import ImageInputs, MicroBatch
 from slipstream.learner.trainer.families.families import DenseBridge, Gemma3Bridge
 from slipstream.learner.trainer.families.mappings import (
     FamilyBridge,

@@ -35,7 +35,7 @@ from megatron.core.transformer.utils import (
     make_sharded_tensors_for_checkpoint,
 )
 from slipstream.learner.trainer import Megatron
-from slipstream.learner.trainer.batches.micro_batch import Paths, gathered_places, zigzag
+from slipstream.learner.trainer.batches.training_sequence import Paths, gathered_places, zigzag
 from slipstream.learner.trainer.layers import own_device
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint

@@ -21,7 +21,7 @@ from megatron.core.ssm.gated_delta_net.common import (
 from megatron.core.ssm.utils import _split_tensor_factory
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from slipstream.learner.trainer import Megatron
-from slipstream.learner.trainer.batches.micro_batch import gathered_places
+from slipstream.learner.trainer.batches.training_sequence import gathered_places
 from slipstream.learner.trainer.layers.attention import mixed_in_rows
 from slipstream.learner.trainer.layers.norms import RMSNorm
 from torch import Tensor

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from slipstream.core.errors import ConfigError
 from slipstream.learner.trainer import Megatron
-from slipstream.learner.trainer.batches.micro_batch import Paths, zigzag
+from slipstream.learner.trainer.batches.training_sequence import Paths, zigzag
 from slipstream.learner.trainer.model.model import ParallelModel
 from torch import Tensor
 

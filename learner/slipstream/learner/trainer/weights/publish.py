@@ -24,8 +24,8 @@ from slipstream.core.settings.config import Config
 from slipstream.core.types import TokenArray
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.controller_client import ControllerClient
-from slipstream.learner.trainer.model.model import sequence_logprobs
 from slipstream.learner.trainer.model.policy import NamedAdapters, Policy
+from slipstream.learner.trainer.model.schedule import sequence_logprobs
 from slipstream.learner.trainer.ranks.parallel import Ranks
 from slipstream.learner.trainer.weights.bucket_fill import Kind
 from slipstream.learner.trainer.weights.bucket_senders import BucketSender, BucketSenders

@@ -22,7 +22,7 @@ from slipstream.learner.trainer.algorithms.loss import (
     weighted,
 )
 from slipstream.learner.trainer.batches.batch import Batch
-from slipstream.learner.trainer.batches.micro_batch import build_micro_batch
+from slipstream.learner.trainer.model.schedule import build_micro_batch
 from support.fakes import own_grpo
 from support.fakes.fake_controller import make_batch
 from support.fakes.small_configs import small_config

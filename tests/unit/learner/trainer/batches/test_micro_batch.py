@@ -9,17 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slipstream.core.types import Branch
-from slipstream.learner.trainer.batches.micro_batch import (
-    build_micro_batch,
-    gathered_places,
-    share_of_rank,
-    zigzag,
-)
 from slipstream.learner.trainer.batches.training_sequence import (
     TokenEstimates,
     TrainingSequence,
+    gathered_places,
+    share_of_rank,
     token_lags,
+    zigzag,
 )
+from slipstream.learner.trainer.model.schedule import build_micro_batch
 from support.fakes.fake_controller import make_batch, with_branches
 from torch import Tensor
 

@@ -9,13 +9,13 @@ from slipstream.core.errors import UntrainableBatch
 from slipstream.core.models.vision import ImageProcessor, load_processor
 from slipstream.core.types import ImagePlace
 from slipstream.learner.trainer.batches.batch import check_pixels
-from slipstream.learner.trainer.batches.micro_batch import build_micro_batch
 from slipstream.learner.trainer.batches.training_sequence import (
     TokenEstimates,
     TrainingSequence,
     image_positions,
     images_of,
 )
+from slipstream.learner.trainer.model.schedule import build_micro_batch
 from support.fakes.fake_trajectories import make_trajectory
 from support.ranks.thread_ranks import ThreadRanks, run_ranks
 

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from slipstream.learner.trainer.batches.micro_batch import zigzag
+from slipstream.learner.trainer.batches.training_sequence import zigzag
 from slipstream.learner.trainer.layers.attention import LengthSplit, Masks, length_groups
 
 CPU = torch.device("cpu")

@@ -1,0 +1,512 @@
+"""Packing of sequences into micro batches, a model's passes over them, and the update that follows.
+
+Each rank's share of a batch is packed and runs through Megatron's pipeline schedule. Outputs for
+the whole batch are gathered on all ranks. A micro batch is one row of tokens: either its sequences
+one after the other, or the segments of bundles, in which a shared prefix of sequences is stored
+once. The target of a position is the token that the position predicts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import accumulate, pairwise
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from slipstream.core.errors import UntrainableBatch
+from slipstream.core.types import LogprobArray, TokenArray
+from slipstream.learner.trainer import Megatron
+from slipstream.learner.trainer.algorithms.loss import TokenLoss
+from slipstream.learner.trainer.batches.planner import plan_micro_batches, round_up
+from slipstream.learner.trainer.batches.training_sequence import (
+    TOKEN_FIELDS,
+    Bundle,
+    ImageInputs,
+    MicroBatch,
+    Paths,
+    Segment,
+    TrainingSequence,
+    share_of_rank,
+    to_device,
+    zigzag,
+)
+from slipstream.learner.trainer.model.logprobs import row_logprobs, top_tokens
+from slipstream.learner.trainer.model.model import ParallelModel, Part, TrainedModel, unwrapped
+from slipstream.v1 import trainer_pb2
+from torch import Tensor
+
+Output = TypeVar("Output")
+# (place of the micro batch, micro batch, log-probabilities, entropy) -> loss
+LossFunction = Callable[[int, MicroBatch, Tensor, Tensor], TokenLoss]
+# (place, micro batch, output of the last stage) -> (sum of the loss, tokens, result)
+Finish = Callable[[int, MicroBatch, Tensor], tuple[Tensor, Tensor, Output]]
+# Function from this replica's micro batches to one tensor [tokens] each on the last pipeline stage,
+# and [] on the other stages.
+Forward = Callable[[Sequence[MicroBatch]], Sequence[Tensor]]
+
+
+def forward_backward(
+    model: TrainedModel,
+    micro_batches: Sequence[MicroBatch],
+    loss: LossFunction,
+    *,
+    temperature: float,
+    entropy_gradient: bool = False,
+) -> list[TokenLoss]:
+    """Accumulates the gradients of all micro batches, divided by the trained tokens of all ranks.
+
+    Collective. Returns the loss of each micro batch, detached, on the last pipeline stage, and []
+    on the other stages. `temperature` applies to tokens that the policy sampled; tokens that an
+    environment gave have temperature 1. Set `entropy_gradient` if the loss needs the gradient of
+    the entropies.
+    """
+
+    def finish(
+        place: int, micro_batch: MicroBatch, hidden: Tensor
+    ) -> tuple[Tensor, Tensor, TokenLoss]:
+        logprobs, entropy = row_logprobs(
+            hidden[0], model.output_weight, micro_batch.all_targets, rows[place], projection
+        )
+        found = loss(place, micro_batch, logprobs, entropy)
+        kept = dataclasses.replace(found, loss=found.loss.detach())
+        return found.loss, found.num_tokens.to(torch.int), kept
+
+    rows = _trained_rows(model, micro_batches, temperature)
+    projection = model.projection(temperature, entropy_gradient=entropy_gradient)
+    return run_schedule(model, micro_batches, finish, forward_only=False)
+
+
+def update_weights(
+    model: TrainedModel,
+    learning_rate: float,
+    again: Callable[[], object],
+    *,
+    adam: trainer_pb2.AdamNumbers | None = None,
+) -> float:
+    """Clips and applies the gradients; returns their norm before clipping. Collective.
+
+    `adam` has the numbers of this step; None takes those of the settings.
+    `again` recomputes the same gradients. It is called, at a lower loss scale, as long as
+    float16 gradients overflow on any rank, so no batch is skipped. Raises UntrainableBatch,
+    with unchanged weights and scale, if the norm is not finite on any rank.
+    """
+    before = None if model.scaler is None else model.scaler.state_dict()
+    try:
+        while True:
+            with model.memory.resident(Part.PARAMETERS, Part.OPTIMIZER):
+                if _prepare_gradients(model):
+                    return _step(model, learning_rate, adam)
+            again()
+    except UntrainableBatch:
+        if before is not None:
+            model.scaler.load_state_dict(before)
+        raise
+
+
+def _prepare_gradients(model: TrainedModel) -> bool:
+    """Unscales the gradients; returns False if they must be recomputed at a lower loss scale.
+
+    It works like Megatron's `prepare_grads` in each part of the optimizer, but updates the
+    shared loss scale only once. Also returns True after an overflow at the lowest scale.
+    """
+    if model.scaler is None:
+        model.optimizer.prepare_grads()
+        return True
+    overflowed = False
+    with torch.no_grad():
+        for part in model.optimizer.chained_optimizers:
+            if not part.is_stub_optimizer:
+                part._copy_model_grads_to_main_grads()
+            overflowed |= part._unscale_main_grads_and_check_for_nan()
+    overflowed = bool(model.ranks.max(torch.tensor([float(overflowed)])).item())
+    can_fall = bool(model.scaler.scale > model.scaler.min_scale)
+    model.scaler.update(overflowed)
+    return not (overflowed and can_fall)
+
+
+def _step(model: TrainedModel, learning_rate: float, adam: trainer_pb2.AdamNumbers | None) -> float:
+    """Replaces the rest of Megatron's `step`, after the gradients are prepared."""
+    from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+
+    norm = float(model.optimizer.get_grad_norm())
+    # No rank may wait for one that has refused the batch.
+    if model.ranks.max(torch.tensor([0.0 if math.isfinite(norm) else 1.0])).item():
+        gradients = {
+            name: parameter.main_grad
+            for chunk in model.chunks
+            for name, parameter in unwrapped(chunk).named_parameters()
+            if hasattr(parameter, "main_grad")
+        }
+        faulty = [name for name in gradients if not torch.isfinite(gradients[name]).all()]
+        where = ""
+        if faulty:
+            where = f", not finite in {len(faulty)} of {len(gradients)} parameters, first in "
+            where += faulty[0]
+        raise UntrainableBatch(f"the gradient norm is {norm}{where}; the weights were not changed")
+    # Megatron applies both multipliers in its own scheduler, which is not used here. Without
+    # these lines the weights of norms would decay too.
+    base = model.optimizer.config
+    for group in model.optimizer.param_groups:
+        group["lr"] = learning_rate * (group["max_lr"] / base.lr)
+        group["weight_decay"] = base.weight_decay * group["wd_mult"]
+        if adam is not None:
+            group["betas"], group["eps"] = (adam.beta1, adam.beta2), adam.eps
+            group["weight_decay"] = adam.weight_decay * group["wd_mult"]
+    most = base.clip_grad if adam is None else adam.max_grad_norm
+    for part in model.optimizer.chained_optimizers:
+        trained = [] if part.is_stub_optimizer else part.get_parameters()
+        if trained and most > 0:
+            clip_grad_by_total_norm_fp32(
+                trained,
+                max_norm=most,
+                total_norm=norm,
+                use_decoupled_grad=part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
+            )
+    model.optimizer.step_with_ready_grads()
+    return norm
+
+
+def forward_logprobs(
+    model: ParallelModel, micro_batches: Sequence[MicroBatch], *, temperature: float, top_k: int = 0
+) -> list[Tensor]:
+    """Returns log-probabilities of the targets in `loss_mask`, 0 elsewhere; collective.
+
+    The last pipeline stage gets one tensor [tokens] for each micro batch, the other stages []. With
+    a `top_k` the shape is [tokens, 1 + 2 * top_k]: the target's log-probability, the ids of the
+    most likely tokens, then their log-probabilities. `temperature` is as in `forward_backward`.
+    """
+
+    def finish(
+        place: int, micro_batch: MicroBatch, hidden: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        states, weight, targets = hidden[0], model.output_weight, micro_batch.targets
+        if top_k:
+            places = torch.cat(rows[place])
+            top = top_tokens(states[places], weight, top_k, projection)
+            ids = targets.new_zeros(len(targets), top_k).index_copy(0, places, top)
+            targets = torch.cat([targets[:, None], ids], dim=1)
+        logprobs, _ = row_logprobs(states, weight, targets, rows[place], projection)
+        if top_k:
+            logprobs = torch.cat([logprobs[:, :1], ids.float(), logprobs[:, 1:]], dim=1)
+        return logprobs.sum(), micro_batch.loss_mask.sum().to(torch.int), logprobs
+
+    rows = _trained_rows(model, micro_batches, temperature)
+    projection = model.projection(temperature)
+    with torch.no_grad():
+        return run_schedule(model, micro_batches, finish, forward_only=True)
+
+
+def sequence_logprobs(
+    model: ParallelModel, sequences: Sequence[TokenArray], *, max_tokens: int
+) -> list[LogprobArray]:
+    """Returns one array of log-probabilities at temperature 1 for each sequence; collective.
+
+    Every rank gets all arrays. An array leaves out the first token of its sequence.
+    """
+    return masked_outputs(
+        model,
+        [TrainingSequence.of_tokens(token_ids) for token_ids in sequences],
+        functools.partial(forward_logprobs, model, temperature=1.0),
+        max_tokens=max_tokens,
+    )
+
+
+def run_schedule(
+    model: ParallelModel,
+    micro_batches: Sequence[MicroBatch],
+    finish: Finish[Output],
+    *,
+    forward_only: bool,
+) -> list[Output]:
+    """Runs Megatron's schedule; returns the results of `finish` on the last stage. Collective.
+
+    `finish` gets a chunk's output [1, tokens, ...]: hidden states, or the values of a critic. The
+    other stages return []. The layout of `model` must be in force (`Ranks.in_force`).
+    """
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from slipstream.learner.trainer.layers.attention import log_attention_once, packed_sequences
+
+    # All micro batches are copied before the first one runs: later copies would wait for the GPU.
+    placed = [micro_batch.to(model.ranks.device) for micro_batch in micro_batches]
+
+    def forward_step(
+        places: Iterator[int], chunk: Megatron
+    ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Output]]]:
+        # Earlier micro batches are done, or wait in the device's short queue.
+        model.ranks.activity.note()
+        place = next(places)
+        micro_batch = placed[place]
+        # Hooks use the images of the micro batch, or positions of shared prefixes.
+        hooks: AbstractContextManager[None] = nullcontext()
+        if model.vision is not None:
+            hooks = model.vision.images_of(micro_batch)
+        elif model.sharing is not None:
+            hooks = model.sharing.positions_of(micro_batch)
+        if micro_batch.paths is not None:
+            from slipstream.extensions.prefix_sharing.trainer import shared_sequences
+
+            packed = shared_sequences(micro_batch, micro_batch.paths)
+        else:
+            bounds, longest = micro_batch.cu_seqlens, micro_batch.max_seqlen
+            packed = packed_sequences(bounds, longest, model.ranks.cp_size)
+            packed.expert_ids = micro_batch.expert_ids
+            packed.is_padding = micro_batch.is_padding
+        with hooks:
+            output = chunk(
+                micro_batch.token_ids[None],
+                micro_batch.position_ids[None],
+                None,
+                packed_seq_params=packed,
+                **in_model_precision,
+            )
+        return output, functools.partial(finish, place, micro_batch)
+
+    # Only Megatron's wrapper for half precision has `fp32_output`; true would make a larger copy.
+    in_model_precision = {} if model.dtype == torch.float32 else {"fp32_output": False}
+    iterators = [iter(range(len(micro_batches))) for _ in model.chunks]
+    planned: AbstractContextManager[None] = nullcontext()
+    if not forward_only and isinstance(model, TrainedModel) and model.recompute is not None:
+        sizes = [len(micro_batch.token_ids) for micro_batch in placed]
+        planned = model.recompute.training_pass(sizes, model.ranks)
+    with model.memory.resident(Part.PARAMETERS), planned:
+        outputs: list[Output] = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=model.chunks if len(model.chunks) > 1 else model.chunks[0],
+            num_microbatches=len(micro_batches),
+            seq_length=max(len(micro_batch.token_ids) for micro_batch in micro_batches),
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+    if model.ranks.is_main:
+        log_attention_once()
+    return outputs
+
+
+def _trained_rows(
+    model: ParallelModel, micro_batches: Sequence[MicroBatch], temperature: float
+) -> list[tuple[Tensor, Tensor]]:
+    """Returns (sampled, given) for each micro batch: the rows of its trained tokens, on the device.
+
+    The host computes the rows, as `nonzero` on a GPU would wait for the GPU. An environment gave
+    the given tokens. At temperature 1 all tokens count as sampled.
+    """
+    found = []
+    for micro_batch in micro_batches:
+        is_given = micro_batch.behavior_logprobs.isnan() & (temperature != 1.0)
+        masks = (micro_batch.loss_mask & ~is_given, micro_batch.loss_mask & is_given)
+        sampled, given = (to_device(mask.nonzero()[:, 0], model.ranks.device) for mask in masks)
+        found.append((sampled, given))
+    return found
+
+
+def masked_outputs(
+    model: ParallelModel,
+    sequences: Sequence[TrainingSequence],
+    forward: Forward,
+    *,
+    max_tokens: int,
+    width: int = 0,
+) -> list[LogprobArray]:
+    """Returns for each sequence the float32 outputs where its loss mask is set; on every rank.
+
+    Each array is [trained tokens], or [trained tokens, width] with a `width`. The layout of `model`
+    must be in force; each replica computes its share. Collective: besides the model's own messages,
+    4 bytes for each output of the batch are summed over all ranks.
+    """
+    ranks = model.ranks
+    wholes = _packed(model, sequences, range(len(sequences)), max_tokens=max_tokens)
+    outputs = forward([share_of_rank(whole, ranks.cp_rank, ranks.cp_size) for whole in wholes])
+    starts = [0, *accumulate(int(sequence.loss_mask.sum()) for sequence in sequences)]
+    tail = (width,) if width else ()
+    found = torch.zeros((starts[-1], *tail), dtype=torch.float32)
+    if ranks.counts:
+        for whole, values in zip(wholes, outputs, strict=True):
+            bounds = whole.cu_seqlens.tolist()
+            # Each context parallel rank has some values; the sum over all ranks completes them.
+            row = torch.zeros((bounds[-1], *tail), dtype=torch.float32)
+            row[zigzag(bounds, ranks.cp_rank, ranks.cp_size)] = values.float().cpu()
+            places = whole.sequence_ids[whole.loss_mask]
+            masked = row[whole.loss_mask]
+            for place, index in enumerate(whole.indices):
+                found[starts[index] : starts[index + 1]] = masked[places == place]
+    ranks.sum(found)
+    return [found[start:end].numpy() for start, end in pairwise(starts)]
+
+
+def rank_micro_batches(
+    model: ParallelModel,
+    sequences: Sequence[TrainingSequence],
+    members: Sequence[int],
+    *,
+    max_tokens: int,
+) -> list[MicroBatch]:
+    """Returns this rank's share of the sequences at indices `members`, packed into micro batches.
+
+    The layout of `model` must be in force.
+    """
+    wholes = _packed(model, sequences, members, max_tokens=max_tokens)
+    return [share_of_rank(whole, model.ranks.cp_rank, model.ranks.cp_size) for whole in wholes]
+
+
+def _packed(
+    model: ParallelModel,
+    sequences: Sequence[TrainingSequence],
+    members: Sequence[int],
+    *,
+    max_tokens: int,
+) -> list[MicroBatch]:
+    ranks, limit = model.ranks, max_tokens * model.ranks.cp_size
+    # A rank of an interleaved pipeline needs a multiple of `pp` micro batches.
+    multiple = model.parallel.pp if model.parallel.vpp else 1
+    shared = None
+    if model.sharing is not None:
+        shared = model.sharing.plan(
+            sequences,
+            members,
+            max_tokens=limit,
+            dp_size=ranks.dp_size,
+            multiple=multiple,
+            attention_length=model.attention_length,
+        )
+    if shared is None:
+        plan = plan_micro_batches(
+            [round_up(len(sequences[index]), model.sequence_multiple) for index in members],
+            max_tokens=limit,
+            dp_size=ranks.dp_size,
+            multiple=multiple,
+            attention_length=model.attention_length,
+        )
+        return [
+            build_micro_batch(
+                sequences,
+                [members[place] for place in places],
+                multiple=model.token_multiple,
+                sequence_multiple=model.sequence_multiple,
+            )
+            for places in plan[ranks.dp_rank]
+        ]
+    return [
+        build_tree_micro_batch(sequences, bundles, multiple=model.token_multiple)
+        for bundles in shared[ranks.dp_rank]
+    ]
+
+
+def build_micro_batch(
+    sequences: Sequence[TrainingSequence],
+    indices: Sequence[int],
+    *,
+    multiple: int = 1,
+    sequence_multiple: int = 1,
+) -> MicroBatch:
+    """Packs the sequences at `indices`, and filler behind them, into one micro batch.
+
+    Filler makes the number of tokens divisible by `multiple`. Each sequence is padded at its end to
+    a length divisible by `sequence_multiple`, which must divide `multiple`; padding has no loss,
+    and does not affect the tokens before it. If there are no `indices`, the micro batch is all
+    filler, so it is never empty. `sequences` are all sequences of the step; filler has the same
+    fields as the first of them.
+    """
+    segments = [Segment(index, 0, len(sequences[index])) for index in indices]
+    parts = [_padded(sequences[index], sequence_multiple) for index in indices]
+    return _joined(sequences, segments, parts, multiple)
+
+
+def build_tree_micro_batch(
+    sequences: Sequence[TrainingSequence], bundles: Sequence[Bundle], *, multiple: int = 1
+) -> MicroBatch:
+    """Packs the segments of `bundles`, and filler behind them, into one micro batch.
+
+    Filler makes the number of tokens divisible by `multiple`. Positions count from the beginning of
+    a sequence. The target of a segment's last position is the next token of the segment's sequence.
+    `MicroBatch.indices` names each sequence once.
+    """
+    segments = [segment for bundle in bundles for segment in bundle]
+    parts = [_cut(sequences[segment.index], segment) for segment in segments]
+    packed = _joined(sequences, segments, parts, multiple)
+    bounds = packed.cu_seqlens.tolist()
+    # The keys of all segments, and of the filler after them.
+    places: list[npt.NDArray[np.int64]] = []
+    for bundle in bundles:
+        first = len(places)
+        for segment in bundle:
+            mine = np.arange(bounds[len(places)], bounds[len(places) + 1])
+            before = [] if segment.parent is None else [places[first + segment.parent]]
+            places.append(np.concatenate([*before, mine]))
+    if len(places) < len(bounds) - 1:
+        places.append(np.arange(bounds[-2], bounds[-1]))
+    return dataclasses.replace(packed, paths=Paths.of(places, bounds[-1]))
+
+
+def _joined(
+    sequences: Sequence[TrainingSequence],
+    segments: Sequence[Segment],
+    parts: Sequence[TrainingSequence],
+    multiple: int,
+) -> MicroBatch:
+    """Joins `parts`, which are the tokens of `segments`, and filler into one micro batch."""
+    num_tokens = sum(map(len, parts))
+    missing = round_up(max(1, num_tokens), multiple) - num_tokens
+    filler = []
+    if missing:
+        nothing = np.zeros(0, dtype=np.uint32)
+        like = sequences[0] if sequences else TrainingSequence.of_tokens(nothing)
+        filled: dict[str, Any] = {
+            name: column.filled(missing, array)
+            for name, column in TOKEN_FIELDS.items()
+            if (array := getattr(like, name)) is not None
+        }
+        filler = [TrainingSequence(**filled)]
+    place_of: dict[int, int] = {}
+    for segment in segments:
+        place_of.setdefault(segment.index, len(place_of))
+    places = [place_of[segment.index] for segment in segments] + [len(place_of)] * len(filler)
+    starts = [segment.start for segment in segments] + [0] * len(filler)
+    parts = [*parts, *filler]
+    lengths = np.array([len(part) for part in parts])
+    ends = np.cumsum(lengths)
+    own = np.array([segment.end - segment.start for segment in segments] + [0] * len(filler))
+    weights = np.array([part.loss_weight for part in parts], dtype=np.float32)
+    first = np.repeat(ends - lengths - np.asarray(starts), lengths)
+    images = [part.images for part in parts]
+    fields: dict[str, Any] = {}
+    for name, column in TOKEN_FIELDS.items():
+        arrays = [getattr(part, name) for part in parts]
+        if any(array is not None for array in arrays):
+            whole = column.joined(arrays, lengths.tolist())
+            # torch supports hardly any operation on unsigned integers of two bytes.
+            fields[name] = torch.from_numpy(
+                whole.astype(np.int32) if whole.dtype == np.uint16 else whole
+            )
+    return MicroBatch(
+        **fields,
+        position_ids=torch.from_numpy(np.arange(ends[-1]) - first),
+        loss_weights=torch.from_numpy(np.repeat(weights, lengths)),
+        sequence_ids=torch.from_numpy(np.repeat(np.asarray(places), lengths)),
+        is_padding=torch.from_numpy(
+            np.arange(ends[-1]) >= np.repeat(ends - lengths + own, lengths)
+        ),
+        cu_seqlens=torch.tensor([0, *ends.tolist()], dtype=torch.int32),
+        max_seqlen=int(lengths.max()),
+        indices=tuple(place_of),
+        images=ImageInputs.of(images, lengths.tolist()) if any(images) else None,
+    )
+
+
+def _padded(sequence: TrainingSequence, multiple: int) -> TrainingSequence:
+    missing = -len(sequence) % multiple
+    if not missing:
+        return sequence
+    return sequence.map_fields(
+        lambda array, column: np.concatenate([array, column.filled(missing, array)])
+    )
+
+
+def _cut(sequence: TrainingSequence, segment: Segment) -> TrainingSequence:
+    return sequence.map_fields(lambda array, _: array[segment.start : segment.end])
