@@ -50,14 +50,13 @@ class EngineKernels(ABC):
         `is_sum` tells whether `x` comes from a residual addition.
         """
 
-    def rotate(self, positions: Tensor, x: Tensor, table: Tensor, *, halves: bool) -> Tensor:
+    def rotate(self, positions: Tensor, x: Tensor, table: Tensor) -> Tensor:
         """Returns `x` [tokens, heads, dim] rotated by RoPE.
 
-        `table` has cosines and sines, [positions, dim]. With `halves` dimension i pairs with
-        i + dim / 2, otherwise neighbouring dimensions pair up.
+        `table` has cosines and sines, [positions, dim]. Dimension i pairs with i + dim / 2.
         """
         found = x.flatten(1).contiguous().clone()
-        self._ops.rotary_embedding(positions, found, None, x.shape[-1], table, halves)
+        self._ops.rotary_embedding(positions, found, None, x.shape[-1], table, True)
         return found.view(x.shape)
 
     @abstractmethod
@@ -469,10 +468,9 @@ def install() -> None:
         # The angles of position 1 are the frequencies.
         angles = torch.einsum("i,j->ij", places.float(), freqs[1].flatten()[: x.shape[-1] // 2])
         table = torch.cat([angles.cos(), angles.sin()], dim=-1).to(x.dtype)
-        halves = not config.rotary_interleaved
 
         def kernel(x: Tensor) -> Tensor:
-            return engine_kernels().rotate(places - starts, x, table, halves=halves)
+            return engine_kernels().rotate(places - starts, x, table)
 
         return _Recomputed.apply(kernel, reference, x)  # type: ignore[no-any-return,no-untyped-call]
 

@@ -137,7 +137,6 @@ class Evaluator(Part):
         *,
         on_result: Callable[[kinds.Evaluation], None],
     ) -> None:
-        """Takes `on_result`, which is called with the result of every finished round."""
         self._run, self._progress = run, run.progress
         self._sections = run.config.evaluations
         self._book, self._environments = books.leases, books.environments

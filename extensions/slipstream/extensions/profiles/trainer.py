@@ -17,7 +17,6 @@ class ProfileWindow(StepPart):
     """Runs torch's profiler over the steps that `section` selects."""
 
     def __init__(self, section: ProfileSection, folder: Path, *, rank: int) -> None:
-        """Creates a profiler that is not running yet; traces go into `folder`."""
         self._folder, self._rank, first = folder, rank, section.start_step
         self._window = range(0) if first is None else range(first, first + section.num_steps)
         self._profiler: profile | None = None

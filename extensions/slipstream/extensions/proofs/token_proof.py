@@ -202,7 +202,6 @@ class TokenProof:
         return [*small, *far, Scene(LONG, self.has_reference, spread=3.0)]
 
     def _result(self, tokens: LossInputs, scene: Scene) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Returns the losses or weights, and the reports."""
         if self.function.kind == "loss":
             terms = token_terms(self.function, tokens, str(scene))
             return terms.losses, terms.reports

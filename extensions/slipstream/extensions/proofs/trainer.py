@@ -216,7 +216,6 @@ def _train(config: Config, rank: int, *, is_permuted: bool) -> dict[str, Tensor]
 
 
 def _settings(config: Config, folder: Path, layout: Mapping[str, Any]) -> Config:
-    """Returns settings of a tiny run with the algorithm of `config`."""
     given = tomllib.loads(dump_config(config))
     algorithm = given["algorithm"]
     algorithm |= {"group_size": min(3, config.algorithm.group_size), "groups_per_step": GROUPS}

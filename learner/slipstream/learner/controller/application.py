@@ -65,7 +65,6 @@ class RunTasks(asyncio.TaskGroup):
     """The task group of a controller: if a task raises, the run fails; other tasks go on."""
 
     def __init__(self, fail: Callable[[str], None]) -> None:
-        """Takes `fail`, which is called with the cause when a task raises an error."""
         super().__init__()
         self._fail = fail
 

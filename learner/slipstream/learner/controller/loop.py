@@ -418,7 +418,6 @@ def _batch_of(
 
 
 def _identity(report: pb.StepReport) -> tuple[object, ...]:
-    """Returns the identity of a report; reports with the same identity are the same report."""
     version = version_from_pb(report.version)
     return *_batch_of(report), version, report.weight_digest
 

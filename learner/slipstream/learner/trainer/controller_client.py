@@ -282,8 +282,6 @@ class ControllerClient:
         self._channel.close()
 
     def _call(self, name: str, request: object, timeout: float = CALL_TIMEOUT_S) -> Any:  # noqa: ANN401
-        """Calls the service's method `name` and returns its answer."""
-
         def call(request: object, *, timeout: float) -> object:
             return getattr(self._stub, name)(request, timeout=timeout, metadata=self._metadata)
 

@@ -56,8 +56,6 @@ def open_writer(
 
 
 class _SharedWork(StepPart):
-    """Counts the work that shared prefixes save."""
-
     def __init__(self, sharing: PrefixSharing) -> None:
         self._sharing = sharing
 

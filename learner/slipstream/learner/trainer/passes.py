@@ -206,7 +206,6 @@ class Passes:
         )
 
     def _sequence(self, place: int, given: pb.PassSequence) -> TrainingSequence:
-        """Returns a sequence of the pass; raises ValueError if it cannot be trained."""
         policy = self._policy
         tokens, targets = (
             np.frombuffer(data, dtype="<u4").astype(np.int64)
@@ -237,8 +236,6 @@ class Passes:
 
 
 class _PassLoss:
-    """The loss of one pass, summed over this rank's micro batches."""
-
     def __init__(self, policy: Policy, given: pb.Pass) -> None:
         self._policy, self._backward, self._where = policy, given.backward, f"pass {given.id}"
         self._function = named_loss(given.loss, json.loads(given.loss_args_json or "{}"))

@@ -229,8 +229,6 @@ class TrainedStep:
 
 @dataclass
 class _Totals:
-    """What one adapter's part of a step, or the whole step, adds up to."""
-
     statistics: StepStatistics
     # What the algorithm's functions report of the episodes.
     reports: Reports = field(default_factory=dict)
@@ -244,7 +242,6 @@ class _Totals:
     optimizer_s: float = 0.0
 
     def join(self, others: _Totals) -> None:
-        """Adds the totals of another adapter's part of the same step."""
         self.statistics.join(others.statistics)
         for name, values in others.reports.items():
             self.reports.setdefault(name, []).extend(values)

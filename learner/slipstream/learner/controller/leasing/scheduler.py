@@ -61,7 +61,6 @@ class Scheduler:
     """Leases groups to all serving servers, as far as staleness and the queue allow."""
 
     def __init__(self, run: Run, books: Books, abandon: Callable[[Group], None]) -> None:
-        """Takes `abandon`, which removes a group for good."""
         self._run, self._progress = run, run.progress
         self._config = run.config
         self._largest_bytes = largest_trajectory_bytes(self._config)

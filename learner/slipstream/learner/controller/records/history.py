@@ -63,7 +63,6 @@ class SeenIds:
         return is_new
 
     def __contains__(self, trajectory_id: TrajectoryId) -> bool:
-        """Whether the id was added."""
         if not self._pages and not self._others:
             return False
         place = _place(trajectory_id)

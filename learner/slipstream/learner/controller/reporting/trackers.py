@@ -52,7 +52,6 @@ class ResultFile:
     """
 
     def __init__(self, path: Path, tell: Tell) -> None:
-        """Opens the file; `tell` gets the warnings."""
         self._path, self._tell = path, tell
         self._num_lost = 0
         self.append(b"")

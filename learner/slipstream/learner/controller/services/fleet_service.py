@@ -234,7 +234,6 @@ def _check_counters(session: ServerSession, message: fleet_pb2.ServerMessage) ->
 
 
 def _impossible(hello: fleet_pb2.ServerHello) -> str:
-    """Returns the reason why the hello of a server is invalid, or "" if it is valid."""
     try:
         check_server_id(hello.server_id)
     except ConfigError as error:

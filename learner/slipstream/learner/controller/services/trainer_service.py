@@ -389,7 +389,6 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
 
 def _impossible(hello: pb.TrainerHello) -> str:
-    """Returns the reason why the hello of a trainer is invalid, or "" if it is valid."""
     if hello.world_size < 1:
         return f"world_size of a trainer must be at least 1, got {hello.world_size}"
     if hello.num_senders > hello.world_size:

@@ -83,7 +83,6 @@ class _Work:
     max_tokens: int
 
     def part(self, places: list[int]) -> _Work:
-        """Returns the work of the sequences at the indices `places`, in this order."""
         sizes, costs = [self.sizes[p] for p in places], [self.costs[p] for p in places]
         return _Work(sizes, costs, self.max_tokens)
 

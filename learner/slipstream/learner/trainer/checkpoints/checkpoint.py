@@ -294,8 +294,6 @@ class Saved:
 
 @dataclass(eq=False)
 class _Write:
-    """A save that this rank has begun."""
-
     version: PolicyVersion
     weight_digest: str
     partial: Path

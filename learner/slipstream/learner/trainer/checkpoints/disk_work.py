@@ -180,7 +180,6 @@ class CountedFile(io.FileIO):
     """
 
     def __init__(self, path: Path, mode: str, moved: Callable[[int], None]) -> None:
-        """Opens the file; each read and write calls `moved` with its number of bytes."""
         self._moved = moved
         super().__init__(path, mode)
 

@@ -37,7 +37,6 @@ class HostCopies:
     """
 
     def __init__(self, device: torch.device, *, part_elements: int = PART_ELEMENTS) -> None:
-        """Sets how many elements of optimizer state all ranks together gather at a time."""
         self.part_elements, self._device = part_elements, device
         self._blocks: list[_Block] = []
         self._reserving: threading.Thread | None = None
@@ -106,7 +105,6 @@ class HostCopies:
         return any(block.holds(tensor.data_ptr()) for block in self._blocks)
 
     def _block_for(self, num_bytes: int) -> _Block:
-        """Returns the first block with room for `num_bytes`, or a new one."""
         for block in self._blocks:
             if block.room >= _aligned(num_bytes):
                 return block

@@ -137,7 +137,6 @@ def check_no_lost_tower(config: Config, path: Path) -> None:
 
 
 def _names(path: Path) -> Iterable[str]:
-    """Returns the names of all entries in the distributed checkpoint files of `path`."""
     names: Iterable[str] = read_index(distributed_files_of(path) / ".metadata").state_dict_metadata
     return names
 

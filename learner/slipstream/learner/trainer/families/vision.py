@@ -274,7 +274,6 @@ class _NestedBridge(FamilyBridge):
         return MegatronMappingRegistry(*decoder, *self._others())
 
     def _others(self) -> list[Megatron]:
-        """Returns the mappings of weights outside the decoder, such as the vision tower."""
         return []
 
 

@@ -87,8 +87,6 @@ def smallest_image(hf_config: Megatron) -> ImageInputs:
 
 
 class _Parts(torch.nn.Module):
-    """The tower and its projector, as attributes with transformers' names."""
-
     def __init__(self, settings: Megatron) -> None:
         from transformers.models.mistral3.modeling_mistral3 import Mistral3MultiModalProjector
         from transformers.models.pixtral.modeling_pixtral import PixtralVisionModel
@@ -132,6 +130,5 @@ class PixtralTower(Tower):
 
 
 def _places(height: int, width: int, device: torch.device) -> Tensor:
-    """Returns the row and the column of each patch."""
     rows = torch.arange(height, device=device).repeat_interleave(width)
     return torch.stack([rows, torch.arange(width, device=device).repeat(height)], dim=-1)

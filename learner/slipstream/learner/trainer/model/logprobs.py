@@ -204,8 +204,6 @@ class Sums(NamedTuple):
 
 
 class _Part:
-    """This rank's rows of the projection to the vocabulary."""
-
     def __init__(self, weight: Tensor, projection: Projection, *, is_one: bool) -> None:
         """Takes this rank's `weight`; `is_one`: whether each row has exactly one target."""
         self._weight, self._projection = weight, projection
@@ -318,7 +316,6 @@ class _WeightGrad:
         self._sum: Tensor | None = None
 
     def add(self, logits_grad: Tensor, hidden: Tensor) -> None:
-        """Adds the gradient that one chunk contributes."""
         if self._sum is None:
             self._sum = logits_grad.t() @ hidden
         elif self._is_exact:
@@ -327,7 +324,6 @@ class _WeightGrad:
             self._sum = self._sum.float().add_(logits_grad.t() @ hidden)
 
     def total(self) -> Tensor:
-        """Returns the summed gradient in the weight's type."""
         assert self._sum is not None
         return self._sum.to(self._dtype)
 

@@ -327,7 +327,6 @@ def optimizer_config_of(config: Config) -> Megatron:
 
 
 def _check_kind(kind: str, passed: Mapping[str, object]) -> None:
-    """Raises ConfigError for an optimizer that was not tried, and for settings of another one."""
     if kind not in ("adam", "sgd", "muon"):
         raise ConfigError(
             f"learner.optimizer.optimizer must be adam, sgd or muon, got {kind!r}: nobody has "
@@ -340,7 +339,6 @@ def _check_kind(kind: str, passed: Mapping[str, object]) -> None:
 
 
 def _check_muon(config: Config, values: Mapping[str, object]) -> None:
-    """Raises ConfigError where Muon cannot work, or was not tried."""
     compat.check_installed(compat.MUON_VERSIONS)
     from megatron.core.optimizer.emerging_optimizers import get_supported_coefficient_types
 

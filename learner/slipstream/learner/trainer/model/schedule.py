@@ -450,7 +450,6 @@ def _joined(
     parts: Sequence[TrainingSequence],
     multiple: int,
 ) -> MicroBatch:
-    """Joins `parts`, which are the tokens of `segments`, and filler into one micro batch."""
     num_tokens = sum(map(len, parts))
     missing = round_up(max(1, num_tokens), multiple) - num_tokens
     filler = []

@@ -97,7 +97,6 @@ class RankFlags:
     """
 
     def __init__(self, store: Store) -> None:
-        """Takes the store that `rendezvous` returns."""
         self._store = store
 
     def set(self, flag: str, data: bytes = b"") -> None:

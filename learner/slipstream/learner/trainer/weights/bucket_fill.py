@@ -168,7 +168,6 @@ class _Gather:
             yield packed[offset : offset + part.numel()].view(part.shape), part
 
     def own(self, lane: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields the copies of the lead's own parts."""
         for piece, span, _ in self.pieces:
             dim, of_part, whole = _split(piece, span, lane)
             target, part = whole.narrow(dim, 0, min(of_part[dim], whole.shape[dim])), piece.part
@@ -178,7 +177,6 @@ class _Gather:
                 yield target, part.view(of_part).narrow(dim, 0, target.shape[dim])
 
     def unpacking(self, gathered: Tensor, lane: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields the copies of all other ranks' parts."""
         for piece, span, offset in self.pieces:
             dim, of_part, whole = _split(piece, span, lane)
             size = piece.part.numel()

@@ -229,7 +229,6 @@ class IpcSender(BucketSender):
     transport = "ipc"
 
     def __init__(self, weights: WeightsSection, device: torch.device, *, num_bytes: int) -> None:
-        """Takes the size of the largest bucket, `num_bytes`."""
         super().__init__(weights)
         self._device, self._num_bytes = device, num_bytes
         self._shared: SharedBuffers | None = None
@@ -486,7 +485,6 @@ class BucketSenders:
     def __init__(
         self, weights: WeightsSection, device: torch.device, *, largest_bucket: int, host: str
     ) -> None:
-        """Takes the size of the largest bucket, in bytes, and the host of rank 0."""
         self._weights, self._device = weights, device
         self._largest_bucket, self._host = largest_bucket, host
         self._made: dict[str, BucketSender] = {}

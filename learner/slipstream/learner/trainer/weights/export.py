@@ -302,7 +302,6 @@ class HfFolderWriter:
     def __init__(
         self, folder: Path, moved: Callable[[int], None], *, max_shard_bytes: int = MAX_SHARD_BYTES
     ) -> None:
-        """Takes the folder to write; `moved` gets the number of bytes after each write."""
         self._folder, self._moved = folder, moved
         self._max_shard_bytes = max_shard_bytes
         self._waiting: dict[str, Tensor] = {}

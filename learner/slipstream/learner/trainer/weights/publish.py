@@ -210,7 +210,6 @@ class _Sends:
         self.problem = ""
 
     def __call__(self, place: int, bucket: Bucket, data: Tensor) -> Release:
-        """Implements `Send`: sends bucket number `place`."""
         where = f"bucket {place}: "
         release = self._tried(lambda: self._sender.send(bucket, data), where)
         return (lambda: None) if release is None else lambda: self._tried(release, where)

@@ -60,7 +60,6 @@ class WeightStream:
     """
 
     def __init__(self, policy: Policy, filling: Filling, *, bucket_bytes: int) -> None:
-        """Prepares the buckets."""
         self._policy, self._filling = policy, filling
         self.bucket_bytes = bucket_bytes
         self.buckets = tuple(plan_buckets(filling.tensors, bucket_bytes))
