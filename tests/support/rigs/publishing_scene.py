@@ -113,9 +113,8 @@ class Scene:
 
     async def serve(self) -> None:
         """The first publish, after which the next version is due."""
-        order = await self.ordered()
+        order = await self.started()
         assert not order.begun
-        assert self.publisher.start(self.start_of(order))
         self.trainer.communicator_id = order.communicator.communicator_id
         finishing = self.finish(order.publish_id)
         self.say(order.publish_id, LOADED, bucket_digests=DIGESTS)
@@ -143,6 +142,18 @@ class Scene:
         order = preparing.result()
         assert order is not None
         return order
+
+    async def started(self, *sessions: ServerSession) -> weights_pb2.PublishOrder:
+        """The order of a publish as `ordered` gives it, which the trainer has started."""
+        order = await self.ordered(*sessions)
+        assert self.publisher.start(self.start_of(order))
+        return order
+
+    async def loads(self, order: weights_pb2.PublishOrder) -> None:
+        """The first server loads what it was sent, and serves it."""
+        self.say(order.publish_id, LOADED, bucket_digests=DIGESTS)
+        self.say(order.publish_id, SERVING)
+        await self.until_serving()
 
     def start_of(self, order: weights_pb2.PublishOrder) -> trainer_pb2.PublishStart:
         return trainer_pb2.PublishStart(
@@ -183,3 +194,11 @@ async def publishing(run: Run) -> AsyncIterator[Scene]:
     """
     async with asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as tasks:
         yield Scene(run, tasks)
+
+
+@contextlib.asynccontextmanager
+async def serving(run: Run) -> AsyncIterator[Scene]:
+    """A scene whose server serves a version; the next one is due."""
+    async with publishing(run) as scene:
+        await scene.serve()
+        yield scene

@@ -30,6 +30,7 @@ from support.rigs.publishing_scene import (
     publishing,
     run_of,
     sent,
+    serving,
 )
 from support.rigs.waiting import until
 
@@ -214,8 +215,7 @@ async def test_a_late_server_that_has_not_what_was_sent_is_stale_and_breaks_no_n
 
 
 async def test_the_communicator_of_a_server_that_failed_late_is_not_used_again() -> None:
-    async with publishing(run_of(weights={"bucket_deadline_s": 0.3})) as scene:
-        await scene.serve()
+    async with serving(run_of(weights={"bucket_deadline_s": 0.3})) as scene:
         order = await scene.ordered()
         receipt = await scene.finish(order.publish_id)
         assert not receipt.discard_communicator
@@ -238,8 +238,7 @@ async def test_a_server_that_fails_every_publish_costs_the_others_two() -> None:
             """A publish for which these are ready, and which cannot be sent: who was part of it."""
             for session in (scene.session, broken):
                 session.retry_publish_s = 0.0
-            order = await scene.ordered(*sessions)
-            assert scene.publisher.start(scene.start_of(order))
+            order = await scene.started(*sessions)
             await scene.finish(order.publish_id, error="b did not come")
             return [receiver.server_id for receiver in order.receivers]
 

@@ -20,6 +20,7 @@ from support.rigs.publishing_scene import (
     next_order,
     publishing,
     run_of,
+    serving,
     whole,
 )
 from support.rigs.waiting import LIMIT_S, until
@@ -31,8 +32,7 @@ def run() -> Run:
 
 
 async def test_a_publish_through_a_kept_communicator_begins_with_its_order(run: Run) -> None:
-    async with publishing(run) as scene:
-        await scene.serve()
+    async with serving(run) as scene:
         order = await scene.ordered()
         assert order.begun
         receive = await next_order(scene.session)
@@ -47,9 +47,7 @@ async def test_a_publish_through_a_kept_communicator_begins_with_its_order(run: 
         assert (commit.publish_id, commit.version.step) == (order.publish_id, 1)
         assert list(commit.bucket_digests) == DIGESTS
         # The server is done before the learner says so.
-        scene.say(order.publish_id, LOADED, bucket_digests=DIGESTS)
-        scene.say(order.publish_id, SERVING)
-        await scene.until_serving()
+        await scene.loads(order)
         assert scene.session.version == PolicyVersion(0, 1)
         assert not (await scene.finish(order.publish_id)).discard_communicator
         # Nothing else is said to it.
@@ -58,8 +56,7 @@ async def test_a_publish_through_a_kept_communicator_begins_with_its_order(run: 
 
 @pytest.mark.parametrize("has_sent", [True, False])
 async def test_a_server_that_serves_has_loaded_without_saying_it_apart(has_sent, run):
-    async with publishing(run) as scene:
-        await scene.serve()
+    async with serving(run) as scene:
         order = await scene.ordered()
         finishing = scene.finish(order.publish_id) if has_sent else None
         scene.say(order.publish_id, SERVING, bucket_digests=DIGESTS)
@@ -69,8 +66,7 @@ async def test_a_server_that_serves_has_loaded_without_saying_it_apart(has_sent,
 
 
 async def test_servers_are_asked_while_the_trainer_makes_the_version(run: Run) -> None:
-    async with publishing(run) as scene:
-        await scene.serve()
+    async with serving(run) as scene:
         # The server serves what the trainer has, and is due when the next version is there.
         scene.session.version = PolicyVersion(0, 1)
         scene.publisher.ask_ahead(PolicyVersion(0, 2))
@@ -86,8 +82,7 @@ async def test_servers_are_asked_while_the_trainer_makes_the_version(run: Run) -
 
 
 async def test_only_a_server_that_came_later_is_asked_when_others_have_answered(run: Run) -> None:
-    async with publishing(run) as scene:
-        await scene.serve()
+    async with serving(run) as scene:
         scene.publisher.ask_ahead(PolicyVersion(0, 1))
         scene.say((await next_order(scene.session)).prepare.publish_id, READY)
         other = scene.joined("b")
@@ -100,8 +95,7 @@ async def test_only_a_server_that_came_later_is_asked_when_others_have_answered(
 
 
 async def test_an_answer_counts_for_one_publish_alone(run: Run) -> None:
-    async with publishing(run) as scene:
-        await scene.serve()
+    async with serving(run) as scene:
         for _ in range(2):
             scene.publisher.ask_ahead(PolicyVersion(0, 1))
             scene.say((await next_order(scene.session)).prepare.publish_id, READY)
@@ -115,8 +109,7 @@ async def test_an_answer_counts_for_one_publish_alone(run: Run) -> None:
 
 @pytest.mark.parametrize("unknown", ["communicator_id", "bucket_digests", "version"])
 async def test_a_publish_waits_for_the_trainer_when_something_is_not_known(run, unknown):
-    async with publishing(run) as scene:
-        await scene.serve()
+    async with serving(run) as scene:
         scene.trainer.ClearField(unknown)
         order = await scene.ordered()
         assert not order.begun
@@ -126,8 +119,7 @@ async def test_a_publish_waits_for_the_trainer_when_something_is_not_known(run, 
 
 
 async def test_nobody_stands_still_while_a_probe_is_scored(run: Run) -> None:
-    async with publishing(run) as scene:
-        await scene.serve()
+    async with serving(run) as scene:
         scene.publisher.totals.publishes = run.config.weights.verify_every
         order = await scene.ordered()
         assert order.verify
@@ -136,8 +128,7 @@ async def test_nobody_stands_still_while_a_probe_is_scored(run: Run) -> None:
 
 
 async def test_servers_do_not_wait_for_a_trainer_that_never_got_its_order(run: Run) -> None:
-    async with publishing(run) as scene:
-        await scene.serve()
+    async with serving(run) as scene:
         order = await scene.ordered()
         assert scene.sent() == ["receive", "commit"]
         # The trainer asks again: the answer was lost.
@@ -149,13 +140,10 @@ async def test_servers_do_not_wait_for_a_trainer_that_never_got_its_order(run: R
 
 
 async def test_a_server_that_serves_the_version_keeps_it_when_the_rest_of_a_publish_fails(run):
-    async with publishing(run) as scene:
-        await scene.serve()
+    async with serving(run) as scene:
         order = await scene.ordered()
         scene.sent()
-        scene.say(order.publish_id, LOADED, bucket_digests=DIGESTS)
-        scene.say(order.publish_id, SERVING)
-        await scene.until_serving()
+        await scene.loads(order)
         receipt = await scene.finish(order.publish_id, error="another server died")
         assert receipt.discard_communicator
         assert scene.session.is_serving
@@ -172,8 +160,7 @@ async def test_a_server_that_serves_the_version_keeps_it_when_the_rest_of_a_publ
     ],
 )
 async def test_a_failure_of_a_begun_publish_counts_once_and_is_aborted_once(run, report, result):
-    async with publishing(run) as scene:
-        await scene.serve()
+    async with serving(run) as scene:
         order = await scene.ordered()
         scene.sent()
         scene.say(order.publish_id, **report)
@@ -185,8 +172,7 @@ async def test_a_failure_of_a_begun_publish_counts_once_and_is_aborted_once(run,
 
 
 async def test_a_server_lost_in_a_begun_publish_is_waited_for_no_longer(run: Run) -> None:
-    async with publishing(run) as scene:
-        await scene.serve()
+    async with serving(run) as scene:
         order = await scene.ordered()
         scene.fleet.remove(scene.session, "its stream ended")
         receipt = await scene.finish(order.publish_id)
@@ -196,8 +182,7 @@ async def test_a_server_lost_in_a_begun_publish_is_waited_for_no_longer(run: Run
 @pytest.mark.filterwarnings("error")
 async def test_a_trainer_that_has_sent_after_the_end_of_the_run_gets_its_receipt(run: Run) -> None:
     async with publishing(run) as scene:
-        order = await scene.ordered()
-        assert scene.publisher.start(scene.start_of(order))
+        order = await scene.started()
         run.progress.fail("the disk is full")
         scene.fleet.remove(scene.session, "the run is over")
     # No task can begin any more.
@@ -208,8 +193,7 @@ async def test_a_trainer_that_has_sent_after_the_end_of_the_run_gets_its_receipt
 
 
 async def test_servers_that_were_told_nothing_go_on_when_a_publish_is_given_up(run: Run) -> None:
-    async with publishing(run) as scene:
-        await scene.serve()
+    async with serving(run) as scene:
         scene.trainer.ClearField("bucket_digests")
         assert not (await scene.ordered()).begun
         scene.publisher.trainer_lost()
@@ -227,14 +211,11 @@ async def test_a_trainer_that_is_told_to_leave_its_communicator_is_given_a_new_o
 
 
 async def test_a_result_of_another_publish_leaves_the_one_at_hand_alone(run: Run) -> None:
-    async with publishing(run) as scene:
-        await scene.serve()
+    async with serving(run) as scene:
         order = await scene.ordered()
         assert (await scene.finish("one that is over")).discard_communicator
         assert run.progress.pending_publish is not None
-        scene.say(order.publish_id, LOADED, bucket_digests=DIGESTS)
-        scene.say(order.publish_id, SERVING)
-        await scene.until_serving()
+        await scene.loads(order)
         assert not (await scene.finish(order.publish_id)).discard_communicator
 
 
@@ -269,8 +250,7 @@ async def test_servers_share_what_is_encoded_of_their_orders(run: Run) -> None:
 
 async def test_a_trainer_lost_while_servers_load_leaves_none_of_them_loading(run: Run) -> None:
     async with publishing(run) as scene:
-        order = await scene.ordered()
-        assert scene.publisher.start(scene.start_of(order))
+        order = await scene.started()
         assert scene.session.state == fleet_pb2.SERVER_STATE_LOADING
         # gRPC cancels a call whose client is gone.
         finishing = scene.finish(order.publish_id)
@@ -285,8 +265,7 @@ async def test_a_trainer_lost_while_servers_load_leaves_none_of_them_loading(run
 
 
 async def test_a_trainer_that_is_gone_takes_no_publish_of_its_successor_along(run: Run) -> None:
-    async with publishing(run) as scene:
-        await scene.serve()
+    async with serving(run) as scene:
         order = await scene.ordered()
         finishing = scene.finish(order.publish_id)
         await asyncio.sleep(0)
@@ -301,8 +280,7 @@ async def test_a_trainer_that_is_gone_takes_no_publish_of_its_successor_along(ru
 
 
 async def test_a_server_that_took_its_weights_back_is_sent_them_again(run: Run) -> None:
-    async with publishing(run) as scene:
-        await scene.serve()
+    async with serving(run) as scene:
         scene.say("p000000", FAILED, message="of another publish")
         assert scene.session.is_serving
         scene.say("p000001", FAILED, message="the verdict on its probe came too late")
@@ -314,8 +292,7 @@ async def test_a_server_that_took_its_weights_back_is_sent_them_again(run: Run) 
 
 async def test_a_probe_that_cannot_be_read_makes_its_server_stale_and_nothing_else(run):
     async with publishing(run) as scene:
-        order = await scene.ordered()
-        assert scene.publisher.start(scene.start_of(order))
+        order = await scene.started()
         finishing = scene.finish(order.publish_id)
         scene.say(order.publish_id, LOADED, bucket_digests=DIGESTS)
         await finishing
@@ -328,8 +305,7 @@ async def fail_all_of_its_life(scene: Scene, session: ServerSession) -> None:
     """Fails MAX_FAILED_PUBLISHES publishes, after which the server is sent away."""
     for _ in range(MAX_FAILED_PUBLISHES):
         session.retry_publish_s = 0.0
-        order = await scene.ordered(session)
-        assert scene.publisher.start(scene.start_of(order))
+        order = await scene.started(session)
         await scene.finish(order.publish_id, error="nobody came")
     assert scene.fleet.find(session.key) is None
 
@@ -366,8 +342,7 @@ async def test_a_run_ends_when_its_servers_come_back_and_no_publish_ever_succeed
 
 
 async def test_a_server_that_no_publish_reaches_does_not_end_a_run_in_which_another_one_serves(run):
-    async with publishing(run) as scene:
-        await scene.serve()
+    async with serving(run) as scene:
         scene.publisher.pin(scene.session)
         for _ in range(3):
             await fail_all_of_its_life(scene, scene.joined("b"))
@@ -393,8 +368,7 @@ async def test_a_server_that_drains_is_sent_no_weights(run: Run) -> None:
 
 async def test_a_server_that_begins_to_drain_while_it_loads_ends_the_publish_and_never_serves(run):
     async with publishing(run) as scene:
-        order = await scene.ordered()
-        assert scene.publisher.start(scene.start_of(order))
+        order = await scene.started()
         scene.fleet.drains(scene.session, "SIGTERM")
         finishing = scene.finish(order.publish_id)
         scene.say(order.publish_id, LOADED, bucket_digests=DIGESTS)
