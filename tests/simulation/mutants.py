@@ -203,7 +203,7 @@ MUTANTS: dict[str, tuple[Change, ...]] = {
         Change(f"{CLIENT}._retried", "_code(error) is grpc.StatusCode.UNAVAILABLE", "False"),
     ),
     "a trainer does not wait for its place": (
-        Change(f"{CLIENT}._enter", "_has_reason(error, Reason.PLACE_TAKEN)", "False"),
+        Change(f"{CLIENT}._enter", "has_reason(error, Reason.PLACE_TAKEN)", "False"),
     ),
     "a trainer does not register again": (
         Change(f"{CLIENT}._keep_place", "self._enter_again()", "pass"),
