@@ -95,11 +95,6 @@ def test_lists_in_the_settings_go_before_the_order() -> None:
     assert placed("0 1 2", {"devices": [0]}).servers == (("1",),)
 
 
-def test_lists_may_let_both_share_a_gpu_of_several() -> None:
-    got = placed("0 1", {"devices": [1]}, {"devices": [1]})
-    assert got.shared == {"1": 1}
-
-
 def test_part_of_a_run_takes_only_its_own() -> None:
     settings = {"world_size": 4, "ranks_per_node": 2}
     assert placed("4 5 6", settings, ranks=2, servers=0) == Placement(("4", "5"), ())

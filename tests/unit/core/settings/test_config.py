@@ -94,19 +94,16 @@ def test_what_is_no_setting_in_the_file_of_an_earlier_versions_run_is_told(tmp_p
     assert caplog.messages == [f"{file} is of an earlier version: {gone} are no settings"]
 
 
-def test_an_unknown_key_between_several_right_ones_is_refused_with_them() -> None:
+def test_an_unknown_key_of_an_entry_or_between_several_right_ones_is_refused_with_them() -> None:
     assert refusal_of({"algorithm.groups": 1}) == (
         "unknown key 'algorithm.groups'; did you mean 'group_size' or 'groups_per_step'?"
     )
+    table = {"environments": [{"name": "a", "reference": "a:B", "wieght": 2}]}
+    assert refusal_of(table) == "unknown key 'environments.0.wieght'; did you mean 'weight'?"
     assert refusal_of({"sampling.max_tokens": 1}) == (
         "unknown key 'sampling.max_tokens'; "
         "did you mean 'max_total_tokens', 'max_reply_tokens' or 'max_prompt_tokens'?"
     )
-
-
-def test_an_unknown_key_of_an_environment_is_refused_with_the_nearest_right_one() -> None:
-    table = {"environments": [{"name": "a", "reference": "a:B", "wieght": 2}]}
-    assert refusal_of(table) == "unknown key 'environments.0.wieght'; did you mean 'weight'?"
 
 
 def test_all_missing_keys_are_named_in_one_line() -> None:

@@ -14,7 +14,6 @@ import pytest
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.sections import SecuritySection
 from slipstream.protocol.access.checked_calls import MAX_TOLD, CallRates, Refusals
-from slipstream.protocol.access.exposure import rendezvous_secret
 from slipstream.protocol.access.security import (
     Credentials,
     bind,
@@ -70,12 +69,6 @@ def test_a_roles_token_tells_nothing_of_the_runs_and_is_made_once() -> None:
     assert role_token(made["trainer"], "trainer") == made["trainer"]
     assert role_of(TOKEN) is None
     assert role_of("unknown." + TOKEN) is None
-
-
-def test_ranks_meet_with_the_runs_token_and_with_that_of_trainers() -> None:
-    trainer = role_token(TOKEN, "trainer")
-    assert rendezvous_secret(TOKEN, "run") == rendezvous_secret(trainer, "run")
-    assert rendezvous_secret(TOKEN, "run") != rendezvous_secret(OLD, "run")
 
 
 def test_a_controller_with_the_token_of_a_role_does_not_start() -> None:
