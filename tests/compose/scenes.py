@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import random
 import socket
 import time
 from collections.abc import Iterable
@@ -123,12 +125,12 @@ def one_host(site: Site) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of loopback that nothing listens on now."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [int(each.getsockname()[1]) for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
+    """Ports of loopback that nothing listens on now, and that the kernel gives to nobody."""
+    found: list[int] = []
+    for port in random.sample(range(10000, 32768), 100):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            found.append(port)
+    return found[:count]
 
 
 class SeveralHosts:

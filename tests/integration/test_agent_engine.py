@@ -1,6 +1,7 @@
 """Agents on the real engine: parts of a reply, what is recorded, cancels, stops, new weights."""
 
 import asyncio
+import contextlib
 import dataclasses
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
@@ -32,13 +33,14 @@ PROMPT = [1, 90, 91, 92]
 
 def listening() -> set[tuple[str, int]]:
     """Addresses at which this process and its children listen."""
-    here = psutil.Process()
-    return {
-        (connection.laddr.ip, connection.laddr.port)
-        for process in (here, *here.children(recursive=True))
-        for connection in process.net_connections(kind="inet")
-        if connection.status == psutil.CONN_LISTEN
-    }
+    here, found = psutil.Process(), set()
+    for process in (here, *here.children(recursive=True)):
+        # A process may end while it is looked at.
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for connection in process.net_connections(kind="inet"):
+                if connection.status == psutil.CONN_LISTEN:
+                    found.add((connection.laddr.ip, connection.laddr.port))
+    return found
 
 
 def processes() -> set[int]:

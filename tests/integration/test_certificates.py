@@ -121,7 +121,7 @@ async def test_each_role_may_do_what_its_end_of_the_queue_does(secrets: Path, va
     ):
         for number in range(3):
             trajectory_id = TrajectoryId(f"run/g{number}/0/0")
-            await sender.put(trajectory_id, b"x" * 4_000, timeout_s=10.0)
+            await sender.put(trajectory_id, b"x" * 4_000, timeout_s=LIMIT_S)
             assert (await receiver.get()).data == b"x" * 4_000
             await receiver.acknowledge([trajectory_id])
 

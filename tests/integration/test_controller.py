@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from dataclasses import replace
 
 import grpc.aio
@@ -412,7 +413,8 @@ async def test_a_server_that_nobody_knows_cannot_be_drained(tmp_path):
 
 
 async def test_time_in_which_no_server_serves_is_no_stall(tmp_path):
-    stall_s = 1.0
+    # Longer than a disk or a busy machine holds up a step.
+    stall_s = 4.0
     config = make_config(tmp_path, run__steps=4, controller__stall_timeout_s=stall_s)
     server = FakeServer(config.controller.address)
     trainer = FakeTrainer(config.controller.address)
@@ -436,7 +438,7 @@ async def test_a_run_in_which_nothing_moves_while_a_server_serves_fails(tmp_path
     server.gate.clear()
     summary = await play(config, server)
     assert summary["code"] == 1
-    assert summary["cause"].startswith("nothing moved for 1 s of serving while waiting for 16 ")
+    assert re.match(r"nothing moved for \d+ s of serving while waiting for 16 ", summary["cause"])
 
 
 async def test_a_run_whose_episodes_all_fail_for_machines_stops_and_says_why(tmp_path):
@@ -449,14 +451,14 @@ async def test_a_run_whose_episodes_all_fail_for_machines_stops_and_says_why(tmp
     server = FakeServer(config.controller.address, delay_s=0.05, judge=unreachable)
     summary = await play(config, server)
     assert summary["code"] == 1
-    assert summary["cause"].startswith("nothing moved for 1 s of serving while waiting for ")
+    assert re.match(r"nothing moved for \d+ s of serving while waiting for ", summary["cause"])
     assert summary["cause"].endswith("; the last failure in e: the reference model failed")
     assert summary["suspended_environments"] == {}
 
 
 async def test_a_lease_without_progress_is_taken_back_and_set_aside_where_none_ever_comes(tmp_path):
     config = make_config(
-        tmp_path, run__steps=4, controller__lease_timeout_s=1.5, controller__max_attempts=2
+        tmp_path, run__steps=4, controller__lease_timeout_s=5.0, controller__max_attempts=2
     )
     server = FakeServer(config.controller.address)
 

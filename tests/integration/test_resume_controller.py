@@ -315,7 +315,7 @@ async def test_what_a_crash_left_unacknowledged_in_redis_is_trained_once(tmp_pat
             redis.asyncio.Redis.from_url(url) as client,
         ):
             for trajectory_id, data in [*delivered, *delivered]:
-                await sender.put(trajectory_id, data, timeout_s=10)
+                await sender.put(trajectory_id, data, timeout_s=LIMIT_S)
             await client.xreadgroup(GROUP, CONSUMER, {stream: ">"}, count=10_000)
             assert (await client.xpending(stream, GROUP))["pending"] == 2 * len(delivered)
 

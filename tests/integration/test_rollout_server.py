@@ -6,12 +6,10 @@ import shutil
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 from safetensors.torch import load_file
 from slipstream.core.configuration.config_file import dump_config, parse_config
@@ -21,6 +19,7 @@ from slipstream.v1 import environment_pb2, fleet_pb2, weights_pb2
 from support.fakes.fake_fleet import LIMIT_S, SAMPLING, Connection, FakeFleet
 from support.fakes.gloo_sender import GlooSender, layout_of
 from support.fakes.tiny_models import make_model_folder
+from support.rigs.run_processes import descendants, until_gone
 
 START_LIMIT_S = 150.0
 
@@ -56,17 +55,6 @@ async def start(settings: Path, address: str, *options: str) -> asyncio.subproce
 async def fleet() -> AsyncIterator[FakeFleet]:
     async with FakeFleet(heartbeat_s=0.1, heartbeat_timeout_s=2.0) as fleet:
         yield fleet
-
-
-def descendants(pid: int) -> list[psutil.Process]:
-    return psutil.Process(pid).children(recursive=True)
-
-
-async def wait_gone(processes: list[psutil.Process]) -> None:
-    deadline_s = time.monotonic() + 60.0
-    while alive := [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]:
-        assert time.monotonic() < deadline_s, alive
-        await asyncio.sleep(0.05)
 
 
 async def publish(connection: Connection, weights: dict, step: int) -> weights_pb2.Probe:
@@ -134,7 +122,7 @@ async def test_the_program_serves_a_group_and_drains(settings, fleet, monkeypatc
         _, stderr = await asyncio.wait_for(server.communicate(), LIMIT_S)
         assert server.returncode == 0, stderr.decode()
         await connection.wait_for("drained")
-        await wait_gone(started)
+        await until_gone(started)
     finally:
         if server.returncode is None:
             server.kill()
@@ -166,4 +154,4 @@ async def test_nothing_outlives_a_killed_launcher(settings: Path, fleet: FakeFle
         os.kill(launcher.pid, signal.SIGKILL)
         await launcher.wait()
     await asyncio.wait_for(connection.ended.wait(), LIMIT_S)
-    await wait_gone(started)
+    await until_gone(started)

@@ -1,6 +1,7 @@
 """How a run ends: what it waits for, and as what it is shown."""
 
 import asyncio
+import re
 
 import pytest
 from slipstream.client import Client
@@ -62,7 +63,9 @@ async def test_a_run_without_its_model_has_failed(tmp_path):
     trainer.export_s = 600.0
     summary = await play(config, trainer=trainer, wait_for_trainer=False, goodbye_limit_s=GRACE_S)
     assert (summary["code"], summary["state"], summary["steps"]) == (1, "failed", 2)
-    assert summary["cause"].startswith("nothing was heard of the trainer for 3 s while it was to ")
+    assert re.match(
+        r"nothing was heard of the trainer for \d+ s while it was to ", summary["cause"]
+    )
 
 
 async def test_a_trainer_that_leaves_without_the_model_fails_the_run(tmp_path):

@@ -29,7 +29,6 @@ from support.rigs.loopbacks import LOOPBACKS
 from support.rigs.waiting import LIMIT_S, wait_until
 
 HOST = "127.0.0.1"
-JOIN_S = 10.0
 
 
 def noise() -> list[bytes]:
@@ -54,7 +53,7 @@ def strangers(ports: list[int], host: str) -> Iterator[list[socket.socket]]:
         for port in ports:
             for words in noise():
                 with contextlib.suppress(OSError):
-                    connection = socket.create_connection((host, port), timeout=30)
+                    connection = socket.create_connection((host, port), timeout=LIMIT_S)
                     stack.enter_context(connection)
                     opened.append(connection)
                     connection.sendall(words)
@@ -69,7 +68,7 @@ def listening_ports() -> set[int]:
 @pytest.mark.parametrize("host", LOOPBACKS)
 def test_weights_join_beside_strangers(host: str) -> None:
     before = listening_ports()
-    weights = WeightsSection(join_deadline_s=JOIN_S, bucket_deadline_s=5.0)
+    weights = WeightsSection(join_deadline_s=LIMIT_S, bucket_deadline_s=LIMIT_S)
     sender = GlooSender(weights, host=host)
     announced = sender.announce("members-secret", num_senders=1, world_size=2)
     (bucket,) = plan_buckets([TensorSpec("w", "float32", (1000,))], 1 << 20)
@@ -77,8 +76,8 @@ def test_weights_join_beside_strangers(host: str) -> None:
     received = []
 
     def receive() -> None:
-        transport = GlooReceiver(Seat(announced, 1, JOIN_S), torch.device("cpu"))
-        incoming = Incoming((bucket,), 5.0, own_buffers=True)
+        transport = GlooReceiver(Seat(announced, 1, LIMIT_S), torch.device("cpu"))
+        incoming = Incoming((bucket,), LIMIT_S, own_buffers=True)
         received.extend(part.clone() for part in transport.receive(incoming))
 
     receiving = threading.Thread(target=receive)
@@ -115,7 +114,7 @@ def test_ranks_meet_beside_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(RENDEZVOUS_VARIABLE, "secret")
     # vLLM leaves its own in the process that made an engine's settings.
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    limit = timedelta(seconds=60)
+    limit = timedelta(seconds=LIMIT_S)
     with ThreadPoolExecutor(2) as threads:
         first = threads.submit(rendezvous, 0, 2, limit)
         wait_until(lambda: port in listening_ports())

@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import random
+import secrets
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
@@ -69,7 +70,7 @@ class FakeServer:
     ) -> None:
         """Trajectories go to the Redis at `queue_url`, or to the controller itself if it is ""."""
         self.address, self.name = address, name
-        self.epoch = epoch if epoch is not None else random.getrandbits(60)
+        self.epoch = epoch if epoch is not None else secrets.randbits(60)
         self.max_episodes, self.reply_tokens, self.delay_s = max_episodes, reply_tokens, delay_s
         self.judge, self.wrong_digests, self.wrong_probes = judge, wrong_digests, wrong_probes
         self.environments_fail, self.slow_environment = environments_fail, slow_environment

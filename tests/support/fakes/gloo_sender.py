@@ -17,6 +17,8 @@ from slipstream.protocol.weights.digests import bucket_digest, bucket_tensor_dig
 from slipstream.v1 import weights_pb2
 from torch._C import _distributed_c10d as c10d
 
+from support.rigs.waiting import LIMIT_S
+
 
 class GlooSender:
     """One communicator: the sender and `num_workers` receivers behind it."""
@@ -26,10 +28,10 @@ class GlooSender:
         communicator_id: str,
         *,
         num_workers: int = 1,
-        deadline_s: float = 30.0,
-        join_deadline_s: float = 30.0,
+        deadline_s: float = LIMIT_S,
+        join_deadline_s: float = LIMIT_S,
     ):
-        """`deadline_s`: of each bucket; may be changed between publishes."""
+        """`deadline_s`: of each bucket at the receivers; may be changed between publishes."""
         self.deadline_s = deadline_s
         self._join_timeout = timedelta(seconds=join_deadline_s)
         self._store = c10d.TCPStore(
@@ -76,7 +78,8 @@ class GlooSender:
         """
         if self._group is None:
             self.join()
-        digests, timeout = [], timedelta(seconds=self.deadline_s)
+        # Who tries a receiver's deadline has a sender that outlasts it.
+        digests, timeout = [], timedelta(seconds=LIMIT_S)
         buckets, of_each = layout_from_pb(layout), len(adapter_buckets(layout))
         of_each //= 1 + len(more)
         first = len(buckets) - len(more) * of_each

@@ -11,6 +11,7 @@ from slipstream.rollout_server.engine_interface import LoadedWeights, Sampling
 from support.fakes.gloo_sender import GlooSender, layout_of
 from support.rigs.engine_rig import Reference
 from support.rigs.started_engine import publish
+from support.rigs.waiting import LIMIT_S
 
 Weights = dict[str, torch.Tensor]
 RANK, SCALE = 4, 3.0
@@ -59,13 +60,13 @@ class Rig:
         adapters: Weights,
         *,
         most: int | None = None,
-        deadline_s: float = 30.0,
+        deadline_s: float = LIMIT_S,
         names: Sequence[str] = (),
         more: Sequence[Weights] = (),
     ) -> LoadedWeights:
         """A whole publish; without `weights` of the adapters alone.
 
-        `deadline_s`: so long engine and sender wait for each other at a bucket. `names`: those of
+        `deadline_s`: so long the engine waits for a bucket. `names`: those of
         several adapters, `adapters` and `more`.
         """
         layout = layout_of(weights)

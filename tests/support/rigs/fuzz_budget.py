@@ -28,22 +28,20 @@ class Budget:
     rounds: int
 
 
-# Tests that name no number of examples try 100. Other work may hold any example up for a second.
-# The checkout may be somebody else's, and no run depends on what an earlier one has found.
-settings.register_profile("fuzz", max_examples=times(100), deadline=None, database=None)
+# Tests that name no number of examples try 100: the same ones each time, unless more are asked for,
+# so that a change is to blame for a failure. Other work may hold any example up for a second. The
+# checkout may be somebody else's, and no run depends on what an earlier one has found.
+settings.register_profile(
+    "fuzz",
+    max_examples=times(100),
+    derandomize=not _FUZZ or _TIMES < 1,
+    database=None,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
 settings.load_profile("fuzz")
 
 
-def _examples(number: int) -> settings:
-    # The same examples each time, unless more are asked for: a change is to blame for a failure.
-    return settings(
-        max_examples=times(number),
-        derandomize=not _FUZZ or _TIMES < 1,
-        database=None,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-    )
-
-
 # Fewer rounds than these might miss a kind of answer.
-BUDGET = Budget(_examples(120), _examples(120), max(25, times(25)))
+_EXAMPLES = settings(max_examples=times(120))
+BUDGET = Budget(_EXAMPLES, _EXAMPLES, max(25, times(25)))

@@ -158,7 +158,7 @@ class _Controller(FakeController):
                 for number in range(self._scenario.num_receivers)
             ],
             bucket_deadline_s=self._scenario.bucket_deadline_s,
-            join_deadline_s=30.0,
+            join_deadline_s=60.0,
         )
         return [trainer_pb2.Directive(publish=order)]
 

@@ -67,7 +67,7 @@ async def seen_each_time(
         dtype = getattr(torch, config.model.dtype)
         # The learner sends none of a tower that it does not train.
         left_out = () if config.sampling.max_images else TOWERS
-        sender = GlooSender("communicator", deadline_s=60.0)
+        sender = GlooSender("communicator")
         for step, folder in enumerate(sent, 1):
             read = load_file(folder / "model.safetensors")
             trained = {name: read[name] for name in read if not name.startswith(left_out)}

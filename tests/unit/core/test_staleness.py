@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from itertools import combinations, product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from slipstream.core import staleness
 from slipstream.core.staleness import (
@@ -40,7 +40,6 @@ def holds_from_step(leased: Sequence[int], step: int, groups_per_step: int) -> b
     return holds([d for d in leased if d >= step], step, groups_per_step)
 
 
-@settings(deadline=None)
 @given(deadlines, st.integers(0, 12), sizes)
 def test_the_invariant_is_what_its_definition_says(leased, step, groups_per_step):
     by_definition = all(
@@ -52,7 +51,6 @@ def test_the_invariant_is_what_its_definition_says(leased, step, groups_per_step
     assert holds(leased, step, groups_per_step) == by_definition
 
 
-@settings(deadline=None)
 @given(deadlines, st.integers(0, 12), sizes, st.integers(0, 12))
 def test_a_lease_is_granted_exactly_when_the_invariant_holds_with_it(
     leased: list[int], step: int, groups_per_step: int, new_deadline: int
@@ -62,7 +60,6 @@ def test_a_lease_is_granted_exactly_when_the_invariant_holds_with_it(
     assert counted == expected
 
 
-@settings(deadline=None)
 @given(groups, st.integers(3, 4), sizes)
 def test_a_batch_can_be_formed_as_soon_as_the_due_groups_are_complete(
     leased: list[LeasedGroup], step: int, groups_per_step: int

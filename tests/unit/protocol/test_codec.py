@@ -3,7 +3,7 @@ import zlib
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from slipstream.core.errors import ProtocolError
 from slipstream.core.settings.tables import BYTES_PER_TOKEN, TRAJECTORY_OVERHEAD_BYTES
@@ -62,7 +62,7 @@ def same(left: Trajectory, right: Trajectory) -> bool:
 
 
 @given(trajectories())
-@settings(max_examples=times(300), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=times(300))
 def test_a_trajectory_comes_back_as_it_was_sent(trajectory: Trajectory) -> None:
     assert same(decode_trajectory(encode_trajectory(trajectory)), trajectory)
 
@@ -73,7 +73,7 @@ def test_a_version_comes_back_as_it_was_sent(version: PolicyVersion) -> None:
 
 
 @given(st.binary(max_size=300))
-@settings(max_examples=times(500), deadline=None)
+@settings(max_examples=times(500))
 def test_bytes_of_any_kind_are_a_trajectory_or_a_protocol_error(data: bytes) -> None:
     try:
         decode_trajectory(data)
@@ -82,7 +82,7 @@ def test_bytes_of_any_kind_are_a_trajectory_or_a_protocol_error(data: bytes) -> 
 
 
 @given(trajectories(), st.data())
-@settings(max_examples=times(300), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=times(300))
 def test_a_damaged_trajectory_is_decoded_or_a_protocol_error(trajectory, data):
     encoded = bytearray(encode_trajectory(trajectory))
     position = data.draw(st.integers(0, len(encoded) - 1)) if encoded else 0

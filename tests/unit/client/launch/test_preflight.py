@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import grpc
+import psutil
 import pytest
 import tomli_w
 from slipstream.client.launch import preflight
@@ -46,6 +47,7 @@ from slipstream.protocol.access.security import Credentials, bind, create_server
 from slipstream.protocol.access.tokens import check_own_certificate
 from support.fakes.small_configs import config_of, small_config
 from support.rigs.other_pythons import bare_python
+from support.rigs.run_processes import until_gone
 from support.rigs.valkey import EmbeddedServer
 from support.rigs.waiting import LIMIT_S
 
@@ -427,12 +429,9 @@ async def test_a_check_does_not_wait_for_what_an_environment_leaves_behind(tmp_p
     async with asyncio.timeout(LIMIT_S):
         await check_environments(Scene(playing(HANGING, "Leaving")))
     helper = int((tmp_path / "helper").read_text())
-    async with asyncio.timeout(LIMIT_S):
-        # The helper's parent is gone; the process that adopts it must notice its end.
-        while Path(f"/proc/{helper}/status").exists() and " Z " not in (
-            Path(f"/proc/{helper}/stat").read_text()
-        ):
-            await asyncio.sleep(0.01)
+    # The helper's parent is gone; the process that adopts it must notice its end.
+    with contextlib.suppress(psutil.NoSuchProcess):
+        await until_gone([psutil.Process(helper)])
 
 
 @pytest.mark.process

@@ -100,7 +100,7 @@ def test_only_members_are_bundled(members):
 tokens = st.lists(st.integers(0, 1), min_size=1, max_size=14)
 
 
-@settings(max_examples=times(400), deadline=None)
+@settings(max_examples=times(400))
 @given(
     st.lists(st.tuples(tokens, st.integers(0, 2**14)), max_size=7),
     st.integers(1, 4),

@@ -6,7 +6,7 @@ from collections import defaultdict
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from slipstream.core.types import PolicyVersion, VersionSpan
 from slipstream.learner.algorithms.advantages import gae, grpo, reinforce_pp, return_to_go, turn_gae
@@ -76,7 +76,6 @@ def plain_returns(turns: list[list[float]], gamma: float) -> list[list[float]]:
 
 
 @given(batches(), st.sampled_from([0.0, 0.5, 1.0]), st.booleans())
-@settings(max_examples=100, deadline=None)
 def test_return_to_go_is_that_of_its_definition(made, gamma, normalize):
     returns = [plain_returns(turns, gamma) for _, turns, _, _ in made]
     starts = {(e, n): one[0] for e, found in enumerate(returns) for n, one in enumerate(found)}
@@ -93,7 +92,6 @@ def test_return_to_go_is_that_of_its_definition(made, gamma, normalize):
 
 
 @given(batches(), st.sampled_from([0.0, 0.7, 1.0]))
-@settings(max_examples=100, deadline=None)
 def test_gae_over_turns_is_that_of_its_definition(made, lam):
     gamma = 0.9
     for has_values in (True, False):
@@ -117,7 +115,6 @@ def test_gae_over_turns_is_that_of_its_definition(made, lam):
 
 
 @given(batches(), st.booleans())
-@settings(max_examples=100, deadline=None)
 def test_gigpo_is_the_papers_sum_of_two_comparisons(made, by_deviation):
     """Eq. 3 (episodes), 7 (anchor states) and 8 (their sum) of arXiv:2505.10978."""
     gamma, omega = 0.95, 0.5

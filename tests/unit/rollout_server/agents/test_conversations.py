@@ -161,7 +161,7 @@ class _Known:
     tokens: list[int]
 
 
-@settings(max_examples=times(200), deadline=None)
+@settings(max_examples=times(200))
 @given(st.data())
 def test_recorded_tokens_are_those_that_were_sampled_for_any_interleaving(data) -> None:
     talk, known, sampled = Talk(), [_Known((), [])], {}

@@ -8,16 +8,17 @@ from slipstream.core.errors import WeightSyncError
 from slipstream.protocol.weights.buckets import layout_from_pb
 from slipstream.rollout_server.weights.bucket_receiver import GlooReceiver, Incoming, Seat
 from support.fakes.gloo_sender import GlooSender, layout_of
+from support.rigs.waiting import LIMIT_S
 
-LONG_S = 30.0
+# Less than the sender waits for a receiver.
+LONG_S = LIMIT_S / 2
 WEIGHTS = {name: torch.arange(1e6) for name in "abc"}
 LAYOUT = layout_of(WEIGHTS, 4_000_000)
 INCOMING = Incoming(tuple(layout_from_pb(LAYOUT)), LONG_S, own_buffers=True)
 
 
 def test_a_worker_that_leaves_takes_no_bucket_and_frees_its_sender() -> None:
-    # Beyond the limit of the test itself.
-    sender = GlooSender("members-1", deadline_s=3600.0)
+    sender = GlooSender("members-1")
     errors: list[RuntimeError] = []
 
     def send() -> None:

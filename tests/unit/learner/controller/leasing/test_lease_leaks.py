@@ -205,7 +205,7 @@ class World:
             self.take(self.travelling.pop(0))
 
 
-@settings(max_examples=times(150), deadline=None)
+@settings(max_examples=times(150))
 @given(st.data())
 def test_what_a_lease_reserved_is_free_when_all_has_ended(data: st.DataObject) -> None:
     world = World(data)

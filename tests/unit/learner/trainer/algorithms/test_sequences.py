@@ -3,7 +3,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import JsonValue
 from slipstream.core.types import (
@@ -368,7 +368,6 @@ def test_mini_batch_without_a_trained_token_has_weights() -> None:
         assert np.isfinite(loss_weights([0, 0], kind, fixed_tokens=4)).all()
 
 
-@settings(deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 9), min_size=1, max_size=8).filter(any),
     cuts=st.lists(st.integers(0, 8), max_size=3),

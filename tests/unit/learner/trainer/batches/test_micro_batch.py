@@ -6,7 +6,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from slipstream.core.types import Branch
 from slipstream.learner.trainer.batches.training_sequence import (
@@ -38,7 +38,6 @@ def test_sequence_that_cannot_be_cut_is_a_mistake() -> None:
         zigzag([0, 6], 0, 2)
 
 
-@settings(deadline=None)
 @given(parts=PARTS, size=st.integers(2, 4))
 def test_every_token_is_held_once_and_every_rank_holds_as_many(parts: list[int], size: int) -> None:
     bounds = bounds_of(parts, size)
@@ -49,7 +48,6 @@ def test_every_token_is_held_once_and_every_rank_holds_as_many(parts: list[int],
     assert torch.cat(held)[places].tolist() == list(range(bounds[-1]))
 
 
-@settings(deadline=None)
 @given(parts=PARTS, size=st.integers(2, 4))
 def test_ranks_have_equal_work_under_a_causal_mask(parts: list[int], size: int) -> None:
     bounds = bounds_of(parts, size)
@@ -185,7 +183,6 @@ def test_empty_micro_batch_is_one_token_of_filler() -> None:
     assert found.cu_seqlens.tolist() == [0, 1]
 
 
-@settings(deadline=None)
 @given(seed=st.integers(0, 1000), multiple=st.integers(1, 8))
 def test_micro_batch_trains_each_sampled_token_where_it_is_predicted(seed, multiple):
     batch = make_batch(seed, num_groups=2, group_size=3, vocab_size=99, max_tokens=20)

@@ -2,7 +2,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from slipstream.core.errors import ConfigError
 from slipstream.learner.trainer.batches.planner import Plan, plan_micro_batches
@@ -15,7 +15,6 @@ def cost(length: int, attention: float) -> float:
     return length + length * length / attention
 
 
-@settings(deadline=None)
 @given(
     lengths=st.lists(st.integers(1, MAX_TOKENS), max_size=60),
     dp_size=st.integers(1, 5),
@@ -43,7 +42,6 @@ def test_plan_deals_every_sequence_once_within_the_budget_and_equally_often(
             assert sum(lengths[index] for index in micro_batch) <= MAX_TOKENS
 
 
-@settings(deadline=None)
 @given(
     lengths=st.lists(st.integers(1, MAX_TOKENS), min_size=1, max_size=60), dp_size=st.integers(1, 4)
 )
