@@ -477,7 +477,7 @@ async def test_a_lease_without_progress_is_taken_back_and_set_aside_where_none_e
     assert "g000001.2.1" in trained
     records = read_records(config.run_dir / "journal")
     causes = {r["group"]: r["cause"] for r in records if r["kind"] == "set_aside"}
-    limit = "no episode ended in 1.5 s of serving (controller.lease_timeout_s)"
+    limit = "no episode ended in 5 s of serving (controller.lease_timeout_s)"
     assert causes == {"g000002": limit}
 
 

@@ -31,7 +31,7 @@ class GlooSender:
         deadline_s: float = LIMIT_S,
         join_deadline_s: float = LIMIT_S,
     ):
-        """`deadline_s`: of each bucket at the receivers; may be changed between publishes."""
+        """`deadline_s`: of each bucket; may be changed between publishes."""
         self.deadline_s = deadline_s
         self._join_timeout = timedelta(seconds=join_deadline_s)
         self._store = c10d.TCPStore(
@@ -78,8 +78,7 @@ class GlooSender:
         """
         if self._group is None:
             self.join()
-        # Who tries a receiver's deadline has a sender that outlasts it.
-        digests, timeout = [], timedelta(seconds=LIMIT_S)
+        digests, timeout = [], timedelta(seconds=self.deadline_s)
         buckets, of_each = layout_from_pb(layout), len(adapter_buckets(layout))
         of_each //= 1 + len(more)
         first = len(buckets) - len(more) * of_each

@@ -66,7 +66,7 @@ class Rig:
     ) -> LoadedWeights:
         """A whole publish; without `weights` of the adapters alone.
 
-        `deadline_s`: so long the engine waits for a bucket. `names`: those of
+        `deadline_s`: so long engine and sender wait for each other at a bucket. `names`: those of
         several adapters, `adapters` and `more`.
         """
         layout = layout_of(weights)

@@ -136,14 +136,15 @@ def test_a_fork_bomb_is_ended_with_the_cause() -> None:
     # An endless bomb would hold up the whole machine if this test failed.
     bomb = "import os, time\nfor _ in range(9): os.fork()\ntime.sleep(3600)\n"
     limit = ["--processes", "40", "--processes-setting", "some.setting"]
-    kept = keeper(*limit, "--", sys.executable, "-c", bomb, "a-bomb-of-this-test")
+    mark = f"a-bomb-of-{os.getpid()}"
+    kept = keeper(*limit, "--", sys.executable, "-c", bomb, mark)
     _, errors = kept.communicate(timeout=LIMIT_S)
     assert kept.returncode == -signal.SIGKILL
     assert errors.endswith(" processes, more than some.setting = 40\n")
     assert not [
         process
         for process in psutil.process_iter(["cmdline"])
-        if "a-bomb-of-this-test" in (process.info["cmdline"] or [])
+        if mark in (process.info["cmdline"] or [])
     ]
 
 

@@ -38,12 +38,14 @@ class Talk:
     def __init__(self) -> None:
         self.all = Conversations()
         self.numbers = itertools.count(1000)
+        # The token of each text.
+        self.tokens: dict[str, int] = {}
 
     def ask(self, *texts, name="", tools=TOOLS):
         keys = [key("assistant" if text.startswith("r") else "user", text) for text in texts]
         found = self.all.find(tools, keys, name)
         rest = keys[found.num_messages :] if found else keys
-        context = [hash(each.text) % 1000 for each in rest]
+        context = [self.tokens.setdefault(each.text, len(self.tokens)) for each in rest]
         return self.all.begin(name, found.turn if found else None, context), keys
 
     def reply(self, call, keys, text, *, tools=TOOLS):
