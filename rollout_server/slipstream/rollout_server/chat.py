@@ -64,8 +64,10 @@ class ChatMessage(NamedTuple):
 
         A marker stands for each image.
         """
-        message: dict[str, Any] = {"role": self.role, "content": self.content}
-        if self.parts:
+        # Templates without images write a list as Python shows it.
+        text = self.content or "".join(part for part in self.parts if isinstance(part, str))
+        message: dict[str, Any] = {"role": self.role, "content": text}
+        if self.images:
             message["content"] = [
                 {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"}
                 for part in self.parts

@@ -131,18 +131,15 @@ class Renderer:
         """
         tail = self._tail((*history, *messages), inputs)
         self._check_written((_ASKED, REPLY, *messages), inputs)
-        if whole and not self._ends_with(tail, whole, inputs):
+        written = tail
+        # The model may write calls that the template cannot write.
+        with contextlib.suppress(RenderingFailed):
+            written = self._text(tuple(whole), inputs) if whole else tail
+        if not written.endswith(tail):
             raise RenderingFailed("the chat template writes messages otherwise behind calls")
         tokenise = self._tokens if len(tail) <= _CACHED_CHARACTERS else self._tokenise
         said = self._num_said(history, tail, self._added.get(last_token, ""), inputs)
         return list(tokenise(tail.lstrip()))[said:] if said else list(tokenise(tail))
-
-    def _ends_with(self, tail: str, whole: Sequence[ChatMessage], inputs: TemplateInputs) -> bool:
-        try:
-            return self._text(tuple(whole), inputs).endswith(tail)
-        except RenderingFailed:
-            # The model wrote calls that the template cannot write.
-            return True
 
     def _num_said(
         self, history: Sequence[ChatMessage], tail: str, last: str, inputs: TemplateInputs
@@ -193,6 +190,11 @@ class Renderer:
                 "template in rollout_server.chat_template that writes nothing there"
             )
         said = whole[len(prompt) : len(whole) - len(closing)]
+        if held := next((end for end in self._leading(closing)[:1] if end in said), ""):
+            raise RenderingFailed(
+                f"the reply {text[:_SHOWN]!r} holds {held}, which the chat template writes at its "
+                "end: leave it out"
+            )
         ends, tail = self._leading(closing), closing
         if len(ends) != 1:
             follow = following or (_ASKED,)
@@ -338,6 +340,12 @@ class Renderer:
     def _render(self, messages: tuple[ChatMessage, ...], inputs: TemplateInputs) -> tuple[int, ...]:
         text = self._text(messages, inputs)
         self._check_written(messages, inputs)
+        asks, *_ = text.removeprefix(self._text(messages, inputs, is_closed=True)).split() or [""]
+        if asks and messages[-1].content.rstrip().endswith(asks):
+            raise RenderingFailed(
+                f"the last message ends with {asks!r}, as a template writes it: give messages, or "
+                "the question alone"
+            )
         return self._tokenise(text)
 
     def _check_written(self, messages: tuple[ChatMessage, ...], inputs: TemplateInputs) -> None:
@@ -347,6 +355,7 @@ class Renderer:
             left_out = messages[number]
             calls = ", ".join(call.name for call in left_out.tool_calls)
             what = f"the calls of {calls} in a message" if calls else "a message"
+            what = f"the name {left_out.name!r} of {what}" if left_out.name else what
             raise RenderingFailed(
                 f"the chat template leaves out {what} of role {left_out.role!r}, "
                 f"{left_out.content[:_SHOWN]!r}: write it into one that the template shows, or "
@@ -366,8 +375,9 @@ class Renderer:
                     others = (*marked[:number], silent, *marked[number + 1 :])
                     is_written = self._text(others, inputs) != text
                 else:
-                    texts = [message.content, *message.parts]
-                    is_written = not any(texts) or f"{_MARK}{number:04}" in text
+                    mark, texts = f"{_MARK}{number:04}", [message.content, *message.parts]
+                    is_written = not any(texts) or mark in text
+                    is_written &= message.name in text
                 if not is_written:
                     return number
         # The template wants other texts or calls: the messages themselves are rendered too.
@@ -396,6 +406,8 @@ def _marked(messages: Sequence[ChatMessage]) -> Iterator[ChatMessage]:
             tool_calls=tuple(calls),
             tool_call_id=_short(message.tool_call_id, ids),
             reasoning="",
+            # Nobody misses the name of a tool: its result has an id.
+            name=f"{mark}name" if message.name and message.role != "tool" else "",
         )
 
 
