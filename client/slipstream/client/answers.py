@@ -36,6 +36,9 @@ FIELDS |= dict.fromkeys(("reasoning_content", "thinking"), "reasoning")
 TRAINED = ("weight", "train", "training", "trainable")
 # The roles in which a field has a meaning; any other field has it in every role.
 _ROLES = {"tool_calls": "assistant", "reasoning": "assistant", "tool_call_id": "tool"}
+# Roles by their names in small letters and in other formats; templates write any name as a role.
+_ROLE_OF = {name: name for name in ("system", "developer", "user", "assistant", "tool")}
+_ROLE_OF |= {"human": "user"} | dict.fromkeys(("gpt", "model", "bot", "ai"), "assistant")
 # The fields of a call of a tool and of its function; `index` says no more than its place.
 _CALL = ("id", "type", "function", "name", "arguments", "index")
 # What files write for a field that a message does not have.
@@ -66,8 +69,15 @@ def read_message(given: object) -> Message:
             raise ValueError(f"a message has {FIELDS[name]} by two names with different values")
     _check(found)
     calls = found.get("tool_calls")
+    if isinstance(calls, str):
+        try:
+            calls = json.loads(calls)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"tool_calls must be a list, or JSON text of one: {error}") from None
     if calls is not None:
-        found["tool_calls"] = tuple(_call(call) for call in _list_of(calls, "tool_calls"))
+        if not isinstance(calls, list | tuple):
+            raise ValueError(f"tool_calls must be a list, got {show(calls)}")
+        found["tool_calls"] = tuple(map(_call, calls))
         found["content"] = found["content"] or ""
     if not isinstance(content := found["content"], str | Sequence) or isinstance(content, bytes):
         raise ValueError(f"content must be a text or a list of parts, got {show(content)}")
@@ -94,6 +104,8 @@ def _check(found: Mapping[str, Any]) -> None:
             raise ValueError(f"the {name} of a message must be a text, got {show(found[name])}")
     if not role:
         raise ValueError(f"the role of a message must be a text, got {show(role)}")
+    if (meant := _ROLE_OF.get(role.strip().lower(), role)) != role:
+        raise ValueError(f"the role of a message must be {meant!r}, got {show(role)}")
     for name, its in _ROLES.items():
         if name in found and role != its:
             raise ValueError(f"{name} stands in a message of role {its}, got role {role!r}")
@@ -136,18 +148,6 @@ def holds_null(value: object) -> bool:
     return value is None
 
 
-def _list_of(value: object, name: str) -> Sequence[object]:
-    """Returns a list, which may be written as JSON text; raises ValueError for anything else."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{name} must be a list, or one as JSON text: {error}") from None
-    if not isinstance(value, list | tuple):
-        raise ValueError(f"{name} must be a list, got {show(value)}")
-    return value
-
-
 # The bounds of `ChatMessage.parts` and `ContentPart.image` in environment.proto.
 MAX_PARTS = 256
 MAX_IMAGE_BYTES = 16 << 20
@@ -186,11 +186,6 @@ def _text(value: object, name: str) -> str:
     return value
 
 
-def _expected(answer: object) -> str:
-    answer = _text(answer, "expected_answer")
-    return answer.encode(errors="replace")[:MAX_ANSWER_BYTES].decode(errors="ignore")
-
-
 def observation(opening: object, reply_limit: object, expected: object = "") -> pb.Observation:
     """Converts the result of `reset` and two attributes of the environment to a message.
 
@@ -198,12 +193,13 @@ def observation(opening: object, reply_limit: object, expected: object = "") -> 
     Raises EnvironmentFailed, which names the first value that cannot be sent.
     """
     opened = opening if isinstance(opening, ResetResult) else None
+    answer = _text(expected, "expected_answer").encode(errors="replace")[:MAX_ANSWER_BYTES]
     made = pb.Observation(
         messages=_messages(opening if opened is None else opened.messages, "reset()"),
         max_reply_tokens=_reply_limit(reply_limit),
         tools_json=_tools(opened.tools) if opened is not None and opened.tools else "",
         given_reply=_given(opened.reply, "reset()") if opened is not None else "",
-        expected_answer=_expected(expected),
+        expected_answer=answer.decode(errors="ignore"),
     )
     return _bounded(made)
 

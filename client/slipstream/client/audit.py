@@ -253,8 +253,12 @@ class Audit:
         tasks = [task for task in self.played.tasks if task.right]
         for place, task in enumerate(tasks):
             task.is_first = place % 2 == 0
-            others = (*tasks[place + 1 :], *tasks[:place])
-            task.other = next((other for other in others if not _alike(other, task)), None)
+            for other in (*tasks[place + 1 :], *tasks[:place]):
+                texts = {each.answer.strip().casefold() for each in (task, other)}
+                is_same = (other.answer, other.reply) == (task.answer, task.reply)
+                if not is_same and (len(texts) > 1 or texts == {""}):
+                    task.other = other
+                    break
 
     async def _choose_form(self) -> None:
         """Finds the form in which the first right answers earn more than an empty reply."""
@@ -453,9 +457,3 @@ def text_of(opening: pb.Observation) -> list[str]:
         message.content or "".join(part.text for part in message.parts)
         for message in opening.messages
     ]
-
-
-def _alike(one: Task, other: Task) -> bool:
-    return (one.answer, one.reply) == (other.answer, other.reply) or (
-        one.answer.strip().casefold() == other.answer.strip().casefold() != ""
-    )

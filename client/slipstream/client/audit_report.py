@@ -44,7 +44,10 @@ def _openings(played: Played) -> list[Finding]:
     if played.unequal:
         index, (first, second) = min(played.unequal.items())
         what = f"{of(len(played.unequal), len(played.tasks))}, such as task {index}, "
-        what += f"begin otherwise when they are reset twice with one seed: {_differ(first, second)}"
+        start = max(0, len(commonprefix([first, second])) - _BEFORE)
+        texts = f"{quoted(first[start:])} and {quoted(second[start:])}"
+        texts = "not in their texts" if first == second else texts
+        what += f"begin otherwise when they are reset twice with one seed: {texts}"
         cause = "; the members of a group would not read the same prompt"
         found.append(Finding(what + cause, is_refused=True))
     for when in played.other_tasks:
@@ -266,11 +269,3 @@ def _example(played: Played, index: int, kind: Kind = Kind.RIGHT) -> str:
     said = played.plays[kind][index].said
     text = f"task {index}, {quoted(task.prompt)}, reply {quoted(said)}"
     return text if kind is Kind.RIGHT else f"{text}, right {quoted(task.right)}"
-
-
-def _differ(first: str, second: str) -> str:
-    if first == second:
-        return "not in their texts"
-    start = len(commonprefix([first, second]))
-    start = max(0, start - _BEFORE)
-    return f"{quoted(first[start:])} and {quoted(second[start:])}"

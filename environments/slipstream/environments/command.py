@@ -91,7 +91,15 @@ class Command(AgentEnvironment[Row]):
         self._score_file = _inside(score_file or "")
         self._files = {_inside(name): text for name, text in (files or {}).items()}
         self._variables = dict(variables or {})
-        self._tasks = _read_tasks(tasks)
+        if isinstance(tasks, str):
+            self._tasks = [row for _, row in named_rows(Path(tasks))]
+        else:
+            self._tasks = [{"task": each} if isinstance(each, str) else each for each in tasks]
+        for number, task in enumerate(self._tasks, start=1):
+            if not isinstance(task, Mapping):
+                raise ConfigError(f"task {number} must be a text or an object, got {task!r}")
+        if not self._tasks:
+            raise ConfigError("there must be at least one task")
         self._check_fields()
         self._limits = ProgramLimits(
             seconds=limit_s,
@@ -100,11 +108,29 @@ class Command(AgentEnvironment[Row]):
             processes=max_processes,
         )
         self._score_limits = ProgramLimits(seconds=score_limit_s, output_bytes=MAX_SCORE_BYTES)
+        self._confined = None
         if sandbox:
             self._score_limits = replace(
                 self._limits, seconds=score_limit_s, output_bytes=MAX_SCORE_BYTES
             )
-        self._confined = _sandbox_limits(self._limits) if sandbox else None
+            if not (memory_gib > 0 and max_processes > 0):
+                raise ConfigError("sandbox = true needs memory_gib and max_processes above 0")
+            if reason := why_not("sandlock"):
+                allows = "which can allow the one port of the endpoint"
+                raise ConfigError(f"sandbox = true needs sandlock, {allows}: {reason}")
+            self._confined = Limits(
+                seconds=limit_s,
+                # The keeper and the time limit bound the processor time.
+                processor_s=math.ceil(limit_s) * (os.cpu_count() or 1),
+                # The keeper bounds used memory. Sandlock would count memory that is reserved but
+                # not used, such as the 137 GB of the runtime of Claude Code.
+                memory_bytes=ADDRESS_SPACE_BYTES,
+                processes=max_processes,
+                open_files=1024,
+                file_bytes=GIB,
+                folder_bytes=GIB,
+                folder_files=100_000,
+            )
         self._readable = [os.path.abspath(path) for path in readable]
 
     def tasks(self) -> list[Row]:
@@ -217,32 +243,6 @@ def _with_home(folder: Path) -> dict[str, str]:
     return open_variables(os.environ) | {name: str(path) for name, path in own.items()}
 
 
-def _sandbox_limits(limits: ProgramLimits) -> Limits:
-    """Converts the limits of a program to limits of its sandbox.
-
-    Raises ConfigError if memory or processes are unlimited, or if sandlock does not work here.
-    """
-    if not (limits.memory_bytes > 0 and limits.processes > 0):
-        raise ConfigError("sandbox = true needs memory_gib and max_processes above 0")
-    if reason := why_not("sandlock"):
-        raise ConfigError(
-            f"sandbox = true needs sandlock, which can allow the one port of the endpoint: {reason}"
-        )
-    return Limits(
-        seconds=limits.seconds,
-        # The keeper and the time limit bound the processor time.
-        processor_s=math.ceil(limits.seconds) * (os.cpu_count() or 1),
-        # The keeper bounds used memory. Sandlock would count memory that is reserved but not used,
-        # such as the 137 GB of the runtime of Claude Code.
-        memory_bytes=ADDRESS_SPACE_BYTES,
-        processes=limits.processes,
-        open_files=1024,
-        file_bytes=GIB,
-        folder_bytes=GIB,
-        folder_files=100_000,
-    )
-
-
 def _check_program(command: Sequence[str]) -> None:
     if not command or not all(isinstance(part, str) for part in command):
         raise ConfigError(f"a command is a list of texts, got {list(command)!r}")
@@ -259,20 +259,6 @@ def _inside(name: str) -> str:
     if path.is_absolute() or ".." in path.parts:
         raise ConfigError(f"files are inside the folder of the episode, got {name!r}")
     return name
-
-
-def _read_tasks(tasks: str | Sequence[str | Row]) -> list[Row]:
-    if isinstance(tasks, str):
-        return [row for _, row in named_rows(Path(tasks))]
-    found: list[Row] = []
-    for number, row in enumerate(tasks, start=1):
-        task = {"task": row} if isinstance(row, str) else row
-        if not isinstance(task, Mapping):
-            raise ConfigError(f"task {number} must be a text or an object, got {row!r}")
-        found.append(task)
-    if not found:
-        raise ConfigError("there must be at least one task")
-    return found
 
 
 def _score_of(text: str, where: str) -> dict[str, float]:

@@ -11,9 +11,11 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.template_values import tools_json
 from slipstream.environments.arguments import check_at_least
 from slipstream.environments.question_files import (
+    UNREAD,
     Cell,
     Row,
     cell_in,
+    check_read,
     check_results,
     check_system,
     message_in,
@@ -24,13 +26,6 @@ from slipstream.environments.question_files import (
 )
 
 REPLY_ROLE = "assistant"
-
-
-# Columns of chat formats that change what a reply answers, and have no place here.
-UNREAD = (
-    *("image", "images", "video", "videos", "audio", "audios", "documents", "functions"),
-    *("system", "system_prompt", "chat_template_kwargs", *TRAINED),
-)
 
 
 class Reply(NamedTuple):
@@ -125,9 +120,7 @@ class Demonstrations(Environment[Conversation]):
 def _told(row: Row, column: str, reply: str | None, where: str) -> list[tuple[Message, bool]]:
     """Returns the messages of a row, each with whether it is a reply to train."""
     found, named = cell_in(row, column, where), f"{where}: column {column!r}"
-    for name in UNREAD:
-        if name not in (column, reply) and row.get(name) not in (None, "", [], {}, 1):
-            raise ConfigError(f"{where}: column {name!r} is not read, got {str(row[name])[:60]}")
+    check_read(row, {*UNREAD, *TRAINED, "loss_mask", "labels"} - {column, reply}, where)
     if reply is not None:
         right = Message(REPLY_ROLE, text_in(row, reply, where))
         return [*((message, False) for message in messages_in(found, named)), (right, True)]

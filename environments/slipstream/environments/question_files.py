@@ -14,6 +14,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -28,9 +29,19 @@ _NAME = re.compile(r"[\w.-]+/[\w-]+")
 SUFFIXES = (".parquet", ".jsonl")
 # The start of messages that were written as text, as JSON, Python or numpy write them.
 _MESSAGES = re.compile(
-    r"""(?=.*['"]role['"]\s*:)(?=.*['"]content['"]\s*:)"""
-    r"""\s*+(?:array\()?\[?\s*+\{\s*+['"](?:role|content)['"]\s*:""",
+    r"""(?=.*['"](?:role|from)['"]\s*:)(?=.*['"](?:content|value)['"]\s*:)"""
+    r"""\s*+(?:array\()?\[?\s*+\{\s*+['"](?:role|content|from|value)['"]\s*:""",
     re.DOTALL,
+)
+# Commands of LaTeX that JSON has read as a tab or another character and the rest of their names.
+_LOST = re.compile(
+    r"\f(?:rac|orall)|\x08(?:oxed|inom|eta|egin|ar\{)|\t(?:imes\b|heta\b|ext\{|frac)"
+    r"|\n(?:eq|abla)\b|\r(?:ight\b|ho\b)"
+)
+# Columns of chat formats that change what a reply answers, and have no place here.
+UNREAD = (
+    *("image", "images", "video", "videos", "audio", "audios", "documents", "functions"),
+    *("system", "system_prompt", "chat_template_kwargs"),
 )
 # Most files or columns that a message names.
 MAX_SHOWN = 20
@@ -194,10 +205,7 @@ class Columns:
         named = f"{where}: column {self.question!r}"
         asked = cell_in(row, self.question, where)
         messages = messages_in(asked.strip() if isinstance(asked, str) else asked, named)
-        for unread in {"tools", "images"} - {self.question, self.answer}:
-            if row.get(unread) not in (None, "", "[]", [], {}):
-                how = "no model sees it; if a judge alone reads it, name it otherwise"
-                raise ConfigError(f"{where}: column {unread!r} is not read: {how}")
+        check_read(row, {*UNREAD, "tools"} - {self.question, self.answer}, where)
         check_system(self.system, messages, named)
         if messages[-1].role == "assistant":
             raise ConfigError(f"{named} ends with a reply: the model is to give it")
@@ -209,7 +217,7 @@ class Columns:
         named = f"{where}: column {self.answer!r}"
         if self.takes_any and isinstance(value, list | Mapping):
             return Question(messages, json.dumps(value, default=str), row, value)
-        is_any = self.takes_any and isinstance(value, bool)
+        is_any = self.takes_any and not isinstance(value, str | float)
         text = str(value) if is_any else text_of(value, named).strip()
         if self.answer_after and self.answer_after in text:
             text = value = text.rpartition(self.answer_after)[2].strip()
@@ -374,6 +382,8 @@ def cell_in(row: Row, column: str, where: str) -> Cell:
                 f"{where} has no column {column!r}; its columns are {', '.join(names)}"
             )
         place = place[part]
+    # Rows of pandas hold arrays.
+    place = place.tolist() if hasattr(place, "tolist") else place
     is_blank = isinstance(place, str) and not place.strip()
     if place in (math.inf, -math.inf):
         raise ConfigError(f"{where}: column {column!r} must hold a finite number, got {place}")
@@ -390,14 +400,16 @@ def text_in(row: Row, column: str, where: str) -> str:
 def text_of(cell: Cell, where: str) -> str:
     """Returns a text, or a number as people write it.
 
-    A whole number of a column of floats has no point. Raises ConfigError for a list, an object,
-    bytes, true or false.
+    A whole number of a column of floats has no point. Raises ConfigError for any other value, and
+    for a text in which JSON has read the beginning of LaTeX's commands as other characters.
     """
-    if isinstance(cell, list | Mapping | bytes):
-        raise ConfigError(f"{where} must hold a text, got {str(cell)[:60]}")
-    if isinstance(cell, bool):
-        raise ConfigError(f"{where} must hold a text or a number, got {cell}: write its text")
-    if isinstance(cell, float) and cell.is_integer():
+    if isinstance(cell, bool) or not isinstance(cell, str | int | float | Decimal):
+        got = f"got {str(cell)[:60]}: write its text"
+        raise ConfigError(f"{where} must hold a text or a number, {got}")
+    if isinstance(cell, str) and (lost := _LOST.search(cell)):
+        got = f"holds {lost[0]!r}: in JSON a backslash of LaTeX is written twice"
+        raise ConfigError(f"{where} {got}")
+    if isinstance(cell, float | Decimal) and cell == int(cell):
         cell = int(cell)
     return str(cell)
 
@@ -413,6 +425,14 @@ def messages_in(cell: Cell, where: str) -> tuple[Message, ...]:
     messages = tuple(message_in(message, where) for message in cell)
     check_results(messages, where)
     return messages
+
+
+def check_read(row: Row, unread: Iterable[str], where: str) -> None:
+    """Raises ConfigError for a column of `unread` that holds something."""
+    for name in sorted(unread):
+        if row.get(name) not in (None, "", "[]", [], {}, 1):
+            got = f"got {str(row[name])[:60]}; if a judge alone reads it, name it otherwise"
+            raise ConfigError(f"{where}: column {name!r} is not read, {got}")
 
 
 def check_results(messages: Sequence[Message], where: str) -> None:
@@ -434,6 +454,7 @@ def message_in(cell: Cell, where: str) -> Message:
                 content_parts([part])
     except ValueError as error:
         raise ConfigError(f"{where}: {error}") from error
+    text_of(message.text, where)
     return message
 
 

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any, Literal, SupportsFloat, cast
+from typing import Literal, SupportsFloat, cast
 
 from slipstream.client.environment import Message, Reply, StepResult, answer_of
 from slipstream.client.environment_loader import environment_failed
@@ -206,19 +206,25 @@ class JudgeFunction:
         Raises ConfigError if there is no such function, or it requires an argument not in
         `ARGUMENTS`.
         """
+        self._reference, call = getattr(judge, "__qualname__", repr(judge)), judge
         if isinstance(judge, str):
-            self._reference, self._call = judge, import_function("judge", judge)
-        else:
-            self._reference, self._call = getattr(judge, "__qualname__", repr(judge)), judge
-        if not callable(self._call):
-            raise ConfigError(f"judge must be a function, or the name of one, got {self._call!r}")
+            self._reference = judge
+            module, _, name = judge.partition(":")
+            if not (module and name):
+                raise ConfigError(f"judge must be module:function, got {judge!r}")
+            try:
+                call = getattr(importlib.import_module(module), name, "")
+            except ModuleNotFoundError as error:
+                raise ConfigError(f"judge: there is no module {error.name!r}") from error
+            if not callable(call):
+                raise ConfigError(f"judge: module {module} has no function {name!r}")
+        if not callable(call):
+            raise ConfigError(f"judge must be a function, or the name of one, got {call!r}")
+        self._call: Callable[..., object] = call
         self._taken = _taken(self._reference, self._call)
+        self.takes_answer = "answer" in self._taken
         # Whether it takes the answer by a parameter of this name.
         self.names_answer = "answer" in inspect.signature(self._call).parameters
-
-    @property
-    def takes_answer(self) -> bool:
-        return "answer" in self._taken
 
     async def judge(self, question: Question, reply: str) -> StepResult:
         """Returns the function's reward and metrics. Raises EnvironmentFailed without a reward."""
@@ -238,24 +244,6 @@ class JudgeFunction:
         metrics = dict(found)
         reward, by_token = metrics.pop("reward"), metrics.pop("token_rewards", ())
         return StepResult(reward, metrics=metrics, token_rewards=by_token)
-
-
-def import_function(argument: str, reference: str) -> Callable[..., Any]:
-    """Imports and returns the function that `reference` names as "module:function".
-
-    Raises ConfigError, which names `argument`, if there is no such function.
-    """
-    module, _, name = reference.partition(":")
-    if not (module and name):
-        raise ConfigError(f"{argument} must be module:function, got {reference!r}")
-    try:
-        function = getattr(importlib.import_module(module), name, None)
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"{argument}: there is no module {error.name!r}") from error
-    if not callable(function):
-        raise ConfigError(f"{argument}: module {module} has no function {name!r}")
-    found: Callable[..., Any] = function
-    return found
 
 
 def _taken(reference: str, function: Callable[..., object]) -> tuple[str, ...]:

@@ -111,7 +111,7 @@ def test_a_row_that_gives_no_reply_is_named(tmp_path: Path, row: object, said: s
             {"q": [{"text": "a"}], "a": "b"},
             "row 1: column 'q': a message has role and content, got {",
         ),
-        ({"q": "a", "a": {"text": "b"}}, "row 1: column 'a' must hold a text, got {'text'"),
+        ({"q": "a", "a": {"text": "b"}}, "row 1: column 'a' must hold a text or a number, got {"),
         ({"q": "a", "a": True}, "row 1: column 'a' must hold a text or a number, got True"),
         (
             {"q": talk("user", "q", "assistant", "r")["messages"], "a": "b"},
@@ -216,6 +216,10 @@ def test_calls_of_an_untrained_reply_and_the_offered_tools_are_given_on(tmp_path
             "arguments of f hold null, as parquet fills them: write JSON text",
         ),
         ([message("user", [{"type": "video", "video": "x"}])], "a part must be "),
+        ([message("user", "\frac{1}{2}")], "holds '\\x0crac': in JSON a backslash of LaTeX is"),
+        ([message("Assistant", "r")], "the role of a message must be 'assistant', got 'Assistant'"),
+        ([message("gpt", "r")], "the role of a message must be 'assistant', got 'gpt'"),
+        ([message("human", "q")], "the role of a message must be 'user', got 'human'"),
         ([{"from": "human", "value": "q"}], "a message has role and content, got {'from'"),
         (
             [message("tool", "5", tool_call_id="c2"), message("assistant", "r")],
@@ -240,6 +244,7 @@ def test_a_field_that_cannot_be_used_is_named_with_file_and_row(tmp_path, row, s
         ({"weight": 0}, "column 'weight' is not read, got 0"),
         ({"system": "Be kind."}, "column 'system' is not read, got Be kind."),
         ({"image": "a.png"}, "column 'image' is not read, got a.png"),
+        ({"loss_mask": [0, 1]}, "column 'loss_mask' is not read, got [0, 1]"),
         ({"tools": [{"name": "f"}]}, 'tools[0] must be an object with type "function"'),
         ({"tools": "[{"}, "column 'tools' looks like a list, but cannot be read"),
     ],

@@ -1,5 +1,6 @@
 import asyncio
 import json
+from datetime import date, time
 from decimal import Decimal
 from pathlib import Path
 
@@ -113,6 +114,7 @@ async def test_a_decimal_is_the_number_that_it_writes() -> None:
     environment.reset(environment.tasks()[0])
     earned = [(await environment.step(reply)).reward for reply in ("18.9", "18.90", "18.91")]
     assert earned == [1.0, 1.0, 0.0]
+    assert Questions([{"question": "q", "answer": Decimal("72.00")}]).tasks()[0].answer == "72"
 
 
 @pytest.mark.parametrize("write", [json_lines, parquet])
@@ -133,6 +135,22 @@ def test_what_is_missing_in_a_column_of_numbers_is_empty(tmp_path: Path):
     assert refusal(path) == f"{path}, row 1: column 'answer' is empty"
     path = json_lines(tmp_path, [{"question": "q", "answer": True}])
     assert refusal(path).endswith("must hold a text or a number, got True: write its text")
+
+
+@pytest.mark.parametrize("answer", [date(2024, 1, 5), time(5, 30), ("7",), {"7"}, b"7", 1j])
+def test_a_value_that_is_neither_text_nor_number_is_refused(answer):
+    with pytest.raises(ConfigError, match="must hold a text or a number, got"):
+        Questions([{"question": "q", "answer": answer}], judge="exact")
+    own = Questions([{"question": "q", "answer": answer}], judge=lambda reply, answer: 1.0)
+    assert own.tasks()[0].value == answer
+
+
+def test_arrays_of_rows_are_lists_and_their_numbers_are_numbers():
+    numpy = pytest.importorskip("numpy")
+    asked = numpy.array([{"role": "user", "content": "q"}], dtype=object)
+    rows = [{"question": asked, "answer": numpy.int64(7)}]
+    (task,) = Questions(rows, judge="exact").tasks()
+    assert (task.messages, task.answer) == ((Message("user", "q"),), "7")
 
 
 def test_numbers_of_32_bits_are_their_shortest_decimals(tmp_path: Path):
@@ -174,6 +192,14 @@ def test_a_time_that_python_cannot_hold_is_one_line(tmp_path: Path):
         ('{"question": true, "answer": "1"}', "must hold a text or a number, got True"),
         ('{"question": "q", "answer": "1", "tools": [{"type": "x"}]}', "'tools' is not read"),
         ('{"question": "<image>?", "answer": "1", "images": ["a.png"]}', "'images' is not read"),
+        ('{"question": "What is it?", "answer": "1", "image": "a.png"}', "'image' is not read"),
+        ('{"question": "q", "answer": "1", "system": "Be kind."}', "'system' is not read"),
+        (r'{"question": "q", "answer": "\frac{1}{2}"}', r"holds '\x0crac': in JSON a backslash"),
+        (r'{"question": "2 \times 3 \neq 5?", "answer": "1"}', r"holds '\times'"),
+        (
+            """{"question": "[{'from': 'human', 'value': 'a'}]", "answer": "1"}""",
+            "a message has role and content, got {'from'",
+        ),
         (
             """{"question": "array([{'role': 'user', 'content': 'a'}])", "answer": "1"}""",
             "looks like a list, but cannot be read",
@@ -285,7 +311,8 @@ def test_what_is_wrong_with_a_file_is_one_line(tmp_path: Path, monkeypatch):
     )
     json_lines(tmp_path, [SUMS[0], {"question": "q", "answer": {"text": ["b"]}}])
     assert refusal("data.jsonl") == (
-        "data.jsonl, row 2: column 'answer' must hold a text, got {'text': ['b']}"
+        "data.jsonl, row 2: column 'answer' must hold a text or a number, got {'text': ['b']}"
+        ": write its text"
     )
     (tmp_path / "data.csv").write_text("question,answer\n")
     assert refusal("data.csv") == (

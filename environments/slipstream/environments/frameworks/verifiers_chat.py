@@ -7,7 +7,7 @@ after downloading packages. Tools of a taskset are called over MCP by verifiers'
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -60,11 +60,25 @@ class ChatHarness(Harness[HarnessConfig]):  # type: ignore[misc]
         raised.
         """
         client = self._client.with_options(base_url=endpoint, api_key=secret, timeout=REPLY_LIMIT_S)
-        messages = self._opening(data)
+        system_prompt, prompt = self.resolve_prompt(data)
+        messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
+        if isinstance(prompt, str):
+            messages.append({"role": "user", "content": prompt})
+        else:
+            messages += [message_to_wire(message) for message in prompt or ()]
+        limit_s = self.config.tool_timeout
+        urls = {name: {"url": url, "timeout": limit_s} for name, url in mcp_urls.items()}
         async with AsyncExitStack() as stack:
-            tools, dispatch, servers = await connect_mcp(self._servers(mcp_urls), stack)
+            tools, dispatch, servers = await connect_mcp({"mcpServers": urls}, stack)
 
-            async def call(name: str, arguments: dict[str, Any]) -> Foreign:
+            async def call(name: str, text: str) -> Foreign:
+                """Returns a tool's result, or an error for the model."""
+                try:
+                    arguments = json.loads(text)
+                except (ValueError, RecursionError) as error:
+                    return f"error: invalid JSON in tool arguments ({error})"
+                if not isinstance(arguments, dict):
+                    return "error: tool arguments must be a JSON object"
                 if name not in dispatch:
                     return f"error: unknown tool {name!r}"
                 return await call_mcp(servers, dispatch, name, arguments)
@@ -83,35 +97,8 @@ class ChatHarness(Harness[HarnessConfig]):  # type: ignore[misc]
                 messages.append(reply.model_dump(exclude_none=True))
                 if not reply.tool_calls:
                     return ENDED
-                messages += [await _answered(asked, call) for asked in reply.tool_calls]
-
-    def _opening(self, data: Foreign) -> list[dict[str, Any]]:
-        system_prompt, prompt = self.resolve_prompt(data)
-        system = [{"role": "system", "content": system_prompt}] if system_prompt else []
-        if isinstance(prompt, str):
-            return [*system, {"role": "user", "content": prompt}]
-        return [*system, *(message_to_wire(message) for message in prompt or ())]
-
-    def _servers(self, urls: Mapping[str, str]) -> dict[str, Any]:
-        limit_s = self.config.tool_timeout
-        return {
-            "mcpServers": {name: {"url": url, "timeout": limit_s} for name, url in urls.items()}
-        }
-
-
-async def _answered(
-    asked: Foreign, call: Callable[[str, dict[str, Any]], Awaitable[Any]]
-) -> Foreign:
-    """Runs one tool call; returns the message with its result, or with an error for the model."""
-    name = asked.function.name
-    try:
-        arguments = json.loads(asked.function.arguments or "{}")
-    except (ValueError, RecursionError) as error:
-        content: Foreign = f"error: invalid JSON in tool arguments ({error})"
-    else:
-        if isinstance(arguments, dict):
-            content = await call(name, arguments)
-        else:
-            content = "error: tool arguments must be a JSON object"
-    message = {"role": "tool", "tool_call_id": asked.id, "name": name, "content": content}
-    return bound_tool_message(message)
+                for asked in reply.tool_calls:
+                    content = await call(asked.function.name, asked.function.arguments or "{}")
+                    result = {"role": "tool", "tool_call_id": asked.id, "content": content}
+                    result["name"] = asked.function.name
+                    messages.append(bound_tool_message(result))
