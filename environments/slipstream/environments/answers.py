@@ -2,10 +2,16 @@
 
 import ast
 import builtins
+import contextlib
+import functools
+import json
 import re
+import sys
+import sysconfig
 import textwrap
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator
+from importlib.machinery import PathFinder
 
 # A sign belongs to a number unless it follows another one: "12-3" ends in 3.
 _PLAIN = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?"
@@ -18,11 +24,13 @@ _MAX_WRAPPERS = 8
 _ZEROS = (0x660, 0x6F0, 0x966, 0x9E6)
 # Characters by what a program writes for them: fractions, signs, symbols, full-width forms.
 _FRACTIONS = {c: f" {unicodedata.normalize('NFKC', c)}".replace("⁄", "/") for c in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅛⅜⅝⅞"}
-_SIGNS = dict.fromkeys("−–﹣", "-") | dict.fromkeys("\u00a0\u2009\u202f", " ") | {"。": ". "}
+_SIGNS = dict.fromkeys("−–﹣‐‑", "-") | dict.fromkeys("\u00a0\u2009\u202f", " ") | {"。": ". "}
 _SIGNS |= dict.fromkeys("‘’ʼ", "'")
 _SIGNS |= {chr(zero + digit): str(digit) for zero in _ZEROS for digit in range(10)}
 _SIGNS |= {"π": r"\pi ", "×": r"\times ", "∞": r"\infty "}
-_SIGNS |= {"≤": r"\le ", "≥": r"\ge "} | dict.fromkeys("\u200b\ufeff", "")
+_SIGNS |= {"≤": r"\le ", "≥": r"\ge ", "⁄": "/", "∕": "/", "·": r"\cdot ", "⋅": r"\cdot "}
+# What has no width, and marks of the direction of writing.
+_SIGNS |= dict.fromkeys("\u200b\u2060\ufeff\u200e\u200f\u202a\u202c\u2066\u2068\u2069", "")
 _WIDE = {chr(0xFEE0 + code): chr(code) for code in range(0x21, 0x7F)}
 _CHARACTERS = str.maketrans(_FRACTIONS | _WIDE | _SIGNS)
 _EAST = "[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]"
@@ -43,7 +51,9 @@ _CURRENCIES = [
     re.compile(form, re.IGNORECASE)
     for form in (
         *(r"\\\$|\$(?=\d[\d,.]*+(?!\$))|\d (?:US )?dollars?\b|\bUSD\b", r"€|\d euros?\b|\bEUR\b"),
-        *(r"£|\bGBP\b", r"¥|\d yen\b|\bJPY\b", r"₹|\d rupees?\b|\bINR\b"),
+        *(r"£|\bGBP\b", r"¥|\d yen\b|\bJPY\b", r"₹|\d rupees?\b|\bINR\b", r"¢|\d cents?\b"),
+        # Temperatures have scales as money has currencies.
+        *(rf"(?:°|\\circ\}}?) *(?:\\\w+\{{ *)?{scale}\b" for scale in "CF"),
     )
 ]
 # In turn: marks of text, signs that say nothing, signs in words.
@@ -51,12 +61,16 @@ _REWRITTEN: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], 
     (re.compile(rf"(?<={_EAST})(?=[-\d])|(?<=\d)(?={_EAST})"), " "),
     (re.compile(r"(?<![A-Za-z0-9)])\*\*|\*\*(?![A-Za-z0-9(])|(?<!\w)__|__(?!\w)"), ""),
     (re.compile(r"(?<![\w*])\*([^*\s](?:[^*\n]*[^*\s])?)\*(?![\w*])"), r"\1"),
-    (_MONEY, lambda found: "$" if _is_formula(found[1], found[2]) else ""),
+    # Between two dollars a formula has a sign that no amount has.
+    (_MONEY, lambda found: "$" * bool(found[2] and re.search(r"[\\=^+*/<>]", found[1] or ""))),
     (re.compile(r"(^|[=:(\[{$,]|\bis)([ \t]*)\+(?=[ \t]*[\d.])", re.MULTILINE), r"\1\2"),
     (re.compile(r"(?<!\d )\b(?:minus|negative) (?=[\d.])", re.IGNORECASE), "-"),
     (re.compile(r"(?<=\d)(?:\s*\\?%|\s*per ?cent\b)"), "%"),
     (re.compile(r"√ *(?:(\d+)|\(([^()]*)\))"), r"\\sqrt{\1\2}"),
     (re.compile("√"), r"\\sqrt "),
+    (re.compile(r"(?<=\d)\s*+[x*]\s*+(?=10\s*+\^)"), r" \\times "),
+    (re.compile(r"\^(-\d+)"), r"^{\1}"),
+    (re.compile(r"\\(?:text)?color\s*\{\w+\}"), ""),
     (re.compile("[⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+"), lambda found: f"^{{{unicodedata.normalize('NFKC', found[0])}}}"),
     # The fences of a block, with its language.
     (re.compile(r"\A\s*(?:`{3,}+|~{3,}+)[\w+-]*\n|(?<!~)~{3,}+\s*+\Z|`"), ""),
@@ -64,7 +78,8 @@ _REWRITTEN: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], 
 )
 # What surrounds an answer without being part of it.
 _WRAPPERS = re.compile(
-    r"""\\(?:boxed|fbox|text\w*|math(?:rm|bf|it|sf|tt)|mbox|operatorname)\s*\{(.*)\}
+    r"""\\(?:boxed|fbox|text\w*|math(?:rm|bf|it|sf|tt)|mbox|underline|operatorname)\s*\{(.*)\}
+    | <answer>(.*)</answer> | <\|begin_of_box\|>(.*)<\|end_of_box\|> | 【(.*)】
     | \$\$?(.*?)\$?\$ | \\\((.*)\\\) | \\\[(.*)\\\]
     | "(.*)" | '(.*)' | “(.*)” | «(.*)»
     | \(([A-Za-z])\) | (.*[^.!,;])[.!,;]+""",
@@ -76,23 +91,28 @@ _TAGGED = re.compile(
     r"<((?:final_)?answer|\|begin_of_box\|)>((?:(?!<\1>).)*?)<(?:/(?:final_)?answer|\|end_of_box\|)>",
     re.DOTALL | re.IGNORECASE,
 )
-# A reply, or a block, that is an object of JSON with the answer in it.
+# A reply, or a block at its end, that is an object of JSON with the answer in it.
 _OBJECT = re.compile(
-    r"\s*+(?:```)?(?:json)?\s*+\{[^{}]*\"(?:final_)?answer\"\s*:"
-    r"\s*(\"(?:[^\"\\]|\\.)*\"|[^,{}]*)[^{}]*\}\s*+(?:```)?\s*+",
+    r"\{[^{}]*[\"'](?:final_)?answer[\"']\s*:"
+    r"\s*(\"(?:[^\"\\]|\\.)*\"|'[^'{}]*'|[^,{}]*)[^{}]*\}\s*+(?:```)?\s*+\Z",
     re.IGNORECASE,
 )
+# A command of LaTeX, whose backslash JSON would have twice.
+_COMMAND = re.compile(r"(?<!\\)\\(?!u[0-9a-fA-F]{4})[A-Za-z]{2}")
 # An answer alone in the first line, before what explains it and does not take it back.
 _FIRST = re.compile(
     r"\s*+((?:(?!\n|=|(?<![\\A-Za-z])[A-Za-z]{2}).)++)\n\W*+(?:explanation|because|since|reason\w*|why"
-    r"|note|check|steps?|work\w*|proof|solution|calculation|rationale|details|here|this|we|as|to)\b"
+    r"|note|check|steps?|work\w*|proof|solution|calculation|rationale|details|here|this|we|as|to"
+    r"|[A-Z] is)\b"
     r"(?!.*\b(?:wait|actually|correction|sorry|mistake)\b)",
     re.DOTALL | re.IGNORECASE,
 )
 _FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}|\s*/\s*")
 _JOINED = re.compile(r"[\s$,.;]*(and|or)?[\s$,.;]*")
 _SAID = re.compile(
-    r"(?:\b(?:answer|option|choice)(?: is|\s*:| =)|答案[是为]?)\s*:?\s*"
+    r"(?:\b(?:answer|option|choice|Antwort|réponse|respuesta|resposta|risposta|ответ)"
+    r"(?: corre[ct]ta)?(?: ist?| est?| [eé] | è|\s*:| =| -(?= [A-Z(*]))|(?<!#)####(?!#)"
+    r"|(?:答案|答え|正解|정답)[是为选はが은는]?|(?<!不)[选選][项項择擇]?(?=\s*[A-Z(]))\s*:?\s*"
     r"(?:(?:\\\[|\$\$)\s*\n\s*)?(.*?)(?=[.!?](?:\s|$)|\n|$)",
     re.IGNORECASE,
 )
@@ -115,10 +135,6 @@ def plain(text: str) -> str:
     for pattern, written in _REWRITTEN:
         text = pattern.sub(written, text)
     return text
-
-
-def _is_formula(rest: str | None, closing: str | None) -> bool:
-    return bool(closing) and any(sign in (rest or "") for sign in "\\=^+*/<>")
 
 
 def other_money(one: str, other: str) -> bool:
@@ -151,7 +167,7 @@ def number_of(text: str) -> int | float | None:
 def contains(text: str, answer: str) -> bool:
     """Whether `answer` stands in `text` as whole words and numbers, in upper or lower case.
 
-    In "6 or 7" neither does, nor does a in "not a", and no number is a part of a fraction.
+    In "6 or 7" neither does, nor does a in "not a", and no number is a part of a fraction or power.
     """
     looked_for, within = (
         _FRACTION.sub(lambda f: f"{f[1]}/{f[2]}" if f[2] else "/", said).casefold()
@@ -160,15 +176,19 @@ def contains(text: str, answer: str) -> bool:
     if not looked_for:
         return False
     word = "[0-9a-zà-ɏͰ-ԯ]"
-    before = rf"(?<!{word})" + r"(?<![\d][.,/:])(?<!-)" * looked_for[0].isdecimal()
+    before = rf"(?<!{word})" + r"(?<![\d][.,/:])(?<![-^])(?<!\^\{)" * looked_for[0].isdecimal()
     if re.match(r"-\.?\d", looked_for):
         # In "10-5" is no number -5.
         before = r"(?<![\w)])(?<![\d)] )"
-    after = r"(?:\.0+)?(?![.,/:]?\d)" * looked_for[-1].isdecimal() + rf"(?!{word})"
+    number = r"(?:\.0+)?(?![.,/:]?\d)(?! ?\^| [mbt]illion| hundred| thousand)"
+    after = number * looked_for[-1].isdecimal() + rf"(?!{word}|\+\+|#)"
     begins, ends = (re.match(word, looked_for[at]) for at in (0, -1))
     before = before if begins or looked_for[0] == "-" else ""
     pattern = f"{before}{re.escape(looked_for)}{after if ends else ''}"
-    pattern = rf"(?<!\bor )(?<!\bnot )(?<!n't ){pattern}(?!,? or )"
+    denied = "".join(
+        rf"(?<!\b{no} )" for no in ("or", "nor", "not", "neither", "never", "anything but")
+    )
+    pattern = rf"{denied}(?<!n't )(?<!n't be ){pattern}(?!,? n?or )"
     return re.search(pattern, within) is not None and not other_money(text, answer)
 
 
@@ -198,9 +218,14 @@ def final_of(text: str) -> str:
 
 
 def _unpacked(text: str) -> str:
-    """Returns the answer in a text that is an object of JSON, else the text."""
-    found = _OBJECT.fullmatch(text)
-    return text if found is None else found[1].strip().strip('"')
+    """Returns the answer in a text that is an object of JSON or ends with one, else the text."""
+    if (found := _OBJECT.search(text)) is None:
+        return text
+    said = found[1].strip()
+    if said[:1] == '"' and not _COMMAND.search(said):
+        with contextlib.suppress(ValueError):
+            return str(json.loads(said, strict=False))
+    return "" if said == "null" else said.strip("\"'")
 
 
 def _inside(text: str, start: int) -> tuple[str, int]:
@@ -255,6 +280,14 @@ def _without_prose(text: str) -> str:
     return text
 
 
+@functools.cache
+def is_there(module: str) -> bool:
+    """Whether a module is Python's own or of an installed package."""
+    top = module.partition(".")[0]
+    installed = [sysconfig.get_path(name) for name in ("purelib", "platlib")]
+    return top in sys.stdlib_module_names or PathFinder.find_spec(top, installed) is not None
+
+
 def names_in(code: str) -> tuple[set[str], set[str]]:
     """Returns the names that a text of Python defines, and those that it uses.
 
@@ -271,8 +304,10 @@ def names_in(code: str) -> tuple[set[str], set[str]]:
             defined.add(node.name)
         elif isinstance(node, ast.arg):
             defined.add(node.arg)
-        elif isinstance(node, ast.alias):
-            defined.add((node.asname or node.name).partition(".")[0])
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            # An example of use takes the function from a module that is not there.
+            if is_there(getattr(node, "module", None) or "sys"):
+                defined |= {(each.asname or each.name).partition(".")[0] for each in node.names}
         elif isinstance(node, ast.Name):
             (used if isinstance(node.ctx, ast.Load) else defined).add(node.id)
     return defined, used

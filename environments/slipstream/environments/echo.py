@@ -70,24 +70,6 @@ class Echo(Environment[Pair]):
         return StepResult(reward=(right + named) / 2, metrics={"right": right, "named": named})
 
 
-class Others(Echo):
-    """Shows the prompts of `Echo`; the right reply has only letters that are not in the prompt.
-
-    The letters are the first `num_symbols` of the alphabet. The reward is the share of the first
-    `reply_length` words that are such letters; a missing word counts as wrong.
-    """
-
-    def reset(self, task: Pair) -> list[Message]:
-        messages = super().reset(task)
-        self.right_reply, self.wrong_reply = self._others(task), self._words(task)
-        return messages
-
-    def step(self, reply: str) -> StepResult:
-        words = answer_of(reply).split()[: self._reply_length]
-        others = self._symbols - set(self._letters)
-        return StepResult(reward=sum(word in others for word in words) / self._reply_length)
-
-
 def split_pairs(num_symbols: int, seed: int) -> tuple[list[Pair], list[Pair]]:
     """Returns the pairs of letters for training, and the held-out pairs.
 

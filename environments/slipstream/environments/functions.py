@@ -12,19 +12,17 @@ import py_compile
 import re
 import site
 import sys
-import sysconfig
 import tempfile
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Literal
 
 from slipstream.client.environment import Environment, Message, StepResult, answer_of
 from slipstream.core.errors import ConfigError
 from slipstream.environments import functions_program
-from slipstream.environments.answers import code_of, names_in
+from slipstream.environments.answers import code_of, is_there, names_in
 from slipstream.environments.arguments import (
     check_above_0,
     check_at_least,
@@ -159,7 +157,11 @@ def _read_exam(
             f"function = 'entry_point'"
         )
     texts = [f"{text}\n\ncheck({name})\n" if _CHECK.search(text) else text for text in texts]
-    imported = _imported(texts, where)
+    # Names that tests take from modules that are not there, with the modules.
+    imported: dict[str, str] = {}
+    for node in itertools.chain.from_iterable(ast.walk(_parsed(text, where)) for text in texts):
+        if isinstance(node, ast.ImportFrom) and node.module and not is_there(node.module):
+            imported |= {each.name: node.module for each in node.names if each.name != "*"}
     names, known = {name} if name else set(), set(dir(builtins))
     for text in () if name else (before, *texts):
         _parsed(text, where)
@@ -268,30 +270,6 @@ def _calls(node: ast.AST, names: Container[str]) -> bool:
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names
 
 
-def _imported(tests: Sequence[str], where: str) -> dict[str, str]:
-    """Returns the names that tests take from modules that are not there, with the modules."""
-    installed = [sysconfig.get_path(name) for name in ("purelib", "platlib")]
-    found: dict[str, str] = {}
-    for node in itertools.chain.from_iterable(ast.walk(_parsed(text, where)) for text in tests):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            top = node.module.partition(".")[0]
-            if top not in sys.stdlib_module_names and not PathFinder.find_spec(top, installed):
-                found |= {each.name: node.module for each in node.names if each.name != "*"}
-    return found
-
-
-def _check_own_tests(exams: Sequence[Exam]) -> None:
-    """Raises ConfigError for tests of functions that only the question of another row names."""
-    called = {n: e.where for e in exams for n in re.findall(r"\w+(?=\()", e.question)}
-    for exam in exams:
-        own = {*re.findall(r"\w+", exam.prompt)} & {*exam.functions}
-        others = called.keys() & {*exam.functions}
-        for name in () if own else sorted(others)[:1]:
-            other = called[name].rpartition(", ")[2]
-            what = f"{name}, which its question does not name, and the question of {other} does"
-            raise ConfigError(f"{exam.where}: the tests call {what}")
-
-
 class Functions(Environment[Exam]):
     """Asks for functions and runs tests against the blocks of the reply that define them.
 
@@ -352,7 +330,14 @@ class Functions(Environment[Exam]):
             )
             for where, row in rows
         ]
-        _check_own_tests(self._exams)
+        # Tests of functions that only the question of another row names are that row's.
+        called = {n: e.where for e in self._exams for n in re.findall(r"\w+(?=\()", e.question)}
+        for exam in self._exams:
+            own = {*re.findall(r"\w+", exam.prompt)} & {*exam.functions}
+            for name in () if own else sorted(called.keys() & {*exam.functions})[:1]:
+                other = called[name].rpartition(", ")[2]
+                what = f"{name}, which its question does not name, and the question of {other} does"
+                raise ConfigError(f"{exam.where}: the tests call {what}")
         # The solution of the next row of the same functions, by the row's name.
         self._neighbour = {
             one.where: other.solution

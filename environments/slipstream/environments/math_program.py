@@ -11,7 +11,7 @@ import os
 import re
 import resource
 import sys
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from slipstream.core.machine.process import die_with_parent
 from slipstream.environments.answers import bare, final_of, numbers, other_money, plain
@@ -30,24 +30,32 @@ _EITHER = re.compile(r"\d\S{0,40}(?: \S{1,20})? or \S{0,40}\d")
 _MEASURE = r"(-?(?<![\w.^/])\d++(?:\.\d++)?)"
 _UNIT_END = r"(?![\w^²³/]|\s*\}?\s*(?:\^|/|per\b))"
 _UNIT = re.compile(rf"{_MEASURE}\s*+(?:\\\w+\{{)?\s*([A-Za-z]+){_UNIT_END}")
-_RATE = re.compile(r"(-?\d+(?:[./]\d+)?)(?:\s*[A-Za-z]+(?:/| per )[A-Za-z]+| [A-Za-z]{3,})")
+_RATE = re.compile(
+    r"(-?\d+(?:[./]\d+)?(?:\s*\\(?:times|cdot)\s*10\^\{?-?\d+\}?)?)"
+    r"(?:\s*[A-Za-z]+(?:/| per )[A-Za-z]+(?:\^\{?\d\}?)?| [A-Za-z]{3,})"
+)
 _PER = re.compile(
     rf"{_MEASURE} *+(?:\\\w+\{{ *+)?([A-Za-z]++) *+(?:/|per ) *([A-Za-z]+){_UNIT_END}"
 )
 _MPH = re.compile(r"(?<!\s) *+(?<![A-Za-z])(mph|kmh|kph)\b", re.IGNORECASE)
 # What leaves a number before a unit a part of one.
 _FORMULA = re.compile(r"\d *+(?:[+*]|\\(?:cdot|times)\b) *+\d|\\sqrt")
+# A letter of a formula, where a unit would stand behind a space.
+_LETTER = re.compile(r"\d[A-Z]\b")
 _MEASURED = re.compile(r"\d\s*(?:\\\w+\{)?\s*[A-Za-z]")
 # What a reply says that the answer is not.
 _REJECTED = re.compile(
+    r"(?<!\s),?\s*+不是[^.]*$|"
     r"(?<!\s),?\s*+\bnot\b[^.]*?\bbut\b"
     r"|(?<!\s),?\s++\(?(?:(?:and |but )?(?:not|rather than|instead of)|because|since)\b.*$",
     re.DOTALL,
 )
 # Words before a number that make it a bound, a guess or no answer.
 _BOUND = re.compile(
-    r"\b(?:not|at least|at most|(?:less|more|fewer|greater) than|between|maybe|perhaps)\b"
-    r"|n't (?=[-\d])",
+    r"\b(?:not|at least|at most|(?:less|more|fewer|greater) than|between|maybe|perhaps|never"
+    r"|cannot|(?:could|might) be|(?:min|max)imum of|anything but|nicht|no es|pas|não|не)\b|不[是为]"
+    r"|n't (?=[-\d])|\b(?:over|under|up to|nearly|almost) -?[\d.,%]+\Z|\d\+\s*\Z"
+    r"|\d or (?:more|less|fewer|so)\b",
     re.IGNORECASE,
 )
 _SCALE = re.compile(
@@ -74,7 +82,8 @@ _SPOKEN = re.compile(
 # Words before an answer: I would say, it should be, that makes.
 _LEAD = re.compile(
     r"\s*(?:(?:i|we)(?:'d|'ll| would)? (?:say|think|get|got)(?: that)?"
-    r"|(?:it|that|this) (?:is|should be|must be|would be|makes))(?: (?:it is|it's))?:? +",
+    r"|(?:it|that|this) (?:is|should be|must be|would be|makes)|(?:so|thus|hence),)"
+    r"(?: (?:it is|it's))?:? +",
     re.IGNORECASE,
 )
 # What stands before a word that is told: the parity is even, the chance is one half.
@@ -95,6 +104,9 @@ _WRITTEN: tuple[tuple[re.Pattern[str], str], ...] = (
         re.compile(r"(?:the set of )?all (?:the )?real(?:s| numbers)(?=[\s.!$]*\Z)", re.IGNORECASE),
         r"(-\\infty, \\infty)",
     ),
+    (re.compile(r"(?<![\\A-Za-z])(a?r?c?(?:sin|cos|tan)|ln|log|exp)(?![A-Za-z])"), r"\\\1"),
+    (re.compile(r"(?<=[)\]]) *(?:U|∪) *(?=[(\[])"), r" \\cup "),
+    (re.compile(r"\\varnothing|∅"), r"\\emptyset"),
     (re.compile(r"<="), r"\\le "),
     (re.compile(r">="), r"\\ge "),
     (re.compile(r"(?<![\\A-Za-z])pi(?![A-Za-z])"), r"\\pi "),
@@ -143,16 +155,24 @@ _MAY_SAY = {
 }
 _NAMES = re.compile(r"\((?:\w+, *)+\w+\) *= *|[A-Za-z] *= *")
 _COMPARED = re.compile(r"\$? *([<>]=?|\\[lg]eq?\b)")
+_PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "m": 1e-3, "μ": 1e-6, "n": 1e-9}
 # The units of each quantity, in numbers of the first one.
 _QUANTITIES: tuple[dict[str, float], ...] = (
     {"m": 1, "meter": 1, "metre": 1, "cm": 0.01, "mm": 0.001, "km": 1000}
     | {"inch": 0.0254, "inche": 0.0254, "foot": 0.3048, "feet": 0.3048, "ft": 0.3048}
     | {"yard": 0.9144, "mile": 1609.344, "mi": 1609.344}
     | {"kilometer": 1000, "kilometre": 1000, "centimeter": 0.01, "centimetre": 0.01},
-    {"g": 1, "gram": 1, "kg": 1000, "kilogram": 1000, "mg": 0.001},
-    {"s": 1.0, "sec": 1.0, "second": 1.0, "min": 60.0, "minute": 60.0}
-    | {"h": 3600.0, "hr": 3600.0, "hour": 3600.0, "day": 86400.0},
-    {"l": 1, "liter": 1, "litre": 1, "ml": 0.001},
+    {"g": 1, "gram": 1, "kg": 1000, "kilogram": 1000, "mg": 0.001, "ton": 1e6, "tonne": 1e6}
+    | {"lb": 453.59237, "pound": 453.59237, "oz": 28.349523125, "ounce": 28.349523125},
+    {"s": 1.0, "sec": 1.0, "second": 1.0, "min": 60.0, "minute": 60.0, "ms": 0.001}
+    | {"h": 3600.0, "hr": 3600.0, "hour": 3600.0, "day": 86400.0, "week": 604800.0},
+    {"month": 1, "year": 12},
+    {"l": 1, "liter": 1, "litre": 1, "ml": 0.001, "gallon": 3.785411784},
+    {"acre": 0.40468564224, "hectare": 1, "ha": 1},
+    *(
+        {f"{prefix}{unit}": factor for prefix, factor in _PREFIXES.items()}
+        for unit in ("N", "J", "W", "V", "A", "K", "Hz", "Pa", "mol", "B")
+    ),
 )
 # Quantities, and the number in their first units.
 _Amount: TypeAlias = tuple[tuple[int, ...], float]
@@ -161,7 +181,8 @@ _CHOICE = re.compile(
     r"(?:choose|chose|pick|select|go with|option|choice|it's|it is)\s|\\text\w*\{)?\(?((?-i:[A-Z]))"
     # Several letters are no choice.
     r"(?!(?-i:\W|and|or|no|wait|actually|[A-Z](?!\w))*[A-Z]\W*$)"
-    r"(?:[).:](?=[\s\\}]|$)|(?= because| since| is (?:correct|right)|,|$))",
+    r"(?:[).:](?=[\s\\}]|$)|(?= because| since| is (?:correct|right)|,| - (?![A-Z]\b)"
+    r"|[\u3040-\u30ff\uac00-\ud7af]|$))",
     re.IGNORECASE,
 )
 
@@ -201,7 +222,7 @@ def compare(answer: str, reply: str, question: str = "") -> dict[str, bool]:
     if other_money(reply, answer):
         return {"known": True, "readable": True, "right": False}
     answer, reply = plain(answer), plain(reply)
-    said = _TEXT_WORD.sub(r" \1 ", final_of(reply))
+    answer, said = (_TEXT_WORD.sub(r" \1 ", text) for text in (answer, final_of(reply)))
     kept = _REJECTED.sub("", said)
     # Where nothing is left, "not" stays and makes it no answer.
     said = kept if numbers(kept) or not numbers(said) else said
@@ -210,7 +231,7 @@ def compare(answer: str, reply: str, question: str = "") -> dict[str, bool]:
         # The last box never ends.
         return {"known": True, "readable": False, "right": False}
     told = _TOLD.sub("", _LEAD.sub("", said, count=1), count=1)
-    if said and _text(answer, answer) in (_text(said, answer), _text(told, answer)):
+    if said and _text(answer, answer) in (_text(each, answer) for each in (said, kept, told)):
         return {"known": True, "readable": True, "right": True}
     if _GOES_ON.search(answer):
         # math-verify would read the formulas in it alone.
@@ -239,8 +260,11 @@ def compare(answer: str, reply: str, question: str = "") -> dict[str, bool]:
     if is_bound or (_EITHER.search(said) and not _SEVERAL.search(answer)):
         return {"known": True, "readable": False, "right": False}
     answer, said = _SCALE.sub(_scaled, answer), _SCALE.sub(_scaled, said)
-    if (amount := _amount(answer)) is not None and _MEASURED.search(said):
-        return {"known": True, "readable": True, "right": _amount(said) == amount}
+    if (amount := None if _LETTER.search(answer) else _amount(answer)) is not None:
+        if _MEASURED.search(said):
+            return {"known": True, "readable": True, "right": _amount(said) == amount}
+        if len(units := _UNIT.findall(answer)) == 1 and "°" not in said:
+            answer = units[0][0]
     if (rate := _RATE.fullmatch(bare(answer))) and not re.search("[A-Za-z]", said):
         answer = rate[1]
     answer, said = _SCIENTIFIC.sub(_power, answer), _SCIENTIFIC.sub(_power, said)
@@ -249,7 +273,7 @@ def compare(answer: str, reply: str, question: str = "") -> dict[str, bool]:
     is_marked = "$" in answer or "\\boxed" in answer
     gold = [] if is_marked or not answer else parse(f"${answer}$", **no_limit)
     gold = gold or parse(answer, **no_limit)
-    said = said.replace(" and ", ", ")
+    said = re.sub(r",? and ", ", ", said)
     readings = [parse(f"${said.strip('$')}$", **no_limit)] if said else []
     is_readable = any(map(bool, readings))
     if not said or _WORD.search(said):
@@ -258,21 +282,15 @@ def compare(answer: str, reply: str, question: str = "") -> dict[str, bool]:
         is_readable = bool(readings[-1])
     # A percentage may be written as its number.
     is_share = "%" in answer + said
-    right = bool(gold) and any(
-        bool(found)
-        and verify(gold, found, timeout_seconds=None)
-        and (is_share or not _are_apart(gold[0], found[0]))
-        for found in readings
-    )
+    right = False
+    for found in readings:
+        if gold and found and verify(gold, found, timeout_seconds=None):
+            # math-verify rounds to 6 places.
+            numeric = [each for each in (gold[0], found[0]) if getattr(each, "is_number", False)]
+            pair = [] if is_share else [each.evalf(15) for each in numeric]
+            most = max(map(abs, pair), default=0)
+            right |= len(pair) < 2 or bool(abs(pair[0] - pair[1]) <= _APART * most)
     return {"known": bool(gold), "readable": is_readable, "right": right}
-
-
-def _are_apart(one: Any, other: Any) -> bool:  # noqa: ANN401 - expressions of sympy
-    """Whether two numbers differ that math-verify may call equal, since it rounds to 6 places."""
-    if not all(getattr(each, "is_number", False) for each in (one, other)):
-        return False
-    first, second = one.evalf(15), other.evalf(15)
-    return bool(abs(first - second) > _APART * max(abs(first), abs(second)))
 
 
 def _same_colons(answer: str, said: str, question: str) -> bool | None:
@@ -348,7 +366,7 @@ def _shape(text: str) -> str:
 
 def _interval(text: str) -> str:
     """Returns the intervals that bounds of a letter write, else the text."""
-    parts = _MEMBER.sub("", bare(text)).split(" or ")
+    parts = [part.strip("$ ") for part in _MEMBER.sub("", bare(text)).split(" or ")]
     read = [*map(_one_interval, parts)]
     # A reply that names two intervals means one of them.
     is_union = len(parts) == 1 or not {*parts} & {*read}
@@ -407,12 +425,10 @@ def _amount(text: str) -> _Amount | None:
 
 def _unit(name: str) -> tuple[int, float] | None:
     """Returns the quantity of a unit, and how many of the first unit it is, or None."""
-    name = name.lower()
-    for quantity, factors in enumerate(_QUANTITIES):
-        # "5 ms" are no meters.
-        factor = factors.get(name) or factors.get(name.removesuffix("s") if name[2:] else "")
-        if factor is not None:
-            return quantity, factor
+    for form in (name, name.lower(), name.lower().removesuffix("s")):
+        for quantity, factors in enumerate(_QUANTITIES):
+            if form in factors:
+                return quantity, factors[form]
     return None
 
 

@@ -1,9 +1,10 @@
 import itertools
 
 import pytest
-from slipstream.environments.echo import Echo, Others, split_pairs
+from slipstream.environments.echo import Echo, split_pairs
 
 from deploy.environments.arithmetic import Addition, Arithmetic, last_number
+from deploy.environments.others import Others
 
 
 @pytest.mark.parametrize("num_symbols", [3, 8, 26])

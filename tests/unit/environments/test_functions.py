@@ -369,6 +369,15 @@ async def test_a_class_of_data_finds_its_module(tmp_path: Path) -> None:
     assert (await judged(tasks, block(code))).reward == 1
 
 
+async def test_an_example_of_use_that_imports_the_function_does_not_define_it(tmp_path: Path):
+    tasks = functions(tmp_path, {"question": "?", "tests": ["assert add(1, 2) == 3"]})
+    right = "def add(a, b):\n    return a + b"
+    use = block("from your_module import add\nprint(add(1, 2))")
+    reply = f"{block(right)}\nUse it:\n{use}"
+    assert (await judged(tasks, reply)).reward == 1
+    assert (await judged(tasks, block("from operator import add"))).reward == 1
+
+
 async def test_code_that_ends_passes_no_test_that_catches_everything(tmp_path: Path) -> None:
     test = "try:\n    assert add(1, 2) == 3\nexcept:\n    pass"
     tasks = functions(tmp_path, {"question": "?", "tests": [test]})
