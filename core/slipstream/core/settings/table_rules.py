@@ -166,6 +166,10 @@ def _size_problems(config: Tables) -> Iterator[str]:
             'controller.turns = "sleep" needs learner.offload.gradients and optimizer = true: '
             "the learner gives its memory back to the engines"
         )
+    metrics = config.tracking.prometheus
+    if metrics == config.controller.address and not metrics.endswith(":0"):
+        # The controller would be started again and again before the run fails.
+        yield f"tracking.prometheus must have a port of its own, got controller.address {metrics}"
     first, steps = config.debug.profile.start_step, config.run.steps
     if first is not None and first > steps:
         yield f"debug.profile.start_step must be at most run.steps, got {first} and {steps}"

@@ -300,6 +300,8 @@ algorithm.weight_args = {cap = 1.0, token_band = [1.5, 2.0]}
     algorithm: token_band of the weight begins at 1.5, above its cap 1.0
 algorithm.kl = {coefficient = 0.1, estimator = "k1"}
     algorithm: kl.estimator = 'k1' in the loss has a gradient of mean 0: take k2 or k3
+controller.address = "127.0.0.1:9400", tracking.prometheus = "127.0.0.1:9400"
+    tracking.prometheus must have a port of its own, got controller.address 127.0.0.1:9400
 algorithm.reward = "overlong"
     algorithm.reward_args: reward overlong needs the argument 'cache_tokens'
 algorithm.reward = "overlong", algorithm.reward_args.cache_tokens = 17
