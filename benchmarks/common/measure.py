@@ -197,3 +197,10 @@ def _gpus() -> list[str]:
         # This machine has no GPU, or none that the driver shows.
         return []
     return [line.strip() for line in done.stdout.splitlines() if line.strip()]
+
+
+def toml_of(value: Any) -> str:  # noqa: ANN401 - any value of JSON
+    """Returns a value of JSON as TOML."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {toml_of(one)}" for key, one in value.items()) + "}"
+    return json.dumps(value)

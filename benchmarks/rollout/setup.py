@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from benchmarks.common.measure import ROOT
+from benchmarks.common.measure import ROOT, toml_of
 from benchmarks.rollout.engines import START_LIMIT_S
 
 SHAPES = {
@@ -95,7 +95,7 @@ def make_model(folder: Path, shape: str, dtype: str) -> None:
 
 def config_text(arguments: argparse.Namespace, folder: Path) -> str:
     engine = {"load_format": "dummy", **json.loads(arguments.engine)}
-    given = ", ".join(f"{key} = {_toml(value)}" for key, value in engine.items())
+    given = ", ".join(f"{key} = {toml_of(value)}" for key, value in engine.items())
     return f"""
 [run]
 name = "rollout"
@@ -134,9 +134,3 @@ engine = {{ {given} }}
 [controller]
 heartbeat_timeout_s = 20
 """
-
-
-def _toml(value: object) -> str:
-    if isinstance(value, dict):
-        return "{ " + ", ".join(f"{key} = {_toml(each)}" for key, each in value.items()) + " }"
-    return json.dumps(value)

@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.common.measure import ROOT
+from benchmarks.common.measure import ROOT, toml_of
 from benchmarks.whole_systems.work import Work
 
 START_LIMIT_S = 300.0
@@ -174,12 +174,6 @@ def work_of(arguments: argparse.Namespace, fixed_steps: int) -> Work:
     return Work(fixed)
 
 
-def _toml(value: Any) -> str:  # noqa: ANN401 - any value of JSON
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} = {_toml(one)}" for key, one in value.items()) + "}"
-    return json.dumps(value)
-
-
 def our_config(arguments: argparse.Namespace, system: System, model: Path) -> str:
     """Returns the configuration of our run: what a user writes for this work."""
     work, on_cpu = system.work, arguments.device == "cpu"
@@ -195,7 +189,7 @@ def our_config(arguments: argparse.Namespace, system: System, model: Path) -> st
     if "both" in words or arguments.servers > 1:
         extra += f"count = {max(2, arguments.servers)}\n"
     for key, value in json.loads(arguments.learner).items():
-        packed += f"{key} = {_toml(value)}\n"
+        packed += f"{key} = {toml_of(value)}\n"
     if not on_cpu and "defaults" not in words:
         # The second server samples beside the learner.
         if "both" in words:
