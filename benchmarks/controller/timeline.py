@@ -114,11 +114,14 @@ def read(folder: Path) -> list[tuple[float, str]]:
 
 
 def parts(moments: list[tuple[float, str]], begun_s: float, ended_s: float) -> list[float]:
-    """Returns the seconds of each of `PARTS` of the step that a client began and saw end."""
+    """Returns the seconds of each of `PARTS` of the step that a client began and saw end.
+
+    A part that another process ended before the part in front of it has none.
+    """
     last_s, took_s = begun_s, []
-    left = iter([(at_s, name) for at_s, name in moments if at_s >= begun_s])
     for wanted, _, _ in PARTS[:-1]:
-        at_s = next(at_s for at_s, name in left if name == wanted)
+        later = (at_s for at_s, name in moments if name == wanted and at_s >= last_s)
+        at_s = next(later, last_s)
         took_s.append(at_s - last_s)
         last_s = at_s
     return [*took_s, ended_s - last_s]
