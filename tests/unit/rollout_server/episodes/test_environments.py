@@ -44,7 +44,7 @@ class Hosted:
         self.environments = environments
         self._reports = reports
 
-    def load(self, name, *, timeout_s=10.0, num_workers=1, try_reset=False, python="", **args):
+    def load(self, name, *, timeout_s=LIMIT_S, num_workers=1, try_reset=False, python="", **args):
         spec = env_pb.EnvironmentSpec(
             name=name,
             reference=f"odd_environments:{name}",
@@ -64,7 +64,7 @@ class Hosted:
         async with asyncio.timeout(LIMIT_S):
             return await self._reports.get()
 
-    async def open(self, name: str, key: str = "episode", task: int = 0, timeout_s: float = 10.0):
+    async def open(self, name: str, key: str = "episode", task: int = 0, timeout_s=LIMIT_S):
         return await self.environments.open(name, key, task, timeout_s)
 
 
