@@ -199,19 +199,23 @@ async def test_filtered_failed_and_evaluated_episodes_stay_counted(tmp_path):
         assert len(names) == len(set(names))
 
 
-async def test_a_run_that_was_stopped_goes_on_and_may_have_more_steps(tmp_path):
-    config = make_config(tmp_path, run__steps=5)
+async def stopped(config: Config, **server: str) -> tuple[dict, FakeTrainer]:
+    """A run that a user stops while the trainer holds at version 3."""
     trainer = FakeTrainer(config.controller.address, checkpoint_every=1)
     trainer.hold_at(3)
 
-    async def stop(controller, tasks):
-        del tasks
+    async def stop(controller, _: object) -> None:
         await trainer.until_held()
         controller.stop("enough for today")
         trainer.gate.set()
 
-    fleet = FakeServer(config.controller.address)
-    summary = await play(config, fleet, trainer=trainer, during=stop)
+    fleet = FakeServer(config.controller.address, **server)
+    return await play(config, fleet, trainer=trainer, during=stop), trainer
+
+
+async def test_a_run_that_was_stopped_goes_on_and_may_have_more_steps(tmp_path):
+    config = make_config(tmp_path, run__steps=5)
+    summary, trainer = await stopped(config)
     stopped_at = trainer.version.step
     assert summary["steps"] == stopped_at < 5
     again = moved(config, tmp_path, steps=STEPS)
@@ -230,17 +234,7 @@ async def test_other_tasks_after_a_resume_are_told_and_each_comes_once_before_on
     tmp_path: Path,
 ) -> None:
     config = make_config(tmp_path, run__steps=5)
-    trainer = FakeTrainer(config.controller.address, checkpoint_every=1)
-    trainer.hold_at(3)
-
-    async def stop(controller, tasks):
-        del tasks
-        await trainer.until_held()
-        controller.stop("the data file was edited")
-        trainer.gate.set()
-
-    first = FakeServer(config.controller.address, digest="before")
-    await play(config, first, trainer=trainer, during=stop)
+    _, trainer = await stopped(config, digest="before")
     summary, trainer, fleet = await resume(
         moved(config, tmp_path, steps=STEPS), trainer.newest_checkpoint, digest="after"
     )

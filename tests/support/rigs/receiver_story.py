@@ -14,17 +14,6 @@ from support.ranks.loader_ranks import in_ranks
 from support.rigs.completed import completed
 
 RIGS = Path(__file__).parent
-FOLDERS = (
-    "protos",
-    "core",
-    "client",
-    "environments",
-    "rollout_server",
-    "learner",
-    "extensions",
-    "tests",
-    "deploy",
-)
 
 
 def run_program(*command: str, limit_s: float) -> str:
@@ -35,9 +24,7 @@ def run_program(*command: str, limit_s: float) -> str:
     if not uses_gpus():
         ((said,),) = in_ranks(1, _forked, command)
         return str(said)
-    root = RIGS.parents[2]
-    # Packages may lie in a folder that is only named there.
-    paths = os.pathsep.join([*(str(root / name) for name in FOLDERS), os.getenv("PYTHONPATH", "")])
+    paths = os.pathsep.join(sys.path)
     done = completed(
         [sys.executable, *command], env=os.environ | {"PYTHONPATH": paths}, timeout=limit_s
     )

@@ -230,13 +230,16 @@ async def test_a_daemon_that_holds_the_output_ends_with_the_program(backend: str
     assert (finished.stdout, finished.status, finished.ended_by) == (b"done\n", 0, "")
 
 
-async def test_a_cancelled_run_leaves_nothing(backend: str) -> None:
+async def sleeping(backend: str) -> asyncio.Task[Finished]:
+    """A run whose program sleeps by now; launcher and keeper name the program too."""
     running = asyncio.create_task(Sandbox(LIMITS, backend=backend).run(["sleep", A_TIME]))
-    async with asyncio.timeout(LIMIT_S):
-        # Launcher and keeper name the program too.
-        while not marked(A_TIME, name="sleep"):
-            assert not running.done(), running.result()
-            await asyncio.sleep(0.02)
+    await until(lambda: marked(A_TIME, name="sleep") or running.done())
+    assert not running.done(), running.result()
+    return running
+
+
+async def test_a_cancelled_run_leaves_nothing(backend: str) -> None:
+    running = await sleeping(backend)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
@@ -272,11 +275,7 @@ async def test_a_start_that_was_cancelled_leaves_nothing(backend: str, monkeypat
         return keeper
 
     monkeypatch.setattr(sandbox._STARTER, "start", slow)
-    running = asyncio.create_task(Sandbox(LIMITS, backend=backend).run(["sleep", A_TIME]))
-    async with asyncio.timeout(LIMIT_S):
-        while not marked(A_TIME, name="sleep"):
-            assert not running.done(), running.result()
-            await asyncio.sleep(0.02)
+    running = await sleeping(backend)
     running.cancel()
     await asyncio.sleep(0)
     goes_on.set()
