@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import grpc
 import grpc.aio
@@ -25,6 +25,7 @@ from slipstream.extensions.tinker.models import KEPT_PUBLISHES, NEWEST, Entry, M
 from slipstream.extensions.tinker.samples import Samples, tell
 from slipstream.extensions.tinker.store import OperationStore
 from slipstream.learner.controller.leasing.scheduler import Books, Scheduler
+from slipstream.learner.controller.loop import BatchFormer
 from slipstream.learner.controller.part import Part, Tasks
 from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.records.history import RunHistory
@@ -56,10 +57,17 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
     """
 
     def __init__(
-        self, run: Run, books: Books, intake: Intake, publisher: Publisher, scheduler: Scheduler
+        self,
+        run: Run,
+        books: Books,
+        intake: Intake,
+        publisher: Publisher,
+        scheduler: Scheduler,
+        former: BatchFormer,
     ) -> None:
         self._run, self._progress, self._fleet = run, run.progress, books.fleet
         self._journal, self._state, self._publisher = books.journal, books.state, publisher
+        self._former = former
         self._store = OperationStore(run.config.run_dir / "operations")
         self._checkpoints = run.config.run_dir / CHECKPOINTS
         self._entries: dict[str, Entry] = {}
@@ -110,6 +118,7 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
             entry = Entry(request, place)
             self._queue(entry)
             self._entries[request.id] = entry
+            self._write_ahead()
             self._run.signal.notify()
         return ""
 
@@ -483,10 +492,32 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
             self._take_turn()
         entry = self._current
         if entry is not None and entry.kind == "compute":
+            self._write_ahead()
             return trainer_pb2.Directive(compute=entry.operation.compute)
         if entry is not None and entry.kind == "save":
             return trainer_pb2.Directive(save=trainer_pb2.SaveOrder())
         return None
+
+    def _write_ahead(self) -> None:
+        """Lets the passes of a step that waits be written while the last of them is computed."""
+        last = self._current
+        # Among several models another one's step may come before.
+        if last is not None and last.kind == "compute" and not self._models.are_several:
+            model = self._model_of(last)
+            step = self._waiting.get((model.stream, last.operation.number + 1))
+            if step is not None and step.kind == "step":
+                passes = [*model.passes, last] if last.operation.compute.backward else model.passes
+                self._former.write_ahead(StepOrder(*self._given(step, model, passes)))
+
+    @staticmethod
+    def _given(
+        step: Entry, model: Model, passes: Sequence[Entry]
+    ) -> tuple[trainer_pb2.GivenStep, tuple[trainer_pb2.Pass, ...]]:
+        """Returns what is said of a step of Adam, and its passes."""
+        found, operation = tuple(one.operation.compute for one in passes), step.operation
+        return trainer_pb2.GivenStep(
+            id=operation.id, adapter=model.adapter, num_passes=len(found), adam=operation.step
+        ), found
 
     def waits_for(self) -> str:
         """Returns the operation that is under way, or that the client has not sent."""
@@ -534,9 +565,7 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
         given = trainer_pb2.GivenStep(id=operation.id, adapter=model.adapter)
         match entry.kind:
             case "step":
-                passes = tuple(each.operation.compute for each in model.passes)
-                given.num_passes = len(passes)
-                given.adam.CopyFrom(operation.step)
+                given, passes = self._given(entry, model, model.passes)
             case "begin" if several:
                 given.begin.CopyFrom(operation.begin.values)
             case "publish" if several:

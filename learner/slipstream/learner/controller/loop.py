@@ -173,6 +173,8 @@ class BatchFormer:
         self._tasks = tasks
         # The task that writes a batch: it finishes even when the trainer's call breaks off.
         self._forming: asyncio.Task[FormedBatch | RunFailed] | None = None
+        # A batch that a client will most likely order, and the task that writes its file.
+        self._ahead: tuple[FormedBatch, asyncio.Task[kinds.Batch | RunFailed]] | None = None
         # The batch that the trainer has.
         self.training: FormedBatch | None = None
         # Last report of the trainer and the answered version, in case the answer was lost.
@@ -272,10 +274,32 @@ class BatchFormer:
         self.training = written
         return written
 
-    async def _write(self, batch: FormedBatch) -> FormedBatch | RunFailed:
+    def write_ahead(self, given: StepOrder) -> None:
+        """Writes the file of the step that a client orders next, while its last pass is computed.
+
+        If `form` gets another one, that takes the file's place.
+        """
+        if self._ahead is None and self._forming is None:
+            name = batch_name(step := self._book.step, self._state.attempts[step])
+            batch = FormedBatch(step, name, (), given)
+            self._ahead = batch, self._tasks.create_task(self._write_file(batch))
+
+    async def _write_file(self, batch: FormedBatch) -> kinds.Batch | RunFailed:
         try:
             # Encoding and the disk take long.
-            record = await asyncio.to_thread(lambda: self._journal.write_batch(batch.record))
+            return await asyncio.to_thread(lambda: self._journal.write_batch(batch.record))
+        except RunFailed as failure:
+            return failure
+
+    async def _write(self, batch: FormedBatch) -> FormedBatch | RunFailed:
+        ahead, self._ahead = self._ahead, None
+        # One that is not wanted any more must not be written later.
+        record = await (self._write_file(batch) if ahead is None else ahead[1])
+        if ahead is not None and ahead[0] != batch:
+            record = await self._write_file(batch)
+        if isinstance(record, RunFailed):
+            return record
+        try:
             if batch.given is not None and batch.given.after is not None:
                 await batch.given.after.wait()
             self._journal.append(record)

@@ -76,7 +76,7 @@ def make_parts(
     if run.config.controller.client_loop:
         from slipstream.extensions.tinker.controller import Operations
 
-        evaluators.append(Operations(run, books, intake, publisher, scheduler))
+        evaluators.append(Operations(run, books, intake, publisher, scheduler, former))
     optional: list[Part] = []
     if run.config.weights.storage_url is not None:
         from slipstream.extensions.stored_weights.controller import StoredPublisher

@@ -55,9 +55,10 @@ class Loop:
         self.run.progress.reached(self.history.version)
         self.journal = journal
         unused: Any = None
+        tasks: Any = asyncio
         books = books_of(self.run, journal=journal, state=self.history)
-        self.former = BatchFormer(books, unused)
-        self.operations = Operations(self.run, books, unused, unused, unused)
+        self.former = BatchFormer(books, tasks)
+        self.operations = Operations(self.run, books, unused, unused, unused, self.former)
         self.operations.restore(self.history)
 
     async def give(self, operation: Operation) -> None:
@@ -142,20 +143,46 @@ async def test_the_journal_has_a_step_when_the_result_before_it_is_on_the_disk(
     with opened(tmp_path) as loop:
         await loop.begin()
         loop.operations._look()
-        given, journal = loop.operations.next_step(), tmp_path / "r" / "journal"
-        async with asyncio.TaskGroup() as tasks:
-            former = BatchFormer(
-                books_of(loop.run, journal=loop.journal, state=loop.history), tasks
-            )
-            forming = tasks.create_task(former.form(given))
-            # The file of its passes is written meanwhile.
-            await until(lambda: list((journal / "batches").glob("step-*.pb")))
-            await asyncio.sleep(0)
-            loop.journal.sync()
-            assert [one["kind"] for one in read_records(journal)] == ["start"]
-            await loop.write_results()
-            assert await forming is not None
+        journal = tmp_path / "r" / "journal"
+        forming = asyncio.create_task(loop.former.form(loop.operations.next_step()))
+        # The file of its passes is written meanwhile.
+        await until(lambda: list((journal / "batches").iterdir()))
+        await asyncio.sleep(0)
+        loop.journal.sync()
+        assert [one["kind"] for one in read_records(journal)] == ["start"]
+        await loop.write_results()
+        assert await forming is not None
         assert [one["kind"] for one in read_records(journal)] == ["start", "batch"]
+
+
+@pytest.mark.parametrize("error", ["", "the loss is inf"])
+async def test_the_passes_of_a_step_are_written_while_the_last_one_is_computed(
+    tmp_path: Path, error: str
+) -> None:
+    with opened(tmp_path) as loop:
+        data, names = [trainer_pb2.PassSequence(token_ids=bytes(4))], ("first", "last")
+        passes = [trainer_pb2.Pass(id=name, backward=True, sequences=data) for name in names]
+        given = [Operation(id=one.id, compute=one) for one in passes]
+        await loop.begin([*given, Operation(id="step", step=ADAM)])
+        operations, asks = loop.operations, trainer_pb2.NextRequest()
+        assert operations.order(asks) is not None
+        operations.computed(trainer_pb2.PassReport(id="first"))
+        folder = tmp_path / "r" / "journal" / "batches"
+        assert not list(folder.iterdir())
+        assert operations.order(asks) is not None
+        await until(lambda: list(folder.iterdir()))
+        (path,) = folder.iterdir()
+        (tmp_path / "ahead").hardlink_to(path)
+        operations.computed(trainer_pb2.PassReport(id="last", error=error))
+        await loop.write_results()
+        assert operations.order(asks) is None
+        batch = await loop.former.form(operations.next_step())
+        assert batch is not None
+        # A step without the pass that failed has a file of its own.
+        assert path.samefile(tmp_path / "ahead") is not bool(error)
+        record: Any = list(read_records(folder.parent))[-1]
+        found = loop.journal.read_batch(0, record["crc32"])
+        assert [one.id for one in found.passes] == (["first"] if error else ["first", "last"])
 
 
 async def test_a_trainer_that_wakes_before_the_loop_has_the_pass_whose_turn_it_is(

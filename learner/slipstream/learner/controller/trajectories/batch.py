@@ -11,7 +11,7 @@ import functools
 import statistics
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from slipstream.core.errors import ProtocolError
 from slipstream.core.settings.config import Config
@@ -136,7 +136,7 @@ class StepOrder:
     message: trainer_pb2.GivenStep
     passes: tuple[trainer_pb2.Pass, ...] = ()
     # Set when the journal may have it; None: at once.
-    after: asyncio.Event | None = None
+    after: asyncio.Event | None = field(default=None, compare=False)
 
     @property
     def id(self) -> str:
@@ -245,11 +245,12 @@ def chunks(
     """
     chunk, size = trainer_pb2.TrajectoryChunk(), 0
     messages: Sequence[trajectory_pb2.Trajectory | trainer_pb2.Pass]
-    messages = [*batch.record.trajectories, *batch.record.passes]
-    if batch.given is not None:
-        ids = [one.id for one in batch.given.passes]
-        if passes_digest(batch.given.message.adapter.name, ids) in held:
-            messages = [trainer_pb2.Pass(id=name) for name in ids]
+    given = batch.given
+    ids = () if given is None else [one.id for one in given.passes]
+    if given is not None and passes_digest(given.message.adapter.name, ids) in held:
+        messages = [trainer_pb2.Pass(id=name) for name in ids]
+    else:
+        messages = [*batch.record.trajectories, *batch.record.passes]
     for message in messages:
         if size and size + message.ByteSize() > chunk_bytes:
             yield chunk
