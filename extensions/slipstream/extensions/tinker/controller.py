@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 
 import grpc
 import grpc.aio
 from slipstream.core.errors import ProtocolError
 from slipstream.core.run_folder import CHECKPOINTS
-from slipstream.extensions.tinker.models import KEPT_PUBLISHES, NEWEST, Entry, Model, Models, Named
+from slipstream.extensions.tinker.models import NEWEST, Entry, Model, Models, Named, adam_step
 from slipstream.extensions.tinker.samples import Samples, tell
 from slipstream.extensions.tinker.store import OperationStore
 from slipstream.learner.controller.leasing.scheduler import Books, Scheduler
@@ -351,10 +351,7 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
             name = getattr(operation, entry.kind).name
             self._models.named[name] = Named(step, model, entry, result.step)
             if entry.kind == "publish":
-                model.served = result.step
-                model.published[result.step] = model.steps
-                for old in sorted(model.published)[:-KEPT_PUBLISHES]:
-                    del model.published[old]
+                model.note_publish(result.step)
 
     def _end(self, entry: Entry, result: pb.OperationResult) -> None:
         """Ends an operation, whose result is told once it is on the disk."""
@@ -507,17 +504,7 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
             step = self._waiting.get((model.stream, last.operation.number + 1))
             if step is not None and step.kind == "step":
                 passes = [*model.passes, last] if last.operation.compute.backward else model.passes
-                self._former.write_ahead(StepOrder(*self._given(step, model, passes)))
-
-    @staticmethod
-    def _given(
-        step: Entry, model: Model, passes: Sequence[Entry]
-    ) -> tuple[trainer_pb2.GivenStep, tuple[trainer_pb2.Pass, ...]]:
-        """Returns what is said of a step of Adam, and its passes."""
-        found, operation = tuple(one.operation.compute for one in passes), step.operation
-        return trainer_pb2.GivenStep(
-            id=operation.id, adapter=model.adapter, num_passes=len(found), adam=operation.step
-        ), found
+                self._former.write_ahead(StepOrder(*adam_step(step, model, passes)))
 
     def waits_for(self) -> str:
         """Returns the operation that is under way, or that the client has not sent."""
@@ -565,7 +552,7 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
         given = trainer_pb2.GivenStep(id=operation.id, adapter=model.adapter)
         match entry.kind:
             case "step":
-                given, passes = self._given(entry, model, model.passes)
+                given, passes = adam_step(entry, model, model.passes)
             case "begin" if several:
                 given.begin.CopyFrom(operation.begin.values)
             case "publish" if several:

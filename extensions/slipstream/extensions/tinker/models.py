@@ -92,9 +92,26 @@ class Model:
         before = 0 if newest is None else self.published[newest]
         return self.steps - before > self.max_staleness
 
+    def note_publish(self, version: int) -> None:
+        """Notes that servers get its newest values as `version`."""
+        self.served = version
+        self.published[version] = self.steps
+        for old in sorted(self.published)[:-KEPT_PUBLISHES]:
+            del self.published[old]
+
     def touch(self) -> None:
         """Notes that its client uses it."""
         self.used_s = time.monotonic()
+
+
+def adam_step(
+    step: Entry, model: Model, passes: Sequence[Entry]
+) -> tuple[trainer_pb2.GivenStep, tuple[trainer_pb2.Pass, ...]]:
+    """Returns what a step of Adam asks of the trainer, and its passes."""
+    found, operation = tuple(one.operation.compute for one in passes), step.operation
+    return trainer_pb2.GivenStep(
+        id=operation.id, adapter=model.adapter, num_passes=len(found), adam=operation.step
+    ), found
 
 
 @dataclass(frozen=True)
