@@ -24,7 +24,7 @@ def test_two_adapters_learn_opposite_tasks_and_go_on_and_are_replayed(tmp_path, 
     table["learner"]["offload"] = {"parameters": True, "gradients": True, "optimizer": True}
     path = tmp_path / "config.toml"
     path.write_text(tomli_w.dumps(table))
-    succeed("run", path, cwd=tmp_path, limit_s=400)
+    succeed("run", path, limit_s=400)
     folder, final = tmp_path / "run", tmp_path / "run" / "checkpoints" / "final-adapters"
     rows = rows_of(folder)
     for name in ("name-them", "name-others"):
@@ -54,7 +54,7 @@ def test_two_adapters_learn_opposite_tasks_and_go_on_and_are_replayed(tmp_path, 
 
     table["run"]["steps"] = 43
     path.write_text(tomli_w.dumps(table))
-    succeed("run", path, cwd=tmp_path, limit_s=200)
+    succeed("run", path, limit_s=200)
     assert summary_of(folder)["steps"] == 43
-    replay = succeed("replay", folder, cwd=tmp_path, limit_s=200)
+    replay = succeed("replay", folder, limit_s=200)
     assert replay.stdout.count("as recorded") == 43

@@ -24,6 +24,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.environments import functions_program
 from slipstream.environments.answers import code_of, is_there, names_in
 from slipstream.environments.arguments import (
+    FIELD,
     check_above_0,
     check_at_least,
     check_choice,
@@ -33,8 +34,10 @@ from slipstream.environments.arguments import (
 )
 from slipstream.environments.functions_program import heard, said
 from slipstream.environments.question_files import (
+    UNREAD,
     Row,
     cell_in,
+    check_read,
     named_rows,
     text_in,
     text_of,
@@ -123,6 +126,7 @@ def _read_exam(
 ) -> Exam:
     """Returns the task in a row; most arguments are names of columns, as in `Functions`."""
     asked = text_in(row, question, where)
+    check_read(row, {*UNREAD} - {*FIELD.findall(instruction)}, where)
     prompt = filled(instruction, {**row, "question": asked})
     before = _first_text(row, setup, where)
     solved = _first_text(row, solution, where)
