@@ -51,7 +51,7 @@ class SampleStream:
         name = operation.id
         if name in self._open or name in self._results:
             return ""
-        session = _session(name)
+        session = name.partition(":")[0]
         if (number := self._sessions[session]) >= MAX_WAITING:
             return f"{number} samples of session {session} wait: send more when some are done"
         check_bounds(operation)
@@ -112,11 +112,7 @@ class SampleStream:
         """Wakes those who wait for a sample."""
         if waiting := self._open.pop(name, None):
             waiting.set_result(None)
-            session = _session(name)
+            session = name.partition(":")[0]
             self._sessions[session] -= 1
             if not self._sessions[session]:
                 del self._sessions[session]
-
-
-def _session(name: str) -> str:
-    return name.partition(":")[0]
