@@ -44,6 +44,10 @@ def __getattr__(name: str) -> Any:
     from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 
     class OneCall(SingleTurnAgentLoop):  # type: ignore[misc]
+        def __init__(self, *args: Any, **named: Any) -> None:
+            # The tokenizer of the work has words alone, and not the marks of a Qwen3's turns.
+            super().__init__(*args, **{**named, "hf_model_type": None})
+
         async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
             length = Work.of_environ().length(next_place())
             if ASKED in os.environ:
