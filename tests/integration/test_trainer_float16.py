@@ -43,8 +43,9 @@ def answers(pool: RankPool, folder: Path, job: str, world_size: int = 1) -> list
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_float16_is_nearer_to_float32_than_bfloat16_is(layout, by_dtype):
     exact, fine, coarse = (by_dtype[d][layout] for d in ("float32", "float16", "bfloat16"))
+    # Rounding decides about a route that is as good as another, so a mean would hang on one token.
     gaps = [
-        float((one["logprobs"][0] - exact["logprobs"][0]).abs().mean()) for one in (fine, coarse)
+        float((one["logprobs"][0] - exact["logprobs"][0]).abs().median()) for one in (fine, coarse)
     ]
     assert gaps[0] < gaps[1] / 4
     for ours, theirs in zip(fine["metrics"], exact["metrics"], strict=True):

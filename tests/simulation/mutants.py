@@ -46,9 +46,9 @@ MUTANTS: dict[str, tuple[Change, ...]] = {
     "acknowledge a batch before the journal has it": (
         Change(
             f"{BATCHES}._write",
-            "    try:\n        # Encoding",
-            "    await self._receiver.acknowledge(t.trajectory_id for t in batch.trajectories)\n"
-            "    try:\n        # Encoding",
+            "ahead, self._ahead = self._ahead, None",
+            "ahead, self._ahead = self._ahead, None\n"
+            "    await self._receiver.acknowledge(t.trajectory_id for t in batch.trajectories)",
         ),
     ),
     "acknowledge ends before the journal has them": (
@@ -243,7 +243,7 @@ MUTANTS: dict[str, tuple[Change, ...]] = {
         ),
     ),
     "digests of fetched weights are not compared": (
-        Change(f"{FETCHED}._read", ".digest() != digest", ".digest() == b''"),
+        Change(f"{FETCHED}._read", "object_digest(data) != digest", "False"),
         Change(f"{FETCHED}._apply", "file.digest(place) != link.bucket_digests[place]", "False"),
     ),
     "what is delivered under another run is dropped": (
