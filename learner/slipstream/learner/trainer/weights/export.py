@@ -225,6 +225,8 @@ def save_adapters(
         partial = target.with_name(target.name + PARTIAL_SUFFIX)
         if partial.exists():
             shutil.rmtree(partial)
+        if not found:
+            partial.mkdir(parents=True)
         for adapter, (own, tensors) in found.items():
             write_adapter(tensors, own, partial / adapter, disk.moved)
             chat.write(partial / adapter)

@@ -2,14 +2,21 @@ import importlib
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from slipstream.core.errors import ConfigError
-from slipstream.learner.trainer.weights.export import HfFolderWriter, RunChat, write_adapter
+from slipstream.learner.trainer.weights.export import (
+    HfFolderWriter,
+    RunChat,
+    save_adapters,
+    write_adapter,
+)
 from support.fakes.chat_models import make_chat_tokenizer
 from support.fakes.small_configs import small_config
+from support.ranks.thread_ranks import run_ranks
 
 
 def write(source: Path, folder: Path, max_shard_bytes: int) -> dict[str, torch.Tensor]:
@@ -270,3 +277,18 @@ def test_adapters_name_their_matrices_as_peft_finds_them(tmp_path: Path) -> None
     names = tuple(f"block_sparse_moe.experts.0.{name}" for name in ("w1", "w2", "w3"))
     minimax = adapter_settings(tmp_path / "minimax", "minimax_m2", *names)
     assert minimax["target_modules"] == ["w1", "w2", "w3"]
+
+
+def test_adapters_that_no_client_has_used_are_an_empty_folder(tmp_path: Path) -> None:
+    target = tmp_path / "adapters"
+    for _ in range(2):
+        adapters = SimpleNamespace(sizes={}, are_clients=True)
+        run_ranks(
+            1,
+            lambda ranks: save_adapters(
+                SimpleNamespace(adapters=adapters, ranks=ranks),  # noqa: B023
+                small_config(),
+                target,
+            ),
+        )
+        assert not list(target.iterdir())
