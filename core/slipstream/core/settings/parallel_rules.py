@@ -329,9 +329,10 @@ def table_problems(learner: LearnerSection) -> Iterator[str]:
             if tables[section].get(key):
                 yield f"learner.{section}.{key} is not supported: the trainer's loop lacks it"
     yield from _optimizer_problems(learner)
-    # Without a granularity Megatron would ignore them.
+    # Megatron would ignore the method with any other granularity, and both without one.
+    is_full = learner.transformer.get("recompute_granularity") == "full"
     for key in ("recompute_method", "recompute_num_layers"):
-        if learner.transformer.get(key) and not learner.transformer.get("recompute_granularity"):
+        if learner.transformer.get(key) and not is_full:
             yield f"learner.transformer.{key} needs recompute_granularity = 'full'"
     if learner.transformer.get("moe_token_dispatcher_type", "alltoall") not in ("alltoall", "flex"):
         yield (

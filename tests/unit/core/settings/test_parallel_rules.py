@@ -248,6 +248,8 @@ optimizer.optimizer_offload_fraction = 1.5
     optimizer_offload_fraction must be 0 to 1, got 1.5
 transformer.recompute_num_layers = 1
     learner.transformer.recompute_num_layers needs recompute_granularity = 'full'
+transformer.recompute_granularity = "selective", transformer.recompute_method = "block"
+    learner.transformer.recompute_method needs recompute_granularity = 'full'
 transformer.moe_token_dispatcher_type = "allgather"
     must be alltoall or flex: others refuse sequences of different lengths, got 'allgather'
 transformer.moe_router_enable_expert_bias = true

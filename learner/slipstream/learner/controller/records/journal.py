@@ -220,7 +220,7 @@ class Journal:
         with self._syncing:
             try:
                 if path.exists():
-                    # An earlier controller ended before it wrote the record of this file.
+                    # The file has no record: it was written ahead, or by a controller that ended.
                     self._check_fence()
                     path.unlink()
                 _write_durably(path, data)
