@@ -53,7 +53,7 @@ _CURRENCIES = [
         *(r"\\\$|\$(?=\d[\d,.]*+(?!\$))|\d (?:US )?dollars?\b|\bUSD\b", r"€|\d euros?\b|\bEUR\b"),
         *(r"£|\bGBP\b", r"¥|\d yen\b|\bJPY\b", r"₹|\d rupees?\b|\bINR\b", r"¢|\d cents?\b"),
         # Temperatures have scales as money has currencies.
-        *(rf"(?:°|\\circ\}}?) *(?:\\\w+\{{ *)?{scale}\b" for scale in "CF"),
+        *(rf"(?:°|\\circ\}}?)[ $]*(?:\\\w+\{{ *)?{scale}\b" for scale in "CF"),
     )
 ]
 # In turn: marks of text, signs that say nothing, signs in words.

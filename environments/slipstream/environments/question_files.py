@@ -36,7 +36,7 @@ _MESSAGES = re.compile(
 # Commands of LaTeX that JSON has read as a tab or another character and the rest of their names.
 _LOST = re.compile(
     r"\f(?:rac|orall)|\x08(?:oxed|inom|eta|egin|ar\{)|\t(?:imes\b|heta\b|ext\{|frac)"
-    r"|\n(?:eq|abla)\b|\r(?:ight\b|ho\b)"
+    r"|\n(?:eq\b(?! *[-+=.,:()\[\]*/])|abla\b)|\r(?:ight\b|ho\b)"
 )
 # Columns of chat formats that change what a reply answers, and have no place here.
 UNREAD = (

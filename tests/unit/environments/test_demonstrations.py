@@ -236,6 +236,13 @@ def test_a_field_that_cannot_be_used_is_named_with_file_and_row(tmp_path, row, s
     assert "\n" not in str(refused.value)
 
 
+def test_lines_of_code_are_no_lost_commands_of_latex(tmp_path: Path) -> None:
+    code = "x = symbols('x')\neq = Eq(x, 2)\neq.subs(x, 1)\neq1 = Eq(x, 3)"
+    row = [message("user", "Solve x = 2."), message("assistant", code)]
+    demonstrations = Demonstrations(file_of(tmp_path, {"messages": row}))
+    assert len(demonstrations.tasks()) == 1
+
+
 @pytest.mark.parametrize(
     ("extra", "said"),
     [

@@ -58,12 +58,14 @@ class HostedEnvironment:
 
     async def run(self) -> None:
         """Runs the workers and restarts dead workers, until this call is cancelled."""
-        try:
-            async with asyncio.TaskGroup() as self._group:
-                for index in range(self._num_workers):
-                    self._group.create_task(self._keep(index))
-        finally:
-            self._is_unloaded = True
+        async with asyncio.TaskGroup() as self._group:
+            for index in range(self._num_workers):
+                self._group.create_task(self._keep(index))
+            try:
+                await asyncio.Event().wait()
+            finally:
+                # The group takes no task from here on.
+                self._is_unloaded = True
 
     def report_again(self) -> None:
         """Repeats the report on loading, for a controller that does not know it yet."""
@@ -93,6 +95,8 @@ class HostedEnvironment:
                     await self._changed.wait()
         index, unloaded = await self._lone_indices.get(), EnvironmentFailed(*UNLOADED)
         if self._is_unloaded:
+            # The next that waits is told too.
+            self._lone_indices.put_nowait(index)
             raise unloaded
         worker, loaded = self._make(), asyncio.Event()
         running = self._group.create_task(worker.run(index, lambda _: loaded.set()))

@@ -281,6 +281,23 @@ async def test_an_episode_that_leaves_while_it_waits_for_a_worker_of_its_own_hol
         (await waiting).close()
 
 
+@pytest.mark.long
+async def test_episodes_that_wait_for_a_worker_of_their_own_are_told_of_an_unload(hosted) -> None:
+    await hosted.loaded("Exiting")
+    suspects = hosted.environments._hosted["Exiting"][0]._suspects
+    suspects.lost([0], in_call=[0])
+    first = await hosted.open("Exiting", "a", 0)
+    waiting = [asyncio.create_task(hosted.open("Exiting", name, 0)) for name in "bcd"]
+    # Each begins to wait.
+    await asyncio.sleep(0)
+    spec = env_pb.EnvironmentSpec(name="Exiting")
+    hosted.environments.order(fleet_pb2.EnvironmentOrder(spec=spec, unload=True))
+    async with asyncio.timeout(LIMIT_S):
+        told = await asyncio.gather(*waiting, return_exceptions=True)
+    assert [str(each) for each in told] == ["the environment was unloaded"] * 3
+    first.close()
+
+
 async def test_a_worker_that_takes_too_much_memory_is_ended_with_the_cause(tmp_path: Path) -> None:
     async with hosting(tmp_path, limits=WorkerLimits(memory_bytes=400 << 20)) as hosted:
         await hosted.loaded("Greedy")
