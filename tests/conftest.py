@@ -3,7 +3,6 @@
 import functools
 import gc
 import importlib.util
-import logging
 import os
 import random
 import signal
@@ -168,15 +167,10 @@ def process_as_before() -> Iterator[None]:
 
 
 @pytest.fixture
-def caplog(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """Without what asyncio says when the collector finds what an earlier test left."""
-
-    def is_of_this_test(record: logging.LogRecord) -> bool:
-        return record.name != "asyncio"
-
-    caplog.handler.addFilter(is_of_this_test)
-    yield caplog
-    caplog.handler.removeFilter(is_of_this_test)
+def caplog(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """What asyncio says of what an earlier test left to the collector, it says before this one."""
+    gc.collect()
+    return caplog
 
 
 def pytest_collection_finish() -> None:

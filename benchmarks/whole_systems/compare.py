@@ -45,6 +45,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from slipstream.core.machine.address import free_port
+
 from benchmarks.agreement.family_shapes import FAMILIES
 from benchmarks.common.measure import (
     ROOT,
@@ -60,7 +62,6 @@ from benchmarks.common.shapes import SHAPES, make_apart
 from benchmarks.whole_systems.setup import (
     START_LIMIT_S,
     System,
-    free_port,
     our_config,
     server_command,
     work_of,
@@ -119,7 +120,7 @@ class Benchmark:
             del environ["VLLM_SERVER_DEV_MODE"]
             system.start(command, environ)
             return system
-        port = free_port()
+        port = free_port("127.0.0.1")
         system.url = f"http://127.0.0.1:{port}"
         serve = server_command(self.arguments, system, self.model, port)
         system.start(serve, self.peer_environ(work, 1))

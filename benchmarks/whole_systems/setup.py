@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from slipstream.core.machine.address import free_port
 
 from benchmarks.common.measure import ROOT, toml_of
 from benchmarks.whole_systems.work import Work
@@ -127,11 +127,6 @@ class System:
             program.wait(END_LIMIT_S)
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
-
-
 def peer_parser(description: str | None) -> argparse.ArgumentParser:
     """Returns a parser of what compare.py tells every peer's program."""
     parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
@@ -222,7 +217,7 @@ max_episode_tokens = {longest + work.prompt_words + 2}
 [debug]
 ignore_eos = true
 [controller]
-address = "127.0.0.1:{free_port()}"
+address = "127.0.0.1:{free_port("127.0.0.1")}"
 stall_timeout_s = 1800
 turns = "{turns}"
 sample_every_steps = 1000000

@@ -39,6 +39,7 @@ from slipstream.environments.question_files import (
     cell_in,
     check_read,
     named_rows,
+    plain_cell,
     text_in,
     text_of,
     unpacked,
@@ -189,7 +190,7 @@ def _first_text(row: Row, column: str | None, where: str) -> str:
 
     A row may have none.
     """
-    cell = None if column is None else row.get(column)
+    cell = None if column is None else plain_cell(row.get(column))
     if isinstance(cell, str) and cell.startswith('["'):
         cell = unpacked(cell, where)
     cell = cell[0] if isinstance(cell, list) and cell else cell

@@ -372,7 +372,7 @@ def cell_in(row: Row, column: str, where: str) -> Cell:
     """Returns what stands in a column, or in a field of the objects in a column.
 
     Raises ConfigError, which names the columns, if there is none or it is empty. `where` names the
-    row; NaN is how a column of floats writes what is missing, and infinity what was too large.
+    row. Infinity is how a column of floats writes what was too large.
     """
     place: Cell = row
     for part in (column,) if column in row else column.split("."):
@@ -382,14 +382,19 @@ def cell_in(row: Row, column: str, where: str) -> Cell:
                 f"{where} has no column {column!r}; its columns are {', '.join(names)}"
             )
         place = place[part]
-    # Rows of pandas hold arrays.
-    place = place.tolist() if hasattr(place, "tolist") else place
+    place = plain_cell(place)
     is_blank = isinstance(place, str) and not place.strip()
     if place in (math.inf, -math.inf):
         raise ConfigError(f"{where}: column {column!r} must hold a finite number, got {place}")
-    if place is None or is_blank or place in ([], {}) or place != place:
+    if place is None or is_blank or place in ([], {}):
         raise ConfigError(f"{where}: column {column!r} is empty")
     return place
+
+
+def plain_cell(cell: Cell) -> Cell:
+    """Returns a cell without the forms of pandas: an array as a list, NaN, which says no value."""
+    cell = cell.tolist() if hasattr(cell, "tolist") else cell
+    return None if cell != cell else cell
 
 
 def text_in(row: Row, column: str, where: str) -> str:
@@ -403,7 +408,8 @@ def text_of(cell: Cell, where: str) -> str:
     A whole number of a column of floats has no point. Raises ConfigError for any other value, and
     for a text in which JSON has read the beginning of LaTeX's commands as other characters.
     """
-    if isinstance(cell, bool) or not isinstance(cell, str | int | float | Decimal):
+    is_lost = isinstance(cell, float | Decimal) and not math.isfinite(cell)
+    if is_lost or isinstance(cell, bool) or not isinstance(cell, str | int | float | Decimal):
         got = f"got {str(cell)[:60]}: write its text"
         raise ConfigError(f"{where} must hold a text or a number, {got}")
     if isinstance(cell, str) and (lost := _LOST.search(cell)):
@@ -430,8 +436,8 @@ def messages_in(cell: Cell, where: str) -> tuple[Message, ...]:
 def check_read(row: Row, unread: Iterable[str], where: str) -> None:
     """Raises ConfigError for a column of `unread` that holds something."""
     for name in sorted(unread):
-        if row.get(name) not in (None, "", "[]", [], {}, 1):
-            got = f"got {str(row[name])[:60]}; if a judge alone reads it, name it otherwise"
+        if plain_cell(row.get(name)) not in (None, "", "[]", [], {}, 1):
+            got = f"got {str(row[name])[:60]}: leave it out, or name it otherwise"
             raise ConfigError(f"{where}: column {name!r} is not read, {got}")
 
 

@@ -1,5 +1,6 @@
 import asyncio
 import json
+import math
 from datetime import date, time
 from decimal import Decimal
 from pathlib import Path
@@ -11,6 +12,7 @@ from slipstream.client.environment import Message, Reply, StepResult, ToolCall
 from slipstream.client.environment_loader import load_environment
 from slipstream.core.errors import ConfigError, EnvironmentFailed
 from slipstream.environments.arguments import Split
+from slipstream.environments.question_files import cell_in, check_read, text_of
 from slipstream.environments.questions import MathJudge, MathVerdict, Questions
 from support.fakes.fake_workers import worker_process
 from support.rigs.waiting import until
@@ -693,3 +695,17 @@ def test_a_data_set_that_cannot_be_split_is_one_line(tmp_path: Path, capsys, ext
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_what_pandas_puts_into_rows_is_read_as_what_files_hold() -> None:
+    numpy = pytest.importorskip("numpy")
+    row = {"images": numpy.array([1, 2]), "system": math.nan, "tools": numpy.array([])}
+    check_read(row, ["system", "tools"], "row 1")
+    with pytest.raises(ConfigError, match=r"^row 1: column 'images' is not read, got \[1 2\]: "):
+        check_read(row, row, "row 1")
+    for missing in (math.nan, Decimal("NaN"), numpy.array([])):
+        with pytest.raises(ConfigError, match="column 'answer' is empty"):
+            cell_in({"answer": missing}, "answer", "row 1")
+    for number in (math.inf, Decimal("Infinity"), math.nan):
+        with pytest.raises(ConfigError, match="must hold a text or a number"):
+            text_of(number, "row 1")

@@ -66,6 +66,7 @@ class HostedEnvironment:
             finally:
                 # The group takes no task from here on.
                 self._is_unloaded = True
+                self._changed.set()
 
     def report_again(self) -> None:
         """Repeats the report on loading, for a controller that does not know it yet."""
@@ -77,11 +78,13 @@ class HostedEnvironment:
 
         A task that may end its worker (see `Suspects`) gets a worker of its own. `timeout_s` limits
         each call of the session, not the wait for a worker to start or for a place in one. Raises
-        EnvironmentFailed when no worker starts.
+        EnvironmentFailed when no worker starts, or the environment is unloaded.
         """
         if not self._suspects.runs_alone(task_index):
             async with self._first:
                 while not self._suspects.runs_alone(task_index):
+                    if self._is_unloaded:
+                        raise EnvironmentFailed(*UNLOADED)
                     takers = [worker for worker in self._ready if worker.table.is_open]
                     worker = min(takers, key=lambda w: len(w.episodes), default=None)
                     if worker is not None and len(worker.episodes) < self._suspects.most_together:

@@ -436,14 +436,21 @@ async def test_what_an_environment_forks_ends_with_its_worker(hosted) -> None:
     await until_gone(pids)
 
 
-async def test_unloading_ends_a_worker_that_did_not_attach_yet(tmp_path: Path) -> None:
+async def test_unloading_ends_a_worker_that_did_not_attach_yet_and_who_waits_for_it(
+    tmp_path: Path,
+) -> None:
     late = (sys.executable, "-c", "import time; time.sleep(600)")
     gateway = WorkerGateway(tmp_path / "logs", program=lambda _: late, log_bytes=4096)
     async with gateway, asyncio.TaskGroup() as group:
         environments = Environments(group, gateway, NoClients(), lambda _: None)
-        Hosted(environments, asyncio.Queue()).load("Good")
+        hosted = Hosted(environments, asyncio.Queue())
+        hosted.load("Good")
+        waiting = [asyncio.create_task(hosted.open("Good", name)) for name in "ab"]
         await until(lambda: child_processes(gateway.address), LIMIT_S)
         environments.close()
+        async with asyncio.timeout(LIMIT_S):
+            told = await asyncio.gather(*waiting, return_exceptions=True)
+    assert [str(each) for each in told] == ["the environment was unloaded"] * 2
     assert not child_processes(gateway.address)
 
 
