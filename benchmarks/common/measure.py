@@ -75,7 +75,8 @@ def versions(*more: str) -> dict[str, str]:
 def command() -> str:
     """Returns the command line of this process, without the places of files on this machine."""
     places = "|".join(place.replace("_", "-") for place in PLACES)
-    module = ".".join(Path(sys.argv[0]).resolve().relative_to(ROOT).with_suffix("").parts)
+    spec = sys.modules["__main__"].__spec__
+    module = Path(sys.argv[0]).stem if spec is None else spec.name.removesuffix(".__main__")
     return re.sub(rf" --({places})[ =]\S+", "", " ".join(["python -m", module, *sys.argv[1:]]))
 
 
