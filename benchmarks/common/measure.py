@@ -75,8 +75,8 @@ def versions(*more: str) -> dict[str, str]:
 def command() -> str:
     """Returns the command line of this process, without the places of files on this machine."""
     places = "|".join(place.replace("_", "-") for place in PLACES)
-    spec = sys.modules["__main__"].__spec__
-    module = Path(sys.argv[0]).stem if spec is None else spec.name.removesuffix(".__main__")
+    path = Path(sys.argv[0]).resolve().with_suffix("")
+    module = ".".join(path.relative_to(ROOT).parts) if path.is_relative_to(ROOT) else path.stem
     return re.sub(rf" --({places})[ =]\S+", "", " ".join(["python -m", module, *sys.argv[1:]]))
 
 
