@@ -235,7 +235,6 @@ def refresh(folder: Path, model: str, other: str) -> None:
 def save(folder: Path, layout: str) -> None:
     """Saves the models of a layout after two of three steps, asynchronously."""
     from slipstream.core.types import PolicyVersion
-    from slipstream.learner.trainer.checkpoints.distributed_files import saved_sizes
     from slipstream.learner.trainer.model.model import Part
 
     config = config_of_run(layout, folder, layout)
@@ -246,14 +245,9 @@ def save(folder: Path, layout: str) -> None:
         for memory in (run.policy.memory, *(m.memory for m in run.roles.models().values())):
             stack.enter_context(memory.resident(Part.PARAMETERS, Part.OPTIMIZER))
         run.checkpointer.save(PolicyVersion(0, 2), b"digest")
-    found = run.last_step() | {"expected_bytes": sum(saved_sizes(run.models))}
+    found = run.last_step()
     run.checkpointer.finish()
-    rank = run.policy.ranks.rank
-    # Rank 0 says when it is published.
-    run.policy.ranks.gather_bytes(b"")
-    state = folder / "runs" / layout / "checkpoints" / "step-000002" / "state"
-    found["written_bytes"] = sum(path.stat().st_size for path in state.glob(f"__{rank}_*"))
-    torch.save(found, folder / f"save:{layout}-{rank}.pt")
+    torch.save(found, folder / f"save:{layout}-{run.policy.ranks.rank}.pt")
     run.policy.ranks.close()
 
 

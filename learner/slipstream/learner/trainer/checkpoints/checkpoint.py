@@ -98,7 +98,6 @@ class Checkpointer:
         Removes folders of interrupted saves. Raises CheckpointError when the checkpoint is damaged
         or has other models, or when checkpoints are enabled and the ranks do not share a folder.
         """
-        from slipstream.learner.trainer.checkpoints.distributed_files import saved_sizes
 
         def newest_step() -> bytes:
             for name in remove_partial(self._folder):
@@ -113,10 +112,7 @@ class Checkpointer:
         if self._settings.every_steps:
             check_shared(self._folder, self._ranks)
         step = self._ranks.broadcast_bytes(chosen)
-        loaded = self.load(int(step)) if step else None
-        if self._settings.every_steps and self._ranks.device.type == "cuda":
-            self._host.reserve(saved_sizes(self._models))
-        return loaded
+        return self.load(int(step)) if step else None
 
     def load(self, step: int, chosen: Sequence[StoredModel] = ()) -> Manifest:
         """Checks every file of version `step`'s checkpoint, loads it, and returns its manifest.
@@ -128,7 +124,19 @@ class Checkpointer:
         from slipstream.learner.trainer.checkpoints.distributed_files import load_models
 
         path = checkpoint_path(self._folder, step)
-        manifest = self._disk.together(lambda: self._check(path))
+
+        def check() -> Manifest:
+            manifest = read_manifest(path)
+            names = tuple(model.name for model in self._models)
+            if manifest.models != names:
+                raise CheckpointError(
+                    f"{path} holds {', '.join(manifest.models)}, the run has {', '.join(names)}"
+                )
+            own = manifest.files[self._ranks.rank :: self._ranks.world_size]
+            check_files(path, own, self._disk.moved)
+            return manifest
+
+        manifest = self._disk.together(check)
         kind = manifest.layout.distributed_optimizer
         trains = any(model.optimizer is not None for model in self._models)
         if trains and kind != self._layout().distributed_optimizer:
@@ -184,7 +192,7 @@ class Checkpointer:
             (partial / STATE_FOLDER).mkdir(parents=True)
 
         self._disk.on_main(make_folder)
-        self._disk.together(self._host.begin)
+        self._host.begin()
         pending = begin_save(self._models, partial / STATE_FOLDER, host=self._host, disk=self._disk)
         self._last_step = version.step
         # This rank's file is written in its thread, while training goes on.
@@ -212,56 +220,44 @@ class Checkpointer:
         write, self._write = self._write, None
         if write is None:
             return None
-        partial, moved = write.partial, self._disk.moved
+        partial, settings = write.partial, self._settings
 
         def describe_index() -> list[FileEntry]:
             # Rank 0's files other than its own part.
             found = (partial / STATE_FOLDER).iterdir()
-            names = [path.name for path in found if path.suffix != ".distcp"]
-            return [describe_file(partial, f"{STATE_FOLDER}/{name}", moved) for name in names]
+            names = [f"{STATE_FOLDER}/{path.name}" for path in found if path.suffix != ".distcp"]
+            return [describe_file(partial, name, self._disk.moved) for name in names]
+
+        def publish() -> Saved:
+            files = [FileEntry(**entry) for part in entries for entry in json.loads(part)]
+            config_digest = hashlib.blake2b(dump_config(self._config).encode(), digest_size=16)
+            manifest = Manifest(
+                incarnation=write.version.incarnation,
+                step=write.version.step,
+                weight_digest=write.weight_digest,
+                config_digest=config_digest.hexdigest(),
+                layout=self._layout(),
+                models=tuple(model.name for model in self._models),
+                optimizers=self._optimizers(),
+                adapters=write.adapters,
+                packages=installed(("torch", "megatron-core")),
+                saved_unix_s=time.time(),
+                files=tuple(sorted(files, key=lambda file: file.path)),
+            )
+            write_manifest(partial, manifest)
+            path = publish_and_retain(
+                partial, keep_last=settings.keep_last, keep_every=settings.keep_every
+            )
+            wall_s = time.monotonic() - write.started_s
+            logger.info("checkpoint %s: %d bytes, %.2f s", path, manifest.num_bytes, wall_s)
+            return Saved(manifest, path, wall_s)
 
         own = self._disk.wait(write.entries)
         write.pending.finish()
         own += self._disk.on_main(describe_index) or []
         encoded = json.dumps([entry.model_dump() for entry in own]).encode()
         entries = self._ranks.gather_bytes(encoded)
-        return self._disk.on_main(lambda: self._publish(write, entries))
-
-    def _check(self, path: Path) -> Manifest:
-        manifest = read_manifest(path)
-        names = tuple(model.name for model in self._models)
-        if manifest.models != names:
-            raise CheckpointError(
-                f"{path} holds {', '.join(manifest.models)}, the run has {', '.join(names)}"
-            )
-        own = manifest.files[self._ranks.rank :: self._ranks.world_size]
-        check_files(path, own, self._disk.moved)
-        return manifest
-
-    def _publish(self, write: _Write, entries: list[bytes]) -> Saved:
-        files = [FileEntry(**entry) for part in entries for entry in json.loads(part)]
-        config_digest = hashlib.blake2b(dump_config(self._config).encode(), digest_size=16)
-        manifest = Manifest(
-            incarnation=write.version.incarnation,
-            step=write.version.step,
-            weight_digest=write.weight_digest,
-            config_digest=config_digest.hexdigest(),
-            layout=self._layout(),
-            models=tuple(model.name for model in self._models),
-            optimizers=self._optimizers(),
-            adapters=write.adapters,
-            packages=installed(("torch", "megatron-core")),
-            saved_unix_s=time.time(),
-            files=tuple(sorted(files, key=lambda file: file.path)),
-        )
-        write_manifest(write.partial, manifest)
-        settings = self._settings
-        path = publish_and_retain(
-            write.partial, keep_last=settings.keep_last, keep_every=settings.keep_every
-        )
-        wall_s = time.monotonic() - write.started_s
-        logger.info("checkpoint %s: %d bytes, %.2f s", path, manifest.num_bytes, wall_s)
-        return Saved(manifest, path, wall_s)
+        return self._disk.on_main(publish)
 
     def _optimizers(self) -> dict[str, str]:
         found = {model.name: model.optimizer for model in self._models if model.optimizer}

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state
+from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import (
@@ -65,33 +65,6 @@ _METADATA = {
 KEYS = ("param", "exp_avg", "exp_avg_sq")
 # Key of the number of updates, which is stored with a model's own state.
 _UPDATES = "updates"
-
-
-def saved_sizes(models: Sequence[StoredModel]) -> list[int]:
-    """Returns the size in bytes of each tensor that this rank will save; not collective."""
-    sizes = []
-    for model in models:
-        optimizer = model.optimizer
-        with model.in_force():
-            # Ranks in the layout in force, which may differ from the policy's layout.
-            is_first = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
-            is_first_of_experts = parallel_state.get_expert_data_parallel_rank() == 0
-            for parameter in model.parameters():
-                of_experts = not getattr(parameter, "allreduce", True)
-                if is_first_of_experts if of_experts else is_first:
-                    sizes.append(parameter.nbytes)
-                    if optimizer and parameter.requires_grad and not distributed_parts(optimizer):
-                        # Two moments, and float32 copies of values with another type.
-                        tensors = 2 if parameter.dtype == torch.float32 else 3
-                        sizes += tensors * [4 * parameter.numel()]
-            sizes += [
-                4 * buffer.numel
-                for part in (distributed_parts(optimizer) if optimizer else ())
-                if part.data_parallel_group.rank() == 0
-                for buffer in part.buffers
-                for _ in KEYS
-            ]
-    return sizes
 
 
 def begin_save(

@@ -17,7 +17,6 @@ from slipstream.learner.trainer.checkpoints.restricted_pickle import read_index
 from slipstream.learner.trainer.model.policy import TOWER, Policy
 from slipstream.learner.trainer.ranks.parallel import Ranks
 from slipstream.protocol.checkpoints import MANIFEST_NAME, check_files, read_manifest
-from torch import Tensor
 
 POLICY = "policy"
 # Folder of Megatron's files in a checkpoint.
@@ -38,13 +37,6 @@ class StoredModel:
     in_force: Callable[[], AbstractContextManager[None]] = nullcontext
     # The stored part: all of the model, all but adapters, or the adapter that `in_force` activates.
     content: Literal["all", "base", "adapter"] = "all"
-
-    def parameters(self) -> list[Tensor]:
-        """Returns this rank's parameters that are stored."""
-        found = [p for chunk in self.chunks for p in chunk.parameters()]
-        if self.content == "all":
-            return found
-        return [p for p in found if p.requires_grad == (self.content == "adapter")]
 
     def chosen(self, state: dict[str, Any]) -> dict[str, Any]:
         """Returns the entries of a model chunk's `state` that are stored."""

@@ -85,23 +85,21 @@ class HostWriter(FileSystemWriterAsync):  # type: ignore[misc]
         path = Path(self.checkpoint_dir) / self._file_name
         try:
             with self._open_file(path, self._moved) as file:
+                form, results = SerializationFormat.TORCH_SAVE, []
                 try:
-                    self._results = [
-                        _write_item(
-                            self.transforms,
-                            file,
-                            _alone(data),
-                            item,
-                            self._file_name,
-                            SerializationFormat.TORCH_SAVE,
+                    for item, data in items:
+                        if isinstance(data, torch.Tensor) and _is_view(data):
+                            # torch would write its whole storage.
+                            data = data.clone()
+                        results.append(
+                            _write_item(self.transforms, file, data, item, self._file_name, form)
                         )
-                        for item, data in items
-                    ]
                 except RuntimeError as error:
                     # torch raises its own error for a wrong position in the file; the disk's error
                     # is the cause.
                     raise (file.problem or error) from error
                 os.fsync(file.fileno())
+                self._results = results
                 self.written = FileEntry(
                     path=f"{path.parent.name}/{path.name}",
                     num_bytes=file.tell(),
@@ -129,12 +127,8 @@ class HostWriter(FileSystemWriterAsync):  # type: ignore[misc]
             save_config(CheckpointingConfig("torch_dist", 1), str(self.checkpoint_dir))
 
 
-def _alone(data: Any) -> Any:  # noqa: ANN401 - a tensor, or bytes
-    """Returns `data`, copied if it is a view, as torch would write the view's whole storage."""
-    if not isinstance(data, torch.Tensor):
-        return data
-    is_view = data.untyped_storage().size() != data.numel() * data.itemsize
-    return data.clone() if is_view else data
+def _is_view(data: torch.Tensor) -> bool:
+    return data.untyped_storage().size() != data.numel() * data.itemsize
 
 
 def _is_on_device(data: Any) -> bool:  # noqa: ANN401 - a tensor, or bytes
