@@ -24,7 +24,7 @@ from slipstream.learner.trainer.controller_client import (
     ControllerClient,
     read_order,
 )
-from slipstream.learner.trainer.ranks.activity import Activity, SignsOfLife
+from slipstream.learner.trainer.ranks.activity import Activity, signs_of_life
 from slipstream.protocol.codec import pack_logprobs, pack_tokens, version_from_pb, version_to_pb
 from slipstream.protocol.weights.buckets import TensorSpec, layout_to_pb
 from slipstream.v1 import trainer_pb2 as pb
@@ -94,7 +94,7 @@ class SimulatedTrainer:
         """Works like the program of a rank, which reports why it fails."""
         tell = functools.partial(self.client.report_work, self._activity)
         try:
-            with SignsOfLife(self._activity, tell, period_s=5.0):
+            with signs_of_life(self._activity, tell, period_s=5.0):
                 self._follow()
         except Exception as error:
             failure = pb.TrainerFailure(message=f"{type(error).__name__}: {error}")

@@ -89,14 +89,14 @@ def _run_rank(config: Config, launch: Launch) -> int:
         with contextlib.ExitStack() as stack:
             preload()
             from slipstream.learner.trainer.opening import open_policy
-            from slipstream.learner.trainer.ranks.activity import Activity, SignsOfLife
+            from slipstream.learner.trainer.ranks.activity import Activity, signs_of_life
             from slipstream.learner.trainer.train import Trainer
 
             activity = Activity()
             if launch.rank == 0:
                 period_s = min(WORK_PERIOD_S, config.controller.stall_timeout_s / 4)
                 tell = functools.partial(client.report_work, activity)
-                stack.enter_context(SignsOfLife(activity, tell, period_s=period_s))
+                stack.enter_context(signs_of_life(activity, tell, period_s=period_s))
             gpus = gpu_names(os.environ, launch.local_rank, 1)
             limit_s = config.rollout_server.start_timeout_s
             with fill_gpus(config.run_dir / LOCKS, gpus, alone=False, limit_s=limit_s):

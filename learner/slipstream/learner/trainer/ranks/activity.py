@@ -4,10 +4,9 @@ Consumes: notes of the training loop. Produces: calls to the controller. Waits f
 Unblocked by: the clock, or the end of the context.
 """
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 
 class Activity:
@@ -32,26 +31,25 @@ class Activity:
         self.note()
 
 
-class SignsOfLife:
-    """A context in which a thread calls `tell` every `period_s` seconds if `activity` has grown."""
+@contextmanager
+def signs_of_life(
+    activity: Activity, tell: Callable[[], None], *, period_s: float
+) -> Iterator[None]:
+    """A context in which a thread calls `tell` every `period_s` seconds if `activity` has grown.
 
-    def __init__(self, activity: Activity, tell: Callable[[], None], *, period_s: float) -> None:
-        self._activity, self._tell, self._period_s = activity, tell, period_s
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="signs-of-life", daemon=True)
+    Its end does not wait: a call that has begun may still run.
+    """
+    closed = threading.Event()
 
-    def __enter__(self) -> SignsOfLife:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Ends the thread's calls without waiting: a call that has begun may still run."""
-        self._closed.set()
-
-    def _run(self) -> None:
+    def run() -> None:
         told = 0
-        while not self._closed.wait(self._period_s):
-            count = self._activity.count
-            if count != told:
-                told = count
-                self._tell()
+        while not closed.wait(period_s):
+            if activity.count != told:
+                told = activity.count
+                tell()
+
+    threading.Thread(target=run, name="signs-of-life", daemon=True).start()
+    try:
+        yield
+    finally:
+        closed.set()

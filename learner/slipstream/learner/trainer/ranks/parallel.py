@@ -2,9 +2,9 @@
 
 A trainer may have several sets of Megatron's groups over the same ranks, one in force at a time.
 Megatron keeps its groups in the globals of one module, which layers, schedules, gradient sums and
-Bridge's conversions read while they run. So a model of another layout runs inside `Grid.use`, which
-sets these globals, and restores them afterwards. Random generators are shared: only new parameters
-are drawn.
+Bridge's conversions read while they run. So a model of another layout runs inside `Grids.use`,
+which sets these globals, and restores them afterwards. Random generators are shared: only new
+parameters are drawn.
 """
 
 from __future__ import annotations
@@ -99,7 +99,6 @@ class Ranks:
         self.flags = RankFlags(store)
         self._parallel = learner.parallel
         self._grids = Grids(learner.parallel, timeout_s=learner.timeout_s, seed=seed)
-        self._grid = self._grids.home
         # Decisions travel over gloo on every device: they are small and need no stream.
         self._control = (
             dist.new_group(backend="gloo", timeout=timeout) if has_cuda else dist.group.WORLD
@@ -107,17 +106,22 @@ class Ranks:
 
     def placed(self, parallel: ParallelSection) -> Ranks:
         """Returns the same ranks in another layout, whose groups are created if necessary."""
+        self._grids.create(parallel)
         other = copy.copy(self)
-        other._parallel, other._grid = parallel, self._grids.for_layout(parallel)
+        other._parallel = parallel
         return other
 
     def in_force(self) -> AbstractContextManager[None]:
         """Puts this layout in force inside the context; not collective.
 
         A model of this layout may run, and the properties of its groups may be read, only inside
-        the context. Raises RuntimeError while a third layout is in force: see `Grid.use`.
+        the context. Raises RuntimeError while a third layout is in force: see `Grids.use`.
         """
-        return self._grid.use()
+        return self._grids.use(self._parallel)
+
+    @property
+    def _groups(self) -> Megatron:
+        return self._grids.groups(self._parallel)
 
     @property
     def is_main(self) -> bool:
@@ -126,48 +130,46 @@ class Ranks:
 
     @property
     def dp_rank(self) -> int:
-        return int(self._grid.groups.get_data_parallel_rank())
+        return int(self._groups.get_data_parallel_rank())
 
     @property
     def dp_size(self) -> int:
-        return int(self._grid.groups.get_data_parallel_world_size())
+        return int(self._groups.get_data_parallel_world_size())
 
     @property
     def tp_size(self) -> int:
-        return int(self._grid.groups.get_tensor_model_parallel_world_size())
+        return int(self._groups.get_tensor_model_parallel_world_size())
 
     @property
     def tp_group(self) -> dist.ProcessGroup:
-        """The tensor parallel group of this rank."""
-        group: dist.ProcessGroup = self._grid.groups.get_tensor_model_parallel_group()
+        group: dist.ProcessGroup = self._groups.get_tensor_model_parallel_group()
         return group
 
     @property
     def cp_rank(self) -> int:
-        return int(self._grid.groups.get_context_parallel_rank())
+        return int(self._groups.get_context_parallel_rank())
 
     @property
     def cp_size(self) -> int:
-        return int(self._grid.groups.get_context_parallel_world_size())
+        return int(self._groups.get_context_parallel_world_size())
 
     @property
     def cp_group(self) -> dist.ProcessGroup:
-        """The context parallel group of this rank."""
-        group: dist.ProcessGroup = self._grid.groups.get_context_parallel_group()
+        group: dist.ProcessGroup = self._groups.get_context_parallel_group()
         return group
 
     @property
     def stage(self) -> int:
-        return int(self._grid.groups.get_pipeline_model_parallel_rank())
+        return int(self._groups.get_pipeline_model_parallel_rank())
 
     @property
     def is_last_stage(self) -> bool:
-        return bool(self._grid.groups.is_pipeline_last_stage(ignore_virtual=True))
+        return bool(self._groups.is_pipeline_last_stage(ignore_virtual=True))
 
     @property
     def counts(self) -> bool:
         """Whether sums over all ranks include this rank's statistics, so that tokens count once."""
-        return self.is_last_stage and self._grid.groups.get_tensor_model_parallel_rank() == 0
+        return self.is_last_stage and self._groups.get_tensor_model_parallel_rank() == 0
 
     def has_first_copy(self, *, of_experts: bool) -> bool:
         """Whether no lower rank holds the same parameters; not collective.
@@ -176,8 +178,8 @@ class Ranks:
         groups.
         """
         if of_experts:
-            return bool(self._grid.groups.get_expert_data_parallel_rank() == 0)
-        return bool(self._grid.groups.get_data_parallel_rank(with_context_parallel=True) == 0)
+            return bool(self._groups.get_expert_data_parallel_rank() == 0)
+        return bool(self._groups.get_data_parallel_rank(with_context_parallel=True) == 0)
 
     def broadcast_bytes(self, data: bytes | None) -> bytes:
         """Returns rank 0's bytes on every rank; the other ranks pass None."""
@@ -227,7 +229,7 @@ class Ranks:
         `has_experts`: whether it describes the groups of the experts too.
         """
         layout = RankLayout.of(self._parallel, self.world_size)
-        found, groups = layout.groups(), self._grid.groups
+        found, groups = layout.groups(), self._groups
         for name, ours in {
             "tp": groups.get_tensor_model_parallel_group(),
             "cp": groups.get_context_parallel_group(),
@@ -254,24 +256,23 @@ _COMMON = frozenset({"_global_process_group_list"})
 class Grids:
     """The parallel layouts of one trainer; the groups of each are created once, on all ranks.
 
-    The layout of `home` is in force while no other layout is in use. The constructor, `for_layout`
-    and `close` are collective.
+    The layout `home` is in force while no other one is in use. The constructor, `create` and
+    `close` are collective.
     """
 
     def __init__(self, home: ParallelSection, *, timeout_s: float, seed: int) -> None:
-        self._timeout = timedelta(seconds=timeout_s)
-        self._seed = seed
+        self._timeout_s, self._seed = timeout_s, seed
         self._nothing = _read_groups()
-        self._by_sizes: dict[ParallelSection, Grid] = {}
-        self.current: Grid | None = None
-        self.home = self.for_layout(home)
-        _globals().update(self.home.state)
-        self.current = self.home
+        self._states: dict[ParallelSection, dict[str, object]] = {}
+        self._current: ParallelSection | None = None
+        self.create(home)
+        _globals().update(self._states[home])
+        self._current = self._home = home
 
-    def for_layout(self, parallel: ParallelSection) -> Grid:
-        """Returns the grid of a layout, created if new; the layout in force does not change."""
-        if parallel in self._by_sizes:
-            return self._by_sizes[parallel]
+    def create(self, parallel: ParallelSection) -> None:
+        """Creates the groups of a layout if it is new; the layout in force does not change."""
+        if parallel in self._states:
+            return
         from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
         before = _read_groups()
@@ -286,59 +287,49 @@ class Grids:
                 context_parallel_size=parallel.cp,
                 expert_model_parallel_size=parallel.ep,
                 expert_tensor_parallel_size=parallel.etp,
-                distributed_timeout_minutes=max(1, round(self._timeout.total_seconds() / 60)),
+                distributed_timeout_minutes=max(1, round(self._timeout_s / 60)),
             )
         torch.manual_seed(self._seed)
         model_parallel_cuda_manual_seed(self._seed)
-        self._by_sizes[parallel] = Grid(self, _read_groups())
+        self._states[parallel] = _read_groups()
         _globals().update(before)
-        return self._by_sizes[parallel]
 
-    def close(self) -> None:
-        """Destroys the groups of all layouts; the caller destroys the default process group."""
-        for grid in self._by_sizes.values():
-            _globals().update(grid.state)
-            _parallel_state().destroy_model_parallel()
-        _globals().update(self._nothing)
-        self._by_sizes, self.current = {}, None
-
-
-class Grid:
-    """One parallel layout of all ranks, with its process groups; `Grids.for_layout` creates it."""
-
-    def __init__(self, grids: Grids, state: dict[str, object]) -> None:
-        self._grids, self.state = grids, state
-
-    @property
-    def groups(self) -> Megatron:
+    def groups(self, parallel: ParallelSection) -> Megatron:
         """Megatron's module with the groups; raises RuntimeError if another layout is in force."""
-        if self._grids.current is not self:
+        if self._current != parallel:
             raise RuntimeError("a model was asked for its groups while another layout is in force")
         return _parallel_state()
 
     @contextlib.contextmanager
-    def use(self) -> Iterator[None]:
-        """Puts this layout in force inside the context; does nothing if it already is.
+    def use(self, parallel: ParallelSection) -> Iterator[None]:
+        """Puts a layout in force inside the context; does nothing if it already is.
 
         Raises RuntimeError if a layout other than this one and `home` is in force: contexts of two
         layouts other than `home` must not nest.
         """
-        grids = self._grids
-        before = grids.current
-        if before is self:
+        before = self._current
+        if before == parallel:
             yield
             return
-        if before is not grids.home:
+        if before != self._home:
             raise RuntimeError("a model was run while another layout than the policy's is in force")
-        grids.home.state = _read_groups()
-        _globals().update(self.state)
-        grids.current = self
+        self._states[before] = _read_groups()
+        _globals().update(self._states[parallel])
+        self._current = parallel
         try:
             yield
         finally:
-            self.state = _read_groups()
-            _globals().update(grids.home.state)
-            grids.current = grids.home
+            self._states[parallel] = _read_groups()
+            _globals().update(self._states[before])
+            self._current = before
+
+    def close(self) -> None:
+        """Destroys the groups of all layouts; the caller destroys the default process group."""
+        for state in self._states.values():
+            _globals().update(state)
+            _parallel_state().destroy_model_parallel()
+        _globals().update(self._nothing)
+        self._states, self._current = {}, None
 
 
 def known_globals() -> set[str]:

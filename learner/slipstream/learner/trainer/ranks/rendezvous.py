@@ -8,8 +8,9 @@ import contextlib
 import ipaddress
 import os
 import socket
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
+from typing import TypeVar
 
 import torch.distributed as dist
 from slipstream.core.errors import ConfigError
@@ -18,6 +19,7 @@ from slipstream.protocol.access.exposure import RENDEZVOUS_VARIABLE
 from slipstream.protocol.weights.waits import Unanswered, on_thread
 from torch.distributed.distributed_c10d import Store
 
+Result = TypeVar("Result")
 # Seconds after a time limit in which rank 0 may still answer: torch pauses between its attempts.
 CONNECT_GRACE_S = 5.0
 # Seconds within which a connection shows that something listens at the address.
@@ -50,7 +52,8 @@ def rendezvous(
         raise missing_variable(error) from None
     descriptor = None
     # torchrun's agent may have opened the store already.
-    if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if rank == 0 and not has_agent:
         try:
             listener = listen(host, port)
         except OSError as error:
@@ -81,13 +84,54 @@ def rendezvous(
         except dist.DistNetworkError as error:
             raise Unanswered from error
 
-    limits = (timeout, timedelta(seconds=recognition_limit_s), connect_grace_s)
-    try:
-        store = on_thread(connect, timeout.total_seconds() + connect_grace_s, name="rendezvous")
-        return _all_here(store, (rank, world_size), f"{host}:{port}", limits)
-    except Unanswered as error:
+    def answered(work: Callable[[], Result], limit: timedelta) -> Result:
         # torch would wait forever for a stopped rank 0.
-        raise _unanswered(host, port, f"within {timeout.total_seconds():g} s") from error
+        return on_thread(work, limit.total_seconds() + connect_grace_s, name="rendezvous")
+
+    def have_come(ranks: Iterable[int], limit: timedelta) -> bool:
+        keys = [f"rank/{rank}" for rank in ranks]
+        try:
+            answered(lambda: ours.wait(keys, limit), limit)
+        except dist.DistStoreError:
+            return False
+        return True
+
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    known = f"{os.environ.get(RENDEZVOUS_VARIABLE, 'slipstream')}/{start}"
+    # A rank 0 with its own store announces itself before all others, so this limit is short.
+    first = timeout if has_agent else min(timeout, timedelta(seconds=recognition_limit_s))
+    within = f"within {timeout.total_seconds():g} s"
+    try:
+        ours: Store = dist.PrefixStore(known, answered(connect, timeout))  # type: ignore[attr-defined]
+        ours.set(f"rank/{rank}", "here")
+        if not have_come([0], first):
+            raise ConfigError(
+                f"learner.master: rank 0 at {host}:{port} did not recognise rank {rank} within "
+                f"{first.total_seconds():g} s: it belongs to another run, or has another token"
+            )
+        if not have_come(range(world_size), timeout):
+            absent = answered(
+                lambda: [str(r) for r in range(world_size) if not ours.check([f"rank/{r}"])],
+                timedelta(),
+            )
+            raise TimeoutError(
+                f"of {world_size} ranks {', '.join(absent)} did not join at {host}:{port} {within}"
+            )
+        return ours
+    except Unanswered as unanswered:
+        # No ConfigError: rank 0 may answer at the next start. If another program has the port, rank
+        # 0 itself ends with ConfigError.
+        try:
+            socket.create_connection((host, port), timeout=PROBE_LIMIT_S).close()
+        except OSError as error:
+            raise TimeoutError(
+                f"rank 0 did not listen on {host}:{port} (learner.master) {within}: it has not "
+                f"started, is stopped or very slow ({error.strerror or error})"
+            ) from unanswered
+        raise TimeoutError(
+            f"learner.master: what listens on {host}:{port} did not answer like rank 0 {within}: "
+            "rank 0 is stopped or very slow, or another program has the port"
+        ) from unanswered
 
 
 class RankFlags:
@@ -119,71 +163,6 @@ class RankFlags:
         data: bytes = self._store.get(f"flag/{flag}")
         self._store.delete_key(f"flag/{flag}")
         return data
-
-
-def _unanswered(host: str, port: int, within: str) -> TimeoutError:
-    """Returns the error for a silent rank 0, which says if a program listens at `host` and `port`.
-
-    It is not a ConfigError, because rank 0 may answer at the next start. If another program has the
-    port, rank 0 itself ends with ConfigError.
-    """
-    try:
-        socket.create_connection((host, port), timeout=PROBE_LIMIT_S).close()
-    except OSError as error:
-        return TimeoutError(
-            f"rank 0 did not listen on {host}:{port} (learner.master) {within}: it has not "
-            f"started, is stopped or very slow ({error.strerror or error})"
-        )
-    return TimeoutError(
-        f"learner.master: what listens on {host}:{port} did not answer like rank 0 {within}: "
-        "rank 0 is stopped or very slow, or another program has the port"
-    )
-
-
-def _all_here(
-    store: Store, launch: tuple[int, int], place: str, limits: tuple[timedelta, timedelta, float]
-) -> Store:
-    """Waits for all ranks to join; returns `store` with a key prefix for this launch.
-
-    `launch` has rank and world size; `limits` has `timeout`, `recognition_limit_s` and
-    `connect_grace_s` of `rendezvous`. `place` names the address in errors. Raises Unanswered if
-    rank 0 stops answering, TimeoutError if ranks are missing, and ConfigError if rank 0 belongs to
-    another run.
-    """
-    (rank, world_size), (timeout, recognition, grace_s) = launch, limits
-    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    known = f"{os.environ.get(RENDEZVOUS_VARIABLE, 'slipstream')}/{start}"
-    ours: Store = dist.PrefixStore(known, store)  # type: ignore[attr-defined]
-    ours.set(f"rank/{rank}", "here")
-    has_own_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    # A rank 0 with its own store announces itself before all others, so this limit is short.
-    limit = min(timeout, recognition) if has_own_store else timeout
-    if not _have_come(ours, [0], limit, grace_s):
-        raise ConfigError(
-            f"learner.master: rank 0 at {place} did not recognise rank {rank} within "
-            f"{limit.total_seconds():g} s: it belongs to another run, or has another token"
-        )
-    if not _have_come(ours, range(world_size), timeout, grace_s):
-        absent = on_thread(
-            lambda: [r for r in range(world_size) if not ours.check([f"rank/{r}"])],
-            grace_s,
-            name="rendezvous",
-        )
-        raise TimeoutError(
-            f"of {world_size} ranks {', '.join(map(str, absent))} did not join at {place} "
-            f"within {timeout.total_seconds():g} s"
-        )
-    return ours
-
-
-def _have_come(store: Store, ranks: Iterable[int], limit: timedelta, grace_s: float) -> bool:
-    keys = [f"rank/{rank}" for rank in ranks]
-    try:
-        limit_s = limit.total_seconds() + grace_s
-        on_thread(lambda: store.wait(keys, limit), limit_s, name="rendezvous")
-    except dist.DistStoreError:
-        return False
-    return True
 
 
 def missing_variable(error: KeyError) -> ConfigError:

@@ -2,7 +2,7 @@
 
 import threading
 
-from slipstream.learner.trainer.ranks.activity import Activity, SignsOfLife
+from slipstream.learner.trainer.ranks.activity import Activity, signs_of_life
 from support.rigs.waiting import LIMIT_S
 
 PERIOD_S = 0.01
@@ -10,7 +10,7 @@ PERIOD_S = 0.01
 
 def test_signs_come_with_work_and_end_with_it() -> None:
     activity, told = Activity(), threading.Semaphore(0)
-    with SignsOfLife(activity, told.release, period_s=PERIOD_S):
+    with signs_of_life(activity, told.release, period_s=PERIOD_S):
         # What has done nothing yet says nothing.
         assert not told.acquire(timeout=10 * PERIOD_S)
         for _ in range(3):
