@@ -17,8 +17,7 @@ from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.checkpoints.stored_model import (
     POLICY,
     StoredModel,
-    check_no_adapters,
-    check_no_lost_tower,
+    check_nothing_lost,
     check_saved,
 )
 from slipstream.learner.trainer.model.attention_kernels import check_attention
@@ -145,21 +144,6 @@ def load_trained(
     return TrainedModel(**vars(model), optimizer=optimizer, scaler=scaler, recompute=recompute)
 
 
-def _sharing(chunks: list[Megatron], config: Config) -> PrefixSharing | None:
-    """Makes `chunks` compute shared prefixes once; returns None if they cannot."""
-    if config.algorithm.agreement != "close":
-        return None
-    from slipstream.extensions.prefix_sharing.trainer import PrefixSharing, refusal
-
-    replays = config.algorithm.router_replay != "off"
-    on_gpu = next(chunks[0].parameters()).is_cuda
-    cause = refusal(chunks[0].config, config.learner, router_replay=replays, on_gpu=on_gpu)
-    if cause:
-        logger.info("shared prefixes are computed for each sequence: %s", cause)
-        return None
-    return PrefixSharing(chunks, min_tokens=config.learner.shared_prefix_tokens)
-
-
 def load_frozen(config: Config, ranks: Ranks) -> ParallelModel:
     """Loads a model like `load_trained`, but without gradients or an optimizer; collective."""
     model = _load(config, ranks, None, change=defer_projections, load_weights=True)
@@ -196,8 +180,7 @@ def _load(
 
         assert path is not None
         check_saved(path, ranks)
-        check_no_adapters(path)
-        check_no_lost_tower(config, path)
+        check_nothing_lost(config, path)
         load_starting_weights([StoredModel(POLICY, chunks, None)], path, ranks)
         return chunks
 
@@ -219,8 +202,16 @@ def _load(
         processor = load_processor(config.model.path)
         vision = Vision([unwrapped(chunk) for chunk in chunks], whole_config, processor)
     sharing: PrefixSharing | None = None
-    if config.learner.shared_prefix_tokens and vision is None:
-        sharing = _sharing(chunks, config)
+    min_tokens = config.learner.shared_prefix_tokens
+    if min_tokens and vision is None and config.algorithm.agreement == "close":
+        from slipstream.extensions.prefix_sharing.trainer import PrefixSharing, refusal
+
+        replays, on_gpu = config.algorithm.router_replay != "off", ranks.device.type == "cuda"
+        cause = refusal(chunks[0].config, config.learner, router_replay=replays, on_gpu=on_gpu)
+        if cause:
+            logger.info("shared prefixes are computed for each sequence: %s", cause)
+        else:
+            sharing = PrefixSharing(chunks, min_tokens=min_tokens)
     memory = DeviceMemory()
     if any(config.learner.offload.model_dump().values()):
         from slipstream.extensions.offload.trainer import HostMemory

@@ -1,6 +1,6 @@
 """A model as it is stored in a checkpoint, and the starting weights of a run from such files."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -95,27 +95,21 @@ def check_saved(path: Path, ranks: Ranks) -> None:
     disk.together(check)
 
 
-def check_no_adapters(path: Path) -> None:
-    """Raises ConfigError if the files for `load_starting_weights` hold low-rank adapters.
+def check_nothing_lost(config: Config, path: Path) -> None:
+    """Raises ConfigError if the starting files hold adapters, or a tower that a run would lose.
 
-    A model without adapters would load only the matrices and lose the trained adapters.
+    A model without adapters would load only the matrices. A run that sees no images would train
+    the decoder, and export it without the tower.
     """
-    if any(".adapter." in name for name in _names(path)):
+    names = read_index(distributed_files_of(path) / ".metadata").state_dict_metadata
+    if any(".adapter." in name for name in names):
         raise ConfigError(
             f"checkpoint.load must hold no adapters, those of {path} would be left out: "
             "`slipstream export` merges them into a folder for model.path"
         )
-
-
-def check_no_lost_tower(config: Config, path: Path) -> None:
-    """Raises ConfigError if the files hold a vision tower that a run of `config` would lose.
-
-    A run that sees no images would train the decoder, and export it without the tower.
-    """
     sizes = read_model_sizes(config.model.path)
-    if sees_images(config, sizes):
-        return
-    if not any(name.startswith(f"{TOWER}.") for name in _names(path)):
+    has_tower = any(name.startswith(f"{TOWER}.") for name in names)
+    if not has_tower or sees_images(config, sizes):
         return
     if sizes.has_vision:
         raise ConfigError(
@@ -126,11 +120,6 @@ def check_no_lost_tower(config: Config, path: Path) -> None:
         f"checkpoint.load must hold no vision tower for a {sizes.folder_class}, which sees no "
         f"images, that of {path} would be left out: model.path must be a folder with a tower"
     )
-
-
-def _names(path: Path) -> Iterable[str]:
-    names: Iterable[str] = read_index(distributed_files_of(path) / ".metadata").state_dict_metadata
-    return names
 
 
 def distributed_files_of(path: Path) -> Path:

@@ -50,9 +50,6 @@ _KINDS = {
 # A mask of this many scores takes 32 MiB, or 128 MiB if a kernel needs it in float32.
 MOST_SCORES = 1 << 25
 
-# This rank's index among the context parallel ranks, and their number.
-LengthSplit = tuple[int, int]
-
 
 class CoreAttention(MegatronModule):  # type: ignore[misc]
     """Causal attention of packed [tokens, heads, dim] or plain [sequence, batch, heads, dim]."""
@@ -120,11 +117,8 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
         if size > 1:
             key = GatheredRows.apply(key, self.cp_group)  # type: ignore[no-untyped-call]
             value = GatheredRows.apply(value, self.cp_group)  # type: ignore[no-untyped-call]
-        masks = Masks(self.window, self.most_scores)
-        split = (self.cp_group.rank(), size)
-        return self._by_groups(
-            query, key, value, *length_groups(bounds, split, masks, query.device)
-        )
+        cut = Cut(self.cp_group.rank(), size, self.window, self.most_scores)
+        return self._by_groups(query, key, value, *length_groups(bounds, cut, query.device))
 
     def _by_groups(
         self, query: Tensor, key: Tensor, value: Tensor, groups: list[LengthGroup], order: Tensor
@@ -327,9 +321,12 @@ def packed_sequences(cu_seqlens: Tensor, max_seqlen: int, cp_size: int) -> Megat
 
 
 @dataclass(frozen=True)
-class Masks:
-    """The attention window, and the memory that masks may take."""
+class Cut:
+    """How the queries of packed sequences are cut into calls of the kernel."""
 
+    # This rank's index among the context parallel ranks, and their number.
+    rank: int = 0
+    size: int = 1
     # Number of tokens before a query that the query sees; None for all of them.
     window: int | None = None
     # Queries times keys of one call with a mask. More are cut into blocks of queries.
@@ -388,7 +385,7 @@ def mixed_in_rows(mix: Callable[..., Tensor], tokens: Sequence[Tensor], packed: 
     """
     assert packed is not None, "only packed sequences are laid out in rows"
     bounds = tuple(packed.cu_seqlens_q.tolist())
-    groups, order = length_groups(bounds, (0, 1), Masks(), tokens[0].device)
+    groups, order = length_groups(bounds, Cut(), tokens[0].device)
     parts = [
         mix(*(rows(each, group.queries) for each in tokens))[group.is_query] for group in groups
     ]
@@ -407,7 +404,7 @@ def _seen(queries: Tensor, keys: Tensor, is_key: Tensor, window: int | None) -> 
 # The cache holds separate groups for layers with and without a window.
 @functools.lru_cache(maxsize=32)
 def length_groups(
-    bounds: tuple[int, ...], split: LengthSplit, masks: Masks, device: torch.device
+    bounds: tuple[int, ...], cut: Cut, device: torch.device
 ) -> tuple[list[LengthGroup], Tensor]:
     """Groups sequences of similar length, so that few kernel calls with little padding suffice.
 
@@ -415,7 +412,7 @@ def length_groups(
     each of this rank's tokens its index in the groups' concatenated queries. Sequences whose masks
     would be too large are cut into blocks.
     """
-    rank, size = split
+    size, window = cut.size, cut.window
     by_class: dict[int, list[tuple[int, int]]] = {}
     for start, end in itertools.pairwise(bounds):
         if end > start:
@@ -423,19 +420,19 @@ def length_groups(
     groups: list[LengthGroup] = []
     for members in by_class.values():
         longest = max(end - start for start, end in members)
-        is_short = masks.window is None or longest <= masks.window + 1
+        is_short = window is None or longest <= window + 1
         needs_mask = size > 1 or not is_short
-        if needs_mask and len(members) * longest * longest // size > masks.most_scores:
+        if needs_mask and len(members) * longest * longest // size > cut.most_scores:
             for member in members:
-                groups += _blocks(member, bounds, split, masks, device)
+                groups += _blocks(member, bounds, cut, device)
             continue
         whole, is_token = _places(members)
         if size == 1:
-            mask = None if is_short else _seen(whole, whole, is_token, masks.window)
+            mask = None if is_short else _seen(whole, whole, is_token, window)
             group = LengthGroup(whole, is_token, whole, mask)
         else:
             own, is_own = _places([(start // size, end // size) for start, end in members])
-            mask = _seen(zigzag(bounds, rank, size)[own], whole, is_token, masks.window)
+            mask = _seen(zigzag(bounds, cut.rank, size)[own], whole, is_token, window)
             keys = gathered_places(bounds, size)[whole]
             group = LengthGroup(own, is_own, keys, mask)
         groups.append(group)
@@ -444,14 +441,10 @@ def length_groups(
 
 
 def _blocks(
-    member: tuple[int, int],
-    bounds: tuple[int, ...],
-    split: LengthSplit,
-    masks: Masks,
-    device: torch.device,
+    member: tuple[int, int], bounds: tuple[int, ...], cut: Cut, device: torch.device
 ) -> list[LengthGroup]:
     """Returns consecutive queries of the sequence `member` in blocks, with the keys they see."""
-    (start, end), (rank, size) = member, split
+    (start, end), rank, size = member, cut.rank, cut.size
     # All blocks are views of the same places.
     keys = gathered_places(bounds, size)[start:end].to(device)[None]
     queries = torch.arange(start // size, end // size)[None]
@@ -459,17 +452,17 @@ def _blocks(
     chunk = length // 2 if size > 1 else length
     # Places in the sequence at which this rank's two chunks begin.
     firsts = (rank * chunk, (2 * size - 1 - rank) * chunk) if size > 1 else (0,)
-    step = max(1, masks.most_scores // (end - start))
+    step = max(1, cut.most_scores // (end - start))
     groups = []
     for number, first in enumerate(firsts):
         for done in range(0, chunk, step):
             count = min(step, chunk - done)
             at = first + done
-            least = 0 if masks.window is None else max(0, at - masks.window)
+            least = 0 if cut.window is None else max(0, at - cut.window)
             own = queries[:, number * chunk + done :][:, :count]
             seen = keys[:, least : at + count]
             is_query = torch.ones_like(own, dtype=torch.bool)
-            groups.append(LengthGroup(own, is_query, seen, None, Band(at - least, masks.window)))
+            groups.append(LengthGroup(own, is_query, seen, None, Band(at - least, cut.window)))
     return groups
 
 

@@ -124,7 +124,10 @@ class _Logprobs(torch.autograd.Function):
         def reduce(chunk: slice) -> Tensor:
             found = part.logits(hidden[chunk])
             if exact is not None:
-                exact[chunk] = part.engine_logprobs(found, targets[chunk])
+                from slipstream.extensions.engine_bits.trainer import engine_kernels
+
+                tokens, own = found[:, : part.num_tokens], _rows(targets[chunk])
+                exact[chunk] = engine_kernels().token_logprobs(tokens, own).view_as(targets[chunk])
             part.reduce(found, places[chunk], Sums(*(values[chunk] for values in sums)))
             return found
 
@@ -170,7 +173,8 @@ class _Logprobs(torch.autograd.Function):
         slopes = logprob_grad / projection.temperature
         bends = entropy_grad / projection.temperature if projection.entropy_gradient else None
         hidden_grad = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        weight_grad = _WeightGrad(weight) if ctx.needs_input_grad[1] else None
+        weight_grad: Tensor | None = None
+        is_exact = weight.dtype == torch.promote_types(weight.dtype, torch.float32)
         # Kept logits are overwritten by their gradient; a second backward pass projects again.
         kept, ctx.kept = ctx.kept, None
 
@@ -184,10 +188,16 @@ class _Logprobs(torch.autograd.Function):
             grad = logits_grad(chunk)
             if hidden_grad is not None:
                 torch.mm(grad, weight, out=hidden_grad[chunk])
-            if weight_grad is not None:
-                weight_grad.add(grad, hidden[chunk])
+            if ctx.needs_input_grad[1]:
+                # Several chunks are summed in float32.
+                if weight_grad is None:
+                    weight_grad = grad.t() @ hidden[chunk]
+                elif is_exact:
+                    weight_grad.addmm_(grad.t(), hidden[chunk])
+                else:
+                    weight_grad = weight_grad.float().add_(grad.t() @ hidden[chunk])
             del grad
-        total = weight_grad.total() if weight_grad is not None else None
+        total = None if weight_grad is None else weight_grad.to(weight.dtype)
         return hidden_grad, total, None, None, None
 
 
@@ -256,17 +266,6 @@ class _Part:
             found[:, self.num_tokens :] = PADDING_LOGIT
         return found
 
-    def engine_logprobs(self, found: Tensor, targets: Tensor) -> Tensor:
-        """Returns the log-probabilities of `targets`, computed by the engine's kernel from `found`.
-
-        They are bit for bit equal to the engine's log-probabilities; `found` are the logits.
-        """
-        from slipstream.extensions.engine_bits.trainer import engine_kernels
-
-        rows = targets if targets.dim() > 1 else targets[:, None]
-        tokens = found[:, : self.num_tokens]
-        return engine_kernels().token_logprobs(tokens, rows).view(targets.shape)
-
     def reduce(self, found: Tensor, places: Tensor, sums: Sums) -> None:
         """Fills `sums` like `_reduce`."""
         if self._is_fused:
@@ -305,27 +304,6 @@ class _Part:
         """Returns the local row index of each target, -1 for targets of other ranks."""
         is_here = (targets >= self.first) & (targets < self.first + self._width)
         return torch.where(is_here, targets - self.first, -1)
-
-
-class _WeightGrad:
-    """The weight's gradient, summed over chunks; several chunks are summed in float32."""
-
-    def __init__(self, weight: Tensor) -> None:
-        self._dtype = weight.dtype
-        self._is_exact = weight.dtype == torch.promote_types(weight.dtype, torch.float32)
-        self._sum: Tensor | None = None
-
-    def add(self, logits_grad: Tensor, hidden: Tensor) -> None:
-        if self._sum is None:
-            self._sum = logits_grad.t() @ hidden
-        elif self._is_exact:
-            self._sum.addmm_(logits_grad.t(), hidden)
-        else:
-            self._sum = self._sum.float().add_(logits_grad.t() @ hidden)
-
-    def total(self) -> Tensor:
-        assert self._sum is not None
-        return self._sum.to(self._dtype)
 
 
 def output_weight(model: Megatron) -> Tensor:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -223,7 +223,10 @@ class NamedAdapters:
             for name in self.names[1:]:
                 self._waiting[name] = _Waiting(
                     [tensor.detach().clone() for tensor in self._tensors()],
-                    [_copy_of(optimizer.state) for optimizer in self._parts()],
+                    [
+                        {parameter: copy.deepcopy(values) for parameter, values in of_part.items()}
+                        for of_part in (optimizer.state for optimizer in self._parts())
+                    ],
                     [copy.deepcopy(group.get("step")) for group in self._groups()],
                     None if scaler is None else scaler.state_dict(),
                 )
@@ -391,13 +394,6 @@ def master_weights(optimizer: Megatron, chunks: Sequence[Megatron]) -> Iterator[
     for part in optimizer.chained_optimizers:
         for group in () if part.is_stub_optimizer else part.optimizer.param_groups:
             yield from (p for p in group["params"] if p.untyped_storage().data_ptr() not in theirs)
-
-
-def _copy_of(state: Mapping[Tensor, Mapping[str, Any]]) -> dict[Tensor, Any]:
-    return {
-        parameter: {name: copy.deepcopy(value) for name, value in values.items()}
-        for parameter, values in state.items()
-    }
 
 
 @torch.no_grad()

@@ -255,33 +255,23 @@ def ddp_config_of(config: Config) -> Megatron:
         "use_distributed_optimizer": config.learner.use_distributed_optimizer,
         "average_in_collective": False,
     }
+    learner = config.learner
     if torch.cuda.is_available():
-        values |= _overlap(config.learner)
-    values |= passed_through(
-        DistributedDataParallelConfig, config.learner.ddp, section="learner.ddp"
-    )
-    if "overlap_param_gather" not in config.learner.ddp and not values.get("overlap_grad_reduce"):
+        # Communication overlaps computation where there are replicas. A part that is offloaded to
+        # the host cannot receive.
+        layout = RankLayout.of(learner.parallel, learner.world_size)
+        away = learner.offload.parameters or learner.offload.gradients
+        overlaps = layout.dp * layout.cp > 1 and not away
+        values["overlap_grad_reduce"] = overlaps
+        values["overlap_param_gather"] = overlaps and learner.use_distributed_optimizer
+    values |= passed_through(DistributedDataParallelConfig, learner.ddp, section="learner.ddp")
+    if "overlap_param_gather" not in learner.ddp and not values.get("overlap_grad_reduce"):
         values["overlap_param_gather"] = False
-    if config.learner.optimizer.get("optimizer") == "muon":
+    if learner.optimizer.get("optimizer") == "muon":
         # Gradients are summed whole, and whole matrices are gathered.
         values |= {"use_distributed_optimizer": False, "overlap_param_gather": False}
     with refusals_of("learner.ddp"):
         return DistributedDataParallelConfig(**values)
-
-
-def _overlap(learner: LearnerSection) -> dict[str, object]:
-    """Returns settings by which communication overlaps computation, all false without replicas.
-
-    With offloaded parameters or gradients there is no overlap, since a part that is on the host
-    cannot receive.
-    """
-    layout = RankLayout.of(learner.parallel, learner.world_size)
-    away = learner.offload.parameters or learner.offload.gradients
-    overlaps = layout.dp * layout.cp > 1 and not away
-    return {
-        "overlap_grad_reduce": overlaps,
-        "overlap_param_gather": overlaps and learner.use_distributed_optimizer,
-    }
 
 
 def optimizer_config_of(config: Config) -> Megatron:
@@ -317,28 +307,34 @@ def optimizer_config_of(config: Config) -> Megatron:
         }
         values["muon_fp32_matmul_prec"] = "medium" if torch.cuda.is_available() else "highest"
     values |= passed_through(OptimizerConfig, learner.optimizer, section="learner.optimizer")
-    _check_kind(str(values["optimizer"]), learner.optimizer)
-    if values["optimizer"] == "muon":
-        _check_muon(config, values)
-    if values.get("optimizer_cpu_offload"):
-        _check_host_optimizer(config)
+    check_optimizer(config, values)
     with refusals_of("learner.optimizer"):
         return OptimizerConfig(**values)
 
 
-def _check_kind(kind: str, passed: Mapping[str, object]) -> None:
+def check_optimizer(config: Config, values: Mapping[str, object]) -> None:
+    """Raises ConfigError for an optimizer that cannot work here; `values` are all its settings."""
+    kind = values["optimizer"]
     if kind not in ("adam", "sgd", "muon"):
         raise ConfigError(
             f"learner.optimizer.optimizer must be adam, sgd or muon, got {kind!r}: nobody has "
             "tried others of the package emerging-optimizers"
         )
     others = ("adaptive_muon_", "soap_", "lion_", *(() if kind == "muon" else ("muon_",)))
-    for name in passed:
+    for name in config.learner.optimizer:
         if name.startswith(others):
             raise ConfigError(f"learner.optimizer.{name} has no effect: the optimizer is {kind}")
-
-
-def _check_muon(config: Config, values: Mapping[str, object]) -> None:
+    if values.get("optimizer_cpu_offload"):
+        if not torch.cuda.is_available():
+            raise ConfigError("learner.optimizer.optimizer_cpu_offload needs a GPU, there is none")
+        # Megatron would give torch slices of float32 parameters as parameters: torch refuses that.
+        if config.model.dtype != "bfloat16":
+            raise ConfigError(
+                "learner.optimizer.optimizer_cpu_offload needs model.dtype bfloat16, "
+                f"got {config.model.dtype}"
+            )
+    if kind != "muon":
+        return
     compat.check_installed(compat.MUON_VERSIONS)
     from megatron.core.optimizer.emerging_optimizers import get_supported_coefficient_types
 
@@ -371,18 +367,6 @@ def _check_muon(config: Config, values: Mapping[str, object]) -> None:
     ):
         if is_set:
             raise ConfigError(f"learner.optimizer.optimizer muon does not go with {name}: {cause}")
-
-
-def _check_host_optimizer(config: Config) -> None:
-    """Raises ConfigError for an optimizer on the host, unless there is a GPU and bfloat16."""
-    if not torch.cuda.is_available():
-        raise ConfigError("learner.optimizer.optimizer_cpu_offload needs a GPU, there is none")
-    # Megatron would give torch slices of float32 parameters as parameters, which torch refuses.
-    if config.model.dtype != "bfloat16":
-        raise ConfigError(
-            "learner.optimizer.optimizer_cpu_offload needs model.dtype bfloat16, "
-            f"got {config.model.dtype}"
-        )
 
 
 # Megatron's fields that must agree with groups, weights or the trainer's code. The value is the

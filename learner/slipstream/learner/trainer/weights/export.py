@@ -30,18 +30,8 @@ MAX_SHARD_BYTES = 4 << 30
 # What training makes stale in a model's folder: the weights, in all forms.
 _STALE = (
     *("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.gguf", "*.h5"),
-    *(
-        "*.msgpack",
-        "*.ot",
-        "*.pt",
-        "*.pth",
-        "*.onnx",
-        "*.onnx_data",
-        "onnx",
-        "openvino",
-        "original",
-    ),
-    *("adapter_config.json", ".git", ".cache"),
+    *("*.msgpack", "*.ot", "*.pt", "*.pth", "*.onnx", "*.onnx_data", "onnx", "openvino"),
+    *("original", "adapter_config.json", ".git", ".cache"),
 )
 # How the names of copies end that layers for further tokens may have -> what they are copies of.
 _COPIES = {

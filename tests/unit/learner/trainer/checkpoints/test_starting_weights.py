@@ -11,8 +11,7 @@ torch = pytest.importorskip("torch")
 from slipstream.core.errors import CheckpointError, ConfigError  # noqa: E402
 from slipstream.core.settings.config import Config  # noqa: E402
 from slipstream.learner.trainer.checkpoints.stored_model import (  # noqa: E402
-    check_no_adapters,
-    check_no_lost_tower,
+    check_nothing_lost,
     check_saved,
 )
 from support.fakes.small_checkpoints import save_checkpoint  # noqa: E402
@@ -50,13 +49,13 @@ def write(folder: Path, *names: str) -> None:
 
 @pytest.mark.parametrize("folder", ["", "state"])
 def test_adapters_that_would_be_left_out_are_refused(tmp_path: Path, folder: str) -> None:
-    write(tmp_path / "without" / folder, MATRIX)
-    check_no_adapters(tmp_path / "without")
+    (tmp_path / "config.json").write_text(json.dumps(MISTRAL3))
+    config = config_of(tmp_path, max_images=2)
     write(tmp_path / "with" / folder, MATRIX, ADAPTER)
     with pytest.raises(
         ConfigError, match=f"checkpoint.load must hold no adapters, .* {tmp_path}/with "
     ):
-        check_no_adapters(tmp_path / "with")
+        check_nothing_lost(config, tmp_path / "with")
 
 
 @pytest.mark.parametrize("folder", ["", "state"])
@@ -64,26 +63,26 @@ def test_a_trained_tower_that_would_be_left_out_is_refused(tmp_path: Path, folde
     (tmp_path / "config.json").write_text(json.dumps(MISTRAL3))
     seeing, alone = (config_of(tmp_path, max_images=number) for number in (2, 0))
     write(tmp_path / "without" / folder, MATRIX)
-    check_no_lost_tower(alone, tmp_path / "without")
+    check_nothing_lost(alone, tmp_path / "without")
     write(tmp_path / "with" / folder, MATRIX, "visual.inner.vision_tower.ln_pre.weight")
-    check_no_lost_tower(seeing, tmp_path / "with")
+    check_nothing_lost(seeing, tmp_path / "with")
     with pytest.raises(
         ConfigError, match="sampling.max_images must be at least 1 with checkpoint.load = .*/with, "
     ):
-        check_no_lost_tower(alone, tmp_path / "with")
+        check_nothing_lost(alone, tmp_path / "with")
 
 
 def test_a_text_class_does_not_lose_the_tower_of_its_starting_weights(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen2ForCausalLM"]}))
     config = config_of(tmp_path, max_images=0)
     write(tmp_path / "without", MATRIX)
-    check_no_lost_tower(config, tmp_path / "without")
+    check_nothing_lost(config, tmp_path / "without")
     write(tmp_path / "with", MATRIX, "visual.inner.patch_embed.proj.weight")
     with pytest.raises(
         ConfigError,
         match="checkpoint.load must hold no vision tower for a Qwen2ForCausalLM, .*/with would be",
     ):
-        check_no_lost_tower(config, tmp_path / "with")
+        check_nothing_lost(config, tmp_path / "with")
 
 
 def flip(path: Path) -> None:

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 from slipstream.learner.trainer.batches.training_sequence import zigzag
-from slipstream.learner.trainer.layers.attention import LengthSplit, Masks, length_groups
+from slipstream.learner.trainer.layers.attention import Cut, length_groups
 
 CPU = torch.device("cpu")
 # Packed sequences of several lengths; the first two have a length class of their own.
@@ -43,28 +43,19 @@ def test_each_query_sees_the_tokens_of_its_sequence_up_to_itself_within_the_wind
         for place in range(start, end)
     }
     for most in (1 << 20, 600, 40):
-        masks = Masks(window, most)
         found: dict[int, set[int]] = {}
         for rank in range(size):
-            split = rank, size
-            groups, order = length_groups(BOUNDS, split, masks, CPU)
+            groups, order = length_groups(BOUNDS, Cut(rank, size, window, most), CPU)
             assert order.sort()[0].tolist() == list(range(BOUNDS[-1] // size))
-            found |= seen(groups, BOUNDS, split)
+            found |= seen(groups, BOUNDS, (rank, size))
         assert found == wanted
 
 
-@pytest.mark.parametrize(
-    ("split", "masks"),
-    [
-        ((0, 2), Masks()),
-        ((1, 2), Masks(1024)),
-        ((0, 1), Masks(1024)),
-    ],
-)
-def test_a_long_sequence_holds_places_and_no_masks(split: LengthSplit, masks: Masks) -> None:
-    groups, order = length_groups((0, 32768), split, masks, CPU)
+@pytest.mark.parametrize("cut", [Cut(0, 2), Cut(1, 2, 1024), Cut(0, 1, 1024)])
+def test_a_long_sequence_holds_places_and_no_masks(cut: Cut) -> None:
+    groups, order = length_groups((0, 32768), cut, CPU)
     tensors = [order, *(t for g in groups for t in vars(g).values() if torch.is_tensor(t))]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     assert sum(storages.values()) < 2 << 20
     queries = {group.queries.shape[1] * group.keys.shape[1] for group in groups}
-    assert max(queries) <= masks.most_scores
+    assert max(queries) <= cut.most_scores

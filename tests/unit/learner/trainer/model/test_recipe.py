@@ -7,7 +7,6 @@ import torch
 from megatron.core.optimizer.layer_wise_optimizer import is_managed_by_layer_wise_optimizer
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import Config
-from slipstream.core.settings.sections import LearnerSection
 from slipstream.extensions.other_models.trainer import ValueHead
 from slipstream.learner.trainer.model import recipe
 from slipstream.learner.trainer.ranks import compat
@@ -28,9 +27,12 @@ from support.fakes.small_configs import small_config
         ({"world_size": 2, "offload": {"optimizer": True}}, True, True),
     ],
 )
-def test_replicas_overlap_what_they_exchange_unless_it_is_offloaded(learner, reduce, gather):
-    found = recipe._overlap(LearnerSection.model_validate(learner))
-    assert found == {"overlap_grad_reduce": reduce, "overlap_param_gather": gather}
+def test_replicas_overlap_what_they_exchange_unless_it_is_offloaded(
+    learner, reduce, gather, monkeypatch
+):
+    monkeypatch.setattr(recipe.torch.cuda, "is_available", lambda: True)
+    found = recipe.ddp_config_of(small_config(learner=learner))
+    assert (found.overlap_grad_reduce, found.overlap_param_gather) == (reduce, gather)
 
 
 @pytest.mark.parametrize(("setting", "fused"), [({}, True), (True, True), (False, False)])
@@ -72,13 +74,14 @@ def test_windows_need_heads_that_are_exchanged(kind: object) -> None:
 
 
 def test_optimizer_on_the_host_is_refused_where_it_cannot_work(monkeypatch):
+    values = {"optimizer": "adam", "optimizer_cpu_offload": True}
     monkeypatch.setattr(recipe.torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match="needs a GPU, there is none"):
-        recipe._check_host_optimizer(sharing(1, "bfloat16"))
+        recipe.check_optimizer(sharing(1, "bfloat16"), values)
     monkeypatch.setattr(recipe.torch.cuda, "is_available", lambda: True)
-    recipe._check_host_optimizer(sharing(1, "bfloat16"))
+    recipe.check_optimizer(sharing(1, "bfloat16"), values)
     with pytest.raises(ConfigError, match="needs model.dtype bfloat16, got float32"):
-        recipe._check_host_optimizer(sharing(1, "float32"))
+        recipe.check_optimizer(sharing(1, "float32"), values)
 
 
 @pytest.mark.parametrize(
@@ -93,9 +96,10 @@ def test_optimizer_on_the_host_is_refused_where_it_cannot_work(monkeypatch):
     ],
 )
 def test_other_optimizers_and_their_settings_are_refused(table: dict, cause: str) -> None:
-    recipe._check_kind("sgd", {"optimizer": "sgd", "sgd_momentum": 0.8})
     with pytest.raises(ConfigError) as caught:
-        recipe._check_kind(table.get("optimizer", "adam"), table)
+        recipe.check_optimizer(
+            small_config(learner={"optimizer": table}), {"optimizer": "adam"} | table
+        )
     assert str(caught.value).startswith(cause)
 
 
