@@ -225,11 +225,6 @@ def test_engine_without_room_for_a_cache_is_a_problem(monkeypatch: pytest.Monkey
     assert finding.seen == "11.2 of 14.0 GiB for an engine's weights"
 
 
-def test_limit_of_the_learner_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = config_of(learner={"gpu_memory_fraction": 0.5})
-    assert fits(config, monkeypatch, 2, 7.0)["GPU memory"].seen.startswith("117.3 of 70.0 GiB")
-
-
 def test_what_does_not_fit_one_machine_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(rollout_server={"count": 4})
     finding = fits(config, monkeypatch, 2, 1.0)["placement"]

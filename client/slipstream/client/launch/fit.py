@@ -184,8 +184,7 @@ def check_fit(scene: Scene) -> Iterator[Finding]:
     # Engines that sleep leave their memory to the step.
     sleeps = config.controller.turns == "sleep"
     engines = 0 if sleeps else max(placement.shared.values(), default=0)
-    left = min(1 - engines * utilization, config.learner.gpu_memory_fraction or 1.0)
-    room = min(known) * left
+    room = min(known) * (1 - engines * utilization)
     seen = f"{needs.rank_bytes / GIB:.1f} of {room / GIB:.1f} GiB for a trainer rank"
     if needs.rank_bytes > room:
         remedy = f"{MORE_RANKS}{MORE_OF_SHARED if engines else ''}"

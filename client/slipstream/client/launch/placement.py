@@ -221,21 +221,12 @@ def uses_gpus() -> bool:
 
 def share_memory(config: Config, placement: Placement) -> Config:
     """Sets a default of shared GPUs' memory; raises ConfigError if shares exceed a GPU."""
-    if placement.shared:
-        server, fraction = config.rollout_server, config.learner.gpu_memory_fraction
-        engines = max(placement.shared.values())
-        if "gpu_memory_utilization" not in server.model_fields_set:
-            share = round(SHARED_UTILIZATION / engines, 4)
-            server = server.model_copy(update={"gpu_memory_utilization": share})
-            config = config.model_copy(update={"rollout_server": server})
-        total = engines * server.gpu_memory_utilization + (fraction or 0.0)
-        if total > 1 and config.controller.turns != "sleep":
-            raise ConfigError(
-                f"on a shared GPU {engines} * rollout_server.gpu_memory_utilization + "
-                "learner.gpu_memory_fraction must be at most 1 without controller.turns = "
-                f'"sleep", got {server.gpu_memory_utilization:g} and {fraction or 0.0:g}'
-            )
-    share = config.rollout_server.gpu_memory_utilization
+    server = config.rollout_server
+    if placement.shared and "gpu_memory_utilization" not in server.model_fields_set:
+        share = round(SHARED_UTILIZATION / max(placement.shared.values()), 4)
+        server = server.model_copy(update={"gpu_memory_utilization": share})
+        config = config.model_copy(update={"rollout_server": server})
+    share = server.gpu_memory_utilization
     for gpu, engines in placement.server_gpus.items():
         if engines * share > 1:
             raise ConfigError(

@@ -348,8 +348,6 @@ class LearnerSection(Section):
     shared_prefix_tokens: int = Field(32, ge=0)
     # GPUs of the ranks on a machine, as in CUDA_VISIBLE_DEVICES. By default the first ones.
     devices: tuple[int | str, ...] | None = None
-    # Largest share of a GPU's memory that torch may hold in a rank.
-    gpu_memory_fraction: float | None = Field(None, gt=0, le=1)
     # CPU threads of each rank. 0 means all.
     threads: int = Field(1, ge=0)
     # Decoupled weight decay. Norms and biases have none.

@@ -137,8 +137,7 @@ def load_trained(
             # Layers that are computed again would miss features that the tower adds between them.
             logger.info("no layer recomputes its activations: a vision tower adds to some of them")
         else:
-            memory = GpuMemory(config.learner.gpu_memory_fraction)
-            recompute = Recompute(list(map(unwrapped, chunks)), config.learner, memory)
+            recompute = Recompute(list(map(unwrapped, chunks)), config.learner, GpuMemory())
     if load_weights:
         check_attention(model)
     return TrainedModel(**vars(model), optimizer=optimizer, scaler=scaler, recompute=recompute)
@@ -221,8 +220,7 @@ def _load(
     kept_logits = 0
     if ranks.device.type == "cuda":
         total = torch.cuda.get_device_properties(ranks.device).total_memory
-        share = KEPT_LOGITS_SHARE * (config.learner.gpu_memory_fraction or 1.0)
-        kept_logits = int(share * total) // torch.float32.itemsize
+        kept_logits = int(KEPT_LOGITS_SHARE * total) // torch.float32.itemsize
     return ParallelModel(
         ranks=ranks,
         parallel=config.learner.parallel,

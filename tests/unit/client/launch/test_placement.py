@@ -179,31 +179,6 @@ def test_engine_leaves_the_learner_room_on_a_shared_gpu() -> None:
     )
 
 
-def test_shares_of_one_gpu_are_at_most_all_of_it() -> None:
-    shared = Placement(("0",), (("0",),))
-    config = config_of({"gpu_memory_fraction": 0.5}, {"gpu_memory_utilization": 0.5})
-    assert share_memory(config, shared) is config
-    config = config_of({"gpu_memory_fraction": 0.5}, {"gpu_memory_utilization": 0.6})
-    with pytest.raises(
-        ConfigError, match=r'at most 1 without controller\.turns = "sleep", got 0\.6 and 0\.5'
-    ):
-        share_memory(config, shared)
-    assert share_memory(config, Placement(("0",), (("1",),))) is config
-
-
-def test_shares_of_a_gpu_that_is_used_in_turn_may_be_more_than_all_of_it() -> None:
-    shared = Placement(("0",), (("0",),))
-    offload = {"gradients": True, "optimizer": True}
-    learner = {"gpu_memory_fraction": 0.9, "offload": offload}
-    config = config_of(learner, {"gpu_memory_utilization": 0.7})
-    in_turn = config.model_copy(
-        update={"controller": config.controller.model_copy(update={"turns": "sleep"})}
-    )
-    assert share_memory(in_turn, shared) is in_turn
-    with pytest.raises(ConfigError, match="at most 1"):
-        share_memory(config, shared)
-
-
 def test_shares_of_servers_without_the_learner_are_at_most_all_of_a_gpu() -> None:
     both = placed("0 1", server={"count": 2, "devices": [1, 1]})
     with pytest.raises(ConfigError, match=r"GPU 1 is for 2 rollout servers: 2 \* .* 1, got 0\.9"):

@@ -28,10 +28,6 @@ _MARGIN = 0.1
 class GpuMemory:
     """The memory of this rank's GPU, in bytes: how much tensors use, and how much they may use."""
 
-    def __init__(self, share: float | None) -> None:
-        """Takes the value of `learner.gpu_memory_fraction` as `share`; None means no limit."""
-        self._share = share
-
     def allocated(self) -> int:
         """Returns the bytes that tensors use now."""
         return torch.cuda.memory_allocated()
@@ -46,9 +42,7 @@ class GpuMemory:
 
     def limit(self) -> int:
         """Returns the bytes of GPU memory that tensors may use."""
-        free, total = torch.cuda.mem_get_info()
-        left = free + torch.cuda.memory_reserved()
-        return min(left, int(total * self._share)) if self._share else left
+        return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
 
 
 @dataclass(frozen=True)

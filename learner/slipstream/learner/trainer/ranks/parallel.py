@@ -83,8 +83,6 @@ class Ranks:
         if has_cuda:
             set_nccl_environment(os.environ)
             torch.cuda.set_device(launch.local_rank)
-            if learner.gpu_memory_fraction is not None:
-                torch.cuda.set_per_process_memory_fraction(learner.gpu_memory_fraction)
         timeout = timedelta(seconds=learner.timeout_s)
         store = rendezvous(launch.rank, launch.world_size, timeout)
         dist.init_process_group(
