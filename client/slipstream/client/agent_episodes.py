@@ -16,11 +16,12 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from slipstream.client.agent_exchange import CallExchange
 from slipstream.client.answers import agent_result
-from slipstream.client.environment import AgentEnvironment, Endpoint
+from slipstream.client.environment import AgentEnvironment
 from slipstream.client.environment_loader import awaited_place, environment_failed, running_place
 from slipstream.v1 import environment_pb2 as pb
 
@@ -37,6 +38,18 @@ MAX_LEFT_RUNS = 256
 OnBusy = Callable[["asyncio.Task[Any]", bool], None]
 
 
+class EpisodeOver(SystemExit):
+    """Interrupts a plain `run` in its thread, at any line of Python, when its episode has ended."""
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """The result of `run`, or the error that it raised."""
+
+    value: object = None
+    error: BaseException | None = None
+
+
 class AgentEpisode:
     """One episode of an agent: `next()` returns each call of the agent, then the result of `run`.
 
@@ -47,12 +60,13 @@ class AgentEpisode:
     def __init__(
         self, environment: AgentEnvironment[Any], task: object, gateway: Gateway, *, on_busy: OnBusy
     ) -> None:
-        self._environment, self._task, self._gateway = environment, task, gateway
+        self._gateway, self._on_busy, self._is_busy = gateway, on_busy, False
         self._exchange = CallExchange(on_waiting=lambda is_waiting: self._note_busy(not is_waiting))
         self._endpoint = gateway.open(self._exchange)
-        self._run: AgentRun | None = None
-        self._on_busy = on_busy
-        self._is_busy = False
+        self._code = partial(environment.run, task, self._endpoint)
+        self._is_plain = not inspect.iscoroutinefunction(environment.run)
+        self._run: asyncio.Task[_Outcome] | None = None
+        self._thread: threading.Thread | None = None
 
     async def next(self) -> pb.AgentCall | pb.AgentResult:
         """Waits for the agent's next call and returns it, or the result of `run` after its end.
@@ -60,11 +74,18 @@ class AgentEpisode:
         Raises the error that `run` raised, or EnvironmentFailed if the result is invalid.
         """
         if self._run is None:
-            self._run = AgentRun(self._environment, self._task, self._endpoint)
+            self._run = asyncio.get_running_loop().create_task(self._outcome())
             self._note_busy(True)
-            self._run.task.add_done_callback(lambda _: self._stop_calls())
+            self._run.add_done_callback(lambda _: self._stop_calls())
         call = await self._exchange.next()
-        return call if call is not None else agent_result(self._run.result())
+        if call is not None:
+            return call
+        if self._run.cancelled():
+            raise asyncio.CancelledError
+        outcome = self._run.result()
+        if outcome.error is not None:
+            raise outcome.error
+        return agent_result(outcome.value)
 
     async def part(self, part: pb.ReplyPart) -> None:
         """Passes a part of a reply to the agent; returns when the agent has taken it."""
@@ -72,20 +93,43 @@ class AgentEpisode:
 
     def place(self) -> str:
         """Returns file, line and function where the agent's code is, or "" if that is not known."""
-        return self._run.place() if self._run is not None else ""
+        thread = self._thread
+        if thread is None:
+            return "" if self._run is None else awaited_place(self._run)
+        if thread.ident is None or thread.ident not in sys._current_frames():
+            return ""
+        return running_place(thread.ident)
 
-    async def end(self, limit_s: float) -> AgentRun | None:
-        """Interrupts the run; returns None, or the run if it has not ended within `limit_s`."""
+    @property
+    def is_alive(self) -> bool:
+        """Whether code of the agent still runs."""
+        runs = self._run is not None and not self._run.done()
+        return runs or (self._thread is not None and self._thread.is_alive())
+
+    async def end(self, limit_s: float) -> bool:
+        """Interrupts the run; returns whether it has ended within `limit_s`."""
         self._stop_calls()
-        if self._run is None or await self._run.end(limit_s):
-            return None
-        return self._run
+        if self._run is None or self._run.done():
+            return True
+        thread = self._thread
+        if thread is None:
+            self._run.cancel()
+        elif thread.ident is not None and thread.is_alive():
+            # Raised at the thread's next line of Python. One that has ended may have given its id
+            # to another thread.
+            raised = ctypes.py_object(EpisodeOver)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), raised)
+        done, _ = await asyncio.wait([self._run], timeout=limit_s)
+        if not done:
+            # A thread that hangs in C code can only be left running.
+            self._run.cancel()
+        return bool(done)
 
     def _note_busy(self, is_busy: bool) -> None:
         is_busy = is_busy and not self._exchange.has_ended
         if self._run is not None and is_busy != self._is_busy:
             self._is_busy = is_busy
-            self._on_busy(self._run.task, is_busy)
+            self._on_busy(self._run, is_busy)
 
     def _stop_calls(self) -> None:
         if not self._exchange.has_ended:
@@ -93,20 +137,64 @@ class AgentEpisode:
             self._exchange.end()
             self._note_busy(False)
 
+    async def _outcome(self) -> _Outcome:
+        """Runs the agent's code to its end and returns the outcome, perhaps such as SystemExit.
+
+        Raised here, a SystemExit would end the event loop. Raises CancelledError if this task is
+        cancelled.
+        """
+        try:
+            value = await self._in_thread() if self._is_plain else self._code()
+            return _Outcome(await value if inspect.isawaitable(value) else value)
+        except RAISED as error:
+            this = asyncio.current_task()
+            assert this is not None
+            if isinstance(error, asyncio.CancelledError) and this.cancelling():
+                raise
+            return _Outcome(error=error)
+
+    async def _in_thread(self) -> object:
+        """Calls a plain `run` in a thread of its own; returns its value or raises its error."""
+        context, loop = contextvars.copy_context(), asyncio.get_running_loop()
+        ended: asyncio.Future[_Outcome] = loop.create_future()
+
+        def deliver(outcome: _Outcome) -> None:
+            if not ended.done():
+                ended.set_result(outcome)
+
+        def work() -> None:
+            try:
+                outcome = _Outcome(context.run(self._code))
+            except RAISED as error:
+                outcome = _Outcome(error=error)
+            with contextlib.suppress(RuntimeError):
+                # The loop is closed when the whole process ends.
+                loop.call_soon_threadsafe(deliver, outcome)
+
+        self._thread = threading.Thread(target=work, name="agent", daemon=True)
+        self._thread.start()
+        outcome = await ended
+        if outcome.error is not None:
+            raise outcome.error
+        if inspect.isawaitable(outcome.value):
+            # The rest of the run is no longer in the thread.
+            self._thread = None
+        return outcome.value
+
 
 class AgentEpisodes:
     """Opens and ends the agents' episodes of one `EpisodeHost`; they share one HTTP gateway."""
 
     def __init__(self) -> None:
         self._gateway: Gateway | None = None
-        # Runs whose episodes have ended.
-        self._left: list[AgentRun] = []
+        # Episodes that have ended, and whose runs go on.
+        self._left: list[AgentEpisode] = []
 
     def open(
         self, environment: AgentEnvironment[Any], task: object, *, on_busy: OnBusy
     ) -> AgentEpisode:
         """Opens an episode; raises EnvironmentFailed if too many earlier runs have not ended."""
-        self._left = [run for run in self._left if run.is_alive]
+        self._left = [episode for episode in self._left if episode.is_alive]
         if len(self._left) >= MAX_LEFT_RUNS:
             raise environment_failed(
                 f"{len(self._left)} runs go on after the end of their episodes, the limit is "
@@ -121,129 +209,15 @@ class AgentEpisodes:
 
     async def end(self, episode: AgentEpisode, key: str) -> None:
         """Ends episode `key`; names its run on stderr if the run goes on after `END_LIMIT_S`."""
-        left = await episode.end(END_LIMIT_S)
-        if left is not None:
-            self._left.append(left)
-            place = left.place()
+        if not await episode.end(END_LIMIT_S):
+            self._left.append(episode)
+            place = episode.place()
             where = f" ({place})" if place else ""
-            print(
-                f"the run of episode {key} did not end within {END_LIMIT_S:g} s{where}",
-                file=sys.stderr,
-            )
+            line = f"the run of episode {key} did not end within {END_LIMIT_S:g} s{where}"
+            print(line, file=sys.stderr)
 
     async def close(self) -> None:
         """Closes the gateway; the next episode starts a new gateway."""
         gateway, self._gateway = self._gateway, None
         if gateway is not None:
             await gateway.close()
-
-
-class EpisodeOver(SystemExit):
-    """Interrupts a plain `run` in its thread, at any line of Python, when its episode has ended."""
-
-
-@dataclass(frozen=True)
-class _Outcome:
-    """The result of `run`, or the error that it raised."""
-
-    value: object = None
-    error: BaseException | None = None
-
-
-class AgentRun:
-    """One run of the agent's code, started by the constructor; every run needs a call of `end`."""
-
-    def __init__(
-        self, environment: AgentEnvironment[Any], task: object, endpoint: Endpoint
-    ) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._thread: threading.Thread | None = None
-        self._from_thread: asyncio.Future[_Outcome] = self._loop.create_future()
-        run = environment.run
-        is_async = inspect.iscoroutinefunction(run)
-        self.task: asyncio.Task[_Outcome] = self._loop.create_task(
-            self._await_run(lambda: run(task, endpoint), in_thread=not is_async)
-        )
-
-    def result(self) -> object:
-        """Returns the result of `run` or raises its error; callable only after the run's end."""
-        if self.task.cancelled():
-            raise asyncio.CancelledError
-        outcome = self.task.result()
-        if outcome.error is not None:
-            raise outcome.error
-        return outcome.value
-
-    def place(self) -> str:
-        """Returns file, line and function where the run is, or "" if that is not known."""
-        thread = self._thread
-        if thread is None:
-            return awaited_place(self.task)
-        if thread.ident is None or thread.ident not in sys._current_frames():
-            return ""
-        return running_place(thread.ident)
-
-    @property
-    def is_alive(self) -> bool:
-        return not self.task.done() or (self._thread is not None and self._thread.is_alive())
-
-    async def end(self, limit_s: float) -> bool:
-        """Interrupts the run; returns whether it has ended within `limit_s`."""
-        if self.task.done():
-            return True
-        thread = self._thread
-        if thread is None:
-            self.task.cancel()
-        elif thread.ident is not None and thread.is_alive():
-            # Raised at the thread's next line of Python. One that has ended may have given its id
-            # to another thread.
-            raised = ctypes.py_object(EpisodeOver)
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), raised)
-        done, _ = await asyncio.wait([self.task], timeout=limit_s)
-        if not done:
-            # A thread that hangs in C code can only be left running.
-            self.task.cancel()
-        return bool(done)
-
-    async def _await_run(self, run: Callable[[], object], *, in_thread: bool) -> _Outcome:
-        """Runs `run` to its end and returns the outcome, perhaps an error such as SystemExit.
-
-        Raised here, a SystemExit would end the event loop. Raises CancelledError if this task is
-        cancelled.
-        """
-        try:
-            if in_thread:
-                self._start_thread(run)
-                outcome = await self._from_thread
-                if not inspect.isawaitable(outcome.value):
-                    return outcome
-                self._thread = None
-                value: object = outcome.value
-            else:
-                value = run()
-            return _Outcome(await value if inspect.isawaitable(value) else value)
-        except RAISED as error:
-            this = asyncio.current_task()
-            assert this is not None
-            if isinstance(error, asyncio.CancelledError) and this.cancelling():
-                raise
-            return _Outcome(error=error)
-
-    def _start_thread(self, run: Callable[[], object]) -> None:
-        context = contextvars.copy_context()
-
-        def work() -> None:
-            try:
-                outcome = _Outcome(context.run(run))
-            except RAISED as error:
-                outcome = _Outcome(error=error)
-            with contextlib.suppress(RuntimeError):
-                # The loop is closed when the whole process ends.
-                self._loop.call_soon_threadsafe(deliver, outcome)
-
-        def deliver(outcome: _Outcome) -> None:
-            if not self._from_thread.done():
-                self._from_thread.set_result(outcome)
-
-        self._thread = threading.Thread(target=work, name="agent", daemon=True)
-        self._thread.start()

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 import numpy as np
 import pytest
 from slipstream.client import AgentEnvironment, AgentOutcome, Endpoint, agent_episodes
-from slipstream.client.agent_episodes import AgentEpisode, AgentEpisodes, AgentRun
+from slipstream.client.agent_episodes import AgentEpisode, AgentEpisodes
 from slipstream.client.agent_exchange import MAX_OPEN_CALLS, CallExchange
 from slipstream.client.agent_gateway import MAX_BODY_BYTES, Gateway
 from slipstream.client.environment_loader import CallTracker
@@ -441,8 +441,13 @@ async def test_a_thread_with_the_number_of_one_that_has_ended_is_not_interrupted
         def run(self, task, endpoint):
             return 1.0
 
-    ended = AgentRun(Plain(), "one", Endpoint("http://127.0.0.1:1", "key"))
-    await asyncio.sleep(0)
+    gateway = Gateway()
+    ended = AgentEpisode(Plain(), "one", gateway, on_busy=lambda *_: None)
+    waiting = asyncio.create_task(ended.next())
+    # Once for `next`, once for the run that it starts.
+    for _ in range(2):
+        await asyncio.sleep(0)
+    waiting.cancel()
     assert ended._thread is not None
     ended._thread.join()
     stop, raised = threading.Event(), []
@@ -465,7 +470,7 @@ async def test_a_thread_with_the_number_of_one_that_has_ended_is_not_interrupted
     for thread in others:
         thread.join()
     assert not raised
-    assert ended.result() == 1.0
+    await gateway.close()
 
 
 async def test_an_agent_is_in_a_call_while_its_own_code_runs_not_while_it_waits() -> None:
