@@ -90,10 +90,7 @@ class CallExchange:
             self._read_bytes -= num_bytes
 
     def open(self, request: pb.AgentCall) -> PendingCall:
-        """Numbers a request, queues it for the server, and returns the open call.
-
-        Must not be called after `end`.
-        """
+        """Numbers and queues a request, and returns the open call; not after `end`."""
         assert not self.has_ended
         self._num_calls += 1
         request.call = self._num_calls
@@ -104,11 +101,7 @@ class CallExchange:
         return call
 
     def close(self, call: PendingCall) -> None:
-        """Removes a call.
-
-        If the server has taken the call but not sent the last part of its reply, tells the server
-        that the call is abandoned.
-        """
+        """Removes a call; tells a server that has taken it and not sent the last part."""
         _drop_parts(call)
         if self._calls.pop(call.number, None) is None:
             return
@@ -128,10 +121,7 @@ class CallExchange:
         return None if self.has_ended else self._outbox.pop(0)
 
     async def part(self, part: pb.ReplyPart) -> None:
-        """Passes a part of a reply to its client; returns when the client has taken it.
-
-        A part of a call that is no longer open is dropped: its client hung up meanwhile.
-        """
+        """Passes a part to its client until it is taken; drops it if the client hung up."""
         call = self._calls.get(part.call)
         if call is None:
             return

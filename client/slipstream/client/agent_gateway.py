@@ -227,10 +227,7 @@ class Gateway:
             await _relay(exchange, call, receive, send)
 
     def _accept(self, scope: Scope) -> tuple[CallExchange, pb.AgentCall]:
-        """Returns the exchange of a request's episode, and the call without its body.
-
-        Raises _Refusal for a request that is not a valid call of an open episode.
-        """
+        """Returns a request's exchange, and the call without its body; raises _Refusal."""
         path: str = scope["path"]
         token, _, rest = path.removeprefix("/").partition("/")
         known = self._exchanges.get(token)
@@ -316,10 +313,7 @@ async def _relay(exchange: CallExchange, call: PendingCall, receive: Receive, se
 
 
 async def _body(scope: Scope, receive: Receive, count: Callable[[bytes], None]) -> bytes:
-    """Returns the body of a request; calls `count` with each part that arrives.
-
-    Raises _HungUp if the client disconnects, and _Refusal if the body is too large or encoded.
-    """
+    """Returns a request's body, of which `count` gets each part; raises _HungUp or _Refusal."""
     headers = dict(scope["headers"])
     if headers.get(b"content-encoding", b"identity") != b"identity":
         what = "the body must have no content-encoding"

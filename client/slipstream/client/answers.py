@@ -85,10 +85,7 @@ def read_message(given: object) -> Message:
 
 
 def trains(message: Mapping[str, Any]) -> bool:
-    """Whether a demonstration trains a reply, by the fields in `TRAINED`: all unless they say no.
-
-    Raises ValueError for a value that is neither yes nor no.
-    """
+    """Whether a demonstration trains a reply: yes, unless a field of `TRAINED` says no."""
     said = {name: message[name] for name in TRAINED if message.get(name) is not None}
     for name, value in said.items():
         if value not in (0, 1):
@@ -187,11 +184,7 @@ def _text(value: object, name: str) -> str:
 
 
 def observation(opening: object, reply_limit: object, expected: object = "") -> pb.Observation:
-    """Converts the result of `reset` and two attributes of the environment to a message.
-
-    These are its `max_reply_tokens` and its `expected_answer`.
-    Raises EnvironmentFailed, which names the first value that cannot be sent.
-    """
+    """Converts what `reset` gave; raises EnvironmentFailed, which names the first wrong value."""
     opened = opening if isinstance(opening, ResetResult) else None
     answer = _text(expected, "expected_answer").encode(errors="replace")[:MAX_ANSWER_BYTES]
     made = pb.Observation(
@@ -258,10 +251,7 @@ def verdict(result: object, *, gives: bool) -> pb.Verdict:
 
 
 def agent_observation(reply_limit: object) -> pb.Observation:
-    """Returns the observation of an agent, which contains only the limit of reply tokens.
-
-    Raises EnvironmentFailed if the limit is neither None nor at least 1.
-    """
+    """Returns an agent's observation, a limit alone; raises EnvironmentFailed if it is wrong."""
     return _bounded(pb.Observation(is_agent=True, max_reply_tokens=_reply_limit(reply_limit)))
 
 
@@ -394,10 +384,7 @@ def _given(reply: object, source: str) -> str:
 
 
 def content_parts(content: object) -> list[pb.ContentPart]:
-    """Converts a list of text and image parts; raises ValueError if the list or a part is invalid.
-
-    An image file is read here, so that the message holds its bytes.
-    """
+    """Converts a list of texts and of images, whose files are read here; raises ValueError."""
     if not isinstance(content, Sequence) or isinstance(content, bytes) or not content:
         raise ValueError(f"content must be a text or a list of parts, got {show(content)}")
     if len(content) > MAX_PARTS:

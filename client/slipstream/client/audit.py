@@ -277,10 +277,7 @@ class Audit:
             self.played.form = chosen
 
     async def _find_form(self, task: Task) -> bool:
-        """Plays the right answer in each form until it earns more than an empty reply.
-
-        Without such a form all is left as it was.
-        """
+        """Plays the right answer in each form until it earns more than an empty reply."""
         played, chosen = self.played, self.played.form
         before = played.plays[Kind.RIGHT].get(task.index)
         nothing = played.rewards(Kind.EMPTY).get(task.index, 0.0)

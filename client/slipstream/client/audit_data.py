@@ -77,10 +77,7 @@ class Row:
 
 
 def surprises(rows: Sequence[Row], *, is_interactive: bool) -> Iterator[str]:
-    """Yields a line for each thing that is odd about `rows`.
-
-    Tasks with several turns may begin alike, and differ later.
-    """
+    """Yields a line for each oddity of `rows`; tasks with several turns may begin alike."""
     known = [row for row in rows if row.right]
     blank = [row for row in rows if row.said and not row.text.strip() and not row.has_images]
     if blank:

@@ -169,11 +169,7 @@ def awaited_place(task: asyncio.Task[object]) -> str:
 
 
 def _describe(frames: Sequence[tuple[types.CodeType, int]]) -> str:
-    """Returns file, line and function of the innermost frame that is in an environment's code.
-
-    If no frame is, the innermost frame is taken. `frames` begins with the innermost frame. Returns
-    "" without frames.
-    """
+    """Returns the first frame of an environment, or else the first; the innermost comes first."""
     own = [frame for frame in frames if is_of_environment(frame[0].co_filename)]
     for code, line in (own or frames)[:1]:
         return f"{Path(code.co_filename).name}:{line} in {code.co_name}"

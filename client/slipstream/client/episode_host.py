@@ -72,10 +72,7 @@ class EpisodeHost:
     def __init__(
         self, environment: AnyEnvironment | None = None, *, tracker: CallTracker | None = None
     ) -> None:
-        """Takes the environment; if it is None, the first command must be Load.
-
-        `tracker` records every call. Raises EnvironmentFailed if the environment gives no tasks.
-        """
+        """Takes the environment, or None before a Load; raises EnvironmentFailed without tasks."""
         self._tracker, self._environment = tracker, environment
         self._tasks = _task_source(environment) if environment is not None else None
         self._episodes: dict[str, _Episode] = {}
@@ -148,10 +145,7 @@ class EpisodeHost:
         return self._episodes[key].environment
 
     def digest(self, *, again: bool = False) -> str:
-        """Returns a digest of the tasks; with `again`, of those that `tasks()` gives now.
-
-        Raises EnvironmentFailed if `tasks()` fails.
-        """
+        """Returns a digest of the tasks, or of those that `tasks()` gives now if `again`."""
         assert self._environment is not None
         assert self._tasks is not None
         return digest_of(_task_source(self._environment) if again else self._tasks)

@@ -64,11 +64,7 @@ async def submit(arguments: argparse.Namespace) -> int:
 
 
 async def status(arguments: argparse.Namespace) -> int:
-    """Runs `slipstream status`: prints the status of the run; returns 0.
-
-    With a server's id it prints nothing, and raises RunFailed if that server does not work or the
-    run has failed.
-    """
+    """Prints the status; for a server's id raises RunFailed if that server does not work."""
     async with connect(arguments) as client:
         run = await client.status()
     if arguments.server_id is not None:

@@ -126,10 +126,7 @@ def _check_contents(config: Config) -> bool:
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:
-    """Returns the summary of a run, or None if the file is missing or damaged.
-
-    Only one decision depends on the summary: a finished run is not started again.
-    """
+    """Returns the summary of a run, or None if the file is missing or damaged."""
     try:
         values = json.loads(read_regular(folder / SUMMARY))
     except (OSError, ValueError, RecursionError):
@@ -143,10 +140,7 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
 
 
 def _check_not_held(path: Path, folder: Path) -> None:
-    """Raises ConfigError while a process holds the lock of `path`; a missing file is not locked.
-
-    A free lock is released at once, so that the command that writes the folder can take it.
-    """
+    """Raises ConfigError while a process holds the lock of `path`, which may be missing."""
     try:
         with open_regular(path, "r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -225,10 +219,7 @@ def node_folder(config: Config, node_rank: int) -> Path:
 
 @contextlib.contextmanager
 def hold_run_folder(config: Config, *, node_rank: int = 0) -> Iterator[None]:
-    """Makes the run's folder and locks out other commands on this node while the block runs.
-
-    Raises ConfigError while another command holds it, or if the run may not begin or resume there.
-    """
+    """Makes the run's folder and locks it on this node for the block; raises ConfigError."""
     make_run_folder(config)
     with hold_folder(node_folder(config, node_rank), refusal=_held(config.run_dir)):
         if node_rank == 0:
@@ -256,10 +247,7 @@ def hold_folder(folder: Path, *, refusal: str) -> Iterator[None]:
 
 
 def make_run_folder(config: Config) -> None:
-    """Makes the run's folder, readable only by its owner; raises ConfigError if that fails.
-
-    The folder will hold prompts, replies and weights. An existing folder keeps its permissions.
-    """
+    """Makes the run's folder, for its owner alone: it will hold prompts and weights."""
     make_folder(config.run_dir, mode=0o700)
 
 
@@ -340,11 +328,7 @@ def find_run(run: str | None, runs: Path = Path("runs")) -> FoundRun:
 
 
 def begin_run(config: Config, address: str) -> str:
-    """Returns the id of the run that begins or goes on; writes the controller's address down.
-
-    Raises ConfigError if `run.id` is not that of the run that goes on, or the file of the address
-    cannot be written.
-    """
+    """Returns the id of the run that begins or goes on; writes the controller's address down."""
     folder = config.run_dir
     run_id = journaled_run_id(folder) or config.run.id
     run_id = run_id or f"{config.run.name}-{secrets.token_hex(4)}"

@@ -170,10 +170,7 @@ class Run:
         return read_summary(self.folder) or {}
 
     def stop(self) -> None:
-        """Ends the run after the current step, unless it has ended, and waits for the end.
-
-        A KeyboardInterrupt while it waits ends the run at once.
-        """
+        """Ends the run after the current step and waits; a KeyboardInterrupt ends it at once."""
         self._start.ask_end()
         try:
             _awaited(self._end)

@@ -80,10 +80,7 @@ class Findings:
 
 
 def run_verify(folder: Path) -> int:
-    """Runs `slipstream verify`: prints a line for each fault; returns 1 if there is any, else 0.
-
-    Raises ConfigError if `folder` is no run's, or if a run still writes to it.
-    """
+    """Prints a line for each fault; returns 1 for any; raises ConfigError for no ended run."""
     settings_of(folder)
     with suppress(OSError), open_regular(folder / LOCK) as lock:
         try:

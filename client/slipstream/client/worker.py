@@ -82,10 +82,7 @@ class _Lossy(io.FileIO):
 
 
 def lossy_output() -> io.TextIOWrapper:
-    """Returns a stream to file 2 that loses what a full disk does not take.
-
-    So a full disk fails no episode of an environment that prints.
-    """
+    """Returns a stream to file 2 that loses what a full disk does not take: nobody fails."""
     file = io.BufferedWriter(_Lossy(2, "wb", closefd=False))
     return io.TextIOWrapper(file, errors="backslashreplace", line_buffering=True)
 

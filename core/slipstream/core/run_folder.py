@@ -50,10 +50,7 @@ def newest_log_number(folder: Path) -> int:
 
 
 def journaled_run_id(folder: Path) -> str | None:
-    """Returns the run's id in the first journal record of its `folder`, or None without a record.
-
-    A damaged line counts as none: the controller reports the damage when it reads the journal.
-    """
+    """Returns the run's id in the journal's first record, or None without a whole one."""
     for log in journal_logs(folder / JOURNAL):
         try:
             with open_regular(log) as lines:
@@ -82,10 +79,7 @@ def log_number(name: str) -> int:
 
 
 def check_journal_not_lost(folder: Path) -> None:
-    """Raises ConfigError if `folder` has files that a run writes after its first journal record.
-
-    It is called for a run without any journal record: a new run must not begin among such files.
-    """
+    """Raises ConfigError if files of a run lie in `folder`, which has no journal record."""
     for pattern in LEFT_BY_A_RUN:
         left = next((p for p in folder.glob(pattern) if p.is_dir() or p.stat().st_size), None)
         if left is not None:

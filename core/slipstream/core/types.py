@@ -267,10 +267,7 @@ class Trajectory:
         return tuple(found)
 
     def unpredicted(self) -> list[int]:
-        """Returns the indices, among the sampled tokens, of tokens without any token before them.
-
-        Such a token is the first of its sequence, so no token predicts it.
-        """
+        """Returns the indices of sampled tokens that begin a sequence: nothing predicts them."""
         return [
             part.sampled.start
             for part in self.sequences()
@@ -278,10 +275,7 @@ class Trajectory:
         ]
 
     def turn_rewards(self) -> list[float]:
-        """Returns the reward of each turn, in the order of the tokens.
-
-        The result is [] if several branches share the reward of an episode.
-        """
+        """Returns the reward of each turn, in order, or [] if several branches share one."""
         lengths = self.run_lengths[1::2]
         if self.token_rewards is not None:
             parts = np.split(self.token_rewards, np.cumsum(lengths[:-1]))
@@ -335,10 +329,7 @@ class RoutedExperts:
 
 
 def expert_dtype(num_experts: int) -> np.dtype[np.uint8] | np.dtype[np.uint16]:
-    """Returns the element type for ids of `num_experts` experts.
-
-    Raises ProtocolError if there are more than 65535 experts.
-    """
+    """Returns the type of ids of experts; raises ProtocolError for more than 65535."""
     if num_experts > _TWO_BYTES:
         raise ProtocolError(f"experts must be at most {_TWO_BYTES}, got {num_experts}")
     return np.dtype(np.uint8) if num_experts <= _ONE_BYTE else np.dtype(np.uint16)
@@ -347,10 +338,7 @@ def expert_dtype(num_experts: int) -> np.dtype[np.uint8] | np.dtype[np.uint16]:
 def unpack_experts(
     data: bytes, *, num_tokens: int, num_layers: int, top_k: int, num_experts: int
 ) -> RoutedExperts:
-    """Returns the experts in the bytes of `RoutedExperts.pack`.
-
-    Raises ProtocolError for a wrong size and for an unknown expert.
-    """
+    """Returns the experts in the bytes of `RoutedExperts.pack`; raises ProtocolError."""
     dtype = expert_dtype(num_experts)
     expected = num_tokens * num_layers * top_k * dtype.itemsize
     is_possible = 1 <= top_k <= num_experts and 1 <= num_layers <= _TWO_BYTES

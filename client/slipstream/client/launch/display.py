@@ -119,10 +119,7 @@ class Display:
         return f"; {first}resume it with: {this_command()}"
 
     def summary(self) -> bool:
-        """Shows the table at the end, from summary.json, and how to resume an unfinished run.
-
-        Returns whether the run was stopped; shows nothing if there is no summary.
-        """
+        """Shows the table at the end, from the summary if any; returns whether it was stopped."""
         folder = self._config.run_dir
         summary = read_summary(folder)
         if summary is None:

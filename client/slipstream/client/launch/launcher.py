@@ -208,11 +208,7 @@ async def run_rollout_server(
     connect_timeout_s: float,
     dry_run: bool,
 ) -> int:
-    """Runs `slipstream rollout-server`: one server, which joins a running controller.
-
-    It returns when the server has left the run in order. Raises ConfigError if the server refuses
-    its settings.
-    """
+    """Runs `slipstream rollout-server`: one server, which joins a controller, until it has left."""
     raise_open_files()
     name = check_server_id(server_id or f"{socket.gethostname()}-{secrets.token_hex(3)}")
     if controller is not None:
@@ -293,11 +289,7 @@ async def run_check(
 
 
 async def run_replay(folder: Path, overrides: Sequence[str], *, step: int | None) -> int:
-    """Runs `slipstream replay`: trainer ranks train the journaled batches again.
-
-    The ranks end after `step` unless it is None. `overrides` set paths that differ on this machine.
-    Returns 0 if every step's digest equals the recorded digest, else 1.
-    """
+    """Runs `slipstream replay`, up to `step` if it is set; returns 0 for equal digests."""
     path = settings_of(folder)
     overrides = [_HERE, *overrides]
     config = load_config(path, overrides)

@@ -40,10 +40,7 @@ logging.getLogger("slipstream.extensions.redis.connection").addHandler(logging.N
 
 
 async def check_setup(scene: Scene) -> str | None:
-    """Waits for a controller that another command starts; compares its setup with this host's.
-
-    Trainer ranks must share the run's folder if checkpoints are saved.
-    """
+    """Waits for a controller and compares its setup; ranks that save must share its folder."""
     if "controller" in scene.parts:
         return None
     config, limit_s, of_ranks = scene.config, scene.connect_timeout_s, "learner" in scene.parts
@@ -114,10 +111,7 @@ async def ask_controller(
 
 
 async def check_queue(scene: Scene) -> list[Finding]:
-    """Checks that the user's own Redis or Valkey lets the ends that start here write to it.
-
-    The controller's user can see whether the server would lose data.
-    """
+    """Checks that the user's own Redis or Valkey lets the ends that start here write to it."""
     if scene.config.queue.kind != "redis":
         return []
     from slipstream.extensions.redis.connection import USERS, RedisConnection, check_settings

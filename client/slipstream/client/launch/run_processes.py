@@ -130,10 +130,7 @@ async def end_in_order(
 async def tell_waits(
     display: Display, calls: RunCalls, *, first_s: float = FIRST_S, longest_s: float = LIMIT_S
 ) -> None:
-    """Shows why the run waits whenever nothing was shown for `first_s`; runs until cancelled.
-
-    The time doubles with each such line, up to `longest_s`, until something else is shown.
-    """
+    """Says why the run waits after `first_s` without a line, then after twice as long."""
     patience_s, last_line_s = first_s, 0.0
     while True:
         if display.spoke_s != last_line_s:
@@ -176,10 +173,7 @@ class RunProcesses:
         node_rank: int = 0,
         stated: Config | None = None,
     ) -> None:
-        """Writes `stated`, or else `config`, to the run's folder.
-
-        `stated` lacks the run's id and its free port, which a copy of these settings must not have.
-        """
+        """Writes `stated`, which lacks the run's id and its free port, or else `config`."""
         self._config, self._placement = config, placement
         self._calls = RunCalls(config.controller.address, credentials, config.run.id)
         self._logs = config.run_dir / LOGS

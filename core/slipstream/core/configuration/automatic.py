@@ -99,11 +99,7 @@ def _filled(
     sizes: ModelSizes,
     recorded: Mapping[str, JsonValue],
 ) -> dict[str, Any]:
-    """Returns a copy of `table` with each setting that a run chooses and `table` lacks.
-
-    The names of these settings are under `automatic`; one in `recorded` keeps that value. `tables`
-    are the sections of `table`.
-    """
+    """Returns `table` with what a run chooses where it is silent; `recorded` choices stay."""
     choice = _Choice(table, tables, recorded)
     parameters = sizes.parameters
     model_bytes = parameters * (4 if tables.model.dtype == "float32" else 2)

@@ -159,10 +159,7 @@ FEATURES: Mapping[str, Feature] = MappingProxyType(
 
 
 def refusals(family: Family, name: str, chosen: Mapping[str, object]) -> Iterator[str]:
-    """Yields one line for each chosen setting that `family` cannot have.
-
-    `chosen` has the values of settings by name; `name` is the model class that the line names.
-    """
+    """Yields a line, which names the class `name`, for each chosen setting that it cannot have."""
     for setting, value in chosen.items():
         off = FEATURES[setting].off
         if setting in family.cannot and value not in (off, None):

@@ -132,10 +132,7 @@ _OPTIONAL: Mapping[str, tuple[str, ...]] = {
 
 
 def field_problems(values: Mapping[str, Any]) -> Iterator[str]:
-    """Yields a line for each field with which transformers, learner and servers would differ.
-
-    They would compute different models, for example because one of them ignores the field.
-    """
+    """Yields a line for each field with which learner or servers would compute otherwise."""
     architecture, family = architecture_of(values), family_of(values)
     allowed = {**ONE_VALUE, **family.values}
     for name in family.read:

@@ -37,19 +37,12 @@ Held: TypeAlias = Mapping[str, tuple[Path, Shape]]
 
 
 def missing_files(folder: Path, template: Path | None = None) -> list[str]:
-    """Returns one message for each file or part without which a run cannot load the model.
-
-    `folder` has a config.json. `template` is the chat template file that the settings name, if any;
-    with it the tokenizer needs no template of its own.
-    """
+    """Returns a line for each missing part of a model; `template` replaces the tokenizer's."""
     return [*missing_weights(folder, "model.path"), *missing_tokenizer(folder, template)]
 
 
 def missing_tokenizer(folder: Path, template: Path | None) -> list[str]:
-    """Returns one message on what the tokenizer lacks, or [] if it lacks nothing.
-
-    The arguments are as in `missing_files`.
-    """
+    """Returns a line on what the tokenizer lacks, or []; `template` is in place of its own."""
     rule = "model.path must hold the tokenizer too"
     if not (folder / "tokenizer_config.json").is_file():
         return [f"{rule}, but {folder} has no tokenizer_config.json"]
@@ -72,10 +65,7 @@ def missing_tokenizer(folder: Path, template: Path | None) -> list[str]:
 
 
 def missing_weights(folder: Path, setting: str) -> list[str]:
-    """Returns one message for each fault of the weights in the folder that `setting` names.
-
-    Only headers are read. The usual cause is an incomplete download.
-    """
+    """Returns a line for each fault in the weights' headers, as of an incomplete download."""
     if not any(folder.glob("*.safetensors")):
         if folder.parent.name == "snapshots":
             return [
@@ -137,11 +127,7 @@ def read_header(path: Path) -> dict[str, Any]:
 
 
 def held_tensors(folder: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
-    """Returns the file and the shape of each tensor of the model in `folder`, by tensor name.
-
-    The files must be complete. If the folder has an index, only the tensors that it names are
-    returned.
-    """
+    """Returns file and shape of each tensor, or of those in the index, of complete files."""
     index = folder / INDEX
     if not index.is_file():
         paths = sorted(folder.glob("*.safetensors"))
@@ -159,10 +145,7 @@ def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def is_further(name: str, *, layers: int) -> bool:
-    """Whether the tensor `name` belongs to a layer after the first `layers` layers.
-
-    Such layers predict further tokens (multi-token prediction), and are not loaded.
-    """
+    """Whether a tensor is of a layer that predicts further tokens, which is not loaded."""
     place = _LAYER.match(name)
     is_apart = name.startswith(("mtp.", "model.mtp_layers."))
     return is_apart or (place is not None and int(place[1]) >= layers)
@@ -271,11 +254,7 @@ def _stacks(held: Held) -> dict[str, dict[int, dict[str, tuple[Path, Shape]]]]:
 def _differences(
     stack: str, blocks: Mapping[int, Mapping[str, tuple[Path, Shape]]], setting: str
 ) -> Iterator[str]:
-    """Yields a clause for each block whose tensors differ from those of a similar block.
-
-    The block lacks a tensor, or one has another shape. Blocks of several kinds, such as those with
-    and without experts, each have tensors of their own.
-    """
+    """Yields a clause for each block with other tensors or shapes than a block of its kind."""
     kinds = {frozenset(block): number for number, block in blocks.items()}
     for kind, number in kinds.items():
         for other, whole in kinds.items():
@@ -299,10 +278,7 @@ def _differences(
 
 
 def _output_problems(decoder: Held, setting: str) -> Iterator[str]:
-    """Yields a clause if files have an output projection that differs from tied embeddings.
-
-    The learner would train the embeddings, while transformers and vLLM use the projection.
-    """
+    """Yields a clause if files hold an output projection that differs from tied embeddings."""
     output, embedding = (
         next((name for name in decoder if name.endswith(ending)), None)
         for ending in (_OUTPUT, _EMBEDDINGS)

@@ -235,11 +235,7 @@ def _stage_problems(
 
 
 def cpu_cache_bytes(config: Config) -> int:
-    """Returns the bytes of the KV cache of an engine's worker on a CPU; reads config.json.
-
-    There is room for the longest episode, and at least 1 GiB, unless `rollout_server.engine` says
-    how much.
-    """
+    """Returns the bytes of a CPU worker's cache: as set, or the longest episode, 1 GiB at least."""
     server = config.rollout_server
     passed = server.engine.get("kv_cache_memory_bytes")
     if isinstance(passed, int):

@@ -86,10 +86,7 @@ class ModelSizes:
 
     @property
     def parameters(self) -> int:
-        """The approximate number of parameters: each layer counts as attention and MLP or experts.
-
-        Biases, norms and vision towers are left out.
-        """
+        """The approximate number of parameters, without biases, norms and vision towers."""
         heads = 2 * (self.heads + self.kv_heads) * self.head_dim
         experts = self.experts * self.expert_ffn + self.shared_expert_ffn
         dense = self.dense_layers if self.experts else self.layers
@@ -183,10 +180,7 @@ class ModelSizes:
 
 
 def normalizes_experts(values: Mapping[str, Any]) -> bool:
-    """Whether the routing weights of a token's experts are normalised to a sum of 1.
-
-    `values` is the config.json; some families always normalise, and have no field for it.
-    """
+    """Whether the routing weights of a token's experts are normalised to a sum of 1."""
     experts = family_of(values).experts
     return bool(values.get("norm_topk_prob", experts is not None and experts.is_normalized))
 

@@ -38,12 +38,7 @@ def architecture_of(values: Mapping[str, Any]) -> str:
 
 
 def family_of(values: Mapping[str, Any]) -> Family:
-    """Returns the family record of a model.
-
-    `values` is the content of config.json, or the decoder's config nested in it. The class in
-    `architectures` decides; without one, `model_type` does. For an unknown model, returns a default
-    `Family()`: a plain decoder.
-    """
+    """Returns the family by `architectures`, else by `model_type`; a plain decoder if unknown."""
     architecture = architecture_of(values)
     if architecture:
         return FAMILIES.get(architecture, _UNKNOWN)
@@ -60,11 +55,7 @@ _NEW_FORM = "model.language_model."
 
 
 def nested_table(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the decoder's config from the config.json of a class in `NESTED`.
-
-    The result keeps `vision_config`. Raises ConfigError for an unknown decoder and for unusable
-    fields.
-    """
+    """Returns the decoder's table of a class in `NESTED`, with `vision_config`, or ConfigError."""
     outer, decoder = architecture_of(values), values.get("text_config")
     kinds = NESTED[outer]
     for name in ("text_config", "vision_config"):
@@ -111,8 +102,5 @@ def nested_name(name: str, held: Collection[str]) -> str:
 
 
 def tower_name(name: str, held: Collection[str]) -> str:
-    """Returns the name of a tensor of the vision tower or projector in a vision model's files.
-
-    `name` is the tensor's name in the published naming scheme. `held` is as in `nested_name`.
-    """
+    """Returns the name in files with the names `held` of a tower's published tensor."""
     return f"model.{name}" if any(each.startswith(_NEW_FORM) for each in held) else name

@@ -81,20 +81,13 @@ class ImageProcessor:
         return int(self.inner.size["longest_edge"]) // side**2
 
     def tokens(self, token_id: int, data: bytes) -> list[int]:
-        """Returns the tokens that stand for an image in a prompt; reads its header only.
-
-        `token_id` is the placeholder of image features. Raises ValueError for bytes that are no
-        image, and for too many pixels.
-        """
+        """Returns an image's tokens in a prompt, by its header; raises ValueError if it is none."""
         width, height = size_of(data)
         patches = int(self.inner.get_number_of_image_patches(height, width))
         return [token_id] * (patches // self.merge**2)
 
     def has_features(self, height: int, width: int) -> npt.NDArray[np.bool_]:
-        """Returns a flag for each token of an image: true for placeholders of features.
-
-        `height` and `width` are the numbers of rows and columns of placeholders.
-        """
+        """Returns, for rows and columns of placeholders, which tokens are placeholders: all."""
         return np.ones(height * width, dtype=np.bool_)
 
     def pixels(self, data: bytes) -> Pixels:
@@ -106,10 +99,7 @@ class ImageProcessor:
 
 
 def decoded(data: bytes) -> Any:  # noqa: ANN401 - Pillow's
-    """Returns an encoded image as Pillow's, in RGB, as people see it: upright and on white.
-
-    Raises ValueError for unreadable pixels.
-    """
+    """Returns an image in RGB as people see it, upright and on white; raises ValueError."""
     from PIL import Image
 
     with opened(data) as image:
@@ -122,10 +112,7 @@ def decoded(data: bytes) -> Any:  # noqa: ANN401 - Pillow's
 
 
 def size_of(data: bytes) -> tuple[int, int]:
-    """Returns width and height of an image when it is upright; only its header is read.
-
-    Raises ValueError for bytes that are no image, and for too many pixels.
-    """
+    """Returns width and height of an image when upright, by its header; raises ValueError."""
     with opened(data) as image:
         width, height = image.size
         return (height, width) if _orientation(image) >= _FIRST_ON_SIDE else (width, height)
@@ -145,10 +132,7 @@ def _orientation(image: Any) -> int:  # noqa: ANN401 - Pillow's
 
 @contextmanager
 def opened(data: bytes) -> Iterator[Any]:
-    """Yields a Pillow image of which only the header has been read.
-
-    Raises ValueError if the image cannot be read or has too many pixels.
-    """
+    """Yields a Pillow image of which only the header was read; raises ValueError."""
     from PIL import Image
 
     try:
@@ -345,10 +329,7 @@ class ImageTokens:
 
 
 def image_tokens(folder: Path, *, max_images: int) -> ImageTokens | None:
-    """Returns the `ImageTokens` of a Hugging Face folder, or None if it is used without vision.
-
-    A model whose vision tower can be left out is used without it if `max_images` is 0.
-    """
+    """Returns the `ImageTokens` of a folder, or None if it is used without vision."""
     sizes = read_model_sizes(folder)
     if not sizes.has_vision or (sizes.is_nested and not max_images):
         return None

@@ -175,10 +175,7 @@ def checked_arguments(kind: FunctionKind, name: str, given: Arguments) -> Argume
 
 
 def validated(model: type[BaseModel], given: Mapping[str, object], *, what: str) -> BaseModel:
-    """Returns `given`, the arguments of the function `what`, as a `model`.
-
-    Raises ValueError with one line if an argument is invalid.
-    """
+    """Returns the arguments of the function `what` as a `model`; raises ValueError of one line."""
     try:
         return model.model_validate(given)
     except ValidationError as error:

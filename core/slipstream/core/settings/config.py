@@ -69,10 +69,7 @@ _URL_PASSWORD = re.compile(r"://[^/@\s]+@")
 
 
 def told_settings(settings: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
-    """Returns all settings except secrets, by the names that overrides have.
-
-    `settings` are tables, as in a TOML file. A name is `environments.0.weight`, for example.
-    """
+    """Returns all settings but secrets, by names such as `environments.0.weight`."""
     untold = tuple(f"{name}." for name in (*_UNTOLD, *NOTES))
     return {
         name: value

@@ -143,10 +143,7 @@ class DebugSection(Section):
 
 
 def tracker_named(name: str) -> EntryPoint:
-    """Returns where the tracker `name` lies: one of ours, or an entry point of another package.
-
-    Raises ConfigError for a name that no installed package has.
-    """
+    """Returns the place of a tracker of ours or of another package; raises ConfigError."""
     if name in PACKAGES:
         place = f"slipstream.extensions.trackers.controller:{_CLASSES[name]}"
         return EntryPoint(name, place, TRACKERS)

@@ -46,10 +46,7 @@ class RankLayout:
 
     @classmethod
     def of(cls, parallel: ParallelSection, world_size: int) -> RankLayout:
-        """Returns the layout of all ranks; an `etp` of None means tp.
-
-        Raises ValueError with the rule when the sizes do not divide `world_size`.
-        """
+        """Returns all ranks' layout; raises ValueError if sizes do not divide `world_size`."""
         etp = parallel.etp or parallel.tp
         dense, expert = parallel.tp * parallel.pp * parallel.cp, parallel.ep * etp * parallel.pp
         for text, size in (("tp * pp * cp", dense), ("ep * etp * pp", expert)):
@@ -76,10 +73,7 @@ class RankLayout:
         return _grid_groups(expert) | _grid_groups(dense)
 
     def describe(self, *, has_experts: bool) -> str:
-        """Returns a line of sizes, and for each kind with several ranks a line of its groups.
-
-        Groups of experts are left out if `has_experts` is false.
-        """
+        """Returns a line of sizes, and one for each kind of groups that has several ranks."""
         found = self.groups()
         noun = "rank" if self.world_size == 1 else "ranks"
         sizes = f"tp {self.tp}, pp {self.pp}, cp {self.cp}, dp {self.dp}"
@@ -117,10 +111,7 @@ def _ranks_text(ranks: Group) -> str:
 
 
 def _shortened(texts: Sequence[str], limit: int, gap: str) -> Iterator[str]:
-    """Yields the texts joined by spaces.
-
-    If they are more than `limit`, yields the first `limit` - 1 joined, then `gap`, then the last.
-    """
+    """Yields the texts in one line, or all but the last, `gap` and the last if they are many."""
     if len(texts) <= limit:
         yield " ".join(texts)
         return

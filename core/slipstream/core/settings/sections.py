@@ -462,10 +462,7 @@ class RolloutServerSection(Section):
         return self.quantization != "off" or cache.startswith("fp8")
 
     def is_eager(self, *, on_cpu: bool) -> bool:
-        """Whether the engine runs eagerly, without compilation.
-
-        By default it does so on CPUs only.
-        """
+        """Whether the engine runs eagerly, which by default it does on CPUs only."""
         return on_cpu if self.enforce_eager is None else self.enforce_eager
 
     def has_graphs(self, *, on_cpu: bool) -> bool:

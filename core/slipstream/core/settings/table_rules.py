@@ -218,10 +218,7 @@ def _size_problems(config: Tables) -> Iterator[str]:
 
 
 def trajectory_problems(config: Tables, num_bytes: int) -> Iterator[str]:
-    """Yields one line for each limit that trajectories of `num_bytes` bytes exceed.
-
-    The limits are the largest message and the size of the queue.
-    """
+    """Yields a line if trajectories of `num_bytes` exceed a message or the queue."""
     if num_bytes > _MAX_TRAJECTORY_BYTES:
         sampling = config.sampling
         name = "max_total_tokens" if sampling.max_total_tokens else "max_episode_tokens"
