@@ -138,7 +138,7 @@ class Ours(Served):
                 pass
 
             async def receive_weights(self, publish_id: str) -> LoadedWeights:
-                return LoadedWeights((), by_plan=False, pause_s=0.0, receive_s=0.0, load_s=0.0)
+                return LoadedWeights(())
 
         engine = await PresetWeights.start(config, seed=0)
         await engine.pauses.resume(PolicyVersion(0, 0))

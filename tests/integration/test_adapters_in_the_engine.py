@@ -73,14 +73,14 @@ async def test_the_engine_computes_with_what_came_last(rig: Rig) -> None:
         for name, tensor in rig.base.items()
     }
     first, second, third = (adapters_for(rig.base, seed) for seed in (1, 2, 3))
-    assert not (await rig.publish(other, first)).by_plan
+    assert not (await rig.publish(other, first)).stages.copied
     assert await rig.gap(other, first) < 1e-4
     assert await rig.gap(other, {}) > 1e-2
-    assert (await rig.publish({}, second)).by_plan
+    assert (await rig.publish({}, second)).stages.copied
     assert await rig.gap(other, second) < 1e-4
     assert await rig.gap(other, first) > 1e-2
     # A server that may have lost both gets both.
-    assert (await rig.publish(rig.base, third)).by_plan == rig.has_plan
+    assert (await rig.publish(rig.base, third)).stages.copied == rig.has_plan
     assert await rig.gap(rig.base, third) < 1e-4
     await rig.publish({}, first)
     assert await rig.gap(rig.base, first) < 1e-4

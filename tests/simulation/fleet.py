@@ -221,7 +221,7 @@ class SimulatedEngine:
         # Only a probe shows this.
         if self._is_probed and self._wire.take("misloaded weights", self.process.name):
             self.weights = MISLOADED
-        return LoadedWeights(digests, True, 0.0, 0.0, 0.0)
+        return LoadedWeights(digests)
 
     async def _received(self, publish_id: str) -> bytes:
         parcel = self._wire.parcel(publish_id)

@@ -94,7 +94,7 @@ MUTANTS: dict[str, tuple[Change, ...]] = {
             f"{ORDERS}._receive",
             "await self._discard(publish.publish_id, str(error))\n        return",
             "from slipstream.rollout_server.engine_interface import LoadedWeights\n"
-            "        loaded = LoadedWeights((), True, 0.0, 0.0, 0.0)",
+            "        loaded = LoadedWeights(())",
         ),
         Change(f"{ORDERS}._commit", "list(order.bucket_digests) != publish.digests", "False"),
         Change(

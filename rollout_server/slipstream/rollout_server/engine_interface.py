@@ -195,43 +195,15 @@ class EngineUse:
 
 @dataclass(frozen=True)
 class LoadedWeights:
-    """The way in which an engine loaded new weights, and the seconds of each stage.
+    """New weights that an engine has loaded: the digests of their buckets, and how long it took.
 
-    `by_plan` says that a copy plan loaded the weights, not vLLM's loader. `pause_s` is the time
-    until the engine had paused; with a plan, buckets arrive meanwhile. `receive_s` is the time for
-    which a worker waited idle for buckets, and `load_s` the rest of that worker's time. `wire_s` is
-    the time from the start of the first broadcast on the worker that joined last to the end of the
-    last broadcast, or 0 if it cannot be measured. `began_s` is the monotonic time at which the
-    engine's current step had ended and the copies began, or 0 if unknown. `staged` says that all
-    buckets had arrived before the copies began.
+    `stages` has what the engine knows. `began_s` is the monotonic time at which the engine's
+    current step had ended and the copies began, or 0 if unknown.
     """
 
     bucket_digests: tuple[bytes, ...]
-    by_plan: bool
-    pause_s: float
-    receive_s: float
-    load_s: float
-    wire_s: float = 0.0
+    stages: fleet_pb2.PublishStages = dataclasses.field(default_factory=fleet_pb2.PublishStages)
     began_s: float = 0.0
-    staged: bool = False
-
-    def stages(self, prepare_s: float, paused_at_s: float | None) -> fleet_pb2.PublishStages:
-        """Returns the message that reports how long each stage of the publish took.
-
-        `prepare_s` is the time of the preparation. `paused_at_s` is the monotonic time from which
-        requests waited, or None if no request waited. The message's `steps_s` is the time from
-        then until the engine's current step had ended.
-        """
-        return fleet_pb2.PublishStages(
-            prepare_s=prepare_s,
-            pause_s=self.pause_s,
-            receive_s=self.receive_s,
-            load_s=self.load_s,
-            copied=self.by_plan,
-            wire_s=self.wire_s,
-            staged=self.staged,
-            steps_s=max(0.0, self.began_s - paused_at_s) if paused_at_s else 0.0,
-        )
 
 
 class Requests(Protocol):

@@ -156,8 +156,11 @@ class WeightOrders:
             return
         publish.move(Phase.LOADED)
         publish.digests = list(loaded.bucket_digests)
-        paused_at_s = None if self._pause_began is None else self._pause_began[0]
-        publish.stages = loaded.stages(prepared_s - begun_s, paused_at_s)
+        publish.stages = loaded.stages
+        publish.stages.prepare_s = prepared_s - begun_s
+        if self._pause_began is not None:
+            # The engine's current step had ended when the copies began.
+            publish.stages.steps_s = max(0.0, loaded.began_s - self._pause_began[0])
         self._report(
             fleet_pb2.PublishReport(
                 publish_id=publish.publish_id,

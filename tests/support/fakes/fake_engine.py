@@ -11,7 +11,7 @@ from slipstream.core.types import LogprobArray, PolicyVersion, VersionSpan
 from slipstream.protocol.codec import merge_spans
 from slipstream.rollout_server import engine_interface
 from slipstream.rollout_server.usage import UseClock
-from slipstream.v1 import weights_pb2
+from slipstream.v1 import fleet_pb2, weights_pb2
 
 from support.rigs.waiting import LIMIT_S
 
@@ -52,6 +52,8 @@ class FakeEngine:
         self.weights_error: str | None = None
         self.prepare_error: str | None = None
         self.digests: tuple[bytes, ...] = DIGESTS
+        # When it came to the copies of new weights.
+        self.began_s = 0.0
         # While it is not set, `prepare` waits for the other members.
         self.others_came = asyncio.Event()
         self.others_came.set()
@@ -184,14 +186,10 @@ class FakeEngine:
         await asyncio.sleep(0)
         if self.weights_error is not None:
             raise WeightSyncError(self.weights_error)
-        return engine_interface.LoadedWeights(
-            self.digests,
-            by_plan=True,
-            pause_s=0.0625,
-            receive_s=0.25,
-            load_s=0.5,
-            wire_s=0.125,
+        stages = fleet_pb2.PublishStages(
+            pause_s=0.0625, receive_s=0.25, load_s=0.5, wire_s=0.125, copied=True
         )
+        return engine_interface.LoadedWeights(self.digests, stages, self.began_s)
 
     async def resume(self, version: PolicyVersion) -> None:
         self.version = version

@@ -69,7 +69,7 @@ async def main() -> None:
         sampling={"max_reply_tokens": REPLY, "max_episode_tokens": LENGTH, "max_images": 2},
         rollout_server={"engine": engine},
     )
-    print(f"by_plan={loaded.by_plan}")
+    print(f"by_plan={loaded.stages.copied}")
     np.savez(options.output, **first, **second)
 
 

@@ -18,7 +18,7 @@ import torch
 from slipstream.core.errors import WeightSyncError
 from slipstream.core.models.registry import FAMILIES
 from slipstream.protocol.weights.buckets import Bucket
-from slipstream.rollout_server.weights.bucket_receiver import Update
+from slipstream.rollout_server.weights.bucket_receiver import LoadResult, Update
 from slipstream.rollout_server.weights.copy_plan import (
     CopyPlan,
     NotCopied,
@@ -28,7 +28,6 @@ from slipstream.rollout_server.weights.copy_plan import (
     cut,
     record,
 )
-from slipstream.rollout_server.weights.weight_update import LoadResult
 from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.logger import init_logger
@@ -80,6 +79,7 @@ def load(
     missing = set(map(loaded_name, awaited))
     check = None if plan is None else PlanCheck(plan, parameters)
     receiver, buckets = update.receiver, update.incoming.buckets
+    assert receiver is not None, "an update is loaded when it is ready"
     waiting_s = time.perf_counter()
     for place, buffer in enumerate(receiver.receive(update.incoming)):
         receive_s += time.perf_counter() - waiting_s

@@ -32,7 +32,7 @@ from slipstream.rollout_server.weights.bucket_receiver import (
     GlooReceiver,
     Incoming,
     IpcReceiver,
-    Phase,
+    LoadResult,
     Seat,
     Staging,
     StorageReceiver,
@@ -40,7 +40,6 @@ from slipstream.rollout_server.weights.bucket_receiver import (
     room,
 )
 from slipstream.rollout_server.weights.copy_plan import CopyPlan, Replay
-from slipstream.rollout_server.weights.weight_update import LoadResult
 from slipstream.v1 import weights_pb2
 from vllm.config import VllmConfig, WeightTransferConfig, set_current_vllm_config
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
@@ -141,7 +140,7 @@ class SlipstreamWeightTransfer:
         weights; `stage` has no effect unless `can_copy`. Raises WeightSyncError if the update
         cannot be received.
         """
-        self._update = None
+        self._drop_update()
         if not self._weights and not self._is_whole:
             raise WeightSyncError("adapters came alone, but the weights before them did not arrive")
         communicator_id = order.communicator.communicator_id
@@ -155,7 +154,6 @@ class SlipstreamWeightTransfer:
         )
         if stages:
             self._staging = self._staging or Staging(self.device)
-            self._staging.clear()
         self._update = Update(incoming, self._staging if stages else None, self._take, self.device)
 
     def is_ready(self) -> bool:
@@ -185,29 +183,17 @@ class SlipstreamWeightTransfer:
 
     def begin_copies(self) -> None:
         """Begins to copy an update, without waiting; `copy_weights` copies the rest."""
-        update = self._update_in(Phase.READY)
         if not self.can_copy:
             raise WeightSyncError("the update has no plan for its copies")
-        with self._leaving_on_errors():
+        with self._leaving_on_errors() as update:
             update.begin()
 
     def copy_weights(self) -> None:
         """Receives an update and copies it by the plan; after an error it must be sent again."""
-        update = self._update_in(Phase.READY, Phase.COPYING)
-        if update.phase is Phase.READY:
-            self.begin_copies()
-        with self._leaving_on_errors():
-            digests = update.finish()
+        with self._leaving_on_errors() as update:
+            update.finish()
         self._settle()
-        self.result = LoadResult(
-            digests=[digest.hex() for digest in digests],
-            by_plan=True,
-            has_plan=self._replay is not None,
-            receive_s=update.receive_s,
-            load_s=update.seconds() - update.receive_s,
-            wire_s=update.receiver.take_wire().seconds,
-            began_s=update.began_s(),
-        )
+        self.result = update.result(has_plan=self._replay is not None)
         # If the next update is like this one, it needs no `prepare`.
         self._update = update.following()
 
@@ -216,9 +202,7 @@ class SlipstreamWeightTransfer:
 
         After an error the model needs a whole new update.
         """
-        update = self._update_in(Phase.READY)
-        update.phase, self._is_whole = Phase.LOADING, False
-        self._update = None
+        update, self._update, self._is_whole = self._ready_update(), None, False
         with set_current_vllm_config(self.vllm_config):
             try:
                 self.result, self._replay = loader_update.load(
@@ -258,22 +242,25 @@ class SlipstreamWeightTransfer:
             self._joining[1].add_done_callback(
                 lambda joined: joined.exception() or joined.result().close()
             )
-        if self._staging is not None:
-            self._staging.clear()
-        self._joining = self._update = None
+        self._drop_update()
+        self._joining = None
 
-    def _update_in(self, *phases: Phase) -> Update:
-        """Returns the update, which must be in one of `phases`; else raises WeightSyncError."""
-        update = self._update
-        if update is None or update.phase not in phases:
+    def _drop_update(self) -> None:
+        if self._update is not None:
+            self._update.abandon()
+        self._update = None
+
+    def _ready_update(self) -> Update:
+        if self._update is None or self._update.receiver is None:
             raise WeightSyncError("no update was announced")
-        return update
+        return self._update
 
     @contextlib.contextmanager
-    def _leaving_on_errors(self) -> Iterator[None]:
+    def _leaving_on_errors(self) -> Iterator[Update]:
         """Leaves the communicator on any error: a half-received update cannot be resumed."""
+        update = self._ready_update()
         try:
-            yield
+            yield update
         except BaseException:
             self.shutdown()
             raise

@@ -22,9 +22,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from enum import Enum
 from itertools import accumulate
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from slipstream.core.errors import WeightSyncError
@@ -361,21 +360,21 @@ class IpcReceiver(BucketReceiver):
                 raise WeightSyncError(f"a bucket was not copied within {deadline_s:g} s")
 
 
+# The buffers and the digests of all buckets of an update.
+Arrived: TypeAlias = tuple[Sequence[torch.Tensor], list[bytes]]
 # Parts of a device's memory that staged weights leave free for other allocations.
 _LEFT_ON_GPU, _LEFT_ON_CPU = 0.02, 0.1
 _ALIGNMENT_BYTES = 512
 
 
 class Staging:
-    """Receives updates on a thread: call `begin`, `is_done` until it returns True, `clear`.
+    """Receives updates on a thread, beside the weights that serve.
 
     Its memory grows to the size of the largest update and is reused.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # What arrives on a thread: the buffers and the digests of all buckets.
-        self._arriving: Future[tuple[list[torch.Tensor], list[bytes]]] | None = None
         # The allocation of all buffers, or nothing.
         self._memory: list[torch.Tensor] = []
         # The engine computes on the default stream, which must not wait for a bucket. All updates
@@ -385,22 +384,16 @@ class Staging:
             if device.type == "cuda"
             else None
         )
-        self.buffers: Sequence[torch.Tensor] = ()
-        self.digests: list[bytes] = []
-
-    @property
-    def is_begun(self) -> bool:
-        return self._arriving is not None
 
     @property
     def held_bytes(self) -> int:
         return sum(memory.numel() for memory in self._memory)
 
-    def begin(self, receiver: BucketReceiver, incoming: Incoming) -> None:
-        """Starts to receive an update, each bucket into its own memory."""
+    def begin(self, receiver: BucketReceiver, incoming: Incoming) -> Future[Arrived]:
+        """Starts to receive an update, each bucket into its own part of the memory."""
         memory = self._memory
 
-        def receive() -> tuple[list[torch.Tensor], list[bytes]]:
+        def receive() -> Arrived:
             with contextlib.ExitStack() as stack:
                 if self._stream is not None:
                     torch.cuda.set_device(self._device)
@@ -422,22 +415,12 @@ class Staging:
                 # Waits for the device: afterwards any stream may read the buffers.
                 return buffers, receiver.digests()
 
-        self._arriving = started(receive, name="weight-staging")
+        return started(receive, name="weight-staging")
 
-    def is_done(self) -> bool:
-        """Returns whether all buckets have arrived. Raises WeightSyncError if receiving failed."""
-        assert self._arriving is not None
-        if not self._arriving.done():
-            return False
-        self.buffers, self.digests = result_of(self._arriving)
-        return True
-
-    def clear(self) -> None:
-        """Drops the update; if it is still arriving, its thread ends by the buckets' deadlines."""
-        if self._arriving is not None and not self._arriving.done():
-            # That thread may still write to the memory.
+    def abandon(self, arriving: Future[Arrived]) -> None:
+        """Leaves an update's memory to its thread, which ends by the buckets' deadlines."""
+        if not arriving.done():
             self._memory = []
-        self._arriving, self.buffers = None, ()
 
 
 def room(device: torch.device, held_bytes: int, num_workers: int) -> int:
@@ -456,26 +439,31 @@ def room(device: torch.device, held_bytes: int, num_workers: int) -> int:
 Take = Callable[[int, torch.Tensor], None]
 
 
-class Phase(Enum):
-    """The phases of an update."""
+@dataclass(frozen=True)
+class LoadResult:
+    """The way in which a worker loaded an update, and the seconds of each stage.
 
-    # Its communicator is being joined, or its buckets arrive while the old weights serve.
-    PREPARING = "preparing"
-    # Its buckets can be received, or have all arrived.
-    READY = "ready"
-    # It is being copied by a plan, or else loaded by vLLM's loader.
-    COPYING = "copying"
-    LOADING = "loading"
+    `receive_s` is the time for which the worker waited for buckets, and `load_s` the rest. `wire_s`
+    is the time from the start of the first broadcast to the end of the last, or 0 if it cannot be
+    measured. `by_plan` says that a copy plan loaded the update, `has_plan` that a plan will load
+    the next update of this layout.
+    """
+
+    digests: list[str]
+    by_plan: bool
+    has_plan: bool
+    receive_s: float
+    load_s: float
+    wire_s: float
+    # When the device came to the copies, on the monotonic clock; 0 after vLLM's loader.
+    began_s: float = 0.0
 
 
 class Update:
-    """One update from its preparation to its last bucket; `begin` and `finish` copy it.
+    """One update: call `prepare` until it is ready, `begin`, which is optional, and `finish`."""
 
-    `begin` is optional, and never waits.
-    """
-
-    # Set from READY on.
-    receiver: BucketReceiver
+    # Set when all buckets can be received, or have been staged.
+    receiver: BucketReceiver | None = None
 
     def __init__(
         self, incoming: Incoming, staging: Staging | None, take: Take, device: torch.device
@@ -483,26 +471,27 @@ class Update:
         """`staging` takes all buckets beforehand; it is None if they come while they are copied."""
         self.incoming, self.staging = incoming, staging
         self._take, self._device = take, device
-        self.phase = Phase.PREPARING
+        self._arriving: Future[Arrived] | None = None
         self._started_s: float | None = None
+        self._digests: list[bytes] = []
         # Seconds until all buckets had arrived; 0 for staged ones, which are not waited for.
-        self.receive_s = 0.0
+        self._receive_s = 0.0
         # Events on the device: after the steps under way, and after the copies.
         self._marks: list[torch.cuda.Event] = []
 
     def prepare(self, receiver: BucketReceiver) -> Sequence[torch.Tensor] | None:
-        """Returns the buffers of the buckets, if known, as soon as the update is READY, else None.
+        """Returns the buffers of the buckets, if known, as soon as the update is ready, else None.
 
         Raises WeightSyncError if a staged bucket did not arrive.
         """
         memory = receiver.prepare(self.incoming)
         if self.staging is not None:
-            if not self.staging.is_begun:
-                self.staging.begin(receiver, self.incoming)
-            if not self.staging.is_done():
+            if self._arriving is None:
+                self._arriving = self.staging.begin(receiver, self.incoming)
+            if not self._arriving.done():
                 return None
-            memory = self.staging.buffers
-        self.receiver, self.phase = receiver, Phase.READY
+            memory, _ = result_of(self._arriving)
+        self.receiver = receiver
         return memory
 
     def begin(self) -> None:
@@ -510,56 +499,65 @@ class Update:
 
         Raises WeightSyncError as in `BucketReceiver.receive`.
         """
-        self.phase = Phase.COPYING
-        if self.staging is not None or self.receiver.enqueues:
-            self._copy()
+        assert self.receiver is not None
+        if self._arriving is not None or self.receiver.enqueues:
+            self._copy(self.receiver)
 
-    def finish(self) -> list[bytes]:
-        """Copies unless `begin` did; when all buckets have arrived, returns their digests.
+    def finish(self) -> None:
+        """Copies unless `begin` did; returns when all buckets have arrived.
 
         Raises WeightSyncError after a missed deadline.
         """
+        assert self.receiver is not None
         if self._started_s is None:
-            self._copy()
-        if self.staging is not None:
-            self._mark()
-            return self.staging.digests
-        digests = self.receiver.digests()
-        self.receive_s = self.seconds()
+            self._copy(self.receiver)
+        if self._arriving is not None:
+            _, self._digests = self._arriving.result()
+        else:
+            self._digests = self.receiver.digests()
+            self._receive_s = self._seconds()
         self._mark()
-        return digests
+
+    def result(self, *, has_plan: bool) -> LoadResult:
+        """Returns how a finished update was copied; call it as soon as the device has ended."""
+        assert self.receiver is not None and self._started_s is not None
+        seconds, began_s = self._seconds(), self._started_s
+        if self._marks:
+            first, last = self._marks
+            began_s = time.perf_counter() - 1e-3 * float(first.elapsed_time(last))
+        return LoadResult(
+            digests=[digest.hex() for digest in self._digests],
+            by_plan=True,
+            has_plan=has_plan,
+            receive_s=self._receive_s,
+            load_s=seconds - self._receive_s,
+            wire_s=self.receiver.take_wire().seconds,
+            began_s=began_s,
+        )
 
     def following(self) -> Update | None:
-        """Returns an update like this one, which is READY; None after a staged one."""
+        """Returns an update like this one, which is ready; None after a staged one."""
         if self.staging is not None:
-            self.staging.clear()
             return None
         update = Update(self.incoming, None, self._take, self._device)
-        update.receiver, update.phase = self.receiver, Phase.READY
+        update.receiver = self.receiver
         return update
 
-    def began_s(self) -> float:
-        """Returns the `time.perf_counter` at which the device reached the copies.
+    def abandon(self) -> None:
+        """Drops the update, which may be arriving still."""
+        if self.staging is not None and self._arriving is not None:
+            self.staging.abandon(self._arriving)
 
-        Call it after `finish`, as soon as the device has ended its work.
-        """
-        assert self._started_s is not None
-        if not self._marks:
-            return self._started_s
-        first, last = self._marks
-        return time.perf_counter() - 1e-3 * float(first.elapsed_time(last))
-
-    def seconds(self) -> float:
-        """Returns the seconds since the first copy began."""
+    def _seconds(self) -> float:
         assert self._started_s is not None
         return time.perf_counter() - self._started_s
 
-    def _copy(self) -> None:
+    def _copy(self, receiver: BucketReceiver) -> None:
         self._started_s = time.perf_counter()
         self._mark()
-        staging = self.staging
-        arriving = self.receiver.receive(self.incoming) if staging is None else staging.buffers
-        for place, buffer in enumerate(arriving):
+        arriving = self._arriving
+        buffers = receiver.receive(self.incoming) if arriving is None else arriving.result()[0]
+        for place, buffer in enumerate(buffers):
             self._take(place, buffer)
 
     def _mark(self) -> None:

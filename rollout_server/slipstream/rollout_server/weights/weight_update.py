@@ -18,7 +18,7 @@ from slipstream.core.types import PolicyVersion
 from slipstream.protocol.codec import version_from_pb
 from slipstream.protocol.weights.buckets import layout_from_pb
 from slipstream.rollout_server.engine_interface import EngineDied, LoadedWeights
-from slipstream.v1 import weights_pb2
+from slipstream.v1 import fleet_pb2, weights_pb2
 
 # Seconds that an update may exceed its own deadlines before its worker counts as hung.
 _LOAD_LIMIT_S = 120.0
@@ -145,17 +145,17 @@ class WeightUpdate:
         all_by_plan = all(result["by_plan"] for result in results)
         if all_by_plan:
             self._ready_for, self._has_room = announced.terms, has_room
-        return LoadedWeights(
-            bucket_digests=tuple(map(bytes.fromhex, results[0]["digests"])),
-            by_plan=all_by_plan,
+        stages = fleet_pb2.PublishStages(
             pause_s=pause_s,
             receive_s=max(result["receive_s"] for result in results),
             load_s=max(result["load_s"] for result in results),
+            copied=all_by_plan,
             # The worker that joined the first broadcast last waited for no other.
             wire_s=min(result["wire_s"] for result in results),
-            began_s=min(result["began_s"] for result in results),
             staged=announced.staged,
         )
+        began_s = min(result["began_s"] for result in results)
+        return LoadedWeights(tuple(map(bytes.fromhex, results[0]["digests"])), stages, began_s)
 
     async def _chooses_staging(self) -> bool:
         """Returns whether to stage the update; either all workers stage it or none."""
@@ -192,26 +192,6 @@ class WeightUpdate:
         if errors:
             raise WeightSyncError(errors[0])
         return [answer["value"] for answer in answers]
-
-
-@dataclass(frozen=True)
-class LoadResult:
-    """The way in which a worker loaded an update, and the seconds of each stage.
-
-    `receive_s` is the time for which the worker waited for buckets, and `load_s` the rest. `wire_s`
-    is the time from the start of the first broadcast to the end of the last, or 0 if it cannot be
-    measured. `by_plan` says that a copy plan loaded the update, `has_plan` that a plan will load
-    the next update of this layout.
-    """
-
-    digests: list[str]
-    by_plan: bool
-    has_plan: bool
-    receive_s: float
-    load_s: float
-    wire_s: float
-    # When the device came to the copies, on the monotonic clock; 0 after vLLM's loader.
-    began_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -95,9 +95,9 @@ async def test_where_nobody_is_waited_for_one_call_prepares_an_update() -> None:
     assert [name for name, _ in engine.calls] == ["prepare", "receive"]
     described = (ORDER.SerializeToString(), LAYOUT.SerializeToString(), 3, False)
     assert engine.prepared() == [described]
-    assert (loaded.bucket_digests, loaded.by_plan) == ((b"\x0a",), True)
+    assert (loaded.bucket_digests, loaded.stages.copied) == ((b"\x0a",), True)
     # The slowest worker gives the times; in the longer time on the wire one waited for the other.
-    assert (loaded.receive_s, loaded.load_s, loaded.wire_s) == (2.0, 0.25, 0.1)
+    assert (loaded.stages.receive_s, loaded.stages.load_s, loaded.stages.wire_s) == (2.0, 0.25, 0.1)
     # The copies begin where the first worker began.
     assert loaded.began_s == 3.25
 
@@ -245,8 +245,8 @@ async def test_updates_are_staged_while_requests_run_where_all_workers_have_room
 ):
     asked = [rooms(*room)] * bool(room) + [READY] * staged
     engine = Engine(*RIGHT, *asked, both(result()), may_stage=True)
-    assert not (await engine.take()).staged
-    assert (await engine.take(order("p2"), NO_LAYOUT, is_busy=is_busy)).staged is staged
+    assert not (await engine.take()).stages.staged
+    assert (await engine.take(order("p2"), NO_LAYOUT, is_busy=is_busy)).stages.staged is staged
     assert engine.staged() == [False, True][: 1 + staged]
 
 
