@@ -15,10 +15,21 @@ from slipstream.v1 import fleet_pb2, trajectory_pb2, weights_pb2
 from support.rigs.waiting import LIMIT_S, until
 
 
-def draining_within(config, limit_s: float):
-    """The settings of a server that gives what runs so long when it is to leave."""
-    settings = config.rollout_server.model_copy(update={"drain_timeout_s": limit_s})
-    return config.model_copy(update={"rollout_server": settings})
+@pytest.fixture
+async def patient(start_server, config):
+    """A server that lets what runs end when it is to leave."""
+    settings = config.rollout_server.model_copy(update={"drain_timeout_s": 1000.0})
+    async with start_server(config=config.model_copy(update={"rollout_server": settings})) as found:
+        yield found
+
+
+@pytest.fixture
+def cramped(config, monkeypatch: pytest.MonkeyPatch):
+    """Settings of a server whose queue holds few trajectories, and which leaves soon."""
+    for name in ("CANCEL_S", "FLUSH_S", "GOODBYE_S"):
+        monkeypatch.setattr(session, name, 0.1)
+    room = config.queue.model_copy(update={"max_bytes": config.trajectory_bytes() * 4})
+    return config.model_copy(update={"queue": room})
 
 
 def by_member(trajectories):
@@ -35,11 +46,21 @@ def receive(connection, publish_id: str = "p", **order) -> None:
     connection.send(receive=fleet_pb2.ReceiveWeights(order=told))
 
 
-def at_each_step(server, answer: env_pb.WorkerMessage) -> None:
-    """Has the environment answer every step so."""
+def answers(server, message: env_pb.WorkerMessage, *, to: str = "step", of: str = "") -> None:
+    """Has the environment answer such calls so; `of` begins the keys of their episodes."""
     server.fleet.client.answer_instead = lambda command: (
-        answer if command.HasField("step") else None
+        env_pb.WorkerMessage.FromString(message.SerializeToString())
+        if command.HasField(to) and getattr(command, to).episode_key.startswith(of)
+        else None
     )
+
+
+def failure(message: str, kind: int = 0) -> env_pb.WorkerMessage:
+    return env_pb.WorkerMessage(failure=trajectory_pb2.Failure(kind=kind, message=message))
+
+
+def asked(text: str) -> list[env_pb.ChatMessage]:
+    return [env_pb.ChatMessage(role="user", content=text)]
 
 
 async def test_a_server_says_what_its_environment_tells_nccl(start_server, monkeypatch) -> None:
@@ -112,7 +133,7 @@ async def test_experts_travel_only_where_they_may_be_trained(server) -> None:
     server.engine.records_experts = True
     connection = await server.leased(members=[0], purpose=trajectory_pb2.EPISODE_PURPOSE_EVALUATION)
     (judged,) = await server.fleet.wait_trajectories(1)
-    at_each_step(server, env_pb.WorkerMessage(failure=trajectory_pb2.Failure(message="broken")))
+    answers(server, failure("broken"))
     connection.lease("g2", members=[0], max_attempts=1)
     _, failed = await server.fleet.wait_trajectories(2)
     assert judged.status is Status.COMPLETED
@@ -142,21 +163,20 @@ async def test_a_reply_at_its_limit_is_truncated_and_judged(server) -> None:
     assert [step.truncated for step in steps] == [True]
 
 
-async def test_an_environment_goes_on_where_the_settings_do_not_end_it(server) -> None:
+@pytest.mark.parametrize(
+    ("limits", "run_lengths"),
+    [
+        ({"max_episode_tokens": 32}, (4, 4, 2, 4, 2, 4, 2, 4, 2, 4)),
+        ({"max_turns": 100, "max_episode_tokens": 13}, (4, 4, 2, 3)),
+        ({"max_turns": 1, "max_episode_tokens": 5, "max_prompt_tokens": 4}, (4, 1)),
+    ],
+)
+async def test_an_episode_ends_where_its_context_is_full(server, limits, run_lengths) -> None:
     server.fleet.client.turns = 100
-    sampling = limits_of(max_episode_tokens=32)
-    (trajectory,) = await server.played(sampling=sampling)
-    # Here its context is full.
-    assert (trajectory.status, trajectory.num_turns) == (Status.TRUNCATED, 5)
-
-
-async def test_an_episode_ends_where_its_context_is_full(server) -> None:
-    server.fleet.client.turns = 100
-    sampling = limits_of(max_turns=100, max_episode_tokens=13)
-    (trajectory,) = await server.played(sampling=sampling)
-    assert trajectory.status is Status.TRUNCATED
-    assert trajectory.run_lengths == (4, 4, 2, 3)
-    assert trajectory.reward == 2.0
+    (trajectory,) = await server.played(sampling=limits_of(**limits))
+    assert (trajectory.status, trajectory.run_lengths) == (Status.TRUNCATED, run_lengths)
+    # The environment has judged all of it.
+    assert trajectory.reward == len(run_lengths) / 2
 
 
 @pytest.mark.parametrize(
@@ -192,14 +212,12 @@ async def test_a_prompt_that_is_too_long_fails_at_once_and_is_not_tried_again(
 @pytest.mark.parametrize("call", ["reset", "step"])
 async def test_a_text_that_cannot_fit_is_not_tokenized(server, call) -> None:
     # Tokenized it would fit: this tokenizer passes over white space.
-    messages = [env_pb.ChatMessage(role="user", content="c" + " " * 9_999)]
-    answers = {
-        "reset": env_pb.WorkerMessage(observation=env_pb.Observation(messages=messages)),
-        "step": env_pb.WorkerMessage(verdict=env_pb.Verdict(reward=0.5, messages=messages)),
-    }
-    server.fleet.client.answer_instead = lambda command: (
-        answers[call] if command.HasField(call) else None
-    )
+    messages = asked("c" + " " * 9_999)
+    if call == "reset":
+        message = env_pb.WorkerMessage(observation=env_pb.Observation(messages=messages))
+    else:
+        message = env_pb.WorkerMessage(verdict=env_pb.Verdict(reward=0.5, messages=messages))
+    answers(server, message, to=call)
     (trajectory,) = await server.played()
     if call == "reset":
         assert trajectory.failure.kind is FailureKind.PROMPT_TOO_LONG
@@ -207,12 +225,6 @@ async def test_a_text_that_cannot_fit_is_not_tokenized(server, call) -> None:
     else:
         assert (trajectory.status, trajectory.reward) == (Status.TRUNCATED, 0.5)
         assert trajectory.run_lengths == (4, 4)
-
-
-async def test_a_prompt_at_its_limit_is_answered(server) -> None:
-    sampling = limits_of(max_turns=1, max_episode_tokens=5, max_prompt_tokens=4)
-    (trajectory,) = await server.played(sampling=sampling)
-    assert trajectory.run_lengths == (4, 1)
 
 
 async def test_a_prompt_without_an_environment_is_scored_if_asked(server) -> None:
@@ -228,8 +240,7 @@ async def test_failed_members_run_again_and_every_attempt_is_delivered(server) -
 
     def fail_first_attempts(command):
         if ".1.1." in command.reset.episode_key or ".1.2." in command.reset.episode_key:
-            failure = trajectory_pb2.Failure(message="broken task")
-            return env_pb.WorkerMessage(failure=failure)
+            return failure("broken task")
         return None
 
     server.fleet.client.answer_instead = fail_first_attempts
@@ -253,8 +264,7 @@ async def test_a_bystander_runs_again_at_once_and_keeps_its_attempts(server) -> 
 
     def lose(command):
         if command.HasField("step") and left:
-            failure = trajectory_pb2.Failure(kind=left.pop(0), message="gone")
-            return env_pb.WorkerMessage(failure=failure)
+            return failure("gone", left.pop(0))
         return None
 
     server.fleet.client.answer_instead = lose
@@ -267,9 +277,7 @@ async def test_a_bystander_runs_again_at_once_and_keeps_its_attempts(server) -> 
 
 
 async def test_a_member_that_is_a_bystander_for_ever_is_given_up(server) -> None:
-    kind = trajectory_pb2.FAILURE_KIND_BYSTANDER
-    failure = trajectory_pb2.Failure(kind=kind, message="gone")
-    at_each_step(server, env_pb.WorkerMessage(failure=failure))
+    answers(server, failure("gone", trajectory_pb2.FAILURE_KIND_BYSTANDER))
     connection = await server.leased(members=[0], first_attempt=5, max_attempts=6)
     trajectories = by_member(await server.fleet.wait_trajectories(5))
     await connection.wait_for("lease")
@@ -315,14 +323,6 @@ async def test_a_record_that_makes_no_trajectory_fails_its_episode(server) -> No
     assert not failed.num_sampled_tokens
 
 
-async def test_a_reward_that_is_no_number_is_the_environments_failure(server) -> None:
-    verdict = env_pb.Verdict(reward=float("nan"), done=True)
-    at_each_step(server, env_pb.WorkerMessage(verdict=verdict))
-    (trajectory,) = await server.played(max_attempts=1)
-    assert trajectory.failure.kind is FailureKind.ENVIRONMENT
-    assert trajectory.num_sampled_tokens == 4
-
-
 async def test_a_reward_of_each_token_adds_to_that_of_the_reply(server) -> None:
     asked: list[list[int]] = []
 
@@ -340,58 +340,39 @@ async def test_a_reward_of_each_token_adds_to_that_of_the_reply(server) -> None:
     assert asked == [[9, 9, 9, 2]]
 
 
-@pytest.mark.parametrize(
-    ("rewards", "said"),
-    [
-        ([1.0] * 3, "token_rewards needs a number for each token of its reply: 4, got 3"),
-        ([0, float("nan"), 0, 0], "the reward of token 2 must be a finite number, got nan"),
-    ],
-)
-async def test_rewards_that_fit_no_reply_fail_their_episode_alone(server, rewards, said):
-    verdict = env_pb.Verdict(token_rewards=rewards, done=True)
-    server.fleet.client.answer_instead = lambda command: (
-        env_pb.WorkerMessage(verdict=verdict)
-        if command.step.episode_key.startswith("g1.")
-        else None
-    )
-    connection = await server.leased(members=[0], max_attempts=1)
-    (failed,) = await server.fleet.wait_trajectories(1)
-    assert failed.failure.kind is FailureKind.ENVIRONMENT
-    assert failed.failure.message == said
-    connection.lease("g2", members=[0])
-    _, other = await server.fleet.wait_trajectories(2)
-    assert other.status is Status.COMPLETED
-
-
-async def test_rewards_that_add_up_to_no_number_are_the_environments_failure(server) -> None:
-    messages = [env_pb.ChatMessage(role="user", content="c")]
-    verdict = env_pb.Verdict(reward=1e308, messages=messages)
-    at_each_step(server, env_pb.WorkerMessage(verdict=verdict))
-    (trajectory,) = await server.played(max_attempts=1)
-    assert trajectory.failure.kind is FailureKind.ENVIRONMENT
-    assert trajectory.failure.message == "the rewards of an episode add up to inf"
-    assert trajectory.num_turns == 2
+def verdict(**fields) -> env_pb.WorkerMessage:
+    return env_pb.WorkerMessage(verdict=env_pb.Verdict(**fields))
 
 
 @pytest.mark.parametrize(
-    ("answer", "said"),
+    ("to", "answer", "said"),
     [
+        ("step", verdict(reward=float("nan"), done=True), "the reward must be a finite number"),
         (
+            "step",
+            verdict(reward=1e308, messages=asked("c")),
+            "the rewards of an episode add up to inf",
+        ),
+        (
+            "step",
+            verdict(token_rewards=[1.0] * 3, done=True),
+            "token_rewards needs a number for each token of its reply: 4, got 3",
+        ),
+        (
+            "step",
+            verdict(token_rewards=[0, float("nan"), 0, 0], done=True),
+            "the reward of token 2 must be a finite number, got nan",
+        ),
+        (
+            "reset",
             env_pb.WorkerMessage(observation=env_pb.Observation()),
             "Cannot apply chat template to an empty conversation",
         ),
-        (
-            env_pb.WorkerMessage(failure=trajectory_pb2.Failure(kind=42, message="out of tasks")),
-            "out of tasks",
-        ),
+        ("reset", failure("out of tasks", 42), "out of tasks"),
     ],
 )
-async def test_what_no_client_of_ours_would_answer_fails_its_episode_alone(server, answer, said):
-    server.fleet.client.answer_instead = lambda command: (
-        env_pb.WorkerMessage.FromString(answer.SerializeToString())
-        if command.reset.episode_key.startswith("g1.")
-        else None
-    )
+async def test_what_no_environment_may_answer_fails_its_episode_alone(server, to, answer, said):
+    answers(server, answer, to=to, of="g1.")
     connection = await server.leased(members=[0], max_attempts=1)
     (failed,) = await server.fleet.wait_trajectories(1)
     connection.lease("g2", members=[0])
@@ -607,18 +588,6 @@ async def test_a_server_that_loses_its_controller_waits_for_no_member(server) ->
     await server.fleet.joined()
 
 
-async def test_a_failed_receive_is_reported_and_can_be_repeated(server) -> None:
-    connection = await server.join(step=5)
-    server.engine.weights_error = "a bucket did not arrive"
-    receive(connection)
-    report = await connection.publish_phase("p", fleet_pb2.PUBLISH_PHASE_FAILED)
-    assert report.message == "a bucket did not arrive"
-    assert not server.engine.running.is_set()
-    server.engine.weights_error = None
-    await connection.serve_version(6)
-    assert server.engine.running.is_set()
-
-
 async def test_generation_goes_on_until_the_weights_can_be_received(server) -> None:
     connection = await server.join(step=5)
     assert not server.engine.ran_while_prepared
@@ -626,13 +595,17 @@ async def test_generation_goes_on_until_the_weights_can_be_received(server) -> N
     assert server.engine.ran_while_prepared
 
 
-async def test_a_server_that_cannot_join_is_stale_and_stands_still(server) -> None:
+@pytest.mark.parametrize("moment", ["prepare_error", "weights_error"])
+async def test_a_failed_publish_is_reported_and_can_be_repeated(server, moment: str) -> None:
     connection = await server.join(step=5)
-    server.engine.prepare_error = "could not join"
+    setattr(server.engine, moment, "a bucket did not arrive")
     receive(connection)
     report = await connection.publish_phase("p", fleet_pb2.PUBLISH_PHASE_FAILED)
-    assert report.message == "could not join"
+    assert report.message == "a bucket did not arrive"
     assert not server.engine.running.is_set()
+    setattr(server.engine, moment, None)
+    await connection.serve_version(6)
+    assert server.engine.running.is_set()
 
 
 async def test_trajectories_wait_for_the_verdict_on_the_probe(server) -> None:
@@ -679,81 +652,71 @@ async def test_heartbeats_close_the_ledger_while_episodes_run(start_server) -> N
     assert beat.busy_s > 0
 
 
-async def test_a_server_that_is_told_to_stop_says_so_and_lets_what_runs_end(start_server, config):
-    async with start_server(config=draining_within(config, 1000.0)) as server:
-        server.engine.limit = 2
-        connection = await server.join()
-        for number in range(3):
-            connection.lease(f"g{number}")
-        await server.engine.wait_tokens(16)
-        server.stop.set()
-        draining = await connection.wait_for("draining")
-        assert draining.reason == "it was told to stop"
-        server.engine.let_go()
-        await server.task
-        reports = {m.lease.group_id: m.lease for m in connection.messages if m.HasField("lease")}
+async def test_a_server_that_is_told_to_stop_says_so_and_lets_what_runs_end(patient):
+    patient.engine.limit = 2
+    connection = await patient.join()
+    for number in range(3):
+        connection.lease(f"g{number}")
+    await patient.engine.wait_tokens(16)
+    patient.stop.set()
+    draining = await connection.wait_for("draining")
+    assert draining.reason == "it was told to stop"
+    patient.engine.let_go()
+    await patient.task
+    reports = {m.lease.group_id: m.lease for m in connection.messages if m.HasField("lease")}
     # Eight episodes ran; the third group had not begun.
-    assert {t.status for t in server.fleet.trajectories} == {Status.COMPLETED}
-    assert {t.group_id for t in server.fleet.trajectories} == {"g0", "g1"}
+    assert {t.status for t in patient.fleet.trajectories} == {Status.COMPLETED}
+    assert {t.group_id for t in patient.fleet.trajectories} == {"g0", "g1"}
     unfinished = {name: list(report.unfinished) for name, report in reports.items()}
     assert unfinished == {"g0": [], "g1": [], "g2": [0, 1, 2, 3]}
     assert connection.messages[-1].HasField("drained")
 
 
-async def test_a_failed_attempt_on_a_server_that_drains_is_tried_again_elsewhere(
-    start_server, config
-) -> None:
-    async with start_server(config=draining_within(config, 1000.0)) as server:
-        server.engine.limit = 2
-        connection = await server.leased(members=[0])
-        await server.engine.wait_tokens(2)
-        connection.send(drain=fleet_pb2.Drain(reason="test", finish=True))
-        assert (await connection.wait_for("draining")).reason == "test"
-        server.engine.fail_with = "no memory"
-        server.engine.let_go()
-        await server.task
-        report = await connection.wait_for("lease")
-    (trajectory,) = server.fleet.trajectories
+async def test_a_failed_attempt_on_a_server_that_drains_is_tried_again_elsewhere(patient) -> None:
+    patient.engine.limit = 2
+    connection = await patient.leased(members=[0])
+    await patient.engine.wait_tokens(2)
+    connection.send(drain=fleet_pb2.Drain(reason="test", finish=True))
+    assert (await connection.wait_for("draining")).reason == "test"
+    patient.engine.fail_with = "no memory"
+    patient.engine.let_go()
+    await patient.task
+    report = await connection.wait_for("lease")
+    (trajectory,) = patient.fleet.trajectories
     assert (trajectory.status, trajectory.will_retry) == (Status.FAILED, True)
     assert list(report.unfinished) == [0]
 
 
-async def test_the_controller_can_drain_a_server_at_once(start_server, config) -> None:
-    async with start_server(config=draining_within(config, 1000.0)) as server:
-        server.engine.limit = 2
-        connection = await server.leased()
-        await server.engine.wait_tokens(8)
-        connection.send(drain=fleet_pb2.Drain(reason="leave", finish=True))
-        await connection.wait_for("draining")
-        connection.send(drain=fleet_pb2.Drain(reason="the run is over"))
-        async with asyncio.timeout(LIMIT_S):
-            await server.task
-        await connection.wait_for("drained")
-    assert {t.status for t in server.fleet.trajectories} == {Status.CANCELLED}
+async def test_the_controller_can_drain_a_server_at_once(patient) -> None:
+    patient.engine.limit = 2
+    connection = await patient.leased()
+    await patient.engine.wait_tokens(8)
+    connection.send(drain=fleet_pb2.Drain(reason="leave", finish=True))
+    await connection.wait_for("draining")
+    connection.send(drain=fleet_pb2.Drain(reason="the run is over"))
+    async with asyncio.timeout(LIMIT_S):
+        await patient.task
+    await connection.wait_for("drained")
+    assert {t.status for t in patient.fleet.trajectories} == {Status.CANCELLED}
 
 
-async def test_a_server_that_drains_still_receives_what_others_wait_for(start_server, config):
-    async with start_server(config=draining_within(config, 1000.0)) as server:
-        server.engine.limit = 2
-        connection = await server.leased(step=5)
-        await server.engine.wait_tokens(8)
-        server.stop.set()
-        await connection.wait_for("draining")
-        receive(connection)
-        await connection.publish_phase("p", fleet_pb2.PUBLISH_PHASE_LOADED)
-        connection.send(drain=fleet_pb2.Drain(reason="the run is over"))
-        await server.task
+async def test_a_server_that_drains_still_receives_what_others_wait_for(patient):
+    patient.engine.limit = 2
+    connection = await patient.leased(step=5)
+    await patient.engine.wait_tokens(8)
+    patient.stop.set()
+    await connection.wait_for("draining")
+    receive(connection)
+    await connection.publish_phase("p", fleet_pb2.PUBLISH_PHASE_LOADED)
+    connection.send(drain=fleet_pb2.Drain(reason="the run is over"))
+    await patient.task
 
 
 @pytest.mark.parametrize("is_lost", [False, True])
 async def test_a_server_leaves_though_the_controller_takes_nothing_any_more(
-    start_server, config, monkeypatch, is_lost
+    start_server, cramped, is_lost
 ) -> None:
-    for name in ("CANCEL_S", "FLUSH_S", "GOODBYE_S"):
-        monkeypatch.setattr(session, name, 0.1)
-    room = config.queue.model_copy(update={"max_bytes": config.trajectory_bytes() * 4})
-    small = config.model_copy(update={"queue": room})
-    async with start_server(config=small) as server:
+    async with start_server(config=cramped) as server:
         server.fleet.acknowledging = False
         connection = await server.join()
         for number in range(32):
@@ -802,13 +765,9 @@ async def test_what_runs_may_end_while_the_controller_is_away(start_server) -> N
 
 
 async def test_a_server_that_joins_again_tells_what_it_has_finished_and_not_delivered(
-    start_server, config, monkeypatch
+    start_server, cramped
 ) -> None:
-    room = config.queue.model_copy(update={"max_bytes": config.trajectory_bytes() * 3})
-    small = config.model_copy(update={"queue": room})
-    for name in ("CANCEL_S", "FLUSH_S", "GOODBYE_S"):
-        monkeypatch.setattr(session, name, 0.1)
-    async with start_server(config=small) as server:
+    async with start_server(config=cramped) as server:
         server.fleet.acknowledging = False
         connection = await server.join()
         assert not connection.hello.undelivered

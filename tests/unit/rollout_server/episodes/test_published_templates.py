@@ -28,123 +28,67 @@ TOKEN = re.compile(
     r"<\|[^|<>\s]+\|?>|<[^|<>\s]+\|>|<｜[^｜]+｜>|</s>|\[/?[A-Z_]+\]|<seed:[be]os>"
     r"|<(?:beginning|end)_of_\w+>|\]~!?b\[?\]?|\[e~\["
 )
-EQUAL, REFUSED, APPENDED, ANEW = "equal", "refused", "appended", "anew"
+EQUAL, REFUSED, ADDED, ANEW = "equal", "refused", "added", "anew"
 
 
 class Family(NamedTuple):
-    """EOS of a family, and what becomes of its conversations.
+    """What becomes of a family's conversations, and its EOS.
 
     These are two turns, replies with thoughts, a call of a tool written as text with its result,
-    and a parsed call with its result.
+    and a parsed call with its result. Then two system messages at the start, one later, and the
+    role `developer`.
     """
 
+    turns: str
+    thoughts: str
+    text_call: str
+    call: str
+    two_systems: str
+    late_system: str
+    developer: str
     end: str
-    turns: str = EQUAL
-    thoughts: str = EQUAL
-    text_call: str = EQUAL
-    call: str = APPENDED
-    # Two system messages at the start, one later, and the role `developer`.
-    two_systems: str = EQUAL
-    late_system: str = EQUAL
-    developer: str = EQUAL
 
 
-FAMILIES = {
-    "apertus": Family(
-        "<|assistant_end|>",
-        text_call=REFUSED,
-        two_systems=REFUSED,
-        late_system=REFUSED,
-        developer=REFUSED,
-    ),
-    "apriel-1.6": Family(
-        "<|end|>", turns=REFUSED, thoughts=REFUSED, text_call=REFUSED, developer=REFUSED
-    ),
-    "bielik-3": Family("<|im_end|>", two_systems=REFUSED, late_system=REFUSED, developer=REFUSED),
-    "chatml": Family("<|im_end|>"),
-    "deepseek-r1-distill": Family(
-        "<｜end▁of▁sentence｜>",
-        turns=REFUSED,
-        thoughts=REFUSED,
-        text_call=REFUSED,
-        two_systems=REFUSED,
-        developer=REFUSED,
-    ),
-    "deepseek-v3.1": Family("<｜end▁of▁sentence｜>", developer=REFUSED),
-    "deepseek-v3.2": Family(
-        "<｜end▁of▁sentence｜>",
-        turns=REFUSED,
-        thoughts=REFUSED,
-        text_call=REFUSED,
-        call=ANEW,
-        developer=REFUSED,
-    ),
-    "devstral-small": Family("</s>", developer=REFUSED),
-    "gemma-4": Family("<turn|>", turns=REFUSED, thoughts=REFUSED, text_call=REFUSED, call=ANEW),
-    "gigachat-3": Family("<|message_sep|>"),
-    "glm-4.5": Family("<|endoftext|>", developer=REFUSED),
-    "glm-4.6": Family("<|endoftext|>", developer=REFUSED),
-    "glm-4.7-flash": Family("<|endoftext|>", turns=REFUSED, text_call=REFUSED, developer=REFUSED),
-    "gpt-oss": Family(
-        "<|return|>", text_call=REFUSED, call=ANEW, two_systems=REFUSED, late_system=REFUSED
-    ),
-    "granite-3.3": Family("<|end_of_text|>"),
-    "granite-4.0": Family("<|end_of_text|>", developer=REFUSED),
-    "ling-3": Family("<|role_end|>", developer=REFUSED),
-    "mimo-vl": Family("<|im_end|>", developer=REFUSED),
-    "minimax-m1": Family(
-        "<end_of_sentence>", two_systems=REFUSED, late_system=REFUSED, developer=REFUSED
-    ),
-    "minimax-m2": Family(
-        "[e~[",
-        turns=REFUSED,
-        text_call=REFUSED,
-        call=ANEW,
-        two_systems=REFUSED,
-        late_system=REFUSED,
-        developer=REFUSED,
-    ),
-    "ministral-3": Family(
-        "</s>", text_call=REFUSED, two_systems=REFUSED, late_system=REFUSED, developer=REFUSED
-    ),
-    "mistral-nemo": Family(
-        "</s>", text_call=REFUSED, two_systems=REFUSED, late_system=REFUSED, developer=REFUSED
-    ),
-    "mistral-small-3.2": Family(
-        "</s>", text_call=REFUSED, two_systems=REFUSED, late_system=REFUSED, developer=REFUSED
-    ),
-    "phi-3.5": Family("<|end|>", text_call=REFUSED, call=REFUSED, developer=REFUSED),
-    "phi-4": Family(
-        "<|im_end|>",
-        text_call=REFUSED,
-        call=REFUSED,
-        two_systems=REFUSED,
-        late_system=REFUSED,
-        developer=REFUSED,
-    ),
-    "qwen2.5": Family("<|im_end|>", developer=REFUSED),
-    "qwen3-2507": Family("<|im_end|>", developer=REFUSED),
-    "qwen3-coder": Family("<|im_end|>"),
-    "qwen3-vl": Family("<|im_end|>", two_systems=REFUSED, late_system=REFUSED, developer=REFUSED),
-    "qwen3.5": Family("<|im_end|>", two_systems=REFUSED, late_system=REFUSED, developer=REFUSED),
-    "qwen3": Family("<|im_end|>", developer=REFUSED),
-    "qwq": Family(
-        "<|im_end|>", turns=REFUSED, thoughts=REFUSED, text_call=REFUSED, developer=REFUSED
-    ),
-    "seed-oss": Family("<seed:eos>"),
-    "smollm3": Family("<|im_end|>", two_systems=REFUSED, late_system=REFUSED, developer=REFUSED),
-    "smolvlm": Family(
-        "<end_of_utterance>",
-        turns=REFUSED,
-        thoughts=REFUSED,
-        text_call=REFUSED,
-        call=REFUSED,
-        two_systems=REFUSED,
-        late_system=REFUSED,
-        developer=REFUSED,
-    ),
-    "step-3.5": Family("<|im_end|>", developer=REFUSED),
-}
+# One row a family; the columns are the fields of `Family`.
+TABLE = """
+apertus             equal   equal   refused added   refused refused refused <|assistant_end|>
+apriel-1.6          refused refused refused added   equal   equal   refused <|end|>
+bielik-3            equal   equal   equal   added   refused refused refused <|im_end|>
+chatml              equal   equal   equal   added   equal   equal   equal   <|im_end|>
+deepseek-r1-distill refused refused refused added   refused equal   refused <｜end▁of▁sentence｜>
+deepseek-v3.1       equal   equal   equal   added   equal   equal   refused <｜end▁of▁sentence｜>
+deepseek-v3.2       refused refused refused anew    equal   equal   refused <｜end▁of▁sentence｜>
+devstral-small      equal   equal   equal   added   equal   equal   refused </s>
+gemma-4             refused refused refused anew    equal   equal   equal   <turn|>
+gigachat-3          equal   equal   equal   added   equal   equal   equal   <|message_sep|>
+glm-4.5             equal   equal   equal   added   equal   equal   refused <|endoftext|>
+glm-4.6             equal   equal   equal   added   equal   equal   refused <|endoftext|>
+glm-4.7-flash       refused equal   refused added   equal   equal   refused <|endoftext|>
+gpt-oss             equal   equal   refused anew    refused refused equal   <|return|>
+granite-3.3         equal   equal   equal   added   equal   equal   equal   <|end_of_text|>
+granite-4.0         equal   equal   equal   added   equal   equal   refused <|end_of_text|>
+ling-3              equal   equal   equal   added   equal   equal   refused <|role_end|>
+mimo-vl             equal   equal   equal   added   equal   equal   refused <|im_end|>
+minimax-m1          equal   equal   equal   added   refused refused refused <end_of_sentence>
+minimax-m2          refused equal   refused anew    refused refused refused [e~[
+ministral-3         equal   equal   refused added   refused refused refused </s>
+mistral-nemo        equal   equal   refused added   refused refused refused </s>
+mistral-small-3.2   equal   equal   refused added   refused refused refused </s>
+phi-3.5             equal   equal   refused refused equal   equal   refused <|end|>
+phi-4               equal   equal   refused refused refused refused refused <|im_end|>
+qwen2.5             equal   equal   equal   added   equal   equal   refused <|im_end|>
+qwen3-2507          equal   equal   equal   added   equal   equal   refused <|im_end|>
+qwen3-coder         equal   equal   equal   added   equal   equal   equal   <|im_end|>
+qwen3-vl            equal   equal   equal   added   refused refused refused <|im_end|>
+qwen3.5             equal   equal   equal   added   refused refused refused <|im_end|>
+qwen3               equal   equal   equal   added   equal   equal   refused <|im_end|>
+qwq                 refused refused refused added   equal   equal   refused <|im_end|>
+seed-oss            equal   equal   equal   added   equal   equal   equal   <seed:eos>
+smollm3             equal   equal   equal   added   refused refused refused <|im_end|>
+smolvlm             refused refused refused refused refused refused refused <end_of_utterance>
+step-3.5            equal   equal   equal   added   equal   equal   refused <|im_end|>
+"""
+FAMILIES = {name: Family(*fields) for name, *fields in map(str.split, TABLE.strip().splitlines())}
 
 
 class Template:
@@ -224,7 +168,7 @@ class Template:
         whole = self.text(said, inputs)
         assert "7 degrees" in text
         assert whole == text if appended is None else whole.endswith(text)
-        return ANEW if appended is None else APPENDED
+        return ANEW if appended is None else ADDED
 
     def prompt(self, *said: tuple[str, str]) -> str:
         """Renders a prompt in which no text may be missing."""
@@ -252,7 +196,6 @@ def family_of(template: Template, end: str) -> Family:
     call, result = "add a is 5", ChatMessage("tool", "7 degrees")
     thought = "<think>\nhm\n</think>\n\n"
     return Family(
-        end,
         outcome(lambda: template.talk([(user("q one"), "r one"), (user("q two"), "r two")], [])),
         outcome(
             lambda: template.talk(
@@ -272,6 +215,7 @@ def family_of(template: Template, end: str) -> Family:
             )
         ),
         outcome(lambda: template.prompt(("developer", "s1"), ("user", "q"))),
+        end,
     )
 
 
