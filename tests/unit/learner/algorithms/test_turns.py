@@ -5,18 +5,10 @@ from collections import defaultdict
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from slipstream.core.types import PolicyVersion, VersionSpan
 from slipstream.learner.algorithms.advantages import gae, grpo, reinforce_pp, return_to_go, turn_gae
 from slipstream.learner.algorithms.episodes import ScoredEpisode, Turn
-from slipstream.learner.algorithms.inputs import LossInputs, SequenceSums
-from slipstream.learner.algorithms.losses import ppo
-from slipstream.learner.trainer.algorithms.loss import training_sequences
-from slipstream.learner.trainer.batches.batch import Batch
-from support.fakes.fake_trajectories import GOOD
-from support.fakes.small_configs import small_config
 
 from deploy.algorithms import gigpo
 
@@ -178,84 +170,3 @@ def test_what_a_later_branch_earned_follows_an_earlier_one() -> None:
     assert tree.returns().tolist() == [6.0, 6.0, 5.0, 3.0]
     whole = dataclasses.replace(tree, earned=None)
     assert whole.token_rewards().tolist() == [0.0, 6.0, 0.0, 6.0]
-
-
-LETTERS, RIGHT, GROUP, LENGTHS = 8, 3, 8, (24, 1, 24)
-SECOND = {"advantage": "return_to_go", "advantage_args": {"gamma": 0}}
-
-
-def steps_until_learned(seed: int, most: int, **algorithm: object) -> int:
-    """Steps until nine of ten letters are right, or `most`; the policy is one row of logits.
-
-    Only the single letter of the second of three turns is rewarded. Advantages and loss are the
-    learner's; the optimizer is Adam, written down.
-    """
-    config = small_config(
-        algorithm={"group_size": GROUP, **algorithm},
-        sampling={"max_reply_tokens": 32, "max_episode_tokens": 64},
-    )
-    chance, total = np.random.default_rng(seed), sum(LENGTHS)
-    logits = torch.zeros(LETTERS, dtype=torch.float64, requires_grad=True)
-    runs = tuple(run for length in LENGTHS for run in (1, length))
-    version = (VersionSpan(total, PolicyVersion(0, 0)),)
-    mask = torch.ones(GROUP * total, dtype=torch.bool)
-    of_sequences = SequenceSums(torch.arange(GROUP).repeat_interleave(total), mask, GROUP)
-    first, second = torch.zeros(LETTERS), torch.zeros(LETTERS)
-    for step in range(1, most + 1):
-        logprobs = logits.log_softmax(-1)
-        probabilities = logprobs.detach().exp().numpy()
-        if probabilities[RIGHT] > 0.9:
-            return step - 1
-        said = chance.choice(LETTERS, (GROUP, total), p=probabilities / probabilities.sum())
-        played = []
-        for member, letters in enumerate(said):
-            earned = np.zeros(total, dtype=np.float32)
-            earned[LENGTHS[0]] = letters[LENGTHS[0]] == RIGHT
-            made = dataclasses.replace(
-                GOOD,
-                member=member,
-                token_ids=np.insert(letters, np.cumsum((0, *LENGTHS[:-1])), 9).astype(np.uint32),
-                run_lengths=runs,
-                behavior_logprobs=np.log(probabilities[letters]).astype(np.float32),
-                version_spans=version,
-                reward=float(earned.sum()),
-                token_rewards=earned,
-                num_turns=3,
-            )
-            played.append(made)
-        sequences = training_sequences(Batch(0, "b", tuple(played)), config)
-        advantages = np.concatenate([one.advantages[one.loss_mask] for one in sequences])
-        sampled = logprobs[torch.from_numpy(said.ravel())]
-        zeros = torch.zeros(len(sampled), dtype=torch.int64)
-        inputs = LossInputs(
-            logprobs=sampled,
-            proximal_logprobs=sampled.detach(),
-            behavior_logprobs=sampled.detach(),
-            advantages=torch.from_numpy(advantages),
-            mask=mask,
-            is_given=~mask,
-            lags=zeros,
-            versions=zeros,
-            reference_logprobs=None,
-            entropy=torch.zeros(len(sampled)),
-            sequences=of_sequences,
-        )
-        losses = ppo(inputs, clip_low=0.2, clip_high=0.2, ratio="proximal").losses
-        (gradient,) = torch.autograd.grad(losses.mean(), [logits])
-        first, second = 0.9 * first + 0.1 * gradient, 0.999 * second + 0.001 * gradient**2
-        change = (first / (1 - 0.9**step)) / ((second / (1 - 0.999**step)).sqrt() + 1e-8)
-        logits = (logits.detach() - 0.1 * change).requires_grad_()
-    return most
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_the_turn_that_decides_is_learned_in_half_the_steps(seed: int) -> None:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        steps = steps_until_learned(seed, 200, **SECOND)
-        assert steps < 200
-        # The summed reward has not taught it in twice as many.
-        assert steps_until_learned(seed, 2 * steps, advantage="grpo") == 2 * steps
-    finally:
-        torch.set_num_threads(threads)

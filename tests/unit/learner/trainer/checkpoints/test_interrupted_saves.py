@@ -6,27 +6,13 @@ from pathlib import Path
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
 from slipstream.learner.trainer.checkpoints.checkpoint import Checkpointer  # noqa: E402
-from slipstream.learner.trainer.ranks.activity import Activity  # noqa: E402
+from support.ranks.thread_ranks import run_ranks  # noqa: E402
 from support.rigs.controller_runs import make_config  # noqa: E402
 from support.rigs.small_disks import small_disk  # noqa: E402
-
-
-class LoneRank:
-    """What a checkpointer needs of `Ranks`, for one rank."""
-
-    rank, world_size, is_main = 0, 1, True
-    device, timeout_s, activity = torch.device("cpu"), 20.0, Activity()
-
-    def gather_bytes(self, data: bytes) -> list[bytes]:
-        return [data]
-
-    def broadcast_bytes(self, data: bytes | None) -> bytes:
-        assert data is not None
-        return data
 
 
 @pytest.fixture
@@ -44,6 +30,7 @@ def test_a_disk_that_an_interrupted_save_has_filled_is_cleared_first(disk: Path)
     with pytest.raises(OSError, match="No space left"):
         for number in itertools.count():
             (partial / str(number)).touch()
-    checkpointer = Checkpointer(config, LoneRank(), [])  # type: ignore[arg-type]
-    assert checkpointer.load_newest() is None
+    found: list[object] = []
+    run_ranks(1, lambda ranks: found.append(Checkpointer(config, ranks, []).load_newest()))
+    assert found == [None]
     assert list(partial.parent.iterdir()) == []

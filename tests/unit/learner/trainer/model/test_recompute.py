@@ -163,41 +163,36 @@ def test_the_second_pass_follows_what_the_first_measured(limit, other, expected)
     assert plan.num_layers == expected
 
 
+def num_layers_of(block: Any, memory: FakeMemory, other: float = 0.0) -> int:
+    """The layers that are recomputed after two passes of 100 tokens."""
+    plan, ranks = Recompute([block], LearnerSection(micro_batch_tokens=200), memory), Ranks(other)
+    for _ in range(2):
+        with plan.training_pass([100], ranks):  # type: ignore[arg-type]
+            block.train(100)
+    return plan.num_layers
+
+
 def test_the_layer_that_keeps_most_counts_even_if_it_was_recomputed() -> None:
     memory = FakeMemory(2_330_000)
-    block: Any = Block(memory, 8)
+    block = Block(memory, 8)
     block.decoder.layers[2].kept_bytes = 2 * LAYER_BYTES
-    plan = Recompute([block], LearnerSection(micro_batch_tokens=200), memory)
-    ranks: Any = Ranks()
-    for _ in range(2):
-        with plan.training_pass([100], ranks):
-            block.train(100)
     # The rest takes 410,000 of 2,097,000 bytes, and each further layer 400,000.
-    assert plan.num_layers == 3
+    assert num_layers_of(block, memory) == 3
 
 
 def test_a_first_pass_that_fails_is_measured_again() -> None:
     memory = FakeMemory(10_000_000)
-    block: Any = Block(memory, 8)
-    plan = Recompute([block], LearnerSection(micro_batch_tokens=200), memory)
+    plan = Recompute([Block(memory, 8)], LearnerSection(micro_batch_tokens=200), memory)
     ranks: Any = Ranks()
     with pytest.raises(ValueError, match="no number"), plan.training_pass([100], ranks):
         raise ValueError("no number")
+    assert plan.measured is None
     with plan.training_pass([100], ranks):
-        block.train(100)
+        pass
+    assert plan.measured is not None
     assert plan.num_layers == 7
-    with plan.training_pass([100], ranks):
-        block.train(100)
-    assert plan.num_layers == 0
 
 
 def test_a_stage_without_layers_recomputes_none_whatever_others_do() -> None:
     memory = FakeMemory(10_000_000)
-    block: Any = Block(memory, 0)
-    plan = Recompute([block], LearnerSection(micro_batch_tokens=200), memory)
-    ranks: Any = Ranks(0.5)
-    for _ in range(2):
-        assert block.config.recompute_granularity is None
-        with plan.training_pass([100], ranks):
-            block.train(100)
-    assert plan.num_layers == 0
+    assert num_layers_of(Block(memory, 0), memory, other=0.5) == 0

@@ -1,6 +1,7 @@
 import importlib
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +20,37 @@ from support.fakes.small_configs import small_config
 from support.ranks.thread_ranks import run_ranks
 
 
+def read(folder: Path) -> dict[str, torch.Tensor]:
+    return {n: t for path in folder.glob("*.safetensors") for n, t in load_file(path).items()}
+
+
+def exported(
+    source: Path,
+    folder: Path,
+    tensors: dict[str, torch.Tensor] | None = None,
+    *,
+    chat: RunChat = RunChat(),  # noqa: B008
+    dtype: str = "float32",
+    further: bool = False,
+    moved: Callable[[int], None] = lambda _: None,
+    max_shard_bytes: int = 1 << 20,
+) -> Path:
+    """Writes `tensors` and, with `further`, what is not trained, as `save_hf_folder` does."""
+    partial = folder.with_name("partial")
+    writer = HfFolderWriter(partial, moved, max_shard_bytes=max_shard_bytes)
+    writer.begin(source, chat)
+    for name, tensor in ({"a": torch.zeros(4)} if tensors is None else tensors).items():
+        if not writer.has_room(tensor):
+            writer.flush()
+        writer.add(name, tensor)
+    if further:
+        writer.copy_untrained(source)
+    assert not folder.exists()
+    writer.finish(dtype, folder)
+    assert not partial.exists()
+    return folder
+
+
 def write(source: Path, folder: Path, max_shard_bytes: int) -> dict[str, torch.Tensor]:
     source.mkdir()
     (source / "config.json").write_text(json.dumps({"torch_dtype": "float32", "hidden_size": 4}))
@@ -27,18 +59,18 @@ def write(source: Path, folder: Path, max_shard_bytes: int) -> dict[str, torch.T
     (source / "model.safetensors.index.json").write_text("old index")
     tensors = {name: torch.full((4,), float(place)) for place, name in enumerate("abcde")}
     moved: list[int] = []
-    partial = folder.with_name("out.partial")
-    writer = HfFolderWriter(partial, moved.append, max_shard_bytes=max_shard_bytes)
-    writer.begin(source)
-    for name, tensor in tensors.items():
-        if not writer.has_room(tensor):
-            writer.flush()
-        writer.add(name, tensor)
-    assert not folder.exists()
-    writer.finish("bfloat16", folder)
-    assert not partial.exists()
+    named = {"dtype": "bfloat16", "moved": moved.append, "max_shard_bytes": max_shard_bytes}
+    exported(source, folder, tensors, **named)
     assert sum(moved) == sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     return tensors
+
+
+def further_layers(source: Path, num_layers: int, **files: dict[str, torch.Tensor]) -> None:
+    """Makes a model's folder of `num_layers` trained layers, and others."""
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps({"num_hidden_layers": num_layers}))
+    for name, tensors in files.items():
+        save_file(tensors, source / f"{name}.safetensors")
 
 
 def test_small_model_is_one_file_beside_configuration_and_tokenizer(tmp_path: Path) -> None:
@@ -49,7 +81,7 @@ def test_small_model_is_one_file_beside_configuration_and_tokenizer(tmp_path: Pa
         "tokenizer.json",
         "model.safetensors",
     }
-    stored = load_file(folder / "model.safetensors")
+    stored = read(folder)
     assert all(torch.equal(stored[name], tensors[name]) for name in tensors)
     assert json.loads((folder / "config.json").read_text()) == {
         "dtype": "bfloat16",
@@ -82,26 +114,18 @@ def test_large_model_is_several_files_with_an_index(tmp_path: Path) -> None:
 
 
 def test_layers_that_predict_further_tokens_are_copied_as_they_are(tmp_path: Path) -> None:
-    source, folder = tmp_path / "in", tmp_path / "out"
-    source.mkdir()
-    (source / "config.json").write_text(json.dumps({"num_hidden_layers": 2}))
     names = ["model.layers.1.a", "model.layers.2.a", "model.layers.10.eh_proj.weight", "mtp.fc"]
     kept = {name: torch.full((4,), float(place)) for place, name in enumerate(names)}
-    save_file({name: kept[name] for name in names[:2]}, source / "one.safetensors")
-    save_file({name: kept[name] for name in names[2:]}, source / "two.safetensors")
-    trained = torch.ones(4)
+    one, two = ({name: kept[name] for name in some} for some in (names[:2], names[2:]))
+    further_layers(tmp_path / "in", 2, one=one, two=two)
+    trained = {names[0]: torch.ones(4)}
     # A file for each tensor.
-    writer = HfFolderWriter(tmp_path / "out.partial", lambda _: None, max_shard_bytes=16)
-    writer.begin(source)
-    writer.add("model.layers.1.a", trained)
-    writer.copy_untrained(source)
-    writer.finish("float32", folder)
-    paths = list(folder.glob("*.safetensors"))
-    assert len(paths) == 4
-    found = {name: tensor for path in paths for name, tensor in load_file(path).items()}
+    sizes = {"further": True, "max_shard_bytes": 16}
+    folder = exported(tmp_path / "in", tmp_path / "out", trained, **sizes)
+    assert len(list(folder.glob("*.safetensors"))) == 4
+    found = read(folder)
     assert set(found) == set(names)
-    assert torch.equal(found["model.layers.1.a"], trained)
-    assert all(torch.equal(found[name], kept[name]) for name in names[1:])
+    assert all(torch.equal(found[name], (kept | trained)[name]) for name in names)
 
 
 @pytest.mark.parametrize("max_shard_bytes", [16, 1 << 20])
@@ -109,55 +133,30 @@ def test_copies_of_trained_tensors_in_further_layers_are_those_of_the_trained(
     max_shard_bytes: int, tmp_path: Path
 ) -> None:
     """vLLM and SGLang draft with them, in which the model's own would be stale."""
-    source, folder = tmp_path / "in", tmp_path / "out"
-    source.mkdir()
-    (source / "config.json").write_text(json.dumps({"num_hidden_layers": 1}))
-    embeddings, head, own = (torch.full((4,), value) for value in (1.0, 2.0, 3.0))
-    trained = {"model.embed_tokens.weight": embeddings * 10, "lm_head.weight": head * 10}
-    further = {
-        "model.layers.1.embed_tokens.weight": embeddings,
-        "model.layers.1.shared_head.head.weight": head,
-        "model.layers.2.shared_head.head.weight": own,
-        "model.layers.1.shared_head.norm.weight": own,
-    }
-    before = {"model.embed_tokens.weight": embeddings, "lm_head.weight": head}
-    save_file(
-        {name: each.clone() for name, each in (before | further).items()}, source / "a.safetensors"
-    )
-    writer = HfFolderWriter(
-        tmp_path / "out.partial", lambda _: None, max_shard_bytes=max_shard_bytes
-    )
-    writer.begin(source)
-    for name, tensor in trained.items():
-        if not writer.has_room(tensor):
-            writer.flush()
-        writer.add(name, tensor)
-    writer.copy_untrained(source)
-    writer.finish("float32", folder)
-    found = {n: t for path in folder.glob("*.safetensors") for n, t in load_file(path).items()}
-    assert {name: tensor[0].item() for name, tensor in found.items()} == {
-        "model.embed_tokens.weight": 10.0,
-        "lm_head.weight": 20.0,
-        "model.layers.1.embed_tokens.weight": 10.0,
-        "model.layers.1.shared_head.head.weight": 20.0,
+    values = {
+        "model.embed_tokens.weight": 1.0,
+        "lm_head.weight": 2.0,
+        "model.layers.1.embed_tokens.weight": 1.0,
+        "model.layers.1.shared_head.head.weight": 2.0,
         "model.layers.2.shared_head.head.weight": 3.0,
         "model.layers.1.shared_head.norm.weight": 3.0,
+    }
+    before = {name: torch.full((4,), value) for name, value in values.items()}
+    further_layers(tmp_path / "in", 1, a=before)
+    trained = {name: before[name] * 10 for name in list(values)[:2]}
+    sizes = {"further": True, "max_shard_bytes": max_shard_bytes}
+    found = read(exported(tmp_path / "in", tmp_path / "out", trained, **sizes))
+    assert {name: found[name][0].item() for name in values} == {
+        name: value if value == 3.0 else 10 * value for name, value in values.items()
     }
 
 
 def test_a_file_that_the_index_does_not_name_is_not_copied(tmp_path: Path) -> None:
-    source, folder = tmp_path / "in", tmp_path / "out"
-    source.mkdir()
-    (source / "config.json").write_text(json.dumps({"num_hidden_layers": 2}))
-    save_file({"mtp.fc": torch.zeros(4), "mtp.old": torch.zeros(4)}, source / "a.safetensors")
-    save_file({"mtp.fc": torch.ones(4)}, source / "b.safetensors")
+    old = {"mtp.fc": torch.zeros(4), "mtp.old": torch.zeros(4)}
+    further_layers(tmp_path / "in", 2, a=old, b={"mtp.fc": torch.ones(4)})
     index = {"weight_map": {"mtp.fc": "b.safetensors"}}
-    (source / "model.safetensors.index.json").write_text(json.dumps(index))
-    writer = HfFolderWriter(tmp_path / "out.partial", lambda _: None)
-    writer.begin(source)
-    writer.copy_untrained(source)
-    writer.finish("float32", folder)
-    found = load_file(folder / "model.safetensors")
+    (tmp_path / "in" / "model.safetensors.index.json").write_text(json.dumps(index))
+    found = read(exported(tmp_path / "in", tmp_path / "out", {}, further=True))
     assert found.keys() == {"mtp.fc"}
     assert torch.equal(found["mtp.fc"], torch.ones(4))
 
@@ -185,14 +184,6 @@ def test_a_folder_for_which_the_disk_has_no_room_is_removed(moment: str, tmp_pat
     assert not partial.exists()
 
 
-def exported(source: Path, folder: Path, chat: RunChat) -> Path:
-    writer = HfFolderWriter(folder.with_name("partial"), lambda _: None)
-    writer.begin(source, chat)
-    writer.add("a", torch.zeros(4))
-    writer.finish("float32", folder)
-    return folder
-
-
 def test_a_folder_has_the_runs_template_in_place_of_the_models(tmp_path: Path) -> None:
     """transformers reads it, and no other place of the folder keeps another one."""
     from transformers import AutoTokenizer
@@ -209,7 +200,7 @@ def test_a_folder_has_the_runs_template_in_place_of_the_models(tmp_path: Path) -
     (source / "additional_chat_templates").mkdir()
     (source / "additional_chat_templates" / "tool_use.jinja").write_text(text)
     chat = RunChat("{{ 'the run' }}", {"enable_thinking": False})
-    folder = exported(source, tmp_path / "out", chat)
+    folder = exported(source, tmp_path / "out", chat=chat)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     said = [{"role": "user", "content": "a"}]
     assert tokenizer.apply_chat_template(said, tokenize=False) == "the run"
@@ -217,7 +208,7 @@ def test_a_folder_has_the_runs_template_in_place_of_the_models(tmp_path: Path) -
     assert not [each for each in texts if "the model" in each]
     # The values of a template cannot be part of it: people are told.
     assert '`{"enable_thinking": false}`' in (folder / "README.md").read_text()
-    as_it_was = exported(source, tmp_path / "other", RunChat())
+    as_it_was = exported(source, tmp_path / "other")
     assert (as_it_was / "chat_template.jinja").read_text() == text
     assert not (as_it_was / "README.md").exists()
 
@@ -234,7 +225,7 @@ def test_files_that_training_makes_stale_are_left_out(tmp_path: Path) -> None:
     for name in ("config.json", "tokenizer.json", "README.md", "modeling_own.py", *stale):
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).write_text("{}")
-    folder = exported(source, tmp_path / "out", RunChat())
+    folder = exported(source, tmp_path / "out")
     kept = {"README.md", "config.json", "model.safetensors", "modeling_own.py", "tokenizer.json"}
     assert {path.name for path in folder.rglob("*")} == kept
 
