@@ -18,10 +18,7 @@ STD_EPS = 1e-6
 
 
 def grpo(episodes: Sequence[ScoredEpisode]) -> FloatArray:
-    """Returns each score less its group's mean, divided by the group's standard deviation.
-
-    Source: GRPO (arXiv:2402.03300).
-    """
+    """Returns each score less its group's mean, over its deviation: GRPO (arXiv:2402.03300)."""
     return _group_advantages(episodes, normalize_by_std=True)
 
 

@@ -78,10 +78,7 @@ class ScoredEpisode:
         return rewards
 
     def spans(self) -> list[list[slice]]:
-        """Returns the sampled tokens of each turn of each branch.
-
-        A branch whose turns are unknown counts as one turn.
-        """
+        """Returns each branch's turns as spans of sampled tokens; a branch without turns is one."""
         found = []
         for branch in self.branches:
             start, stop, _ = branch.indices(len(self.token_costs))

@@ -120,10 +120,7 @@ def function_of(algorithm: AlgorithmSection, kind: FunctionKind) -> Function:
 
 
 def named_loss(name: str, arguments: Mapping[str, float]) -> Function:
-    """Returns the loss `name`, built-in or `module:function`, with `arguments`.
-
-    Raises ConfigError if it does not load.
-    """
+    """Returns the loss `name`, built-in or a user's; raises ConfigError if it does not load."""
     return _loaded("loss", name, json.dumps(arguments, sort_keys=True))
 
 
@@ -187,10 +184,7 @@ def _imported(kind: FunctionKind, name: str) -> Callable[..., Any]:
 
 
 def _checked(call: Callable[..., Any], given: Mapping[str, Any], *, what: str) -> dict[str, Any]:
-    """Returns `given`, validated by the annotations of the function's keyword-only parameters.
-
-    Raises ValueError if the arguments or the signature do not fit; `what` names the function.
-    """
+    """Returns `given`, validated by keyword-only parameters; raises ValueError about `what`."""
     try:
         signature = inspect.signature(call)
         types = typing.get_type_hints(call, include_extras=True)
@@ -215,10 +209,7 @@ def _checked(call: Callable[..., Any], given: Mapping[str, Any], *, what: str) -
 def rewarded(
     algorithm: AlgorithmSection, group: Sequence[RewardedEpisode], *, where: str
 ) -> list[RewardedEpisode]:
-    """Returns the episodes of a group with the rewards and reports that `algorithm.reward` gives.
-
-    Raises RunFailed if the function is faulty; `where` names the group in the error.
-    """
+    """Returns a group's episodes with their new rewards; raises RunFailed about `where`."""
     function = function_of(algorithm, "reward")
     with function.named(where):
         found = list(function.call(tuple(group)))

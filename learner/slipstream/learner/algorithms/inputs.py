@@ -26,28 +26,19 @@ class SequenceSums:
     def __init__(
         self, ids: Tensor, mask: Tensor, number: int, group: dist.ProcessGroup | None = None
     ) -> None:
-        """Takes the index of each token's sequence, and the mask of the trained tokens.
-
-        `ids` is [tokens], below `number`, the number of sequences; `mask` is bool [tokens].
-        """
+        """Takes each token's sequence, below `number`, and the bool mask of trained tokens."""
         self._ids = ids
         self._mask = mask
         self._number = number
         self._group = group if group is not None and group.size() > 1 else None
 
     def sums(self, values: Tensor) -> Tensor:
-        """Returns the sum of `values` over the trained tokens of each token's sequence, [tokens].
-
-        The sum is 0 in a sequence without trained tokens.
-        """
+        """Returns each token's sum of `values` over its sequence's trained tokens, or 0."""
         sums = self._sums(values)
         return sums[self._ids].to(values.dtype)
 
     def means(self, values: Tensor) -> Tensor:
-        """Returns the mean of `values` over the trained tokens of each token's sequence, [tokens].
-
-        The mean is 0 in a sequence without trained tokens.
-        """
+        """Returns each token's mean of `values` over its sequence's trained tokens, or 0."""
         means = self._sums(values) / self._sums(self._mask).clamp(min=1)
         return means[self._ids].to(values.dtype)
 

@@ -14,10 +14,7 @@ from slipstream.protocol.weights.transports import check_storage
 
 
 def check_settings(config: Config) -> None:
-    """Raises ConfigError for settings that Megatron rejects, or that users must not set.
-
-    The settings of reference and critic, and the URL of the storage, are checked too.
-    """
+    """Raises ConfigError for settings that Megatron rejects, of all models, or the storage."""
     check_storage(config.weights.storage_url)
     _check(config)
     for name, settings in role_settings(config).items():

@@ -216,10 +216,7 @@ class ControllerClient:
         self._call("ReportPass", report)
 
     def start_publish(self, start: pb.PublishStart, *, join_deadline_s: float) -> pb.PublishStarted:
-        """Announces a publish; returns once the receivers are about to join.
-
-        The answer has no receivers if the controller has abandoned the publish.
-        """
+        """Announces a publish; returns once receivers (none if it is abandoned) are to join."""
         timeout = join_deadline_s + CALL_TIMEOUT_S
         started: pb.PublishStarted = self._call("StartPublish", start, timeout)
         return started

@@ -94,10 +94,7 @@ def export(config: Config, path: Path, out: Path) -> None:
 
 
 def write_folders(policy: Policy, config: Config, out: Path, chat: RunChat) -> None:
-    """Writes what `export` says, on one rank.
-
-    The folder whose absence lets an export begin comes last, so a kill before it hinders none.
-    """
+    """Writes what `export` says, on one rank; the folder that hinders another export comes last."""
     from slipstream.learner.trainer.weights.export import save_adapters, save_hf_folder
 
     adapters = out.with_name(f"{out.name}-adapters")
@@ -127,10 +124,7 @@ def _alone_at(written: Path) -> Iterator[None]:
 
 
 def on_one_rank(config: Config, path: Path) -> Config:
-    """Returns a run's settings, changed so that one rank can load the checkpoint.
-
-    Raises ConfigError, which names the checkpoint's `path`, if the changed settings are invalid.
-    """
+    """Returns a run's settings for one rank; raises ConfigError with the checkpoint's `path`."""
     table = config.model_dump(mode="json", exclude_none=True)
     learner = table["learner"]
     learner["world_size"] = 1

@@ -17,10 +17,7 @@ if TYPE_CHECKING:
 
 
 def step_parts(config: Config, policy: Policy) -> list[StepPart]:
-    """Returns the parts that take part in steps, with the models that they load; collective.
-
-    Raises ConfigError for a model or a setting that cannot work.
-    """
+    """Returns the parts of steps, with their models, or raises ConfigError; collective."""
     found: list[StepPart] = []
     if config.debug.profile.start_step is not None:
         from slipstream.extensions.profiles.trainer import ProfileWindow

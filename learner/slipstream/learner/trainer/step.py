@@ -63,10 +63,7 @@ BY_ADAPTER = ("loss", "entropy", "kl", "grad_norm", "trained_tokens")
 
 
 class TrainingStep:
-    """Trains a policy, one batch at a time; on CPU equal batches give bitwise equal weights.
-
-    `parts` take part in each step.
-    """
+    """Trains a policy by batches, with `parts`; on CPU equal batches give bitwise equal weights."""
 
     def __init__(self, policy: Policy, config: Config, parts: Sequence[StepPart] = ()) -> None:
         self.policy, self._parts, self._config = policy, parts, config
@@ -282,10 +279,7 @@ def learning_rate(config: Config, step: int) -> float:
 
 
 class StepPart:
-    """A part of the trainer; it overrides the methods for what it takes part in.
-
-    All methods but `around` and `close` are collective.
-    """
+    """A part of the trainer; its methods are collective, but for `around` and `close`."""
 
     def models(self) -> Mapping[str, ParallelModel]:
         """Returns the models that this part has besides the policy, by name."""

@@ -43,10 +43,7 @@ class Arithmetic:
 
     @classmethod
     def of(cls, table: Mapping[str, Any]) -> Arithmetic:
-        """Returns the sizes of a decoder with gated MLPs or experts, from its config.json.
-
-        Layers with attention windows, and delta nets, count like full attention.
-        """
+        """Returns a decoder's sizes by its config.json; all layers count like full attention."""
         sizes = ModelSizes.of(table)
         hidden, heads, layers = sizes.hidden, sizes.heads, sizes.layers
         queries = values = heads * sizes.head_dim
@@ -82,10 +79,7 @@ class Arithmetic:
 
 
 class StepCost:
-    """Metrics of a step's cost: FLOPs, FLOPs per second, and the largest memory use of any rank.
-
-    A model with delta nets has no FLOPs: the formula does not know them.
-    """
+    """A step's cost: FLOPs, which the formula lacks for delta nets, and the memory of any rank."""
 
     def __init__(self, config: Config, policy: Policy) -> None:
         self._ranks, self._sharing = policy.ranks, policy.sharing

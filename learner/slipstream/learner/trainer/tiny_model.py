@@ -46,10 +46,7 @@ def make_model(
     max_position_embeddings: int = 256,
     seed: int,
 ) -> None:
-    """Saves a random Llama in float32 into `folder`.
-
-    Its heads have 32 dimensions, the fewest that vLLM's CPU attention supports.
-    """
+    """Saves a random float32 Llama, whose heads of 32 dimensions vLLM's CPU attention supports."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging

@@ -257,10 +257,7 @@ class Trainer:
                 self._save()
 
     def _set_aside(self, batch: Batch, fault: UntrainableBatch) -> None:
-        """Asks the controller to set the batch aside, and raises `fault` if it does not.
-
-        Raises StartAgain if an earlier mini-batch or the policy's part of the step changed weights.
-        """
+        """Has the batch set aside; else raises `fault`, or StartAgain if weights have changed."""
         answer = b""
         if self._ranks.is_main:
             failure = failure_of(batch, fault)

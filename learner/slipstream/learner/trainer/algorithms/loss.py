@@ -377,10 +377,7 @@ class StepStatistics:
     """
 
     def __init__(self, epochs: int = 1, columns: Sequence[Column] = ()) -> None:
-        """Takes the number of passes over the batch, and all columns of the step.
-
-        Both must be the same on all ranks.
-        """
+        """Takes the passes over the batch and all columns of the step, the same on all ranks."""
         self._epochs, self._columns = epochs, columns
         # The `sums`, `gaps` and `reports` of `TokenStatistics` in one row.
         self._sizes = [len(LossSum), 2 * NUM_LAGS, 2 * len(columns)]
@@ -388,10 +385,7 @@ class StepStatistics:
         self._maxima = torch.full((1 + len(columns),), -math.inf)
 
     def add(self, found: Sequence[TokenStatistics], ranks: Ranks) -> float:
-        """Adds a mini-batch and returns the sum of its losses over all ranks; collective.
-
-        `found` has the statistics of this rank's micro batches.
-        """
+        """Adds this rank's part of a mini-batch; returns its loss over all ranks. Collective."""
         mine, maxima = torch.zeros_like(self._sums), torch.full_like(self._maxima, -math.inf)
         if ranks.counts:
             # All are copied at once, because each copy waits for the device.
@@ -476,10 +470,7 @@ class StepStatistics:
 
 
 class LossSum(IntEnum):
-    """Indices of `TokenStatistics.sums`, which has sums over the trained tokens.
-
-    From `SAMPLED` on, the sums leave out tokens of the context, which no policy sampled.
-    """
+    """Indices of `TokenStatistics.sums`; from `SAMPLED` on they leave out tokens of the context."""
 
     LOSS = 0
     TOKENS = 1
@@ -496,10 +487,7 @@ class LossSum(IntEnum):
 def values_of(
     function: Function, found: TokenTerms | TokenWeights, mask: Tensor, trained: Tensor
 ) -> list[Values]:
-    """Returns the reports of a function over the tokens in `mask`.
-
-    For a user's own function, the `trained` tokens with values that are not finite follow.
-    """
+    """Returns a function's reports over `mask`, and a user's faults among the `trained` tokens."""
     values = [(Column.of_report(name), report, mask) for name, report in found.reports.items()]
     if function.is_own:
         own = found.losses if isinstance(found, TokenTerms) else found.weights

@@ -57,11 +57,7 @@ class Batch:
 
     @property
     def unrecorded_fraction(self) -> float:
-        """The fraction of tokens whose experts the engine did not record.
-
-        The last token of each sequence is left out: it predicts nothing, so engines do not compute
-        it.
-        """
+        """The fraction of tokens, but for last ones, whose experts the engine did not record."""
         recorded, total = 0, 0
         for trajectory in self.trajectories:
             routed = trajectory.routed_experts
@@ -73,10 +69,7 @@ class Batch:
         return 1.0 - recorded / total if total else 1.0
 
     def by_adapter(self, names: Sequence[str]) -> list[tuple[str, Batch]]:
-        """Returns (name, batch) for each adapter that has trajectories, in the order of `names`.
-
-        Raises RunFailed for a trajectory whose adapter is not among `names`.
-        """
+        """Returns (name, batch) of each adapter with trajectories; raises RunFailed for others."""
         for trajectory in self.trajectories:
             if trajectory.adapter not in names:
                 raise RunFailed(
@@ -108,10 +101,7 @@ class Batch:
 
 
 def untrainable(batch: Batch, indices: Sequence[int], cause: str) -> UntrainableBatch:
-    """Returns the error with text `cause` for the trajectories of the sequences at `indices`.
-
-    The text ends with the ids of the first few of these trajectories.
-    """
+    """Returns the error `cause`, which names the first trajectories of sequences at `indices`."""
     owners = dict.fromkeys(batch.owners[index] for index in indices)
     ids = [batch.trajectories[owner].trajectory_id for owner in owners]
     more = f" and {len(ids) - MAX_TOLD} more" if len(ids) > MAX_TOLD else ""
@@ -167,10 +157,7 @@ def check_data(batch: Batch, *, max_tokens: int, multiple: int, vocab_size: int)
 
 
 def check_pixels(trajectories: Sequence[Trajectory], ranks: Ranks) -> None:
-    """Raises UntrainableBatch on every rank if the pixels of an image cannot be read; collective.
-
-    Each rank reads its share of the images that have tokens in a trajectory.
-    """
+    """Raises UntrainableBatch on all ranks if an image cannot be read; collective."""
     shown_by: dict[bytes, list[str]] = {}
     for trajectory in trajectories:
         for image in {place.image for place in trajectory.image_places}:
@@ -208,10 +195,7 @@ def check_experts(trajectories: Sequence[Trajectory], config: Megatron) -> None:
 
 
 def check_references(batch: Batch, *, top_k: int, vocab_size: int) -> None:
-    """Raises UntrainableBatch if a trajectory lacks log-probabilities of a served reference model.
-
-    The log-probabilities must cover `top_k` tokens at each position, with ids below `vocab_size`.
-    """
+    """Raises UntrainableBatch if a trajectory lacks `top_k` log-probabilities of a served model."""
 
     def fits(trajectory: Trajectory) -> bool:
         found = trajectory.reference

@@ -87,20 +87,14 @@ class _Work:
         return _Work(sizes, costs, self.max_tokens)
 
     def levelled(self, number: int) -> _Bins | None:
-        """Returns `number` micro batches, balanced by cost or, if that does not fit, by tokens.
-
-        Returns None if neither fits.
-        """
+        """Returns `number` micro batches, balanced by cost or else by tokens; None without room."""
         return _level(self.sizes, self.costs, self.max_tokens, number) or _level(
             self.sizes, self.sizes, self.max_tokens, number
         )
 
 
 def _level_ranks(work: _Work, dp_size: int, number: int) -> Plan | None:
-    """Splits sequences over ranks, then over micro batches: this balances the ranks best.
-
-    The costliest micro batch comes first on each rank. Returns None if a rank's do not fit.
-    """
+    """Splits sequences over ranks, then over micro batches, costliest first; None without room."""
     shares = _level(work.sizes, work.costs, work.max_tokens * number, dp_size)
     if shares is None:
         return None

@@ -64,10 +64,7 @@ class Column:
         return np.full((length, *like.shape[1:]), value, dtype=like.dtype)
 
     def joined(self, arrays: Sequence[NumpyArray | None], lengths: Sequence[int]) -> NumpyArray:
-        """Joins the arrays of sequences with these `lengths`; pads where an array is None.
-
-        At least one sequence must have an array; all must have one unless `has_unknown` is set.
-        """
+        """Joins arrays of sequences of these `lengths`; pads a missing one, if `has_unknown`."""
         like = next(array for array in arrays if array is not None)
         assert self.has_unknown or all(array is not None for array in arrays), (
             "all sequences of a step have a field, or none"
@@ -377,10 +374,7 @@ class MicroBatch(TokenFields[Tensor]):
 
     @property
     def all_targets(self) -> Tensor:
-        """The tokens whose log-probabilities the loss reads, `targets` first, then `top_ids`.
-
-        The shape is [tokens], or [tokens, 1 + top k] if there are `top_ids`.
-        """
+        """The tokens that the loss reads, [tokens], or [tokens, 1 + top k] with `top_ids`."""
         if self.top_ids is None:
             return self.targets
         return torch.cat([self.targets[:, None], self.top_ids], dim=1)
@@ -426,10 +420,7 @@ class Paths:
 
     @classmethod
     def of(cls, places: Sequence[npt.NDArray[np.int64]], num_tokens: int) -> Paths:
-        """Returns the keys of a micro batch of `num_tokens` tokens.
-
-        `places` has an array for each segment: the indices of its keys.
-        """
+        """Returns the keys of a micro batch; `places` has the indices of each segment's keys."""
         lengths = [len(keys) for keys in places]
         joined = np.concatenate(places)
         counts = np.bincount(joined, minlength=num_tokens)
@@ -452,10 +443,7 @@ class Paths:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Returns a copy on `device`, or `tensor` itself for a CPU.
-
-    Pinned memory avoids a wait for the device's earlier work.
-    """
+    """Returns a copy on `device`, or `tensor` itself for a CPU, without a wait for earlier work."""
     if device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
@@ -481,18 +469,12 @@ def zigzag(bounds: Sequence[int], rank: int, size: int) -> Tensor:
 
 @functools.lru_cache(maxsize=16)
 def gathered_places(bounds: tuple[int, ...], size: int) -> Tensor:
-    """Returns for each token of a micro batch its index in the concatenated shares of all ranks.
-
-    `bounds` has the start of each sequence, and the end of the last.
-    """
+    """Returns the index of each token of a micro batch in the concatenated shares of all ranks."""
     return torch.cat([zigzag(bounds, rank, size) for rank in range(size)]).argsort()
 
 
 def share_of_rank(whole: MicroBatch, rank: int, size: int) -> MicroBatch:
-    """Returns one context parallel rank's share of a micro batch.
-
-    `cu_seqlens` and `max_seqlen` still describe the whole sequences.
-    """
+    """Returns a rank's share; `cu_seqlens` and `max_seqlen` still describe whole sequences."""
     if size == 1:
         return whole
     places = zigzag(whole.cu_seqlens.tolist(), rank, size)

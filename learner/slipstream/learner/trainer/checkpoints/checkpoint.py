@@ -68,10 +68,7 @@ class Checkpointer:
         adapters: dict[str, tuple[int, float]] | None = None,
         part_elements: int = PART_ELEMENTS,
     ) -> None:
-        """Prepares checkpoints in the run's folder; `part_elements` is as in `HostCopies`.
-
-        `adapters` has rank and alpha of each client's adapter, now and after `load_newest`.
-        """
+        """Takes rank and alpha of clients' `adapters`, which a load changes; see `HostCopies`."""
         self._config = config
         self._settings = config.checkpoint
         self._ranks = ranks
@@ -202,11 +199,7 @@ class Checkpointer:
         return published
 
     def poll(self) -> Saved | None:
-        """Publishes the current save if every rank has written its part.
-
-        Returns the published checkpoint on rank 0, None on other ranks or if nothing was published.
-        Raises CheckpointError if the save failed, or a rank's disk moved no byte for too long.
-        """
+        """Publishes the current save, like `finish`, if every rank has written its part."""
         if self._write is None:
             return None
         return self.finish() if self._disk.is_done(self._write.entries) else None

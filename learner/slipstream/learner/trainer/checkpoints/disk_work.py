@@ -52,10 +52,7 @@ _SAFETENSORS_TYPES = {
 
 
 class DiskWork:
-    """Runs work of all ranks on the disk of `folder`.
-
-    `start` begins work on one rank; all other methods but `moved` are collective.
-    """
+    """Runs work of all ranks on the disk of `folder`; all but `start` and `moved` is collective."""
 
     def __init__(self, folder: Path, ranks: Ranks) -> None:
         self._folder, self.ranks = folder, ranks
@@ -141,10 +138,7 @@ class DiskWork:
 
 
 def check_shared(folder: Path, ranks: Ranks, *, limit_s: float = SEEN_LIMIT_S) -> None:
-    """Raises CheckpointError on every rank if one does not see a file of rank 0 in `folder`.
-
-    Collective; blocks until all ranks have seen the file, at most `limit_s` seconds.
-    """
+    """Raises CheckpointError on all ranks if one sees no file of rank 0 in time; collective."""
     mark = f".seen-by-all-{secrets.token_hex(8)}".encode() if ranks.is_main else None
     path = folder / ranks.broadcast_bytes(mark).decode()
     disk = DiskWork(folder, ranks)
@@ -174,10 +168,7 @@ def check_shared(folder: Path, ranks: Ranks, *, limit_s: float = SEEN_LIMIT_S) -
 
 
 class CountedFile(io.FileIO):
-    """An unbuffered file that reports the number of bytes of each read and write.
-
-    Wrap it in `io.BufferedReader` or `io.BufferedWriter`.
-    """
+    """An unbuffered file, for a buffered one around it, that reports the bytes that it moves."""
 
     def __init__(self, path: Path, mode: str, moved: Callable[[int], None]) -> None:
         self._moved = moved

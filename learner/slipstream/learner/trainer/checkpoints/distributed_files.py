@@ -101,10 +101,7 @@ def begin_save(
 
 
 def load_models(models: Sequence[StoredModel], folder: Path, disk: DiskWork) -> None:
-    """Loads weights, and optimizer state of models with an optimizer, in any layout; collective.
-
-    Raises CheckpointError if the files do not hold these models.
-    """
+    """Loads weights and optimizer state in any layout, or raises CheckpointError; collective."""
     state = sharded_states(models)
     try:
         if not (folder / COMMON_STATE_FNAME).is_file():
@@ -129,19 +126,13 @@ def load_models(models: Sequence[StoredModel], folder: Path, disk: DiskWork) -> 
 
 
 def load_starting_weights(models: Sequence[StoredModel], path: Path, ranks: Ranks) -> None:
-    """Loads weights from a run's checkpoint or other torch_dist files; collective.
-
-    Raises CheckpointError if the files do not hold these models.
-    """
+    """Loads weights of a checkpoint or torch_dist files, or raises CheckpointError; collective."""
     files = distributed_files_of(path)
     load_models(models, files, DiskWork(files, ranks))
 
 
 def sharded_states(models: Sequence[StoredModel], host: HostCopies | None = None) -> dict[str, Any]:
-    """Returns the sharded state of each model for Megatron's checkpoints, by name; collective.
-
-    With `host` the states are for a save, otherwise for a load.
-    """
+    """Returns each model's sharded state by name, with `host` for a save; collective."""
     states = {}
     for model in models:
         with model.in_force():
@@ -200,10 +191,7 @@ class _SafePlanner(torch_dist.MCoreLoadPlanner):  # type: ignore[misc]
 
 
 class _SafeLoadStrategy(torch_dist.TorchDistLoadShardedStrategy):  # type: ignore[misc]
-    """Loads like Megatron's strategy, but files cannot run code and ranks read independently.
-
-    With torch's reader all ranks would wait in a collective for the slowest one.
-    """
+    """Loads like Megatron's strategy, but files cannot run code and ranks read independently."""
 
     def __init__(self, disk: DiskWork) -> None:
         super().__init__()
@@ -344,10 +332,7 @@ def drop_absent(state: dict[Any, Any]) -> None:
 
 
 def detach(state: dict[str, Any]) -> None:
-    """Replaces the tensors of a sharded state by copies, which training does not change.
-
-    Call this after the optimizer has made its own sharded state from the original tensors.
-    """
+    """Replaces a state's tensors by copies, once the optimizer has made its own state of them."""
     for part in nested_values(state):
         is_tensor = isinstance(part, (ShardedTensor, ShardedTensorFactory))
         if is_tensor and part.data is not None:

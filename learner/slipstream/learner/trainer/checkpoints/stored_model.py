@@ -80,10 +80,7 @@ def stored_adapter(policy: Policy, name: str, own: str, optimizer: Megatron | No
 
 
 def check_saved(path: Path, ranks: Ranks) -> None:
-    """Raises CheckpointError if a file of a run's checkpoint changed since its save; collective.
-
-    Files from a converter have no manifest and are not checked.
-    """
+    """Raises CheckpointError if a file of a checkpoint with a manifest has changed; collective."""
     if not (path / STATE_FOLDER).is_dir() and not (path / MANIFEST_NAME).exists():
         return
     disk = DiskWork(path, ranks)

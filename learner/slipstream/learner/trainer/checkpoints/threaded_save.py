@@ -75,10 +75,7 @@ class HostWriter(FileSystemWriterAsync):  # type: ignore[misc]
             self._items.append((item, kept))
 
     def write(self) -> None:
-        """Writes and syncs the file; on a failure removes the file and keeps the error.
-
-        `retrieve_write_results` returns the error, and `ThreadedSave.finish` raises it.
-        """
+        """Writes and syncs the file; a failure removes it and is kept for `ThreadedSave.finish`."""
         items, self._items = self._items, []
         if not items:
             return
@@ -185,10 +182,7 @@ class ThreadedSave(torch_dist.TorchDistSaveShardedStrategy):  # type: ignore[mis
         return [self._writer.written] if self._writer.written is not None else []
 
     def finish(self) -> None:
-        """Writes the index, after `write` has returned on every rank; collective.
-
-        Raises CheckpointError if a write failed.
-        """
+        """Writes the index after all `write`; raises CheckpointError if one failed. Collective."""
         try:
             save_state_dict_async_finalize(*self._plan)
         except (Exception, CheckpointException) as error:
@@ -198,10 +192,7 @@ class ThreadedSave(torch_dist.TorchDistSaveShardedStrategy):  # type: ignore[mis
 
 
 def first_cause(error: BaseException) -> str:
-    """Returns the first line of `error`, or the first failed rank's cause of a failed save or load.
-
-    If only another rank knows this cause, the line says that another rank failed.
-    """
+    """Returns the first line of `error`, or the first failed rank's cause, if it is known here."""
     if not isinstance(error, CheckpointException):
         return str(error).partition("\n")[0]
     # torch reports the failures of all ranks to the first rank only.

@@ -64,10 +64,7 @@ for _source, _name in ((MistralForCausalLM, "mistral"), (Ministral3ForCausalLM, 
 
 @recipe_for(SmolLM3ForCausalLM, "smollm3")
 class SmolLM3Bridge(DenseBridge):
-    """SmolLM3: a Llama some of whose layers have no positions.
-
-    Source: the class of this model in transformers 5.19.
-    """
+    """SmolLM3: a Llama some of whose layers have no positions. Source: transformers 5.19."""
 
     def _adjust(self, provider: Megatron, settings: Megatron) -> None:
         have_rope = settings.no_rope_layers[: settings.num_hidden_layers]
@@ -76,10 +73,7 @@ class SmolLM3Bridge(DenseBridge):
 
 @recipe_for(SeedOssForCausalLM, "seed_oss")
 class SeedOssBridge(FamilyBridge):
-    """Seed-OSS: a Llama whose queries, keys and values have biases.
-
-    Source: the class of this model in transformers 5.19.
-    """
+    """Seed-OSS: a Llama whose queries, keys and values have biases. Source: transformers 5.19."""
 
     def _adjust(self, provider: Megatron, settings: Megatron) -> None:
         provider.add_qkv_bias = settings.attention_bias
@@ -90,10 +84,7 @@ class SeedOssBridge(FamilyBridge):
 
 @recipe_for("MiMoForCausalLM", "mimo")
 class MiMoBridge(FamilyBridge):
-    """MiMo 7B: a Qwen2. Its layers that predict further tokens are not loaded.
-
-    Source: arXiv:2505.07608, section 2.2.
-    """
+    """MiMo 7B: a Qwen2 without its layers for further tokens. Source: arXiv:2505.07608, 2.2."""
 
     def _adjust(self, provider: Megatron, settings: Megatron) -> None:
         provider.add_qkv_bias = True
@@ -127,10 +118,7 @@ class Gemma3Bridge(FamilyBridge):
 
 @recipe_for(Olmo2ForCausalLM, "olmo2")
 class Olmo2Bridge(FamilyBridge):
-    """OLMo 2: norms after attention and MLP, not before; query and key norms span all heads.
-
-    Source: arXiv:2501.00656, section 3.1.
-    """
+    """OLMo 2: norms after attention and MLP, two over all heads. Source: arXiv:2501.00656, 3.1."""
 
     def _adjust(self, provider: Megatron, settings: Megatron) -> None:
         place_norms(provider, "after", whole=True)
@@ -207,10 +195,7 @@ class _SigmoidBridge(_SharedBridge):
 
 @recipe_for(MiniMaxM2ForCausalLM, "minimax_m2")
 class MiniMaxM2Bridge(FamilyBridge):
-    """MiniMax M2: sigmoid scores without shared experts; query and key norms span all heads.
-
-    Source: the class of this model in transformers 5.19.
-    """
+    """MiniMax M2: sigmoid scores, norms over all heads. Source: transformers 5.19."""
 
     def _adjust(self, provider: Megatron, settings: Megatron) -> None:
         provider.moe_ffn_hidden_size = settings.intermediate_size
@@ -225,10 +210,7 @@ class MiniMaxM2Bridge(FamilyBridge):
 
 @recipe_for(Glm4MoeForCausalLM, "glm4_moe")
 class Glm4MoeBridge(_SigmoidBridge):
-    """GLM-4.5: rotary embeddings cover half of each head.
-
-    Source: arXiv:2508.06471, section 2.1.
-    """
+    """GLM-4.5: rotary embeddings cover half of each head. Source: arXiv:2508.06471, 2.1."""
 
     def _adjust(self, provider: Megatron, settings: Megatron) -> None:
         super()._adjust(provider, settings)
@@ -241,10 +223,7 @@ class Glm4MoeBridge(_SigmoidBridge):
 
 @recipe_for(ExaoneMoeForCausalLM, "exaone_moe")
 class ExaoneMoeBridge(_SigmoidBridge):
-    """K-EXAONE: experts as in GLM-4.5, windows and positions as in EXAONE 4.
-
-    Source: the class of this model in transformers 5.19.
-    """
+    """K-EXAONE: experts as in GLM-4.5, layers as in EXAONE 4. Source: transformers 5.19."""
 
     shared_count, bias_folder = "num_shared_experts", "mlp"
 
@@ -259,10 +238,7 @@ class ExaoneMoeBridge(_SigmoidBridge):
 
 @recipe_for(DeepseekV3ForCausalLM, "deepseek_v3", provider=MLAModelProvider)
 class DeepseekV3Bridge(_SigmoidBridge):
-    """DeepSeek V3, Moonlight and Kimi K2: multi-head latent attention and a sigmoid router.
-
-    Source: arXiv:2412.19437, section 2.1.
-    """
+    """DeepSeek V3, Moonlight and Kimi K2: latent attention. Source: arXiv:2412.19437, 2.1."""
 
     def _adjust(self, provider: Megatron, settings: Megatron) -> None:
         super()._adjust(provider, settings)

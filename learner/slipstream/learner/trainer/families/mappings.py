@@ -29,10 +29,7 @@ SHARED = f"{DECODER}mlp.shared_experts."
 
 
 def renamed(pairs: Mapping[str, str]) -> list[Megatron]:
-    """Returns mappings for tensors that differ only by name.
-
-    `pairs` has the name in the files for each name in Megatron.
-    """
+    """Returns mappings for tensors that differ by name; `pairs` leads from Megatron's names."""
     return [AutoMapping(megatron_param=ours, hf_param=theirs) for ours, theirs in pairs.items()]
 
 
@@ -100,10 +97,7 @@ def attention(*, biases: bool = False, normed_heads: bool = False) -> list[Megat
 
 
 def gated(ours: str = f"{DECODER}mlp.", theirs: str = f"{LAYER}mlp.") -> list[Megatron]:
-    """Returns the mappings of a gated MLP to tensors of the files.
-
-    `ours` and `theirs` are the prefixes of the MLP's names in Megatron and in the files.
-    """
+    """Returns the mappings of a gated MLP, given by its prefixes in Megatron and in the files."""
     return [
         GatedMLPMapping(
             megatron_param=f"{ours}linear_fc1.weight",
@@ -227,10 +221,7 @@ def scale_embeddings(provider: Megatron, factor: float) -> None:
 
 
 class _Turned:
-    """A mixin for mappings of one expert to the files' tensor of all experts, transposed.
-
-    Bridge guesses from the sizes whether a matrix is transposed, and cannot tell for a square one.
-    """
+    """A mixin for transposed matrices of experts: Bridge cannot tell whether a square one is."""
 
     def hf_to_megatron(self: Megatron, hf_weights: Tensor, megatron_module: Megatron) -> Tensor:
         """Returns this rank's part of the expert's matrix."""
@@ -240,10 +231,7 @@ class _Turned:
     def megatron_to_hf(
         self: Megatron, megatron_weights: Tensor | None, megatron_module: Megatron
     ) -> dict[str, Tensor]:
-        """Returns the expert's matrix by its name in the files.
-
-        With several expert parallel ranks the result stacks one expert's matrix of each rank.
-        """
+        """Returns the matrix by its name in the files, stacked over expert parallel ranks."""
         found = super().megatron_to_hf(megatron_weights, megatron_module)  # type: ignore[misc]
         return {name: tensor.mT.contiguous() for name, tensor in found.items()}
 
@@ -257,10 +245,7 @@ class _TurnedGatedExpert(_Turned, FusedGatedExpertMapping):  # type: ignore[misc
 
 
 def fused_experts(*, is_turned: bool = True) -> list[Megatron]:
-    """Returns the mappings of the router, and of experts that share one tensor per layer in files.
-
-    `is_turned` tells whether the files hold the experts' matrices transposed.
-    """
+    """Returns the mappings of router and experts, one tensor a layer, perhaps transposed."""
     folder = f"{LAYER}mlp.experts."
     gated, plain = FusedGatedExpertMapping, FusedExpertMapping
     if is_turned:

@@ -89,10 +89,7 @@ def delta_nets() -> list[Megatron]:
 
 @recipe_for(Qwen3NextForCausalLM, "qwen3_next")
 class Qwen3NextBridge(FamilyBridge):
-    """Qwen3-Next: delta nets; gated attention; a mixture of experts like Qwen2-MoE's.
-
-    Source: arXiv:2412.06464 for the delta net, transformers for the rest.
-    """
+    """Qwen3-Next: delta nets (arXiv:2412.06464), gated attention, experts like Qwen2-MoE's."""
 
     def _adjust(self, provider: Megatron, settings: Megatron) -> None:
         set_delta_nets(provider, settings)
@@ -128,10 +125,7 @@ class Qwen3NextBridge(FamilyBridge):
         linear_out_tensor: Tensor,
         is_expert: bool = False,
     ) -> dict[str, Tensor] | None:
-        """Returns lora_B split into parts for the files' matrices, or None if these are not fused.
-
-        Megatron fuses matrices, such as queries, keys and values, that the files hold separately.
-        """
+        """Returns lora_B split into parts for the files' matrices; None if these are not fused."""
         config = megatron_model[0].config
         parts = _parts(config, base_hf_weight_names, linear_out_tensor)
         if parts is not None:
@@ -165,10 +159,7 @@ def _parts(config: Megatron, names: Iterable[str], rows: Tensor) -> dict[str, Te
 
 
 class _Layers(FamilyBridge):
-    """The layers of Qwen3.5: like Qwen3-Next's, but with separate projections and gated MLPs.
-
-    Source: arXiv:2412.06464 for the delta net, transformers for the rest.
-    """
+    """The layers of Qwen3.5: Qwen3-Next's with separate projections and gated MLPs."""
 
     def _adjust(self, provider: Megatron, settings: Megatron) -> None:
         set_delta_nets(provider, settings)
@@ -212,10 +203,7 @@ class Qwen35VisionBridge(_Layers, VisionBridge):
 
 @recipe_for(Qwen3_5MoeForConditionalGeneration, "qwen3_5_moe")
 class Qwen35VisionMixtureBridge(_MixtureLayers, VisionBridge):
-    """Qwen3.5 with a tower and experts; the files hold a layer's experts in one tensor.
-
-    This tensor is not transposed, unlike in Qwen3-VL's files.
-    """
+    """Qwen3.5 with a tower; the files hold a layer's experts in one tensor, not transposed."""
 
     tower = Qwen3_5MoeVisionModel
 

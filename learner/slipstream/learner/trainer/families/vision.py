@@ -94,10 +94,7 @@ class VisionBridge(FamilyBridge):
 
 @recipe_for(Qwen2_5_VLForConditionalGeneration, "qwen2_5_vl")
 class Qwen25VisionBridge(VisionBridge):
-    """Qwen2.5-VL: a tower with window attention before a Qwen2.
-
-    Source: arXiv:2502.13923, section 2.1.
-    """
+    """Qwen2.5-VL: a tower with windows before a Qwen2. Source: arXiv:2502.13923, section 2.1."""
 
     tower = Qwen2_5_VisionTransformerPretrainedModel
     tower_folder = "visual."
@@ -113,10 +110,7 @@ class Qwen25VisionBridge(VisionBridge):
 
 @recipe_for(Qwen3VLForConditionalGeneration, "qwen3_vl")
 class Qwen3VisionBridge(VisionBridge):
-    """Qwen3-VL: a tower whose DeepStack features are added after the first layers of a Qwen3.
-
-    Source: arXiv:2511.21631, section 2.
-    """
+    """Qwen3-VL: first layers of a Qwen3 add DeepStack features. Source: arXiv:2511.21631, 2."""
 
     tower = Qwen3VLVisionModel
 
@@ -133,10 +127,7 @@ class Qwen3VisionBridge(VisionBridge):
 
 @recipe_for(Qwen3VLMoeForConditionalGeneration, "qwen3_vl_moe")
 class Qwen3VisionMixtureBridge(Qwen3VisionBridge):
-    """Qwen3-VL with experts, whose decoder is a Qwen3-MoE.
-
-    Source: arXiv:2511.21631, section 2.
-    """
+    """Qwen3-VL with experts, whose decoder is a Qwen3-MoE. Source: arXiv:2511.21631, section 2."""
 
     tower = Qwen3VLMoeVisionModel
 
@@ -154,10 +145,7 @@ class Vision:
     def __init__(
         self, chunks: list[Megatron], hf_config: Megatron, processor: ImageProcessor
     ) -> None:
-        """Registers hooks on unwrapped `chunks`.
-
-        Raises ConfigError if their layout cannot take images.
-        """
+        """Registers hooks on unwrapped `chunks`; raises ConfigError if these cannot take images."""
         self.processor = processor
         rope = hf_config.text_config.rope_parameters
         has_axes = "mrope_section" in rope
@@ -279,24 +267,15 @@ class _NestedBridge(FamilyBridge):
 
 @recipe_for(Gemma3ForConditionalGeneration, "gemma3")
 class Gemma3VisionBridge(_NestedBridge, Gemma3Bridge):
-    """Gemma 3 of 4B and more: the text model with a SigLIP tower.
-
-    Source: arXiv:2503.19786, section 2.
-    """
+    """Gemma 3 of 4B and more: the text model with SigLIP. Source: arXiv:2503.19786, section 2."""
 
 
 @recipe_for(Mistral3ForConditionalGeneration, "mistral3")
 class Mistral3VisionBridge(_NestedBridge, DenseBridge):
-    """Mistral Small 3.1 and Ministral 3: a Mistral or Ministral 3 with a Pixtral tower.
-
-    Source: arXiv:2410.07073, section 2, for the tower.
-    """
+    """Mistral Small 3.1 and Ministral 3: a decoder with Pixtral. Source: arXiv:2410.07073, 2."""
 
     def provider_bridge(self, hf_pretrained: Megatron) -> Megatron:
-        """Returns Megatron's provider for the decoder.
-
-        The provider also builds the tower, unless `vision_config` is None.
-        """
+        """Returns Megatron's provider, which builds the tower unless `vision_config` is None."""
         provider, settings = super().provider_bridge(hf_pretrained), hf_pretrained.config
         if settings.vision_config is not None:
             add_tower(provider, lambda: PixtralTower(settings))

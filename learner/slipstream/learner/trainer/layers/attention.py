@@ -528,10 +528,7 @@ def chosen_attention() -> str:
 
 
 def kernel_and_remedy(*, of_torch: bool) -> tuple[str, str]:
-    """Returns the kernel of the last call of attention, and a change that avoids this kernel.
-
-    `of_torch` tells whether torch's own attention is used, without TransformerEngine.
-    """
+    """Returns the last call's kernel, torch's own with `of_torch`, and a change that avoids it."""
     if of_torch:
         return f"torch {torch.__version__}", "another version of torch"
     chosen = chosen_attention()

@@ -108,19 +108,13 @@ class WholeNorm(MegatronModule):  # type: ignore[misc]
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: Megatron = None,
     ) -> Megatron:
-        """Returns the state for distributed checkpoints.
-
-        `weight` is split along dimension 0 over the tensor parallel ranks.
-        """
+        """Returns the state for checkpoints: `weight` is split over the tensor parallel ranks."""
         state = self.state_dict(prefix="", keep_vars=True)
         return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets)
 
 
 class WholeNormAttention(SelfAttention):  # type: ignore[misc]
-    """Attention whose queries and keys have norms that `mappings.place_norms` asks for.
-
-    Megatron builds norms only while `qk_layernorm` is on, which stays off in training.
-    """
+    """Attention with `place_norms`' norms; Megatron builds these while `qk_layernorm` is on."""
 
     def __init__(self, config: Megatron, *args: Megatron, **named: Megatron) -> None:
         config.qk_layernorm = True

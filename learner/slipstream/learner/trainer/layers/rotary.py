@@ -14,10 +14,7 @@ FULL, LOCAL = "full_attention", "sliding_attention"
 
 
 def rotary_settings(provider: Megatron, hf_config: Megatron) -> dict[str, object]:
-    """Returns the settings of the rotary embedding by Megatron's names.
-
-    None of them scales, since `set_frequencies` does.
-    """
+    """Returns Megatron's settings of the rotary embedding; only `set_frequencies` scales."""
     rope: dict[str, Any] = hf_config.rope_parameters
     rope = rope.get(FULL, rope)
     values: dict[str, object] = {

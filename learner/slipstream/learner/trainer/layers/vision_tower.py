@@ -33,10 +33,7 @@ class Tower(torch.nn.Module):
         return self
 
     def forward(self, images: ImageInputs) -> list[Tensor]:
-        """Returns the features for the embedding, then DeepStack's for each of the first layers.
-
-        Each tensor is [image tokens, hidden size].
-        """
+        """Returns the embedding's features, then DeepStack's, each [image tokens, hidden size]."""
         pixels = images.pixels.to(next(self.inner.parameters()).dtype)
         found = self.inner(pixels, grid_thw=images.grids.to(pixels.device), return_dict=True)
         return [found.pooler_output, *(getattr(found, "deepstack_features", None) or [])]

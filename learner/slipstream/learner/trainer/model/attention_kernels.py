@@ -58,10 +58,7 @@ class Kind:
 
 
 def check_attention(model: ParallelModel) -> None:
-    """Raises ConfigError if an attention layer on this rank computes wrong outputs or gradients.
-
-    Collective over context parallel ranks; the model does not change.
-    """
+    """Raises ConfigError if attention is wrong here; collective over context parallel ranks."""
     kinds: dict[Kind, Megatron] = {}
     for module in (module for chunk in model.chunks for module in chunk.modules()):
         if hasattr(module, "core_attention"):

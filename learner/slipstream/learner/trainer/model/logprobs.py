@@ -245,10 +245,7 @@ class _Part:
         return [slice(start, min(start + step, length)) for start in starts]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Returns the logits [len(hidden), width], at least float32.
-
-        They are raw for fused kernels, else divided by the temperature, with padding masked.
-        """
+        """Returns logits [len(hidden), width], raw for fused kernels, else divided and masked."""
         if self._projection.has_engine_bits:
             from slipstream.extensions.engine_bits.trainer import engine_kernels
 
@@ -283,10 +280,7 @@ class _Part:
         slopes: Tensor,
         bends: tuple[Tensor, Tensor] | None,
     ) -> Tensor:
-        """Returns the gradient with respect to the raw logits, in the weight's type.
-
-        The arguments are as in `_gradient`; the logits `found` are overwritten.
-        """
+        """Returns the gradient of the raw logits, in the weight's type; overwrites `found`."""
         if self._is_fused:
             from slipstream.learner.trainer.model import fused_logits
 

@@ -119,10 +119,7 @@ class TrainedModel(ParallelModel):
                         value.zero_()
 
     def gather_parameters(self) -> None:
-        """Runs an all-gather that the optimizer deferred to the next forward pass.
-
-        Exports need all parameters before that pass.
-        """
+        """Runs an all-gather that was deferred to the next forward pass, for exports before it."""
         for chunk in self.chunks:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)

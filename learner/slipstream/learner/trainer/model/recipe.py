@@ -53,10 +53,7 @@ _OF_TRANSFORMER_ENGINE = ("moe_router_fusion", "use_te_activation_func", "fp4")
 def provider_of(
     bridge: Megatron, hf_config: Megatron, config: Config, *, load_weights: bool
 ) -> Megatron:
-    """Returns Megatron-Bridge's model provider with all settings.
-
-    Raises ConfigError if Megatron rejects a setting.
-    """
+    """Returns Bridge's model provider; raises ConfigError if Megatron rejects a setting."""
     parallel = config.learner.parallel
     provider = bridge.to_megatron_provider(load_weights=load_weights)
     dtype = getattr(torch, config.model.dtype)
@@ -171,10 +168,7 @@ def check_fp8(
     *,
     has_engine: Callable[[], bool] = compat.has_transformer_engine,
 ) -> None:
-    """Raises ConfigError if fp8 lacks TransformerEngine, or if 8-bit parameters would be offloaded.
-
-    `values` are the settings of the model provider.
-    """
+    """Raises ConfigError if fp8 in `values` lacks TransformerEngine, or is to be offloaded."""
     if not values.get("fp8"):
         return
     if not has_engine():
@@ -231,10 +225,7 @@ def _without_transformer_engine(config: Config) -> dict[str, object]:
 
 
 def _window_settings(hf_config: Megatron) -> dict[str, object]:
-    """Returns Megatron's settings of sliding windows; {} if the model has none.
-
-    A window of N tokens in `hf_config` includes the query's own token.
-    """
+    """Returns Megatron's settings of windows, which leave out the query's own token; {} if none."""
     size = getattr(hf_config, "sliding_window", None)
     kinds = getattr(hf_config, "layer_types", None) or ["sliding_attention"]
     if size is None or "sliding_attention" not in kinds:

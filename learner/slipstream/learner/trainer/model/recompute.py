@@ -141,10 +141,7 @@ class Recompute:
 
     @contextlib.contextmanager
     def _kept_by_layers(self) -> Iterator[list[int]]:
-        """Yields a list to which each layer's forward pass appends the bytes that it keeps.
-
-        The second forward pass of a recomputed layer, during the backward pass, appends too.
-        """
+        """Yields a list to which each forward pass of a layer appends the bytes that it keeps."""
         begun: list[int] = []
         kept: list[int] = []
 

@@ -205,10 +205,7 @@ def forward_logprobs(
 def sequence_logprobs(
     model: ParallelModel, sequences: Sequence[TokenArray], *, max_tokens: int
 ) -> list[LogprobArray]:
-    """Returns one array of log-probabilities at temperature 1 for each sequence; collective.
-
-    Every rank gets all arrays. An array leaves out the first token of its sequence.
-    """
+    """Returns log-probabilities at temperature 1 of all tokens but first ones; collective."""
     return masked_outputs(
         model,
         [TrainingSequence.of_tokens(token_ids) for token_ids in sequences],
@@ -347,10 +344,7 @@ def rank_micro_batches(
     *,
     max_tokens: int,
 ) -> list[MicroBatch]:
-    """Returns this rank's share of the sequences at indices `members`, packed into micro batches.
-
-    The layout of `model` must be in force.
-    """
+    """Returns this rank's packed share of the sequences `members`; its layout must be in force."""
     wholes = _packed(model, sequences, members, max_tokens=max_tokens)
     return [share_of_rank(whole, model.ranks.cp_rank, model.ranks.cp_size) for whole in wholes]
 

@@ -35,10 +35,7 @@ class Activity:
 def signs_of_life(
     activity: Activity, tell: Callable[[], None], *, period_s: float
 ) -> Iterator[None]:
-    """A context in which a thread calls `tell` every `period_s` seconds if `activity` has grown.
-
-    Its end does not wait: a call that has begun may still run.
-    """
+    """A context in which a thread calls `tell` every `period_s` seconds if `activity` has grown."""
     closed = threading.Event()
 
     def run() -> None:

@@ -194,10 +194,7 @@ def _replace_tensor_methods() -> None:
 
 
 def _replace_all_gather() -> None:
-    """Makes `all_gather` accept parts of different sizes, which gloo rejects.
-
-    Parts differ where ranks share the matrices of experts: each rank has its own number of tokens.
-    """
+    """Makes `all_gather` accept parts of different sizes, as of ranks that share experts."""
     real_gather = dist.all_gather
 
     def padded(tensor: torch.Tensor, length: int) -> torch.Tensor:

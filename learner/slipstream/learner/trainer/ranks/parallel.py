@@ -170,11 +170,7 @@ class Ranks:
         return self.is_last_stage and self._groups.get_tensor_model_parallel_rank() == 0
 
     def has_first_copy(self, *, of_experts: bool) -> bool:
-        """Whether no lower rank holds the same parameters; not collective.
-
-        `of_experts`: whether these are parameters of experts, which have their own data parallel
-        groups.
-        """
+        """Whether no lower rank holds the same parameters (of experts or not); not collective."""
         if of_experts:
             return bool(self._groups.get_expert_data_parallel_rank() == 0)
         return bool(self._groups.get_data_parallel_rank(with_context_parallel=True) == 0)
@@ -222,10 +218,7 @@ class Ranks:
         return gpu_names(os.environ, self.device.index, 1) if self.device.type == "cuda" else []
 
     def describe(self, *, has_experts: bool) -> str:
-        """Returns a text that describes the parallel groups; not collective.
-
-        `has_experts`: whether it describes the groups of the experts too.
-        """
+        """Returns a text about the parallel groups, perhaps with experts'; not collective."""
         layout = RankLayout.of(self._parallel, self.world_size)
         found, groups = layout.groups(), self._groups
         for name, ours in {

@@ -135,10 +135,7 @@ def rendezvous(
 
 
 class RankFlags:
-    """Flags that any rank can set for all others, from any thread, outside collectives.
-
-    A flag may hold data for one rank, which takes it.
-    """
+    """Flags that any rank sets for all others, from any thread; one rank takes a flag's data."""
 
     def __init__(self, store: Store) -> None:
         self._store = store

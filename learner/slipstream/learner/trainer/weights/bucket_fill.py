@@ -63,10 +63,7 @@ class Copies:
 
 
 def dense_blocks(target: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields a copy as a few contiguous (target, source) pieces, or nothing if that is impossible.
-
-    The heads of one query group are adjacent in a fused matrix, which gives a few pieces a layer.
-    """
+    """Yields a copy as a few contiguous pieces, such as fused heads, or nothing if it has more."""
     if target.is_contiguous() and source.is_contiguous():
         yield target, source
     elif target.dim() > 1 and len(target) <= _MOST_BLOCKS:
@@ -297,10 +294,7 @@ class PlannedFilling:
 
 
 def exported(policy: Policy, dtype: torch.dtype, kind: Kind) -> Iterator[tuple[str, Tensor]]:
-    """Yields the name and tensor of each weight of `kind` by Bridge's export; collective.
-
-    The tensors are on the device.
-    """
+    """Yields name and tensor, on the device, of each weight by Bridge's export; collective."""
     if kind is Kind.ADAPTERS:
         return adapter_tensors(policy, dtype, to_host=False)
     return hf_tensors(policy, dtype, to_host=False, merge=kind is Kind.MERGED)

@@ -123,10 +123,7 @@ class BucketSender(ABC):
 
 
 def live(joined: Joined | None) -> Joined:
-    """Returns `joined`, a sender's connection to its communicator.
-
-    Raises WeightSyncError if it is None.
-    """
+    """Returns a sender's connection; raises WeightSyncError if it is None."""
     if joined is None:
         raise WeightSyncError("there is no communicator to send through")
     return joined
@@ -341,10 +338,7 @@ class IpcSender(BucketSender):
 
 
 class GlooSender(BucketSender):
-    """Sends over TCP, for machines without a GPU; listens only on `host`.
-
-    One bucket is sent at a time, while the caller fills the next one.
-    """
+    """Sends over TCP, listening only on `host`, one bucket while the caller fills the next."""
 
     transport = "gloo"
 
@@ -490,10 +484,7 @@ class BucketSenders:
         self._made: dict[str, BucketSender] = {}
 
     def for_transport(self, transport: str) -> BucketSender:
-        """Returns the sender of a transport.
-
-        Raises ConfigError if the transport is unknown, or is nccl without a GPU.
-        """
+        """Returns the sender of a transport; raises ConfigError if the trainer has none."""
         weights, device, host = self._weights, self._device, self._host
         if transport not in self._made:
             match transport:

@@ -114,10 +114,7 @@ def hf_tensors(
 def adapter_tensors(
     policy: Policy, dtype: torch.dtype, *, to_host: bool = True
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields name and tensor of A and B of every adapter, under PEFT's names; collective.
-
-    Iterate to the end, and copy tensors, as for `hf_tensors`.
-    """
+    """Yields A and B of every adapter by PEFT's names; iterate and copy as for `hf_tensors`."""
     from slipstream.learner.trainer.layers.expert_adapters import factor_tasks
 
     has_vision = policy.vision is not None
@@ -323,10 +320,7 @@ class HfFolderWriter:
         self._waiting_bytes += tensor.nbytes
 
     def copy_untrained(self, source: Path) -> None:
-        """Adds those tensors of `source` that are not trained, and flushes full files.
-
-        They are unchanged, but for copies of trained tensors, which stay copies.
-        """
+        """Adds tensors of `source` that are not trained; copies of trained ones stay copies."""
         layers, held = read_model_sizes(source).layers, held_tensors(source)
         written = {*self._waiting, *itertools.chain.from_iterable(self._shards)}
         for name, (path, _) in held.items():
@@ -347,10 +341,7 @@ class HfFolderWriter:
             self.add(name, tensor)
 
     def finish(self, dtype: str, target: Path) -> None:
-        """Writes the last file and the index, and sets the element type in config.json.
-
-        The folder then replaces `target`.
-        """
+        """Writes last file, index and element type; then the folder replaces `target`."""
         self.flush()
         number = len(self._shards)
         names = (

@@ -242,10 +242,7 @@ def probe_sequences(batch: Batch | None, *, vocab_size: int, max_tokens: int) ->
 
 
 def build_probe(policy: Policy, batch: Batch | None, config: Config) -> weights_pb2.Probe:
-    """Returns the probe: sequences with their log-probabilities under the current weights.
-
-    The probe is the same on every rank, and has separate sequences for each adapter. Collective.
-    """
+    """Returns the probe of the current weights, of each adapter, equal on ranks; collective."""
     # The engine wants room for one more token.
     room = min(policy.max_positions, config.sampling.max_episode_tokens) - 1
     names = policy.adapters.names
@@ -271,10 +268,7 @@ def build_probe(policy: Policy, batch: Batch | None, config: Config) -> weights_
 
 
 class Published:
-    """The published weights, as streams with the same senders.
-
-    The methods `run`, `digests` and `fill_ahead` are collective.
-    """
+    """The published weights as streams with the same senders; passes over them are collective."""
 
     def __init__(
         self,
@@ -303,10 +297,7 @@ class Published:
         return max(stream.largest_bucket for _, stream in self._parts(adapters_alone=False))
 
     def num_bytes(self, *, adapters_alone: bool) -> int:
-        """Returns the number of bytes that a publish sends to each receiver.
-
-        `adapters_alone`: whether it leaves out the base matrices.
-        """
+        """Returns the bytes that a publish, perhaps of adapters alone, sends to each receiver."""
         return sum(stream.num_bytes for _, stream in self._parts(adapters_alone=adapters_alone))
 
     def layout(self, *, adapters_alone: bool) -> weights_pb2.WeightLayout:
@@ -323,10 +314,7 @@ class Published:
         )
 
     def fill_ahead(self) -> None:
-        """Fills the first buckets ahead, like `WeightStream.fill_ahead`.
-
-        If adapters are published separately, fills the buckets of the first adapter.
-        """
+        """Fills the first buckets ahead, of the first adapter if adapters are published apart."""
         if self._held is not None and self._held.are_clients:
             # The model holds values that are not published.
             return
@@ -334,10 +322,7 @@ class Published:
         next(iter(self._adapters.values()), self.weights).fill_ahead()
 
     def run(self, send: Send | None = None, *, adapters_alone: bool = False) -> WeightDigests:
-        """Fills every bucket once, calls `send` with it on the senders, and returns all digests.
-
-        `adapters_alone`: whether the base matrices are left out.
-        """
+        """Makes a pass like `WeightStream.run` over all buckets, or those of adapters alone."""
         if not self._adapters:
             return self.weights.run(send)
         found: list[WeightDigests] = []
