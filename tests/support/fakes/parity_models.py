@@ -1,8 +1,10 @@
 """Tiny models of every family that is trained, as Hugging Face folders."""
 
+import copy
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,9 +19,16 @@ OTHER_KINDS = {
 }
 
 
-def make_models(folder: Path, *, num_layers: int = NUM_LAYERS) -> None:
+def random_model(kind: str, values: dict[str, Any]) -> Any:
+    """A model of the class of transformers that `kind` begins, with its next random weights."""
     import transformers
 
+    config = getattr(transformers, f"{kind}Config")(**copy.deepcopy(values))
+    task = "ConditionalGeneration" if "vision_config" in values else "CausalLM"
+    return getattr(transformers, f"{kind.removesuffix('Text')}For{task}")(config)
+
+
+def make_models(folder: Path, *, num_layers: int = NUM_LAYERS) -> None:
     sizes = {
         "vocab_size": VOCAB,
         "hidden_size": 64,
@@ -45,6 +54,7 @@ def make_models(folder: Path, *, num_layers: int = NUM_LAYERS) -> None:
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
+    long = sizes | {"max_position_embeddings": 16384, "rope_parameters": scaled}
     # Sequences of tests are within the original length, as rollout servers need it.
     yarn = {
         "rope_theta": 1000.0,
@@ -63,6 +73,7 @@ def make_models(folder: Path, *, num_layers: int = NUM_LAYERS) -> None:
         "num_experts_per_tok": EXPERTS_PER_TOKEN,
         "moe_intermediate_size": 48,
     }
+    shared_expert = {"shared_expert_intermediate_size": 32}
     # Both kinds of layers, and no number that is a default.
     gemma = {
         **sizes,
@@ -134,160 +145,91 @@ def make_models(folder: Path, *, num_layers: int = NUM_LAYERS) -> None:
         "truncate": False,
         "original_max_position_embeddings": 32,
     }
-    torch.manual_seed(0)
-    models = {
-        "llama": transformers.LlamaForCausalLM(
-            transformers.LlamaConfig(**sizes, tie_word_embeddings=False)
-        ),
-        "tied": transformers.LlamaForCausalLM(
-            transformers.LlamaConfig(**sizes, tie_word_embeddings=True)
-        ),
+    windows = {"sliding_window": 6, "layer_types": gemma["layer_types"]}
+    one_group = latent | {"n_group": 1}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    text = {**sizes, "rope_parameters": yarn, "model_type": "ministral3"}
+    windowed_text = {**sizes, **rope, "sliding_window": 6, "model_type": "mistral"}
+    pixtral = {"vision_config": {**tower, "model_type": "pixtral"}}
+    # Class of transformers -> what its config.json says.
+    models: dict[str, tuple[str, dict[str, Any]]] = {
+        "llama": ("Llama", {**sizes, "tie_word_embeddings": False}),
+        "tied": ("Llama", {**sizes, "tie_word_embeddings": True}),
         # A vocabulary that two ranks do not divide.
-        "odd": transformers.LlamaForCausalLM(
-            transformers.LlamaConfig(**sizes | {"vocab_size": VOCAB + 1}, tie_word_embeddings=True)
-        ),
-        "llama3": transformers.LlamaForCausalLM(
-            transformers.LlamaConfig(
-                **sizes | {"max_position_embeddings": 16384},
-                rope_parameters=scaled,
-                tie_word_embeddings=True,
-            )
-        ),
+        "odd": ("Llama", sizes | {"vocab_size": VOCAB + 1, "tie_word_embeddings": True}),
+        "llama3": ("Llama", long | {"tie_word_embeddings": True}),
         # Queries, keys and values have biases.
-        "qwen2": transformers.Qwen2ForCausalLM(
-            transformers.Qwen2Config(**sizes, **rope, tie_word_embeddings=True)
-        ),
+        "qwen2": ("Qwen2", {**sizes, **rope, "tie_word_embeddings": True}),
         # Heads are wider than their share of the hidden size.
-        "qwen3": transformers.Qwen3ForCausalLM(
-            transformers.Qwen3Config(**sizes | {"head_dim": 32}, **rope, tie_word_embeddings=False)
+        "qwen3": ("Qwen3", sizes | rope | {"head_dim": 32, "tie_word_embeddings": False}),
+        "moe": ("Qwen3Moe", mixture | {"norm_topk_prob": True}),
+        "moe-softmax": ("Qwen3Moe", mixture | {"norm_topk_prob": False}),
+        "qwen3-next": (
+            "Qwen3Next",
+            mixture | delta_net | glm_rope | shared_expert | {"norm_topk_prob": True},
         ),
-        "moe": transformers.Qwen3MoeForCausalLM(
-            transformers.Qwen3MoeConfig(**mixture, norm_topk_prob=True)
-        ),
-        "moe-softmax": transformers.Qwen3MoeForCausalLM(
-            transformers.Qwen3MoeConfig(**mixture, norm_topk_prob=False)
-        ),
-        "qwen3-next": transformers.Qwen3NextForCausalLM(
-            transformers.Qwen3NextConfig(
-                **mixture | delta_net | glm_rope,
-                norm_topk_prob=True,
-                shared_expert_intermediate_size=32,
-            )
-        ),
-        "qwen35": transformers.Qwen3_5ForCausalLM(
-            transformers.Qwen3_5TextConfig(**sizes | delta_net | glm_rope, tie_word_embeddings=True)
-        ),
-        "qwen35-moe": transformers.Qwen3_5MoeForCausalLM(
-            transformers.Qwen3_5MoeTextConfig(
-                **{name: value for name, value in mixture.items() if name != "intermediate_size"}
-                | delta_net
-                | glm_rope,
-                shared_expert_intermediate_size=32,
-            )
+        "qwen35": ("Qwen3_5Text", sizes | delta_net | glm_rope | {"tie_word_embeddings": True}),
+        "qwen35-moe": (
+            "Qwen3_5MoeText",
+            {name: value for name, value in mixture.items() if name != "intermediate_size"}
+            | delta_net
+            | glm_rope
+            | shared_expert,
         ),
         # The window is shorter than most sequences.
-        "mistral": transformers.MistralForCausalLM(
-            transformers.MistralConfig(**sizes, **rope, sliding_window=6)
+        "mistral": ("Mistral", {**sizes, **rope, "sliding_window": 6}),
+        "ministral3": ("Ministral3", {**sizes, "rope_parameters": yarn}),
+        "gemma3": ("Gemma3Text", gemma3),
+        "gemma3-tower": (
+            "Gemma3",
+            {"text_config": gemma3, "vision_config": tower}
+            | {"mm_tokens_per_image": 4, "image_token_index": 5},
         ),
-        "ministral3": transformers.Ministral3ForCausalLM(
-            transformers.Ministral3Config(**sizes, rope_parameters=yarn)
+        "ministral3-tower": (
+            "Mistral3",
+            {"text_config": text, **pixtral, "tie_word_embeddings": False},
         ),
-        "gemma3": transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**gemma3)),
-        "gemma3-tower": transformers.Gemma3ForConditionalGeneration(
-            transformers.Gemma3Config(
-                text_config=gemma3, vision_config=tower, mm_tokens_per_image=4, image_token_index=5
-            )
+        "mistral-tower": (
+            "Mistral3",
+            {"text_config": windowed_text | {"tie_word_embeddings": True}, **pixtral},
         ),
-        "ministral3-tower": transformers.Mistral3ForConditionalGeneration(
-            transformers.Mistral3Config(
-                text_config={**sizes, "rope_parameters": yarn, "model_type": "ministral3"},
-                vision_config={**tower, "model_type": "pixtral"},
-                tie_word_embeddings=False,
-            )
-        ),
-        "mistral-tower": transformers.Mistral3ForConditionalGeneration(
-            transformers.Mistral3Config(
-                text_config={
-                    **sizes,
-                    **rope,
-                    "sliding_window": 6,
-                    "model_type": "mistral",
-                    "tie_word_embeddings": True,
-                },
-                vision_config={**tower, "model_type": "pixtral"},
-            )
-        ),
-        "glm": transformers.Glm4MoeForCausalLM(
-            transformers.Glm4MoeConfig(**sigmoid, **glm_rope, attention_bias=True, use_qk_norm=True)
-        ),
-        "deepseek": transformers.DeepseekV3ForCausalLM(
-            transformers.DeepseekV3Config(**latent, rope_parameters=latent_yarn)
-        ),
+        "glm": ("Glm4Moe", sigmoid | glm_rope | {"attention_bias": True, "use_qk_norm": True}),
+        "deepseek": ("DeepseekV3", latent | {"rope_parameters": latent_yarn}),
         # Queries come from no latent vector, and two ranks do not divide the vocabulary.
-        "moonlight": transformers.DeepseekV3ForCausalLM(
-            transformers.DeepseekV3Config(
-                **latent
-                | {"q_lora_rank": None, "n_group": 1, "n_shared_experts": 1}
-                | {"vocab_size": VOCAB + 1},
-                **rope,
-            )
+        "moonlight": (
+            "DeepseekV3",
+            one_group
+            | rope
+            | {"q_lora_rank": None, "n_shared_experts": 1, "vocab_size": VOCAB + 1},
         ),
-        "gpt-oss": transformers.GptOssForCausalLM(
-            transformers.GptOssConfig(
-                **sizes,
-                rope_parameters=gpt_oss_yarn,
-                sliding_window=6,
-                num_local_experts=4,
-                num_experts_per_tok=2,
-            )
+        "gpt-oss": (
+            "GptOss",
+            sizes | experts | {"rope_parameters": gpt_oss_yarn, "sliding_window": 6},
         ),
-        "olmo2": transformers.Olmo2ForCausalLM(transformers.Olmo2Config(**sizes, **rope)),
+        "olmo2": ("Olmo2", {**sizes, **rope}),
+        "kimi": ("DeepseekV3", one_group | {"rope_parameters": latent_yarn}),
+        "mimo": ("Qwen2", {**sizes, **rope}),
+        "glm-lite": ("Glm4MoeLite", one_group | rope),
+        "minimax": (
+            "MiniMaxM2",
+            sizes
+            | glm_rope
+            | experts
+            | {"rotary_dim": 8, "scoring_func": "sigmoid", "use_routing_bias": True},
+        ),
+        "exaone4": ("Exaone4", long | windows),
+        "seed-oss": ("SeedOss", {**sizes, **rope}),
+        "smollm3": ("SmolLM3", sizes | rope | {"no_rope_layers": [1, 0] * num_layers}),
+        "k-exaone": (
+            "ExaoneMoe",
+            mixture
+            | windows
+            | {"num_shared_experts": 2, "first_k_dense_replace": 1, "routed_scaling_factor": 1.7},
+        ),
     }
-    # The weights of the others stay as they were.
-    with torch.random.fork_rng():
-        one_group = latent | {"n_group": 1}
-        models["kimi"] = transformers.DeepseekV3ForCausalLM(
-            transformers.DeepseekV3Config(**one_group, rope_parameters=latent_yarn)
-        )
-        models["mimo"] = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes, **rope))
-        models["glm-lite"] = transformers.Glm4MoeLiteForCausalLM(
-            transformers.Glm4MoeLiteConfig(**one_group, **rope)
-        )
-        models["minimax"] = transformers.MiniMaxM2ForCausalLM(
-            transformers.MiniMaxM2Config(
-                **sizes,
-                **glm_rope,
-                rotary_dim=8,
-                num_local_experts=4,
-                num_experts_per_tok=2,
-                scoring_func="sigmoid",
-                use_routing_bias=True,
-            )
-        )
-        models["exaone4"] = transformers.Exaone4ForCausalLM(
-            transformers.Exaone4Config(
-                **sizes | {"max_position_embeddings": 16384},
-                rope_parameters=scaled,
-                sliding_window=6,
-                layer_types=gemma["layer_types"],
-            )
-        )
-        windows = {"sliding_window": 6, "layer_types": gemma["layer_types"]}
-        models["seed-oss"] = transformers.SeedOssForCausalLM(
-            transformers.SeedOssConfig(**sizes, **rope)
-        )
-        models["smollm3"] = transformers.SmolLM3ForCausalLM(
-            transformers.SmolLM3Config(**sizes, **rope, no_rope_layers=[1, 0] * num_layers)
-        )
-        models["k-exaone"] = transformers.ExaoneMoeForCausalLM(
-            transformers.ExaoneMoeConfig(
-                **mixture | windows,
-                num_shared_experts=2,
-                first_k_dense_replace=1,
-                routed_scaling_factor=1.7,
-            )
-        )
-    for name, model in models.items():
+    torch.manual_seed(0)
+    made = {name: random_model(kind, values) for name, (kind, values) in models.items()}
+    for name, model in made.items():
         # No other model changes what this one gets.
         torch.manual_seed(2)
         enlarge(model, name)
