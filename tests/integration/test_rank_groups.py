@@ -6,15 +6,44 @@ from pathlib import Path
 import pytest
 from slipstream.core.settings.parallel_rules import RankLayout
 from slipstream.core.settings.sections import ParallelSection
-from support.ranks import rank_groups
-from support.ranks.rank_groups import LAYOUTS
 from support.ranks.rank_pool import RankPool
+
+# world size, sizes
+LAYOUTS = {
+    "one": (1, {}),
+    "tp2-pp4": (8, {"tp": 2, "pp": 4}),
+    "tp2-cp2-pp2": (16, {"tp": 2, "pp": 2, "cp": 2}),
+    "tp4-ep4-etp1": (16, {"tp": 4, "ep": 4, "etp": 1}),
+    "tp2-cp2-pp2-ep4-etp1": (16, {"tp": 2, "cp": 2, "pp": 2, "ep": 4, "etp": 1}),
+    "tp2-ep8": (32, {"tp": 2, "ep": 8}),
+    "tp2-cp4-ep8": (32, {"tp": 2, "cp": 4, "ep": 8}),
+    "tp8-pp16-cp2": (256, {"tp": 8, "pp": 16, "cp": 2}),
+}
+
+
+def run_rank(folder: Path, job: str) -> None:
+    from megatron.core.parallel_state import RankGenerator
+
+    world_size, sizes = LAYOUTS[job]
+    tp, cp, pp, ep = (sizes.get(name, 1) for name in ("tp", "cp", "pp", "ep"))
+    etp = sizes.get("etp", tp)
+    # Megatron's `initialize_model_parallel` makes its two generators the same way.
+    order = "tp-cp-ep-dp-pp"
+    dense = RankGenerator(tp=tp, ep=1, dp=world_size // (tp * cp * pp), pp=pp, cp=cp, order=order)
+    replicas = world_size // (etp * ep * pp)
+    expert = RankGenerator(tp=etp, ep=ep, dp=replicas, pp=pp, cp=1, order=order)
+    groups = {name: dense.get_ranks(name) for name in ("tp", "cp", "dp", "pp")} | {
+        "etp": expert.get_ranks("tp"),
+        "ep": expert.get_ranks("ep"),
+        "expert_dp": expert.get_ranks("dp"),
+    }
+    (folder / f"{job}.json").write_text(json.dumps(groups))
 
 
 @pytest.fixture(scope="module")
 def made(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("groups")
-    rank_pool.run(Path(rank_groups.__file__), list(LAYOUTS), world_size=1, folder=folder)
+    rank_pool.run(Path(__file__), list(LAYOUTS), world_size=1, folder=folder)
     return folder
 
 

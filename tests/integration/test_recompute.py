@@ -1,12 +1,95 @@
 """A plan of recomputed layers changes no bit of what is trained, but for adapters."""
 
+import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from support.ranks import recompute_ranks
+from slipstream.core.settings.config import Config
+from support.ranks.parity_layouts import SP, batches
 from support.ranks.rank_pool import RankPool
-from support.ranks.recompute_ranks import JOBS, LAYOUTS
+from support.ranks.rank_program import kept, opened, settings_of
+from support.ranks.role_ranks import judged
+
+LAYOUTS: dict[str, tuple[int, dict]] = {
+    "one": (1, {}),
+    "tp2-sp": (2, {"parallel": SP}),
+    "pp2": (2, {"parallel": {"pp": 2}}),
+    # The critic alone is trained.
+    "critic": (1, {}),
+    # No input of the first layer has a gradient.
+    "lora": (1, {}),
+}
+# name -> layout, and whether memory is planned for
+JOBS = {f"{name}{kind}": (name, bool(kind)) for name in LAYOUTS for kind in ("", "-planned")}
+STEPS = 3
+
+
+class Memory:
+    """Memory of which a layer takes 1,000 bytes; from the second pass on there is too little."""
+
+    def __init__(self) -> None:
+        self._now = 0
+
+    def allocated(self) -> int:
+        self._now += 1000
+        return self._now
+
+    def peak(self) -> int:
+        return self._now
+
+    def watch(self) -> None:
+        pass
+
+    def limit(self) -> int:
+        return self._now
+
+
+def config_of(folder: Path, job: str) -> Config:
+    layout, _ = JOBS[job]
+    world_size, learner = LAYOUTS[layout]
+    tables: dict[str, dict[str, dict[str, object]]] = {
+        "critic": {"algorithm": {"advantage": "gae"}, "critic": {"learning_rate": 1e-3}},
+        "lora": {"lora": {"rank": 4, "alpha": 8.0}},
+    }
+    own = {"learner": learner | {"world_size": world_size}}
+    return settings_of(folder / "llama", own, tables.get(layout, {}))
+
+
+def run_rank(folder: Path, job: str) -> None:
+    from slipstream.extensions.other_models.trainer import open_roles
+    from slipstream.learner.trainer.model.model import unwrapped
+    from slipstream.learner.trainer.model.recompute import Recompute
+    from slipstream.learner.trainer.step import TrainingStep
+
+    config = config_of(folder, job)
+    policy: Any = opened(config)
+    critic = open_roles(config, policy).critic
+    model = policy if critic is None else critic.model
+    assert model.recompute is None
+    if JOBS[job][1]:
+        memory: Any = Memory()
+        plan = Recompute(list(map(unwrapped, model.chunks)), config.learner, memory)
+        model = dataclasses.replace(model, recompute=plan)
+    if critic is not None:
+        # Without a GPU nothing gives a model its plan.
+        critic.model = model
+    training = TrainingStep(model, config) if critic is None else None
+    recomputed = []
+    metrics = []
+    for batch in batches(config)[:STEPS]:
+        if training is not None:
+            metrics.append(training.run(batch).metrics)
+        else:
+            values = critic.values(batch)
+            metrics.append(critic.train(judged(batch, values), batch.mini_batches(1)))
+        recomputed.append(model.recompute.num_layers if model.recompute is not None else 0)
+    layers = len(model.chunks[0].module.decoder.layers)
+    weights = [p.detach().clone() for p in model.chunks[0].parameters()]
+    found = {"weights": weights, "recomputed": recomputed, "layers": layers, "metrics": metrics}
+    kept(policy, found, folder / f"{job}.pt")
+
 
 # Other metrics may be no number.
 COMPARED = ("loss", "entropy", "grad_norm", "kl", "logprob_gap_max")
@@ -17,7 +100,7 @@ pytestmark = [pytest.mark.long, pytest.mark.usefixtures("one_thread")]
 @pytest.fixture(scope="module")
 def found(folder: Path, rank_pool: RankPool) -> dict[str, dict]:
     sizes = {job: LAYOUTS[layout][0] for job, (layout, _) in JOBS.items()}
-    return rank_pool.found(recompute_ranks, sizes, folder)
+    return rank_pool.found(__file__, sizes, folder)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

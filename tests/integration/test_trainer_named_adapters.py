@@ -1,13 +1,150 @@
 """Several adapters in one run are trained as in runs of one each, and saved and loaded as such."""
 
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from support.ranks import named_adapter_ranks
-from support.ranks.named_adapter_ranks import ALL, LAYOUTS, NAMES, SLOW, sizes_of
-from support.ranks.parity_layouts import STEPS
+from slipstream.core.settings.config import Config
+from slipstream.learner.trainer.batches.batch import Batch
+from support.ranks.lora_ranks import save
+from support.ranks.parity_layouts import OVERLAP, STEPS, batches
 from support.ranks.rank_pool import RankPool
+from support.ranks.rank_program import kept, opened, settings_of
+
+if TYPE_CHECKING:
+    from slipstream.learner.trainer.model.policy import Policy
+
+# "idle" has no sequences at all, "code" none in the second step.
+NAMES = ("code", "idle", "math")
+ALL = "all"
+ALL_AWAY = dict.fromkeys(("parameters", "gradients", "optimizer"), True)
+TP2 = {"parallel": {"tp": 2}, "transformer": {"sequence_parallel": False}}
+# name -> (ranks, model, changes of sections)
+LAYOUTS: dict[str, tuple[int, str, dict[str, dict]]] = {
+    "one-mini-batches": (1, "llama", {"algorithm": {"mini_batches": 2, "epochs": 2}}),
+    # Each adapter has a scale of the loss of its own, which grows after each of its updates.
+    "one-float16": (
+        1,
+        "llama",
+        {
+            "model": {"dtype": "float16"},
+            "learner": {"optimizer": {"adam_eps": 1e-3, "loss_scale_window": 1}},
+        },
+    ),
+    "one-offload": (1, "llama", {"learner": {"offload": ALL_AWAY}}),
+    "tp2": (2, "llama", {"learner": TP2}),
+    "pp2": (2, "llama", {"learner": {"parallel": {"pp": 2}}}),
+    "dp2-distributed-bfloat16": (2, "llama", {"learner": OVERLAP, "model": {"dtype": "bfloat16"}}),
+    "ep2-experts": (2, "moe", {"learner": {"parallel": {"ep": 2}}}),
+}
+# What others show too, so that it need not be tried at every change.
+SLOW = {"one-mini-batches", "pp2"}
+
+
+def sizes_of(layouts: Iterable[str]) -> dict[str, int]:
+    """The jobs of some layouts, with their numbers of ranks."""
+    chosen = itertools.product(layouts, (ALL, "code", "math"))
+    return {f"{layout} {name}": LAYOUTS[layout][0] for layout, name in chosen}
+
+
+def config_of(job: str, folder: Path) -> Config:
+    layout, chosen = job.split()
+    world_size, model, changes = LAYOUTS[layout]
+    own = {
+        "learner": {"world_size": world_size, "grad_clip": 0.05, "micro_batch_tokens": 400},
+        # Two groups for each adapter, of which one has unequal rewards.
+        "algorithm": {"groups_per_step": 4},
+        "lora": {"rank": 4, "alpha": 8.0},
+    }
+    named = {"adapters": list(NAMES), "publish": "adapters"} if chosen == ALL else {}
+    return settings_of(folder / model, own, changes, {"lora": named})
+
+
+def named_batches(config: Config) -> list[Batch]:
+    """The batches of all adapters: groups in turn, and in the second step those of "math" only."""
+    found = []
+    for batch in batches(config):
+        groups = list(dict.fromkeys(batch.group_ids))
+        name_of = {
+            group: "math" if batch.step == 1 or place % 2 == 0 else "code"
+            for place, group in enumerate(groups)
+        }
+        trajectories = (
+            dataclasses.replace(t, adapter=name_of[t.group_id]) for t in batch.trajectories
+        )
+        found.append(dataclasses.replace(batch, trajectories=tuple(trajectories)))
+    return found
+
+
+def batches_of(job: str, config: Config) -> list[Batch]:
+    """The batches of a job; without other adapters trajectories name none."""
+    chosen = job.split()[1]
+    whole = named_batches(config)
+    if chosen == ALL:
+        return whole
+    parts = [dict(batch.by_adapter(NAMES)).get(chosen) for batch in whole]
+    return [
+        dataclasses.replace(
+            part, trajectories=tuple(dataclasses.replace(t, adapter="") for t in part.trajectories)
+        )
+        for part in parts
+        if part is not None
+    ]
+
+
+def adapters_of(policy: Policy) -> dict[str, dict[str, torch.Tensor]]:
+    from slipstream.learner.trainer.weights.export import adapter_tensors
+
+    found = {}
+    for name in policy.adapters.names:
+        with policy.adapters.active(name):
+            found[name] = {n: t.clone() for n, t in adapter_tensors(policy, torch.float32)}
+    return found
+
+
+def run_rank(folder: Path, job: str) -> None:
+    """A rank's part of a job, "LAYOUT all" or "LAYOUT NAME": a run with that adapter only."""
+    from slipstream.learner.trainer.checkpoints.disk_work import DiskWork
+    from slipstream.learner.trainer.checkpoints.distributed_files import load_models
+    from slipstream.learner.trainer.checkpoints.stored_model import stored_policy
+    from slipstream.learner.trainer.model.model import Part
+    from slipstream.learner.trainer.step import TrainingStep
+
+    config = config_of(job, folder)
+    policy = opened(config)
+    policy.memory.settle()
+    step = TrainingStep(policy, config)
+    stored, disk = stored_policy(policy), DiskWork(folder, policy.ranks)
+    before = adapters_of(policy)
+    steps: dict[int, dict] = {}
+    metrics = {}
+    planned = batches_of(job, config)
+    path = folder / f"named-{job.replace(' ', '-')}-checkpoint"
+    for batch in planned:
+        if batch is planned[-1]:
+            with policy.memory.resident(Part.PARAMETERS, Part.OPTIMIZER):
+                save(stored, path, disk)
+        metrics[batch.step] = step.run(batch).metrics
+        steps[batch.step] = adapters_of(policy)
+    with policy.memory.resident(Part.PARAMETERS, Part.OPTIMIZER):
+        load_models(stored, path, disk)
+    loaded = adapters_of(policy)
+    step.run(planned[-1])
+    result = {
+        "before": before,
+        "steps": steps,
+        "metrics": metrics,
+        "loaded": loaded,
+        "retrained": adapters_of(policy),
+    }
+    kept(policy, result, folder / f"{job}.pt")
+
 
 NUM_LAYERS = 2
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("one_thread")]
@@ -23,7 +160,7 @@ def found(request: pytest.FixtureRequest, folder: Path, rank_pool: RankPool) -> 
     """What the jobs of the layouts saw whose tests are run."""
     items = (item for item in request.session.items if item.path == request.path)
     wanted = sorted({item.callspec.params["layout"] for item in items})
-    return rank_pool.found(named_adapter_ranks, sizes_of(wanted), folder)
+    return rank_pool.found(__file__, sizes_of(wanted), folder)
 
 
 def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:

@@ -1,12 +1,248 @@
 """The real trainer is given batches that it cannot train, on one rank and on two."""
 
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from slipstream.core.configuration.config_file import parse_config
+from slipstream.core.errors import RunFailed
+from slipstream.core.settings.config import Config
+from slipstream.core.types import ImagePlace, Trajectory
+from slipstream.learner.trainer.batches.batch import Batch
+from support.fakes.fake_controller import (
+    FakeController,
+    batch_order,
+    make_batch,
+    stop_order,
+    with_branches,
+)
 from support.fakes.tiny_models import make_model_folder
-from support.ranks import poisoned_ranks
-from support.ranks.poisoned_ranks import FAULTY, JOBS, POISONS, good_batch
 from support.ranks.rank_pool import RankPool
+
+from deploy.environments.colours import COLOURS, square_png
+
+VOCABULARY, MAX_TOKENS = 32, 24
+MICRO_BATCH_TOKENS = 64
+GROUPS, MEMBERS = 4, 4
+# A trajectory of the third group of a batch.
+FAULTY = 9
+
+
+@dataclass(frozen=True)
+class Job:
+    """Settings of a trainer, and what spoils the batches between the two that can be trained."""
+
+    world_size: int = 1
+    learner: dict[str, object] = dataclasses.field(default_factory=dict)
+    poisons: tuple[str, ...] = ()
+    mini_batches: int = 1
+    # Whether the weights are no numbers before the second batch.
+    breaks_weights: bool = False
+    # Whether gradients of one parameter are no numbers in the batch `bad-gradient`.
+    breaks_gradient: bool = False
+    sets_aside: bool = True
+    # Whether episodes have several branches.
+    trees: bool = False
+
+
+def far_reward(trajectory: Trajectory) -> Trajectory:
+    """Returns a trajectory whose advantage is no float32."""
+    return dataclasses.replace(trajectory, reward=-1e39)
+
+
+def impossible_sample(trajectory: Trajectory) -> Trajectory:
+    """Makes an advantage that is finite, but not its product with the ratio of the policies."""
+    logprobs = np.full_like(trajectory.behavior_logprobs, -30.0)
+    return dataclasses.replace(trajectory, behavior_logprobs=logprobs, reward=-1e36)
+
+
+def strange_token(trajectory: Trajectory) -> Trajectory:
+    token_ids = trajectory.token_ids.copy()
+    token_ids[-1] = VOCABULARY
+    return dataclasses.replace(trajectory, token_ids=token_ids)
+
+
+def cut_image(trajectory: Trajectory) -> Trajectory:
+    """Shows an image whose header is good and whose pixels are cut."""
+    whole = square_png(COLOURS["red"], 0, 0)
+    return dataclasses.replace(
+        trajectory, images=(whole[: len(whole) // 2],), image_places=(ImagePlace(0, 0),)
+    )
+
+
+def too_long(trajectory: Trajectory) -> Trajectory:
+    (prompt, *rest), missing = trajectory.run_lengths, 4 * MICRO_BATCH_TOKENS
+    token_ids = np.concatenate([np.zeros(missing, np.uint32), trajectory.token_ids])
+    return dataclasses.replace(
+        trajectory, token_ids=token_ids, run_lengths=(prompt + missing, *rest)
+    )
+
+
+POISONS: dict[str, Callable[[Trajectory], Trajectory]] = {
+    "rewards": far_reward,
+    "loss": impossible_sample,
+    "token": strange_token,
+    "length": too_long,
+    "pixels": cut_image,
+}
+JOBS = {
+    "plain": Job(),
+    "poisoned": Job(poisons=tuple(POISONS)),
+    "empty": Job(poisons=("empty",)),
+    "second-mini-batch": Job(poisons=("loss",), mini_batches=2),
+    "broken-weights": Job(breaks_weights=True),
+    "gradient": Job(poisons=("gradient",), breaks_gradient=True),
+    "for-good": Job(poisons=("loss",), sets_aside=False),
+}
+for layout, learner in {
+    "dp": {"ddp": {"overlap_grad_reduce": True, "overlap_param_gather": True}},
+    "tp": {"parallel": {"tp": 2}},
+    "pp": {"parallel": {"pp": 2}},
+    "cp": {"parallel": {"cp": 2}},
+}.items():
+    JOBS |= {
+        f"{layout}-plain": Job(2, learner),
+        f"{layout}-poisoned": Job(2, learner, tuple(POISONS)),
+    }
+CP = {"parallel": {"cp": 2}}
+JOBS |= {
+    "trees-plain": Job(2, CP, trees=True),
+    "trees-poisoned": Job(2, CP, tuple(POISONS), trees=True),
+}
+
+
+def good_batch(step: int, *, trees: bool = False) -> Batch:
+    sizes = {"vocab_size": VOCABULARY, "max_tokens": MAX_TOKENS}
+    batch = make_batch(step, num_groups=GROUPS, group_size=MEMBERS, **sizes)
+    return with_branches(batch, **sizes) if trees else batch
+
+
+def poisoned_batch(step: int, name: str, *, trees: bool = False) -> Batch:
+    """A batch of which one trajectory, or with "empty" all, or with "gradient" none, is spoiled."""
+    batch = good_batch(step, trees=trees)
+    trajectories = list(batch.trajectories)
+    if name == "empty":
+        trajectories = [nothing(trajectory) for trajectory in trajectories]
+    elif name != "gradient":
+        trajectories[FAULTY] = POISONS[name](trajectories[FAULTY])
+    return dataclasses.replace(batch, batch_id=f"bad-{name}", trajectories=tuple(trajectories))
+
+
+def nothing(trajectory: Trajectory) -> Trajectory:
+    return dataclasses.replace(
+        trajectory,
+        token_ids=trajectory.token_ids[:0],
+        run_lengths=(),
+        behavior_logprobs=trajectory.behavior_logprobs[:0],
+        version_spans=(),
+        num_turns=0,
+    )
+
+
+def config_of(folder: Path, name: str, address: str) -> Config:
+    job = JOBS[name]
+    return parse_config(
+        {
+            "run": {"name": name, "steps": 2, "dir": str(folder / "runs")},
+            "model": {"path": str(folder / "model"), "dtype": "float32"},
+            "algorithm": {
+                "group_size": MEMBERS,
+                "groups_per_step": GROUPS,
+                "max_staleness": 1,
+                "learning_rate": 1e-3,
+                "mini_batches": job.mini_batches,
+                "loss_args": {"ratio": "behavior"},
+                "advantage": "dr_grpo",
+                "weight": "none",
+            },
+            "sampling": {"max_reply_tokens": 8, "max_episode_tokens": MAX_TOKENS},
+            "controller": {"address": address},
+            "learner": {
+                "world_size": job.world_size,
+                "timeout_s": 60.0,
+                "micro_batch_tokens": MICRO_BATCH_TOKENS,
+                "export_final": False,
+                **job.learner,
+            },
+        },
+        source="test",
+    )
+
+
+def run_rank(folder: Path, name: str) -> None:
+    """A rank's part of a job; what rank 0 told its controller is kept."""
+    from slipstream.learner.trainer.controller_client import ControllerClient
+    from slipstream.learner.trainer.opening import open_policy
+    from slipstream.learner.trainer.ranks.parallel import Launch
+    from slipstream.learner.trainer.train import StartAgain, Trainer
+
+    job, launch = JOBS[name], Launch.from_environment()
+    bad = [poisoned_batch(1, poison, trees=job.trees) for poison in job.poisons]
+    batches = [good_batch(0, trees=job.trees), *bad, good_batch(1, trees=job.trees)]
+    orders = [*map(batch_order, batches), stop_order()]
+    with FakeController(orders) as controller:
+        controller.sets_aside = job.sets_aside
+        config = config_of(folder, name, controller.address)
+        policy = open_policy(config, launch)
+        trainer = Trainer(config, policy, ControllerClient(config))
+        if job.breaks_weights:
+            break_weights(trainer)
+        if job.breaks_gradient:
+            break_gradient(trainer)
+        error = ""
+        try:
+            trainer.run()
+        except (RunFailed, StartAgain) as raised:
+            error = f"{type(raised).__name__}: {raised}"
+    told = {
+        "error": error,
+        "digests": [report.weight_digest.hex() for report in controller.steps],
+        "steps": [report.batch_id for report in controller.steps],
+        "failures": [
+            (f.message, f.data.step, f.data.batch_id, list(f.data.group_ids))
+            for f in controller.failures
+        ],
+    }
+    torch.save(told, folder / f"{name}-{launch.rank}.pt")
+    policy.ranks.close()
+
+
+def break_gradient(trainer: object) -> None:
+    """Makes the last norm's gradient no number in the batch `bad-gradient`."""
+    step = trainer._step
+    real = step.run
+    batch_ids = []
+
+    def run(batch: Batch) -> object:
+        batch_ids.append(batch.batch_id)
+        return real(batch)
+
+    def spoil(gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * float("nan") if batch_ids[-1] == "bad-gradient" else gradient
+
+    step.run = run
+    parameters = dict(step.policy.chunks[0].named_parameters())
+    (norm,) = (p for name, p in parameters.items() if name.endswith("final_layernorm.weight"))
+    norm.register_hook(spoil)
+
+
+def break_weights(trainer: object) -> None:
+    """Spoils a weight of every rank when the first step is done."""
+    step = trainer._step
+    real = step.run
+
+    def run(batch: Batch) -> object:
+        if batch.step:
+            with torch.no_grad():
+                next(iter(step.policy.chunks[0].parameters())).view(-1)[0] = float("nan")
+        return real(batch)
+
+    step.run = run
+
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -29,7 +265,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def told_by(pool: RankPool, folder: Path, world_size: int) -> dict[str, list[dict]]:
     """What the ranks of each job told, by rank."""
     sizes = {name: world_size for name, job in JOBS.items() if job.world_size == world_size}
-    return pool.found(poisoned_ranks, sizes, folder, "{}-{}.pt")
+    return pool.found(__file__, sizes, folder, "{}-{}.pt")
 
 
 @pytest.fixture(scope="module")

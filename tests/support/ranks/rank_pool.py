@@ -84,20 +84,22 @@ class RankPool:
 
     def found(
         self,
-        program: ModuleType,
+        program: ModuleType | str,
         sizes: Mapping[str, int],
         folder: Path,
         kept: str = "{}.pt",
     ) -> dict[str, Any]:
         """Runs jobs, each with its number of ranks; returns what each of them has kept in FOLDER.
 
-        `kept` names its file; with a second place for a rank, each rank has kept something.
+        The program is a module, or the path of one. `kept` names the file of a job; with a second
+        place for a rank, each rank has kept something.
         """
         import torch
 
+        path = Path(program if isinstance(program, str) else str(program.__file__))
         for size in sorted(set(sizes.values())):
             jobs = [job for job, own in sizes.items() if own == size]
-            self.run(Path(str(program.__file__)), jobs, world_size=size, folder=folder)
+            self.run(path, jobs, world_size=size, folder=folder)
 
         def load(job: str, rank: int) -> Any:
             return torch.load(folder / kept.format(job, rank), weights_only=True)
