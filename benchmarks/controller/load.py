@@ -23,12 +23,8 @@ from slipstream.core.configuration.config_file import dump_config
 from slipstream.core.types import (
     GroupId,
     PolicyVersion,
-    Purpose,
     ServerId,
-    Status,
-    Trajectory,
     TrajectoryId,
-    VersionSpan,
 )
 from slipstream.protocol.access.security import open_channel
 from slipstream.protocol.codec import trajectory_to_pb
@@ -36,6 +32,7 @@ from slipstream.protocol.queue.base import seal
 from slipstream.v1 import fleet_pb2, status_pb2, status_pb2_grpc, trainer_pb2, trajectory_pb2
 from support.fakes.fake_server import LAYOUT, OPEN, FakeServer, bucket_digests
 from support.fakes.fake_trainer import FakeTrainer
+from support.fakes.plain_trajectory import plain_trajectory
 from support.rigs.controller_runs import make_config
 from support.rigs.waiting import until
 
@@ -61,22 +58,14 @@ class LoadServer(FakeServer):
         prompt, self.reply_tokens = tokens
         self.digests, self.num_delivered, self.heartbeat_s = DIGESTS, 0, HEARTBEAT_S
         self.template = trajectory_to_pb(
-            Trajectory(
+            plain_trajectory(
+                range(sum(tokens)),
+                tokens,
                 run_id="",
                 group_id=GroupId("g"),
-                member=0,
-                attempt=0,
                 server_id=ServerId(self.name),
                 server_epoch=self.epoch,
                 environment="e",
-                task_index=0,
-                seed=0,
-                purpose=Purpose.TRAINING,
-                status=Status.COMPLETED,
-                token_ids=np.arange(sum(tokens), dtype=np.uint32),
-                run_lengths=tokens,
-                behavior_logprobs=np.full(self.reply_tokens, -1.0, np.float32),
-                version_spans=(VersionSpan(self.reply_tokens, PolicyVersion(0, 0)),),
                 reward=0.5,
                 metrics={"right": 1.0, "well_formed": 1.0},
                 prompt_text="x" * 4 * prompt,

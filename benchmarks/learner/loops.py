@@ -18,9 +18,6 @@ from slipstream.core.settings.config import Config
 from slipstream.core.types import (
     GroupId,
     PolicyVersion,
-    Purpose,
-    ServerId,
-    Status,
     Trajectory,
     VersionSpan,
 )
@@ -28,6 +25,7 @@ from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.batches.training_sequence import MicroBatch
 from slipstream.learner.trainer.model.model import unwrapped
 from slipstream.learner.trainer.model.policy import Policy
+from support.fakes.plain_trajectory import plain_trajectory
 from torch import Tensor
 
 from benchmarks.common.shapes import SHAPES
@@ -145,21 +143,14 @@ def make_trajectory(
     """Returns trajectory `number` of a step, with a prompt and a reply of `sizes` tokens."""
     prompt, reply = sizes
     logprobs = 0.1 * random.standard_normal(reply) - np.log(vocab - 4)
-    return Trajectory(
-        run_id="benchmark",
+    return plain_trajectory(
+        random.integers(4, vocab, prompt + reply),
+        sizes,
+        logprobs,
         group_id=GroupId(f"group-{step}-{number // group_size}"),
         member=number % group_size,
-        attempt=0,
-        server_id=ServerId("server"),
-        server_epoch=1,
         environment="echo",
         task_index=number // group_size,
-        seed=0,
-        purpose=Purpose.TRAINING,
-        status=Status.COMPLETED,
-        token_ids=random.integers(4, vocab, prompt + reply).astype(np.uint32),
-        run_lengths=(prompt, reply),
-        behavior_logprobs=logprobs.astype(np.float32),
         version_spans=(VersionSpan(reply, PolicyVersion(0, step)),),
         reward=float(random.random() < 0.5),
         num_turns=1,

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from slipstream.client.cli import parse
+from slipstream.core.configuration.config_file import load_config
 
 ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("SLIPSTREAM_SKYPILOT", "none")) / "bin" / "python"
-pytestmark = [
-    pytest.mark.process,
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(
-        not PYTHON.exists(),
-        reason="SLIPSTREAM_SKYPILOT must name a virtual environment with skypilot",
-    ),
-]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+needs_skypilot = pytest.mark.skipif(
+    not PYTHON.exists(),
+    reason="SLIPSTREAM_SKYPILOT must name a virtual environment with skypilot",
+)
 # `validate` looks for the catalogue of GPUs, which is downloaded: without GPUs there is no need.
 PROGRAM = """
 import json, sys
@@ -95,6 +96,23 @@ def ask_for_gpus(folder: Path) -> None:
     edit(folder, "  # accelerators", "  accelerators")
 
 
+def test_the_commands_of_the_tasks_are_ours() -> None:
+    configs = []
+    for task in list(yaml.safe_load_all((ROOT / "deploy/skypilot/run.yaml").read_text()))[1:]:
+        text = task["run"].partition("exec ")[2].replace("\\\n", " ")
+        program, *words = shlex.split(text.replace("$SKYPILOT_NODE_RANK", "0"))
+        assert program == "slipstream"
+        arguments = parse(words)
+        configs.append(load_config(ROOT / "deploy/configs/quickstart.toml", arguments.overrides))
+        files = [Path(file).name for file in task["file_mounts"]]
+        read = [value for value in vars(configs[-1].security).values() if isinstance(value, Path)]
+        assert {path.name for path in read} <= {*files}
+    learner, server = configs
+    assert (learner.run.name, str(learner.run.dir)) == ("first", "/runs")
+    assert (server.run.name, server.security.tls_key) == ("first", None)
+
+
+@needs_skypilot
 def test_the_group_is_read_and_validated(folder: Path) -> None:
     found = read(folder, "--validate")
     assert (found["is_group"], found["primary"]) == (True, ["learner"])
@@ -108,6 +126,7 @@ def test_the_group_is_read_and_validated(folder: Path) -> None:
             assert (folder / local).exists()
 
 
+@needs_skypilot
 def test_gpus_are_asked_for(folder: Path) -> None:
     edit(folder, "num_nodes: 1\nresources:\n  # infra", "num_nodes: 2\nresources:\n  # infra")
     ask_for_gpus(folder)
@@ -129,6 +148,7 @@ InstanceType,AcceleratorName,AcceleratorCount,vCPUs,MemoryGiB,Region,SpotPrice,P
 }
 
 
+@needs_skypilot
 def test_the_optimizer_finds_machines_and_takes_spot_for_servers_alone(folder: Path) -> None:
     for name, text in CATALOGS.items():
         path = folder / ".sky/catalogs/v8" / name

@@ -15,9 +15,6 @@ from slipstream.core.types import (
     Branch,
     GroupId,
     PolicyVersion,
-    Purpose,
-    ServerId,
-    Status,
     Trajectory,
     VersionSpan,
 )
@@ -29,6 +26,7 @@ from slipstream.protocol.rich_errors import DETAILS_KEY, DOMAIN, Reason
 from slipstream.v1 import trainer_pb2 as pb
 from slipstream.v1 import trainer_pb2_grpc, weights_pb2
 
+from support.fakes.plain_trajectory import plain_trajectory
 from support.rigs.waiting import LIMIT_S
 
 StartHook = Callable[[pb.PublishStart], list[weights_pb2.Receiver]]
@@ -362,21 +360,13 @@ def make_trajectory(
         VersionSpan(sampled - old, PolicyVersion(0, step)),
     )
     logprobs = -np.log(vocab_size) + 0.3 * random.standard_normal(sampled)
-    return Trajectory(
-        run_id="run",
+    return plain_trajectory(
+        random.integers(0, vocab_size, total),
+        runs,
+        logprobs,
         group_id=GroupId(f"group-{step}-{group}"),
         member=member,
-        attempt=0,
-        server_id=ServerId("server"),
-        server_epoch=1,
-        environment="environment",
         task_index=group,
-        seed=0,
-        purpose=Purpose.TRAINING,
-        status=Status.COMPLETED,
-        token_ids=random.integers(0, vocab_size, total).astype(np.uint32),
-        run_lengths=runs,
-        behavior_logprobs=logprobs.astype(np.float32),
         version_spans=tuple(span for span in spans if span.length),
         reward=float(random.random() < 0.5),
         num_turns=len(runs) // 2,

@@ -27,6 +27,7 @@ from slipstream.protocol.weights.buckets import TensorSpec, layout_from_pb, layo
 from slipstream.v1 import fleet_pb2, fleet_pb2_grpc, trajectory_pb2, weights_pb2
 
 from support.fakes.named_channel import OPEN, open_named
+from support.fakes.plain_trajectory import plain_trajectory
 
 QUEUE_BYTES = 256 << 20
 # What the prompts of three tokens that it makes up score.
@@ -345,7 +346,9 @@ class FakeServer:
         self, lease, member, attempt, version, status, reward, failure=None, *, will_retry=False
     ) -> None:
         tokens = self.reply_tokens
-        trajectory = Trajectory(
+        trajectory = plain_trajectory(
+            np.arange(3 + tokens),
+            (3, tokens),
             run_id=self.run_id,
             group_id=GroupId(lease.group_id),
             member=member,
@@ -359,9 +362,6 @@ class FakeServer:
             status=status,
             failure=failure,
             will_retry=will_retry,
-            token_ids=np.arange(3 + tokens, dtype=np.uint32),
-            run_lengths=(3, tokens),
-            behavior_logprobs=np.full(tokens, -1.0, np.float32),
             version_spans=(VersionSpan(tokens, version or PolicyVersion(0, 0)),),
             reward=reward,
             prompt_logprobs=PROMPT_LOGPROBS if lease.sampling.prompt_logprobs else b"",

@@ -19,6 +19,8 @@ from slipstream.core.types import (
 )
 from slipstream.protocol.codec import merge_spans
 
+from support.fakes.plain_trajectory import plain_trajectory
+
 # A whole one, with tokens of two versions.
 GOOD = Trajectory(
     run_id="r",
@@ -151,21 +153,18 @@ def make_trajectory(num_context: int, num_sampled: int, num_versions: int = 1) -
     """An ordinary one, with names of the usual length."""
     generator = np.random.default_rng(1)
     cut = np.linspace(0, num_sampled, num_versions + 1).astype(int)
-    return Trajectory(
+    return plain_trajectory(
+        generator.integers(0, 150_000, num_context + num_sampled),
+        (num_context, num_sampled),
+        -generator.random(num_sampled),
         run_id="quickstart-7f3a9c21",
         group_id=GroupId("g000123"),
         member=3,
-        attempt=0,
         server_id=ServerId("server-0"),
         server_epoch=0x1234567890ABCDEF,
         environment="echo",
         task_index=12345,
         seed=0x1234567890ABCDEF,
-        purpose=Purpose.TRAINING,
-        status=Status.COMPLETED,
-        token_ids=generator.integers(0, 150_000, num_context + num_sampled).astype(np.uint32),
-        run_lengths=(num_context, num_sampled),
-        behavior_logprobs=-generator.random(num_sampled).astype(np.float32),
         version_spans=tuple(
             VersionSpan(int(b - a), PolicyVersion(0, 100 + i))
             for i, (a, b) in enumerate(zip(cut, cut[1:], strict=False))

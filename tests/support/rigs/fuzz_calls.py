@@ -14,24 +14,19 @@ from dataclasses import dataclass, field
 
 import grpc
 import grpc.aio
-import numpy as np
 from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import DecodeError
 from slipstream.core.types import (
     Branch,
     GroupId,
-    PolicyVersion,
-    Purpose,
     ServerId,
-    Status,
-    Trajectory,
     TrajectoryId,
-    VersionSpan,
 )
 from slipstream.protocol.codec import PROTOCOL_VERSION, TRAINER_EPOCH, encode_trajectory
 from slipstream.protocol.queue.base import seal
 from slipstream.v1 import environment_pb2, fleet_pb2, fleet_pb2_grpc, trainer_pb2, trajectory_pb2
 
+from support.fakes.plain_trajectory import plain_trajectory
 from support.rigs.fuzz_honest import HONEST
 from support.rigs.fuzzing import bounded, methods, mutated, nearly, new, random_request
 
@@ -254,37 +249,28 @@ def _sealed(
 def honest_trajectory(**changes: object) -> bytes:
     """What a server delivers; run and epoch stand for those that it is welcomed with."""
     tokens = 5
-    return encode_trajectory(dataclasses.replace(_honest(tokens), **changes))
+    known = plain_trajectory(
+        range(3 + tokens),
+        (3, tokens),
+        run_id=RUN_ID,
+        group_id=GroupId("g000001"),
+        server_id=ServerId("liar-deliver"),
+        server_epoch=EPOCH,
+        environment="e",
+        task_index=1,
+        seed=3,
+        reward=0.5,
+        metrics={"right": 1.0},
+        prompt_text="p",
+        reply_text="r",
+    )
+    return encode_trajectory(dataclasses.replace(known, **changes))
 
 
 def honest_tree() -> bytes:
     """The same tokens as two conversations of an agent."""
     branches = (Branch(2, 0.5, "reviewer"), Branch(2))
     return honest_trajectory(run_lengths=(1, 3, 2, 2), branches=branches, num_turns=2)
-
-
-def _honest(tokens: int) -> Trajectory:
-    return Trajectory(
-        run_id=RUN_ID,
-        group_id=GroupId("g000001"),
-        member=0,
-        attempt=0,
-        server_id=ServerId("liar-deliver"),
-        server_epoch=EPOCH,
-        environment="e",
-        task_index=1,
-        seed=3,
-        purpose=Purpose.TRAINING,
-        status=Status.COMPLETED,
-        token_ids=np.arange(3 + tokens, dtype=np.uint32),
-        run_lengths=(3, tokens),
-        behavior_logprobs=np.full(tokens, -1.0, np.float32),
-        version_spans=(VersionSpan(tokens, PolicyVersion(0, 0)),),
-        reward=0.5,
-        metrics={"right": 1.0},
-        prompt_text="p",
-        reply_text="r",
-    )
 
 
 async def registered(channel: grpc.aio.Channel) -> tuple[int, str]:

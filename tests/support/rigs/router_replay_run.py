@@ -23,12 +23,8 @@ from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.machine.address import free_port
 from slipstream.core.settings.config import Config
 from slipstream.core.types import (
-    GroupId,
     PolicyVersion,
-    Purpose,
     RoutedExperts,
-    ServerId,
-    Status,
     Trajectory,
     VersionSpan,
 )
@@ -36,6 +32,7 @@ from slipstream.protocol.codec import decode_trajectory, encode_trajectory
 from slipstream.rollout_server import process
 
 from support.fakes.parity_models import make_mixture
+from support.fakes.plain_trajectory import plain_trajectory
 from support.references.replayed_gaps import ReplayedGaps, disturb_routers
 from support.rigs.running_replies import until_generated
 
@@ -156,21 +153,11 @@ async def _generate(config: Config) -> list[Trajectory]:
             if turn == 0:
                 tokens += [5, 6, 3]
                 runs.append(3)
-        return Trajectory(
-            run_id="run",
-            group_id=GroupId("group"),
+        return plain_trajectory(
+            tokens,
+            runs,
+            np.concatenate(logprobs),
             member=member,
-            attempt=0,
-            server_id=ServerId("server"),
-            server_epoch=1,
-            environment="none",
-            task_index=0,
-            seed=0,
-            purpose=Purpose.TRAINING,
-            status=Status.COMPLETED,
-            token_ids=np.array(tokens, dtype=np.uint32),
-            run_lengths=tuple(runs),
-            behavior_logprobs=np.concatenate(logprobs),
             version_spans=tuple(VersionSpan(*span) for span in spans),
             reward=float(member % 2),
             routed_experts=RoutedExperts.of_parts(

@@ -1,22 +1,18 @@
 import math
 
-import numpy as np
 import pytest
 from slipstream.core.errors import ProtocolError
 from slipstream.core.types import (
     Failure,
     FailureKind,
-    PolicyVersion,
-    Purpose,
     ServerId,
     Status,
-    Trajectory,
     TrajectoryName,
-    VersionSpan,
 )
 from slipstream.learner.controller.leasing.groups import Fate, fewest_members
 from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.servers.session import ServerKey
+from support.fakes.plain_trajectory import plain_trajectory
 
 A, B = ServerKey(ServerId("a"), 1), ServerKey(ServerId("b"), 1)
 C = ServerKey(ServerId("c"), 3)
@@ -28,24 +24,17 @@ def make_book(**changes) -> LeaseBook:
 
 
 def reply(group, member, *, attempt=0, status=Status.COMPLETED, failure=None, will_retry=False):
-    return Trajectory(
-        run_id="r",
+    return plain_trajectory(
+        [1, 2, 3],
+        (1, 2),
         group_id=group.group_id,
         member=member,
         attempt=attempt,
         server_id=A.server_id,
-        server_epoch=1,
         environment=group.environment,
-        task_index=0,
-        seed=0,
-        purpose=Purpose.TRAINING,
         status=status,
         failure=failure,
         will_retry=will_retry,
-        token_ids=np.array([1, 2, 3], np.uint32),
-        run_lengths=(1, 2),
-        behavior_logprobs=np.zeros(2, np.float32),
-        version_spans=(VersionSpan(2, PolicyVersion(0, 0)),),
     )
 
 
