@@ -24,7 +24,8 @@ async def test_a_loop_samples_passes_steps_and_publishes(tmp_path) -> None:
         assert made["model_id"] == f"{client.session}:train:0"
         for step in range(3):
             session = await client.publish()
-            future = await client.ask(session, [1, 2, 3], num_samples=3)
+            sampling = {"max_tokens": 4} | ({"seed": 7} if step else {})
+            future = await client.ask(session, [1, 2, 3], num_samples=3, sampling_params=sampling)
             assert len(set(future["sample_sequence_ids"])) == 3
             found = replies(await client.result(future))
             assert [len(tokens) for tokens, _, _ in found] == [5, 5, 5]
@@ -39,6 +40,10 @@ async def test_a_loop_samples_passes_steps_and_publishes(tmp_path) -> None:
         assert await client.post(f"sessions/{client.session}/finish", {"status": "x"}) == {}
         leases = server.leases
         assert all(lease.environment == "client" for lease in leases)
+        # Each reply of a sample with a seed has a seed of its own.
+        assert not any(one.sampling.HasField("seed") for one in leases[:3])
+        assert [one.sampling.seed for one in leases[3:6]] == [7, 8, 9]
+        assert [one.task_index for one in leases[:6]] == [0, 1, 2] * 2
         assert leases[0].prompt_token_ids == b"\1\0\0\0\2\0\0\0\3\0\0\0"
 
     config = loop_config(tmp_path)

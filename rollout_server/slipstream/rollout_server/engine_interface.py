@@ -50,7 +50,8 @@ class Sampling:
     token of the reply. A reply also ends at the first token in `stop_token_ids`, and at the token
     that completes one of the texts in `stop`. `adapter` names the adapter that samples, or is "" if
     the run has at most one. With `by_start` the initial model samples, which needs adapters apart.
-    `prompt_logprobs` asks for `Generation.prompt_logprobs`.
+    `prompt_logprobs` asks for `Generation.prompt_logprobs`. `seed` is that of each reply; None
+    takes the engine's own random numbers.
     """
 
     temperature: float
@@ -70,6 +71,7 @@ class Sampling:
     adapter: str = ""
     by_start: bool = False
     prompt_logprobs: bool = False
+    seed: int | None = None
 
     @classmethod
     def from_pb(cls, message: fleet_pb2.SamplingSettings) -> Sampling:
@@ -79,6 +81,8 @@ class Sampling:
             value = getattr(message, field.name)
             is_single = isinstance(value, float | int | str)
             values[field.name] = value if is_single else tuple(value)
+        if not message.HasField("seed"):
+            values["seed"] = None
         return cls(**values)
 
     @property

@@ -1,4 +1,5 @@
 import dataclasses
+from dataclasses import replace
 
 import pytest
 from slipstream.core.settings.sections import SamplingSection
@@ -25,11 +26,12 @@ def test_every_setting_of_the_sampling_reaches_the_engine_under_its_name() -> No
     sampling = Sampling.from_pb(message)
     names = {field.name for field in dataclasses.fields(Sampling)}
     assert names == set(fleet_pb2.SamplingSettings.DESCRIPTOR.fields_by_name)
-    # The adapter is the environment's, and the initial model or a prompt's scores a client's wish.
-    others = {"adapter", "ignore_eos", "by_start", "prompt_logprobs"}
+    # The adapter is the environment's; initial model, a prompt's scores and seed a client's wish.
+    others = {"adapter", "ignore_eos", "by_start", "prompt_logprobs", "seed"}
     assert names - others == set(SamplingSection.model_fields)
-    message.adapter = "math"
-    assert Sampling.from_pb(message).adapter == "math"
+    assert sampling.seed is None
+    message.adapter, message.seed = "math", 0
+    assert (Sampling.from_pb(message).adapter, Sampling.from_pb(message).seed) == ("math", 0)
     for name in names - others:
         assert getattr(sampling, name) == getattr(section, name), name
 
@@ -44,6 +46,7 @@ def test_settings_of_what_is_drawn_reach_vllm_and_the_rule_for_agents_from_one_p
     )
     sampling = Sampling.from_pb(section.to_pb())
     asked = parameters(sampling, 8, experts_from=0)
+    assert (asked.seed, parameters(replace(sampling, seed=0), 8, experts_from=0).seed) == (None, 0)
     told = rule({"temperature": 1, "top_p": 1, "top_k": 1}, sampling).told
     for name in ("temperature", "top_p", "top_k"):
         assert sampling.distribution[name] == getattr(section, name)

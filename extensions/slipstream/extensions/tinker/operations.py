@@ -46,6 +46,8 @@ _UNSERVED = (
 _NOT_A_NUMBER = np.float32(np.nan).tobytes()
 # The token ids that a message can hold are below this.
 _TOKENS = 1 << 32
+# The largest seed of a sample; each further reply to its prompt has the next number.
+_LARGEST_SEED = 1 << 52
 _NAME = re.compile(r"[A-Za-z0-9._:/+-]{1,200}")
 # The key of a model's metadata that has its alpha, which the SDK has no word for.
 ALPHA = "lora_alpha"
@@ -392,8 +394,10 @@ def _tokens(chunk: Mapping[str, Any]) -> list[int]:
 
 def _sampling(asked: Mapping[str, Any], config: Config, prompt: int) -> fleet_pb2.SamplingSettings:
     settings = config.sampling.to_pb()
-    if asked.get("seed") is not None:
-        raise Refused("a sample takes no seed: replies depend on what is sampled beside them")
+    if (seed := asked.get("seed")) is not None:
+        if not 0 <= seed <= _LARGEST_SEED:
+            raise Refused(f"a seed is a number from 0 to {_LARGEST_SEED}, got {seed}")
+        settings.seed = seed
     most = min(config.sampling.max_reply_tokens, config.sampling.max_episode_tokens - prompt)
     wanted = asked.get("max_tokens")
     if not prompt:

@@ -19,8 +19,8 @@ from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.session import Outbox, ServerSession
 from slipstream.learner.controller.trajectories.intake import Intake
 from slipstream.protocol.codec import version_to_pb
+from slipstream.v1 import fleet_pb2, trajectory_pb2
 from slipstream.v1 import operations_pb2 as pb
-from slipstream.v1 import trajectory_pb2
 
 # The name of the environment in leases of prompts; "client-a" if adapter a samples.
 CLIENT = "client"
@@ -195,8 +195,16 @@ class Samples:
             adapter = sample.sampling.adapter = named.model.adapter.name
             environment = f"{CLIENT}-{adapter}" if adapter else CLIENT
             named.model.touch()
-        prompt = RawPrompt(sample.prompt_token_ids, sample.sampling)
-        group = self._book.lease_prompt(environment, prompt, session.key, session.version.step)
+        taken = {one.task_index for one in entry.groups.values()}
+        taken |= {one.task_index for one in entry.finished}
+        place = next(one for one in range(entry.num_wanted) if one not in taken)
+        sampling = sample.sampling
+        if sampling.HasField("seed"):
+            sampling = fleet_pb2.SamplingSettings()
+            sampling.CopyFrom(sample.sampling)
+            sampling.seed += place
+        prompt, served = RawPrompt(sample.prompt_token_ids, sampling), session.version.step
+        group = self._book.lease_prompt(environment, place, prompt, session.key, served)
         entry.groups[group.group_id] = group
         entry.num_leased += 1
         return group
@@ -259,7 +267,8 @@ class Samples:
         if error:
             self._intake.withdraw(list(entry.groups.values()), error)
             entry.groups.clear()
-        found = () if error else map(_sampled, entry.finished)
+        in_order = sorted(entry.finished, key=lambda one: one.task_index)
+        found = () if error else map(_sampled, in_order)
         result = pb.OperationResult(id=entry.operation.id, error=error, samples=found)
         self._end(entry, result)
         # The result has its replies.

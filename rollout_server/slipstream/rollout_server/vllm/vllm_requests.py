@@ -60,7 +60,7 @@ def parameters(
     is_read_by_us = text.num_logprobs is None and text.spaces_between_special_tokens
     return SamplingParams(
         **sampling.distribution,
-        seed=text.seed,
+        seed=sampling.seed if text.seed is None else text.seed,
         max_tokens=max_tokens,
         ignore_eos=sampling.ignore_eos,
         # The engine's process ends the reply at these, before it hands the tokens out.

@@ -722,7 +722,7 @@ async def test_replies_that_became_too_stale_under_way_are_sampled_anew_or_refus
         # That of version 6 has the values of the publish before.
         for version in (6, 7):
             span = VersionSpan(1, PolicyVersion(0, version))
-            reply: Any = SimpleNamespace(version_spans=(span,))
+            reply: Any = SimpleNamespace(version_spans=(span,), task_index=version)
             entry.finished.append(reply)
         samples._finish(entry)
         if is_pinned:

@@ -118,7 +118,9 @@ def test_a_sample_asks_for_the_version_of_its_session() -> None:
     settings = sample.sampling
     assert (settings.max_reply_tokens, settings.temperature, settings.top_p) == (4, 1.0, 1.0)
     assert (settings.top_k, list(settings.stop), settings.ignore_eos) == (0, ["x"], False)
-    assert not settings.prompt_logprobs
+    assert not (settings.prompt_logprobs or settings.HasField("seed"))
+    seeded = operations.sample(SAMPLE | {"sampling_params": {"seed": 0}}, config_of(), 7)
+    assert seeded.sample.sampling.HasField("seed")
     scored = operations.sample(SAMPLE | {"prompt_logprobs": True}, config_of(), 7)
     assert scored.sample.sampling.prompt_logprobs
 
@@ -254,7 +256,7 @@ def test_a_pass_that_cannot_be_is_refused_in_one_line(change: dict, cause: str) 
         ({"topk_prompt_logprobs": 3}, "topk_prompt_logprobs is not served; prompt_logprobs has"),
         ({"prompt_logprobs_last_n": 2}, "prompt_logprobs_last_n is not served"),
         ({"prompt_alt_tokens_k": 2}, "prompt_alt_tokens_k is not served"),
-        ({"sampling_params": {"seed": 1}}, "a sample takes no seed"),
+        ({"sampling_params": {"seed": -1}}, "a seed is a number from 0 to 4503599627370496"),
         ({"sampling_params": {"max_tokens": 9}}, "room for 8 of a reply, got max_tokens = 9"),
         ({"prompt": {"chunks": [{"tokens": [1] * 16}]}}, "of 16 tokens leaves room for 0"),
         ({"prompt": {"chunks": [{"tokens": [6, 7]}]}}, "has token 7, the vocabulary has 7"),

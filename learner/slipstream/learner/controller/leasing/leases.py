@@ -142,10 +142,13 @@ class LeaseBook:
         return self._add(environment, task_index, seed, Purpose.EVALUATION, holder, served_step)
 
     def lease_prompt(
-        self, environment: str, prompt: RawPrompt, holder: ServerKey, served_step: int
+        self, environment: str, place: int, prompt: RawPrompt, holder: ServerKey, served_step: int
     ) -> Group:
-        """Leases one reply to a prompt of a client; no step of the run takes it as an episode."""
-        group = self._add(environment, 0, 0, Purpose.EVALUATION, holder, served_step)
+        """Leases one reply to a prompt of a client; no step of the run takes it as an episode.
+
+        `place` is that of the reply among those to the prompt.
+        """
+        group = self._add(environment, place, 0, Purpose.EVALUATION, holder, served_step)
         group.prompt = prompt
         return group
 
