@@ -47,7 +47,7 @@ from slipstream.protocol.checkpoints import (
 )
 
 if TYPE_CHECKING:
-    from slipstream.learner.trainer.checkpoints.threaded_save import ThreadedSave
+    from slipstream.learner.trainer.checkpoints.distributed_files import ThreadedSave
 
 logger = logging.getLogger(__name__)
 

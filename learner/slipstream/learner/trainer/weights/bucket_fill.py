@@ -4,9 +4,9 @@ Both ways are collective: every rank fills every bucket in turn, even a rank tha
 the bucket.
 """
 
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
@@ -140,32 +140,47 @@ class BridgeFilling:
             assert next(self._pending, None) is None
 
 
-@dataclass
 class _Gather:
-    """Parts that the ranks of `group` pack and send to the lead, which is the group's first rank.
+    """Parts of a bucket that the ranks of `group` send to the lead, the group's first rank.
 
-    The lead unpacks them into the bucket, and copies its own parts there directly.
+    The other ranks pack them. The lead unpacks them into the bucket, and copies its own parts there
+    directly.
     """
 
-    group: dist.ProcessGroup
-    pieces: list[tuple[Piece, Span, int]] = field(default_factory=list)
-    num_elements: int = 0
-
-    @property
-    def num_parts(self) -> int:
-        return dist.get_world_size(self.group)
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        # Each with its place among the packed elements.
+        self._pieces: list[tuple[Piece, Span, int]] = []
+        self.num_elements, self.num_others = 0, dist.get_world_size(group) - 1
 
     def add(self, piece: Piece, span: Span) -> None:
-        self.pieces.append((piece, span, self.num_elements))
+        self._pieces.append((piece, span, self.num_elements))
         self.num_elements += piece.part.numel()
 
-    def packing(self, packed: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        for piece, _, offset in self.pieces:
+    def prepare(self, lane: Tensor, packed: Tensor, gathered: Tensor, *, is_lead: bool) -> None:
+        """Takes the memory for the bucket, for this rank's elements, and for those of others."""
+        mine = packed[: self.num_elements]
+        rest = gathered[: self.num_elements * self.num_others]
+        self._sent, self._received = mine.view(torch.uint8), None
+        if is_lead:
+            # Nothing is copied for the lead's own parts.
+            others = rest.view(torch.uint8).view(self.num_others, -1).unbind()
+            self._received = [self._sent, *others]
+        self._before = Copies(self._own(lane) if is_lead else self._packing(mine))
+        self._after = Copies(self._unpacking(rest, lane) if is_lead else ())
+
+    def run(self, lead: int) -> None:
+        self._before.run()
+        dist.gather(self._sent, self._received, dst=lead, group=self._group)
+        self._after.run()
+
+    def _packing(self, packed: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        for piece, _, offset in self._pieces:
             part = piece.part
             yield packed[offset : offset + part.numel()].view(part.shape), part
 
-    def own(self, lane: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        for piece, span, _ in self.pieces:
+    def _own(self, lane: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        for piece, span, _ in self._pieces:
             dim, of_part, whole = _split(piece, span, lane)
             target, part = whole.narrow(dim, 0, min(of_part[dim], whole.shape[dim])), piece.part
             if target.is_contiguous() and target.numel() == part.numel():
@@ -173,11 +188,11 @@ class _Gather:
             else:
                 yield target, part.view(of_part).narrow(dim, 0, target.shape[dim])
 
-    def unpacking(self, gathered: Tensor, lane: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        for piece, span, offset in self.pieces:
+    def _unpacking(self, gathered: Tensor, lane: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        for piece, span, offset in self._pieces:
             dim, of_part, whole = _split(piece, span, lane)
             size = piece.part.numel()
-            for number, source in enumerate(gathered.view(self.num_parts - 1, -1), 1):
+            for number, source in enumerate(gathered.view(self.num_others, -1), 1):
                 start = number * of_part[dim]
                 # Rows beyond the shape are padding.
                 length = min(of_part[dim], piece.shape[dim] - start)
@@ -192,20 +207,6 @@ def _split(piece: Piece, span: Span, lane: Tensor) -> tuple[int, list[int], Tens
     assert piece.dim is not None
     of_part[piece.dim] = piece.part.numel() // (whole.numel() // piece.shape[piece.dim])
     return piece.dim, of_part, whole
-
-
-@dataclass
-class _Step:
-    """One gather of a bucket, ready to run; `parts` is None except on the lead rank.
-
-    The first of `parts` is `packed` itself: nothing is copied for the lead's own parts.
-    """
-
-    group: dist.ProcessGroup
-    before: Copies
-    packed: Tensor
-    parts: list[Tensor] | None
-    after: Copies
 
 
 class PlannedFilling:
@@ -242,55 +243,39 @@ class PlannedFilling:
 
     def prepare(self, buckets: Sequence[Bucket], lanes: Sequence[Tensor]) -> None:
         self._leads = [self.senders[bucket.root] for bucket in buckets]
-        # This rank's pieces of each bucket: whole tensors, and parts to gather.
-        sorted_out: list[tuple[list[tuple[Piece, Span]], list[_Gather]]] = []
-        for bucket in buckets:
+        # This rank's copies of whole tensors, and its parts to gather, of each bucket.
+        self._whole: list[Copies] = []
+        self._gathers: list[list[_Gather]] = []
+        for place, bucket in enumerate(buckets):
+            lane, is_lead = lanes[place % len(lanes)], self._leads[place] == self._rank
             whole, by_group = [], dict[dist.ProcessGroup, _Gather]()
             for span in bucket.spans:
                 piece = self._pieces.get(span.tensor.name)
-                if piece is not None and piece.num_parts == 1:
-                    whole.append((piece, span))
-                elif piece is not None:
+                if piece is None:
+                    continue
+                if piece.num_parts > 1:
                     by_group.setdefault(piece.group, _Gather(piece.group)).add(piece, span)
-            sorted_out.append((whole, list(by_group.values())))
-        gathers = [gather for _, of_bucket in sorted_out for gather in of_bucket]
-        device = lanes[0].device
-        of_own = max((g.num_elements for g in gathers), default=0)
-        of_others = max((g.num_elements * (g.num_parts - 1) for g in gathers), default=0)
+                elif is_lead:
+                    whole.append(_whole(piece, span, lane))
+            self._whole.append(Copies(whole))
+            self._gathers.append(list(by_group.values()))
+        every, device = list(itertools.chain(*self._gathers)), lanes[0].device
+        of_own = max((g.num_elements for g in every), default=0)
+        of_others = max((g.num_elements * g.num_others for g in every), default=0)
         packed = torch.empty(of_own, dtype=self._dtype, device=device)
         gathered = torch.empty(of_others, dtype=self._dtype, device=device)
-        self._whole: list[Copies] = []
-        self._steps: list[list[_Step]] = []
-        for place, (whole, of_bucket) in enumerate(sorted_out):
+        for place, gathers in enumerate(self._gathers):
             lane, is_lead = lanes[place % len(lanes)], self._leads[place] == self._rank
-            self._whole.append(Copies(_whole(*pair, lane) for pair in whole if is_lead))
-            steps = []
-            for gather in of_bucket:
-                mine = packed[: gather.num_elements]
-                rest = gathered[: gather.num_elements * (gather.num_parts - 1)]
-                sent = mine.view(torch.uint8)
-                others = rest.view(torch.uint8).view(gather.num_parts - 1, -1).unbind()
-                parts = [sent, *others] if is_lead else None
-                steps.append(
-                    _Step(
-                        group=gather.group,
-                        before=Copies(gather.own(lane) if is_lead else gather.packing(mine)),
-                        packed=sent,
-                        parts=parts,
-                        after=Copies(gather.unpacking(rest, lane) if is_lead else ()),
-                    )
-                )
-            self._steps.append(steps)
+            for gather in gathers:
+                gather.prepare(lane, packed, gathered, is_lead=is_lead)
 
     def begin(self) -> None:
         """Implements `Filling.begin`."""
 
     def fill(self, place: int) -> None:
         self._whole[place].run()
-        for step in self._steps[place]:
-            step.before.run()
-            dist.gather(step.packed, step.parts, dst=self._leads[place], group=step.group)
-            step.after.run()
+        for gather in self._gathers[place]:
+            gather.run(self._leads[place])
 
 
 def exported(policy: Policy, dtype: torch.dtype, kind: Kind) -> Iterator[tuple[str, Tensor]]:

@@ -12,9 +12,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
-from slipstream.learner.trainer.checkpoints import disk_work, threaded_save  # noqa: E402
+from slipstream.learner.trainer.checkpoints import disk_work, distributed_files  # noqa: E402
+from slipstream.learner.trainer.checkpoints.distributed_files import HostWriter  # noqa: E402
 from slipstream.learner.trainer.checkpoints.host_copies import HostCopies  # noqa: E402
-from slipstream.learner.trainer.checkpoints.threaded_save import HostWriter  # noqa: E402
 from torch.distributed.checkpoint.filesystem import _StoragePrefix  # noqa: E402
 from torch.distributed.checkpoint.metadata import MetadataIndex  # noqa: E402
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType  # noqa: E402
@@ -94,7 +94,8 @@ def test_what_is_held_is_not_copied_again_and_a_view_is_written_alone(tmp_path, 
     parameter += 1
     assert torch.equal(own, torch.zeros(4))
     written: list[torch.Tensor] = []
-    monkeypatch.setattr(threaded_save, "_write_item", lambda *given: written.append(given[2]))
+    files = distributed_files.filesystem
+    monkeypatch.setattr(files, "_write_item", lambda *given: written.append(given[2]))
     writer.write()
     assert torch.equal(written[0], torch.arange(10.0, 20.0))
     assert written[0].untyped_storage().nbytes() == 40

@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
 from slipstream.core.errors import CheckpointError  # noqa: E402
-from slipstream.learner.trainer.checkpoints import distributed_files, threaded_save  # noqa: E402
+from slipstream.learner.trainer.checkpoints import distributed_files  # noqa: E402
 from torch.distributed.checkpoint.api import CheckpointException  # noqa: E402
 
 FULL = OSError(28, "No space left on device")
@@ -27,8 +27,9 @@ def test_a_save_that_torch_finds_failed_is_a_failed_checkpoint(failures, cause, 
         # torch's own error is no Exception.
         raise CheckpointException("write", failures)
 
-    monkeypatch.setattr(threaded_save, "save_state_dict_async_finalize", gather)
-    save = threaded_save.ThreadedSave(host=None, disk=SimpleNamespace(moved=None))
+    saver = distributed_files.state_dict_saver
+    monkeypatch.setattr(saver, "save_state_dict_async_finalize", gather)
+    save = distributed_files.ThreadedSave(host=None, disk=SimpleNamespace(moved=None))
     save._plan = ()
     with pytest.raises(CheckpointError) as caught:
         save.finish()
