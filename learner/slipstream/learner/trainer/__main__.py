@@ -123,11 +123,7 @@ def _run_rank(config: Config, launch: Launch) -> int:
 
 
 def exit_code(error: Exception, *, has_loaded: bool) -> int:
-    """Returns the exit code, described at `main`, of a rank that fails with `error`.
-
-    While a rank loads, a restart does not help against faults of settings, files or code. Memory,
-    devices and missing ranks may be available the next time.
-    """
+    """Returns `main`'s exit code for `error`: faults of settings, files and code last a restart."""
     if isinstance(error, SlipstreamError):
         return FINAL_ERROR
     if has_loaded or isinstance(error, (ConnectionError, TimeoutError)):

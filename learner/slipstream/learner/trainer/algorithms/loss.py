@@ -370,11 +370,7 @@ class TokenLoss:
 
 
 class StepStatistics:
-    """Sums over a step's mini-batches and ranks, equal on every rank.
-
-    Call `add` for each mini-batch, then `metrics`. A step with several passes over its batch adds
-    every mini-batch `epochs` times.
-    """
+    """Sums over a step's mini-batches and ranks, equal on all: `add` each, then `metrics`."""
 
     def __init__(self, epochs: int = 1, columns: Sequence[Column] = ()) -> None:
         """Takes the passes over the batch and all columns of the step, the same on all ranks."""
@@ -519,10 +515,7 @@ def token_statistics(
     found: Sequence[Values],
     columns: Sequence[Column],
 ) -> TokenStatistics:
-    """Returns the statistics of a micro batch; `columns` are all columns of a step.
-
-    `losses` and `weights` are [tokens]: each token's loss and importance weight.
-    """
+    """Returns a micro batch's statistics from its tokens' losses and weights, for `columns`."""
     mask, behavior, policy = tokens.mask, tokens.behavior_logprobs, tokens.logprobs
     is_sampled = mask & ~tokens.is_given
     reference = tokens.reference_logprobs

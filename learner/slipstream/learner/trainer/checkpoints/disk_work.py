@@ -250,11 +250,7 @@ class SyncedFile(CountedFile):
 def write_safetensors(
     path: Path, tensors: Mapping[str, Tensor], moved: Callable[[int], None]
 ) -> None:
-    """Writes and syncs a safetensors file of contiguous tensors that are in main memory.
-
-    `moved` gets the number of bytes of each write: `safetensors.torch.save_file` reports no
-    progress, and may take hours on a slow disk.
-    """
+    """Writes and syncs tensors of main memory as safetensors; `moved` gets each write's bytes."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     start = 0
     for name, tensor in tensors.items():

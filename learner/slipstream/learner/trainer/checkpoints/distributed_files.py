@@ -238,11 +238,7 @@ def _read(wanted: dict[str, Any], reader: _SafeReader, planner: _SafePlanner) ->
 
 
 class HostWriter(FileSystemWriterAsync):  # type: ignore[misc]
-    """Holds the data that one rank saves, and writes them as one file.
-
-    Megatron calls `prepare_write_data`, a thread calls `write`, then Megatron calls `finish`, and
-    rank 0 calls `write_index`.
-    """
+    """Holds what one rank saves; Megatron calls all but `write` and, on rank 0, `write_index`."""
 
     def __init__(
         self,

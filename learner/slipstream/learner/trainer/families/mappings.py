@@ -56,11 +56,7 @@ def ends() -> list[Megatron]:
 
 
 def norms_before(*, mlp: str = "post_attention_layernorm") -> list[Megatron]:
-    """Returns the mappings of the norms before attention and MLP to tensors of the files.
-
-    `mlp` is the files' name of the norm before the MLP. In Megatron a norm has two possible names,
-    since TransformerEngine's layers fuse it into the linear layer.
-    """
+    """Returns the mappings of norms before attention and MLP (`mlp`), fused by layers or not."""
     return renamed(
         {
             f"{DECODER}input_layernorm.weight": f"{LAYER}input_layernorm.weight",
@@ -72,11 +68,7 @@ def norms_before(*, mlp: str = "post_attention_layernorm") -> list[Megatron]:
 
 
 def attention(*, biases: bool = False, normed_heads: bool = False) -> list[Megatron]:
-    """Returns the mappings of attention's parameters to tensors of the files.
-
-    With `biases` queries, keys and values have biases; with `normed_heads` queries and keys have
-    norms.
-    """
+    """Returns attention's mappings; `biases` are of queries, keys and values."""
     pairs = {f"{ATTENTION}linear_proj.weight": f"{LAYER}self_attn.o_proj.weight"}
     if normed_heads:
         pairs |= {
@@ -111,11 +103,7 @@ def gated(ours: str = f"{DECODER}mlp.", theirs: str = f"{LAYER}mlp.") -> list[Me
 def experts(
     mixture: str = "mlp.", names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 ) -> list[Megatron]:
-    """Returns the mappings of router and experts to tensors of the files.
-
-    In the files `mixture` is the prefix of the layer's mixture, and `names` are the names of an
-    expert's gate, up and down projections.
-    """
+    """Returns mappings of router and experts; the files have `mixture` before their `names`."""
     folder = f"{LAYER}{mixture}experts.*."
     gate, up, down = (f"{folder}{name}.weight" for name in names)
     return [
@@ -134,12 +122,7 @@ def shared_expert() -> list[Megatron]:
 
 
 def recipe_for(source: type | str, model_type: str, provider: Megatron | None = None) -> Megatron:
-    """Returns a decorator that registers a recipe with Bridge for transformers' class `source`.
-
-    It is a name if transformers lacks the class. `model_type` is transformers' name of the family.
-    `provider` is the class of Megatron's settings for the model; if it is None, Bridge takes its
-    default.
-    """
+    """Returns a decorator that registers a recipe with Bridge for transformers' class."""
     return MegatronModelBridge.register_bridge(
         source=source, target=GPTModel, provider=provider, model_type=model_type
     )

@@ -47,10 +47,7 @@ _SIZES = ("conv_kernel_dim", "key_head_dim", "value_head_dim", "num_key_heads", 
 
 
 def set_delta_nets(provider: Megatron, settings: Megatron) -> None:
-    """Sets `provider` to gated delta nets and gated attention, with norms that use 1 + weight.
-
-    Layers for multi-token prediction are neither loaded nor exported.
-    """
+    """Sets `provider` to delta nets, gated attention, norms of 1 + weight, no further layers."""
     provider.layernorm_zero_centered_gamma = True
     provider.qk_layernorm = True
     provider.attention_output_gate = True

@@ -5,11 +5,7 @@ from slipstream.learner.trainer import Megatron
 
 
 def own_device(config: Megatron) -> torch.device | int:
-    """Returns the device on which a layer must create its parameters.
-
-    Bridge scatters weights to the tensor parallel ranks from the parameters' device, and NCCL
-    cannot read host memory.
-    """
+    """Returns where a layer makes its parameters, from which Bridge scatters weights, by NCCL."""
     return torch.device("cpu") if config.use_cpu_initialization else torch.cuda.current_device()
 
 

@@ -182,11 +182,7 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
 
 
 class GatheredRows(torch.autograd.Function):
-    """Gathers the rows of all ranks in rank order; the backward pass sums a row's gradients.
-
-    Every rank holds the same number of rows, which are tokens or rows of a matrix, and gets the
-    summed gradients of its own rows.
-    """
+    """Gathers the rows of all ranks, as many each; the backward pass sums a row's gradients."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup) -> Tensor:  # noqa: ANN401

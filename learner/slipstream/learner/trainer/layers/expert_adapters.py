@@ -69,10 +69,7 @@ class ExpertAdapter(torch.nn.Module):
 
     @torch.no_grad()
     def initialise(self, name: str, layer_number: int, *, seed: int) -> None:
-        """Draws A uniformly from -1 / sqrt(inputs) to 1 / sqrt(inputs), and sets B to 0.
-
-        `name` is the module's name in its layer. An expert's values are the same in every layout.
-        """
+        """Draws A uniformly up to 1 / sqrt(inputs), alike in every layout, and sets B to 0."""
         first_expert = self.first.groups.ep.rank() * self.first.num_experts
         ranks, dim = self._group.size(), self.first.partition_dim
         for place in range(self.first.num_experts):
@@ -85,10 +82,7 @@ class ExpertAdapter(torch.nn.Module):
             self.second.get_parameter(f"weight{place}").zero_()
 
     def factors(self, task: Megatron) -> tuple[Tensor, Tensor]:
-        """Returns A and B of the expert whose matrix `task` exports, split like it; collective.
-
-        A merge adds scale * B A to this rank's part of the matrix.
-        """
+        """Returns A and B of the expert whose matrix `task` exports, split like it; collective."""
         place = int(task.param_name.rpartition(".weight")[2])
         first = self.first.get_parameter(f"weight{place}").detach()
         second = self.second.get_parameter(f"weight{place}").detach()

@@ -138,10 +138,7 @@ class GroupedLinear(MegatronModule):  # type: ignore[misc]
     def sharded_tensors(
         self, key: str, offsets: tuple[tuple[int, int, int], ...], metadata: Megatron
     ) -> dict[str, Megatron]:
-        """Returns this rank's experts as sharded tensors for a checkpoint, by parameter name.
-
-        In the checkpoint the matrices of all experts are one tensor, named `key` + "weight".
-        """
+        """Returns this rank's experts by name, as parts of one tensor of all, `key` + kind."""
         first = self.groups.ep.rank() * self.num_experts
         total = self.groups.ep.size() * self.num_experts
         found = {}

@@ -57,11 +57,7 @@ class NormedResidual(torch.nn.Module):
         )
 
     def forward(self, training: bool, fused: bool) -> Callable[[Output, Tensor, float], Tensor]:
-        """Returns a function that normalises an output and adds it to the residual stream.
-
-        The function's arguments are the pair of output and bias, the residual, and the probability
-        of dropout; the bias must be None.
-        """
+        """Returns a function of (output, None), residual, dropout that adds the normed output."""
         add = get_bias_dropout_add(training, fused)
 
         def added(output: Output, residual: Tensor, dropout: float) -> Tensor:

@@ -52,10 +52,7 @@ class PlainNorm(RMSNorm):
 
 
 class PackedDeltaNet(gdn.GatedDeltaNet):  # type: ignore[misc]
-    """A gated delta net over packed tokens [tokens, 1, hidden].
-
-    Context parallel ranks exchange their tokens of all heads for all tokens of their heads.
-    """
+    """A gated delta net over packed [tokens, 1, hidden]; context parallel ranks share heads."""
 
     # Bridge reads these marks to learn that `A_log` and `dt_bias` are split like the heads.
     tensor_model_parallel = True

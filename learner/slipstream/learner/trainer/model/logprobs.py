@@ -83,11 +83,7 @@ def row_logprobs(
     rows: tuple[Tensor, Tensor],
     projection: Projection,
 ) -> tuple[Tensor, Tensor]:
-    """Returns what `vocab_parallel_logprobs` does, for tokens of two temperatures.
-
-    `rows` has the positions of sampled tokens, and of tokens that an environment gave, which have
-    temperature 1.
-    """
+    """Returns `vocab_parallel_logprobs` for sampled rows, and for given ones at temperature 1."""
     sampled, given = rows
     if not len(given):
         return vocab_parallel_logprobs(hidden, weight, targets, sampled, projection)

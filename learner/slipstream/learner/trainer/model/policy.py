@@ -359,11 +359,7 @@ class NamedAdapters:
         return [group for optimizer in self._parts() for group in optimizer.param_groups]
 
     def _make_moments(self) -> None:
-        """Creates the optimizer's moments as zeros, so that an untrained adapter can be saved.
-
-        It runs an update by zero gradients at a learning rate of 0, which changes no weight, and
-        resets the count of updates.
-        """
+        """Creates moments of zeros by an uncounted update: an untrained adapter is saved too."""
         scale = None if self._scaler is None else self._scaler.state_dict()
         for chunk in self._chunks:
             chunk.zero_grad_buffer()

@@ -151,11 +151,7 @@ def provider_of(
 
 
 def fuse_gradients(chunks: Sequence[Megatron], config: Config) -> None:
-    """Makes TransformerEngine's layers add gradients of weights to their sums within the product.
-
-    Without that a gradient is rounded to the type of the weights, written, and added by a kernel of
-    its own. `chunks` have sums, as Megatron's data parallelism makes them.
-    """
+    """Makes TransformerEngine's layers add weights' gradients, unrounded, within the product."""
     if config.learner.transformer.get("gradient_accumulation_fusion", True):
         for module in (module for chunk in chunks for module in chunk.modules()):
             if hasattr(module, "fuse_wgrad_accumulation"):
@@ -183,11 +179,7 @@ def check_fp8(
 
 
 def _check_context_parallel(config: Config, kind: object, *, has_windows: bool) -> None:
-    """Raises ConfigError where TransformerEngine 2.11 cannot split packed sequences over ranks.
-
-    TransformerEngine itself would reject them only at the first micro batch, by an assertion.
-    `kind` is Megatron's `cp_comm_type`, one value for all layers or a list of values by layer.
-    """
+    """Raises ConfigError where TransformerEngine 2.11 fails at the first packed micro batch."""
     cp = config.learner.parallel.cp
     if cp == 1:
         return

@@ -100,11 +100,7 @@ class Recompute:
 
     @contextlib.contextmanager
     def training_pass(self, sizes: Sequence[int], ranks: Ranks) -> Iterator[None]:
-        """Returns the context of a training pass over micro batches of `sizes` tokens; collective.
-
-        The context measures the first pass and, before the second pass, decides how many layers
-        recompute.
-        """
+        """Returns the context of a pass over micro batches of `sizes` tokens; collective."""
         if not self._is_planned and self.measured is not None:
             learner, measured = self._learner, self.measured
             free = (1 - _MARGIN) * self._memory.limit() - self._memory.allocated()

@@ -289,11 +289,7 @@ def run_schedule(
 def _trained_rows(
     model: ParallelModel, micro_batches: Sequence[MicroBatch], temperature: float
 ) -> list[tuple[Tensor, Tensor]]:
-    """Returns (sampled, given) for each micro batch: the rows of its trained tokens, on the device.
-
-    The host computes the rows, as `nonzero` on a GPU would wait for the GPU. An environment gave
-    the given tokens. At temperature 1 all tokens count as sampled.
-    """
+    """Returns each micro batch's trained rows (sampled, given), made on the host, on the device."""
     found = []
     for micro_batch in micro_batches:
         is_given = micro_batch.behavior_logprobs.isnan() & (temperature != 1.0)

@@ -110,11 +110,7 @@ class Ranks:
         return other
 
     def in_force(self) -> AbstractContextManager[None]:
-        """Puts this layout in force inside the context; not collective.
-
-        A model of this layout may run, and the properties of its groups may be read, only inside
-        the context. Raises RuntimeError while a third layout is in force: see `Grids.use`.
-        """
+        """Puts this layout in force inside the context, as models of it need; not collective."""
         return self._grids.use(self._parallel)
 
     @property

@@ -299,10 +299,7 @@ class HfFolderWriter:
         self._total_bytes = 0
 
     def begin(self, source: Path, chat: RunChat = _MODELS_OWN) -> None:
-        """Creates or replaces the folder, and copies all of `source` into it except the weights.
-
-        `chat` takes the place of the chat template of `source`.
-        """
+        """Creates or replaces the folder: `source` without weights, with `chat`'s template."""
         if self._folder.exists():
             shutil.rmtree(self._folder)
         with self._removed_on_failure():

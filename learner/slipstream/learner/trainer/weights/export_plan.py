@@ -133,12 +133,7 @@ def plan_adapters(policy: Policy) -> list[Piece]:
 
 
 def peft_name(name: str, factor: str, *, has_vision: bool) -> str:
-    """Returns PEFT's name of a factor of the adapter on the matrix `name`.
-
-    `factor` is lora_A or lora_B; `name` is a name in the model's files. PEFT uses the names of
-    transformers' modules; for the decoder of a model with vision, they differ from the files'
-    names.
-    """
+    """Returns PEFT's name, by transformers' modules, of a matrix's lora_A or lora_B."""
     path = name.removesuffix("weight")
     if has_vision:
         path = f"model.language_model.{path[path.index('layers.') :]}"

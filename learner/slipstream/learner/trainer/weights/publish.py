@@ -71,10 +71,7 @@ class WeightPublisher:
         return "" if self._sender is None else self._sender.communicator_id or ""
 
     def run(self, order: weights_pb2.PublishOrder, probe: weights_pb2.Probe | None) -> None:
-        """Carries out `order`, and reports a failed transfer to the controller instead of raising.
-
-        The report includes rank 0's `probe`; other ranks' probes are ignored.
-        """
+        """Carries out `order` with rank 0's `probe`; reports a failed transfer, raises nothing."""
         published, alone = self._published, order.adapters_alone
         # Parameters move to the device before any member waits for a bucket and its deadline runs.
         with published.weights.resident():
@@ -301,10 +298,7 @@ class Published:
         return sum(stream.num_bytes for _, stream in self._parts(adapters_alone=adapters_alone))
 
     def layout(self, *, adapters_alone: bool) -> weights_pb2.WeightLayout:
-        """Returns the layout of the weights, from which a receiver derives the same buckets.
-
-        `adapters_alone`: whether it leaves out the base matrices.
-        """
+        """Returns the layout, perhaps of adapters alone, by which receivers cut the buckets."""
         return layout_to_pb(
             () if adapters_alone else self.weights.tensors,
             self.weights.bucket_bytes,

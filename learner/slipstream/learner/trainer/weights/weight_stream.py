@@ -256,9 +256,5 @@ def difference(ours: dict[str, bytes], exported: dict[str, bytes]) -> str:
 
 
 def bucket_bytes(weights: WeightsSection, tensors: Sequence[TensorSpec]) -> int:
-    """Returns the bucket size in bytes: `weights.bucket_mib`, or more for the largest tensor.
-
-    Each lane has room for the largest tensor anyway. Buckets of equal size keep the link busy: the
-    time to send a small bucket is too short to fill or unpack a large one.
-    """
+    """Returns the bytes of `weights.bucket_mib`, or more: equal buckets keep the link busy."""
     return max(weights.bucket_mib << 20, *(tensor.num_bytes for tensor in tensors))
