@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from slipstream.core.configuration.config_file import dump_config, parse_config
 from slipstream.core.machine.address import free_port
 from slipstream.core.settings.sections import WeightsSection
-from slipstream.core.types import GroupId
+from slipstream.core.types import GroupId, PolicyVersion, VersionSpan
 from slipstream.extensions.stored_weights.server import StoredWeights
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.journal import Journal
@@ -151,6 +151,27 @@ def finish(processes: list[Rank], folder: Path) -> list[int]:
             process.kill()
 
 
+def trained(
+    folder: Path,
+    model: Path,
+    orders: Iterable[list[trainer_pb2.Directive]],
+    *,
+    statuses: Sequence[int] = (0,),
+    on_start_publish: Callable[..., list[weights_pb2.Receiver]] | None = None,
+    on_stored: Callable[[trainer_pb2.StoredReport], None] | None = None,
+    **settings: object,
+) -> FakeController:
+    """A controller whose `orders` a trainer has followed until it ended with these `statuses`."""
+    hooks = {"on_start_publish": on_start_publish, "on_stored": on_stored}
+    given = {name: hook for name, hook in hooks.items() if hook is not None}
+    folder.mkdir(exist_ok=True)
+    with FakeController(orders, **given) as controller:
+        ranks = start_trainer(folder, model, controller.address, **settings)
+        found = finish(ranks, folder)
+    assert found == list(statuses), (folder / "rank-0.log").read_text()[-3000:]
+    return controller
+
+
 def test_trainer_trains_publishes_and_stops_as_ordered(tmp_path: Path, model: Path) -> None:
     receiver = Receiver()
     orders = [
@@ -161,11 +182,9 @@ def test_trainer_trains_publishes_and_stops_as_ordered(tmp_path: Path, model: Pa
         publish_order(2, new_communicator=False, verify=True),
         stop_order(),
     ]
-    with FakeController(orders, on_start_publish=receiver.start) as controller:
-        statuses = finish(start_trainer(tmp_path, model, controller.address), tmp_path)
+    controller = trained(tmp_path, model, orders, on_start_publish=receiver.start)
     receiver.join()
     log = (tmp_path / "rank-0.log").read_text()
-    assert statuses == [0], log[-3000:]
     assert controller.failures == []
     # Megatron neither says what it does without, nor decides how logs look.
     assert "/megatron/" not in log
@@ -231,17 +250,8 @@ def test_two_ranks_write_versions_to_storage_while_they_train(tmp_path, model, r
             told[step].wait(TIMEOUT_S)
         yield stop_order()
 
-    with FakeController(orders(), on_stored=fetch) as controller:
-        trainer = start_trainer(
-            *(tmp_path, model, controller.address),
-            pool=rank_pool,
-            world_size=2,
-            weights=settings,
-            parallel={"pp": 2},
-        )
-        statuses = finish(trainer, tmp_path)
-    log = (tmp_path / "rank-0.log").read_text()
-    assert statuses == [0, 0], log[-3000:]
+    stages = {"world_size": 2, "parallel": {"pp": 2}, "statuses": (0, 0), "pool": rank_pool}
+    controller = trained(tmp_path, model, orders(), on_stored=fetch, weights=settings, **stages)
     assert [report.error for report in reports] == ["", ""]
     # Both stages sent their tensors, and what was fetched is what the step had made.
     assert controller.hello is not None
@@ -254,11 +264,7 @@ def test_two_ranks_write_versions_to_storage_while_they_train(tmp_path, model, r
 
 def test_a_trainer_of_a_failed_run_leaves_a_checkpoint_and_no_model(tmp_path, model, rank_pool):
     orders = [batch_order(BATCHES[0]), stop_order("the disk is full", without_model=True)]
-    with FakeController(orders) as controller:
-        trainer = start_trainer(
-            tmp_path, model, controller.address, pool=rank_pool, checkpoint={"every_steps": 50}
-        )
-        assert finish(trainer, tmp_path) == [0], (tmp_path / "rank-0.log").read_text()[-3000:]
+    controller = trained(tmp_path, model, orders, pool=rank_pool, checkpoint={"every_steps": 50})
     assert [report.version.step for report in controller.checkpoints] == [1]
     assert controller.goodbye is not None
     assert controller.goodbye.export_path == ""
@@ -270,12 +276,7 @@ def test_a_replay_of_trees_gives_the_same_weights_bit_for_bit(tmp_path, model, r
     assert all(len(batch.owners) > len(batch.trajectories) for batch in trees)
     orders = [*map(batch_order, trees), stop_order()]
     sampling = {"max_total_tokens": 96}
-    with FakeController(orders) as controller:
-        trainer = start_trainer(
-            tmp_path, model, controller.address, pool=rank_pool, sampling=sampling
-        )
-        assert finish(trainer, tmp_path) == [0], (tmp_path / "rank-0.log").read_text()[-3000:]
-    steps = controller.steps
+    steps = trained(tmp_path, model, orders, pool=rank_pool, sampling=sampling).steps
     assert [s.metrics["trained_tokens"] for s in steps] == [
         sum(t.num_sampled_tokens for t in batch.trajectories) for batch in trees
     ]
@@ -362,14 +363,9 @@ def test_same_batches_give_the_same_bits_whether_they_are_profiled_or_not(
 ) -> None:
     digests, metrics = [], {}
     for name, debug in (("plain", {}), ("profiled", {"profile": {"start_step": 2}})):
-        folder = tmp_path / name
-        folder.mkdir()
         orders = [batch_order(BATCHES[0]), batch_order(BATCHES[1]), stop_order()]
-        with FakeController(orders) as controller:
-            processes = start_trainer(
-                folder, model, controller.address, pool=rank_pool, debug=debug, export_final=False
-            )
-            assert finish(processes, folder) == [0]
+        settings = {"pool": rank_pool, "debug": debug, "export_final": False}
+        controller = trained(tmp_path / name, model, orders, **settings)
         digests.append([report.weight_digest for report in controller.steps])
         metrics[name] = dict(controller.steps[1].metrics)
     assert digests[0] == digests[1]
@@ -428,14 +424,9 @@ def test_a_trainer_that_waits_gives_no_sign_of_life_and_ends_in_order_at_sigterm
 
 
 def test_a_killed_trainer_goes_on_from_its_checkpoint_to_the_same_bits(tmp_path, model, rank_pool):
-    whole = tmp_path / "whole"
-    whole.mkdir()
     orders = [*map(batch_order, BATCHES), stop_order()]
-    with FakeController(orders) as controller:
-        processes = start_trainer(
-            whole, model, controller.address, pool=rank_pool, checkpoint={"every_steps": 2}
-        )
-        assert finish(processes, whole) == [0]
+    settings = {"checkpoint": {"every_steps": 2}, "pool": rank_pool}
+    controller = trained(tmp_path / "whole", model, orders, **settings)
     expected = [report.weight_digest for report in controller.steps]
     # A checkpoint is due after two steps, and the run's end writes another.
     assert [report.version.step for report in controller.checkpoints] == [2, 3]
@@ -443,19 +434,16 @@ def test_a_killed_trainer_goes_on_from_its_checkpoint_to_the_same_bits(tmp_path,
 
     killed = tmp_path / "killed"
     killed.mkdir()
-    settings = {"checkpoint": {"every_steps": 2}, "export_final": False}
+    settings |= {"export_final": False}
     with FakeController([*map(batch_order, BATCHES)]) as controller:
-        processes = start_trainer(killed, model, controller.address, pool=rank_pool, **settings)
+        processes = start_trainer(killed, model, controller.address, **settings)
         assert controller.saved.wait(TIMEOUT_S)
         assert controller.asked.wait(TIMEOUT_S)
         processes[0].kill()
         assert finish(processes, killed) == [-signal.SIGKILL]
     assert [report.weight_digest for report in controller.steps] == expected
     (killed / "program" / "checkpoints" / "step-000009.partial").mkdir()
-    with FakeController([batch_order(BATCHES[2]), stop_order()]) as controller:
-        assert finish(
-            start_trainer(killed, model, controller.address, pool=rank_pool, **settings), killed
-        ) == [0]
+    controller = trained(killed, model, [batch_order(BATCHES[2]), stop_order()], **settings)
     hello, goodbye = controller.hello, controller.goodbye
     assert hello is not None
     assert goodbye is not None
@@ -483,11 +471,7 @@ def test_a_trainer_that_cannot_load_its_model_says_so_at_once(tmp_path, model, r
     sizes = json.loads((damaged / "config.json").read_text())
     dtype = {"dtype": "none that is known", "torch_dtype": "none that is known"}
     (damaged / "config.json").write_text(json.dumps(sizes | dtype))
-    with FakeController([]) as controller:
-        assert finish(
-            start_trainer(tmp_path, damaged, controller.address, pool=rank_pool), tmp_path
-        ) == [3]
-    (failure,) = controller.failures
+    (failure,) = trained(tmp_path, damaged, [], pool=rank_pool, statuses=(3,)).failures
     assert failure.final
     assert failure.message.startswith(f"ValueError: {damaged}/config.json cannot be used: ")
     assert "none that is known" in failure.message
@@ -497,10 +481,7 @@ def test_a_trainer_that_cannot_load_its_model_says_so_at_once(tmp_path, model, r
 
 def test_token_that_is_too_old_stops_the_trainer(tmp_path: Path, model: Path, rank_pool: RankPool):
     orders = [batch_order(BATCHES[0]), batch_order(BATCHES[1]), batch_order(with_old_token())]
-    with FakeController(orders) as controller:
-        assert finish(
-            start_trainer(tmp_path, model, controller.address, pool=rank_pool), tmp_path
-        ) == [3]
+    controller = trained(tmp_path, model, orders, pool=rank_pool, statuses=(3,))
     assert len(controller.steps) == 2
     assert "StalenessError: step 3" in controller.failures[0].message
     assert controller.failures[0].final
@@ -508,11 +489,8 @@ def test_token_that_is_too_old_stops_the_trainer(tmp_path: Path, model: Path, ra
 
 
 def with_old_token():
-    from dataclasses import replace
-
-    from slipstream.core.types import PolicyVersion, VersionSpan
-
     first, *rest = BATCHES[2].trajectories
     number = first.num_sampled_tokens
     spans = (VersionSpan(1, PolicyVersion(0, 0)), VersionSpan(number - 1, PolicyVersion(0, 2)))
-    return replace(BATCHES[2], trajectories=(replace(first, version_spans=spans), *rest))
+    old = dataclasses.replace(first, version_spans=spans)
+    return dataclasses.replace(BATCHES[2], trajectories=(old, *rest))

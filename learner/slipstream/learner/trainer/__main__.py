@@ -123,7 +123,7 @@ def _run_rank(config: Config, launch: Launch) -> int:
 
 
 def exit_code(error: Exception, *, has_loaded: bool) -> int:
-    """Returns `main`'s exit code for `error`: faults of settings, files and code last a restart."""
+    """Returns the exit code for `error`: faults of settings, files and code outlast restarts."""
     if isinstance(error, SlipstreamError):
         return FINAL_ERROR
     if has_loaded or isinstance(error, (ConnectionError, TimeoutError)):

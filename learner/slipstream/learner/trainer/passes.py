@@ -103,7 +103,23 @@ class Passes:
         with self._held(given.adapter) as held, memory.resident(Part.PARAMETERS):
             match given.WhichOneof("step"):
                 case "adam":
-                    metrics = self._update(given.adam, batch.passes, held)
+                    if list(held.reports) != [one.id for one in batch.passes]:
+                        held.reports.clear()
+                        for one in batch.passes:
+                            if error := self.compute(one).error:
+                                raise UntrainableBatch(
+                                    f"pass {one.id} had gradients, and now: {error}"
+                                )
+                    if not held.reports:
+                        self._policy.zero_grad()
+                    rate = given.adam.learning_rate
+                    try:
+                        with memory.resident(Part.GRADIENTS):
+                            assert self._policy.scaler is None, "float16 would compute again"
+                            norm = update_weights(self._policy, rate, list, adam=given.adam)
+                    finally:
+                        held.reports.clear()
+                    metrics = {"grad_norm": norm, "learning_rate": rate}
                 case "load":
                     held.reports.clear()
                     with memory.resident(Part.OPTIMIZER):
@@ -133,24 +149,6 @@ class Passes:
                     self._serve(given.adapter)
         self._policy.adapters.changed.add(given.adapter.name)
         return TrainedStep(metrics, time.monotonic() - started, {})
-
-    def _update(
-        self, numbers: pb.AdamNumbers, passes: Sequence[pb.Pass], held: _Held
-    ) -> dict[str, float]:
-        if list(held.reports) != [given.id for given in passes]:
-            held.reports.clear()
-            for given in passes:
-                if error := self.compute(given).error:
-                    raise UntrainableBatch(f"pass {given.id} had gradients, and now: {error}")
-        if not held.reports:
-            self._policy.zero_grad()
-        try:
-            with self._policy.memory.resident(Part.GRADIENTS):
-                assert self._policy.scaler is None, "float16 would compute gradients again"
-                norm = update_weights(self._policy, numbers.learning_rate, list, adam=numbers)
-        finally:
-            held.reports.clear()
-        return {"grad_norm": norm, "learning_rate": numbers.learning_rate}
 
     @contextmanager
     def _held(self, adapter: pb.Adapter) -> Iterator[_Held]:

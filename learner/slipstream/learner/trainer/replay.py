@@ -134,12 +134,7 @@ def replay(config: Config, steps: list[RecordedStep]) -> int:
         verdict = "as recorded" if same else f"recorded {recorded.digest or 'nowhere'}"
         print(f"version {header.step + 1}  {digest}  {verdict}", flush=True)
     policy.ranks.close()
-    return verdict_of(different, policy.ranks.device.type)
-
-
-def verdict_of(different: int, device_type: str) -> int:
-    """Returns 1 if digests differ on a CPU, else 0; says why digests of a GPU differ."""
-    if different and device_type == "cuda":
+    if different and policy.ranks.device.type == "cuda":
         print(
             f"{different} digests differ, as they may on a GPU: its sums have no fixed order. Only "
             "a run on CPUs is replayed bit for bit"
