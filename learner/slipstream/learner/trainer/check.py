@@ -5,6 +5,7 @@ as a rank does, but without ranks, weights or a GPU. It reads only config.json o
 """
 
 import sys
+from contextlib import nullcontext
 
 from slipstream.core.configuration.config_file import run_check
 from slipstream.core.configuration.roles import named, role_settings
@@ -16,13 +17,6 @@ from slipstream.protocol.weights.transports import check_storage
 def check_settings(config: Config) -> None:
     """Raises ConfigError for settings that Megatron rejects, of all models, or the storage."""
     check_storage(config.weights.storage_url)
-    _check(config)
-    for name, settings in role_settings(config).items():
-        with named(config, name):
-            _check(settings)
-
-
-def _check(config: Config) -> None:
     auto_bridge = compat.install()
     from slipstream.learner.trainer.model.recipe import (
         ddp_config_of,
@@ -31,11 +25,13 @@ def _check(config: Config) -> None:
     )
     from transformers import AutoConfig
 
-    ddp_config_of(config)
-    optimizer_config_of(config)
-    hf_config = AutoConfig.from_pretrained(config.model.path)
-    bridge = auto_bridge.from_hf_config(hf_config)
-    provider_of(bridge, hf_config.get_text_config(), config, load_weights=False)
+    for name, settings in {"": config, **role_settings(config)}.items():
+        with named(config, name) if name else nullcontext():
+            ddp_config_of(settings)
+            optimizer_config_of(settings)
+            hf_config = AutoConfig.from_pretrained(settings.model.path)
+            bridge = auto_bridge.from_hf_config(hf_config)
+            provider_of(bridge, hf_config.get_text_config(), settings, load_weights=False)
 
 
 if __name__ == "__main__":

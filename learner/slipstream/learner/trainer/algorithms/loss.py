@@ -29,13 +29,12 @@ from slipstream.core.settings.config import Config
 from slipstream.core.types import LogprobArray, ReferenceLogprobs, Trajectory
 from slipstream.learner.algorithms.episodes import FloatArray, ScoredEpisode, TokenAdvantages, Turn
 from slipstream.learner.algorithms.functions import (
-    Function,
     function_of,
     shaped_rewards,
     side_of,
     token_advantages,
 )
-from slipstream.learner.algorithms.inputs import LossInputs, SequenceSums, TokenTerms, TokenWeights
+from slipstream.learner.algorithms.inputs import LossInputs, SequenceSums, TokenTerms
 from slipstream.learner.algorithms.losses import (
     Column,
     Reduce,
@@ -336,7 +335,10 @@ def policy_loss(
         if unknown := one.reports.keys() - names:
             what = f"it reports {min(unknown)}, but did not of three tokens"
             raise function.fault(what, where)
-        values += values_of(function, one, mine, mask)
+        values += [(Column.of_report(name), report, mine) for name, report in one.reports.items()]
+        if function.is_own:
+            own = one.losses if isinstance(one, TokenTerms) else one.weights
+            values.append((Column(str(function), Reduce.FAULTS), ~own.isfinite(), mask))
     losses = factors.weights * terms.losses
     kl = algorithm.kl
     if kl.coefficient and kl.placement == "loss":
@@ -478,17 +480,6 @@ class LossSum(IntEnum):
     KL = 7
     # Tokens of lag 0 whose log-probability has other bits than the engine's.
     UNEQUAL = 8
-
-
-def values_of(
-    function: Function, found: TokenTerms | TokenWeights, mask: Tensor, trained: Tensor
-) -> list[Values]:
-    """Returns a function's reports over `mask`, and a user's faults among the `trained` tokens."""
-    values = [(Column.of_report(name), report, mask) for name, report in found.reports.items()]
-    if function.is_own:
-        own = found.losses if isinstance(found, TokenTerms) else found.weights
-        values.append((Column(str(function), Reduce.FAULTS), ~own.isfinite(), trained))
-    return values
 
 
 @dataclass(frozen=True)

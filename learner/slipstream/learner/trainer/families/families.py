@@ -149,25 +149,6 @@ class Exaone4Bridge(FamilyBridge):
         return [*ends(), *norms_after(), *attention(normed_heads=True), *gated()]
 
 
-class _SharedBridge(FamilyBridge):
-    """The common parts of decoders with shared experts, whose first layers are dense."""
-
-    # The field of config.json with the number of shared experts.
-    shared_count = "n_shared_experts"
-
-    def _adjust(self, provider: Megatron, settings: Megatron) -> None:
-        dense = settings.first_k_dense_replace
-        provider.moe_layer_freq = [0] * dense + [1] * (settings.num_hidden_layers - dense)
-        shared = getattr(settings, self.shared_count)
-        provider.moe_shared_expert_intermediate_size = settings.moe_intermediate_size * shared
-        provider.mtp_num_layers = None
-        place_norms(provider, "before")
-
-    def _mappings(self) -> list[Megatron]:
-        shared = gated(SHARED, f"{LAYER}mlp.shared_experts.")
-        return [*ends(), *norms_before(), *gated(), *experts(), *shared]
-
-
 def _score_by_sigmoid(provider: Megatron) -> None:
     """Gives the router sigmoid scores, and biases that affect only the choice of experts."""
     provider.moe_router_score_function = "sigmoid"
@@ -179,18 +160,26 @@ def _expert_bias(theirs: str) -> list[Megatron]:
     return renamed({f"{DECODER}mlp.router.expert_bias": f"{LAYER}{theirs}.e_score_correction_bias"})
 
 
-class _SigmoidBridge(_SharedBridge):
-    """The common parts of decoders with shared experts whose router has sigmoid scores."""
+class _SigmoidBridge(FamilyBridge):
+    """Decoders with first dense layers, shared experts, and a router with sigmoid scores."""
 
+    # The field of config.json with the number of shared experts.
+    shared_count = "n_shared_experts"
     # The folder of the router's biases in a layer of the files.
     bias_folder = "mlp.gate"
 
     def _adjust(self, provider: Megatron, settings: Megatron) -> None:
-        super()._adjust(provider, settings)
+        dense = settings.first_k_dense_replace
+        provider.moe_layer_freq = [0] * dense + [1] * (settings.num_hidden_layers - dense)
+        shared = getattr(settings, self.shared_count)
+        provider.moe_shared_expert_intermediate_size = settings.moe_intermediate_size * shared
+        provider.mtp_num_layers = None
+        place_norms(provider, "before")
         _score_by_sigmoid(provider)
 
     def _mappings(self) -> list[Megatron]:
-        return [*super()._mappings(), *_expert_bias(self.bias_folder)]
+        shared = [*gated(SHARED, f"{LAYER}mlp.shared_experts."), *_expert_bias(self.bias_folder)]
+        return [*ends(), *norms_before(), *gated(), *experts(), *shared]
 
 
 @recipe_for(MiniMaxM2ForCausalLM, "minimax_m2")

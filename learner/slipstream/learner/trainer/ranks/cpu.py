@@ -134,14 +134,6 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def _no_op() -> Callable[..., None]:
-    """Returns a new function that does nothing; torch.compile refuses to register one twice."""
-
-    def nothing(*_: object, **__: object) -> None: ...
-
-    return nothing
-
-
 def _rng_state(*_: object, **__: object) -> torch.Tensor:
     return torch.get_rng_state()
 
@@ -158,9 +150,10 @@ def _replace_cuda() -> None:
         torch.cuda,
         {
             "current_device": lambda: _CPU,
-            "synchronize": _no_op(),
-            "set_device": _no_op(),
-            "empty_cache": _no_op(),
+            # Each is a function of its own: torch.compile refuses to register one twice.
+            "synchronize": lambda *_, **__: None,
+            "set_device": lambda *_, **__: None,
+            "empty_cache": lambda *_, **__: None,
             "Stream": _Done,
             "Event": _Done,
             "current_stream": current_stream,
@@ -172,7 +165,9 @@ def _replace_cuda() -> None:
         },
     )
     substitute(torch.cuda.random, {"get_rng_state": _rng_state, "set_rng_state": _set_rng_state})
-    substitute(torch.cuda.nvtx, {"range_push": _no_op(), "range_pop": _no_op()})
+    substitute(
+        torch.cuda.nvtx, {"range_push": lambda *_, **__: None, "range_pop": lambda *_, **__: None}
+    )
 
 
 def _replace_tensor_methods() -> None:
