@@ -7,11 +7,16 @@ from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 
+from safetensors.torch import load_file  # noqa: E402
 from slipstream.core.errors import CheckpointError  # noqa: E402
 from slipstream.learner.trainer.checkpoints import disk_work  # noqa: E402
-from slipstream.learner.trainer.checkpoints.disk_work import DiskWork  # noqa: E402
+from slipstream.learner.trainer.checkpoints.disk_work import (  # noqa: E402
+    DiskWork,
+    check_shared,
+    write_safetensors,
+)
 from support.ranks.thread_ranks import ThreadRanks, run_ranks  # noqa: E402
 
 LIMIT_S = 0.4
@@ -125,12 +130,6 @@ def test_a_folder_that_cannot_be_copied_is_told_with_its_first_file_alone(tmp_pa
     assert "[(" not in error
 
 
-torch = pytest.importorskip("torch")
-
-from safetensors.torch import load_file  # noqa: E402
-from slipstream.learner.trainer.checkpoints.disk_work import write_safetensors  # noqa: E402
-
-
 def test_what_is_written_is_read_by_safetensors_and_told_byte_by_byte(tmp_path: Path) -> None:
     tensors = {
         "state": torch.arange(5000, dtype=torch.int64).to(torch.uint8),
@@ -147,3 +146,35 @@ def test_what_is_written_is_read_by_safetensors_and_told_byte_by_byte(tmp_path: 
     assert sum(moved) == path.stat().st_size
     # The file has the permissions of the files beside it.
     assert path.stat().st_mode == beside.stat().st_mode
+
+
+def outcomes(*folders: Path) -> list[str]:
+    """What `check_shared` says on each rank; rank n sees `folders[n]`."""
+    said = [""] * len(folders)
+
+    def check(ranks: ThreadRanks) -> None:
+        try:
+            check_shared(folders[ranks.rank], ranks, limit_s=0.2)  # type: ignore[arg-type]
+        except CheckpointError as error:
+            said[ranks.rank] = str(error)
+
+    run_ranks(len(folders), check)
+    return said
+
+
+def test_ranks_that_share_a_folder_leave_nothing_in_it(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    assert outcomes(folder, folder, folder) == ["", "", ""]
+    assert list(folder.iterdir()) == []
+
+
+def test_all_ranks_are_told_which_one_sees_another_folder(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    there.mkdir()
+    folders = here, here, there
+    for folder, text in zip(folders, outcomes(*folders), strict=True):
+        rule = "checkpoints need a run.dir that all nodes of the learner share: rank 2 on "
+        assert text.startswith(rule)
+        assert "rank 1" not in text
+        assert f"cannot see what rank 0 writes to {folder}; " in text
+    assert list(here.iterdir()) == []
