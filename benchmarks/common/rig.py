@@ -137,7 +137,7 @@ class TimedPublisher(Publisher):
         times.finished = time.monotonic()
         return receipt
 
-    def report(self, session: ServerSession, message: fleet_pb2.PublishReport) -> None:
+    def publish_reported(self, session: ServerSession, message: fleet_pb2.PublishReport) -> None:
         """Notes when a server has loaded, and when it serves."""
         times = next((t for t in self.publishes if t.publish_id == message.publish_id), None)
         phases = (fleet_pb2.PUBLISH_PHASE_LOADED, fleet_pb2.PUBLISH_PHASE_SERVING)
@@ -152,7 +152,7 @@ class TimedPublisher(Publisher):
             times.servers.setdefault(session.name, {}).update(numbers(message))
             if message.probe_logprobs:
                 times.answers[session.name] = message.probe_logprobs
-        super().report(session, message)
+        super().publish_reported(session, message)
 
 
 class HeldFormer(BatchFormer):

@@ -16,7 +16,7 @@ from slipstream.learner.controller.records.kinds import Record, fields_of
 from slipstream.learner.controller.records.ledger import AccountedReceiver, TokenLedger
 from slipstream.learner.controller.records.state import RunState
 from slipstream.learner.controller.run import Run
-from slipstream.learner.controller.servers.fleet import Fleet, FleetHandlers
+from slipstream.learner.controller.servers.fleet import Fleet
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.session import ServerSession
 from slipstream.learner.controller.tasks import EnvironmentBook, EnvironmentEntry
@@ -24,7 +24,7 @@ from slipstream.protocol.queue.base import Amount
 from slipstream.protocol.queue.grpc import GrpcReceiver
 from slipstream.v1 import environment_pb2, fleet_pb2, trajectory_pb2
 
-from support.rigs.publishing_scene import joined, nothing, run_of
+from support.rigs.publishing_scene import joined, run_of
 
 STEPS = 10
 
@@ -43,7 +43,7 @@ def books_of(run: Run, **given: object) -> Books:
             max_staleness=algorithm.max_staleness,
             num_steps=run.config.run.steps,
         ),
-        "environments": EnvironmentBook(state, seed=0, max_failed_groups=3),
+        "environments": EnvironmentBook(state, seed=0),
         "fleet": fleet,
         "journal": None,
         "state": state,
@@ -108,7 +108,6 @@ class Rig:
         self.books = books_of(self.run, journal=journal, state=state or RunState())
         self.book, self.environments = self.books.leases, self.books.environments
         self.fleet, self.queue = self.books.fleet, self.books.queue
-        self.fleet.handlers = FleetHandlers(*[nothing] * 8)
         self.folder, self.journal = folder / "journal", journal
         self.journal.append(kinds.Start(format=1, run_id="r"))
         self.abandoned: list[Group] = []
@@ -134,7 +133,7 @@ class Rig:
         session.version = PolicyVersion(0, version)
         session.changed()
         for environment in environments:
-            self.environments.loaded(environment, session.key, 5)
+            self.environments.entries[environment].loaded(session.key, 5)
         return session
 
     def lose(self, session: ServerSession) -> None:

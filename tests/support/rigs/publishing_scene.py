@@ -10,7 +10,7 @@ from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.types import PolicyVersion, ServerId
 from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.run import Run
-from slipstream.learner.controller.servers.fleet import Fleet, FleetHandlers
+from slipstream.learner.controller.servers.fleet import Fleet
 from slipstream.learner.controller.servers.session import JoinedOrder, ServerKey, ServerSession
 from slipstream.protocol.codec import pack_logprobs
 from slipstream.protocol.weights.transports import Place
@@ -57,13 +57,6 @@ def run_of(**sections: dict[str, Any] | list[dict[str, Any]]) -> Run:
     return made
 
 
-def fleet_of(run: Run) -> Fleet:
-    """A fleet whose servers nobody handles."""
-    fleet = Fleet(run)
-    fleet.handlers = FleetHandlers(*[nothing] * 8)
-    return fleet
-
-
 def joined(fleet: Fleet, name: str, *, max_episodes: int = 0) -> ServerSession:
     """A server on the learner's host."""
     hello = fleet_pb2.ServerHello(
@@ -103,8 +96,7 @@ class Scene:
         self.fleet = Fleet(run)
         self.run, self.tasks = run, tasks
         self.publisher = Publisher(self.fleet, run, tasks)
-        lost = self.publisher.lost
-        self.fleet.handlers = FleetHandlers(nothing, lost, *[nothing] * 6)
+        self.fleet.parts = [self.publisher]
         self.session = self.joined("a")
         self.trainer = trainer_pb2.NextRequest(bucket_digests=DIGESTS)
 
@@ -171,7 +163,7 @@ class Scene:
     ) -> None:
         """A report of `session`, else of the server that was first."""
         report = fleet_pb2.PublishReport(publish_id=publish_id, phase=phase, **values)
-        self.publisher.report(session or self.session, report)
+        self.publisher.publish_reported(session or self.session, report)
 
     def sent(self) -> list[str]:
         return sent(self.session)

@@ -121,7 +121,7 @@ class Round:
 class Evaluator(Part):
     """Runs evaluation rounds: before the first step, after every n-th step and after the last step.
 
-    Life of a round: `step_done` requests a version; `run_forever` pins a server that serves this
+    Life of a round: `stepped` requests a version; `run_forever` pins a server that serves this
     version, leases the episodes to the server as the server has room, collects the episodes, and
     calls `on_result`. If the server is lost or serves another version, the round starts again on
     another server.
@@ -172,13 +172,8 @@ class Evaluator(Part):
         self, trained: Trained, report: trainer_pb2.StepReport, given_s: float | None
     ) -> None:
         """Requests an evaluation of a new version; `restore` did so for one that is made again."""
-        if not trained.again:
-            self.step_done(trained.version.step)
-
-    def step_done(self, step: int) -> None:
-        """Notes that version `step` exists; requests an evaluation of this version if it is due."""
-        if self._is_due(step):
-            self._wanted_step = step
+        if not trained.again and self._is_due(trained.version.step):
+            self._wanted_step = trained.version.step
 
     def _is_due(self, step: int) -> bool:
         return step >= self._progress.last_step or any(
@@ -285,7 +280,9 @@ class Evaluator(Part):
             name, task_index = round_.waiting.pop()
             key, step = round_.session.key, round_.version.step
             # The seed is the task's number: every round, and every sample, sees the same task.
-            group = self._book.lease_evaluation(name, task_index, task_index, key, step)
+            group = self._book.lease_episode(
+                name, key, step, task_index=task_index, seed=task_index
+            )
             round_.running[group.group_id] = group
             granted.append(group)
         if granted:

@@ -16,10 +16,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 from google.protobuf.message import DecodeError
 from slipstream.core.errors import ProtocolError, WeightSyncError
 from slipstream.core.settings.sections import WeightsSection
@@ -86,9 +87,9 @@ class StoredWeights:
                     break
             num_bytes, anew = stored.num_bytes, bool(links) and not links[0].HasField("delta")
             try:
-                with _Buckets(self._path, buckets, anew=anew) as file:
-                    for link in links:
-                        num_bytes += self._apply(link, file, until)
+                parts = self._mapped(buckets, anew=anew)
+                for link in links:
+                    num_bytes += self._apply(link, buckets, parts, until)
             except (OSError, ValueError) as error:
                 # A file that was cut cannot be mapped: a ValueError.
                 self._held = b""
@@ -109,24 +110,54 @@ class StoredWeights:
             )
         return data
 
-    def _apply(self, link: weights_pb2.StoredLink, file: _Buckets, until: Until) -> int:
+    def _mapped(self, buckets: Sequence[Bucket], *, anew: bool) -> list[npt.NDArray[np.uint8]]:
+        """Returns the memory of each bucket in the file, which is made or emptied if `anew`."""
+        ends = [0, *accumulate(bucket.num_bytes for bucket in buckets)]
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        flags = os.O_RDWR | (os.O_CREAT | os.O_TRUNC if anew else 0)
+        file = os.open(self._path, flags, 0o600)
+        try:
+            if anew:
+                # Else a full disk would end the process when the memory is written.
+                os.posix_fallocate(file, 0, ends[-1])
+            whole = np.frombuffer(mmap.mmap(file, ends[-1]), dtype=np.uint8)
+        finally:
+            os.close(file)
+        return [whole[start:end] for start, end in pairwise(ends)]
+
+    def _apply(
+        self,
+        link: weights_pb2.StoredLink,
+        buckets: Sequence[Bucket],
+        parts: Sequence[npt.NDArray[np.uint8]],
+        until: Until,
+    ) -> int:
         """Applies a manifest's link (a version or a delta) to the file; returns the bytes fetched.
 
-        Raises WeightSyncError for a wrong digest or a missing bucket.
+        Raises WeightSyncError for a wrong digest, a malformed delta or a missing bucket.
         """
         self._held = b""
-        changed = list(link.delta.changed) if link.HasField("delta") else None
-        wires = file.buckets if changed is None else on_the_wire(file.buckets, changed)
-        missing = set(range(len(file.buckets)))
+        changed, wires = [0] * len(buckets), tuple(buckets)
+        if link.HasField("delta"):
+            changed = list(link.delta.changed)
+            wires = on_the_wire(buckets, changed)
+        missing = set(range(len(buckets)))
         num_bytes = 0
         for stored in link.objects:
             data = memoryview(self._read(stored.key, stored.num_bytes, stored.digest, until))
             for place in stored.buckets:
-                size = wires[place].num_bytes
+                bucket, own, size = buckets[place], parts[place], wires[place].num_bytes
                 part, data = data[:size], data[size:]
-                file.put(place, part, 0 if changed is None else changed[place])
                 missing.discard(place)
-                if file.digest(place) != link.bucket_digests[place]:
+                if len(part) == bucket.num_bytes:
+                    own[:] = np.frombuffer(part, dtype=np.uint8)
+                else:
+                    try:
+                        put_payload(own.view(np.uint16), part, bucket, changed[place])
+                    except ProtocolError as error:
+                        raise WeightSyncError(f"bucket {place}: {error}") from error
+                digest = bucket_digest(bucket_tensor_digests(bucket, own.data))
+                if digest != link.bucket_digests[place]:
                     raise WeightSyncError(f"bucket {place} of {stored.key} came out wrong")
             num_bytes += stored.num_bytes
         if missing:
@@ -147,55 +178,6 @@ class Fetched:
     num_links: int
     num_bytes: int
     seconds: float
-
-
-class _Buckets:
-    """The file of all buckets, mapped into memory inside a `with` block."""
-
-    def __init__(self, path: Path, buckets: Sequence[Bucket], *, anew: bool) -> None:
-        """With `anew` the file is created, or emptied if it exists; otherwise it must exist."""
-        self.buckets = tuple(buckets)
-        self._path, self._anew = path, anew
-        self._starts = [0, *accumulate(bucket.num_bytes for bucket in buckets)]
-
-    def __enter__(self) -> _Buckets:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        flags = os.O_RDWR | (os.O_CREAT | os.O_TRUNC if self._anew else 0)
-        file = os.open(self._path, flags, 0o600)
-        try:
-            if self._anew:
-                # Else a full disk would end the process when the memory is written.
-                os.posix_fallocate(file, 0, self._starts[-1])
-            self._map = mmap.mmap(file, self._starts[-1])
-        finally:
-            os.close(file)
-        self._bytes = np.frombuffer(self._map, dtype=np.uint8)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        # Closing the map would fail while the traceback of an error still holds a view of it.
-        del self._bytes, self._map
-
-    def put(self, place: int, data: memoryview, changed: int) -> None:
-        """Writes `data` to bucket `place`: the whole bucket, or `changed` elements of it.
-
-        Raises WeightSyncError if `data` is malformed.
-        """
-        bucket = self.buckets[place]
-        if len(data) == bucket.num_bytes:
-            self._at(place)[:] = np.frombuffer(data, dtype=np.uint8)
-            return
-        try:
-            put_payload(self._at(place).view(np.uint16), data, bucket, changed)
-        except ProtocolError as error:
-            raise WeightSyncError(f"bucket {place}: {error}") from error
-
-    def digest(self, place: int) -> bytes:
-        """Returns the digest of bucket `place`, computed from the bytes in the file."""
-        return bucket_digest(bucket_tensor_digests(self.buckets[place], self._at(place).data))
-
-    def _at(self, place: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-        return self._bytes[self._starts[place] : self._starts[place + 1]]
 
 
 class FetchOrders:

@@ -187,7 +187,6 @@ class VersionWriter:
                 changed = [sum(both) for both in zip(changed, theirs.delta.changed, strict=True)]
             if link.HasField("delta"):
                 link.delta.changed[:] = changed
-            if link.HasField("delta"):
                 link.delta.base = content_name(self._chain[-1].bucket_digests)
             chain = [link] if whole else [*self._chain, link]
             layout = self._published.layout(adapters_alone=False)

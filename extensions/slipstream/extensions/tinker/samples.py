@@ -204,7 +204,9 @@ class Samples:
             sampling.CopyFrom(sample.sampling)
             sampling.seed += place
         prompt, served = RawPrompt(sample.prompt_token_ids, sampling), session.version.step
-        group = self._book.lease_prompt(environment, place, prompt, session.key, served)
+        group = self._book.lease_episode(
+            environment, session.key, served, task_index=place, prompt=prompt
+        )
         entry.groups[group.group_id] = group
         entry.num_leased += 1
         return group

@@ -13,7 +13,7 @@ import grpc.aio
 from slipstream.core.errors import SlipstreamError
 from slipstream.core.run_folder import CHECKPOINTS, JOURNAL
 from slipstream.core.settings.config import Config
-from slipstream.core.types import MAX_EXCUSED_ATTEMPTS, GroupId
+from slipstream.core.types import MAX_EXCUSED_ATTEMPTS
 from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.leasing.scheduler import Books
 from slipstream.learner.controller.parts import Parts, make_parts
@@ -26,8 +26,7 @@ from slipstream.learner.controller.records.ledger import (
 from slipstream.learner.controller.reporting.metrics import RunRecorder, open_recorder
 from slipstream.learner.controller.restoration import begin, restore, warn_of_checkpoints
 from slipstream.learner.controller.run import Run
-from slipstream.learner.controller.servers.fleet import Fleet, FleetHandlers
-from slipstream.learner.controller.servers.session import ServerSession
+from slipstream.learner.controller.servers.fleet import Fleet
 from slipstream.learner.controller.services.environment_service import environment_specs
 from slipstream.learner.controller.services.fleet_service import FleetServicer, ServiceHealth
 from slipstream.learner.controller.services.trainer_service import await_goodbye
@@ -159,11 +158,7 @@ class Controller:
         async with AsyncExitStack() as stack:
             journal = stack.enter_context(Journal(folder / JOURNAL))
             history = begin(journal, folder / JOURNAL, self._run)
-            self._environments = EnvironmentBook(
-                history,
-                seed=self._config.run.seed,
-                max_failed_groups=self._config.controller.max_failed_groups,
-            )
+            self._environments = EnvironmentBook(history, seed=self._config.run.seed)
             recorder = await open_recorder(self._config, self._run.events)
             stack.callback(recorder.close)
             server = create_server(self._credentials, run_id=self._progress.run_id)
@@ -186,7 +181,7 @@ class Controller:
                 self._parts = parts = self._make_parts(self._run, books, recorder, tasks)
                 warn_of_checkpoints(folder / CHECKPOINTS, history.checkpoint.step, self._run.events)
                 health = self._connect(server)
-                restore(books, [parts.intake, parts.former, *parts.all], history, self._run)
+                restore(books, parts.former, parts.all, history, self._run)
                 self._book.awaited.hold(receiver.backlog)
                 await server.start()
                 if self._config.tracking.prometheus is not None:
@@ -242,20 +237,11 @@ class Controller:
         self._progress.stop(reason)
 
     def _connect(self, server: grpc.aio.Server) -> ServiceHealth:
-        """Adds the configured environments, the handlers of servers' messages and all services."""
+        """Adds the configured environments and all services."""
         for spec in environment_specs(self._config, search_path=os.getcwd()):
             self._environments.add(spec)
         parts = self._parts
-        self._fleet.handlers = FleetHandlers(
-            joined=self._server_joined,
-            lost=self._server_lost,
-            reported=self._server_reported,
-            environment=parts.environments.environment_reported,
-            publish=parts.publisher.report,
-            lease=self._lease_reported,
-            draining=self._server_drains,
-            rested=self._engine_rested,
-        )
+        self._fleet.parts = parts.all
         fleet = FleetServicer(self._fleet, self._run, parts.environments.relay)
         fleet_pb2_grpc.add_FleetServiceServicer_to_server(fleet, server)
         trainer_pb2_grpc.add_TrainerServiceServicer_to_server(parts.trainer, server)
@@ -265,48 +251,6 @@ class Controller:
             part.serve(server)
         modules = (environment_pb2, fleet_pb2, status_pb2, trainer_pb2, trajectory_pb2)
         return ServiceHealth(server, modules)
-
-    def _server_joined(self, session: ServerSession) -> None:
-        self._book.awaited.joined(session.name, session.hello.undelivered)
-        for part in self._parts.all:
-            part.joined(session)
-
-    def _server_lost(self, session: ServerSession) -> None:
-        ledger = self._books.ledger
-        ledger.journal_servers(lost=session.key)
-        # Otherwise the records of many departures would wait in memory until the next step.
-        self._parts.endings.flush_soon()
-        for part in self._parts.all:
-            part.lost(session)
-        if not session.drained.is_set():
-            ledger.die(session.key)
-        orphans = self._parts.intake.abandon_often_lost(self._book.orphan(session.key))
-        if orphans and not self._progress.is_over:
-            missing = sum(len(group.missing) for group in orphans)
-            self._run.events.warn(
-                f"{missing} episodes of {len(orphans)} groups wait for another server"
-            )
-
-    def _server_drains(self, session: ServerSession) -> None:
-        for part in self._parts.all:
-            part.drains(session)
-
-    def _server_reported(self, session: ServerSession, report: fleet_pb2.ServerReport) -> None:
-        self._books.ledger.report(session.key, report)
-        for part in self._parts.all:
-            part.reported(session, report)
-        num_sent, arrived = report.sent.trajectories, self._fleet.epochs.count(session.key).num_sent
-        for group in self._book.short_leases(session.key, num_sent, arrived):
-            self._parts.intake.run_again(group, "neither delivered them nor named them unfinished")
-
-    def _engine_rested(self, session: ServerSession, answer: fleet_pb2.Rested) -> None:
-        for part in self._parts.all:
-            part.rested(session, answer)
-
-    def _lease_reported(self, session: ServerSession, report: fleet_pb2.LeaseReport) -> None:
-        group_id, unused = GroupId(report.group_id), report.next_attempt
-        self._book.closed(group_id, session.key, report.unfinished, next_attempt=unused)
-        self._run.signal.notify()
 
     async def _wind_down(self) -> None:
         """Waits for the trainer's goodbye, then drains the servers; each wait has a time limit."""

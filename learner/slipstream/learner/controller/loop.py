@@ -235,13 +235,14 @@ class BatchFormer:
             self.training = from_record(message)
         return self.training
 
-    async def take_up(self, message: pb.StepReport | pb.DataFault) -> None:
+    async def take_up(self, message: pb.StepReport | pb.DataFault, trainer: PolicyVersion) -> None:
         """Makes the batch of `message` the trainer's batch, if the journal has it.
 
-        An earlier controller gave this batch to the trainer, which has since registered with this
-        controller. Does nothing if this controller has already given the trainer a batch.
+        An earlier controller gave this batch to the trainer of version `trainer`, which has since
+        registered with this controller. Does nothing if this controller has given it a batch.
         """
-        if self.training is not None or self._reported is not None:
+        is_its = message.step == trainer.step
+        if not is_its or self.training is not None or self._reported is not None:
             return
         batch = self._state.batches.get(message.step)
         if batch is not None and batch.batch_id == message.batch_id:
@@ -259,7 +260,7 @@ class BatchFormer:
             if given is None:
                 groups = self._book.take_batch()
             else:
-                self._book.begin_step()
+                self._book.step += 1
             self.waits.note(time.monotonic(), running=groups is None)
             if groups is None:
                 return None

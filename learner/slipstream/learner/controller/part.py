@@ -37,6 +37,17 @@ class Part:
     def rested(self, session: ServerSession, answer: fleet_pb2.Rested) -> None:
         """Handles an engine that rests."""
 
+    def environment_reported(
+        self, session: ServerSession, report: fleet_pb2.EnvironmentReport
+    ) -> None:
+        """Handles a server's report that it has loaded an environment or cannot run it."""
+
+    def publish_reported(self, session: ServerSession, report: fleet_pb2.PublishReport) -> None:
+        """Handles a server's answer or its report on a phase of a publish."""
+
+    def lease_reported(self, session: ServerSession, report: fleet_pb2.LeaseReport) -> None:
+        """Handles a lease that a server has closed."""
+
     def lost(self, session: ServerSession) -> None:
         """Handles a server that is gone, in order or not."""
 

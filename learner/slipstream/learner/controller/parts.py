@@ -48,7 +48,7 @@ def make_parts(
     former: BatchFormer | None = None,
     others: Sequence[Part] = (),
 ) -> Parts:
-    """Returns the parts of a controller, whose tasks are in `tasks`; `others` are told last.
+    """Returns the parts of a controller, whose tasks are in `tasks`; `others` are told late.
 
     The modules of parts that the settings do not ask for are not imported.
     """
@@ -61,6 +61,7 @@ def make_parts(
         run,
         books,
         recorder,
+        endings=endings,
         intake=intake,
         former=former,
         publisher=publisher,
@@ -86,7 +87,8 @@ def make_parts(
         from slipstream.extensions.turns.controller import EngineTurns
 
         optional.append(EngineTurns(books.fleet, run))
-    every = (results, *evaluators, environments, publisher, *optional, *others)
+    # The intake is last: what others withdraw has left the book before orphans are looked for.
+    every = (results, *evaluators, environments, publisher, *optional, *others, intake)
     trainer = TrainerServicer(run, TrainerOrders(run, books.leases, former, publisher, parts=every))
     return Parts(
         recorder=recorder,

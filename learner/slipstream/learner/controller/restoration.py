@@ -5,7 +5,6 @@ import secrets
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Protocol
 
 from slipstream.core.errors import ConfigError, ProtocolError
 from slipstream.core.machine.description import describe_machine, describe_packages
@@ -13,6 +12,8 @@ from slipstream.core.run_folder import CHECKPOINTS, JOURNAL_LOG, check_journal_n
 from slipstream.learner.algorithms.functions import used_functions
 from slipstream.learner.controller.events import EventLog
 from slipstream.learner.controller.leasing.scheduler import Books
+from slipstream.learner.controller.loop import BatchFormer
+from slipstream.learner.controller.part import Part
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.history import FORMAT, REMEDY, RunHistory, read_history
 from slipstream.learner.controller.records.journal import Journal, read_records
@@ -23,13 +24,6 @@ from slipstream.protocol.checkpoints import (
     complete_steps,
     passed_over,
 )
-
-
-class Restored(Protocol):
-    """A part of the controller whose state is restored from the journal."""
-
-    def restore(self, history: RunHistory) -> None:
-        """Takes over the state that `history` has of this part."""
 
 
 def begin(journal: Journal, folder: Path, run: Run) -> RunHistory:
@@ -106,15 +100,19 @@ def warn_of_checkpoints(folder: Path, recorded: int, events: EventLog) -> None:
         events.warn(f"{checkpoint_path(folder, recorded)} is not there any more: {base}")
 
 
-def restore(books: Books, parts: Iterable[Restored], history: RunHistory, run: Run) -> None:
+def restore(
+    books: Books, former: BatchFormer, parts: Iterable[Part], history: RunHistory, run: Run
+) -> None:
     """Restores each part to its state at the end of the journal, before any server connects.
 
     Does nothing at the first start of a run.
     """
     if history.starts == 1:
         return
-    every: list[Restored] = [books.leases, books.ledger, *parts]
-    for part in every:
+    books.leases.restore(history)
+    books.ledger.restore(history)
+    former.restore(history)
+    for part in parts:
         part.restore(history)
     open_groups = sum(not group.is_complete for group in books.leases.groups.values())
     run.events.add(

@@ -15,6 +15,7 @@ from slipstream.learner.controller.part import Part, Tasks
 from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.history import RunHistory
+from slipstream.learner.controller.records.ledger import Endings
 from slipstream.learner.controller.reporting.metrics import RunRecorder
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.session import ServerSession
@@ -111,13 +112,14 @@ class Results(Part):
         books: Books,
         recorder: RunRecorder,
         *,
+        endings: Endings,
         intake: Intake,
         former: BatchFormer,
         publisher: Publisher,
         scheduler: Scheduler,
     ) -> None:
         self._run, self._books, self._recorder = run, books, recorder
-        self._intake, self._former = intake, former
+        self._intake, self._former, self._endings = intake, former, endings
         self._publisher, self._scheduler = publisher, scheduler
         self._times = StepTimes()
         # Done when the last evaluation is on disk; never done after a failure of the disk.
@@ -130,10 +132,14 @@ class Results(Part):
         return {"ledger": self._watch_ledger()}
 
     def reported(self, session: ServerSession, report: fleet_pb2.ServerReport) -> None:
+        self._books.ledger.report(session.key, report)
         self._recorder.server_report(report)
         self._times.report(session.key, report)
 
     def lost(self, session: ServerSession) -> None:
+        self._books.ledger.journal_servers(lost=session.key)
+        # Otherwise the records of many departures would wait in memory until the next step.
+        self._endings.flush_soon()
         self._times.lost(session.key)
 
     def stepped(
@@ -163,7 +169,10 @@ class Results(Part):
                 "filtered_groups": float(books.state.filtered_groups[batch.step]),
                 "set_aside_batches": float(len(books.state.set_aside)),
                 "quarantined_trajectories": float(self._intake.inspector.quarantine.total),
-                **books.environments.gauges(),
+                # A task counts each time it is skipped.
+                "skipped_tasks": float(
+                    sum(entry.tasks_skipped for entry in books.environments.entries.values())
+                ),
                 **self._publisher.totals.gauges(),
                 **books.fleet.gauges(),
                 "reserved_bytes": float(self._scheduler.reserved_bytes),

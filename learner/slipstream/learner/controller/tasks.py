@@ -99,6 +99,51 @@ class EnvironmentEntry:
         told.add(text)
         return True
 
+    def loaded(self, key: ServerKey, num_tasks: int) -> None:
+        """Notes that a server has loaded the environment, which has `num_tasks` tasks."""
+        if self.num_tasks != num_tasks:
+            self.order.clear()
+        self.loaded_on.add(key)
+        self.failed_on.pop(key, None)
+        self.num_tasks = num_tasks
+        if self.state == pb.ENVIRONMENT_STATE_PENDING:
+            self.state = pb.ENVIRONMENT_STATE_READY
+
+    def load_failed(self, key: ServerKey, cause: str) -> None:
+        """Notes that a server has no worker that loaded the environment and has not ended."""
+        self.loaded_on.discard(key)
+        self.failed_on[key] = cause
+        self.cause = cause
+
+    def group_complete(self) -> None:
+        """Notes that a group is complete, and resets the counts of failures in a row."""
+        self.failed_in_a_row.clear()
+        self.skipped_in_a_row = 0
+
+    def group_failed(self, number: int, cause: str, *, oldest_open: float, most: int) -> bool:
+        """Notes a set-aside group; returns True if `most` in a row suspend the environment.
+
+        `number` is the group's number in the order of leases, and `oldest_open` is the number of
+        the environment's oldest incomplete group. Only failed groups with smaller numbers count,
+        because failures end sooner than successes.
+        """
+        self.failed_in_a_row.append(number)
+        self.cause = cause
+        if sum(each < oldest_open for each in self.failed_in_a_row) < most or not self.is_ready:
+            return False
+        self.state = pb.ENVIRONMENT_STATE_SUSPENDED
+        return True
+
+    def task_skipped(self, cause: str) -> bool:
+        """Counts a task with too long a prompt; returns True if this suspends the environment."""
+        self.tasks_skipped += 1
+        self.skipped_in_a_row += 1
+        many = min(self.num_tasks or MAX_SKIPPED_TASKS, MAX_SKIPPED_TASKS)
+        if self.skipped_in_a_row < many or not self.is_ready:
+            return False
+        self.state, self.cause = pb.ENVIRONMENT_STATE_SUSPENDED, cause
+        return True
+
     def describe(self) -> pb.EnvironmentStatus:
         """Returns the entry in the form in which readers may see it: arguments may hold keys."""
         spec = pb.EnvironmentSpec()
@@ -127,9 +172,8 @@ class EnvironmentBook:
     After a restart, suspended environments are active again.
     """
 
-    def __init__(self, state: RunState, *, seed: int, max_failed_groups: int) -> None:
-        """Suspends an environment after `max_failed_groups` failed groups in a row."""
-        self._state, self._seed, self._max_failed_groups = state, seed, max_failed_groups
+    def __init__(self, state: RunState, *, seed: int) -> None:
+        self._state, self._seed = state, seed
         self.entries: dict[str, EnvironmentEntry] = {}
 
     def add(self, spec: pb.EnvironmentSpec) -> EnvironmentEntry:
@@ -146,10 +190,6 @@ class EnvironmentBook:
         others = [e.share for e in self.training() if e.is_ready and e is not latecomer]
         behind = min(others, default=0.0) - latecomer.share
         return latecomer.counts.head_start + max(behind, 0.0)
-
-    def remove(self, name: str) -> None:
-        """Forgets an environment."""
-        self.entries.pop(name, None)
 
     def training(self) -> list[EnvironmentEntry]:
         """Returns the environments whose episodes are trained."""
@@ -209,84 +249,11 @@ class EnvironmentBook:
             random.Random(f"{self._seed}/{name}/order/{round_number}").shuffle(entry.order)
         return entry.order[place], seed
 
-    def gauges(self) -> dict[str, float]:
-        """Returns the metrics of the environments."""
-        # A task counts each time it is skipped.
-        return {"skipped_tasks": float(sum(e.tasks_skipped for e in self.entries.values()))}
-
-    def loaded(self, name: str, key: ServerKey, num_tasks: int) -> None:
-        """Notes that a server has loaded the environment, which has `num_tasks` tasks."""
-        entry = self.entries.get(name)
-        if entry is None:
-            return
-        if entry.num_tasks != num_tasks:
-            entry.order.clear()
-        entry.loaded_on.add(key)
-        entry.failed_on.pop(key, None)
-        entry.num_tasks = num_tasks
-        if entry.state == pb.ENVIRONMENT_STATE_PENDING:
-            entry.state = pb.ENVIRONMENT_STATE_READY
-
-    def begin_tasks_again(self, entry: EnvironmentEntry) -> None:
-        """Notes that an environment has other tasks: each of them comes once, as at the start."""
-        entry.skipped_in_a_row = 0
-        entry.order.clear()
-
-    def load_failed(self, name: str, key: ServerKey, cause: str) -> None:
-        """Notes that a server cannot run the environment.
-
-        Either no worker could load the environment, or all its workers have ended.
-        """
-        entry = self.entries.get(name)
-        if entry is None:
-            return
-        entry.loaded_on.discard(key)
-        entry.failed_on[key] = cause
-        entry.cause = cause
-
     def server_lost(self, key: ServerKey) -> None:
         """Forgets the workers of a lost server."""
         for entry in self.entries.values():
             entry.loaded_on.discard(key)
             entry.failed_on.pop(key, None)
-
-    def group_complete(self, name: str) -> None:
-        """Notes that a group is complete, and resets the counts of failures in a row."""
-        entry = self.entries.get(name)
-        if entry is not None:
-            entry.failed_in_a_row.clear()
-            entry.skipped_in_a_row = 0
-
-    def group_failed(self, name: str, number: int, cause: str, *, oldest_open: float) -> bool:
-        """Notes a set-aside group; returns True if this suspends its environment.
-
-        `number` is the group's number in the order of leases, and `oldest_open` is the number of
-        the environment's oldest incomplete group. Only failed groups with smaller numbers count,
-        because failures end sooner than successes.
-        """
-        entry = self.entries.get(name)
-        if entry is None:
-            return False
-        entry.failed_in_a_row.append(number)
-        entry.cause = cause
-        decided = sum(each < oldest_open for each in entry.failed_in_a_row)
-        if decided >= self._max_failed_groups and entry.is_ready:
-            entry.state = pb.ENVIRONMENT_STATE_SUSPENDED
-            return True
-        return False
-
-    def task_skipped(self, name: str, cause: str) -> bool:
-        """Counts a task with too long a prompt; returns True if this suspends its environment."""
-        entry = self.entries.get(name)
-        if entry is None:
-            return False
-        entry.tasks_skipped += 1
-        entry.skipped_in_a_row += 1
-        many = min(entry.num_tasks or MAX_SKIPPED_TASKS, MAX_SKIPPED_TASKS)
-        if entry.skipped_in_a_row < many or not entry.is_ready:
-            return False
-        entry.state, entry.cause = pb.ENVIRONMENT_STATE_SUSPENDED, cause
-        return True
 
 
 HELLO_TIMEOUT_S = 10.0

@@ -19,9 +19,9 @@ from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.records.ledger import AccountedReceiver, Endings
-from slipstream.learner.controller.servers.fleet import FleetHandlers
 from slipstream.learner.controller.servers.session import ServerSession
 from slipstream.learner.controller.services.environment_service import environment_specs
+from slipstream.learner.controller.trajectories.batch import FormedBatch, Trained
 from slipstream.learner.controller.trajectories.intake import Intake
 from slipstream.protocol.queue.grpc import GrpcReceiver
 from slipstream.v1 import fleet_pb2, trainer_pb2, weights_pb2
@@ -49,7 +49,6 @@ class Rig:
             self.environments.add(spec)
         intake = Intake(self.run, books, Endings(journal, books.ledger, queue))
         self.publisher = Publisher(self.fleet, self.run, tasks)
-        self.fleet.handlers = FleetHandlers(*[nothing] * 8)
         scheduler = Scheduler(self.run, books, nothing)
         self.evaluator = Evaluator(
             self.run, books, intake, self.publisher, scheduler, on_result=self.results.append
@@ -63,7 +62,7 @@ class Rig:
         session.version = PolicyVersion(0, step)
 
     def load(self, session: ServerSession) -> None:
-        self.environments.loaded("held", session.key, 5)
+        self.environments.entries["held"].loaded(session.key, 5)
 
     async def leases(self, session: ServerSession) -> int:
         """Number of leases that a server got since the last call, once all records are durable."""
@@ -84,7 +83,7 @@ class Rig:
             if message.HasField("prepare"):
                 publish_id = message.prepare.publish_id
         report = fleet_pb2.PublishReport(publish_id=publish_id, phase=READY)
-        self.publisher.report(session, report)
+        self.publisher.publish_reported(session, report)
 
 
 @contextlib.asynccontextmanager
@@ -120,7 +119,8 @@ async def test_a_server_that_waits_for_environments_is_measured_though_a_later_r
         rig.serve(session, 0)
         rig.turn()
         rig.run.progress.reached(PolicyVersion(0, 1))
-        rig.evaluator.step_done(1)
+        trained = Trained(FormedBatch(0, "b000000", ()), PolicyVersion(0, 1), again=False)
+        rig.evaluator.stepped(trained, trainer_pb2.StepReport(), None)
         # The round keeps the server from new versions, so the round must not wait for one.
         assert rig.publisher.due() == []
         rig.load(session)

@@ -5,7 +5,7 @@ import functools
 
 import pytest
 from slipstream.extensions.turns.controller import EngineTurns, shares
-from slipstream.learner.controller.servers.fleet import Fleet, FleetHandlers
+from slipstream.learner.controller.servers.fleet import Fleet
 from slipstream.learner.controller.servers.session import ServerEvent, ServerSession
 from slipstream.protocol.weights.transports import Place
 from slipstream.v1 import fleet_pb2
@@ -27,14 +27,9 @@ class Scene:
             rollout_server={"count": count},
         )
         self.fleet = Fleet(self.run)
-        self.lost: list[str] = []
         self.turns = EngineTurns(self.fleet, self.run)
-        self.fleet.handlers = FleetHandlers(nothing, self._lost, *[nothing] * 6)
+        self.fleet.parts = [self.turns]
         self.sessions = [self.serving("a"), self.serving("b")]
-
-    def _lost(self, session: ServerSession) -> None:
-        self.lost.append(session.name)
-        self.turns.lost(session)
 
     def serving(self, name: str) -> ServerSession:
         session = joined(self.fleet, name)
@@ -112,7 +107,6 @@ async def test_a_server_whose_engine_does_not_rest_in_time_is_sent_away() -> Non
     scene = Scene(join_deadline_s=0.05)
     quick, _ = scene.sessions
     await scene.begin(quick)
-    assert scene.lost == ["b"]
     assert list(scene.fleet.sessions.values()) == [quick]
     *_, event = scene.run.events.kept()
     assert event.text == (
@@ -138,7 +132,7 @@ async def test_an_answer_to_an_earlier_order_does_not_count() -> None:
     await asyncio.sleep(0)
     scene.turns.rested(scene.sessions[0], fleet_pb2.Rested(number=first.number))
     await beginning
-    assert scene.lost == ["a", "b"]
+    assert scene.fleet.sessions == {}
 
 
 async def test_engines_go_on_when_the_trainer_is_lost() -> None:
@@ -181,7 +175,6 @@ async def test_a_server_that_joins_in_the_turn_of_the_learner_gives_its_memory_b
     asks = functools.partial(scene.turns.trainer_asks, ())
     for name, event in (("a", scene.turns.trainer_away), ("b", asks), ("c", nothing)):
         session = joined(scene.fleet, f"new-{name}")
-        scene.turns.joined(session)
         orders.append(sent(session))
         event()
     assert orders == [[], rests, []]

@@ -7,6 +7,7 @@ import numpy as np
 from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.leasing.lease_pass import WORDS, LeaseWait
 from slipstream.learner.controller.records.journal import Journal
+from slipstream.learner.controller.servers.fleet import Fleet
 from slipstream.learner.controller.servers.session import ServerSession
 from slipstream.protocol.codec import pack_logprobs
 from support.rigs.counted_work import counted, num_lines
@@ -17,7 +18,6 @@ from support.rigs.publishing_scene import (
     READY,
     SERVING,
     Scene,
-    fleet_of,
     joined,
     next_order,
     run_of,
@@ -96,14 +96,14 @@ async def test_a_fleet_that_serves_the_newest_version_is_not_looked_through(tmp_
 def test_a_server_that_changes_its_state_costs_the_same_in_a_large_fleet() -> None:
     lines = []
     for number in (16, 64):
-        fleet = fleet_of(run_of())
+        fleet = Fleet(run_of())
         servers = [joined(fleet, f"s{n}") for n in range(number)]
         lines.append(num_lines(servers[-1].changed))
     assert lines[0] == lines[1]
 
 
 def test_a_large_fleet_beats_less_often_but_within_its_limit() -> None:
-    fleet = fleet_of(run_of(controller={"heartbeat_timeout_s": 6.0}))
+    fleet = Fleet(run_of(controller={"heartbeat_timeout_s": 6.0}))
     intervals_s = []
     for number in range(1024):
         joined(fleet, f"s{number}")

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from slipstream.learner.controller.run import LoopClock, Stopwatch
+from slipstream.learner.controller.servers.fleet import Fleet
 from slipstream.learner.controller.watch import RunWatch
 from support.rigs.lease_rig import SoundJournal, books_of
-from support.rigs.publishing_scene import fleet_of, joined, nothing, run_of
+from support.rigs.publishing_scene import joined, nothing, run_of
 from support.rigs.waiting import LIMIT_S
 
 
@@ -34,7 +35,7 @@ def test_it_stands_while_a_look_is_overdue_and_goes_on_from_there() -> None:
 
 async def test_a_server_is_not_silent_while_the_loop_stands_still() -> None:
     run = run_of(controller={"heartbeat_timeout_s": 0.6})
-    fleet = fleet_of(run)
+    fleet = Fleet(run)
     # However late the watch begins, hardly any time passes before it does.
     run.clock.look(now_s := time.monotonic(), now_s + 0.01)
     session = joined(fleet, "a")

@@ -20,7 +20,7 @@ KEY = ServerKey(ServerId("a"), 1)
 
 
 def make_book(*weights: float, num_tasks: int = 5) -> EnvironmentBook:
-    book = EnvironmentBook(RunState(), seed=1, max_failed_groups=2)
+    book = EnvironmentBook(RunState(), seed=1)
     for index, weight in enumerate(weights):
         add(book, f"e{index}", weight, num_tasks)
     return book
@@ -29,7 +29,7 @@ def make_book(*weights: float, num_tasks: int = 5) -> EnvironmentBook:
 def add(book, name, weight=1.0, num_tasks=5):
     purpose = trajectory_pb2.EPISODE_PURPOSE_TRAINING
     entry = book.add(environment_pb2.EnvironmentSpec(name=name, weight=weight, purpose=purpose))
-    book.loaded(name, KEY, num_tasks)
+    entry.loaded(KEY, num_tasks)
     return entry
 
 
@@ -106,7 +106,7 @@ def test_an_environment_without_end_goes_on_counting():
 
 
 def fail(book, number, *, oldest_open=math.inf):
-    return book.group_failed("e0", number, "broken", oldest_open=oldest_open)
+    return book.entries["e0"].group_failed(number, "broken", oldest_open=oldest_open, most=2)
 
 
 def test_an_environment_whose_newest_groups_all_failed_is_suspended():
@@ -120,7 +120,7 @@ def test_an_environment_whose_newest_groups_all_failed_is_suspended():
 def test_a_complete_group_clears_the_count_of_failures_long_before_its_batch():
     book = make_book(1.0)
     fail(book, 0)
-    book.group_complete("e0")
+    book.entries["e0"].group_complete()
     assert not fail(book, 2)
 
 

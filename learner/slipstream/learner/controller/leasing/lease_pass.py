@@ -190,74 +190,69 @@ def runs_on(environments: EnvironmentBook, name: str, key: ServerKey) -> bool:
     return entry is not None and entry.runs_on(key)
 
 
-class NewLeases:
-    """Grants new groups one by one: callers repeat `next` until it returns a LeaseWait."""
+def lease_new(
+    book: LeaseBook,
+    environments: EnvironmentBook,
+    by_room: Sequence[ServerRoom],
+    record: Callable[[Grant], None],
+    *,
+    num_episodes: int,
+    limit: int,
+) -> tuple[list[Grant], LeaseWait | None]:
+    """Leases at most `limit` new groups; the queue has room for `num_episodes` episodes.
 
-    def __init__(
-        self,
-        book: LeaseBook,
-        environments: EnvironmentBook,
-        by_room: Sequence[ServerRoom],
-        *,
-        num_episodes: int,
-    ) -> None:
-        """Stores the inputs; the queue has room for `num_episodes` episodes, which are leased."""
-        self._book, self._environments = book, environments
-        self._num_episodes = num_episodes
-        self._num_servers = len(by_room)
-        # Heap with the largest room first; among equal rooms the first in `by_room`.
-        self._heap = [(-room.episodes, place, room) for place, room in enumerate(by_room)]
-        self._episodes = book.episodes_by_environment()
-        # Versions of servers that have room and were refused; a refusal holds for the whole pass.
-        self._refused: set[int] = set()
-        # Versions for which the staleness rule allows no more groups.
-        self._full: set[int] = set()
+    Returns the grants, and why there is not another one, or None at the limit. `record` journals
+    each grant before the next one is chosen.
+    """
+    if not by_room:
+        return [], LeaseWait.SERVER
+    granted: list[Grant] = []
+    size, episodes = book.group_size, book.episodes_by_environment()
+    # Heap with the largest room first; among equal rooms the first in `by_room`.
+    heap = [(-room.episodes, place, room) for place, room in enumerate(by_room)]
+    # Versions of servers that have room and were refused; a refusal holds for the whole pass.
+    refused: set[int] = set()
+    # Versions for which the staleness rule allows no more groups.
+    full: set[int] = set()
 
-    def next(self) -> Grant | LeaseWait:
-        """Returns the next grant, or the reason why there is none.
+    def may_lease(step: int) -> bool:
+        if step not in full and not book.may_lease(step):
+            full.add(step)
+        return step not in full
 
-        The caller journals a grant before it asks for the next one.
-        """
-        if not self._num_servers:
-            return LeaseWait.SERVER
-        size = self._book.group_size
-        while self._heap and -self._heap[0][0] >= size:
-            free, place, room = self._heap[0]
-            key, step = room.session.key, room.served_step
-            may_lease = self._may_lease(step)
-            old = None
-            for group in self._book.again if may_lease else ():
-                abandoned = self._environments.entries.get(group.environment)
-                if abandoned is not None and self._environments.may_run(
-                    abandoned, key, self._episodes, group.size
-                ):
-                    old = group
-                    break
-            entry = self._environments.next_for(key, self._episodes, size) if may_lease else None
-            if old is None and entry is None:
-                self._refused.add(step)
-                heapq.heappop(self._heap)
-                continue
-            if size > self._num_episodes:
-                return LeaseWait.QUEUE
-            if old is not None:
-                self._book.again.remove(old)
-                group = self._book.lease(old.environment, old.task_index, old.seed, key, step)
-                grant = Grant(room.session, group, replaces=old.group_id)
-            else:
-                assert entry is not None
-                task_index, seed = self._environments.next_task(entry)
-                group = self._book.lease(entry.spec.name, task_index, seed, key, step)
-                grant = Grant(room.session, group, entry.counts.next_number)
-            heapq.heapreplace(self._heap, (free + size, place, room))
-            self._num_episodes -= size
-            self._episodes[grant.group.environment] += size
-            return grant
-        if any(self._may_lease(step) for step in self._refused):
-            return LeaseWait.ENVIRONMENT
-        return LeaseWait.STALENESS if self._refused else LeaseWait.SLOTS
+    def may_run(group: Group, key: ServerKey) -> bool:
+        entry = environments.entries.get(group.environment)
+        return entry is not None and environments.may_run(entry, key, episodes, group.size)
 
-    def _may_lease(self, step: int) -> bool:
-        if step not in self._full and not self._book.may_lease(step):
-            self._full.add(step)
-        return step not in self._full
+    while heap and -heap[0][0] >= size:
+        if len(granted) == limit:
+            return granted, None
+        free, place, room = heap[0]
+        key, step = room.session.key, room.served_step
+        old = entry = None
+        if may_lease(step):
+            old = next((group for group in book.again if may_run(group, key)), None)
+            entry = environments.next_for(key, episodes, size)
+        if old is None and entry is None:
+            refused.add(step)
+            heapq.heappop(heap)
+            continue
+        if size > num_episodes:
+            return granted, LeaseWait.QUEUE
+        if old is not None:
+            book.again.remove(old)
+            group = book.lease(old.environment, old.task_index, old.seed, key, step)
+            grant = Grant(room.session, group, replaces=old.group_id)
+        else:
+            assert entry is not None
+            task_index, seed = environments.next_task(entry)
+            group = book.lease(entry.spec.name, task_index, seed, key, step)
+            grant = Grant(room.session, group, entry.counts.next_number)
+        record(grant)
+        granted.append(grant)
+        heapq.heapreplace(heap, (free + size, place, room))
+        num_episodes -= size
+        episodes[group.environment] += size
+    if any(may_lease(step) for step in refused):
+        return granted, LeaseWait.ENVIRONMENT
+    return granted, LeaseWait.STALENESS if refused else LeaseWait.SLOTS

@@ -50,7 +50,7 @@ class LeaseBook:
         self.again: list[Group] = []
         # Number of training groups by their deadline step.
         self._deadlines: Counter[int] = Counter()
-        self.closing = ClosingLeases()
+        self.closing: dict[GroupId, ClosingLease] = {}
         self.awaited = Awaited()
         # Groups whose holder has closed the lease, and whose trajectories have not all arrived.
         self._closed: set[GroupId] = set()
@@ -67,7 +67,8 @@ class LeaseBook:
             self._keep(reopened(open_group, self.group_size, self._attempts_per_lease))
         # Servers that left before the earlier controller ended deliver nothing any more.
         connected = {key.server_id for key in history.servers.connected}
-        self.awaited.expect(connected.intersection(g.server for g in history.open_groups.values()))
+        holders = {group.server for group in history.open_groups.values()}
+        self.awaited = Awaited(connected & holders)
 
     def training_groups(self) -> list[Group]:
         """Returns the groups that the staleness invariant counts: all except evaluations."""
@@ -98,7 +99,7 @@ class LeaseBook:
         for group in self.groups.values():
             if group.holder is not None:
                 episodes[group.holder] += group.num_running
-        for lease in self.closing.leases.values():
+        for lease in self.closing.values():
             episodes[lease.holder] += len(lease.members)
         return episodes
 
@@ -114,7 +115,7 @@ class LeaseBook:
         episodes: Counter[str] = Counter()
         for group in self.groups.values():
             episodes[group.environment] += group.num_missing
-        for lease in self.closing.leases.values():
+        for lease in self.closing.values():
             episodes[lease.environment] += len(lease.members)
         return episodes
 
@@ -132,24 +133,49 @@ class LeaseBook:
     ) -> Group:
         """Leases a new group; `may_lease` must allow it."""
         assert self.may_lease(served_step)
-        deadline = staleness.deadline(served_step, self.max_staleness, self.num_steps)
-        return self._add(environment, task_index, seed, Purpose.TRAINING, holder, deadline)
+        group = Group(
+            group_id=GroupId(f"g{self._next_group:06d}"),
+            environment=environment,
+            task_index=task_index,
+            seed=seed,
+            purpose=Purpose.TRAINING,
+            size=self.group_size,
+            deadline_step=staleness.deadline(served_step, self.max_staleness, self.num_steps),
+            holder=holder,
+        )
+        self._next_group += 1
+        group.allow(holder.epoch, 0, self._attempts_per_lease)
+        self._keep(group)
+        return group
 
-    def lease_evaluation(
-        self, environment: str, task_index: int, seed: int, holder: ServerKey, served_step: int
+    def lease_episode(
+        self,
+        environment: str,
+        holder: ServerKey,
+        served_step: int,
+        *,
+        task_index: int,
+        seed: int = 0,
+        prompt: RawPrompt | None = None,
     ) -> Group:
-        """Leases one episode of an evaluation, which is never trained."""
-        return self._add(environment, task_index, seed, Purpose.EVALUATION, holder, served_step)
+        """Leases one episode that is never trained: of an evaluation, or a reply to `prompt`.
 
-    def lease_prompt(
-        self, environment: str, place: int, prompt: RawPrompt, holder: ServerKey, served_step: int
-    ) -> Group:
-        """Leases one reply to a prompt of a client; no step of the run takes it as an episode.
-
-        `place` is that of the reply among those to the prompt.
+        `task_index` is, with a prompt, the place of the reply among those to the prompt.
         """
-        group = self._add(environment, place, 0, Purpose.EVALUATION, holder, served_step)
-        group.prompt = prompt
+        group = Group(
+            group_id=GroupId(f"e{self._starts}-{self._next_evaluation:06d}"),
+            environment=environment,
+            task_index=task_index,
+            seed=seed,
+            purpose=Purpose.EVALUATION,
+            size=1,
+            deadline_step=served_step,
+            holder=holder,
+            prompt=prompt,
+        )
+        self._next_evaluation += 1
+        group.allow(holder.epoch, 0, self._attempts_per_lease)
+        self._keep(group)
         return group
 
     def may_reassign(self, group: Group, served_step: int) -> bool:
@@ -179,7 +205,7 @@ class LeaseBook:
 
         The groups keep their finished members and wait for another server.
         """
-        self.closing.server_lost(holder)
+        self.closing = {g: lease for g, lease in self.closing.items() if lease.holder != holder}
         lost = [group for group in self.held_by(holder) if not group.is_complete]
         for group in lost:
             group.holder = None
@@ -189,7 +215,7 @@ class LeaseBook:
     def add(self, trajectory: Trajectory) -> Fate:
         """Adds a trajectory if its group needs it; returns whether to keep, retry or drop it."""
         if not trajectory.will_retry:
-            self.closing.end_member(trajectory.group_id, trajectory.member, trajectory.server_epoch)
+            self._end_closing(trajectory.group_id, trajectory.member, trajectory.server_epoch)
         group = self.groups.get(trajectory.group_id)
         member = trajectory.member
         if group is None or member >= group.size or member in group.finished:
@@ -202,7 +228,7 @@ class LeaseBook:
         if trajectory.has_reward:
             if member in group.running and not may_end:
                 # Late, from a lease that is over: the present holder still runs the member.
-                self.closing.keep(group, {member})
+                self._keep_slots(group, {member})
             group.finished[member] = trajectory
             self._hand_back(group)
             return Fate.COMPLETED_GROUP if group.is_complete else Fate.HELD
@@ -227,7 +253,7 @@ class LeaseBook:
         if is_hopeless or group.size - num_failed < fewest_members(group.size):
             return False
         if still_run := set(members).intersection(group.running):
-            self.closing.keep(group, still_run)
+            self._keep_slots(group, still_run)
         group.failed.update(members)
         self._hand_back(group)
         return True
@@ -253,7 +279,7 @@ class LeaseBook:
         server tries the member again without a new lease.
         """
         if not will_retry:
-            self.closing.end_member(name.group_id, name.member, name.epoch)
+            self._end_closing(name.group_id, name.member, name.epoch)
         group = self.groups.get(name.group_id)
         # The name is forged if no lease allows its attempt.
         if group is None or group.excess(name.epoch, name.attempt):
@@ -273,7 +299,7 @@ class LeaseBook:
             return None
         group = self._take(group_id)
         if group.running:
-            self.closing.keep(group, set(group.running))
+            self._keep_slots(group, set(group.running))
         return group
 
     def closed(
@@ -290,7 +316,9 @@ class LeaseBook:
         Trajectories of attempts before `next_attempt` may still arrive, so their numbers are not
         used again. Raises ProtocolError for members or attempts that are not in the lease.
         """
-        self.closing.close(group_id, holder)
+        closing = self.closing.get(group_id)
+        if closing is not None and closing.holder == holder:
+            del self.closing[group_id]
         group = self.groups.get(group_id)
         if group is not None and group.holder == holder:
             group.check_report(unfinished, next_attempt)
@@ -348,10 +376,6 @@ class LeaseBook:
         self.step += 1
         return [self._take(GroupId(view.group_id)) for view in chosen]
 
-    def begin_step(self) -> None:
-        """Moves to the next step without groups."""
-        self.step += 1
-
     def put_back(self, step: int, groups: Iterable[Group]) -> None:
         """Puts `groups` of the last batch back into the book, so that `step` can be formed again.
 
@@ -374,34 +398,18 @@ class LeaseBook:
             for group in self.training_groups()
         ]
 
-    def _add(
-        self,
-        environment: str,
-        task_index: int,
-        seed: int,
-        purpose: Purpose,
-        holder: ServerKey,
-        deadline_step: int,
-    ) -> Group:
-        if purpose is Purpose.TRAINING:
-            group_id = GroupId(f"g{self._next_group:06d}")
-            self._next_group += 1
-        else:
-            group_id = GroupId(f"e{self._starts}-{self._next_evaluation:06d}")
-            self._next_evaluation += 1
-        group = Group(
-            group_id=group_id,
-            environment=environment,
-            task_index=task_index,
-            seed=seed,
-            purpose=purpose,
-            size=self.group_size if purpose is Purpose.TRAINING else 1,
-            deadline_step=deadline_step,
-            holder=holder,
-        )
-        group.allow(holder.epoch, 0, self._attempts_per_lease)
-        self._keep(group)
-        return group
+    def _keep_slots(self, group: Group, members: set[int]) -> None:
+        """Keeps the slots of `members` occupied until their holder, if any, has ended them."""
+        if group.holder is not None:
+            lease = ClosingLease(group.environment, group.holder)
+            self.closing.setdefault(group.group_id, lease).members |= members
+
+    def _end_closing(self, group_id: GroupId, member: int, epoch: int) -> None:
+        lease = self.closing.get(group_id)
+        if lease is not None and lease.holder.epoch == epoch:
+            lease.members.discard(member)
+            if not lease.members:
+                del self.closing[group_id]
 
     def _keep(self, group: Group) -> None:
         self.groups[group.group_id] = group
@@ -422,50 +430,13 @@ class LeaseBook:
 class ClosingLease:
     """The `members` that `holder` still runs although their group no longer waits for them.
 
-    They still count against the episode slots of the server and the bytes of the queue.
+    They still count against the episode slots of the server and the bytes of the queue, until each
+    has ended, the server has closed the lease, or the server is lost.
     """
 
     environment: str
     holder: ServerKey
     members: set[int] = field(default_factory=set)
-
-
-class ClosingLeases:
-    """All closing leases, by group.
-
-    A closing lease is removed when `end_member` was called for its last member, when the server has
-    closed it (`close`), or when its server is lost (`server_lost`).
-    """
-
-    def __init__(self) -> None:
-        self.leases: dict[GroupId, ClosingLease] = {}
-
-    def keep(self, group: Group, members: set[int]) -> None:
-        """Keeps the slots of `members` occupied until the group's holder has ended these members.
-
-        Does nothing if no server holds the group.
-        """
-        if group.holder is not None:
-            lease = ClosingLease(group.environment, group.holder)
-            self.leases.setdefault(group.group_id, lease).members |= members
-
-    def end_member(self, group_id: GroupId, member: int, epoch: int) -> None:
-        """Notes that the server of `epoch` no longer runs a member."""
-        lease = self.leases.get(group_id)
-        if lease is not None and lease.holder.epoch == epoch:
-            lease.members.discard(member)
-            if not lease.members:
-                del self.leases[group_id]
-
-    def close(self, group_id: GroupId, holder: ServerKey) -> None:
-        """Notes that `holder` no longer runs any member of the group."""
-        lease = self.leases.get(group_id)
-        if lease is not None and lease.holder == holder:
-            del self.leases[group_id]
-
-    def server_lost(self, holder: ServerKey) -> None:
-        """Drops the leases of a lost server."""
-        self.leases = {g: lease for g, lease in self.leases.items() if lease.holder != holder}
 
 
 class Awaited:
@@ -476,8 +447,9 @@ class Awaited:
     server gets their groups, which would then be sampled twice.
     """
 
-    def __init__(self) -> None:
-        self._servers: set[str] = set()
+    def __init__(self, servers: Iterable[str] = ()) -> None:
+        """Takes the names of the servers that may join again."""
+        self._servers = set(servers)
         self._held: set[str] = set()
         # Number of trajectories in `_held` by group.
         self._groups: Counter[str] = Counter()
@@ -485,10 +457,6 @@ class Awaited:
         # Times of the first `look`, and of the first `look` after a trajectory was held or arrived.
         self._began_s: float | None = None
         self._since_s: float | None = None
-
-    def expect(self, servers: Iterable[str]) -> None:
-        """Adds the names of servers that may join again."""
-        self._servers.update(servers)
 
     def has(self, group: Group) -> bool:
         """Whether trajectories of the group's members may still arrive."""

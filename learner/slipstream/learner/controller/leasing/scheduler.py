@@ -18,8 +18,8 @@ from slipstream.learner.controller.leasing.lease_pass import (
     WORDS,
     Grant,
     LeaseWait,
-    NewLeases,
     abandon_stranded,
+    lease_new,
     place_orphans,
     rooms,
 )
@@ -157,15 +157,11 @@ class Scheduler:
             if (session := self._fleet.find(key)) is not None
         )
         room = self._free_bytes() // self._largest_bytes - evaluated_soon
-        leases = NewLeases(self._book, self._environments, by_room, num_episodes=room)
-        granted: list[Grant] = []
-        while len(granted) < limit:
-            lease = leases.next()
-            if isinstance(lease, LeaseWait):
-                self._note(lease)
-                break
-            self._record(lease)
-            granted.append(lease)
+        granted, wait = lease_new(
+            self._book, self._environments, by_room, self._record, num_episodes=room, limit=limit
+        )
+        if wait is not None:
+            self._note(wait)
         return granted
 
     def lease_message(self, group: Group) -> fleet_pb2.Lease:

@@ -400,8 +400,7 @@ class Publisher(Part):
             session.on(ServerEvent.PUBLISHED)
         self._run.signal.notify()
 
-    def report(self, session: ServerSession, report: fleet_pb2.PublishReport) -> None:
-        """Takes a server's answer or its report on a phase; a server that serves has loaded."""
+    def publish_reported(self, session: ServerSession, report: fleet_pb2.PublishReport) -> None:
         self.questions.report(session, report)
         publish, receiver = self._open.get(session.key, (None, None))
         is_served = session.is_serving and report.publish_id == session.publish_id
@@ -413,6 +412,7 @@ class Publisher(Part):
         if report.phase == FAILED:
             self._fail(publish, receiver, report.message or "it failed")
             return
+        # A server that serves has loaded.
         reached = {LOADED: [receiver.loaded], SERVING: [receiver.loaded, receiver.serving]}
         for wait in reached.get(report.phase, []):
             if not wait.done():

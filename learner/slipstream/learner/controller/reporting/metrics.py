@@ -1,5 +1,6 @@
 """Writes the results of a run: metrics of each step, sampled trajectories and the summary."""
 
+import asyncio
 import contextlib
 import json
 import math
@@ -17,7 +18,6 @@ from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.state import RunState
 from slipstream.learner.controller.reporting.summary import (
     GenerationRate,
-    Interval,
     RunFacts,
     TokenTexts,
     group_line,
@@ -131,7 +131,7 @@ class RunRecorder:
         metrics: Mapping[str, float],
         *,
         advantages: Sequence[float] = (),
-        training: Interval,
+        training: tuple[float, float],
         generated_tokens: int,
         gauges: Mapping[str, float],
     ) -> dict[str, float]:
@@ -254,7 +254,7 @@ class RunRecorder:
             "logprob_gap_mean": facts.gap_sum / facts.gap_tokens if facts.gap_tokens else None,
             "logprob_gap_max": facts.gap_max if facts.gap_tokens else None,
             "logprob_gap_tokens": facts.gap_tokens,
-            "time": facts.totals.shares(),
+            "time": facts.time_shares(),
             "weight_digest": weight_digest,
             "wall_s": time.monotonic() - self._started_s,
         }
@@ -269,7 +269,12 @@ class RunRecorder:
 async def open_recorder(config: Config, events: EventLog) -> RunRecorder:
     """Opens the recorder of a run, with the trackers and the tokenizer that its settings need."""
     texts = await open_token_texts(config, events)
-    trackers = open_trackers(config, config.run_dir, events)
+    loop = asyncio.get_running_loop()
+
+    def complain(text: str) -> None:
+        loop.call_soon_threadsafe(events.warn, text)
+
+    trackers = open_trackers(config, config.run_dir, complain)
     return RunRecorder(config.run_dir, config, trackers, texts, events)
 
 

@@ -3,10 +3,10 @@
 import asyncio
 import itertools
 import math
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import TypeAlias
 
 from pydantic import JsonValue
 from slipstream.core.run_folder import SERVER_SHARES, TRAINER_PARTS
@@ -17,22 +17,12 @@ from slipstream.learner.controller.events import EventLog
 TOKENIZER = "tokenizer.json"
 
 
-class TokenTexts:
-    """Decodes tokens with the model's own tokenizer, without torch and transformers."""
-
-    def __init__(self, path: Path) -> None:
-        """Reads the tokenizer file `path`; blocks for about a second if the vocabulary is large."""
-        from tokenizers import Tokenizer
-
-        self._tokenizer = Tokenizer.from_file(str(path))
-
-    def text(self, token_ids: TokenArray) -> str:
-        """Returns the text of tokens, special tokens included."""
-        return self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=False)
+# Returns the text of tokens, special tokens included.
+TokenTexts: TypeAlias = Callable[[TokenArray], str]
 
 
 async def open_token_texts(config: Config, events: EventLog) -> TokenTexts | None:
-    """Opens the tokenizer that shows episodes turn by turn.
+    """Opens the model's own tokenizer, without torch and transformers, to tell turns apart.
 
     Returns None if `sampling.max_turns` is 1, so that it is not needed, or if its file is missing.
     Adds a warning if the file is missing and `sampling.max_turns` is above 1.
@@ -47,7 +37,11 @@ async def open_token_texts(config: Config, events: EventLog) -> TokenTexts | Non
                 f"trajectories.jsonl does not tell turns apart: {folder} has no {TOKENIZER}"
             )
         return None
-    return await asyncio.to_thread(TokenTexts, path)
+    from tokenizers import Tokenizer
+
+    # About a second if the vocabulary is large.
+    tokenizer = await asyncio.to_thread(Tokenizer.from_file, str(path))
+    return lambda token_ids: tokenizer.decode(token_ids.tolist(), skip_special_tokens=False)
 
 
 def group_line(step: int, members: Sequence[Trajectory]) -> dict[str, JsonValue]:
@@ -127,9 +121,9 @@ def _turns(
         middle, end = place + context, place + context + sampled
         turns.append(
             {
-                "context": texts.text(token_ids[place:middle]),
+                "context": texts(token_ids[place:middle]),
                 "context_tokens": context,
-                "sampled": texts.text(token_ids[middle:end]),
+                "sampled": texts(token_ids[middle:end]),
                 "sampled_tokens": sampled,
                 "reward": reward,
             }
@@ -138,44 +132,9 @@ def _turns(
     return turns
 
 
-Interval = tuple[float, float]
-
 # Seconds over which the rate is averaged: heartbeats are too rare for a single step.
 WINDOW_S = 5.0
 EDGE_STEPS = 5
-
-
-class RunTotals:
-    """Sums over the rows of all steps, including the loading before the first step."""
-
-    def __init__(self) -> None:
-        self._sums = dict.fromkeys(("step_s", *TRAINER_PARTS, *SERVER_SHARES), 0.0)
-        # Seconds of the steps in which servers have reported.
-        self._reported_s = 0.0
-
-    def add(self, row: Mapping[str, float]) -> None:
-        """Adds the row of one step."""
-        step_s = row.get("step_s", 0.0)
-        if SERVER_SHARES[0] in row:
-            self._reported_s += step_s
-        for name in self._sums:
-            value = row.get(name, 0.0) * (step_s if name in SERVER_SHARES else 1.0)
-            self._sums[name] += value if math.isfinite(value) else 0.0
-
-    def shares(self) -> dict[str, JsonValue]:
-        """Returns the share of time of each activity, for "trainer" and "servers".
-
-        Leaves out the trainer or the servers if there is no data about them.
-        """
-        found: dict[str, JsonValue] = {}
-        if step_s := self._sums["step_s"]:
-            trainer = {TRAINER_PARTS[name]: self._sums[name] / step_s for name in TRAINER_PARTS}
-            found["trainer"] = {**trainer, "other": max(0.0, 1.0 - sum(trainer.values()))}
-        if self._reported_s:
-            found["servers"] = {
-                name.split("_")[1]: self._sums[name] / self._reported_s for name in SERVER_SHARES
-            }
-        return found
 
 
 class GenerationRate:
@@ -211,11 +170,13 @@ class GenerationRate:
 
 @dataclass
 class RunFacts:
-    """Counts and sums of a run, restored from its journal and from the rows of its metrics."""
+    """Counts and sums of a run, restored from the rows of its metrics."""
 
     first_rewards: list[float] = field(default_factory=list)
     last_rewards: deque[float] = field(default_factory=lambda: deque(maxlen=EDGE_STEPS))
-    totals: RunTotals = field(default_factory=RunTotals)
+    # Seconds of all steps and of each activity, and of the steps in which servers have reported.
+    spent_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    reported_s: float = 0.0
     gap_sum: float = 0.0
     gap_tokens: float = 0.0
     gap_max: float = 0.0
@@ -229,9 +190,29 @@ class RunFacts:
         num_edge = max(1, min(EDGE_STEPS, steps // 2))
         return self.first_rewards[:num_edge], list(self.last_rewards)[-num_edge:]
 
+    def time_shares(self) -> dict[str, JsonValue]:
+        """Returns the share of time of each activity, for "trainer" and "servers".
+
+        Leaves out the trainer or the servers if there is no data about them.
+        """
+        found: dict[str, JsonValue] = {}
+        if step_s := self.spent_s["step_s"]:
+            trainer = {TRAINER_PARTS[name]: self.spent_s[name] / step_s for name in TRAINER_PARTS}
+            found["trainer"] = {**trainer, "other": max(0.0, 1.0 - sum(trainer.values()))}
+        if self.reported_s:
+            found["servers"] = {
+                name.split("_")[1]: self.spent_s[name] / self.reported_s for name in SERVER_SHARES
+            }
+        return found
+
     def count_row(self, row: Mapping[str, float]) -> None:
         """Adds the row of one step to the counts and sums of the run."""
-        self.totals.add(row)
+        step_s = row.get("step_s", 0.0)
+        if SERVER_SHARES[0] in row:
+            self.reported_s += step_s
+        for name in ("step_s", *TRAINER_PARTS, *SERVER_SHARES):
+            value = row.get(name, 0.0) * (step_s if name in SERVER_SHARES else 1.0)
+            self.spent_s[name] += value if math.isfinite(value) else 0.0
         self.gradient_overflows += int(row.get("gradient_overflows", 0))
         # A step that a client has ordered has no rewards here.
         rewards = [row["reward_mean"]] if "reward_mean" in row else []

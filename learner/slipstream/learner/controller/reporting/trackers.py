@@ -8,7 +8,6 @@ No decision depends on result files, so a fault causes a warning and does not en
 metrics.jsonl is read line by line, since a long run's file does not fit into memory.
 """
 
-import asyncio
 import contextlib
 import functools
 import json
@@ -26,7 +25,6 @@ from pydantic import JsonValue
 from slipstream.core.machine.files import open_regular
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.measurement_sections import tracker_named
-from slipstream.learner.controller.events import EventLog
 from slipstream.learner.controller.records.journal import whole_bytes
 
 # Takes a warning about a file, in one line.
@@ -350,18 +348,8 @@ class RunIds:
             write_result(self._path, f"{text}\n".encode(), self._complain)
 
 
-def open_trackers(config: Config, folder: Path, events: EventLog) -> Trackers:
-    """Opens the trackers of `config`; their failures become events. Needs a running event loop."""
-    loop = asyncio.get_running_loop()
-
-    def complain(text: str) -> None:
-        loop.call_soon_threadsafe(events.warn, text)
-
-    return Trackers(ways_to_open(config, folder, complain), complain)
-
-
-def ways_to_open(config: Config, folder: Path, complain: Complain) -> dict[str, OpenTracker]:
-    """Returns the function that opens each configured tracker, by the tracker's name.
+def open_trackers(config: Config, folder: Path, complain: Complain) -> Trackers:
+    """Opens the trackers of `config`; `complain` gets their failures, on any thread.
 
     A tracker is a class that takes the settings, the run's folder and the ids of the run.
     """
@@ -371,4 +359,5 @@ def ways_to_open(config: Config, folder: Path, complain: Complain) -> dict[str, 
         tracker: Tracker = tracker_named(name).load()(config, folder, ids)
         return tracker
 
-    return {name: functools.partial(open_, name) for name in config.tracking.trackers}
+    names = config.tracking.trackers
+    return Trackers({name: functools.partial(open_, name) for name in names}, complain)

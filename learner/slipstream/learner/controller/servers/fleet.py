@@ -5,11 +5,11 @@ reports. Unblocked by: a message, or the limit of its wait.
 """
 
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 
 from slipstream.core.types import PolicyVersion, ServerId
+from slipstream.learner.controller.part import Part
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.session import (
@@ -27,26 +27,12 @@ MAX_DEPARTED = 100
 MAX_HEARTBEATS_PER_S = 128
 
 
-@dataclass(frozen=True)
-class FleetHandlers:
-    """The functions of the controller that handle each event and message of a server."""
-
-    joined: Callable[[ServerSession], None]
-    lost: Callable[[ServerSession], None]
-    reported: Callable[[ServerSession, fleet_pb2.ServerReport], None]
-    environment: Callable[[ServerSession, fleet_pb2.EnvironmentReport], None]
-    publish: Callable[[ServerSession, fleet_pb2.PublishReport], None]
-    lease: Callable[[ServerSession, fleet_pb2.LeaseReport], None]
-    draining: Callable[[ServerSession], None]
-    rested: Callable[[ServerSession, fleet_pb2.Rested], None]
-
-
 class Fleet:
     """The sessions of all connected rollout servers, one for each server.
 
     Life of a session: `add` at the server's hello, `receive` for each message, `drains` when the
-    server takes no new work, `remove` at the end of its stream. `handlers` must be set before the
-    first `add`. A server that joins again replaces its older session.
+    server takes no new work, `remove` at the end of its stream; `parts` are told of each. A server
+    that joins again replaces its older session.
     """
 
     def __init__(self, run: Run) -> None:
@@ -60,7 +46,7 @@ class Fleet:
         # Last known state of servers that left or were lost.
         self.departed: dict[ServerId, status_pb2.ServerStatus] = {}
         # Set before the first server joins.
-        self.handlers: FleetHandlers
+        self.parts: Sequence[Part] = ()
         # Servers that keep their version, because an evaluation runs on them.
         self.pinned: set[ServerKey] = set()
         self.empty_since_s = run.clock.now_s()
@@ -122,7 +108,8 @@ class Fleet:
         self.epochs.join(session.key)
         session.changed = partial(self._note_serving, session)
         self._run.events.add(f"rollout server {session.name} joined")
-        self.handlers.joined(session)
+        for part in self.parts:
+            part.joined(session)
         self._run.signal.notify()
 
     def remove(self, session: ServerSession, cause: str) -> None:
@@ -148,7 +135,8 @@ class Fleet:
             self._tell(f"rollout server {session.name} has left")
         else:
             self._run.events.warn(f"rollout server {session.name} is gone: {cause}")
-        self.handlers.lost(session)
+        for part in self.parts:
+            part.lost(session)
         self.epochs.depart(session.key)
         self._run.signal.notify()
 
@@ -162,7 +150,8 @@ class Fleet:
         warning = self.warn_without(session)
         if warning:
             self._run.events.warn(warning)
-        self.handlers.draining(session)
+        for part in self.parts:
+            part.drains(session)
         self._run.signal.notify()
 
     def warn_without(self, session: ServerSession) -> str:
@@ -213,23 +202,26 @@ class Fleet:
                 self.remove(session, f"silent for {silent:.1f} s")
 
     def receive(self, session: ServerSession, message: fleet_pb2.ServerMessage) -> None:
-        """Passes a message of a server to the part that handles it."""
+        """Passes a message of a server to the parts, of which some handle it."""
         session.last_seen_s = session.clock.now_s()
         match message.WhichOneof("message"):
-            case "heartbeat":
-                session.report = message.heartbeat
-                self.handlers.reported(session, message.heartbeat)
-            case "drained":
-                session.report = message.drained
-                self.handlers.reported(session, message.drained)
-                session.drained.set()
+            case "heartbeat" | "drained" as kind:
+                session.report = getattr(message, kind)
+                for part in self.parts:
+                    part.reported(session, session.report)
+                if kind == "drained":
+                    session.drained.set()
             case "environment":
-                self.handlers.environment(session, message.environment)
+                for part in self.parts:
+                    part.environment_reported(session, message.environment)
             case "publish":
-                self.handlers.publish(session, message.publish)
+                for part in self.parts:
+                    part.publish_reported(session, message.publish)
             case "lease":
-                self.handlers.lease(session, message.lease)
+                for part in self.parts:
+                    part.lease_reported(session, message.lease)
             case "rested":
-                self.handlers.rested(session, message.rested)
+                for part in self.parts:
+                    part.rested(session, message.rested)
             case "draining":
                 self.drains(session, message.draining.reason)

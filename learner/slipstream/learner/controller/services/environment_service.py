@@ -78,7 +78,6 @@ class EnvironmentServicer(Part, environment_pb2_grpc.EnvironmentServiceServicer)
     def environment_reported(
         self, session: ServerSession, report: fleet_pb2.EnvironmentReport
     ) -> None:
-        """Handles a server's report that it has loaded an environment or cannot run it."""
         cause = report.failure.message if report.HasField("failure") else ""
         entry = self._environments.entries.get(report.environment)
         if entry is not None and entry.client_episodes is not None:
@@ -103,17 +102,20 @@ class EnvironmentServicer(Part, environment_pb2_grpc.EnvironmentServiceServicer)
         elif not cause and entry and has_others:
             self._take_tasks(entry, report.num_tasks, report.digest)
         if cause:
-            self._environments.load_failed(report.environment, session.key, cause)
+            if entry is not None:
+                entry.load_failed(session.key, cause)
             self._run.events.warn(f"environment {report.environment} on {session.name}: {cause}")
-        else:
-            self._environments.loaded(report.environment, session.key, report.num_tasks)
+        elif entry is not None:
+            entry.loaded(session.key, report.num_tasks)
         self._run.signal.notify()
 
     def _take_tasks(self, entry: EnvironmentEntry, num_tasks: int, digest: str) -> None:
         """Journals the tasks of an environment; tells if they are others than at the last start."""
         name = entry.spec.name
         if entry.counts.digest:
-            self._environments.begin_tasks_again(entry)
+            # Each of the new tasks comes once, as at the start.
+            entry.skipped_in_a_row = 0
+            entry.order.clear()
             text = f"the tasks of environment {name} have changed since the run began: there are "
             text += f"{num_tasks:,} now" if num_tasks else "others now"
             if entry.is_training:
@@ -157,7 +159,7 @@ class EnvironmentServicer(Part, environment_pb2_grpc.EnvironmentServiceServicer)
         until_s = clock.now_s() + LOAD_LIMIT_S + spec.timeout_s
         while not entry.is_ready and self._fleet.sessions and clock.now_s() < until_s:
             if all(session.key in entry.failed_on for session in self._fleet.sessions.values()):
-                self._environments.remove(spec.name)
+                self._environments.entries.pop(spec.name, None)
                 self._journal.append(kinds.Unsubmitted(environment=spec.name))
                 order = fleet_pb2.EnvironmentOrder(spec=spec, unload=True)
                 self._fleet.broadcast(fleet_pb2.ControllerMessage(environment=order))

@@ -107,14 +107,6 @@ class TrainerPlace:
             await abort(context, grpc.StatusCode.FAILED_PRECONDITION, cause, reason)
         self._progress.trainer_heard()
 
-    async def check_loading(self, context: CallContext) -> None:
-        """Works like `check`, but accepts a call without an epoch if no trainer is registered.
-
-        A trainer that loads its model has not registered and has no epoch yet.
-        """
-        if epoch_of(context) or self.is_taken:
-            await self.check(context)
-
     def close(self) -> None:
         """Ends the streams of `keep`."""
         self._closed.set()
@@ -226,7 +218,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def ReportStep(self, request: pb.StepReport, context: CallContext) -> pb.StepReceipt:  # noqa: N802
         """Handles the report of a new version; a repeated report gets the same answer again."""
         await self.place.check(context)
-        await self._take_up(request)
+        await self._former.take_up(request, self._orders.trainer_version)
         try:
             answered = self._former.answered(request)
         except ProtocolError as error:
@@ -294,7 +286,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         return next((found for found in receipts if found is not None), pb.StoredReceipt())
 
     async def ReportWork(self, request: pb.WorkReport, context: CallContext) -> pb.WorkReceipt:  # noqa: N802
-        await self.place.check_loading(context)
+        # A trainer that loads its model has not registered and has no epoch yet.
+        if epoch_of(context) or self.place.is_taken:
+            await self.place.check(context)
         self._progress.trainer_works()
         if not epoch_of(context) and not self._progress.is_over:
             loaded = f"{request.loaded_bytes / 1e9:,.1f} GB so far"
@@ -324,7 +318,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
     async def _set_aside(self, request: pb.TrainerFailure, context: CallContext) -> bool:
         """Sets the trainer's batch aside; returns whether the trainer may take another batch."""
-        await self._take_up(request.data)
+        await self._former.take_up(request.data, self._orders.trainer_version)
         most = self._run.config.controller.max_set_aside_batches
         try:
             found = self._former.set_aside(request.data, request.message, most_in_a_row=most)
@@ -345,11 +339,6 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             self._progress.waits_for("the trainer to ask for its next batch")
         self._progress.moved()
         return True
-
-    async def _take_up(self, message: pb.StepReport | pb.DataFault) -> None:
-        """Reads the batch of `message` from the journal if an earlier controller sent the batch."""
-        if message.step == self._orders.trainer_version.step:
-            await self._former.take_up(message)
 
     def _suspect(self) -> None:
         """Notes the batch of a failed trainer as suspect if it has never been trained."""

@@ -16,6 +16,7 @@ from slipstream.core.errors import ProtocolError, RunFailed
 from slipstream.core.types import (
     Failure,
     FailureKind,
+    GroupId,
     Purpose,
     Status,
     Trajectory,
@@ -25,12 +26,14 @@ from slipstream.learner.algorithms.functions import is_trained
 from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.leasing.groups import Fate, Group
 from slipstream.learner.controller.leasing.scheduler import Books
+from slipstream.learner.controller.part import Part
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.history import RunHistory, group_number
 from slipstream.learner.controller.records.kinds import TrajectoryEnd
 from slipstream.learner.controller.records.ledger import Endings
 from slipstream.learner.controller.records.state import FilterVerdict, is_solved
 from slipstream.learner.controller.run import Run
+from slipstream.learner.controller.servers.session import ServerSession
 from slipstream.learner.controller.trajectories.feed import Feed
 from slipstream.learner.controller.trajectories.inspection import Inspector
 from slipstream.protocol.queue.base import Delivery
@@ -48,20 +51,20 @@ OUTAGES = (FailureKind.INFRASTRUCTURE, FailureKind.ENGINE)
 logger = logging.getLogger(__name__)
 
 
-class Intake:
+class Intake(Part):
     """The only consumer of the trajectory queue.
 
     Life of a delivery: `consume` gets it, `accept` inspects it and adds it to the lease book. A
     valid trajectory is held for its batch; a failed, cancelled, filtered or evaluated trajectory
     ends in `Endings`; a damaged delivery is quarantined. `take_back`, `withdraw` and `suspend` end
-    leases early.
+    leases early, and so does the loss of a server.
     """
 
     def __init__(self, run: Run, books: Books, endings: Endings) -> None:
         self._run, self._progress = run, run.progress
         self._book, self._environments = books.leases, books.environments
         self._fleet, self._journal, self._receiver = books.fleet, books.journal, books.queue
-        self._endings = endings
+        self._endings, self._ledger = endings, books.ledger
         self.inspector = Inspector(run, books, endings, run_again=self._run_again)
         self.feed = Feed(run, books)
         self.group_filter = GroupFilter(run, books, endings)
@@ -69,6 +72,36 @@ class Intake:
     def restore(self, history: RunHistory) -> None:
         """Takes over the journal's state; an earlier controller's trajectories may come again."""
         self.inspector.restore(history)
+
+    def joined(self, session: ServerSession) -> None:
+        self._book.awaited.joined(session.name, session.hello.undelivered)
+
+    def reported(self, session: ServerSession, report: fleet_pb2.ServerReport) -> None:
+        num_sent, arrived = report.sent.trajectories, self._fleet.epochs.count(session.key).num_sent
+        for group in self._book.short_leases(session.key, num_sent, arrived):
+            self.run_again(group, "neither delivered them nor named them unfinished")
+
+    def lease_reported(self, session: ServerSession, report: fleet_pb2.LeaseReport) -> None:
+        group_id, unused = GroupId(report.group_id), report.next_attempt
+        self._book.closed(group_id, session.key, report.unfinished, next_attempt=unused)
+        self._run.signal.notify()
+
+    def lost(self, session: ServerSession) -> None:
+        if not session.drained.is_set():
+            self._ledger.die(session.key)
+        orphans = self._book.orphan(session.key)
+        for group in orphans:
+            if group.purpose is Purpose.TRAINING:
+                lost = max(group.setbacks[member] for member in group.missing)
+                cause = f"its rollout server was lost, {lost} times"
+                failure = Failure(FailureKind.INFRASTRUCTURE, cause)
+                self._give_up_spent(group, group.missing, failure)
+        waiting = [g for g in orphans if g.group_id in self._book.groups and not g.is_complete]
+        if waiting and not self._progress.is_over:
+            missing = sum(len(group.missing) for group in waiting)
+            self._run.events.warn(
+                f"{missing} episodes of {len(waiting)} groups wait for another server"
+            )
 
     async def consume(self) -> None:
         """Takes deliveries until the task is cancelled."""
@@ -104,10 +137,9 @@ class Intake:
 
     def _run_again(self, name: TrajectoryName, cause: str, will_retry: bool) -> None:
         group = self._book.quarantined(name, will_retry=will_retry)
-        limit = self._run.config.controller.max_attempts
-        if group is not None and group.setbacks[name.member] >= limit:
+        if group is not None:
             failure = Failure(FailureKind.INFRASTRUCTURE, f"quarantined: {cause}")
-            self._give_up(group, [name.member], failure)
+            self._give_up_spent(group, [name.member], failure)
 
     def withdraw(self, groups: Sequence[Group], cause: str) -> None:
         """Takes groups out of the run: servers stop them; their finished members are cancelled.
@@ -129,17 +161,6 @@ class Intake:
         """Abandons a group whose task is leased again; its finished members are cancelled."""
         self._book.remove(group.group_id)
         self._cancel_members(group, "its task is leased afresh")
-
-    def abandon_often_lost(self, groups: Sequence[Group]) -> list[Group]:
-        """Fails members with `controller.max_attempts` setbacks; returns groups that continue."""
-        limit = self._run.config.controller.max_attempts
-        for group in groups:
-            gone = [member for member in group.missing if group.setbacks[member] >= limit]
-            if gone and group.purpose is Purpose.TRAINING:
-                lost = max(group.setbacks[member] for member in gone)
-                cause = f"its rollout server was lost, {lost} times"
-                self._give_up(group, gone, Failure(FailureKind.INFRASTRUCTURE, cause))
-        return [g for g in groups if g.group_id in self._book.groups and not g.is_complete]
 
     def take_back(self, group: Group, cause: str) -> None:
         """Ends a lease that makes no progress; its group then waits for another server.
@@ -179,6 +200,7 @@ class Intake:
         self._run.signal.notify()
 
     def _give_up_spent(self, group: Group, members: Sequence[int], failure: Failure) -> None:
+        """Gives up those of `members` that have `controller.max_attempts` setbacks."""
         limit = self._run.config.controller.max_attempts
         if gone := [member for member in members if group.setbacks[member] >= limit]:
             self._give_up(group, gone, failure)
@@ -220,9 +242,9 @@ class Intake:
             return
         entry = self._environments.entries.get(group.environment)
         rewards = [trajectory.reward for trajectory in group.in_order()]
-        self._environments.group_complete(group.environment)
         self.feed.complete(group.in_order())
         if entry is not None:
+            entry.group_complete()
             entry.reward_sum += sum(rewards)
             entry.rewards += len(rewards)
         self.group_filter.filter(group)
@@ -292,23 +314,23 @@ class Intake:
                     f"task {task} of environment {name} is set aside: {cause}; skipped_tasks "
                     "counts such tasks"
                 )
-            if self._environments.task_skipped(name, cause):
+            if entry is not None and entry.task_skipped(cause):
                 self.suspend(name, f"no task fits, the newest: {cause}")
             return
-        if entry is None or entry.is_news(f"set aside: {cause}", str(group.task_index)):
+        if entry is None or entry.is_news(f"set aside: {cause}", str(task)):
             self._run.events.warn(
-                f"task {group.task_index} of environment {group.environment} is set aside: "
+                f"task {task} of environment {name} is set aside: "
                 f"episode {member} of {group.group_id} had its last attempt: {cause}"
             )
-        if blamed and self._environments.group_failed(
-            group.environment,
-            group_number(group.group_id) or 0,
-            cause,
-            oldest_open=self._book.oldest_open(group.environment),
+        number, oldest = group_number(group.group_id) or 0, self._book.oldest_open(name)
+        most = self._run.config.controller.max_failed_groups
+        if (
+            blamed
+            and entry is not None
+            and entry.group_failed(number, cause, oldest_open=oldest, most=most)
         ):
-            count = self._run.config.controller.max_failed_groups
-            last = "its last group" if count == 1 else f"its last {count} groups all"
-            self.suspend(group.environment, f"{last} failed, the newest: {cause}")
+            last = "its last group" if most == 1 else f"its last {most} groups all"
+            self.suspend(name, f"{last} failed, the newest: {cause}")
 
     def _cancel_members(self, group: Group, cause: str) -> None:
         session = self._fleet.find(group.holder)

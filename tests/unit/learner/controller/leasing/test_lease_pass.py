@@ -37,9 +37,7 @@ class PlainScheduler(Scheduler):
 
     def _room_of(self, session: ServerSession) -> int:
         taken = sum(len(g.running) for g in self._book.held_by(session.key))
-        taken += sum(
-            len(c.members) for c in self._book.closing.leases.values() if c.holder == session.key
-        )
+        taken += sum(len(c.members) for c in self._book.closing.values() if c.holder == session.key)
         return session.hello.max_episodes - taken - self.reserved.get(session.key, 0)
 
     def _by_room(self) -> list[ServerSession]:

@@ -186,7 +186,7 @@ def test_an_orphan_keeps_what_is_back_and_may_go_to_a_server_that_is_new_enough(
 def test_evaluation_leases_do_not_count_for_the_invariant():
     book = make_book(max_staleness=0)
     for _ in range(10):
-        book.lease_evaluation("e", 0, 0, A, 0)
+        book.lease_episode("e", A, 0, task_index=0)
     assert book.may_lease(0)
     assert book.training_groups() == []
 

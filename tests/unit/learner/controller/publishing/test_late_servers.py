@@ -41,7 +41,7 @@ def texts(scene: Scene) -> list[str]:
 
 def say(scene: Scene, session: ServerSession, publish_id: str, phase: int) -> None:
     digests = DIGESTS if phase == LOADED else []
-    scene.publisher.report(
+    scene.publisher.publish_reported(
         session, fleet_pb2.PublishReport(publish_id=publish_id, phase=phase, bucket_digests=digests)
     )
 
@@ -201,7 +201,7 @@ async def test_a_late_server_that_has_not_what_was_sent_is_stale_and_breaks_no_n
             report = fleet_pb2.PublishReport(
                 publish_id=publish_id, phase=LOADED, bucket_digests=digests
             )
-            scene.publisher.report(late, report)
+            scene.publisher.publish_reported(late, report)
         await until(lambda: late.state == fleet_pb2.SERVER_STATE_STALE)
         assert late.cause == (
             "the digests of the loaded buckets are not those that were sent"

@@ -5,10 +5,11 @@ import asyncio
 import numpy as np
 from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.publishing.publish import Publisher
+from slipstream.learner.controller.servers.fleet import Fleet
 from slipstream.learner.controller.servers.session import ServerSession
 from slipstream.protocol.codec import pack_logprobs, version_to_pb
 from slipstream.v1 import fleet_pb2, trainer_pb2, weights_pb2
-from support.rigs.publishing_scene import DIGESTS, fleet_of, joined, next_order, nothing, run_of
+from support.rigs.publishing_scene import DIGESTS, joined, next_order, nothing, run_of
 from support.rigs.waiting import LIMIT_S
 
 
@@ -30,7 +31,7 @@ class Adapted:
 
     def __init__(self, tasks: asyncio.TaskGroup) -> None:
         self.run = run_of(lora={"rank": 8, "publish": "adapters"}, weights={"verify_every": 1000})
-        self.fleet = fleet_of(self.run)
+        self.fleet = Fleet(self.run)
         self.publisher = Publisher(self.fleet, self.run, tasks)
         self._tasks = tasks
         self._communicator_id = ""
@@ -57,7 +58,7 @@ class Adapted:
             received = (await message_of(session, "receive")).receive
             assert received.order.adapters_alone == order.adapters_alone
             phase = "FAILED" if fails == session.name else "LOADED"
-            self.publisher.report(session, report_of(publish_id, phase))
+            self.publisher.publish_reported(session, report_of(publish_id, phase))
         logprobs = pack_logprobs(np.full(4, -1.0, dtype=np.float32))
         probe = weights_pb2.Probe(expected_logprobs=logprobs, tolerance=0.1)
         await self.publisher.finish(
@@ -69,7 +70,7 @@ class Adapted:
             if fails != session.name:
                 await message_of(session, "commit")
                 meanwhile()
-                self.publisher.report(session, served)
+                self.publisher.publish_reported(session, served)
         async with asyncio.timeout(LIMIT_S):
             while any(s.state == fleet_pb2.SERVER_STATE_LOADING for s in sessions):
                 await asyncio.sleep(0)
@@ -81,7 +82,7 @@ class Adapted:
             publish_id = (await message_of(session, "prepare")).prepare.publish_id
         while not preparing.done():
             for session in sessions:
-                self.publisher.report(session, report_of(publish_id, "READY"))
+                self.publisher.publish_reported(session, report_of(publish_id, "READY"))
             await asyncio.sleep(0)
         order = preparing.result()
         assert order is not None

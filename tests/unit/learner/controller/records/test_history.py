@@ -14,7 +14,6 @@ from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.loop import version_of
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.history import (
-    GroupSteps,
     RunHistory,
     SeenIds,
     read_history,
@@ -89,15 +88,6 @@ def test_a_ledger_takes_few_bytes_a_trajectory_and_knows_each() -> None:
     tracemalloc.stop()
     assert grown / len(ids) < MOST_BYTES, grown / len(ids)
     assert not any(ledger.receive(KEY, TrajectoryId(text), 1) for text in ids)
-
-
-def test_the_step_of_each_group_is_known_and_of_nothing_else() -> None:
-    steps = GroupSteps()
-    steps.add(GroupId("g000002"), 7)
-    assert steps.get(GroupId("g000002")) == 7
-    assert [steps.get(GroupId(text)) for text in ("g000001", "g000003", "g2", "e1-000002", "")] == [
-        None
-    ] * 5
 
 
 B, MEMBERS, STEPS, ETA = 2, 2, 6, 2

@@ -256,12 +256,14 @@ def test_first_and_last_rewards_are_those_of_other_steps(rewards, first, last):
 
 
 def test_the_time_of_a_run_is_that_of_its_steps() -> None:
-    time = RunFacts().totals
-    assert time.shares() == {}
-    time.add({"step_s": 6.0, "training_s": 3.0, "groups_wait_s": 1.0, "publish_s": math.nan})
+    facts = RunFacts()
+    assert facts.time_shares() == {}
+    facts.count_row({"step_s": 6.0, "training_s": 3.0, "groups_wait_s": 1.0, "publish_s": math.nan})
     shares = {"servers_sampling_share": 0.5, "servers_paused_share": 0.1, "servers_idle_share": 0.4}
-    time.add({"step_s": 4.0, "training_s": 1.0, "groups_wait_s": 2.0, "publish_s": 1.0} | shares)
-    found = time.shares()
+    facts.count_row(
+        {"step_s": 4.0, "training_s": 1.0, "groups_wait_s": 2.0, "publish_s": 1.0} | shares
+    )
+    found = facts.time_shares()
     assert found["trainer"] == pytest.approx(
         {
             "training": 0.4,

@@ -1,5 +1,6 @@
 """Episodes in a form for people."""
 
+import asyncio
 import dataclasses
 import json
 from pathlib import Path
@@ -12,7 +13,6 @@ from slipstream.learner.controller.events import EventLog
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.reporting.metrics import sampled_groups
 from slipstream.learner.controller.reporting.summary import (
-    TokenTexts,
     group_line,
     open_token_texts,
     readable,
@@ -50,8 +50,12 @@ def with_turns(folder: Path, max_turns: int) -> Config:
     return Config.model_validate(table)
 
 
+def texts_of(model: Path):
+    return asyncio.run(open_token_texts(with_turns(model, 2), EventLog()))
+
+
 def test_each_turn_has_what_the_model_read_and_what_it_sampled(model: Path) -> None:
-    texts = TokenTexts(model / "tokenizer.json")
+    texts = texts_of(model)
     made = episode("<s> a b c </s> d a b </s>", 2, 3, 1, 3)
     first = {"context": "<s> a", "context_tokens": 2, "sampled": "b c </s>", "sampled_tokens": 3}
     second = {"context": "d", "context_tokens": 1, "sampled": "a b </s>", "sampled_tokens": 3}
@@ -87,7 +91,7 @@ def test_a_group_has_the_numbers_of_each_member() -> None:
 
 
 def test_a_turn_without_a_reply_is_one_all_the_same(model: Path) -> None:
-    texts = TokenTexts(model / "tokenizer.json")
+    texts = texts_of(model)
     turns = readable(0, episode("a b c", 1, 1, 1), texts)["turns"]
     assert turns[1] == {
         "context": "c",
@@ -99,12 +103,12 @@ def test_a_turn_without_a_reply_is_one_all_the_same(model: Path) -> None:
 
 
 def test_an_episode_of_one_turn_has_prompt_and_reply_only(model: Path) -> None:
-    assert "turns" not in readable(0, episode("a b", 1, 1), TokenTexts(model / "tokenizer.json"))
+    assert "turns" not in readable(0, episode("a b", 1, 1), texts_of(model))
     assert "turns" not in readable(0, episode("a b c d", 1, 1, 1, 1), None)
 
 
 def test_branches_have_their_own_turns_and_rewards(model: Path) -> None:
-    texts = TokenTexts(model / "tokenizer.json")
+    texts = texts_of(model)
     words = "<s> a b </s> c d </s> <s> a b </s> d a </s>"
     branches = (Branch(4), Branch(2, 0.5, "reviewer", 2.0))
     tree = dataclasses.replace(episode(words, 2, 2, 1, 2, 5, 2), branches=branches)
@@ -130,11 +134,11 @@ def test_branches_have_their_own_turns_and_rewards(model: Path) -> None:
 
 
 def test_all_that_a_line_says_is_documented(model: Path) -> None:
-    line = readable(0, episode("a b c d", 1, 1, 1, 1), TokenTexts(model / "tokenizer.json"))
+    line = readable(0, episode("a b c d", 1, 1, 1, 1), texts_of(model))
     fields, turn, branch, *_ = tables("trajectories.jsonl", "guides/watching.md")
     assert set(line) <= set(fields)
     tree = dataclasses.replace(episode("a b c d", 1, 1, 1, 1), branches=(Branch(2), Branch(2)))
-    told = readable(0, tree, TokenTexts(model / "tokenizer.json"))
+    told = readable(0, tree, texts_of(model))
     assert set(told) <= set(fields)
     assert set(told["branches"][0]) == set(branch)
     assert json.loads(json.dumps(told)) == told
@@ -148,7 +152,7 @@ async def test_the_tokenizer_is_read_for_several_turns_only(model: Path) -> None
     for max_turns in (0, 2):
         texts = await open_token_texts(with_turns(model, max_turns), events)
     assert texts is not None
-    assert texts.text(np.asarray([2, 1], np.uint32)) == "a </s>"
+    assert texts(np.asarray([2, 1], np.uint32)) == "a </s>"
     assert not list(events.kept())
 
 

@@ -10,12 +10,16 @@ from pathlib import Path
 import pytest
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import told_settings
-from slipstream.core.settings.measurement_sections import TrackingSection, check_trackers
+from slipstream.core.settings.measurement_sections import (
+    TrackingSection,
+    check_trackers,
+    tracker_named,
+)
 from slipstream.extensions.trackers.controller import COLUMNS, tag_of
 from slipstream.learner.controller.reporting.trackers import (
     RunIds,
     Trackers,
-    ways_to_open,
+    open_trackers,
 )
 from support.rigs.completed import python
 from support.rigs.controller_runs import make_config
@@ -189,7 +193,7 @@ def log_twice(tmp_path: Path, name: str, **settings: object) -> str:
     folder.mkdir(parents=True)
     complaints: list[str] = []
     for start in range(2):
-        trackers = Trackers(ways_to_open(config, folder, complaints.append), complaints.append)
+        trackers = open_trackers(config, folder, complaints.append)
         trackers.log(start, {"reward_mean": 0.5 + start, "held/pass_at_1": 0.25})
         trackers.close()
     assert complaints == []
@@ -271,7 +275,7 @@ def test_weights_and_biases_is_told_project_name_settings_and_every_number(tmp_p
     config = make_config(tmp_path, tracking__trackers=["wandb"], tracking__project="sums")
     config.run_dir.mkdir()
     RunIds(config.run_dir, print).keep("wandb", "kept")
-    tracker = ways_to_open(config, config.run_dir, print)["wandb"]()
+    tracker = tracker_named("wandb").load()(config, config.run_dir, RunIds(config.run_dir, print))
     tracker.log(7, {"loss": 0.5})
     tracker.samples(7, [EPISODE], [GROUP])
     tracker.close()
@@ -335,7 +339,9 @@ def test_mlflow_goes_on_with_the_run_whose_id_lies_in_the_run_folder(tmp_path, m
     config = make_config(tmp_path, tracking__trackers=["mlflow"], tracking__project="sums")
     config.run_dir.mkdir()
     for start in range(2):
-        tracker = ways_to_open(config, config.run_dir, print)["mlflow"]()
+        tracker = tracker_named("mlflow").load()(
+            config, config.run_dir, RunIds(config.run_dir, print)
+        )
         tracker.log(start, {"held/pass@1": 0.5 + start})
         tracker.samples(start, [EPISODE], [GROUP])
         tracker.close()

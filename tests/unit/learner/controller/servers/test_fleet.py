@@ -1,15 +1,15 @@
 import pytest
-from slipstream.learner.controller.servers.fleet import MAX_DEPARTED
+from slipstream.learner.controller.servers.fleet import MAX_DEPARTED, Fleet
 from slipstream.learner.controller.servers.session import DEAD, LEFT
 from slipstream.v1 import fleet_pb2
-from support.rigs.publishing_scene import fleet_of, joined, run_of
+from support.rigs.publishing_scene import joined, run_of
 
 SHARED = {"kind": "redis", "redis_url": "redis://127.0.0.1:6379/0"}
 
 
 @pytest.mark.parametrize(("queue", "waiting"), [({"kind": "grpc"}, 700), (SHARED, 400)])
 async def test_bytes_of_a_queue_that_all_servers_share_are_counted_once(queue, waiting):
-    fleet = fleet_of(run_of(queue=queue))
+    fleet = Fleet(run_of(queue=queue))
     # A shared queue counts once, with the newer of the two reports.
     for name, num_bytes in (("a", 300), ("b", 400)):
         joined(fleet, name).report.queued_bytes = num_bytes
@@ -18,7 +18,7 @@ async def test_bytes_of_a_queue_that_all_servers_share_are_counted_once(queue, w
 
 
 def test_drafts_of_all_servers_are_added_up() -> None:
-    fleet = fleet_of(run_of())
+    fleet = Fleet(run_of())
     for name, drafted, accepted in (("a", 100, 60), ("b", 11, 7)):
         report = joined(fleet, name).report
         report.drafted_tokens, report.accepted_tokens = drafted, accepted
@@ -34,7 +34,7 @@ def test_drafts_of_all_servers_are_added_up() -> None:
     ],
 )
 def test_a_server_has_left_only_if_it_said_goodbye(last, state, cause):
-    fleet = fleet_of(run_of())
+    fleet = Fleet(run_of())
     session = joined(fleet, "a")
     fleet.order_drain(session, "new driver", finish=True)
     fleet.receive(session, last)
@@ -48,7 +48,7 @@ def test_a_server_has_left_only_if_it_said_goodbye(last, state, cause):
 
 
 def test_the_status_shows_the_newest_of_those_that_left() -> None:
-    fleet = fleet_of(run_of())
+    fleet = Fleet(run_of())
     for number in range(MAX_DEPARTED + 20):
         fleet.remove(joined(fleet, f"s{number}"), "its stream ended")
     assert list(fleet.departed) == [f"s{number}" for number in range(20, MAX_DEPARTED + 20)]
@@ -56,7 +56,7 @@ def test_the_status_shows_the_newest_of_those_that_left() -> None:
 
 def test_the_last_server_does_not_leave_without_a_warning() -> None:
     run = run_of(controller={"stall_timeout_s": 90.0})
-    fleet = fleet_of(run)
+    fleet = Fleet(run)
     first, last = joined(fleet, "a"), joined(fleet, "b")
     fleet.order_drain(first, "new driver", finish=True)
     assert fleet.warn_without(first) == ""
@@ -70,7 +70,7 @@ def test_the_last_server_does_not_leave_without_a_warning() -> None:
 
 def test_servers_that_leave_at_the_end_of_a_run_are_missed_by_nobody() -> None:
     run = run_of()
-    fleet = fleet_of(run)
+    fleet = Fleet(run)
     session = joined(fleet, "a")
     run.progress.stop("enough")
     fleet.order_drain(session, "enough", finish=False)

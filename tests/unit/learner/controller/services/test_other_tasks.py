@@ -9,7 +9,6 @@ from slipstream.learner.controller.leasing.groups import Group, Purpose
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.state import RunState
 from slipstream.learner.controller.run import Run
-from slipstream.learner.controller.servers.fleet import FleetHandlers
 from slipstream.learner.controller.servers.session import ServerSession
 from slipstream.learner.controller.services.environment_service import (
     EnvironmentServicer,
@@ -18,7 +17,7 @@ from slipstream.learner.controller.services.environment_service import (
 from slipstream.learner.controller.tasks import EnvironmentEntry
 from slipstream.v1 import environment_pb2, fleet_pb2
 from support.rigs.lease_rig import books_of
-from support.rigs.publishing_scene import joined, nothing, run_of
+from support.rigs.publishing_scene import joined, run_of
 
 
 class Records:
@@ -45,7 +44,6 @@ class Scene:
         (spec,) = environment_specs(self.run.config, search_path="")
         self.entry: EnvironmentEntry = books.environments.add(spec)
         self.fleet = books.fleet
-        self.fleet.handlers = FleetHandlers(*[nothing] * 8)
         self.withdrawn: list[str] = []
         intake: Any = self
         self.servicer = EnvironmentServicer(self.run, books, intake)

@@ -33,7 +33,7 @@ class OneBatch:
     def answered(self, report: trainer_pb2.StepReport) -> None:
         return None
 
-    async def take_up(self, message: object) -> None:
+    async def take_up(self, message: object, trainer: PolicyVersion) -> None:
         pass
 
     async def durable(self) -> None:

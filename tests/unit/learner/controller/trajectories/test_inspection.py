@@ -71,7 +71,7 @@ def inspected(
     run.progress.reached(PolicyVersion(0, 2))
     with Journal(tmp_path / "journal") as journal:
         books = books_of(run, journal=journal)
-        books.environments.remove("e")
+        books.environments.entries.clear()
         books.environments.add(EnvironmentSpec(name="e", adapter=adapter))
         group_id = group_id or books.leases.lease("e", 3, 4, KEY, 2).group_id
         books.fleet.epochs.join(KEY)
