@@ -333,13 +333,6 @@ def test_a_disk_that_is_full_at_the_start_is_named_in_one_line(tmp_path, monkeyp
     assert [record["kind"] for record in read_records(tmp_path)] == ["a"]
 
 
-def test_a_journal_has_one_writer(tmp_path):
-    with Journal(tmp_path), pytest.raises(ConfigError, match="is written by another controller"):
-        Journal(tmp_path)
-    with Journal(tmp_path) as journal:
-        journal.append(note("a"))
-
-
 async def test_records_are_appended_while_the_disk_syncs_those_before(tmp_path, monkeypatch):
     disk = SlowDisk(monkeypatch)
     with Journal(tmp_path) as journal:

@@ -41,23 +41,3 @@ def test_every_event_in_every_state_leads_where_the_table_says(state, event: Ser
             next_state(state, event)
     else:
         assert next_state(state, event) == expected
-
-
-def test_a_server_serves_only_after_a_whole_publish() -> None:
-    """Everything that leads to SERVING is a publish that was received and proved."""
-    ways = [
-        (state, event)
-        for state, row in TABLE.items()
-        for event, following in zip(ServerEvent, row, strict=True)
-        if following == SERVING
-    ]
-    assert ways == [(LOADING, PUBLISHED)]
-
-
-def test_nothing_but_its_end_leaves_draining() -> None:
-    reached, todo = set(), [DRAINING]
-    while todo:
-        state = todo.pop()
-        reached.add(state)
-        todo += [following for following in TABLE[state] if following not in {None, *reached}]
-    assert reached == {DRAINING, DEAD, LEFT}

@@ -91,3 +91,70 @@ def test_readers_do_not_see_the_arguments_of_an_environment() -> None:
     assert "sk-secret" not in str(entry.describe())
     assert entry.describe().spec.reference == "ours:Sums"
     assert "sk-secret" in entry.spec.args_json
+
+
+@pytest.mark.parametrize(
+    ("adapter", "problem"),
+    [
+        ("math", ""),
+        (
+            "code",
+            "adapter of e must stay 'math', got 'code': its leased groups are sampled with it; "
+            "choose another name",
+        ),
+    ],
+)
+def test_an_environment_that_was_suspended_keeps_its_adapter(adapter: str, problem: str) -> None:
+    lora = {"rank": 2, "publish": "adapters", "adapters": ["code", "math"]}
+    run = run_of(lora=lora)
+    books = books_of(run)
+    entry = books.environments.add(submitted("e", adapter="math"))
+    entry.state = environment_pb2.ENVIRONMENT_STATE_SUSPENDED
+    servicer = EnvironmentServicer(run, books, None)  # type: ignore[arg-type]
+    assert servicer._problem(submitted("e", adapter=adapter)) == problem
+
+
+@pytest.mark.parametrize(
+    ("reference", "problem"),
+    [
+        ("ours:Sums", ""),
+        ("ours.below:Sums", ""),
+        ("oursalike:Sums", "security.submitted_modules has no oursalike, only ours"),
+        ("os:Sums", "security.submitted_modules has no os, only ours"),
+    ],
+)
+def test_clients_submit_only_modules_that_the_run_allows(reference: str, problem: str) -> None:
+    servicer, _, _ = submissions(security={"submitted_modules": ["ours"]})
+    assert servicer._problem(submitted("e", reference=reference)) == problem
+
+
+@pytest.mark.parametrize(
+    ("address", "reference", "problem"),
+    [
+        ("127.0.0.1:7070", "os:Sums", ""),
+        ("10.0.0.5:7070", "ours.below:Sums", ""),
+        (
+            "10.0.0.5:7070",
+            "os:Sums",
+            "security.submitted_modules has no os, only ours (those of the run's environments, "
+            "since 10.0.0.5:7070 is not loopback)",
+        ),
+        (
+            "10.0.0.5:7070",
+            "slipstream.environments.command:Command",
+            "security.submitted_modules has no slipstream.environments.command, only none (unless "
+            "it is set: the arguments of an environment may name any program)",
+        ),
+    ],
+)
+def test_off_loopback_clients_submit_modules_of_the_runs_own_environments_by_default(
+    address: str, reference: str, problem: str
+) -> None:
+    run = run_of(
+        controller={"address": address},
+        environments=[
+            {"name": "e", "reference": "ours:Sums"},
+            {"name": "c", "reference": "slipstream.environments.command:Command"},
+        ],
+    )
+    assert run.config.submission_refusal(reference) == problem

@@ -1,18 +1,16 @@
-"""Calls of the trainer, of clients that submit environments, and of servers turned away."""
+"""Calls of the trainer, and of servers turned away."""
 
 import asyncio
 import dataclasses
 from contextlib import aclosing
 from types import SimpleNamespace
 
-import grpc.aio
 import pytest
 from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.loop import TrainerOrders
 from slipstream.learner.controller.part import Part
 from slipstream.learner.controller.run import LoopClock, Run
-from slipstream.learner.controller.services.environment_service import EnvironmentServicer
 from slipstream.learner.controller.services.fleet_service import FleetServicer
 from slipstream.learner.controller.services.trainer_service import (
     RESERVED_S,
@@ -22,8 +20,7 @@ from slipstream.learner.controller.services.trainer_service import (
 from slipstream.learner.controller.tasks import Relay
 from slipstream.learner.controller.trajectories.batch import FormedBatch, Trained
 from slipstream.protocol.codec import TRAINER_EPOCH
-from slipstream.v1 import environment_pb2, fleet_pb2, trainer_pb2, trajectory_pb2
-from support.rigs.lease_rig import books_of
+from slipstream.v1 import fleet_pb2, trainer_pb2
 from support.rigs.publishing_scene import run_of
 
 
@@ -50,11 +47,24 @@ class Unfinished(Part):
         return False
 
 
-class FirstTrainer:
-    """The context of a call by the trainer with epoch 1."""
+class Refused(Exception):
+    """A call ended with this text."""
+
+
+class Call:
+    """The context of a call with an epoch, or without one."""
+
+    def __init__(self, epoch: int = 0) -> None:
+        self._epoch = epoch
 
     def invocation_metadata(self) -> list[tuple[str, str]]:
-        return [(TRAINER_EPOCH, "1")]
+        return [(TRAINER_EPOCH, str(self._epoch))] if self._epoch else []
+
+    async def abort(self, code: object, text: str, metadata: object) -> None:
+        raise Refused(text)
+
+    async def abort_with_status(self, *_: object) -> None:
+        raise Refused
 
 
 def orders_of(run: Run) -> TrainerOrders:
@@ -117,7 +127,7 @@ async def test_a_version_that_was_made_is_waited_for_no_more() -> None:
     run = run_of()
     servicer = servicer_of(run)
     run.progress.waits_for("the trainer to make version 1")
-    await servicer.ReportStep(trainer_pb2.StepReport(step=0), FirstTrainer())
+    await servicer.ReportStep(trainer_pb2.StepReport(step=0), Call(1))
     assert run.progress.version == PolicyVersion(0, 1)
     assert run.progress.waiting_for == "the trainer to ask for its next batch"
 
@@ -125,8 +135,8 @@ async def test_a_version_that_was_made_is_waited_for_no_more() -> None:
 async def test_a_trainer_that_leaves_before_the_end_fails_the_run() -> None:
     run = run_of()
     servicer = servicer_of(run)
-    await servicer.ReportStep(trainer_pb2.StepReport(step=0), FirstTrainer())
-    await servicer.Finish(trainer_pb2.TrainerGoodbye(), FirstTrainer())
+    await servicer.ReportStep(trainer_pb2.StepReport(step=0), Call(1))
+    await servicer.Finish(trainer_pb2.TrainerGoodbye(), Call(1))
     # Else the run would wait for it until `controller.stall_timeout_s`.
     assert run.progress.has_failed
     assert run.progress.cause.startswith(
@@ -138,7 +148,7 @@ async def test_a_trainer_that_leaves_at_the_end_fails_nothing() -> None:
     run = run_of()
     servicer = servicer_of(run)
     run.progress.stop("enough")
-    await servicer.Finish(trainer_pb2.TrainerGoodbye(export_path="final"), FirstTrainer())
+    await servicer.Finish(trainer_pb2.TrainerGoodbye(export_path="final"), Call(1))
     assert not run.progress.has_failed
     assert servicer.finished.is_set()
 
@@ -148,9 +158,9 @@ async def test_a_model_that_no_step_has_changed_is_called_untrained(num_steps, w
     run = run_of()
     servicer = servicer_of(run)
     for step in range(num_steps):
-        await servicer.ReportStep(trainer_pb2.StepReport(step=step), FirstTrainer())
+        await servicer.ReportStep(trainer_pb2.StepReport(step=step), Call(1))
     run.progress.stop("enough")
-    await servicer.Finish(trainer_pb2.TrainerGoodbye(export_path="final"), FirstTrainer())
+    await servicer.Finish(trainer_pb2.TrainerGoodbye(export_path="final"), Call(1))
     assert [event.text for event in run.events.kept()][-1] == f"the {what} model lies in final"
 
 
@@ -175,23 +185,6 @@ class SetClock(LoopClock):
 
     def now_s(self) -> float:
         return self.time_s
-
-
-class Refused(Exception):
-    """A call ended with this text."""
-
-
-class Call:
-    """The context of a call with an epoch, or without one."""
-
-    def __init__(self, epoch: int = 0) -> None:
-        self._epoch = epoch
-
-    def invocation_metadata(self) -> list[tuple[str, str]]:
-        return [(TRAINER_EPOCH, str(self._epoch))] if self._epoch else []
-
-    async def abort(self, code: object, text: str, metadata: object) -> None:
-        raise Refused(text)
 
 
 def place_at(clock: SetClock) -> TrainerPlace:
@@ -226,101 +219,6 @@ async def test_a_place_is_kept_for_as_long_as_a_stream_is_open() -> None:
         await place.check(Call(epoch))
 
 
-@pytest.mark.parametrize(
-    ("adapter", "problem"),
-    [
-        ("math", ""),
-        (
-            "code",
-            "adapter of e must stay 'math', got 'code': its leased groups are sampled with it; "
-            "choose another name",
-        ),
-    ],
-)
-def test_an_environment_that_was_suspended_keeps_its_adapter(adapter: str, problem: str) -> None:
-    run = run_of(lora={"rank": 2, "publish": "adapters", "adapters": ["code", "math"]})
-    books = books_of(run)
-    spec = environment_pb2.EnvironmentSpec(
-        name="e",
-        weight=1.0,
-        timeout_s=1.0,
-        num_workers=1,
-        purpose=trajectory_pb2.EPISODE_PURPOSE_TRAINING,
-        adapter="math",
-    )
-    entry = books.environments.add(spec)
-    entry.state = environment_pb2.ENVIRONMENT_STATE_SUSPENDED
-    again = environment_pb2.EnvironmentSpec()
-    again.CopyFrom(spec)
-    again.adapter = adapter
-    assert EnvironmentServicer(run, books, None)._problem(again) == problem  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("reference", "problem"),
-    [
-        ("ours:Sums", ""),
-        ("ours.below:Sums", ""),
-        ("oursalike:Sums", "security.submitted_modules has no oursalike, only ours"),
-        ("os:Sums", "security.submitted_modules has no os, only ours"),
-    ],
-)
-def test_clients_submit_only_modules_that_the_run_allows(reference: str, problem: str) -> None:
-    purpose = trajectory_pb2.EPISODE_PURPOSE_TRAINING
-    run = run_of(security={"submitted_modules": ["ours"]})
-    spec = environment_pb2.EnvironmentSpec(
-        name="e", reference=reference, weight=1.0, timeout_s=1.0, num_workers=1, purpose=purpose
-    )
-    servicer = EnvironmentServicer(run, books_of(run), None)  # type: ignore[arg-type]
-    assert servicer._problem(spec) == problem
-
-
-@pytest.mark.parametrize(
-    ("address", "reference", "problem"),
-    [
-        ("127.0.0.1:7070", "os:Sums", ""),
-        ("10.0.0.5:7070", "ours.below:Sums", ""),
-        (
-            "10.0.0.5:7070",
-            "os:Sums",
-            "security.submitted_modules has no os, only ours (those of the run's environments, "
-            "since 10.0.0.5:7070 is not loopback)",
-        ),
-        (
-            "10.0.0.5:7070",
-            "slipstream.environments.command:Command",
-            "security.submitted_modules has no slipstream.environments.command, only none (unless "
-            "it is set: the arguments of an environment may name any program)",
-        ),
-    ],
-)
-def test_off_loopback_clients_submit_modules_of_the_runs_own_environments_by_default(
-    address: str, reference: str, problem: str
-) -> None:
-    run = run_of(
-        controller={"address": address},
-        environments=[
-            {"name": "e", "reference": "ours:Sums"},
-            {"name": "c", "reference": "slipstream.environments.command:Command"},
-        ],
-    )
-    assert run.config.submission_refusal(reference) == problem
-
-
-class Aborted(Exception):
-    """The stream was refused."""
-
-
-class Context:
-    """A stream of which only the refusal matters."""
-
-    async def abort(self, *_: object, **__: object) -> None:
-        raise Aborted
-
-    async def abort_with_status(self, *_: object) -> None:
-        raise Aborted
-
-
 async def test_processes_that_are_turned_away_again_and_again_take_no_more_memory() -> None:
     first = fleet_pb2.ServerHello(server_id="s", process=1, host="here")
     older = SimpleNamespace(name="s", hello=first)
@@ -328,11 +226,10 @@ async def test_processes_that_are_turned_away_again_and_again_take_no_more_memor
     run = SimpleNamespace(progress=None, events=SimpleNamespace(warn=events.append))
     fleet = SimpleNamespace(sessions={"s": older})
     servicer = FleetServicer(fleet, run, Relay(str, print, LoopClock()))  # type: ignore[arg-type]
-    context: grpc.aio.ServicerContext = Context()  # type: ignore[assignment]
     for process in range(2, 1502):
         hello = fleet_pb2.ServerHello(server_id="s", process=process, host="there")
         for _ in range(2):
-            with pytest.raises(Aborted):
-                await servicer._check_name_is_free(hello, context)
+            with pytest.raises(Refused):
+                await servicer._check_name_is_free(hello, Call())
     assert len(events) == 1500
     assert len(servicer._turned_away) <= 1000
