@@ -244,7 +244,7 @@ MUTANTS: dict[str, tuple[Change, ...]] = {
     ),
     "digests of fetched weights are not compared": (
         Change(f"{FETCHED}._read", "object_digest(data) != digest", "False"),
-        Change(f"{FETCHED}._apply", "file.digest(place) != link.bucket_digests[place]", "False"),
+        Change(f"{FETCHED}._apply", "digest != link.bucket_digests[place]", "False"),
     ),
     "what is delivered under another run is dropped": (
         Change(

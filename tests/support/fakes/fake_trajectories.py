@@ -1,5 +1,7 @@
 """Trajectories of every shape, for hypothesis."""
 
+from typing import Any
+
 import numpy as np
 from hypothesis import strategies as st
 from slipstream.core.types import (
@@ -17,6 +19,7 @@ from slipstream.core.types import (
     VersionSpan,
     expert_dtype,
 )
+from slipstream.learner.controller.leasing.groups import Group
 from slipstream.protocol.codec import merge_spans
 
 from support.fakes.plain_trajectory import plain_trajectory
@@ -39,6 +42,22 @@ GOOD = Trajectory(
     behavior_logprobs=np.array([-0.5, 5e-4], np.float32),
     version_spans=(VersionSpan(1, PolicyVersion(0, 6)), VersionSpan(1, PolicyVersion(1, 7))),
 )
+
+
+def plain_group(**changes: Any) -> Group:
+    """A group of two members of the same task that no server holds, with these `changes`."""
+    plain: dict[str, Any] = {
+        "group_id": GOOD.group_id,
+        "environment": GOOD.environment,
+        "task_index": GOOD.task_index,
+        "seed": GOOD.seed,
+        "purpose": GOOD.purpose,
+        "size": 2,
+        "deadline_step": 3,
+        "holder": None,
+    }
+    return Group(**plain | changes)
+
 
 texts = st.text(st.characters(codec="utf-8"), max_size=20)
 names = st.text("abcXYZ0189._:-", max_size=20)

@@ -29,6 +29,12 @@ from support.rigs.publishing_scene import joined, run_of
 STEPS = 10
 
 
+def book_of(**sizes: int) -> LeaseBook:
+    """An empty lease book; where `sizes` say nothing else, a step has one group of two members."""
+    plain = {"groups_per_step": 1, "group_size": 2, "max_staleness": 1, "num_steps": 9}
+    return LeaseBook(**{"attempts_per_lease": 7} | plain | sizes)
+
+
 def books_of(run: Run, **given: object) -> Books:
     """Empty books of a run, with a queue of 1000 bytes; `given` has the journal, and other books.
 
@@ -36,8 +42,7 @@ def books_of(run: Run, **given: object) -> Books:
     """
     algorithm, fleet, state = run.config.algorithm, Fleet(run), given.get("state", RunState())
     made: dict[str, Any] = {
-        "leases": LeaseBook(
-            attempts_per_lease=7,
+        "leases": book_of(
             groups_per_step=algorithm.groups_per_step,
             group_size=algorithm.group_size,
             max_staleness=algorithm.max_staleness,

@@ -96,7 +96,7 @@ class Scene:
         self.fleet = Fleet(run)
         self.run, self.tasks = run, tasks
         self.publisher = Publisher(self.fleet, run, tasks)
-        self.fleet.parts = [self.publisher]
+        self.fleet.listeners = [self.publisher]
         self.session = self.joined("a")
         self.trainer = trainer_pb2.NextRequest(bucket_digests=DIGESTS)
 

@@ -17,13 +17,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from urllib.parse import quote, urlencode
 
-from slipstream.core.errors import QueueError
+from slipstream.core.errors import ConfigError, QueueError
 from slipstream.core.machine.files import (
     MAX_SOCKET_PATH_BYTES,
     OwnedFolder,
     remove_abandoned,
 )
 from slipstream.core.machine.process import below_this, send_signal
+from slipstream.core.types import TrajectoryId
 from slipstream.extensions.redis.connection import CONTROLLER, DEFAULT_USER, USERS
 from slipstream.protocol.queue.base import AsyncClosing
 
@@ -208,3 +209,24 @@ def _write_private(file: Path, text: str) -> None:
     file.unlink(missing_ok=True)
     file.touch(mode=0o600)
     file.write_text(text)
+
+
+# The stream of the run "run", and the count of its bytes.
+STREAM, BYTES = "slipstream:run:trajectories", "slipstream:run:bytes"
+
+
+def name(number: int) -> TrajectoryId:
+    return TrajectoryId(f"group.{number}")
+
+
+async def kill(server: EmbeddedServer) -> None:
+    os.kill(server.pid, signal.SIGKILL)
+    await server.wait()
+
+
+def causes(error: BaseException) -> set[str]:
+    """The messages of all errors of a group; each is a QueueError, or a ConfigError."""
+    if isinstance(error, BaseExceptionGroup):
+        return set().union(*map(causes, error.exceptions))
+    assert isinstance(error, (QueueError, ConfigError))
+    return {str(error)}

@@ -181,7 +181,7 @@ class Controller:
                 self._parts = parts = self._make_parts(self._run, books, recorder, tasks)
                 warn_of_checkpoints(folder / CHECKPOINTS, history.checkpoint.step, self._run.events)
                 health = self._connect(server)
-                restore(books, parts.former, parts.all, history, self._run)
+                restore(books, parts.former, [parts.intake, *parts.all], history, self._run)
                 self._book.awaited.hold(receiver.backlog)
                 await server.start()
                 if self._config.tracking.prometheus is not None:
@@ -241,7 +241,8 @@ class Controller:
         for spec in environment_specs(self._config, search_path=os.getcwd()):
             self._environments.add(spec)
         parts = self._parts
-        self._fleet.parts = parts.all
+        # The intake is last: what others withdraw has left the book before it looks for orphans.
+        self._fleet.listeners = [*parts.all, parts.intake]
         fleet = FleetServicer(self._fleet, self._run, parts.environments.relay)
         fleet_pb2_grpc.add_FleetServiceServicer_to_server(fleet, server)
         trainer_pb2_grpc.add_TrainerServiceServicer_to_server(parts.trainer, server)

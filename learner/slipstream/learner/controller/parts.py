@@ -48,7 +48,7 @@ def make_parts(
     former: BatchFormer | None = None,
     others: Sequence[Part] = (),
 ) -> Parts:
-    """Returns the parts of a controller, whose tasks are in `tasks`; `others` are told late.
+    """Returns the parts of a controller, whose tasks are in `tasks`; `others` are told last.
 
     The modules of parts that the settings do not ask for are not imported.
     """
@@ -87,8 +87,7 @@ def make_parts(
         from slipstream.extensions.turns.controller import EngineTurns
 
         optional.append(EngineTurns(books.fleet, run))
-    # The intake is last: what others withdraw has left the book before orphans are looked for.
-    every = (results, *evaluators, environments, publisher, *optional, *others, intake)
+    every = (results, *evaluators, environments, publisher, *optional, *others)
     trainer = TrainerServicer(run, TrainerOrders(run, books.leases, former, publisher, parts=every))
     return Parts(
         recorder=recorder,

@@ -4,7 +4,6 @@ import asyncio
 import logging
 import os
 import random
-import shutil
 import signal
 
 import pytest
@@ -14,12 +13,10 @@ from slipstream.core.types import TrajectoryId
 from slipstream.extensions.redis.connection import RedisConnection
 from slipstream.extensions.redis.queue import RedisSender
 from slipstream.extensions.redis.receiver import RedisReceiver
-from support.rigs.valkey import EmbeddedServer
+from support.rigs.valkey import BYTES, STREAM, EmbeddedServer, causes, kill, name
 from support.rigs.waiting import LIMIT_S, until
 
 pytestmark = pytest.mark.process
-
-STREAM, BYTES = "slipstream:run:trajectories", "slipstream:run:bytes"
 
 
 @pytest.fixture
@@ -27,15 +24,6 @@ async def server(server: EmbeddedServer) -> EmbeddedServer:
     """A server on which a controller has opened the run's queue."""
     async with RedisReceiver(server.url(), "run"):
         return server
-
-
-def name(number: int) -> TrajectoryId:
-    return TrajectoryId(f"group.{number}")
-
-
-async def kill(server: EmbeddedServer) -> None:
-    os.kill(server.pid, signal.SIGKILL)
-    await server.wait()
 
 
 async def get(receiver: RedisReceiver) -> str:
@@ -52,14 +40,6 @@ async def becomes_empty(client: redis.asyncio.Redis) -> None:
         while await client.xlen(STREAM):
             await asyncio.sleep(0.005)
     assert await used_bytes(client) == 0
-
-
-def causes(error: BaseException) -> set[str]:
-    """The messages of all errors of a group; each is a QueueError, or a ConfigError."""
-    if isinstance(error, BaseExceptionGroup):
-        return set().union(*map(causes, error.exceptions))
-    assert isinstance(error, (QueueError, ConfigError))
-    return {str(error)}
 
 
 async def test_nothing_that_put_has_answered_is_lost_when_redis_is_killed_again_and_again(server):
@@ -176,29 +156,6 @@ async def test_runs_on_one_server_do_not_see_each_other(server: EmbeddedServer) 
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.1):
                 await receiver.get()
-
-
-async def test_an_empty_redis_after_a_restart_stops_sender_and_receiver(server, tmp_path):
-    async def lose_everything() -> None:
-        await kill(server)
-        shutil.rmtree(tmp_path / "valkey" / "appendonlydir")
-        await server.start()
-
-    with pytest.raises(BaseExceptionGroup) as caught:
-        async with RedisReceiver(server.url(), "run") as receiver:
-            await lose_everything()
-            await get(receiver)
-    (cause,) = causes(caught.value)
-    assert "lost data of run run: the stream or its group is gone" in cause
-    async with RedisReceiver(server.url(), "run"):
-        pass
-    with pytest.raises(BaseExceptionGroup) as caught:
-        async with RedisSender(server.url("rollout"), "run", 1_000) as sender:
-            await sender.put(name(0), b"x", timeout_s=LIMIT_S)
-            await lose_everything()
-            await sender.put(name(1), b"x", timeout_s=LIMIT_S)
-    (cause,) = causes(caught.value)
-    assert "does not know run run: " in cause
 
 
 async def test_a_redis_that_stays_away_is_reported_with_its_name_and_without_its_password(server):

@@ -1,9 +1,7 @@
 """A Redis that lost data is noticed, whatever lost them: during a run and at its next start."""
 
 import asyncio
-import os
 import shutil
-import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,33 +9,22 @@ from pathlib import Path
 import pytest
 import redis.asyncio
 from redis.exceptions import ConnectionError as RedisConnectionError
-from slipstream.core.errors import ConfigError, QueueError
-from slipstream.core.types import TrajectoryId
+from slipstream.core.errors import ConfigError
 from slipstream.extensions.redis.connection import DEFAULT_USER, DELIVERY, USERS
 from slipstream.extensions.redis.queue import RedisSender
 from slipstream.extensions.redis.receiver import CONSUMER, GROUP, RedisReceiver
 from slipstream.protocol.queue.base import Amount
 from slipstream.v1 import trajectory_pb2
-from support.rigs.valkey import EmbeddedServer
+from support.rigs.valkey import BYTES, STREAM, EmbeddedServer, causes, kill, name
 from support.rigs.waiting import LIMIT_S, until
 
 pytestmark = pytest.mark.process
 
-STREAM, BYTES = "slipstream:run:trajectories", "slipstream:run:bytes"
 WHAT_TO_DO = "start the run again: it generates lost trajectories again"
 REDIS_SERVER = shutil.which("redis-server")
 needs_redis_server = pytest.mark.skipif(
     REDIS_SERVER is None, reason="redis-server of Debian's package is not installed"
 )
-
-
-def name(number: int) -> TrajectoryId:
-    return TrajectoryId(f"group.{number}")
-
-
-async def kill(server: EmbeddedServer) -> None:
-    os.kill(server.pid, signal.SIGKILL)
-    await server.wait()
 
 
 async def delete_stream(client: redis.asyncio.Redis) -> None:
@@ -72,15 +59,6 @@ async def flush(client: redis.asyncio.Redis) -> None:
     await client.flushall()
 
 
-def message_of(error: BaseException) -> str:
-    """The one message of an error, or of a group with the same one again and again."""
-    if isinstance(error, BaseExceptionGroup):
-        (message,) = {message_of(each) for each in error.exceptions}
-        return message
-    assert isinstance(error, QueueError)
-    return str(error)
-
-
 @pytest.mark.parametrize(
     ("lose", "shows"),
     [
@@ -105,7 +83,7 @@ async def test_a_receiver_notices_what_is_lost_beside_it(server, administrator, 
                 await asyncio.sleep(0.005)
             await lose(administrator)
             await asyncio.Event().wait()
-    message = message_of(caught.value)
+    (message,) = causes(caught.value)
     assert message.startswith(f"redis at {server.address}")
     assert shows in message
     assert "\n" not in message
@@ -128,7 +106,8 @@ async def test_a_sender_notices_a_loss_and_never_counts_below_zero(server, admin
                 await sender.put(name(1), b"x" * 50, timeout_s=LIMIT_S)
             finally:
                 assert sender.queued_bytes >= 0
-    assert message_of(caught.value).startswith(f"redis at {server.address}")
+    (message,) = causes(caught.value)
+    assert message.startswith(f"redis at {server.address}")
 
 
 async def test_a_wrong_count_of_bytes_is_put_right(server, administrator):
@@ -210,9 +189,8 @@ async def test_older_files_are_noticed_by_the_receiver(server: EmbeddedServer, t
                 # What it holds and does not give up it has not lost, and yet Redis counts less.
                 await receiver.acknowledge([(await receiver.get()).trajectory_id])
             await asyncio.Event().wait()
-    assert "lost data of run run: it counts 1 entries added, and 2 came; " in message_of(
-        caught.value
-    )
+    (message,) = causes(caught.value)
+    assert "lost data of run run: it counts 1 entries added, and 2 came; " in message
 
 
 async def test_what_older_files_lack_is_missing_in_the_next_delivery(server, tmp_path):

@@ -28,7 +28,7 @@ class Scene:
         )
         self.fleet = Fleet(self.run)
         self.turns = EngineTurns(self.fleet, self.run)
-        self.fleet.parts = [self.turns]
+        self.fleet.listeners = [self.turns]
         self.sessions = [self.serving("a"), self.serving("b")]
 
     def serving(self, name: str) -> ServerSession:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from slipstream.core.types import GroupId, Purpose
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.results import StepTimes
 from slipstream.v1 import fleet_pb2
-from support.fakes.fake_trajectories import GOOD
+from support.fakes.fake_trajectories import GOOD, plain_group
 
 NOTHING = dict.fromkeys(("staleness", "slots", "server", "environment", "queue", "nothing"), 0.0)
 
@@ -20,17 +19,7 @@ def report(busy_s: float, paused_s: float, uptime_s: float) -> fleet_pb2.ServerR
 
 def group_of(*back_s: float, leased_s: float = 100.0) -> Group:
     """A group whose members came back then, each with 2 s in the engine and 0.5 beside it."""
-    found = Group(
-        group_id=GroupId("g000001"),
-        environment="e",
-        task_index=7,
-        seed=0,
-        purpose=Purpose.TRAINING,
-        size=len(back_s),
-        deadline_step=3,
-        holder=None,
-        leased_s=leased_s,
-    )
+    found = plain_group(size=len(back_s), leased_s=leased_s)
     for member, at_s in enumerate(back_s):
         found.finished[member] = dataclasses.replace(
             GOOD, member=member, generation_s=2.0, environment_s=0.5

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from slipstream.core.types import GroupId, Purpose, ServerId
+from slipstream.core.types import GroupId, ServerId
 from slipstream.learner.controller.events import EventLog
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.records.journal import Journal
@@ -21,6 +21,7 @@ from slipstream.learner.controller.watch import (
     RunWatch,
 )
 from slipstream.v1 import status_pb2
+from support.fakes.fake_trajectories import plain_group
 from support.fakes.small_checkpoints import save_checkpoint
 from support.rigs.lease_rig import Rig, SoundJournal, books_of
 from support.rigs.publishing_scene import Scene, run_of
@@ -134,16 +135,7 @@ A, B = ServerKey(ServerId("a"), 1), ServerKey(ServerId("b"), 1)
 
 
 def group(name: str, holder: ServerKey | None = A) -> Group:
-    return Group(
-        group_id=GroupId(name),
-        environment="e",
-        task_index=0,
-        seed=0,
-        purpose=Purpose.TRAINING,
-        size=2,
-        deadline_step=1,
-        holder=holder,
-    )
+    return plain_group(group_id=GroupId(name), holder=holder)
 
 
 def late(watch: LeaseWatch, groups: list[Group], **served_s: float) -> list[str]:

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from functools import partial
 
 from slipstream.core.types import PolicyVersion, ServerId
-from slipstream.learner.controller.part import Part
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.session import (
@@ -27,12 +26,42 @@ MAX_DEPARTED = 100
 MAX_HEARTBEATS_PER_S = 128
 
 
+class ServerListener:
+    """Who is told of servers' events and messages; it overrides the methods for what it handles."""
+
+    def joined(self, session: ServerSession) -> None:
+        """Handles a server that has joined."""
+
+    def reported(self, session: ServerSession, report: fleet_pb2.ServerReport) -> None:
+        """Handles the counters of a server."""
+
+    def drains(self, session: ServerSession) -> None:
+        """Handles a server that gets no new work from now on."""
+
+    def rested(self, session: ServerSession, answer: fleet_pb2.Rested) -> None:
+        """Handles an engine that rests."""
+
+    def environment_reported(
+        self, session: ServerSession, report: fleet_pb2.EnvironmentReport
+    ) -> None:
+        """Handles a server's report that it has loaded an environment or cannot run it."""
+
+    def publish_reported(self, session: ServerSession, report: fleet_pb2.PublishReport) -> None:
+        """Handles a server's answer or its report on a phase of a publish."""
+
+    def lease_reported(self, session: ServerSession, report: fleet_pb2.LeaseReport) -> None:
+        """Handles a lease that a server has closed."""
+
+    def lost(self, session: ServerSession) -> None:
+        """Handles a server that is gone, in order or not."""
+
+
 class Fleet:
     """The sessions of all connected rollout servers, one for each server.
 
     Life of a session: `add` at the server's hello, `receive` for each message, `drains` when the
-    server takes no new work, `remove` at the end of its stream; `parts` are told of each. A server
-    that joins again replaces its older session.
+    server takes no new work, `remove` at the end of its stream; `listeners` are told of each. A
+    server that joins again replaces its older session.
     """
 
     def __init__(self, run: Run) -> None:
@@ -46,7 +75,7 @@ class Fleet:
         # Last known state of servers that left or were lost.
         self.departed: dict[ServerId, status_pb2.ServerStatus] = {}
         # Set before the first server joins.
-        self.parts: Sequence[Part] = ()
+        self.listeners: Sequence[ServerListener] = ()
         # Servers that keep their version, because an evaluation runs on them.
         self.pinned: set[ServerKey] = set()
         self.empty_since_s = run.clock.now_s()
@@ -108,8 +137,8 @@ class Fleet:
         self.epochs.join(session.key)
         session.changed = partial(self._note_serving, session)
         self._run.events.add(f"rollout server {session.name} joined")
-        for part in self.parts:
-            part.joined(session)
+        for each in self.listeners:
+            each.joined(session)
         self._run.signal.notify()
 
     def remove(self, session: ServerSession, cause: str) -> None:
@@ -135,8 +164,8 @@ class Fleet:
             self._tell(f"rollout server {session.name} has left")
         else:
             self._run.events.warn(f"rollout server {session.name} is gone: {cause}")
-        for part in self.parts:
-            part.lost(session)
+        for each in self.listeners:
+            each.lost(session)
         self.epochs.depart(session.key)
         self._run.signal.notify()
 
@@ -150,8 +179,8 @@ class Fleet:
         warning = self.warn_without(session)
         if warning:
             self._run.events.warn(warning)
-        for part in self.parts:
-            part.drains(session)
+        for each in self.listeners:
+            each.drains(session)
         self._run.signal.notify()
 
     def warn_without(self, session: ServerSession) -> str:
@@ -202,26 +231,26 @@ class Fleet:
                 self.remove(session, f"silent for {silent:.1f} s")
 
     def receive(self, session: ServerSession, message: fleet_pb2.ServerMessage) -> None:
-        """Passes a message of a server to the parts, of which some handle it."""
+        """Passes a message of a server to the listeners, of which some handle it."""
         session.last_seen_s = session.clock.now_s()
         match message.WhichOneof("message"):
             case "heartbeat" | "drained" as kind:
                 session.report = getattr(message, kind)
-                for part in self.parts:
-                    part.reported(session, session.report)
+                for each in self.listeners:
+                    each.reported(session, session.report)
                 if kind == "drained":
                     session.drained.set()
             case "environment":
-                for part in self.parts:
-                    part.environment_reported(session, message.environment)
+                for each in self.listeners:
+                    each.environment_reported(session, message.environment)
             case "publish":
-                for part in self.parts:
-                    part.publish_reported(session, message.publish)
+                for each in self.listeners:
+                    each.publish_reported(session, message.publish)
             case "lease":
-                for part in self.parts:
-                    part.lease_reported(session, message.lease)
+                for each in self.listeners:
+                    each.lease_reported(session, message.lease)
             case "rested":
-                for part in self.parts:
-                    part.rested(session, message.rested)
+                for each in self.listeners:
+                    each.rested(session, message.rested)
             case "draining":
                 self.drains(session, message.draining.reason)

@@ -15,10 +15,10 @@ from slipstream.core.types import (
     TrajectoryName,
 )
 from slipstream.learner.controller.leasing.groups import Fate, Group
-from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.servers.session import ServerKey
 from support.fakes.fake_trajectories import GOOD
 from support.rigs.fuzz_budget import times
+from support.rigs.lease_rig import book_of
 
 SIZE = 3
 NAMES = ("a", "b")
@@ -53,13 +53,7 @@ class World:
 
     def __init__(self, data: st.DataObject) -> None:
         self.data = data
-        self.book = LeaseBook(
-            attempts_per_lease=7,
-            groups_per_step=4,
-            group_size=SIZE,
-            max_staleness=4,
-            num_steps=99,
-        )
+        self.book = book_of(groups_per_step=4, group_size=SIZE, max_staleness=4, num_steps=99)
         self.epoch = 0
         self.servers: dict[ServerKey, dict[GroupId, Lease]] = {}
         self.travelling: list[Message] = []

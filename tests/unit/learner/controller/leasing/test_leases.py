@@ -13,14 +13,14 @@ from slipstream.learner.controller.leasing.groups import Fate, fewest_members
 from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.servers.session import ServerKey
 from support.fakes.plain_trajectory import plain_trajectory
+from support.rigs.lease_rig import book_of
 
 A, B = ServerKey(ServerId("a"), 1), ServerKey(ServerId("b"), 1)
 C = ServerKey(ServerId("c"), 3)
 
 
 def make_book(**changes) -> LeaseBook:
-    sizes = {"groups_per_step": 2, "group_size": 2, "max_staleness": 1, "num_steps": 10}
-    return LeaseBook(attempts_per_lease=7, **{**sizes, **changes})
+    return book_of(**{"groups_per_step": 2, "num_steps": 10} | changes)
 
 
 def reply(group, member, *, attempt=0, status=Status.COMPLETED, failure=None, will_retry=False):

@@ -10,7 +10,6 @@ from slipstream.core.errors import ProtocolError
 from slipstream.core.staleness import deadline, holds
 from slipstream.core.types import GroupId, PolicyVersion, ServerId, TrajectoryId
 from slipstream.learner.controller.leasing.groups import Group
-from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.loop import version_of
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.history import (
@@ -32,7 +31,7 @@ from slipstream.learner.controller.servers.session import ServerKey
 from slipstream.v1 import trainer_pb2
 from support.fakes.journal_records import batch_record, lease_record
 from support.rigs.fuzz_files import RECORDS
-from support.rigs.lease_rig import ledger_of
+from support.rigs.lease_rig import book_of, ledger_of
 
 KEY = ServerKey(ServerId("a"), 0x1234567890ABCDEF)
 # Bytes of a trajectory that is remembered, at most.
@@ -91,6 +90,7 @@ def test_a_ledger_takes_few_bytes_a_trajectory_and_knows_each() -> None:
 
 
 B, MEMBERS, STEPS, ETA = 2, 2, 6, 2
+SIZES = {"groups_per_step": B, "group_size": MEMBERS, "max_staleness": ETA, "num_steps": STEPS}
 SERVER = ServerKey(ServerId("s"), 7)
 
 
@@ -99,13 +99,7 @@ class Run:
 
     def __init__(self, journal: Journal, seed: int) -> None:
         self.journal, self.random = journal, random.Random(seed)
-        self.book = LeaseBook(
-            attempts_per_lease=7,
-            groups_per_step=B,
-            group_size=MEMBERS,
-            max_staleness=ETA,
-            num_steps=STEPS,
-        )
+        self.book = book_of(**SIZES)
         self.version, self.numbers, self.ready = 0, 0, {}
         self.durable = {"leased": set(), "trained": {}}
         # Batches of the step at hand that were set aside.
@@ -253,13 +247,7 @@ def check(history: RunHistory, records: list[dict]) -> None:
     assert history.next_step == len(batches)
     assert history.version.step in (history.next_step, history.next_step - 1, 0)
 
-    book = LeaseBook(
-        attempts_per_lease=7,
-        groups_per_step=B,
-        group_size=MEMBERS,
-        max_staleness=ETA,
-        num_steps=STEPS,
-    )
+    book = book_of(**SIZES)
     book.restore(history)
     deadlines = [group.deadline_step for group in book.groups.values()]
     assert holds(deadlines, book.step, B)
@@ -450,9 +438,7 @@ def test_what_was_made_up_for_a_group_does_not_count_as_its_attempt() -> None:
     end = {"kind": "end", "cause": "", "tokens": 0, "server": "a", "epoch": 1}
     history.add(parsed({**end, "id": "g000000.0.1.1", "end": "failed"}))
     history.add(parsed({**end, "id": "g000000.0.999998.1", "end": "quarantined"}))
-    book = LeaseBook(
-        attempts_per_lease=7, groups_per_step=1, group_size=2, max_staleness=1, num_steps=9
-    )
+    book = book_of()
     book.restore(history)
     (group,) = book.groups.values()
     assert group.next_attempt == 2
@@ -482,9 +468,7 @@ def test_members_that_were_given_up_are_not_leased_again() -> None:
     history.add(kinds.GaveUp(group="g000000", members=[3], cause="x"))
     # Its group may have ended meanwhile.
     history.add(kinds.GaveUp(group="g000007", members=[0], cause="x"))
-    book = LeaseBook(
-        attempts_per_lease=7, groups_per_step=1, group_size=4, max_staleness=1, num_steps=9
-    )
+    book = book_of(group_size=4)
     book.restore(history)
     (group,) = book.groups.values()
     assert (group.missing, group.num_missing) == ([0, 2], 2)

@@ -25,7 +25,7 @@ from slipstream.learner.controller.reporting.trackers import (
 from slipstream.learner.controller.servers.session import ServerKey
 from slipstream.learner.controller.trajectories.batch import FormedBatch
 from slipstream.v1 import fleet_pb2
-from support.fakes.fake_trajectories import GOOD
+from support.fakes.fake_trajectories import GOOD, plain_group
 from support.fakes.small_configs import config_of
 
 
@@ -125,33 +125,30 @@ def test_damaged_names_of_tracking_services_begin_new_runs(tmp_path, damage):
     assert told == [f"{path} is damaged: trackers begin new runs"] * 2
 
 
-GROUP = Group(
-    group_id=GOOD.group_id,
-    environment=GOOD.environment,
-    task_index=GOOD.task_index,
-    seed=GOOD.seed,
-    purpose=GOOD.purpose,
-    size=1,
-    deadline_step=3,
-    holder=None,
-    finished={GOOD.member: GOOD},
-)
+GROUP = plain_group(size=1, finished={GOOD.member: GOOD})
 
 
-@pytest.mark.parametrize("jump_s", [-3600.0, 3600.0])
-def test_a_clock_that_is_set_changes_no_length_of_time(tmp_path, monkeypatch, jump_s):
-    recorder = RunRecorder(tmp_path, config_of(tmp_path), Trackers({}, print), None, EventLog())
-    report = fleet_pb2.ServerReport(busy_s=1.0)
-    recorder.server_report(report)
-    clock = time.time
-    monkeypatch.setattr(time, "time", lambda: clock() + jump_s)
-    row = recorder.step(
-        FormedBatch(0, "b000000", (GROUP,)),
-        {"reward_mean": 0.5, "lag_mean": 0.0, "lag_max": 0.0, "trained_tokens": 9.0},
+def step(
+    recorder: RunRecorder, number: int, groups: tuple[Group, ...] = (GROUP,), **metrics: float
+):
+    """The row of a step, which made 1000 tokens of all."""
+    return recorder.step(
+        FormedBatch(number, f"b{number:06d}", groups),
+        {"reward_mean": 0.5, "lag_mean": 0.0, "lag_max": 0.0, **metrics},
         training=(1.0, 2.0),
         generated_tokens=1000,
         gauges={},
     )
+
+
+@pytest.mark.parametrize("jump_s", [-3600.0, 3600.0])
+def test_a_clock_that_is_set_changes_no_length_of_time(tmp_path, monkeypatch, jump_s):
+    recorder, _ = opened(tmp_path)
+    report = fleet_pb2.ServerReport(busy_s=1.0)
+    recorder.server_report(report)
+    clock = time.time
+    monkeypatch.setattr(time, "time", lambda: clock() + jump_s)
+    row = step(recorder, 0, trained_tokens=9.0)
     assert 0 <= row["wall_s"] < 600
     assert 1e-7 < row["step_s"] < 600
     assert 1 < row["generated_tokens_per_s"] <= 1000
@@ -160,17 +157,11 @@ def test_a_clock_that_is_set_changes_no_length_of_time(tmp_path, monkeypatch, ju
 
 def test_a_step_that_was_lost_after_its_row_was_written_has_one_row(tmp_path):
     # A controller is killed before the record of the step is in the journal: the step comes again.
-    for step in (0, 0, 1):
-        recorder = RunRecorder(tmp_path, config_of(tmp_path), Trackers({}, print), None, EventLog())
-        recorder.step(
-            FormedBatch(step, f"b{step:06d}", (GROUP,)),
-            {"reward_mean": 0.5, "lag_mean": 0.0, "lag_max": 0.0},
-            training=(1.0, 2.0),
-            generated_tokens=9,
-            gauges={},
-        )
+    for number in (0, 0, 1):
+        recorder, _ = opened(tmp_path)
+        step(recorder, number)
         # The journal has none of the steps before: all that is counted comes from this one.
-        assert len(recorder.facts.first_rewards) == step + 1
+        assert len(recorder.facts.first_rewards) == number + 1
         recorder.close()
     rows = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(row)["step"] for row in rows] == [1, 2]
@@ -303,8 +294,7 @@ def test_the_rate_is_that_of_the_newest_seconds() -> None:
 
 
 def test_a_run_that_goes_on_knows_what_its_earlier_starts_generated(tmp_path: Path) -> None:
-    trackers = Trackers({}, lambda text: None)
-    recorder = RunRecorder(tmp_path, config_of(tmp_path), trackers, None, EventLog())
+    recorder, _ = opened(tmp_path)
     history = RunHistory()
     # The second had delivered more than its last heartbeat said.
     for epoch, reported, received in ((1, 700, 600), (2, 100, 300)):
@@ -323,18 +313,10 @@ def test_a_run_that_goes_on_knows_what_its_earlier_starts_generated(tmp_path: Pa
 
 
 def test_the_groups_of_a_step_that_a_death_cut_off_are_told_and_written_again(tmp_path):
-    def step(recorder: RunRecorder, number: int) -> None:
-        recorder.step(
-            FormedBatch(number, f"b{number:06d}", (GROUP, GROUP, GROUP)),
-            {"reward_mean": 0.5, "lag_mean": 0.0, "lag_max": 0.0},
-            training=(1.0, 2.0),
-            generated_tokens=9,
-            gauges={},
-        )
-        recorder.close()
-
     for number in range(11):
-        step(opened(tmp_path)[0], number)
+        recorder, _ = opened(tmp_path)
+        step(recorder, number, (GROUP, GROUP, GROUP))
+        recorder.close()
     whole = {name: (tmp_path / name).read_bytes() for name in ("groups.jsonl", *FILES)}
     rows = whole["metrics.jsonl"].splitlines(keepends=True)
     groups = whole["groups.jsonl"].splitlines(keepends=True)
@@ -346,7 +328,8 @@ def test_the_groups_of_a_step_that_a_death_cut_off_are_told_and_written_again(tm
     assert (tmp_path / "groups.jsonl").read_bytes() == b"".join(groups[:3])
     again = "which has no row: they are removed, and come again if it is trained again"
     assert f"{tmp_path / 'groups.jsonl'}: the last 2 lines are of step 11, {again}" in told
-    step(recorder, 10)
+    step(recorder, 10, (GROUP, GROUP, GROUP))
+    recorder.close()
     assert (tmp_path / "groups.jsonl").read_bytes() == whole["groups.jsonl"]
     assert (tmp_path / "trajectories.jsonl").read_bytes() == whole["trajectories.jsonl"]
     steps = [json.loads(x)["step"] for x in (tmp_path / "metrics.jsonl").read_text().splitlines()]

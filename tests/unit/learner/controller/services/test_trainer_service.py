@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 from slipstream.core.types import PolicyVersion
-from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.loop import TrainerOrders
 from slipstream.learner.controller.part import Part
 from slipstream.learner.controller.run import LoopClock, Run
@@ -21,6 +20,7 @@ from slipstream.learner.controller.tasks import Relay
 from slipstream.learner.controller.trajectories.batch import FormedBatch, Trained
 from slipstream.protocol.codec import TRAINER_EPOCH
 from slipstream.v1 import fleet_pb2, trainer_pb2
+from support.rigs.lease_rig import book_of
 from support.rigs.publishing_scene import run_of
 
 
@@ -70,9 +70,7 @@ class Call:
 def orders_of(run: Run) -> TrainerOrders:
     return TrainerOrders(
         run,
-        LeaseBook(
-            groups_per_step=1, group_size=1, max_staleness=1, num_steps=9, attempts_per_lease=1
-        ),
+        book_of(),
         OneBatch(),
         None,
         parts=(Unfinished(),),

@@ -16,7 +16,6 @@ from slipstream.core.types import (
     Branch,
     GroupId,
     PolicyVersion,
-    Purpose,
     ServerId,
     Status,
     Trajectory,
@@ -51,10 +50,10 @@ from slipstream.learner.controller.trajectories.intake import (
 from slipstream.protocol.codec import passes_digest, trajectory_to_pb
 from slipstream.v1 import trainer_pb2, trajectory_pb2
 from support.fakes.fake_controller import make_batch
-from support.fakes.fake_trajectories import GOOD
+from support.fakes.fake_trajectories import GOOD, plain_group
 from support.fakes.journal_records import batch_record, lease_record
 from support.fakes.small_configs import config_of
-from support.rigs.lease_rig import books_of
+from support.rigs.lease_rig import book_of, books_of
 from support.rigs.publishing_scene import run_of
 from support.rigs.waiting import LIMIT_S
 
@@ -112,16 +111,9 @@ def make_group(number: int) -> Group:
     """A whole group of two members, each with the tokens of a made-up trajectory."""
     made = make_batch(0, num_groups=1, group_size=2, vocab_size=8, max_tokens=8).trajectories
     group_id = GroupId(f"g{number:06d}")
-    return Group(
-        group_id=group_id,
-        environment="e",
-        task_index=number,
-        seed=0,
-        purpose=Purpose.TRAINING,
-        size=2,
-        deadline_step=0,
-        holder=None,
-        finished={t.member: dataclasses.replace(t, group_id=group_id) for t in made},
+    finished = {t.member: dataclasses.replace(t, group_id=group_id) for t in made}
+    return plain_group(
+        group_id=group_id, task_index=number, seed=0, deadline_step=0, finished=finished
     )
 
 
@@ -247,13 +239,7 @@ def test_history_refuses_to_set_a_trained_batch_aside() -> None:
 @pytest.mark.parametrize(("per_step", "max_staleness"), itertools.product((1, 2, 3), (0, 1, 2)))
 def test_groups_that_are_put_back_keep_the_invariant(per_step: int, max_staleness: int) -> None:
     for num_back in range(per_step + 1):
-        book = LeaseBook(
-            groups_per_step=per_step,
-            group_size=2,
-            max_staleness=max_staleness,
-            num_steps=9,
-            attempts_per_lease=3,
-        )
+        book = book_of(groups_per_step=per_step, max_staleness=max_staleness)
         lease_all(book, served_step=0)
         for group in book.training_groups():
             group.finished = dict(make_group(0).finished)

@@ -5,7 +5,6 @@ import pytest
 from slipstream.core.settings.sections import SamplingSection
 from slipstream.core.types import (
     Branch,
-    GroupId,
     PolicyVersion,
     Purpose,
     ReferenceLogprobs,
@@ -14,10 +13,9 @@ from slipstream.core.types import (
     Trajectory,
     VersionSpan,
 )
-from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.servers.session import ServerKey
 from slipstream.learner.controller.trajectories.inspection import KnownFacts, contradiction
-from support.fakes.fake_trajectories import GOOD
+from support.fakes.fake_trajectories import GOOD, plain_group
 
 KEY = ServerKey(ServerId("a"), 0xF)
 FACTS = KnownFacts(
@@ -35,17 +33,7 @@ FACTS = KnownFacts(
         max_image_bytes=3,
     ),
 )
-GROUP = Group(
-    group_id=GroupId("g"),
-    environment="e",
-    task_index=3,
-    seed=4,
-    purpose=Purpose.TRAINING,
-    size=2,
-    deadline_step=8,
-    holder=KEY,
-    allowed={KEY.epoch: range(3)},
-)
+GROUP = plain_group(deadline_step=8, holder=KEY, allowed={KEY.epoch: range(3)})
 
 
 def test_nothing_speaks_against_a_good_trajectory() -> None:
