@@ -27,7 +27,7 @@ MAX_HEARTBEATS_PER_S = 128
 
 
 class ServerListener:
-    """Who is told of servers' events and messages; it overrides the methods for what it handles."""
+    """A part that hears of servers: it overrides the methods for what it handles."""
 
     def joined(self, session: ServerSession) -> None:
         """Handles a server that has joined."""
