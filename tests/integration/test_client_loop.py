@@ -2,6 +2,9 @@
 
 import asyncio
 import itertools
+import json
+import math
+import time
 
 import pytest
 from slipstream.client.client import Client
@@ -10,6 +13,7 @@ from slipstream.client.verify import Bounds, examine
 from slipstream.extensions.tinker.front import MAX_BODY_BYTES
 from slipstream.extensions.tinker.wire_pb2 import SampleResponse
 from slipstream.learner.controller.records.journal import read_batch, read_records
+from slipstream.protocol.checkpoints import KEPT_NAME
 from support.fakes.fake_server import PROMPT_LOGPROBS, FakeServer
 from support.fakes.fake_trainer import FakeTrainer
 from support.fakes.small_checkpoints import save_checkpoint
@@ -256,7 +260,7 @@ async def test_a_saved_state_is_loaded_as_a_step_and_a_new_model_takes_over(tmp_
         path = (await client.result(await client.order("save_weights", path="x")))["path"]
         await client.step()
         removed = await client.result(await client.order("load_weights", path=path, optimizer=True))
-        assert removed["error"].startswith("the checkpoint of tinker://")
+        assert "is gone: its ttl was over, or somebody removed it" in removed["error"]
         save_checkpoint(config.run_dir / "checkpoints", 1)
         loaded = await client.order("load_weights", path=path, optimizer=False)
         assert (await client.result(loaded))["path"] == path
@@ -275,6 +279,47 @@ async def test_a_saved_state_is_loaded_as_a_step_and_a_new_model_takes_over(tmp_
         assert "is not trained by this run any more" in (await client.step())["error"]
 
     assert (await played(config, script))["steps"] == 5
+
+
+async def test_a_saved_state_stays_until_its_ttl_is_over_or_it_is_deleted(tmp_path) -> None:
+    config = loop_config(tmp_path)
+    folder = config.run_dir / "checkpoints"
+
+    def kept() -> dict[str, float]:
+        return json.loads((folder / KEPT_NAME).read_text())
+
+    async with started(config, is_killed=True) as (client, *_):
+        await client.begin()
+        await client.step()
+        paths = []
+        for name, ttl_s in (("x", None), ("y", 60)):
+            future = await client.order("save_weights", path=name, ttl_seconds=ttl_s)
+            paths.append((await client.result(future))["path"])
+        assert kept() == {"1": math.inf}
+        x, y = (f"training_runs/{path.removeprefix('tinker://')}" for path in paths)
+        x, y = (path.replace("/weights/", "/checkpoints/weights/") for path in (x, y))
+        assert (await client.http.delete(x)).json() == {}
+        assert time.time() < kept()["1"] < time.time() + 60.0
+        assert (await client.http.put(f"{y}/ttl", json={"ttl_seconds": 1e5})).json() == {}
+        assert kept()["1"] > time.time() + 9e4
+        refused = await client.http.post(f"{y}/publish")
+        assert (refused.status_code, "is not published" in refused.text) == (400, True)
+        save_checkpoint(folder, 1)
+        own = client.session, client.model, list(itertools.islice(client.numbers, 3))
+    async with started(config, is_killed=False) as (client, *_):
+        client.session, client.model, numbers = own
+        client.numbers = iter(numbers)
+        assert (await client.http.delete(x)).status_code == 404
+        gone = await client.order("load_weights", path=paths[0], optimizer=True)
+        assert "is no state that this run saved" in (await client.result(gone))["error"]
+        listed = (await client.http.get("checkpoints")).json()["checkpoints"]
+        assert [one["tinker_path"] for one in listed] == [paths[1]]
+        assert listed[0]["expires_at"]
+        there = await client.order("load_weights", path=paths[1], optimizer=True)
+        assert (await client.result(there))["path"] == paths[1]
+        assert (await client.http.delete(y)).json() == {}
+        assert kept() == {}
+        assert (await client.http.get("checkpoints")).json()["checkpoints"] == []
 
 
 async def test_replies_are_no_staler_than_a_model_promises_also_after_a_restart(tmp_path) -> None:

@@ -49,7 +49,7 @@ class Seen:
 
 
 async def test_two_models_that_are_killed_twice_are_those_of_runs_alone(tmp_path, tiny_model):
-    places = 'lora.adapters=["a","b"]'
+    places = 'lora.adapters=["a","b","unused"]'
     async with tinker(tmp_path / "both", tiny_model, *SETTINGS, places) as (client, run):
         both = [Seen(name, client.another()) for name in CLIENTS]
         await asyncio.gather(*(one.begin() for one in both))
@@ -69,6 +69,8 @@ async def test_two_models_that_are_killed_twice_are_those_of_runs_alone(tmp_path
     assert summary["steps"] == 2 * (1 + PHASES * (STEPS + 1))
     replay = succeed("replay", tmp_path / "both" / "own", cwd=tmp_path, limit_s=200)
     assert replay.stdout.count("as recorded") == summary["steps"]
+    export = succeed("export", tmp_path / "both" / "own", cwd=tmp_path, limit_s=200)
+    assert "left out: unused: this checkpoint has no rank" in export.stdout + export.stderr
     places = 'lora.adapters=["a"]'
     async with tinker(tmp_path / "alone", tiny_model, *SETTINGS, places) as (client, _):
         for name, seen in zip(CLIENTS, both, strict=True):

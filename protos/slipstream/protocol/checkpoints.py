@@ -7,10 +7,12 @@ file. Folders that a crash left behind end in `.partial`.
 
 import contextlib
 import hashlib
+import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -22,6 +24,8 @@ from slipstream.core.types import PolicyVersion
 from slipstream.protocol.bounds import one_line
 
 MANIFEST_NAME = "manifest.json"
+# The file that says which versions stay, whatever the settings say.
+KEPT_NAME = "kept.json"
 PARTIAL_SUFFIX = ".partial"
 _NAME_FORM = re.compile(r"step-(\d{6,})")
 DIGEST_BYTES = 16
@@ -216,12 +220,30 @@ def steps_to_remove(steps: Iterable[int], *, keep_last: int, keep_every: int) ->
     return [step for step in old if not (keep_every and step % keep_every == 0)]
 
 
+def write_kept(folder: Path, kept: Mapping[int, float]) -> None:
+    """Writes until when, in seconds since 1970, each version stays whatever the settings say."""
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder / f".{KEPT_NAME}"
+    with partial.open("w") as file:
+        json.dump(kept, file)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.rename(folder / KEPT_NAME)
+
+
+def _kept(folder: Path) -> set[int]:
+    """Returns the versions that stay now by `write_kept`."""
+    path, now_s = folder / KEPT_NAME, time.time()
+    kept = json.loads(path.read_text()) if path.exists() else {}
+    return {int(step) for step, until_s in kept.items() if until_s > now_s}
+
+
 def publish_and_retain(partial: Path, *, keep_last: int, keep_every: int) -> Path:
     """Renames a complete `.partial` folder to its final name, and returns the new path.
 
     The folders are fsynced, so that all names survive a crash; one that has the final name already
-    is renamed aside. Then removes old checkpoints by `steps_to_remove`. After a crash at any moment
-    the newest published checkpoint is complete.
+    is renamed aside. Then removes old checkpoints by `steps_to_remove` but for those of
+    `write_kept`. After a crash at any moment the newest published checkpoint is complete.
     """
     for each in (*(path for path in partial.rglob("*") if path.is_dir()), partial):
         sync_folder(each)
@@ -232,7 +254,8 @@ def publish_and_retain(partial: Path, *, keep_last: int, keep_every: int) -> Pat
     partial.rename(path)
     folder = path.parent
     sync_folder(folder)
-    for step in steps_to_remove(complete_steps(folder), keep_last=keep_last, keep_every=keep_every):
+    steps = {*complete_steps(folder)} - _kept(folder)
+    for step in steps_to_remove(steps, keep_last=keep_last, keep_every=keep_every):
         remove_checkpoint(folder, step)
     return path
 

@@ -11,7 +11,14 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Operation(_message.Message):
-    __slots__ = ("id", "stream", "number", "begin", "compute", "step", "publish", "save", "load", "refused", "sample", "finish", "max_staleness", "told")
+    __slots__ = ("id", "stream", "number", "begin", "compute", "step", "publish", "save", "load", "refused", "sample", "finish", "max_staleness", "told", "user_metadata", "kept")
+    class UserMetadataEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     ID_FIELD_NUMBER: _ClassVar[int]
     STREAM_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
@@ -26,6 +33,8 @@ class Operation(_message.Message):
     FINISH_FIELD_NUMBER: _ClassVar[int]
     MAX_STALENESS_FIELD_NUMBER: _ClassVar[int]
     TOLD_FIELD_NUMBER: _ClassVar[int]
+    USER_METADATA_FIELD_NUMBER: _ClassVar[int]
+    KEPT_FIELD_NUMBER: _ClassVar[int]
     id: str
     stream: str
     number: int
@@ -40,7 +49,17 @@ class Operation(_message.Message):
     finish: Finish
     max_staleness: int
     told: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, id: _Optional[str] = ..., stream: _Optional[str] = ..., number: _Optional[int] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., compute: _Optional[_Union[_trainer_pb2.Pass, _Mapping]] = ..., step: _Optional[_Union[_trainer_pb2.AdamNumbers, _Mapping]] = ..., publish: _Optional[_Union[Publish, _Mapping]] = ..., save: _Optional[_Union[Save, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., sample: _Optional[_Union[Sample, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., max_staleness: _Optional[int] = ..., told: _Optional[_Iterable[str]] = ...) -> None: ...
+    user_metadata: _containers.ScalarMap[str, str]
+    kept: Kept
+    def __init__(self, id: _Optional[str] = ..., stream: _Optional[str] = ..., number: _Optional[int] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., compute: _Optional[_Union[_trainer_pb2.Pass, _Mapping]] = ..., step: _Optional[_Union[_trainer_pb2.AdamNumbers, _Mapping]] = ..., publish: _Optional[_Union[Publish, _Mapping]] = ..., save: _Optional[_Union[Save, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., sample: _Optional[_Union[Sample, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., max_staleness: _Optional[int] = ..., told: _Optional[_Iterable[str]] = ..., user_metadata: _Optional[_Mapping[str, str]] = ..., kept: _Optional[_Union[Kept, _Mapping]] = ...) -> None: ...
+
+class Kept(_message.Message):
+    __slots__ = ("until_unix_s", "is_deleted")
+    UNTIL_UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    IS_DELETED_FIELD_NUMBER: _ClassVar[int]
+    until_unix_s: float
+    is_deleted: bool
+    def __init__(self, until_unix_s: _Optional[float] = ..., is_deleted: bool = ...) -> None: ...
 
 class Begin(_message.Message):
     __slots__ = ("adapter", "values")
@@ -97,6 +116,20 @@ class Sample(_message.Message):
 class OperationReceipt(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class KeepRequest(_message.Message):
+    __slots__ = ("name", "kept")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    KEPT_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    kept: Kept
+    def __init__(self, name: _Optional[str] = ..., kept: _Optional[_Union[Kept, _Mapping]] = ...) -> None: ...
+
+class KeepReceipt(_message.Message):
+    __slots__ = ("is_unknown",)
+    IS_UNKNOWN_FIELD_NUMBER: _ClassVar[int]
+    is_unknown: bool
+    def __init__(self, is_unknown: bool = ...) -> None: ...
 
 class AwaitRequest(_message.Message):
     __slots__ = ("id", "limit_s")

@@ -49,6 +49,11 @@ class OperationServiceStub(object):
                 request_serializer=slipstream_dot_v1_dot_operations__pb2.AwaitRequest.SerializeToString,
                 response_deserializer=slipstream_dot_v1_dot_operations__pb2.OperationResult.FromString,
                 _registered_method=True)
+        self.Keep = channel.unary_unary(
+                '/slipstream.v1.OperationService/Keep',
+                request_serializer=slipstream_dot_v1_dot_operations__pb2.KeepRequest.SerializeToString,
+                response_deserializer=slipstream_dot_v1_dot_operations__pb2.KeepReceipt.FromString,
+                _registered_method=True)
 
 
 class OperationServiceServicer(object):
@@ -74,6 +79,13 @@ class OperationServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Keep(self, request, context):
+        """Changes how long a name holds, or deletes it; returns once that is on the disk.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_OperationServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -91,6 +103,11 @@ def add_OperationServiceServicer_to_server(servicer, server):
                     servicer.Await,
                     request_deserializer=slipstream_dot_v1_dot_operations__pb2.AwaitRequest.FromString,
                     response_serializer=slipstream_dot_v1_dot_operations__pb2.OperationResult.SerializeToString,
+            ),
+            'Keep': grpc.unary_unary_rpc_method_handler(
+                    servicer.Keep,
+                    request_deserializer=slipstream_dot_v1_dot_operations__pb2.KeepRequest.FromString,
+                    response_serializer=slipstream_dot_v1_dot_operations__pb2.KeepReceipt.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -174,6 +191,33 @@ class OperationService(object):
             '/slipstream.v1.OperationService/Await',
             slipstream_dot_v1_dot_operations__pb2.AwaitRequest.SerializeToString,
             slipstream_dot_v1_dot_operations__pb2.OperationResult.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Keep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slipstream.v1.OperationService/Keep',
+            slipstream_dot_v1_dot_operations__pb2.KeepRequest.SerializeToString,
+            slipstream_dot_v1_dot_operations__pb2.KeepReceipt.FromString,
             options,
             channel_credentials,
             insecure,

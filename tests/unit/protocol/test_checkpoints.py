@@ -1,9 +1,11 @@
 """Which checkpoints are whole, which are kept, and what a damaged one says."""
 
 import itertools
+import math
 import os
 import shutil
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from slipstream.protocol.checkpoints import (
     remove_checkpoint,
     remove_partial,
     steps_to_remove,
+    write_kept,
 )
 from support.fakes.small_checkpoints import save_checkpoint, written_checkpoint
 
@@ -71,6 +74,14 @@ def test_the_last_n_and_the_milestones_are_kept() -> None:
     assert steps_to_remove(steps, keep_last=2, keep_every=20) == [10, 30]
     assert steps_to_remove(steps, keep_last=9, keep_every=0) == []
     assert steps_to_remove([], keep_last=1, keep_every=0) == []
+
+
+def test_versions_stay_as_long_as_a_client_keeps_them(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        save_checkpoint(tmp_path, step)
+    write_kept(tmp_path, {1: math.inf, 2: time.time() - 1.0})
+    publish_and_retain(written_checkpoint(tmp_path, 5), keep_last=2, keep_every=0)
+    assert complete_steps(tmp_path) == [1, 4, 5]
 
 
 def test_a_removal_that_is_interrupted_leaves_nothing_that_looks_whole(tmp_path, monkeypatch):

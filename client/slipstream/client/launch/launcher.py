@@ -355,6 +355,8 @@ async def run_export(folder: Path, step: int | None, out: Path | None) -> int:
     say(f"version {chosen} is checked, loaded and written; the log is {log}")
     await _run_program("export", EXPORT, arguments, log, environ=environ)
     say(f"version {chosen} is in {written}")
+    if left_out := [name for name in config.lora.adapters if not (written / name).exists()]:
+        say(f"left out: {', '.join(left_out)}: this checkpoint has no rank of a client for them")
     return 0
 
 

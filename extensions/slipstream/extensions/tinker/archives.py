@@ -40,13 +40,14 @@ class _Run:
     stream: str
     adapter: str = ""
     rank: int | None = None
+    user_metadata: dict[str, str] = field(default_factory=dict)
     ended_s: float = 0.0
     # Version and JSON by path; of publishes the newest alone, since engines hold one.
     checkpoints: dict[str, tuple[int, Body]] = field(default_factory=dict)
 
 
 class Archives:
-    """Answers GET requests of paths that begin with `training_runs` or `checkpoints`."""
+    """Answers what is asked about training runs, checkpoints and their files."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -67,6 +68,11 @@ class Archives:
         async with self._reading:
             runs = await asyncio.to_thread(self._runs)
         match path.split("/", 2):
+            case ["weights_info"]:
+                run = runs.get(query["tinker_path"].removeprefix("tinker://").partition("/")[0])
+                if run is not None and query["tinker_path"] in run.checkpoints:
+                    told = self._told(run)
+                    return {key: told[key] for key in ("base_model", "is_lora", "lora_rank")}
             case ["training_runs"]:
                 return _page("training_runs", [self._told(run) for run in runs.values()], query)
             case ["checkpoints"]:
@@ -82,6 +88,12 @@ class Archives:
                 if step and asked == "external_weights_urls":
                     return await self._addresses(step, run.adapter, address)
         return None
+
+    def forget(self, name: str) -> None:
+        """Reads again what gave a checkpoint its name: it holds for another time, or is deleted."""
+        for number, (_, _, result) in list(self._ended.items()):
+            if result.name == name:
+                del self._ended[number]
 
     def file(self, path: str) -> Path | None:
         """Returns the file of an address that `answer` has told, or None if there is none."""
@@ -103,6 +115,8 @@ class Archives:
             run.ended_s = ended_s
             if result.HasField("adapter"):
                 run.adapter, run.rank = result.adapter.name, result.adapter.rank or None
+            if not operation.number:
+                run.user_metadata = dict(operation.user_metadata)
             is_there = result.step in steps
             if operation.HasField("publish"):
                 is_there = True
@@ -115,12 +129,16 @@ class Archives:
                 is_there |= self._exported(result.step, run.adapter).exists()
             # A load has the name of what another model may have saved.
             is_there &= not operation.HasField("load")
-            if kind in _KINDS and is_there:
+            if operation.kept.is_deleted:
+                run.checkpoints.pop(result.name, None)
+            elif kind in _KINDS and is_there:
+                until_s = operation.kept.until_unix_s
                 told = {
                     "checkpoint_id": result.name.removeprefix(f"tinker://{stream}/"),
                     "checkpoint_type": _KINDS[kind],
                     "time": _time(ended_s),
                     "tinker_path": result.name,
+                    "expires_at": _time(until_s) if until_s else None,
                 }
                 # The newest is the last.
                 run.checkpoints.pop(result.name, None)
@@ -136,6 +154,7 @@ class Archives:
             "model_owner": self._config.run.name,
             "is_lora": bool(lora.rank),
             "lora_rank": run.rank or lora.rank or None,
+            "user_metadata": run.user_metadata,
             "last_request_time": _time(run.ended_s),
             "last_checkpoint": newest.get("training"),
             "last_sampler_checkpoint": newest.get("sampler"),
@@ -164,6 +183,8 @@ class Archives:
                 if task.done():
                     # Its failure is told once; whoever asks again lets it be tried again.
                     self._exports.pop(step, None)
+            if not folder.exists():
+                raise Refused(f"version {step} has no rank of a client for adapter {adapter}")
         folder = folder.resolve()
         known = {found: secret for secret, found in self._folders.items()}
         secret = known.get(folder) or secrets.token_urlsafe(24)

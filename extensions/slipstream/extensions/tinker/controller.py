@@ -35,7 +35,7 @@ from slipstream.learner.controller.servers.session import CallContext, Outbox
 from slipstream.learner.controller.tasks import raise_failure
 from slipstream.learner.controller.trajectories.batch import SetAside, StepOrder, Trained
 from slipstream.learner.controller.trajectories.intake import Intake
-from slipstream.protocol.checkpoints import complete_steps
+from slipstream.protocol.checkpoints import complete_steps, write_kept
 from slipstream.protocol.rich_errors import Reason, abort
 from slipstream.v1 import operations_pb2 as pb
 from slipstream.v1 import operations_pb2_grpc, trainer_pb2
@@ -121,6 +121,19 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
             self._write_ahead()
             self._run.signal.notify()
         return ""
+
+    async def Keep(self, request: pb.KeepRequest, context: CallContext) -> pb.KeepReceipt:  # noqa: N802
+        """Changes how long the name of a publish or save holds, or deletes it."""
+        async with self._lock:
+            named = self._models.named.get(request.name)
+            if named is None or (entry := named.entry) is None or entry.place is None:
+                return pb.KeepReceipt(is_unknown=True)
+            entry.operation.kept.CopyFrom(request.kept)
+            await asyncio.to_thread(self._store.write, entry.place, entry.operation)
+            if request.kept.is_deleted and self._models.named.get(request.name) is named:
+                del self._models.named[request.name]
+            write_kept(self._checkpoints, self._models.kept())
+        return pb.KeepReceipt()
 
     async def Sample(  # noqa: N802
         self, request_iterator: AsyncIterator[pb.Operation], context: CallContext
@@ -315,7 +328,7 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
         if not step and self._progress.version.step:
             return f"{name} is version 0, with which only a run of another run.name begins"
         if step and step not in complete_steps(self._checkpoints):
-            return f"the checkpoint of {name} was removed, as checkpoint.keep_last says"
+            return f"the checkpoint of {name} is gone: its ttl was over, or somebody removed it"
         if model is not None and named.model is not None:
             (theirs, ours) = named.model.adapter, model.adapter
             if (theirs.rank, theirs.alpha) != (ours.rank, ours.alpha):
@@ -349,9 +362,15 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
         elif entry.kind in ("publish", "save"):
             step = NEWEST if operation.publish.in_flight else result.step
             name = getattr(operation, entry.kind).name
-            self._models.named[name] = Named(step, model, entry, result.step)
+            if operation.kept.is_deleted:
+                self._models.named.pop(name, None)
+            else:
+                self._models.named[name] = Named(step, model, entry, result.step)
             if entry.kind == "publish":
                 model.note_publish(result.step)
+            elif not entry.ended.is_set():
+                # Before another checkpoint is written, which removes old ones.
+                write_kept(self._checkpoints, self._models.kept())
 
     def _end(self, entry: Entry, result: pb.OperationResult) -> None:
         """Ends an operation, whose result is told once it is on the disk."""

@@ -107,7 +107,6 @@ class Front:
             "create_session": self._create_session,
             "get_server_capabilities": lambda _: {"supported_models": [supported]},
             "get_info": self._info,
-            "weights_info": lambda _: self._model,
             "create_sampling_session": lambda body: {
                 "type": "create_sampling_session",
                 "sampling_session_id": operations.sampling_session(body, config),
@@ -187,14 +186,21 @@ class Front:
             request = wire_pb2.ForwardBackwardRequest.FromString(data)
             turn = request.model_id, request.seq_id, "forward_backward"
             return await self._submit(turn, lambda: operations.forward_backward(request), cause)
-        if path.startswith(("training_runs", "checkpoints")) and scope["method"] == "GET":
-            query = dict(parse_qsl(scope["query_string"].decode("latin-1")))
-            address = f"http://{headers['host']}{_PREFIX}"
-            found = await self._archives.answer(path, query, address)
-            return _error(404, f"{path} is not there") if found is None else _json(found)
         body: Body = json.loads(data) if data else {}
         if not isinstance(body, dict):
             raise Refused("a body is a JSON object")
+        if path.startswith("training_runs/") and scope["method"] != "GET":
+            asked = operations.keep(scope["method"], path, body)
+            receipt = await self._stub.Keep(asked, metadata=self._metadata, timeout=CALL_S)
+            self._archives.forget(asked.name)
+            return _error(404, f"{asked.name} is not there") if receipt.is_unknown else _json({})
+        is_listed = path.startswith(("training_runs", "checkpoints")) and scope["method"] == "GET"
+        if is_listed or path == "weights_info":
+            query = body or dict(parse_qsl(scope["query_string"].decode("latin-1")))
+            address = f"http://{headers['host']}{_PREFIX}"
+            found = await self._archives.answer(path, query, address)
+            what = query.get("tinker_path", path)
+            return _error(404, f"{what} is not there") if found is None else _json(found)
         if order := self._orders.get(path):
             model = body.get("model_id") or operations.training_run(body)
             turn = model, body.get("seq_id") or 0, path

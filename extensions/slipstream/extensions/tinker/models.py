@@ -7,6 +7,7 @@ which the newest stream takes over.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -204,6 +205,15 @@ class Models:
         named = [one.entry for one in self.named.values()]
         ends = [entry for model in owners for entry in (model.first, model.last)]
         return {*named, *passes, *self._finished.values(), *ends}
+
+    def kept(self) -> dict[int, float]:
+        """Returns until when, in seconds since 1970, each version stays that a client has saved."""
+        found: dict[int, float] = {}
+        for one in self.named.values():
+            if one.entry is not None and one.entry.kind == "save":
+                until_s = one.entry.operation.kept.until_unix_s or math.inf
+                found[one.step] = max(until_s, found.get(one.step, 0.0))
+        return found
 
     def is_there(self, model: Model) -> bool:
         """Whether a model has its place."""

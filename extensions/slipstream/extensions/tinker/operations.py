@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -48,6 +49,7 @@ _NOT_A_NUMBER = np.float32(np.nan).tobytes()
 _TOKENS = 1 << 32
 # The largest seed of a sample; each further reply to its prompt has the next number.
 _LARGEST_SEED = 1 << 52
+_MAX_TTL_S = 10**10
 _NAME = re.compile(r"[A-Za-z0-9._:/+-]{1,200}")
 # The key of a model's metadata that has its alpha, which the SDK has no word for.
 ALPHA = "lora_alpha"
@@ -113,18 +115,18 @@ def create_model(body: Mapping[str, Any], config: Config) -> pb.Operation:
     _check_optimizer(body.get("optimizer_config"))
     model = training_run(body)
     begin = _begin(body, config) if lora.adapters else pb.Begin()
-    own = _promised(body)
-    return pb.Operation(id=f"{model}:0:create_model", stream=model, begin=begin, **own)
+    return pb.Operation(id=f"{model}:0:create_model", stream=model, begin=begin, **_said(body))
 
 
-def _promised(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the bound on staleness that a new model's metadata ask for."""
-    asked = (body.get("user_metadata") or {}).get(MAX_STALENESS)
-    if asked is None:
-        return {}
-    if not re.fullmatch("[0-9]{1,6}", str(asked)):
-        raise Refused(f"{MAX_STALENESS} is a number of steps from 0 to 999999, got {asked!r}")
-    return {MAX_STALENESS: int(asked)}
+def _said(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a new model's metadata, and the bound on staleness that they ask for."""
+    metadata = body.get("user_metadata") or {}
+    found: dict[str, Any] = {"user_metadata": metadata}
+    if (asked := metadata.get(MAX_STALENESS)) is not None:
+        if not re.fullmatch("[0-9]{1,6}", str(asked)):
+            raise Refused(f"{MAX_STALENESS} is a number of steps from 0 to 999999, got {asked!r}")
+        found[MAX_STALENESS] = int(asked)
+    return found
 
 
 def _begin(body: Mapping[str, Any], config: Config) -> pb.Begin:
@@ -168,7 +170,7 @@ def load_weights(body: Mapping[str, Any]) -> pb.Operation:
     load = pb.Load(name=_checked_name(body["path"]), without_optimizer=not body["optimizer"])
     if load.without_optimizer and load.name.endswith("/newest"):
         raise Refused(f"{load.name} goes on with its optimizer: load it with the optimizer")
-    own = {} if has_model else _promised(body)
+    own = {} if has_model else _said(body)
     return _operation(model, number, "load_weights", load=load, **own)
 
 
@@ -231,7 +233,9 @@ def save_weights_for_sampler(body: Mapping[str, Any], *, in_flight: bool = False
     else:
         name = _checked_name(f"tinker://{model}/sampler_weights/{path}")
     publish = pb.Publish(name=name, in_flight=in_flight)
-    return _operation(model, body["seq_id"], "save_weights_for_sampler", publish=publish)
+    return _operation(
+        model, body["seq_id"], "save_weights_for_sampler", publish=publish, kept=_kept(body)
+    )
 
 
 def save_weights(body: Mapping[str, Any], kind: str = "weights") -> pb.Operation:
@@ -245,7 +249,32 @@ def save_weights(body: Mapping[str, Any], kind: str = "weights") -> pb.Operation
     model, path = str(body["model_id"]), body.get("path") or f"step-{body['seq_id']}"
     save = pb.Save(name=_checked_name(f"tinker://{model}/{kind}/{path}"))
     name = "save_weights" if kind == "weights" else "save_weights_external"
-    return _operation(model, body["seq_id"], name, save=save)
+    return _operation(model, body["seq_id"], name, save=save, kept=_kept(body))
+
+
+def keep(method: str, path: str, body: Mapping[str, Any]) -> pb.KeepRequest:
+    """Returns what a DELETE of a checkpoint's path, or a PUT of its ttl, asks for."""
+    match method, path.split("/"):
+        case "DELETE", ["training_runs", model, "checkpoints", kind, name]:
+            kept = pb.Kept(is_deleted=True)
+        case "PUT", ["training_runs", model, "checkpoints", kind, name, "ttl"]:
+            kept = _kept(body)
+        case _:
+            raise Refused(
+                f"{method} {path} is not served: a checkpoint can be deleted and have another ttl; "
+                "it is not published, since all clients of this server load it by its path"
+            )
+    return pb.KeepRequest(name=_checked_name(f"tinker://{model}/{kind}/{name}"), kept=kept)
+
+
+def _kept(body: Mapping[str, Any]) -> pb.Kept:
+    """Returns how long what is saved holds."""
+    ttl_s = body.get("ttl_seconds")
+    if ttl_s is None:
+        return pb.Kept()
+    if not 0 < ttl_s < _MAX_TTL_S:
+        raise Refused(f"ttl_seconds is between 0 and {_MAX_TTL_S}, got {ttl_s}")
+    return pb.Kept(until_unix_s=time.time() + ttl_s)
 
 
 def refused(model: str, number: int, kind: str, cause: str) -> pb.Operation:

@@ -42,7 +42,8 @@ def config(tmp_path: Path) -> Config:
         ({"save": pb.Save(name=named("weights", "bad"))}, {"step": 2, "error": "it failed"}),
     ]
     for number, (operation, result) in enumerate(ended):
-        store.write(number, pb.Operation(stream=RUN, number=number, **operation))
+        told_of = {"user_metadata": {"renderer_name": "own"}} if number == 0 else {}
+        store.write(number, pb.Operation(stream=RUN, number=number, **operation, **told_of))
         name = next(iter(operation.values()))
         told = {} if isinstance(name, pb.Begin) else {"name": name.name}
         store.end(number, pb.OperationResult(is_done=True, **told, **result))
@@ -66,6 +67,11 @@ async def test_runs_have_the_checkpoints_that_can_be_loaded_and_sampled(config: 
     run = await served.answer(f"training_runs/{RUN}", {}, ADDRESS)
     assert run is not None
     assert (run["lora_rank"], run["base_model"]) == (4, str(config.model.path))
+    assert run["user_metadata"] == {"renderer_name": "own"}
+    info = await served.answer("weights_info", {"tinker_path": named("weights", "x")}, ADDRESS)
+    assert info == {key: run[key] for key in ("base_model", "is_lora", "lora_rank")}
+    for path in (named("weights", "old"), "tinker://other/weights/x"):
+        assert await served.answer("weights_info", {"tinker_path": path}, ADDRESS) is None
     assert run["last_checkpoint"]["tinker_path"] == named("weights", "x")
     assert run["last_sampler_checkpoint"]["tinker_path"] == named("sampler_weights", "x")
     runs = await served.answer("training_runs", {}, ADDRESS)

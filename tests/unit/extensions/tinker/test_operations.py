@@ -160,6 +160,13 @@ def test_saves_and_loads_are_named_by_their_paths() -> None:
     assert (later.stream, later.number, later.load.without_optimizer) == ("m", 9, True)
 
 
+@pytest.mark.parametrize("ttl_s", [0, -1, 1e10])
+def test_a_ttl_is_a_time_to_come(ttl_s: float) -> None:
+    asked = {"model_id": "s1:train:0", "seq_id": 5, "path": "x", "ttl_seconds": ttl_s}
+    with pytest.raises(Refused, match="ttl_seconds is between 0 and"):
+        operations.save_weights(asked)
+
+
 def test_a_publish_is_named_by_its_sampling_session_or_its_path() -> None:
     asked = {"model_id": "s1:train:0", "seq_id": 5, "sampling_session_seq_id": 2}
     plain = operations.save_weights_for_sampler(asked)

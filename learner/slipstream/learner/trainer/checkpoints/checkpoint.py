@@ -174,14 +174,19 @@ class Checkpointer:
     def save(self, version: PolicyVersion, weight_digest: bytes) -> Saved | None:
         """Finishes the previous save and begins a new one, which a thread writes meanwhile.
 
-        Returns the checkpoint of the previous save, on rank 0, else None. Raises CheckpointError if
-        that save failed, or the new one cannot begin.
+        Returns the checkpoint of the previous save, on rank 0, else None; a version that is written
+        already is that one. Raises CheckpointError if that save failed, or the new one cannot
+        begin.
         """
         from slipstream.learner.trainer.checkpoints.distributed_files import begin_save
 
+        path = checkpoint_path(self._folder, version.step)
+        if version.step == self._last_step and self._write is None:
+            return self._disk.on_main(lambda: Saved(read_manifest(path), path, 0.0))
         published = self.finish()
-        partial = checkpoint_path(self._folder, version.step)
-        partial = partial.with_name(partial.name + PARTIAL_SUFFIX)
+        if version.step == self._last_step:
+            return published
+        partial = path.with_name(path.name + PARTIAL_SUFFIX)
 
         def make_folder() -> None:
             if partial.exists():
