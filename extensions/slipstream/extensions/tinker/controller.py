@@ -103,16 +103,13 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
 
     async def _add(self, request: pb.Operation) -> str:
         """Adds an operation unless its id is known; returns why its client must wait, or ""."""
+        session = request.stream.partition(":")[0]
         async with self._lock:
+            number = sum(stream.partition(":")[0] == session for stream, _ in self._waiting)
             if request.id in self._entries:
                 return ""
-            session = request.stream.partition(":")[0]
-            number = sum(stream.partition(":")[0] == session for stream, _ in self._waiting)
             if number >= MAX_WAITING:
-                return (
-                    f"{number} requests of session {session} wait already: send more when some are "
-                    "done"
-                )
+                return f"{number} requests of session {session} wait: send more when some are done"
             place, self._num_stored = self._num_stored, self._num_stored + 1
             await asyncio.to_thread(self._store.write, place, request)
             entry = Entry(request, place)
@@ -164,8 +161,6 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
         entry.is_told = True
         return result
 
-    # Turns.
-
     def restore(self, history: RunHistory) -> None:
         """Takes over operations and results on the disk, and results that a kill has lost."""
         formed = self._given_of(history.batches.get(history.next_step - 1))
@@ -209,13 +204,11 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
                 entry.step, entry.is_told = entry.result.step, True
                 entry.result = pb.OperationResult()
                 self._over.append(entry)
-            if entry.result.is_done or entry.ended.is_set():
-                continue
-            if entry.is_begun:
+            elif entry.is_begun and not entry.result.is_done:
                 self._resumed = entry
                 if entry.operation.number == 0:
                     self._models.take(entry.operation.stream, formed.adapter)
-            else:
+            elif not entry.result.is_done:
                 self._queue(entry)
 
     def _given_of(self, batch: RecordedBatch | None) -> trainer_pb2.GivenStep:
@@ -484,8 +477,8 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
                     return
                 sessions = [s for s in self._fleet.sessions.values() if not s.is_leaving]
                 self._publisher.pinned.clear()
-                current = self._progress.version
-                if sessions and all(s.is_serving and s.version == current for s in sessions):
+                newest = self._progress.version
+                if sessions and all(s.is_serving and s.version == newest for s in sessions):
                     self._end(entry, pb.OperationResult(step=version))
             # Nothing is written of version 0, the model of the settings.
             case "save" if self._state.checkpoint.step == version:
@@ -526,7 +519,6 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
                 self._former.write_ahead(StepOrder(*adam_step(step, model, passes)))
 
     def waits_for(self) -> str:
-        """Returns the operation that is under way, or that the client has not sent."""
         if self._current is not None:
             return f"the end of the operation {self._current.operation.id}"
         for stream, _ in self._waiting:
@@ -555,16 +547,10 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
         version, several = self._progress.version, self._models.are_several
         # Servers that start again get the newest version; clients may still sample by the publish
         # of this one, which the step would replace.
-        if (
-            not several
-            and not any(session.version == version for session in self._fleet.serving())
-            and any(
-                named.step == version.step
-                and named.entry is not None
-                and named.entry.kind == "publish"
-                for named in self._models.named.values()
-            )
-        ):
+        names = self._models.named.values()
+        published = {one.step for one in names if one.entry and one.entry.kind == "publish"}
+        served = {session.version for session in self._fleet.serving()}
+        if not several and version.step in published and version not in served:
             return None
         operation, model = entry.operation, self._model_of(entry)
         passes: tuple[trainer_pb2.Pass, ...] = ()
