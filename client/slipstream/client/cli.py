@@ -31,7 +31,6 @@ EXAMPLES = {
     "rollout-server": "slipstream rollout-server run.toml --controller 10.0.0.1:7070",
     "submit": "slipstream submit my_tasks:Reverse --args '{\"length\": 3}' --weight 0.5",
     "status": "slipstream status letters",
-    "environments": "slipstream environments runs/letters",
     "drain": "slipstream drain server-1 letters --reason maintenance",
     "stop": "slipstream stop letters --reason 'the reward is high enough'",
     "check": "slipstream check deploy/configs/quickstart.toml algorithm.loss=my_losses:loss",
@@ -270,10 +269,6 @@ def _add_requests(commands: argparse._SubParsersAction[_Parser]) -> None:
     status.add_argument("--server-id", help="print nothing; exit code 1 unless this server works")
     _add_connection(status)
     _set_program(status, "slipstream.client.requests:status", whole=True)
-
-    environments = commands.add_parser("environments", help="the environments of a run")
-    _add_connection(environments)
-    _set_program(environments, "slipstream.client.requests:environments", whole=True)
 
     drain = commands.add_parser("drain", help="let one rollout server leave a run in order")
     drain.add_argument("server_id", metavar="SERVER", help="its name, as slipstream status has it")

@@ -78,14 +78,6 @@ async def status(arguments: argparse.Namespace) -> int:
     return 0
 
 
-async def environments(arguments: argparse.Namespace) -> int:
-    """Runs `slipstream environments`: prints the environments of the run; returns 0."""
-    async with connect(arguments) as client:
-        entries = await client.environments()
-    say("\n".join(environment_lines(entries)))
-    return 0
-
-
 async def stop(arguments: argparse.Namespace) -> int:
     """Runs `slipstream stop`: asks the run to stop after the current step; returns 0."""
     async with connect(arguments) as client:

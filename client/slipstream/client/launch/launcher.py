@@ -427,8 +427,17 @@ def describe_dry_run(config: Config, share: Share) -> tuple[str, tuple[str, ...]
     config.json is read. Raises ConfigError like `check_sizes`.
     """
     missing = check_sizes(config)
-    config, gpus, misfit = place_dry(config, share)
-    notes = []
+    on_cpu = not uses_gpus()
+    engine = [describe_engine(config.rollout_server, on_cpu=on_cpu)] if share.servers else []
+    try:
+        config, placement, transport = fit_here(config, share)
+    except ConfigError as error:
+        gpus, misfit = [f"The GPUs here do not fit: {error}"], [str(error)]
+    else:
+        gpus, misfit = ["The GPUs of what starts here:", *placement.describe(share.ranks)], []
+        gpus += describe_sharing(config, placement)
+        gpus += [f"weights travel by {transport}"] if transport else []
+    notes: list[str] = []
     models = {"The trainer's ranks:": config} | {
         f"The {name} in the same ranks:": role for name, role in role_settings(config).items()
     }
@@ -436,7 +445,7 @@ def describe_dry_run(config: Config, share: Share) -> tuple[str, tuple[str, ...]
         has_experts = read_model_sizes(settings.model.path).experts > 0
         layout = RankLayout.of(settings.learner.parallel, settings.learner.world_size)
         notes += [title, *layout.describe(has_experts=has_experts).splitlines(), ""]
-    notes += gpus
+    notes += [*gpus, *engine]
     warnings = [*filter(None, [config.algorithm.staleness_warning]), *model_warnings(config)]
     for warning in warnings:
         notes += ["", f"Warning: {warning}"]
@@ -447,18 +456,3 @@ def describe_dry_run(config: Config, share: Share) -> tuple[str, tuple[str, ...]
     comments = "".join(f"# {note}".rstrip() + "\n" for note in notes)
     text = f"{dump_config(without_password(config))}\n{comments}"
     return text, (*missing, *misfit, *lacking)
-
-
-def place_dry(config: Config, share: Share) -> tuple[Config, list[str], tuple[str, ...]]:
-    """Returns settings for shared GPUs, lines on the GPUs of processes, and obstacles."""
-    on_cpu = not uses_gpus()
-    engine = [describe_engine(config.rollout_server, on_cpu=on_cpu)] if share.servers else []
-    try:
-        config, placement, transport = fit_here(config, share)
-    except ConfigError as error:
-        return config, [f"The GPUs here do not fit: {error}", *engine], (str(error),)
-    sharing = describe_sharing(config, placement)
-    if transport:
-        sharing.append(f"weights travel by {transport}")
-    processes = placement.describe(share.ranks)
-    return config, ["The GPUs of what starts here:", *processes, *sharing, *engine], ()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from slipstream.client.launch import launcher, placement
+from slipstream.client.launch import fit, launcher, placement
 from slipstream.client.launch.placement import (
     Placement,
     Share,
@@ -202,28 +202,34 @@ def test_adapters_in_float32_are_refused_where_an_engine_on_a_gpu_would_add_them
     assert place(config, Visible(()), ranks=1, servers=1) == Placement()
 
 
-def test_a_dry_run_says_who_gets_which_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dry_run_says_who_gets_which_gpu(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placement, "list_gpus", lambda: GPUS[:3])
-    for module in (launcher, placement):
+    for module in (fit, launcher, placement):
         monkeypatch.setattr(module, "uses_gpus", lambda: True)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,1")
-    _, lines, obstacles = launcher.place_dry(config_of(), Share(range(1), 1))
-    assert not obstacles
-    assert lines == [
-        "The GPUs of what starts here:",
-        "trainer rank 0: GPU 2",
-        "rollout server 0: GPU 1",
-        "weights travel by nccl",
-        ENGINE_LINE,
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    config = small_config(model={"path": str(tmp_path)})
+
+    def told(visible: str, servers: int) -> tuple[str, list[str], str]:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        text, obstacles = launcher.describe_dry_run(config, Share(range(1), servers))
+        return text, text.partition("# The GPUs ")[2].splitlines(), obstacles[-1]
+
+    _, lines, obstacle = told("2,1", 1)
+    assert "GPU" not in obstacle
+    assert lines[:5] == [
+        "of what starts here:",
+        "# trainer rank 0: GPU 2",
+        "# rollout server 0: GPU 1",
+        "# weights travel by nccl",
+        f"# {ENGINE_LINE}",
     ]
-    _, (line, engine), (obstacle,) = launcher.place_dry(config_of(), Share(range(1), 2))
-    assert line.startswith("The GPUs here do not fit: 3 GPUs are needed here")
-    assert (line.endswith(obstacle), engine) == (True, ENGINE_LINE)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
-    config, lines, _ = launcher.place_dry(config_of(), Share(range(1), 1))
-    assert config.rollout_server.gpu_memory_utilization == 0.4
-    assert lines[-3].startswith("the learner and 1 rollout server share GPU 2; ")
-    assert lines[-2] == "weights travel by ipc"
+    _, lines, obstacle = told("2,1", 2)
+    assert lines[0].startswith("here do not fit: 3 GPUs are needed here")
+    assert (lines[0].endswith(obstacle), lines[1]) == (True, f"# {ENGINE_LINE}")
+    text, lines, _ = told("2", 1)
+    assert "gpu_memory_utilization = 0.4\n" in text
+    assert lines[3].startswith("# the learner and 1 rollout server share GPU 2; ")
+    assert lines[4] == "# weights travel by ipc"
 
 
 def test_builds_for_cpus_use_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
