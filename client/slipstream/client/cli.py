@@ -228,7 +228,7 @@ def _add_folder_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
     _add_node(doctor)
     doctor.add_argument("--controller", metavar="HOST:PORT", help="as of rollout-server")
-    _set_program(doctor, "slipstream.client.doctor:run_doctor", whole=True)
+    _set_program(doctor, f"{_LAUNCHER}:run_doctor", whole=True)
 
     check = commands.add_parser(
         "check", help="what environments would teach; proves own functions of the algorithm too"

@@ -13,9 +13,8 @@ import pytest
 import redis.asyncio
 from make_lock import pins_of
 from slipstream.client.cli import main
-from slipstream.client.doctor import conclusion, table
 from slipstream.client.launch import checks, machine, preflight
-from slipstream.client.launch.checks import CHECKS, Check, Stage
+from slipstream.client.launch.checks import CHECKS, Check, Stage, check_queue
 from slipstream.client.launch.findings import (
     ANY,
     CONTROLLER,
@@ -29,7 +28,7 @@ from slipstream.client.launch.findings import (
     ok,
     problem,
 )
-from slipstream.client.launch.meeting import check_queue
+from slipstream.client.launch.launcher import conclusion, table
 from slipstream.client.launch.placement import Share
 from slipstream.client.launch.preflight import Ended
 from slipstream.core.configuration.config_file import parse_config

@@ -10,16 +10,22 @@ without settings of the machine alone.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import logging
 import os
 import socket
+import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 from inspect import isawaitable
 from typing import TYPE_CHECKING
 
+import grpc
+import grpc.aio
 import psutil
-from slipstream.client.launch import fit, machine, meeting, preflight
+from slipstream.client.launch import fit, machine, preflight
 from slipstream.client.launch.findings import (
     ANY,
     CONTROLLER,
@@ -35,10 +41,10 @@ from slipstream.client.launch.findings import (
     problem,
 )
 from slipstream.client.launch.placement import QUEUE_ENDS
-from slipstream.client.launch.preflight import hold_address
+from slipstream.client.launch.preflight import hold_address, told_when_slow
 from slipstream.client.run_folder import check_run_folder
 from slipstream.core.configuration.config_file import check_model, check_sizes, model_warnings
-from slipstream.core.errors import ConfigError
+from slipstream.core.errors import ConfigError, QueueError
 from slipstream.core.machine.address import address_parts
 from slipstream.core.settings.measurement_sections import check_trackers
 from slipstream.protocol.access.exposure import (
@@ -49,8 +55,10 @@ from slipstream.protocol.access.exposure import (
 )
 from slipstream.protocol.access.security import (
     Credentials,
+    call_metadata,
     check_address,
     check_metrics_address,
+    open_channel,
     redis_url_of,
 )
 from slipstream.protocol.access.tokens import (
@@ -59,6 +67,8 @@ from slipstream.protocol.access.tokens import (
     check_own_certificate,
     is_open_to_all,
 )
+from slipstream.protocol.setup import Answer, differences, holds_mark
+from slipstream.v1 import status_pb2, status_pb2_grpc
 
 if TYPE_CHECKING:
     from slipstream.extensions.prometheus.endpoint import Role
@@ -69,6 +79,18 @@ DOCTOR_LIMIT_S = 3.0
 INTERFACES = {"NCCL_SOCKET_IFNAME": True, "GLOO_SOCKET_IFNAME": False}
 ACL = "docs/security.md has the ACL SETUSER line"
 FILES = "deploy/make_certificates.sh makes all files"
+
+RETRY_S = 0.2
+# Status codes after which the controller may still come.
+AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+# Parts of gRPC's texts about a refused certificate, which a retry would not change.
+UNTRUSTED = ("CERTIFICATE_VERIFY_FAILED", "Hostname Verification Check failed")
+# Seconds in which a file of another host must appear: network file systems cache for a while that
+# there was none.
+SHOW_LIMIT_S = 5.0
+
+# The checks report the warnings that the connection would log.
+logging.getLogger("slipstream.extensions.redis.connection").addHandler(logging.NullHandler())
 
 Seen = str | Finding | Iterable[Finding] | None
 
@@ -277,6 +299,98 @@ def check_interfaces(scene: Scene) -> str | None:
     return f"{way} leads to learner.master {learner.master}"
 
 
+async def check_setup(scene: Scene) -> str | None:
+    """Waits for a controller and compares its setup; ranks that save must share its folder."""
+    if "controller" in scene.parts:
+        return None
+    config, limit_s, of_ranks = scene.config, scene.connect_timeout_s, "learner" in scene.parts
+    address = config.controller.address
+    with told_when_slow(f"waiting for the controller at {address}, for up to {limit_s:g} s"):
+        answer = await ask_controller(address, Credentials.load(config.security), limit_s)
+    for difference in differences(answer, config, of_ranks=of_ranks):
+        raise ConfigError(difference)
+    deadline_s = time.monotonic() + SHOW_LIMIT_S
+    shares = of_ranks and config.checkpoint.every_steps
+    while shares and not holds_mark(config, answer.setup):
+        if time.monotonic() > deadline_s:
+            raise ConfigError(
+                f"run.dir must be a folder that all nodes of the learner share, but here "
+                f"{config.run.dir / answer.setup.mark} is not that of run {answer.setup.run_id}: "
+                "mount it, or save no checkpoints (checkpoint.every_steps = 0)"
+            )
+        await asyncio.sleep(RETRY_S)
+    # The largest difference that the times of the call allow.
+    apart_s = max(abs(t - answer.setup.unix_time_s) for t in (answer.asked_s, answer.answered_s))
+    same = "same versions and settings"
+    return f"{address} answers: {same}, clocks differ by {apart_s:.2f} s at most"
+
+
+async def running_id(scene: Scene) -> str:
+    """Returns the run's id from its controller; raises ConfigError as `ask_controller` does."""
+    config = scene.config
+    credentials = Credentials.load(config.security)
+    answer = await ask_controller(
+        config.controller.address, credentials, scene.connect_timeout_s, run_id=config.run.id
+    )
+    return answer.setup.run_id
+
+
+async def ask_controller(
+    address: str,
+    credentials: Credentials,
+    limit_s: float,
+    *,
+    run_id: str | None = None,
+) -> Answer:
+    """Asks the controller for its setup; raises ConfigError if it refuses or is late."""
+    cause = ""
+    async with open_channel(address, credentials) as channel:
+        stub = status_pb2_grpc.StatusServiceStub(channel)
+        deadline_s = time.monotonic() + limit_s
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            asked_s = time.time()
+            try:
+                setup = await stub.GetSetup(
+                    status_pb2.GetSetupRequest(),
+                    timeout=left_s,
+                    metadata=call_metadata(credentials, run_id),
+                )
+            except grpc.aio.AioRpcError as error:
+                cause = " ".join((error.details() or error.code().name).split())
+                if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                    cause = "what answers is no controller of this version"
+                if error.code() not in AWAY or any(map(cause.__contains__, UNTRUSTED)):
+                    raise ConfigError(f"the controller at {address}: {cause}") from None
+            else:
+                return Answer(setup, asked_s, time.time())
+            await asyncio.sleep(min(RETRY_S, left_s))
+    raise ConfigError(
+        f"no controller answers at {address} within {limit_s:g} s: {cause}; start the learner, and "
+        "let no firewall stand between"
+    )
+
+
+async def check_queue(scene: Scene) -> list[Finding]:
+    """Checks that the user's own Redis or Valkey lets the ends that start here write to it."""
+    if scene.config.queue.kind != "redis":
+        return []
+    from slipstream.extensions.redis.connection import USERS, RedisConnection, check_settings
+
+    found = []
+    for end in (end for end in QUEUE_ENDS if end in scene.parts):
+        url = redis_url_of(scene.config.queue, end)
+        connection = RedisConnection(url, "probe", reconnect_timeout_s=scene.connect_timeout_s)
+        try:
+            async with contextlib.aclosing(connection.client):
+                await connection.probe(USERS[end].probe)
+                if end == "controller":
+                    await check_settings(connection)
+        except QueueError as error:
+            raise ConfigError(f"{error}; check queue.redis_url too") from None
+        found.append(ok(f"redis at {connection.name} lets user {connection.user} write"))
+    return found
+
+
 CHECKS = (
     Check("python", Stage.DOCTOR, ANY, machine.check_python, of_machine=True),
     Check("processors", Stage.DOCTOR, ANY, machine.check_processors, of_machine=True),
@@ -305,10 +419,10 @@ CHECKS = (
     Check("metrics", Stage.PLACE, CONTROLLER | SERVER, check_metrics_ports, "choose another port"),
     Check("certificate", Stage.PLACE, CONTROLLER, lambda s: check_own_certificate(s.config), FILES),
     Check("learner.master", Stage.PLACE, CONTROLLER, check_master),
-    Check("setup", Stage.START, SERVER | LEARNER, meeting.check_setup),
+    Check("setup", Stage.START, SERVER | LEARNER, check_setup),
     Check("proofs", Stage.START, LEARNER, preflight.check_proofs),
     Check("reference", Stage.START, SERVER, preflight.check_reference),
-    Check("queue server", Stage.START, CONTROLLER | SERVER, meeting.check_queue, ACL),
+    Check("queue server", Stage.START, CONTROLLER | SERVER, check_queue, ACL),
     Check("environments", Stage.START, CONTROLLER | SERVER, preflight.check_environments),
     Check("placement", Stage.DOCTOR, ANY, fit.check_fit),
 )

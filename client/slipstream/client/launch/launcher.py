@@ -7,18 +7,21 @@ started, or raises ConfigError or RunFailed with the cause.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import contextlib
+import json
 import os
 import secrets
 import socket
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from slipstream.client.launch.audits import audit_all, audit_class
-from slipstream.client.launch.checks import Stage, require
+from slipstream.client.launch.checks import DOCTOR_LIMIT_S, Stage, find_all, require, running_id
 from slipstream.client.launch.children import (
     first_failed,
     rank_environments,
@@ -26,10 +29,16 @@ from slipstream.client.launch.children import (
     start_child,
     stop_signal,
 )
-from slipstream.client.launch.findings import CONTROLLER, LEARNER, SERVER, Scene
+from slipstream.client.launch.findings import (
+    CONTROLLER,
+    LEARNER,
+    SERVER,
+    Finding,
+    Scene,
+    Verdict,
+)
 from slipstream.client.launch.fit import describe_engine, processor_problems
 from slipstream.client.launch.machine import require_packages, warn_unproved
-from slipstream.client.launch.meeting import running_id
 from slipstream.client.launch.placement import SERVER as SERVER_PROGRAM
 from slipstream.client.launch.placement import (
     TINKER,
@@ -286,6 +295,56 @@ async def run_check(
     for fault in faults:
         complain(fault, sys.stderr)
     return checked.code or code
+
+
+async def run_doctor(arguments: argparse.Namespace) -> int:
+    """Prints all findings; returns 1 if one is a problem, else 0; raises ConfigError."""
+    raise_open_files()
+    path, role = arguments.path, arguments.role
+    if path is None and role is not None:
+        raise ConfigError(f"--role {role} needs a CONFIG.toml")
+    scene = Scene()
+    if path is not None:
+        overrides = arguments.overrides
+        if role == "learner":
+            overrides = [*learner_overrides(arguments.master), *overrides]
+        elif role is not None and arguments.controller is not None:
+            overrides = [*overrides, f'controller.address="{arguments.controller}"']
+        config = load_config(path, overrides, hub="small", apart=role is not None)
+        share = Share(range(config.learner.world_size), config.rollout_server.count)
+        if role is not None:
+            is_learner = role == "learner"
+            share = learner_node(config, arguments.node_rank) if is_learner else Share(servers=1)
+        scene = scene_of(config, share, DOCTOR_LIMIT_S)
+    # Checks that take long say so; stdout may be read by a program.
+    with contextlib.redirect_stdout(sys.stderr):
+        findings = await find_all(replace(scene, leaves_nothing=True))
+    if arguments.json:
+        say("\n".join(json.dumps(asdict(found)) for found in findings))
+    else:
+        say(table(findings))
+        say(conclusion(findings))
+    return 1 if any(found.verdict is Verdict.PROBLEM for found in findings) else 0
+
+
+def conclusion(findings: Sequence[Finding]) -> str:
+    """Returns the last line of the doctor's text, with the numbers of problems and hints."""
+    problems = sum(found.verdict is Verdict.PROBLEM for found in findings)
+    hints = sum(found.verdict is Verdict.ADVICE for found in findings)
+    what = f"{problems} problem{'s' * (problems != 1)}" if problems else "nothing"
+    stands = "stand" if problems > 1 else "stands"
+    return f"\n{what} {stands} in the way of a run, {hints} hint{'s' * (hints != 1)}"
+
+
+def table(findings: Sequence[Finding]) -> str:
+    """Returns the text for a terminal: a line for each finding, its remedy below it."""
+    width = max((len(found.area) for found in findings), default=0)
+    lines = []
+    for found in findings:
+        lines.append(f"{found.verdict.value:8} {found.area:{width}} {found.seen}")
+        if found.remedy:
+            lines.append(f"{'':8} {'':{width}} -> {found.remedy}")
+    return "\n".join(lines)
 
 
 async def run_replay(folder: Path, overrides: Sequence[str], *, step: int | None) -> int:

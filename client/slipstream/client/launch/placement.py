@@ -21,7 +21,6 @@ from slipstream.core.settings.sections import QueueEnd
 from slipstream.protocol.weights.handover import host_id
 from slipstream.protocol.weights.transports import Place, choose_transport
 
-LEARNER = "learner"
 QUEUE_ENDS: tuple[QueueEnd, ...] = ("controller", "rollout_server")
 
 

@@ -19,13 +19,14 @@ import tomli_w
 from slipstream.client.launch import preflight
 from slipstream.client.launch.checks import (
     Stage,
+    ask_controller,
     check_controller,
     check_interfaces,
+    check_queue,
     require,
 )
 from slipstream.client.launch.findings import CONTROLLER, LEARNER, SERVER, WHOLE_RUN, Scene
 from slipstream.client.launch.launcher import run_all, run_learner, run_tinker
-from slipstream.client.launch.meeting import ask_controller, check_queue
 from slipstream.client.launch.preflight import (
     check_environments,
     check_vllm,
