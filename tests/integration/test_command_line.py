@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 from slipstream.client.cli import parse
-from slipstream.client.launch.placement import uses_gpus
 from slipstream.core.configuration.config_file import load_config
 from slipstream.core.machine.address import free_port
 from support.rigs.run_processes import (
@@ -149,21 +148,6 @@ def test_a_wrong_setting_is_told_before_a_port_in_use(folder: Path) -> None:
     check_refused(result, "rollout_server.chat_template must be a file, got nowhere")
 
 
-@pytest.mark.skipif(uses_gpus(), reason="the GPUs may be there")
-def test_a_dry_run_whose_devices_are_not_there_says_so_by_its_exit_code(folder: Path) -> None:
-    result = run_command("run", "config.toml", 'weights.transport="nccl"', "--dry-run", cwd=folder)
-    assert result.returncode == 1
-    assert "nothing can start here: " in result.stderr
-    assert "# The GPUs here do not fit: " in result.stdout
-
-
-def test_an_environment_that_hangs_is_refused_after_its_limit(folder: Path) -> None:
-    (folder / "slow.py").write_text("import time\ntime.sleep(3600)\n")
-    override = 'environments.0={name="e", reference="slow:E", timeout_s=1.0}'
-    result = run_command("run", "config.toml", override, cwd=folder)
-    check_refused(result, "environment e: no answer within 1 s (slow.py:2 in <module>)")
-
-
 def test_help_is_instant_since_it_imports_nothing_of_others() -> None:
     program = (
         "import sys; before = {*sys.modules}\n"
@@ -186,13 +170,6 @@ def test_dry_run_prints_what_can_be_read_back(folder: Path, tmp_path: Path) -> N
     assert load_config(printed) == load_config(folder / "config.toml", [override])
     assert load_config(printed).algorithm.max_staleness == 5
     assert not (folder / "run" / "journal").exists()
-
-
-def test_dry_run_warns_of_stale_training_without_a_correction(folder: Path) -> None:
-    override = 'algorithm.weight="none"'
-    result = succeed("run", "config.toml", override, "--dry-run", cwd=folder)
-    (note,) = [line for line in result.stdout.splitlines() if line.startswith("# Warning: ")]
-    assert "algorithm.max_staleness is 2 without a correction" in note
 
 
 def test_only_nodes_that_open_the_queue_need_its_password(folder: Path) -> None:
@@ -258,12 +235,6 @@ def test_every_dry_run_checks_the_engine(command: str, folder: Path) -> None:
     override = 'rollout_server.chat_template="nowhere"'
     result = run_command(command, "config.toml", override, "--dry-run", cwd=folder)
     check_refused(result, "rollout_server.chat_template must be a file, got nowhere")
-
-
-def test_a_refused_run_leaves_its_name_free(folder: Path) -> None:
-    override = 'environments.0.reference="nomodule:E"'
-    check_refused(run_command("run", "config.toml", override, "run.name=again", cwd=folder))
-    succeed("run", "config.toml", "run.name=again", "--dry-run", cwd=folder)
 
 
 @pytest.mark.long

@@ -185,15 +185,22 @@ class _Check:
         options = self._options
         audit = Audit(self._host, self._call, loaded=loaded, limit_s=options.seconds)
         # Without a fixed seed sets have another order in each process, as in no run.
-        is_alike = not options.cached and "PYTHONHASHSEED" in os.environ
-        other = await self._begin_other() if is_alike else None
+        if not options.cached and "PYTHONHASHSEED" in os.environ:
+            # It loads the environment too, and says the digest of its tasks.
+            self._other = await asyncio.create_subprocess_exec(
+                *(*sys.orig_argv, "--no-play"),
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.DEVNULL,
+            )
         played = await audit.run(self._look_at)
         if played.first_call == "none" and not played.unbegun:
             self._fail("run() ended without a call to its endpoint")
         if played.first_call and options.max_turns == 1:
             self._warn(["with sampling.max_turns = 1 an agent's second call is refused (400)"])
-        if other is not None and await _digest_of(other) not in ("", loaded.digest):
-            played.other_tasks.append("in another process")
+        if self._other is not None:
+            said, _ = await self._other.communicate()
+            if said.decode().rpartition(": ")[2].strip() not in ("", loaded.digest):
+                played.other_tasks.append("in another process")
         slow = slowness(played, num_episodes=options.episodes, limit_s=options.timeout_s)
         found = [*findings(played), *slow]
         refused = [each.text for each in found if each.is_refused and not options.tell]
@@ -219,16 +226,6 @@ class _Check:
         asked = [(key_of(row.text), key_of(row.right)) for row in played.rows]
         shown = {"lines": lines, "refused": refused, "seconds": played.seconds, "asked": asked}
         return json.dumps(shown | {"openings": [b64encode(each).decode() for each in openings]})
-
-    async def _begin_other(self) -> asyncio.subprocess.Process:
-        """Starts another process, which loads the environment and says the digest of its tasks."""
-        self._other = await asyncio.create_subprocess_exec(
-            *sys.orig_argv,
-            "--no-play",
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,
-        )
-        return self._other
 
     async def _call(self, **command: Any) -> pb.WorkerMessage:  # noqa: ANN401 - fields of messages
         from slipstream.v1 import environment_pb2 as pb
@@ -298,12 +295,6 @@ def _known(options: argparse.Namespace, digest: str) -> Path | None:
     except OSError:
         return None
     return Path(options.cached, key.hexdigest())
-
-
-async def _digest_of(other: asyncio.subprocess.Process) -> str:
-    """Returns the digest that the other process says, or "" if it says none."""
-    said, _ = await other.communicate()
-    return said.decode().rpartition(": ")[2].strip()
 
 
 def _check(options: argparse.Namespace, report: int) -> NoReturn:

@@ -84,7 +84,14 @@ def completed(
     except ConfigError:
         # The check of the model reports this error later.
         sizes = ModelSizes.of({})
-    if recorded := _recorded(before):
+    recorded: dict[str, JsonValue] = {}
+    # All that the earlier start chose, or nothing where a part of it is missing.
+    with contextlib.suppress(KeyError, TypeError, AttributeError):
+        recorded = {
+            key: reduce(lambda place, name: place[name], key.split("."), before)
+            for key in before["automatic"]
+        }
+    if recorded:
         # Settings stated now may conflict with settings that were chosen for other values.
         with contextlib.suppress(ValidationError):
             kept = _filled(whole, tables, sizes, recorded)
@@ -237,17 +244,6 @@ def add_names(table: dict[str, Any]) -> None:
         parts = [Path(str(path)).absolute().name, *names]
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(parts))
         run.setdefault("name", name.lstrip("._-")[:100] or "run")
-
-
-def _recorded(table: dict[str, Any]) -> dict[str, JsonValue]:
-    """Returns what `table["automatic"]` names, or {} if that or a named setting is missing."""
-    try:
-        return {
-            key: reduce(lambda place, name: place[name], key.split("."), table)
-            for key in table["automatic"]
-        }
-    except (KeyError, TypeError, AttributeError):
-        return {}
 
 
 def _workers(sizes: ModelSizes, model_bytes: float) -> int:

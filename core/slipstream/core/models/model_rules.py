@@ -284,7 +284,14 @@ def sees_images(config: Config, sizes: ModelSizes) -> bool:
 def vision_problems(config: Config, sizes: ModelSizes) -> Iterator[str]:
     """Yields one line for each conflict between a model and the run's settings for images."""
     if sizes.is_nested and not sees_images(config, sizes):
-        yield from _nested_problems(config, sizes)
+        chosen = {"sampling.max_images": config.sampling.max_images}
+        yield from refusals(sizes.family, sizes.folder_class, chosen)
+        yield from _untested_problems(config, sizes)
+        if (value := config.rollout_server.quantization) != "off":
+            yield (
+                f'rollout_server.quantization must be "off" for a {sizes.folder_class} with a '
+                f"vision tower: it was not tested, got {value!r}"
+            )
         return
     if not sizes.has_vision:
         if config.sampling.max_images:
@@ -332,18 +339,6 @@ def vision_layout_problems(learner: LearnerSection, sizes: ModelSizes) -> Iterat
         yield (
             "learner.transformer.recompute_granularity must be selective or left out for a "
             f"{sizes.folder_class}: features of images are added between its layers, got 'full'"
-        )
-
-
-def _nested_problems(config: Config, sizes: ModelSizes) -> Iterator[str]:
-    """Yields one line for each setting that excludes a vision model without its vision tower."""
-    chosen = {"sampling.max_images": config.sampling.max_images}
-    yield from refusals(sizes.family, sizes.folder_class, chosen)
-    yield from _untested_problems(config, sizes)
-    if (value := config.rollout_server.quantization) != "off":
-        yield (
-            f'rollout_server.quantization must be "off" for a {sizes.folder_class} with a vision '
-            f"tower: it was not tested, got {value!r}"
         )
 
 

@@ -82,9 +82,10 @@ class RankLayout:
             sizes += f"; experts: ep {self.ep}, etp {self.etp}, dp {self.expert_dp}"
             names += ["ep", "etp", "expert_dp"]
         lines = [f"{self.world_size} {noun}: {sizes}"]
-        lines += [
-            f"{name}: {_groups_text(found[name])}" for name in names if len(found[name][0]) > 1
-        ]
+        for name in names:
+            number, size = len(found[name]), len(found[name][0])
+            texts = _shortened(list(map(_ranks_text, found[name])), SHOWN_GROUPS, "...")
+            lines += [f"{name}: {number} x {size}: {texts}"] if size > 1 else []
         return "\n".join(lines)
 
 
@@ -99,25 +100,15 @@ def _grid_groups(axes: Sequence[tuple[str, int]]) -> dict[str, tuple[Group, ...]
     }
 
 
-def _groups_text(groups: Sequence[Group]) -> str:
-    texts = list(_shortened([_ranks_text(group) for group in groups], SHOWN_GROUPS, " ... "))
-    return f"{len(groups)} x {len(groups[0])}: {''.join(texts)}"
-
-
 def _ranks_text(ranks: Group) -> str:
     if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
         return f"[{ranks[0]}-{ranks[-1]}]"
-    return f"[{''.join(_shortened([str(rank) for rank in ranks], SHOWN_RANKS, ' .. '))}]"
+    return f"[{_shortened(list(map(str, ranks)), SHOWN_RANKS, '..')}]"
 
 
-def _shortened(texts: Sequence[str], limit: int, gap: str) -> Iterator[str]:
-    """Yields the texts in one line, or all but the last, `gap` and the last if they are many."""
-    if len(texts) <= limit:
-        yield " ".join(texts)
-        return
-    yield " ".join(texts[: limit - 1])
-    yield gap
-    yield texts[-1]
+def _shortened(texts: Sequence[str], limit: int, gap: str) -> str:
+    """Returns the texts in one line; of too many the first ones, `gap` and the last one."""
+    return " ".join(texts if len(texts) <= limit else [*texts[: limit - 1], gap, texts[-1]])
 
 
 SECTION = "learner.transformer"

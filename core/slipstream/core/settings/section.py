@@ -78,7 +78,8 @@ class Section(BaseModel):
         name = info.field_name or ""
         if isinstance(value, float) and abs(value) > _LARGEST:
             raise ValueError(f"input should be at most {_LARGEST:g}, got {value:g}")
-        if isinstance(value, float) and name.endswith("_s") and not _is_time(value):
+        is_time = value == 0 or (isinstance(value, float) and _SHORTEST_S <= value <= _LONGEST_S)
+        if isinstance(value, float) and name.endswith("_s") and not is_time:
             raise ValueError(
                 f"input should be {_SHORTEST_S:g} to {_LONGEST_S:g} seconds, got {value:g}"
             )
@@ -97,7 +98,3 @@ def _kinds(annotation: object) -> Iterator[object]:
             yield from _kinds(each)
     else:
         yield annotation
-
-
-def _is_time(seconds: float) -> bool:
-    return seconds == 0 or _SHORTEST_S <= seconds <= _LONGEST_S

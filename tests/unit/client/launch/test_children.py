@@ -101,12 +101,9 @@ def test_the_exception_is_the_cause_and_not_the_end_of_its_text(prefix, tmp_path
 
 @pytest.mark.process
 async def test_the_end_of_several_errors_at_once_is_one_of_them(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(RAISE_TWO)
-    log = tmp_path / "log"
-    environ = {"PYTHONPATH": str(tmp_path)}
-    child = await start_child("controller", "program", [], log_path=log, environ=environ)
+    child = await start_script(tmp_path, "two", RAISE_TWO)
     assert await child.process.wait() == 1
-    said = f"controller exited with code 1: ValueError: no way (log: {log})"
+    said = f"two exited with code 1: ValueError: no way (log: {child.log_path})"
     assert child.describe_end() == said
 
 
@@ -114,6 +111,14 @@ async def start_script(folder: Path, name: str, text: str) -> Child:
     (folder / f"{name}.py").write_text(text)
     environ = {"PYTHONPATH": str(folder)}
     return await start_child(name, name, [], log_path=folder / f"{name}.log", environ=environ)
+
+
+async def ended(folder: Path, code: int, *lines: str) -> Child:
+    """A process that has ended with this code and log."""
+    process = await asyncio.create_subprocess_exec("sh", "-c", f"exit {code}")
+    await process.wait()
+    log = write(folder / "log", *lines)
+    return Child("server-0", process, log, oom_kills=kernel_oom_kills())
 
 
 @pytest.mark.process
@@ -142,28 +147,23 @@ async def test_a_process_that_was_stopped_ends_when_it_is_asked_to(tmp_path: Pat
 
 @pytest.mark.process
 async def test_a_killed_process_is_not_blamed_for_what_it_said_last(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text("import time\nprint('busy', flush=True)\ntime.sleep(60)\n")
-    log = tmp_path / "log"
-    environ = {"PYTHONPATH": str(tmp_path)}
-    child = await start_child("server-0", "program", [], log_path=log, environ=environ)
+    text = "import time\nprint('busy', flush=True)\ntime.sleep(60)\n"
+    child = await start_script(tmp_path, "busy", text)
     child.signal(signal.SIGKILL)
     await child.process.wait()
-    assert child.describe_end() == f"server-0 was killed by SIGKILL (log: {log})"
+    assert child.describe_end() == f"busy was killed by SIGKILL (log: {child.log_path})"
     # The kernel seems to have ended a process since the start.
     child.oom_kills -= 1
     assert child.describe_end() == (
-        "server-0 was killed by SIGKILL: memory was full, so the kernel ended a process; "
-        f"give the run more memory (log: {log})"
+        "busy was killed by SIGKILL: memory was full, so the kernel ended a process; "
+        f"give the run more memory (log: {child.log_path})"
     )
 
 
 @pytest.mark.process
 async def test_a_full_gpu_is_told_with_the_settings_that_help(tmp_path: Path) -> None:
-    ended = await asyncio.create_subprocess_exec("sh", "-c", "exit 1")
-    await ended.wait()
     torchs = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
-    log = write(tmp_path / "log", "Traceback (most recent call last):", "  x()", torchs)
-    child = Child("trainer-rank-0", ended, log, oom_kills=kernel_oom_kills())
+    child = await ended(tmp_path, 1, "Traceback (most recent call last):", "  x()", torchs)
     told = (
         r"exited with code 1: the GPU's memory is full: lower learner\.micro_batch_tokens.*: torch"
     )
@@ -173,11 +173,9 @@ async def test_a_full_gpu_is_told_with_the_settings_that_help(tmp_path: Path) ->
 
 @pytest.mark.process
 async def test_an_engine_that_is_killed_at_its_start_is_told_as_that(tmp_path: Path) -> None:
-    ended = await asyncio.create_subprocess_exec("sh", "-c", "exit 4")
-    await ended.wait()
     # No line above names a cause: a process that a signal ends cannot write one.
-    log = write(tmp_path / "log", "noise", "Traceback (most recent call last):", "  x()", ABOVE)
-    child = Child("server-0", ended, log, oom_kills=kernel_oom_kills())
+    child = await ended(tmp_path, 4, "noise", "Traceback (most recent call last):", "  x()", ABOVE)
+    log = child.log_path
     assert child.describe_end() == (
         "server-0 exited with code 4: vLLM's engine ended at its start: by an error above in the "
         f"log, or by a signal (log: {log})"

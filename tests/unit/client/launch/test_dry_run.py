@@ -6,7 +6,7 @@ from slipstream.client.launch import fit
 from slipstream.client.launch.launcher import describe_dry_run
 from slipstream.client.launch.placement import Share
 from slipstream.core.configuration.config_file import parse_config
-from support.fakes.small_configs import config_of
+from support.fakes.small_configs import small_config
 
 SIZES = {
     "architectures": ["LlamaForCausalLM"],
@@ -29,6 +29,7 @@ def test_a_dry_run_prints_the_ranks_of_every_model(tmp_path: Path) -> None:
             "learning_rate": 1e-3,
             "advantage": "gae",
             "kl": {"coefficient": 0.1},
+            "weight": "none",
         },
         "sampling": {"max_reply_tokens": 16, "max_episode_tokens": 64},
         "learner": {"world_size": 2, "parallel": {"tp": 2}},
@@ -55,15 +56,14 @@ def test_a_dry_run_prints_the_ranks_of_every_model(tmp_path: Path) -> None:
         "# weights travel by gloo",
         "# vLLM runs the model eagerly: rollout_server.enforce_eager is true by default on a CPU",
     ]
+    assert notes[17].startswith("# Warning: algorithm.max_staleness is 2 without a correction: ")
 
 
 def test_a_dry_run_says_what_engines_lack_on_a_cpu(tmp_path, monkeypatch):
     experts = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2}
     (tmp_path / "config.json").write_text(json.dumps(SIZES | experts))
-    config = config_of(tmp_path)
-    model = config.model.model_copy(update={"path": tmp_path})
-    server = config.rollout_server.model_copy(update={"quantization": "fp8_per_channel"})
-    config = config.model_copy(update={"model": model, "rollout_server": server})
+    server = {"quantization": "fp8_per_channel"}
+    config = small_config(model={"path": str(tmp_path)}, rollout_server=server)
     monkeypatch.setattr(fit, "uses_gpus", lambda: False)
     lack = "no kernel there that quantises experts"
     assert lack in describe_dry_run(config, Share(range(1), 1))[1][-1]

@@ -163,10 +163,8 @@ def secrets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_files_of_security_are_tried_before_anything_starts(files, message, secrets, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
-    config = config_of(tmp_path)
-    security = SecuritySection(**{name: secrets / file for name, file in files.items()})
-    model = config.model.model_copy(update={"path": tmp_path})
-    config = config.model_copy(update={"security": security, "model": model})
+    security = {name: str(secrets / file) for name, file in files.items()}
+    config = small_config(model={"path": str(tmp_path)}, security=security)
     with pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext():
         asyncio.run(require(Scene(config, frozenset({"learner"}), dry_run=True), Stage.SETTINGS))
 
@@ -326,11 +324,13 @@ def playing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Co
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
-    def make(code: str, name: str, run: str = "test", **tables: object) -> Config:
+    def make(
+        code: str, name: str, run: str = "test", audit: str = "refuse", **tables: object
+    ) -> Config:
         (tmp_path / "played.py").write_text(code)
         section = {"name": "e", "reference": f"played:{name}", "timeout_s": 20.0}
-        folder = {"dir": str(tmp_path), "name": run}
-        return small_config(run=folder, environments=[section], **tables)
+        own = {"dir": str(tmp_path), "name": run, "audit": audit}
+        return small_config(run=own, environments=[section], **tables)
 
     return make
 
@@ -520,10 +520,7 @@ async def test_right_answers_that_earn_nothing_are_refused_unless_they_are_only_
     is_told: bool,
 ) -> None:
     monkeypatch.setattr(preflight, "RUN_AUDIT_S", LIMIT_S)
-    config = playing(SILENT, "Silent")
-    if is_told:
-        run = config.run.model_copy(update={"audit": "tell"})
-        config = config.model_copy(update={"run": run})
+    config = playing(SILENT, "Silent", audit="tell" if is_told else "refuse")
     cause = "the right answer earned 0, an empty reply 0 in "
     # What was told is told again, though it is not played again.
     for _ in range(2):

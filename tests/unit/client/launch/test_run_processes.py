@@ -1,12 +1,14 @@
 """The processes of one command, with a controller that only listens."""
 
 import asyncio
+import contextlib
 import os
 import shutil
 import signal
 import sys
 import tempfile
 import tomllib
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,7 +24,7 @@ from slipstream.core.machine.files import OwnedFolder
 from slipstream.core.settings.config import Config
 from slipstream.protocol.access.security import Credentials, bind, create_server
 from slipstream.v1 import status_pb2, status_pb2_grpc
-from support.fakes.small_configs import config_of
+from support.fakes.small_configs import config_of, small_config
 from support.rigs.waiting import LIMIT_S, until
 
 OPEN = Credentials(certificate=None, key=None, ca=None, token=None)
@@ -41,25 +43,30 @@ class Listening(status_pb2_grpc.StatusServiceServicer):
         return status_pb2.StopRunResponse()
 
 
+@contextlib.asynccontextmanager
+async def at_an_address(controller: Listening) -> AsyncIterator[str]:
+    server = create_server(OPEN)
+    status_pb2_grpc.add_StatusServiceServicer_to_server(controller, server)
+    port = bind(server, "127.0.0.1:0", OPEN)
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(None)
+
+
 @pytest.mark.process
 async def test_a_server_for_which_the_machine_has_no_process_ends_the_run_with_that(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    controller, grpc_server = Listening(), create_server(OPEN)
-    status_pb2_grpc.add_StatusServiceServicer_to_server(controller, grpc_server)
-    port = bind(grpc_server, "127.0.0.1:0", OPEN)
-    await grpc_server.start()
-    config = config_of(tmp_path)
-    there = config.controller.model_copy(update={"address": f"127.0.0.1:{port}"})
-    config = config.model_copy(update={"controller": there})
-    try:
+    controller = Listening()
+    async with at_an_address(controller) as address:
+        config = small_config(run={"dir": str(tmp_path)}, controller={"address": address})
         async with RunProcesses(config, OPEN, Placement()) as processes:
             monkeypatch.setattr(sys, "executable", "/missing/python")
             processes.keep_rollout_server(0)
             async with asyncio.timeout(LIMIT_S):
                 request = await controller.stopped.get()
-    finally:
-        await grpc_server.stop(None)
     cause = "rollout server server-0 cannot be started: No such file or directory"
     assert (request.reason, request.failed) == (cause, True)
 
@@ -77,13 +84,13 @@ async def test_what_a_killed_server_has_left_is_removed_at_the_end(tmp_path, mon
 
 
 def deaf_config(tmp_path: Path) -> Config:
-    config = config_of(tmp_path)
-    there = config.controller.model_copy(update={"address": f"127.0.0.1:{free_port('127.0.0.1')}"})
     # The command reads it before the controller starts.
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
-    model = config.model.model_copy(update={"path": tmp_path})
-    run = config.run.model_copy(update={"id": "test-1"})
-    return config.model_copy(update={"run": run, "controller": there, "model": model})
+    return small_config(
+        run={"dir": str(tmp_path), "id": "test-1"},
+        controller={"address": f"127.0.0.1:{free_port('127.0.0.1')}"},
+        model={"path": str(tmp_path)},
+    )
 
 
 async def run_with_a_deaf_controller(tmp_path: Path, processes: RunProcesses) -> int:
@@ -286,24 +293,18 @@ class Stopping(Listening):
         return status_pb2.RunStatus(state=state)
 
 
-async def test_a_node_that_must_leave_stops_the_run_and_leaves_ranks_their_time(tmp_path):
-    controller, grpc_server = Stopping(), create_server(OPEN)
-    status_pb2_grpc.add_StatusServiceServicer_to_server(controller, grpc_server)
-    port = bind(grpc_server, "127.0.0.1:0", OPEN)
-    await grpc_server.start()
-    calls = RunCalls(f"127.0.0.1:{port}", OPEN)
-    ranks: asyncio.Future[Child | None] = asyncio.get_running_loop().create_future()
-    waiting = asyncio.ensure_future(end_in_order(ranks, calls, grace_s=0.02, look_s=0.01))
-    try:
-        async with asyncio.timeout(LIMIT_S):
-            request = await controller.stopped.get()
-            for _ in range(3):
-                await controller.asked.acquire()
-            assert not waiting.done()
-            controller.is_over = True
-            await waiting
-    finally:
-        await grpc_server.stop(None)
+async def test_a_node_that_must_leave_stops_the_run_and_leaves_ranks_their_time():
+    controller = Stopping()
+    async with at_an_address(controller) as address, asyncio.timeout(LIMIT_S):
+        ranks: asyncio.Future[Child | None] = asyncio.get_running_loop().create_future()
+        ending = end_in_order(ranks, RunCalls(address, OPEN), grace_s=0.02, look_s=0.01)
+        waiting = asyncio.ensure_future(ending)
+        request = await controller.stopped.get()
+        for _ in range(3):
+            await controller.asked.acquire()
+        assert not waiting.done()
+        controller.is_over = True
+        await waiting
     assert (request.reason, request.failed) == ("a node of the learner leaves", False)
     # The ranks are still there: it looked for them twice more.
     assert (ranks.done(), controller.questions_after) == (False, 2)
