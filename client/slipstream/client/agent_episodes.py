@@ -102,7 +102,6 @@ class AgentEpisode:
 
     @property
     def is_alive(self) -> bool:
-        """Whether code of the agent still runs."""
         runs = self._run is not None and not self._run.done()
         return runs or (self._thread is not None and self._thread.is_alive())
 

@@ -249,7 +249,6 @@ class Audit:
         return f"{call.method} {call.path}" if answer.HasField("agent_call") else "none"
 
     def _pair(self) -> None:
-        """Gives each task another one that has another answer."""
         tasks = [task for task in self.played.tasks if task.right]
         for place, task in enumerate(tasks):
             task.is_first = place % 2 == 0
@@ -434,7 +433,6 @@ def _written(task: Task, own: str, form: str) -> str:
 
 
 def _task(index: int, opening: pb.Observation, own: AnyEnvironment) -> Task:
-    """Returns the task that an episode of `own` has opened."""
     messages, wrong = opening.messages, own.wrong_reply
     roles = [message.role for message in messages]
     return Task(

@@ -63,7 +63,6 @@ class Row:
 
     @property
     def prompt(self) -> str:
-        """The text of the last message."""
         return self.said[-1][1] if self.said else ""
 
     @property

@@ -124,13 +124,11 @@ def _rewards(played: Played) -> list[Finding]:
 
 
 def _highest(played: Played) -> tuple[int, Kind, float]:
-    """Returns task, kind and reward of the play that earned most."""
     plays = ((i, kind, play.earned) for i, kind, play in played.every() if not play.failure)
     return max(plays, key=lambda place: place[-1], default=(0, Kind.EMPTY, 0.0))
 
 
 def _turns(played: Played) -> list[Finding]:
-    """Returns what is odd about the ends of episodes."""
     found = []
     going = [place for place in played.every() if not (place[-1].is_done or place[-1].failure)]
     endless = [kind.value for _, kind, play in going if play.num_turns == MOST_TURNS]

@@ -33,7 +33,6 @@ class ToolCall:
 
     @property
     def text(self) -> str:
-        """The arguments as text."""
         given = self.arguments
         return given if isinstance(given, str) else json.dumps(dict(given))
 

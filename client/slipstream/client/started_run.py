@@ -208,8 +208,6 @@ class Run:
 
 @dataclass(frozen=True)
 class _Served:
-    """An environment of this process."""
-
     environment: AnyEnvironment
     name: str
     # Arguments of `Client.serve`.
@@ -247,8 +245,6 @@ class _Served:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What is started."""
-
     # The settings as given.
     table: Mapping[str, JsonValue]
     config: Config
@@ -265,7 +261,6 @@ class _Plan:
             return 0, ""
 
     def client(self) -> Client:
-        """Returns a client of the run's newest controller."""
         address = self.address[1].strip()
         if not address:
             raise NoController(f"{self.config.run_dir} has no controller yet")
@@ -274,8 +269,6 @@ class _Plan:
 
 @dataclass(frozen=True, eq=False)
 class _Start:
-    """One start of the command."""
-
     process: asyncio.subprocess.Process
     # Signals that somebody has asked the run to end.
     asked: list[signal.Signals] = field(default_factory=list)

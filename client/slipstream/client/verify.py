@@ -209,7 +209,6 @@ class _Oracle:
         self._same(f"weights of version {version} in {what}", digest, told)
 
     def take(self, record: Record) -> None:
-        """Checks the next record."""
         kind, group = record["kind"], record.get("group", "")
         if kind == "start":
             self._run_ids.append(record["run_id"])

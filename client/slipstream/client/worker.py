@@ -163,7 +163,6 @@ class _Check:
         self._other: asyncio.subprocess.Process | None = None
 
     async def run(self) -> str:
-        """Makes the check; returns the report, as JSON if asked."""
         options = self._options
         spec = {"reference": options.check, "args_json": options.args}
         loading = await self._call(load={"spec": spec | {"search_path": options.search_path}})

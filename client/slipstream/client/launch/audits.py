@@ -153,7 +153,6 @@ async def _written(
 
 
 def _show(name: str, report: Report, prompts: Sequence[Prompt], most: int) -> int:
-    """Prints a report on one screen; returns the exit code."""
     title, *lines = report["lines"]
     say(f"{name}: {title}, in {report['seconds']:.1f} s")
     faults = [prompt["fault"] for prompt in prompts if prompt["fault"]]

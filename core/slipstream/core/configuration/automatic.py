@@ -220,7 +220,6 @@ class _Choice:
         return cast("T", found)
 
     def applied(self) -> Tables:
-        """Returns the sections with the choices made so far."""
         return Tables.model_validate(self.whole)
 
 

@@ -397,7 +397,6 @@ def _describe(error: ErrorDetails) -> str:
 
 
 def _shown(value: object) -> str:
-    """Returns a value shortened for a message of one line."""
     text = repr(value)
     return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."
 

@@ -108,7 +108,6 @@ class ModelSizes:
 
     @property
     def folder_class(self) -> str:
-        """The class that config.json names, for a message."""
         nested = self.family.nested
         return nested.outer if self.is_nested and nested is not None else self.architecture
 

@@ -76,7 +76,6 @@ class ImageProcessor:
 
     @property
     def max_tokens(self) -> int:
-        """The most tokens that one image can have."""
         side = int(self.inner.patch_size) * self.merge
         return int(self.inner.size["longest_edge"]) // side**2
 
@@ -215,7 +214,6 @@ class PixtralProcessor(ImageProcessor):
         return int(self.inner.size["longest_edge"])
 
     def _squares(self, data: bytes) -> tuple[int, int]:
-        """Returns the rows and columns of an image in tokens."""
         width, height = size_of(data)
         ratio = max(1.0, height / self._longest, width / self._longest)
         rows, columns = (

@@ -357,7 +357,6 @@ class AlgorithmSection(Section):
 
     @property
     def own_functions(self) -> dict[FunctionKind, str]:
-        """The names of the functions that are the user's own, by kind."""
         names = {kind: str(getattr(self, kind)) for kind in KINDS}
         return {kind: name for kind, name in names.items() if is_own(name)}
 

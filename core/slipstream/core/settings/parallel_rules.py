@@ -63,7 +63,6 @@ class RankLayout:
 
     @property
     def expert_dp(self) -> int:
-        """The number of replicas of each expert."""
         return self.world_size // (self.etp * self.ep * self.pp)
 
     def groups(self) -> dict[str, tuple[Group, ...]]:

@@ -83,7 +83,6 @@ class LoraSection(Section):
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """The weight matrices with adapters, by Megatron's module names."""
         named = set(self.target_modules)
         return tuple(name for name, parts in FUSED.items() if named & {name, *parts})
 

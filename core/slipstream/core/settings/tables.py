@@ -129,6 +129,5 @@ class Tables(Section):
 
     @property
     def roles(self) -> dict[str, RoleSection]:
-        """The tables `reference` and `critic` that the settings have, by name."""
         tables = {"reference": self.reference, "critic": self.critic}
         return {name: table for name, table in tables.items() if table is not None}
