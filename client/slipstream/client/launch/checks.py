@@ -6,6 +6,9 @@ tell. It raises ConfigError for a problem that needs no remedy in words of its o
 A command stops at the first problem of what it starts. A dry run makes no checks of `Stage.START`.
 The doctor shows the findings of all checks: of one role, of a run that starts nothing else here, or
 without settings of the machine alone.
+
+Waits for: a controller and a queue that others start. Unblocked by: their answers, or the scene's
+time limit.
 """
 
 from __future__ import annotations
