@@ -1,8 +1,5 @@
 """Starts the processes of a command: each has its own log file, none outlives the command.
 
-The trainer ranks of a node start together, and start again together when one dies: all resume from
-the last checkpoint, while the controller and the rollout servers keep running.
-
 Waits for: the ends of the processes, or a signal of the user. Unblocked by: such an end or signal;
 `stop` ends a process, by force after its grace time.
 """
@@ -18,16 +15,14 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from slipstream.client.launch.placement import TRAINER, Placement
 from slipstream.client.terminal import say
 from slipstream.core.errors import FINAL_ERROR, NOT_STARTED, USAGE_ERROR, ConfigError, RunFailed
 from slipstream.core.machine.address import address_parts, free_port
 from slipstream.core.machine.process import below_this, kernel_oom_kills
-from slipstream.core.run_folder import log_path
 from slipstream.core.settings.config import Config
 from slipstream.protocol.access.exposure import RENDEZVOUS_VARIABLE, rendezvous_secret
 from slipstream.protocol.access.security import Credentials
@@ -301,76 +296,6 @@ async def stop_signal(*, same_order_s: float = SAME_ORDER_S) -> signal.Signals:
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
             loop.add_signal_handler(number, note, number)
     return await came
-
-
-class TrainerRanks:
-    """Starts the ranks, and restarts them until they end or must not start again.
-
-    The ranks may die `TRAINER.restarts` times before a new version or a new checkpoint. Ranks that
-    train the same steps again after each death reach neither, however long they run.
-    """
-
-    def __init__(
-        self,
-        config: Config,
-        placement: Placement,
-        arguments: list[str],
-        *,
-        ranks: range,
-        warn: Callable[[str], None],
-        reached: Callable[[], Awaitable[tuple[int, int] | None]],
-    ) -> None:
-        """Takes arguments of every rank; `warn` shows a line, `reached` is as in `RunCalls`."""
-        self._config, self._placement = config, placement
-        self._arguments, self._ranks = arguments, ranks
-        self._warn, self._reached = warn, reached
-        self.children: list[Child] = []
-
-    @property
-    def has_all(self) -> bool:
-        return len(self._ranks) == self._config.learner.world_size
-
-    async def start(self) -> None:
-        """Starts all ranks of the node, with the variables that torchrun would set."""
-        self.children = []
-        gpus = self._placement.learner_environment
-        for torchrun in rank_environments(self._config, self._ranks):
-            environ = torchrun | gpus
-            name = f"{TRAINER.name}-{environ['RANK']}"
-            log = log_path(self._config.run_dir, name)
-            child = await start_child(
-                name, TRAINER.module, self._arguments, log_path=log, environ=environ
-            )
-            self.children.append(child)
-
-    async def keep(self, *, first_pause_s: float = FIRST_PAUSE_S) -> Child | None:
-        """Keeps ranks up; returns None when all ended normally, or the one whose death is final."""
-        policy = RestartPolicy(TRAINER.restarts, first_pause_s=first_pause_s)
-        newest = (0, 0)
-        while True:
-            await self.start()
-            failed = await first_failed(self.children, fine=(0,))
-            if failed is None:
-                return None
-            for child in self.children:
-                # The other ranks wait for the dead one, and resume from the disk.
-                child.signal(signal.SIGKILL)
-            await asyncio.gather(*(child.process.wait() for child in self.children))
-            reached = await self._reached()
-            if reached is not None and (reached[0] > newest[0] or reached[1] > newest[1]):
-                policy.forgive()
-                newest = reached
-            pause_s = policy.pause_after(failed.process.returncode, age_s=failed.age_s)
-            if pause_s is None:
-                return failed
-            self._warn(
-                f"{failed.describe_end()}; the trainer starts again, start {policy.restarts + 1}"
-            )
-            await asyncio.sleep(pause_s)
-
-    async def stop(self, grace_s: float) -> None:
-        """Ends all ranks; kills those that still run after `grace_s`."""
-        await asyncio.gather(*(child.stop(grace_s) for child in self.children))
 
 
 def rank_environments(config: Config, ranks: range) -> list[dict[str, str]]:

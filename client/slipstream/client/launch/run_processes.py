@@ -14,9 +14,11 @@ from collections.abc import Awaitable, Mapping, Sequence
 
 import grpc.aio
 from slipstream.client.launch.children import (
+    FIRST_PAUSE_S,
     Child,
     RestartPolicy,
-    TrainerRanks,
+    first_failed,
+    rank_environments,
     start_child,
     stop_signal,
     with_full_disk,
@@ -25,6 +27,7 @@ from slipstream.client.launch.display import Display, loading_line
 from slipstream.client.launch.placement import (
     CONTROLLER,
     SERVER,
+    TRAINER,
     Placement,
     Program,
     describe_sharing,
@@ -183,7 +186,9 @@ class RunProcesses:
             self._config_arguments += identity_overrides(config)
         self._children: list[Child] = []
         self._controller: asyncio.Task[Child] | None = None
-        self._trainers: TrainerRanks | None = None
+        # The ranks of this node, and their processes.
+        self._own_ranks = range(0)
+        self._ranks: list[Child] = []
         self._servers: dict[str, asyncio.Task[None]] = {}
         self._display = Display(config)
         # Shows a warning on the screen.
@@ -214,8 +219,7 @@ class RunProcesses:
         for task in self._servers.values():
             task.cancel()
         await asyncio.gather(*self._servers.values(), return_exceptions=True)
-        if self._trainers is not None:
-            await self._trainers.stop(grace_s)
+        await asyncio.gather(*(child.stop(grace_s) for child in self._ranks))
         await asyncio.gather(*(child.stop(grace_s) for child in self._children))
         # Killed processes leave their sockets, and those of their engines.
         await asyncio.to_thread(remove_abandoned)
@@ -236,15 +240,7 @@ class RunProcesses:
 
     def keep_trainers(self, ranks: range) -> None:
         """Makes `wait` start the trainer ranks of this node, and restart them when they die."""
-        self._trainers = TrainerRanks(
-            self._config,
-            self._placement,
-            self._config_arguments,
-            ranks=ranks,
-            warn=self._display.warn,
-            reached=self._calls.reached,
-        )
-        learner = self._config.learner
+        self._own_ranks, learner = ranks, self._config.learner
         if len(ranks) < learner.world_size:
             self._display.tell(
                 f"ranks {ranks[0]} to {ranks[-1]} of {learner.world_size} meet "
@@ -274,16 +270,15 @@ class RunProcesses:
         """
         if self._controller is None:
             # On a further node of the learner.
-            assert self._trainers is not None
-            ends = asyncio.ensure_future(self._trainers.keep())
+            ends = asyncio.ensure_future(self.keep_ranks())
             await asyncio.wait((self._stopping, ends), return_when=asyncio.FIRST_COMPLETED)
             if not ends.done():
                 await end_in_order(ends, self._calls, grace_s=GRACE_S)
             self._stopping.cancel()
             ends.cancel()
             await asyncio.gather(ends, return_exceptions=True)
-            await self._trainers.stop(HURRIED_GRACE_S)
-            failed = [child for child in self._trainers.children if child.process.returncode]
+            await asyncio.gather(*(child.stop(HURRIED_GRACE_S) for child in self._ranks))
+            failed = [child for child in self._ranks if child.process.returncode]
             if failed:
                 raise RunFailed(failed[0].describe_end())
             return self._signalled
@@ -331,8 +326,7 @@ class RunProcesses:
         return 128 + self._stopping.result() if has_come else 0
 
     def _tell_running(self) -> list[Child]:
-        trainers = self._trainers.children if self._trainers is not None else []
-        children = (*self._children, *trainers)
+        children = (*self._children, *self._ranks)
         running = [child for child in children if child.name != "controller" and child.is_running]
         if running:
             names = ", ".join(child.name for child in running)
@@ -423,16 +417,53 @@ class RunProcesses:
         await asyncio.sleep(pause_s)
         return True
 
+    async def keep_ranks(self, *, first_pause_s: float = FIRST_PAUSE_S) -> Child | None:
+        """Keeps ranks up; returns None when all ended normally, or the one whose death is final.
+
+        When one dies, all start again from the last checkpoint. They may die `TRAINER.restarts`
+        times before a new version or checkpoint: ranks that train the same steps again after each
+        death reach neither, however long they run.
+        """
+        policy, newest = RestartPolicy(TRAINER.restarts, first_pause_s=first_pause_s), (0, 0)
+        while True:
+            await self.start_ranks()
+            failed = await first_failed(self._ranks, fine=(0,))
+            if failed is None:
+                return None
+            for child in self._ranks:
+                # The other ranks wait for the dead one, and resume from the disk.
+                child.signal(signal.SIGKILL)
+            await asyncio.gather(*(child.process.wait() for child in self._ranks))
+            reached = await self._calls.reached()
+            if reached is not None and (reached[0] > newest[0] or reached[1] > newest[1]):
+                policy.forgive()
+                newest = reached
+            pause_s = policy.pause_after(failed.process.returncode, age_s=failed.age_s)
+            if pause_s is None:
+                return failed
+            again = f"the trainer starts again, start {policy.restarts + 1}"
+            self.warn(f"{failed.describe_end()}; {again}")
+            await asyncio.sleep(pause_s)
+
+    async def start_ranks(self) -> None:
+        """Starts all ranks of the node, with the variables that torchrun would set."""
+        self._ranks.clear()
+        for torchrun in rank_environments(self._config, self._own_ranks):
+            environ = torchrun | self._placement.learner_environment
+            name = f"{TRAINER.name}-{environ['RANK']}"
+            log, given = log_path(self._config.run_dir, name), self._config_arguments
+            child = await start_child(name, TRAINER.module, given, log_path=log, environ=environ)
+            self._ranks.append(child)
+
     async def _watch_trainers(self) -> None:
-        trainers = self._trainers
-        if trainers is None:
+        if not self._own_ranks:
             return
-        while (failed := await trainers.keep()) is None:
+        while (failed := await self.keep_ranks()) is None:
             # The ranks left normally, perhaps for a controller that died before the run was over.
             while await self._calls.state() != STARTING:
                 await asyncio.sleep(LOOK_S)
             text = "the trainer had left before its controller died"
-            if not trainers.has_all:
+            if len(self._own_ranks) < self._config.learner.world_size:
                 await self._stop_run(text, failed=True)
                 return
             self._display.warn(f"{text}; it starts again")

@@ -225,48 +225,38 @@ async def test_a_controller_that_dies_while_the_run_is_stopped_is_not_started_ag
             await running
 
 
-class LeavingRanks:
-    """Ranks of which all leave in order, once for each start."""
-
-    def __init__(self, *, has_all: bool) -> None:
-        self.has_all, self.starts = has_all, 1
-
-    async def keep(self) -> None:
-        if self.starts == 2:
-            await asyncio.Event().wait()
-
-    async def start(self) -> None:
-        self.starts += 1
-
-    async def stop(self, grace_s: float) -> None:
-        pass
-
-
 @pytest.mark.parametrize("has_all", [True, False])
 async def test_a_trainer_that_left_before_its_controller_died_starts_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_all: bool
 ) -> None:
     monkeypatch.setattr(run_processes, "LOOK_S", 0.001)
-    ranks, stopped = LeavingRanks(has_all=has_all), []
+    starts, stopped = 0, []
     states = [status_pb2.RUN_STATE_STOPPING, None, status_pb2.RUN_STATE_STARTING]
 
+    async def keep() -> None:
+        """All ranks leave in order, once."""
+        nonlocal starts
+        starts += 1
+        if starts == 2:
+            await asyncio.Event().wait()
+
     async def state() -> int | None:
-        assert ranks.starts == 1
+        assert starts == 1
         return states.pop(0)
 
     async def stop(reason: str, *, failed: bool) -> str:
         stopped.append((reason, failed))
         return ""
 
-    async with (
-        asyncio.timeout(LIMIT_S),
-        RunProcesses(config_of(tmp_path), OPEN, Placement()) as run,
-    ):
-        run._trainers = ranks
+    config = small_config(run={"dir": str(tmp_path)}, learner={"world_size": 2})
+    async with asyncio.timeout(LIMIT_S), RunProcesses(config, OPEN, Placement()) as run:
+        run._own_ranks = range(2 if has_all else 1)
+        monkeypatch.setattr(run, "keep_ranks", keep)
         monkeypatch.setattr(run._calls, "state", state)
         monkeypatch.setattr(run._calls, "stop", stop)
         watching = asyncio.ensure_future(run._watch_trainers())
-        await until(lambda: ranks.starts == 2 or watching.done())
+        await until(lambda: starts == 2 or watching.done())
+        assert (starts == 2) == has_all
         watching.cancel()
     # Ranks of other nodes have left too, and their commands are over.
     assert stopped == (

@@ -3,31 +3,29 @@
 from pathlib import Path
 
 import pytest
-from slipstream.client.launch.children import TrainerRanks, start_child
+from slipstream.client.launch.children import start_child
 from slipstream.client.launch.placement import Placement
+from slipstream.client.launch.run_processes import RunProcesses
+from slipstream.protocol.access.security import Credentials
 from support.fakes import exits
 from support.fakes.small_configs import config_of
 
 pytestmark = pytest.mark.process
 
 
-class ScriptedRanks(TrainerRanks):
+class ScriptedRanks(RunProcesses):
     """Ranks that only end: `codes` says for each rank with which exit code each start ends."""
 
     codes: tuple[tuple[int, ...], ...] = ()
 
-    async def start(self) -> None:
-        fakes = str(Path(exits.__file__).parent)
-        self.children = [
-            await start_child(
-                f"trainer-rank-{rank}",
-                "exits",
-                [str(self._config.run_dir / f"count-{rank}"), *map(str, codes)],
-                log_path=self._config.run_dir / f"trainer-rank-{rank}.log",
-                environ={"PYTHONPATH": fakes},
-            )
-            for rank, codes in enumerate(self.codes)
-        ]
+    async def start_ranks(self) -> None:
+        self._ranks.clear()
+        for rank, codes in enumerate(self.codes):
+            name, folder = f"trainer-rank-{rank}", self._config.run_dir
+            arguments = [str(folder / f"count-{rank}"), *map(str, codes)]
+            environ, log = {"PYTHONPATH": str(Path(exits.__file__).parent)}, folder / f"{name}.log"
+            child = await start_child(name, "exits", arguments, log_path=log, environ=environ)
+            self._ranks.append(child)
 
 
 async def kept(folder, *codes, reached=()):
@@ -41,16 +39,9 @@ async def kept(folder, *codes, reached=()):
     async def newest() -> tuple[int, int] | None:
         return next(answers, None)
 
-    ranks = ScriptedRanks(
-        config_of(folder),
-        Placement(),
-        [],
-        ranks=range(len(codes)),
-        warn=told.append,
-        reached=newest,
-    )
-    ranks.codes = codes
-    return await ranks.keep(first_pause_s=0.01), told
+    ranks = ScriptedRanks(config_of(folder), Credentials(None, None, None, None), Placement())
+    ranks.codes, ranks.warn, ranks._calls.reached = codes, told.append, newest
+    return await ranks.keep_ranks(first_pause_s=0.01), told
 
 
 async def test_what_fails_while_it_loads_is_started_once_more(tmp_path: Path) -> None:
