@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from slipstream.client.agent_exchange import CallExchange
 from slipstream.client.answers import agent_result
 from slipstream.client.environment import AgentEnvironment
-from slipstream.client.environment_loader import awaited_place, environment_failed, running_place
+from slipstream.client.environment_loader import awaited_place, running_place
 from slipstream.v1 import environment_pb2 as pb
 
 if TYPE_CHECKING:
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 RAISED = (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError)
 # Seconds that a run may take to end after it was interrupted.
 END_LIMIT_S = 10.0
-# Once so many runs outlive their episodes, no new episode begins.
-MAX_LEFT_RUNS = 256
 # Called with True when the code of a run works, with False when it waits for a reply or has ended.
 OnBusy = Callable[["asyncio.Task[Any]", bool], None]
 
@@ -105,8 +103,8 @@ class AgentEpisode:
         runs = self._run is not None and not self._run.done()
         return runs or (self._thread is not None and self._thread.is_alive())
 
-    async def end(self, limit_s: float) -> bool:
-        """Interrupts the run; returns whether it has ended within `limit_s`."""
+    async def end(self) -> bool:
+        """Interrupts the run; returns whether it has ended within `END_LIMIT_S`."""
         self._stop_calls()
         if self._run is None or self._run.done():
             return True
@@ -118,7 +116,7 @@ class AgentEpisode:
             # to another thread.
             raised = ctypes.py_object(EpisodeOver)
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), raised)
-        done, _ = await asyncio.wait([self._run], timeout=limit_s)
+        done, _ = await asyncio.wait([self._run], timeout=END_LIMIT_S)
         if not done:
             # A thread that hangs in C code can only be left running.
             self._run.cancel()
@@ -179,44 +177,3 @@ class AgentEpisode:
             # The rest of the run is no longer in the thread.
             self._thread = None
         return outcome.value
-
-
-class AgentEpisodes:
-    """Opens and ends the agents' episodes of one `EpisodeHost`; they share one HTTP gateway."""
-
-    def __init__(self) -> None:
-        self._gateway: Gateway | None = None
-        # Episodes that have ended, and whose runs go on.
-        self._left: list[AgentEpisode] = []
-
-    def open(
-        self, environment: AgentEnvironment[Any], task: object, *, on_busy: OnBusy
-    ) -> AgentEpisode:
-        """Opens an episode; raises EnvironmentFailed if too many earlier runs have not ended."""
-        self._left = [episode for episode in self._left if episode.is_alive]
-        if len(self._left) >= MAX_LEFT_RUNS:
-            raise environment_failed(
-                f"{len(self._left)} runs go on after the end of their episodes, the limit is "
-                f"{MAX_LEFT_RUNS}: run() must end when its calls are refused"
-            )
-        if self._gateway is None:
-            # The gateway's HTTP server takes as long to import as all else in a worker.
-            from slipstream.client.agent_gateway import Gateway
-
-            self._gateway = Gateway()
-        return AgentEpisode(environment, task, self._gateway, on_busy=on_busy)
-
-    async def end(self, episode: AgentEpisode, key: str) -> None:
-        """Ends episode `key`; names its run on stderr if the run goes on after `END_LIMIT_S`."""
-        if not await episode.end(END_LIMIT_S):
-            self._left.append(episode)
-            place = episode.place()
-            where = f" ({place})" if place else ""
-            line = f"the run of episode {key} did not end within {END_LIMIT_S:g} s{where}"
-            print(line, file=sys.stderr)
-
-    async def close(self) -> None:
-        """Closes the gateway; the next episode starts a new gateway."""
-        gateway, self._gateway = self._gateway, None
-        if gateway is not None:
-            await gateway.close()

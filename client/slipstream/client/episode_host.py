@@ -14,11 +14,10 @@ import json
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import grpc.aio
-from slipstream.client.agent_episodes import AgentEpisode, AgentEpisodes
+from slipstream.client.agent_episodes import END_LIMIT_S, AgentEpisode
 from slipstream.client.answers import (
     agent_observation,
     check_replies,
@@ -38,8 +37,13 @@ from slipstream.core.errors import EnvironmentFailed
 from slipstream.v1 import environment_pb2 as pb
 from slipstream.v1 import trajectory_pb2
 
+if TYPE_CHECKING:
+    from slipstream.client.agent_gateway import Gateway
+
 CLOSE_TIMEOUT_S = 5.0
 REFUSAL_TIMEOUT_S = 1.0
+# Once so many runs of agents outlive their episodes, no new episode begins.
+MAX_LEFT_RUNS = 256
 # The errors of writing to a stream that has ended.
 STREAM_OVER = (grpc.aio.AioRpcError, asyncio.InvalidStateError)
 
@@ -76,7 +80,10 @@ class EpisodeHost:
         self._tracker, self._environment = tracker, environment
         self._tasks = _task_source(environment) if environment is not None else None
         self._episodes: dict[str, _Episode] = {}
-        self._agents = AgentEpisodes()
+        # Serves the endpoints of all agents, from the first one on.
+        self._gateway: Gateway | None = None
+        # Agents' episodes that have ended, and whose runs go on.
+        self._left: list[AgentEpisode] = []
 
     @property
     def num_tasks(self) -> int:
@@ -132,7 +139,9 @@ class EpisodeHost:
         except TimeoutError:
             print(f"episodes did not close within {CLOSE_TIMEOUT_S:g} s", file=sys.stderr)
         self._episodes.clear()
-        await self._agents.close()
+        gateway, self._gateway = self._gateway, None
+        if gateway is not None:
+            await gateway.close()
 
     async def _close_loudly(self, key: str) -> None:
         try:
@@ -189,9 +198,7 @@ class EpisodeHost:
 
         async def reset() -> pb.Observation:
             if isinstance(environment, AgentEnvironment):
-                task = tasks[command.task_index]
-                busy = partial(self._work, episode)
-                episode.agent = self._agents.open(environment, task, on_busy=busy)
+                self._open_agent(episode, environment, tasks[command.task_index])
                 return agent_observation(environment.max_reply_tokens)
             opening = await _result(environment.reset(tasks[command.task_index]))
             check_replies(environment.right_reply, environment.wrong_reply)
@@ -213,13 +220,28 @@ class EpisodeHost:
             raise _misused(f"episode {key} is not open")
         return episode
 
-    def _work(self, episode: _Episode, run: asyncio.Task[object], is_busy: bool) -> None:
-        if self._tracker is None:
-            return
-        if is_busy:
-            self._tracker.begin(episode.key, run)
-        else:
-            self._tracker.end(run)
+    def _open_agent(
+        self, episode: _Episode, environment: AgentEnvironment[Any], task: object
+    ) -> None:
+        self._left = [left for left in self._left if left.is_alive]
+        if len(self._left) >= MAX_LEFT_RUNS:
+            raise environment_failed(
+                f"{len(self._left)} runs go on after the end of their episodes, the limit is "
+                f"{MAX_LEFT_RUNS}: run() must end when its calls are refused"
+            )
+        if self._gateway is None:
+            # The gateway's HTTP server takes as long to import as all else in a worker.
+            from slipstream.client.agent_gateway import Gateway
+
+            self._gateway = Gateway()
+
+        def note_busy(run: asyncio.Task[object], is_busy: bool) -> None:
+            if self._tracker is not None and is_busy:
+                self._tracker.begin(episode.key, run)
+            elif self._tracker is not None:
+                self._tracker.end(run)
+
+        episode.agent = AgentEpisode(environment, task, self._gateway, on_busy=note_busy)
 
     async def _step(self, command: pb.StepCommand) -> pb.Verdict:
         episode = self._begun(command.episode_key)
@@ -240,8 +262,12 @@ class EpisodeHost:
             episode.abandoned = True
             episode.running.cancel()
             await episode.idle.wait()
-        if episode.agent is not None:
-            await self._agents.end(episode.agent, key)
+        if episode.agent is not None and not await episode.agent.end():
+            self._left.append(episode.agent)
+            place = episode.agent.place()
+            where = f" ({place})" if place else ""
+            line = f"the run of episode {key} did not end within {END_LIMIT_S:g} s{where}"
+            print(line, file=sys.stderr)
         await _run(episode, lambda: _result(episode.environment.close()))
 
 

@@ -10,13 +10,18 @@ from collections.abc import AsyncIterator
 
 import numpy as np
 import pytest
-from slipstream.client import AgentEnvironment, AgentOutcome, Endpoint, agent_episodes
-from slipstream.client.agent_episodes import AgentEpisode, AgentEpisodes
+from slipstream.client import (
+    AgentEnvironment,
+    AgentOutcome,
+    Endpoint,
+    agent_episodes,
+    episode_host,
+)
+from slipstream.client.agent_episodes import AgentEpisode
 from slipstream.client.agent_exchange import MAX_OPEN_CALLS, CallExchange
 from slipstream.client.agent_gateway import MAX_BODY_BYTES, Gateway
 from slipstream.client.environment_loader import CallTracker
 from slipstream.client.episode_host import EpisodeHost, answer_commands
-from slipstream.core.errors import EnvironmentFailed
 from slipstream.protocol.call_record import CallRecord
 from slipstream.v1 import environment_pb2 as pb
 from slipstream.v1 import trajectory_pb2
@@ -464,7 +469,7 @@ async def test_a_thread_with_the_number_of_one_that_has_ended_is_not_interrupted
         assert len(others) < 50
         others.append(threading.Thread(target=other))
         others[-1].start()
-    assert await ended.end(LIMIT_S)
+    assert await ended.end()
     time.sleep(0.1)
     stop.set()
     for thread in others:
@@ -511,8 +516,9 @@ async def test_no_part_of_an_answer_waits_for_the_acknowledgement_of_another() -
 
 
 async def test_runs_that_do_not_end_are_named_and_bounded(capsys, monkeypatch):
-    monkeypatch.setattr(agent_episodes, "END_LIMIT_S", 0.2)
-    monkeypatch.setattr(agent_episodes, "MAX_LEFT_RUNS", 2)
+    for module in (agent_episodes, episode_host):
+        monkeypatch.setattr(module, "END_LIMIT_S", 0.2)
+    monkeypatch.setattr(episode_host, "MAX_LEFT_RUNS", 2)
     released = threading.Event()
 
     class Stays(Agent):
@@ -523,32 +529,25 @@ async def test_runs_that_do_not_end_are_named_and_bounded(capsys, monkeypatch):
                 except SystemExit:
                     continue
 
-    episodes = AgentEpisodes()
-
-    def opened() -> AgentEpisode:
-        return episodes.open(Stays(), "one", on_busy=lambda *_: None)
-
+    host = EpisodeHost(Stays())
     for key in ("a", "b"):
-        episode = opened()
-        waiting = asyncio.create_task(episode.next())
-        await until(episode.place)
-        await episodes.end(episode, key)
-        waiting.cancel()
+        episode = Episode(host, never, key=key)
+        await episode.reset()
+        following = asyncio.create_task(episode.next())
+        await until(lambda key=key: host.agent_place(key))
+        await episode.close()
+        assert (await following).failure.message == "the episode was closed"
         told = capsys.readouterr().err
         assert told.startswith(f"the run of episode {key} did not end within 0.2 s (test_agents.py")
-    with pytest.raises(EnvironmentFailed, match="2 runs go on after the end of their episodes"):
-        opened()
+    reset = pb.WorkerCommand(reset=pb.ResetCommand(episode_key="c"))
+    cause = "2 runs go on after the end of their episodes, the limit is 2: run() must end when"
+    assert (await host.answer(reset)).failure.message.startswith(cause)
     released.set()
     async with asyncio.timeout(LIMIT_S):
-        while True:
-            try:
-                episode = opened()
-            except EnvironmentFailed:
-                await asyncio.sleep(0.005)
-            else:
-                break
-    await episodes.end(episode, "c")
-    await episodes.close()
+        while (await host.answer(reset)).HasField("failure"):
+            await host.answer(pb.WorkerCommand(close=pb.CloseCommand(episode_key="c")))
+            await asyncio.sleep(0.005)
+    await host.close_all()
 
 
 async def test_a_worker_follows_an_agent_and_does_not_answer_the_last_parts() -> None:

@@ -127,36 +127,21 @@ class Placement:
         return lines
 
 
-@dataclass(frozen=True)
-class Visible:
-    """The GPUs that processes of this command may use, and all GPUs that the driver knows."""
+def place(
+    config: Config, ids: tuple[str, ...], gpus: Sequence[Gpu] = (), *, ranks: int, servers: int
+) -> Placement:
+    """Gives GPUs to `ranks` trainer ranks and `servers` rollout servers.
 
-    # The ids in CUDA_VISIBLE_DEVICES, or those that it would have if it were set.
-    ids: tuple[str, ...]
-    # All GPUs that the driver knows; a UUID in the settings is looked up here.
-    gpus: tuple[Gpu, ...] = ()
-
-    def named(self, device: int | str) -> str | None:
-        """Returns the id of the GPU that a setting names, or None if it is not visible."""
-        if str(device) in self.ids:
-            return str(device)
-        wanted = find_gpu(str(device), self.gpus)
-        if wanted is None:
-            return None
-        return next((name for name in self.ids if find_gpu(name, self.gpus) == wanted), None)
-
-
-def place(config: Config, visible: Visible, *, ranks: int, servers: int) -> Placement:
-    """Gives visible GPUs to `ranks` trainer ranks and `servers` rollout servers.
-
-    Without `devices` in the settings the ranks take the first GPUs, and each server the next ones.
-    A single GPU is shared by all. Raises ConfigError when the processes do not fit.
+    `ids` are those of CUDA_VISIBLE_DEVICES, or what it would be if it were set, and `gpus` all that
+    the driver knows. Without `devices` in the settings the ranks take the first GPUs, and each
+    server the next ones. A single GPU is shared by all. Raises ConfigError when the processes do
+    not fit.
     """
-    ids, per_server = visible.ids, config.rollout_server.tensor_parallel_size
-    for_learner = _listed("learner.devices", config.learner.devices if ranks else None, visible)
-    for_servers = _listed(
-        "rollout_server.devices", config.rollout_server.devices if servers else None, visible
-    )
+    per_server, for_learner, for_servers = config.rollout_server.tensor_parallel_size, None, None
+    if ranks:
+        for_learner = _listed("learner.devices", config.learner.devices, ids, gpus)
+    if servers:
+        for_servers = _listed("rollout_server.devices", config.rollout_server.devices, ids, gpus)
     if for_learner is not None:
         rule = ""
         if len(for_learner) != ranks:
@@ -193,8 +178,7 @@ def place(config: Config, visible: Visible, *, ranks: int, servers: int) -> Plac
 def place_here(config: Config, *, ranks: int = 0, servers: int = 0) -> Placement:
     """Calls `place` with this machine's visible GPUs, or with no GPU if packages are CPU builds."""
     gpus = list_gpus() if uses_gpus() else ()
-    visible = Visible(visible_ids(os.environ, gpus), gpus)
-    return place(config, visible, ranks=ranks, servers=servers)
+    return place(config, visible_ids(os.environ, gpus), gpus, ranks=ranks, servers=servers)
 
 
 def fit_here(config: Config, share: Share) -> tuple[Config, Placement, str]:
@@ -265,15 +249,17 @@ def describe_sharing(config: Config, placement: Placement) -> list[str]:
 
 
 def _listed(
-    name: str, devices: Sequence[int | str] | None, visible: Visible
+    name: str, devices: Sequence[int | str] | None, ids: Sequence[str], gpus: Sequence[Gpu]
 ) -> tuple[str, ...] | None:
     if devices is None:
         return None
     found = []
-    for device in devices:
-        gpu = visible.named(device)
+    for device in map(str, devices):
+        wanted = find_gpu(device, gpus)
+        same = (each for each in ids if wanted is not None and find_gpu(each, gpus) == wanted)
+        gpu = device if device in ids else next(same, None)
         if gpu is None:
-            seen = ", ".join(visible.ids) or "none"
+            seen = ", ".join(ids) or "none"
             raise ConfigError(f"{name} names GPU {device}, but the visible ones are: {seen}")
         found.append(gpu)
     return tuple(found)

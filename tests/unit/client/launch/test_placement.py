@@ -11,7 +11,6 @@ from slipstream.client.launch import fit, launcher, placement
 from slipstream.client.launch.placement import (
     Placement,
     Share,
-    Visible,
     check_transport,
     describe_sharing,
     fit_here,
@@ -40,7 +39,7 @@ def placed(
 ) -> Placement:
     config = config_of(learner, server)
     counts = {"ranks": config.learner.world_size, "servers": config.rollout_server.count} | counts
-    return place(config, Visible(tuple(visible.split()), GPUS), **counts)
+    return place(config, tuple(visible.split()), GPUS, **counts)
 
 
 def test_learner_takes_the_first_gpus_and_each_server_its_own_next_ones() -> None:
@@ -197,9 +196,9 @@ def test_adapters_in_float32_are_refused_where_an_engine_on_a_gpu_would_add_them
     settings = config_of().model_dump(mode="json")
     config = parse_config(settings | {"model": model, "lora": lora}, source="test")
     with pytest.raises(ConfigError, match=r'must be "bfloat16" .* or lora\.publish "merged"'):
-        place(config, Visible(("0",)), ranks=1, servers=1)
-    assert place(config, Visible(("0",)), ranks=1, servers=0) == Placement(("0",), ())
-    assert place(config, Visible(()), ranks=1, servers=1) == Placement()
+        place(config, ("0",), ranks=1, servers=1)
+    assert place(config, ("0",), ranks=1, servers=0) == Placement(("0",), ())
+    assert place(config, (), ranks=1, servers=1) == Placement()
 
 
 def test_a_dry_run_says_who_gets_which_gpu(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
