@@ -9,7 +9,7 @@ import hashlib
 import itertools
 import math
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -53,54 +53,53 @@ _PURPOSES, _STATUSES = functools.cache(Purpose), functools.cache(Status)
 
 def check_trajectory(trajectory: Trajectory) -> None:
     """Raises ProtocolError if the parts of a trajectory do not match, or a number is not finite."""
-    name, sampled = trajectory.trajectory_id, trajectory.num_sampled_tokens
-    if sum(trajectory.run_lengths) != len(trajectory.token_ids):
-        raise ProtocolError(
-            f"{name}: runs of {sum(trajectory.run_lengths)} tokens, "
-            f"but {len(trajectory.token_ids)} tokens"
-        )
+    for fault in _faults(trajectory):
+        raise ProtocolError(f"{trajectory.trajectory_id}: {fault}")
+
+
+def _faults(trajectory: Trajectory) -> Iterator[str]:
+    sampled, runs = trajectory.num_sampled_tokens, trajectory.run_lengths
+    num_tokens = len(trajectory.token_ids)
+    if sum(runs) != num_tokens:
+        yield f"runs of {sum(runs)} tokens, but {num_tokens} tokens"
     arrays = {field: getattr(trajectory, field) for field in SAMPLED_ARRAYS}
     for field, array in arrays.items():
         if array is not None and len(array) != sampled:
-            raise ProtocolError(
-                f"{name}: {len(array)} values of {field} for {sampled} sampled tokens"
-            )
+            yield f"{len(array)} values of {field} for {sampled} sampled tokens"
     if any(span.length == 0 for span in trajectory.version_spans):
-        raise ProtocolError(f"{name}: a version span is empty")
+        yield "a version span is empty"
     if sum(span.length for span in trajectory.version_spans) != sampled:
-        raise ProtocolError(f"{name}: the version spans do not cover its {sampled} sampled tokens")
+        yield f"the version spans do not cover its {sampled} sampled tokens"
     if not math.isfinite(trajectory.reward):
-        raise ProtocolError(f"{name}: reward {trajectory.reward} is not a finite number")
+        yield f"reward {trajectory.reward} is not a finite number"
     for field, array in arrays.items():
         if array is not None and not np.logical_and.reduce(np.isfinite(array)):
-            raise ProtocolError(f"{name}: a value of {field} is not a finite number")
-    runs = [branch.num_runs for branch in trajectory.branches]
-    for number in runs:
+            yield f"a value of {field} is not a finite number"
+    in_branches = [branch.num_runs for branch in trajectory.branches]
+    for number in in_branches:
         if number == 0 or number % 2:
-            raise ProtocolError(f"{name}: a branch must have an even number of runs, got {number}")
-    if runs and sum(runs) != len(trajectory.run_lengths):
-        raise ProtocolError(
-            f"{name}: branches of {sum(runs)} runs, but {len(trajectory.run_lengths)} runs"
-        )
+            yield f"a branch must have an even number of runs, got {number}"
+    if in_branches and sum(in_branches) != len(runs):
+        yield f"branches of {sum(in_branches)} runs, but {len(runs)} runs"
     rewards = {branch.name: branch.reward for branch in trajectory.branches}
     for branch in trajectory.branches:
         if not math.isfinite(branch.share):
-            raise ProtocolError(f"{name}: share {branch.share} is not a finite number")
+            yield f"share {branch.share} is not a finite number"
         if branch.reward is not None and not math.isfinite(branch.reward):
-            raise ProtocolError(f"{name}: reward {branch.reward} is not a finite number")
+            yield f"reward {branch.reward} is not a finite number"
         if branch.reward != rewards[branch.name]:
-            raise ProtocolError(f"{name}: branches of one name must have one reward")
-    reference = trajectory.reference
-    if reference is not None and (fault := check_reference(reference, trajectory.unpredicted())):
-        raise ProtocolError(f"{name}: {fault}")
+            yield "branches of one name must have one reward"
+    if trajectory.reference is not None:
+        fault = check_reference(trajectory.reference, trajectory.unpredicted())
+        yield from [fault] if fault else []
     if any(place.image >= len(trajectory.images) for place in trajectory.image_places):
-        raise ProtocolError(f"{name}: a place names an image beyond its {len(trajectory.images)}")
-    offsets = [*(place.offset for place in trajectory.image_places), len(trajectory.token_ids)]
+        yield f"a place names an image beyond its {len(trajectory.images)}"
+    offsets = [*(place.offset for place in trajectory.image_places), num_tokens]
     if any(now >= after for now, after in itertools.pairwise(offsets)):
-        raise ProtocolError(f"{name}: the places of images are not in the order of its tokens")
-    scored, prompt = len(unpack_logprobs(trajectory.prompt_logprobs)), trajectory.run_lengths[:1]
-    if scored and prompt != (scored + 1,):
-        raise ProtocolError(f"{name}: {scored} values of prompt_logprobs for runs {prompt}")
+        yield "the places of images are not in the order of its tokens"
+    scored = len(unpack_logprobs(trajectory.prompt_logprobs))
+    if scored and runs[:1] != (scored + 1,):
+        yield f"{scored} values of prompt_logprobs for runs {runs[:1]}"
 
 
 def version_to_pb(version: PolicyVersion) -> pb.PolicyVersion:
@@ -120,9 +119,7 @@ def pack_tokens(token_ids: TokenArray) -> bytes:
 
 def unpack_tokens(data: bytes) -> TokenArray:
     """Reverses `pack_tokens`. Raises ProtocolError when the length is no multiple of four."""
-    if len(data) % 4:
-        raise ProtocolError(f"token ids must be a multiple of 4 bytes, got {len(data)}")
-    return np.frombuffer(data, dtype=_TOKENS).astype(np.uint32, copy=False)
+    return _unpacked(data, _TOKENS, "token ids").astype(np.uint32, copy=False)
 
 
 def pack_logprobs(logprobs: LogprobArray) -> bytes:
@@ -132,9 +129,13 @@ def pack_logprobs(logprobs: LogprobArray) -> bytes:
 
 def unpack_logprobs(data: bytes) -> LogprobArray:
     """Reverses `pack_logprobs`. Raises ProtocolError when the length is no multiple of four."""
+    return _unpacked(data, _LOGPROBS, "log-probabilities").astype(np.float32, copy=False)
+
+
+def _unpacked(data: bytes, kind: np.dtype[Any], what: str) -> np.ndarray[Any, Any]:
     if len(data) % 4:
-        raise ProtocolError(f"log-probabilities must be a multiple of 4 bytes, got {len(data)}")
-    return np.frombuffer(data, dtype=_LOGPROBS).astype(np.float32, copy=False)
+        raise ProtocolError(f"{what} must be a multiple of 4 bytes, got {len(data)}")
+    return np.frombuffer(data, dtype=kind)
 
 
 def trajectory_to_pb(trajectory: Trajectory) -> pb.Trajectory:

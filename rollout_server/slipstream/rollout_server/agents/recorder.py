@@ -31,7 +31,6 @@ from slipstream.rollout_server.agents.conversations import (
 )
 from slipstream.rollout_server.agents.request_rules import (
     Refusal,
-    ReplyRoom,
     ServedCall,
     Use,
     items_of,
@@ -116,10 +115,6 @@ class Recorder:
         A reply that ends at the `max_tokens` of its own request does not count as cut off.
         """
         return self.was_refused or any(self._is_cut.values())
-
-    @property
-    def num_open(self) -> int:
-        return len(self._open)
 
     def open(self, http: AgentCall, path: str, *, is_stream: bool) -> ServedCall:
         """Registers an HTTP call that asks for a reply; `close` or `hang_up` ends it."""
@@ -211,16 +206,16 @@ class Recorder:
                 raise LimitReached("the episode is over")
             # Calls that began and have not ended reserve tokens, turns and branches.
             held = [
-                (each.call, each.room)
+                (each.call, len(each.call.context) + each.max_tokens)
                 for each in {*self._open.values(), *self._unread}
-                if each.call is not None and each.room is not None and not each.call.is_over
+                if each.call is not None and each.max_tokens is not None and not each.call.is_over
             ]
             begun = self.conversations
             found = room(
                 self.sampling,
                 Use(
                     tokens=begun.num_tokens,
-                    reserved_tokens=sum(room.reserved_tokens for _, room in held),
+                    reserved_tokens=sum(reserved for _, reserved in held),
                     turns=begun.num_turns + len(held),
                     branches=len(begun.branches) + sum(not each.is_append for each, _ in held),
                 ),
@@ -228,8 +223,8 @@ class Recorder:
                 context=len(call.context),
                 is_new=not call.is_append,
             )
-            if isinstance(found, ReplyRoom):
-                opened.room = found
+            if isinstance(found, int):
+                opened.max_tokens = found
                 return call.prompt
             if isinstance(found, Refusal):
                 self.was_refused = True
@@ -247,9 +242,9 @@ class Recorder:
         The generator raises GenerationFailed if the engine cannot serve the call. The reply is
         sampled and recorded until `close`, even if the client does not read it.
         """
-        assert opened.room is not None, "a call begins before it is sampled"
+        assert opened.max_tokens is not None, "a call begins before it is sampled"
         parts: _Parts = asyncio.Queue()
-        most = min(max_tokens, opened.room.new_tokens)
+        most = min(max_tokens, opened.max_tokens)
         opened.sampling = self._start(self._sample(opened, most, options, parts))
         self._unread.append(opened)
         return _read(parts)
@@ -274,8 +269,7 @@ class Recorder:
                     self._sampled(len(reply.token_ids))
                     opened.turn = self.conversations.finish(call, reply)
                     is_cut = reply.finish_reason is FinishReason.LENGTH
-                    is_ours = opened.room is not None and max_tokens == opened.room.new_tokens
-                    self._is_cut[call.branch] = is_cut and is_ours
+                    self._is_cut[call.branch] = is_cut and max_tokens == opened.max_tokens
                 parts.put_nowait(part)
         except (GenerationFailed, EngineDied) as error:
             log.warning("call %s of an agent: %s", opened.request_id, error)

@@ -35,18 +35,6 @@ class Refusal(Exception):
 
 
 @dataclass(frozen=True)
-class ReplyRoom:
-    """The token budget of a call.
-
-    `new_tokens` limits the tokens of the call's reply. `reserved_tokens` is the sum of `new_tokens`
-    and the call's new context; it counts against the episode's limit until the call ends.
-    """
-
-    new_tokens: int
-    reserved_tokens: int
-
-
-@dataclass(frozen=True)
 class Use:
     """The tokens, turns and branches that an episode has used or that open calls may use."""
 
@@ -62,8 +50,8 @@ WAIT = None
 
 def room(
     sampling: Sampling, use: Use, *, prompt: int, context: int, is_new: bool
-) -> ReplyRoom | Refusal | None:
-    """Returns a call's token budget, or a Refusal if the episode's limits rule the call out.
+) -> int | Refusal | None:
+    """Returns the most tokens of a call's reply, or a Refusal if the episode's limits forbid it.
 
     Returns WAIT while open calls reserve tokens that this call needs. `prompt` is the number of
     tokens of the whole prompt. `context` is the number of tokens that the call adds, which `use`
@@ -88,7 +76,7 @@ def room(
     # A reply is not cut short because of calls that may need less than they reserve.
     if use.reserved_tokens and new_tokens < most:
         return WAIT
-    return ReplyRoom(new_tokens, context + new_tokens)
+    return new_tokens
 
 
 def _too_long(num_tokens: int, name: str, limit: int) -> Refusal:
@@ -100,8 +88,8 @@ def _too_long(num_tokens: int, name: str, limit: int) -> Refusal:
 class ServedCall:
     """The state of a call that asks for a reply.
 
-    `call` and `room` are set when the call begins, and `turn` when its reply has been sampled. If
-    `turn` stays None, the call has sampled nothing.
+    `call` and `max_tokens` are set when the call begins, `turn` when its reply has been sampled.
+    If `turn` stays None, the call has sampled nothing.
     """
 
     http: environment_pb2.AgentCall
@@ -117,7 +105,9 @@ class ServedCall:
     # The input of a request whose response is stored, else None.
     stored_items: list[Any] | None = None
     call: AgentCall | None = None
-    room: ReplyRoom | None = None
+    # The most tokens of its reply; with its new context they count against the episode's limit
+    # until it ends.
+    max_tokens: int | None = None
     # Samples the reply, even if the client has stopped reading.
     sampling: asyncio.Task[None] | None = None
     turn: AgentTurn | None = None

@@ -11,6 +11,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 
 import grpc
 import grpc.aio
@@ -124,7 +125,13 @@ class HostedEnvironment:
         failures, backoff = 0, Backoff(_FIRST_BACKOFF_S, _MAX_BACKOFF_S)
         while True:
             worker = self._make(try_reset=self._try_reset and self._outcome is None)
-            was_ready, self._last_failure = await self._run(worker, index)
+            try:
+                self._last_failure = await worker.run(index, partial(self._loaded, worker))
+            finally:
+                was_ready = worker in self._ready
+                if was_ready:
+                    self._ready.remove(worker)
+                self._changed.set()
             log.warning("environment %s, worker %d: %s", self.spec.name, index, self._last_failure)
             if was_ready:
                 failures = 0
@@ -144,23 +151,10 @@ class HostedEnvironment:
             )
             self._publish(fleet_pb2.EnvironmentReport(failure=cause))
 
-    async def _run(self, worker: EnvironmentWorker, index: int) -> tuple[bool, EnvironmentFailed]:
-        """Runs `worker` to its end; returns whether it loaded, and the cause of the end."""
-
-        def loaded(found: environment_pb2.Loaded) -> None:
-            self._ready.append(worker)
-            self._changed.set()
-            self._publish(
-                fleet_pb2.EnvironmentReport(num_tasks=found.num_tasks, digest=found.digest)
-            )
-
-        try:
-            failure = await worker.run(index, loaded)
-            return worker in self._ready, failure
-        finally:
-            if worker in self._ready:
-                self._ready.remove(worker)
-            self._changed.set()
+    def _loaded(self, worker: EnvironmentWorker, found: environment_pb2.Loaded) -> None:
+        self._ready.append(worker)
+        self._changed.set()
+        self._publish(fleet_pb2.EnvironmentReport(num_tasks=found.num_tasks, digest=found.digest))
 
     def _publish(self, outcome: fleet_pb2.EnvironmentReport) -> None:
         outcome.environment = self.spec.name

@@ -6,7 +6,8 @@ Agents need vLLM's HTTP API; other environments may need vLLM's parsers of repli
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
 
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.sections import RolloutServerSection
@@ -16,6 +17,8 @@ from slipstream.rollout_server.chat import TemplateInputs
 if TYPE_CHECKING:
     from slipstream.rollout_server.vllm.reply_reader import ReplyReader
     from slipstream.rollout_server.vllm.vllm_requests import VllmParts
+
+Opened = TypeVar("Opened")
 
 
 class AgentServices:
@@ -38,35 +41,37 @@ class AgentServices:
         if not inputs.tools and not self.reads_thoughts:
             return None
         if self._reading is None:
-            self._reading = asyncio.ensure_future(asyncio.to_thread(self._open_reader))
+            self._reading = self._opened("vLLM's parser of replies", self._open_reader)
         return await asyncio.shield(self._reading)
 
     async def api(self) -> Answering:
         if self._opening is None:
-            self._opening = asyncio.ensure_future(asyncio.to_thread(self._open))
+            self._opening = self._opened("vLLM's application for agents", self._open_api)
         return await asyncio.shield(self._opening)
-
-    def _open(self) -> Answering:
-        # This imports vLLM's server, which takes a second.
-        from slipstream.rollout_server.vllm.agent_application import open_answering
-
-        try:
-            return open_answering(self._parts, self._settings)
-        except Exception as error:
-            raise self._wrong("vLLM's application for agents", error) from error
 
     def _open_reader(self) -> ReplyReader:
         from slipstream.rollout_server.vllm.reply_reader import ReplyReader
 
-        try:
-            return ReplyReader(self._parts, self._settings)
-        except Exception as error:
-            raise self._wrong("vLLM's parser of replies", error) from error
+        return ReplyReader(self._parts, self._settings)
 
-    def _wrong(self, what: str, error: Exception) -> ConfigError:
-        # The engine runs, so only the settings that it does not know can be wrong.
+    def _open_api(self) -> Answering:
+        # This imports vLLM's server, which takes a second.
+        from slipstream.rollout_server.vllm.agent_application import open_answering
+
+        return open_answering(self._parts, self._settings)
+
+    def _opened(self, what: str, open_it: Callable[[], Opened]) -> asyncio.Future[Opened]:
         settings = self._settings
-        return ConfigError(
-            f"{what} does not start with rollout_server.tool_parser = {settings.tool_parser!r}, "
-            f"reasoning_parser = {settings.reasoning_parser!r}: {type(error).__name__}: {error}"
-        )
+
+        def opened() -> Opened:
+            try:
+                return open_it()
+            except Exception as error:
+                # The engine runs, so only the settings that it does not know can be wrong.
+                raise ConfigError(
+                    f"{what} does not start with rollout_server.tool_parser = "
+                    f"{settings.tool_parser!r}, reasoning_parser = {settings.reasoning_parser!r}: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
+
+        return asyncio.ensure_future(asyncio.to_thread(opened))

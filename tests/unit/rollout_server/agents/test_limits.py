@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from slipstream.rollout_server.agents.request_rules import WAIT, Refusal, ReplyRoom, Use, room
+from slipstream.rollout_server.agents.request_rules import WAIT, Refusal, Use, room
 from slipstream.rollout_server.engine_interface import Sampling
 
 SAMPLING = Sampling(1.0, 1.0, 0, 10, 4, 50, max_total_tokens=80, max_branches=2)
@@ -18,11 +18,11 @@ def ask(use: Use = NOTHING, *, prompt: int = 20, context: int = 20, is_new: bool
 
 
 def test_a_reply_has_the_room_that_its_branch_and_all_branches_leave() -> None:
-    assert ask() == ReplyRoom(10, 30)
-    assert ask(prompt=45, context=5, is_new=False) == ReplyRoom(5, 10)
-    assert ask(Use(tokens=55)) == ReplyRoom(5, 25)
+    assert ask() == 10
+    assert ask(prompt=45, context=5, is_new=False) == 5
+    assert ask(Use(tokens=55)) == 5
     # A branch that goes on is no new one.
-    assert isinstance(ask(Use(branches=2), is_new=False), ReplyRoom)
+    assert isinstance(ask(Use(branches=2), is_new=False), int)
 
 
 @pytest.mark.parametrize(
@@ -49,5 +49,5 @@ def test_a_call_beyond_a_limit_is_refused_with_its_name(use, others, code, named
 
 def test_a_call_waits_for_others_that_may_leave_room() -> None:
     assert ask(Use(tokens=10, reserved_tokens=45)) is WAIT
-    assert ask(Use(tokens=10, reserved_tokens=40)) == ReplyRoom(10, 30)
+    assert ask(Use(tokens=10, reserved_tokens=40)) == 10
     assert ask(Use(tokens=65, reserved_tokens=15)) is not WAIT
