@@ -40,7 +40,7 @@ from slipstream.v1 import fleet_pb2, trainer_pb2, weights_pb2
 from benchmarks.common.measure import ROOT, visible
 
 GRACE_S = 15.0
-OPEN = Credentials(certificate=None, key=None, ca=None, token=None)
+OPEN = Credentials()
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ from simulation.trainer import SimulatedTrainer, Truth
 from simulation.virtual_loop import PROCESS, START_S, Process, RunStuck, VirtualLoop, virtual_time
 
 ADDRESS = "127.0.0.1:7070"
-OPEN = Credentials(None, None, None, None)
+OPEN = Credentials()
 # Virtual seconds in which a client may be refused because of one before; a partition lasts 10.
 REFUSED_S = 15.0
 # Virtual seconds that a step takes without faults, about.

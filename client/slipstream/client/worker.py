@@ -127,7 +127,7 @@ async def _attach(address: str, token: str | None, record: int | None) -> None:
     from slipstream.v1 import environment_pb2 as pb
     from slipstream.v1 import environment_pb2_grpc
 
-    credentials = Credentials(certificate=None, key=None, ca=None, token=token)
+    credentials = Credentials(token=token)
     try:
         channel = open_channel(address, credentials)
     except ConfigError as error:

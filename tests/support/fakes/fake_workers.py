@@ -75,7 +75,7 @@ class WorkerServer(environment_pb2_grpc.WorkerServiceServicer):
     def __init__(self, folder: Path) -> None:
         self.address = f"unix:{folder}/worker.sock"
         self._attached: asyncio.Queue[WorkerStream] = asyncio.Queue()
-        self._server = create_server(Credentials(None, None, None, TOKEN))
+        self._server = create_server(Credentials(token=TOKEN))
 
     async def __aenter__(self) -> WorkerServer:
         environment_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server)

@@ -17,7 +17,7 @@ TOKEN = "t" * 40
 
 
 def with_token(token: str | None) -> Credentials:
-    return Credentials(certificate=None, key=None, ca=None, token=token)
+    return Credentials(token=token)
 
 
 @asynccontextmanager

@@ -8,7 +8,7 @@ from slipstream.protocol.access.security import Credentials, open_channel
 from slipstream.protocol.access.tokens import RUN_KEY
 
 RUN_ID = "r-0001"
-OPEN = Credentials(certificate=None, key=None, ca=None, token=None)
+OPEN = Credentials()
 SHAPES = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 
 

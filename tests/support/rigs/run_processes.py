@@ -62,7 +62,7 @@ ROLLOUT_SERVER = "slipstream.rollout_server"
 WORKER = "slipstream.client.worker"
 
 _PR_SET_CHILD_SUBREAPER = 36
-_NO_CREDENTIALS = Credentials(certificate=None, key=None, ca=None, token=None)
+_NO_CREDENTIALS = Credentials()
 
 
 @pytest.fixture(scope="session")

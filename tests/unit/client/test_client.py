@@ -111,7 +111,7 @@ class Controller(
 
 @asynccontextmanager
 async def listening(controller, token=None, address="127.0.0.1:0"):
-    credentials = Credentials(certificate=None, key=None, ca=None, token=token)
+    credentials = Credentials(token=token)
     server = create_server(credentials)
     if controller is not None:
         environment_pb2_grpc.add_EnvironmentServiceServicer_to_server(controller, server)

@@ -28,48 +28,25 @@ from slipstream.protocol.codec import (
     trajectory_to_pb,
     unpack_logprobs,
     unpack_tokens,
-    version_from_pb,
-    version_to_pb,
 )
 from slipstream.v1 import trajectory_pb2 as pb
-from support.fakes.fake_trajectories import make_trajectory, trajectories, versions
+from support.fakes.fake_trajectories import make_trajectory, trajectories
 from support.rigs.fuzz_budget import times
 
 
-def same(left: Trajectory, right: Trajectory) -> bool:
-    for field in dataclasses.fields(Trajectory):
-        a, b = getattr(left, field.name), getattr(right, field.name)
-        if isinstance(a, np.ndarray):
-            if a.dtype != b.dtype or a.tobytes() != b.tobytes():
-                return False
-        elif isinstance(a, RoutedExperts) and isinstance(b, RoutedExperts):
-            left_ids, right_ids = a.expert_ids, b.expert_ids
-            if (a.num_experts, left_ids.dtype, left_ids.shape) != (
-                b.num_experts,
-                right_ids.dtype,
-                right_ids.shape,
-            ) or left_ids.tobytes() != right_ids.tobytes():
-                return False
-        elif isinstance(a, ReferenceLogprobs) and isinstance(b, ReferenceLogprobs):
-            for array, other in zip(vars(a).values(), vars(b).values(), strict=True):
-                if (array.dtype, array.shape) != (other.dtype, other.shape):
-                    return False
-                if array.tobytes() != other.tobytes():
-                    return False
-        elif a != b:
-            return False
-    return True
+def plain(value: object) -> object:
+    """`value` with each array as its type, shape and bytes."""
+    if isinstance(value, np.ndarray):
+        return value.dtype, value.shape, value.tobytes()
+    if isinstance(value, Trajectory | RoutedExperts | ReferenceLogprobs):
+        return {name: plain(part) for name, part in vars(value).items()}
+    return value
 
 
 @given(trajectories())
 @settings(max_examples=times(300))
 def test_a_trajectory_comes_back_as_it_was_sent(trajectory: Trajectory) -> None:
-    assert same(decode_trajectory(encode_trajectory(trajectory)), trajectory)
-
-
-@given(versions)
-def test_a_version_comes_back_as_it_was_sent(version: PolicyVersion) -> None:
-    assert version_from_pb(version_to_pb(version)) == version
+    assert plain(decode_trajectory(encode_trajectory(trajectory))) == plain(trajectory)
 
 
 @given(st.binary(max_size=300))
@@ -260,15 +237,6 @@ def test_a_trajectory_is_one_sequence_for_each_branch() -> None:
 def test_versions_are_ordered_by_incarnation_first_and_written_shortly() -> None:
     assert PolicyVersion(0, 9) < PolicyVersion(1, 2)
     assert (str(PolicyVersion(0, 9)), str(PolicyVersion(1, 2))) == ("9", "2/1")
-
-
-@pytest.mark.parametrize("reward", [None, 0.0, -2.5])
-def test_a_branch_keeps_its_own_reward_or_none(reward: float | None) -> None:
-    episode = dataclasses.replace(
-        make_trajectory(4, 4), branches=(Branch(2, 1.0, "player-0", reward),)
-    )
-    (branch,) = trajectory_from_pb(trajectory_to_pb(episode)).branches
-    assert branch.reward == reward
 
 
 def with_reference(logprobs, top_ids, top_logprobs) -> bytes:

@@ -23,7 +23,7 @@ from slipstream.v1 import trajectory_pb2_grpc
 from support.rigs.valkey import EmbeddedServer
 from support.rigs.waiting import LIMIT_S, until
 
-OPEN = Credentials(certificate=None, key=None, ca=None, token=None)
+OPEN = Credentials()
 
 
 class Place(Protocol):
@@ -255,7 +255,7 @@ async def test_a_trajectory_that_is_put_twice_while_there_is_no_room_leaves_no_b
 
 @asynccontextmanager
 async def serving(servicer, folder, token=None):
-    server = create_server(Credentials(None, None, None, token))
+    server = create_server(Credentials(token=token))
     trajectory_pb2_grpc.add_TrajectoryServiceServicer_to_server(servicer, server)
     address = f"unix:{folder}/queue.sock"
     server.add_insecure_port(address)

@@ -10,7 +10,7 @@ from slipstream.v1 import environment_pb2 as pb
 from slipstream.v1 import environment_pb2_grpc
 from support.rigs.waiting import LIMIT_S
 
-OPEN = Credentials(certificate=None, key=None, ca=None, token=None)
+OPEN = Credentials()
 
 
 class Gone:

@@ -89,27 +89,31 @@ def test_the_death_of_an_engine_is_told_with_a_memory_that_was_full() -> None:
     assert describe_engine_death("no answer", oom_kills=now - 1) == "no answer"
 
 
-def test_the_engine_on_a_cpu_is_told_its_threads() -> None:
-    config = small_config(rollout_server={"threads": 3})
-    variables = engine_environment(config, on_cpu=True)
-    assert variables["OMP_NUM_THREADS"] == "3"
-    assert variables["TORCHDYNAMO_DISABLE"] == "1"
-    on_gpu = engine_environment(config, on_cpu=False)
-    assert "OMP_NUM_THREADS" not in on_gpu
-    assert on_gpu["VLLM_NO_USAGE_STATS"] == "1"
+ON_CPU, ON_GPU = True, False
 
 
-def test_products_of_float32_keep_their_bits_on_a_gpu() -> None:
-    exact = small_config(model={"path": "model", "dtype": "float32"})
-    half = small_config(model={"path": "model", "dtype": "bfloat16"})
-    assert engine_environment(exact, on_cpu=False).items() >= ALL_BITS.items()
-    assert not ALL_BITS.keys() & engine_environment(half, on_cpu=False).keys()
-    assert not ALL_BITS.keys() & engine_environment(exact, on_cpu=True).keys()
-
-
-def test_the_engine_on_a_cpu_compiles_where_it_is_asked_for() -> None:
-    compiled = small_config(rollout_server={"enforce_eager": False})
-    assert "TORCHDYNAMO_DISABLE" not in engine_environment(compiled, on_cpu=True)
+@pytest.mark.parametrize(
+    ("settings", "on_cpu", "told"),
+    [
+        ({}, ON_CPU, {"TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1"}),
+        ({}, ON_GPU, {"OMP_NUM_THREADS": None, "VLLM_BATCH_INVARIANT": None}),
+        ({"rollout_server": {"threads": 3}}, ON_CPU, {"OMP_NUM_THREADS": "3"}),
+        ({"rollout_server": {"threads": 3}}, ON_GPU, {"OMP_NUM_THREADS": None}),
+        ({"rollout_server": {"enforce_eager": False}}, ON_CPU, {"TORCHDYNAMO_DISABLE": None}),
+        # Engines with the learner's bits never split a row.
+        ({"algorithm": {"agreement": "bits"}}, ON_CPU, {"VLLM_CPU_ATTN_SPLIT_KV": "0"}),
+        ({"algorithm": {"agreement": "bits"}}, ON_GPU, {"VLLM_BATCH_INVARIANT": "1"}),
+        # Products of float32 keep their bits on a GPU.
+        ({"model": {"path": "model", "dtype": "float32"}}, ON_GPU, ALL_BITS),
+        ({"model": {"path": "model", "dtype": "float32"}}, ON_CPU, dict.fromkeys(ALL_BITS)),
+        ({"model": {"path": "model", "dtype": "bfloat16"}}, ON_GPU, dict.fromkeys(ALL_BITS)),
+    ],
+)
+def test_the_engine_is_told_what_follows_from_the_settings(settings, on_cpu, told) -> None:
+    variables = engine_environment(small_config(**settings), on_cpu=on_cpu)
+    assert {name: variables.get(name) for name in told} == told
+    # A pause is heard of between the outputs that it hands out.
+    assert int(variables["VLLM_V1_OUTPUT_PROC_CHUNK_SIZE"]) < 128
 
 
 @pytest.mark.parametrize(("port", "kept"), [("tcp://10.0.0.1:8000", None), ("8000", "8000")])
@@ -126,16 +130,3 @@ def test_vllm_logs_at_the_users_level(monkeypatch: pytest.MonkeyPatch) -> None:
     assert engine_environment(small_config(), on_cpu=True)["VLLM_LOGGING_LEVEL"] == "WARNING"
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
     assert engine_environment(small_config(), on_cpu=True)["VLLM_LOGGING_LEVEL"] == "INFO"
-
-
-@pytest.mark.parametrize("on_cpu", [False, True])
-def test_a_pause_is_heard_of_between_the_outputs_that_it_hands_out(on_cpu: bool) -> None:
-    variables = engine_environment(small_config(), on_cpu=on_cpu)
-    assert int(variables["VLLM_V1_OUTPUT_PROC_CHUNK_SIZE"]) < 128
-
-
-def test_engines_with_the_learners_bits_never_split_a_row() -> None:
-    config = small_config(algorithm={"agreement": "bits"})
-    assert engine_environment(config, on_cpu=True)["VLLM_CPU_ATTN_SPLIT_KV"] == "0"
-    assert engine_environment(config, on_cpu=False)["VLLM_BATCH_INVARIANT"] == "1"
-    assert "VLLM_BATCH_INVARIANT" not in engine_environment(small_config(), on_cpu=False)

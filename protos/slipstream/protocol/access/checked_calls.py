@@ -19,7 +19,6 @@ import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 from weakref import WeakValueDictionary
 
@@ -28,7 +27,7 @@ import grpc.aio
 from google.protobuf import descriptor_pool, message_factory
 from google.protobuf.message import Message
 from slipstream.core.errors import ProtocolError
-from slipstream.protocol.bounds import decode, max_message_bytes
+from slipstream.protocol.bounds import decode
 from slipstream.protocol.rich_errors import Reason, abort
 
 # grpc's classes are generic in their type stubs only.
@@ -57,41 +56,31 @@ MAX_TOLD = 20
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class _Refused:
-    """A stand-in for a request that could not be decoded or is out of its bounds."""
-
-    error: ProtocolError
-
-
-@dataclass(frozen=True)
-class _Large:
-    """A stand-in for a request that is to be decoded in a thread."""
-
-    kind: type[Message]
-    data: bytes
-
-
-_NOT_YET = (_Refused, _Large)
-# What a deserializer returns.
-_Request: TypeAlias = Message | _Refused | _Large
 # Prepares a call, given its request or its iterator of requests, and yields what its handler gets.
 _Prepare: TypeAlias = Callable[[Any, Context], AbstractAsyncContextManager[Any]]
 
 
-class _Accepted:
-    """An iterator over the requests of a stream; it raises the error of a refused request."""
+class _Decoded:
+    """An iterator over the decoded and checked requests of a stream."""
 
-    def __init__(self, requests: AsyncIterator[_Request]) -> None:
-        self._requests = requests
+    def __init__(self, kind: type[Message], requests: AsyncIterator[bytes]) -> None:
+        self._kind, self._requests = kind, requests
 
-    def __aiter__(self) -> _Accepted:
+    def __aiter__(self) -> _Decoded:
         return self
 
     async def __anext__(self) -> Message:
-        request = await anext(self._requests)
-        # Most requests are ready: a coroutine for each would cost as much as its checks.
-        return await _accepted(request) if isinstance(request, _NOT_YET) else request
+        data = await anext(self._requests)
+        # Most requests are small: a coroutine for each would cost as much as its checks.
+        if len(data) <= SMALL_BYTES:
+            return decode(self._kind, data)
+        return await _decoded(self._kind, data)
+
+
+async def _decoded(kind: type[Message], data: bytes) -> Message:
+    if len(data) <= SMALL_BYTES:
+        return decode(kind, data)
+    return await asyncio.to_thread(decode, kind, data)
 
 
 class _NotOfCallersWhoLeft(logging.Filter):
@@ -119,28 +108,31 @@ class CheckingInterceptor(Interceptor):
             return handler
         found = descriptor_pool.Default().FindMethodByName(method[1:].replace("/", "."))
         kind = message_factory.GetMessageClass(found.input_type)
-        largest = max_message_bytes(kind)
-
-        def deserialize(data: bytes) -> _Request:
-            if SMALL_BYTES < len(data) <= largest:
-                return _Large(kind, data)
-            # gRPC would answer UNKNOWN to every error of a deserializer.
-            try:
-                return decode(kind, data)
-            except ProtocolError as error:
-                return _Refused(error)
-
         encode: Any = handler.response_serializer
 
         def serialize(response: Message | bytes) -> bytes:
             data: bytes = response if isinstance(response, bytes) else encode(response)
             return data
 
-        prepare = _checked_requests if handler.request_streaming else _checked_request
+        @asynccontextmanager
+        async def checked(given: Any, _: Context) -> AsyncIterator[Message | _Decoded]:  # noqa: ANN401
+            if not handler.request_streaming:
+                yield await _decoded(kind, given)
+                return
+            # gRPC's generator of requests would keep itself and an unread call in memory.
+            source: Any = aiter(given)
+            try:
+                yield _Decoded(kind, source)
+            finally:
+                # A reader that was just cancelled closes the generator instead.
+                with suppress(RuntimeError):
+                    await source.aclose()
+
         shape = _shape_of(handler)
-        behavior = _guarded(_prepared(getattr(handler, shape), prepare), method)
+        behavior = _guarded(_prepared(getattr(handler, shape), checked), method)
         make = getattr(grpc, f"{shape}_rpc_method_handler")
-        made: Handler = make(behavior, deserialize, serialize)
+        # Requests are decoded by `checked`: gRPC answers UNKNOWN to every error of a deserializer.
+        made: Handler = make(behavior, None, serialize)
         return made
 
 
@@ -180,28 +172,6 @@ def _prepared(inner: Callable[..., Any], prepare: _Prepare) -> Callable[..., Any
             return await inner(given, context)
 
     return call
-
-
-@asynccontextmanager
-async def _checked_request(request: _Request, _: Context) -> AsyncIterator[Message]:
-    yield await _accepted(request)
-
-
-@asynccontextmanager
-async def _checked_requests(
-    requests: AsyncIterator[_Request], _: Context
-) -> AsyncIterator[_Accepted]:
-    """Yields the checked requests; at the end closes gRPC's generator of requests.
-
-    An unclosed generator would keep itself and an unread call in memory.
-    """
-    source: Any = aiter(requests)
-    try:
-        yield _Accepted(source)
-    finally:
-        # A reader that was just cancelled closes the generator instead.
-        with suppress(RuntimeError):
-            await source.aclose()
 
 
 def _guarded(inner: Callable[..., Any], method: str) -> Callable[..., Any]:
@@ -275,14 +245,6 @@ def _strip(error: BaseException) -> None:
     for other in others:
         if other is not None:
             _strip(other)
-
-
-async def _accepted(request: _Request) -> Message:
-    if isinstance(request, _Large):
-        return await asyncio.to_thread(decode, request.kind, request.data)
-    if isinstance(request, _Refused):
-        raise request.error
-    return request
 
 
 class Refusals:

@@ -82,10 +82,10 @@ _BLOCKING_OPTIONS = (*CHANNEL_OPTIONS, (ChannelOptions.SingleThreadedUnaryStream
 class Credentials:
     """The contents of the files that `SecuritySection` names."""
 
-    certificate: bytes | None
-    key: bytes | None
-    ca: bytes | None
-    token: str | None
+    certificate: bytes | None = None
+    key: bytes | None = None
+    ca: bytes | None = None
+    token: str | None = None
     client_ca: bytes | None = None
     # The further lines of the token file, which the controller accepts or takes back.
     further_tokens: tuple[str, ...] = ()

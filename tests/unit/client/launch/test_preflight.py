@@ -94,9 +94,9 @@ async def test_an_address_that_a_command_holds_is_for_its_own_controller_alone()
         taken = f"cannot listen on {stated}: Address already in use; another run may have it"
         # Before the controller listens, while it does, and between two starts of it.
         for starts in (False, True, False):
-            server = create_server(Credentials(None, None, None, None))
+            server = create_server(Credentials())
             if starts:
-                assert bind(server, stated, Credentials(None, None, None, None))
+                assert bind(server, stated, Credentials())
                 await server.start()
             with pytest.raises(ConfigError, match=taken), hold_address(stated):
                 pass
@@ -252,10 +252,10 @@ async def test_a_controller_that_cannot_be_trusted_is_not_waited_for(authority: 
     own = (authority / "elsewhere.pem").read_bytes()
     cause = "Hostname Verification Check failed"
     key = (authority / "server.key").read_bytes()
-    server = create_server(Credentials(certificate=own, key=key, ca=None, token=None))
+    server = create_server(Credentials(certificate=own, key=key))
     port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([(key, own)]))
     await server.start()
-    client = Credentials(certificate=None, key=None, ca=ca, token=None)
+    client = Credentials(ca=ca)
     try:
         with pytest.raises(ConfigError, match=rf"^the controller at 127.0.0.1:{port}: .*{cause}"):
             await ask_controller(f"127.0.0.1:{port}", client, 600.0)

@@ -27,7 +27,7 @@ from slipstream.v1 import status_pb2, status_pb2_grpc
 from support.fakes.small_configs import config_of, small_config
 from support.rigs.waiting import LIMIT_S, until
 
-OPEN = Credentials(certificate=None, key=None, ca=None, token=None)
+OPEN = Credentials()
 
 
 class Listening(status_pb2_grpc.StatusServiceServicer):

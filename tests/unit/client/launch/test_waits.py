@@ -12,7 +12,7 @@ from slipstream.v1 import fleet_pb2, status_pb2, status_pb2_grpc
 from support.fakes.small_configs import config_of
 from support.rigs.waiting import LIMIT_S, until
 
-OPEN = Credentials(certificate=None, key=None, ca=None, token=None)
+OPEN = Credentials()
 LOADING = fleet_pb2.SERVER_STATE_LOADING
 
 

@@ -3,17 +3,19 @@
 import asyncio
 import gc
 import logging
+import threading
 
 import grpc
 import grpc.aio
 import pytest
 from slipstream.core.errors import ProtocolError
+from slipstream.protocol.access import checked_calls
 from slipstream.protocol.access.checked_calls import SMALL_BYTES, CheckingInterceptor
 from slipstream.protocol.access.security import Credentials, create_server, open_channel
 from slipstream.protocol.rich_errors import Reason, abort
 from slipstream.v1 import fleet_pb2, fleet_pb2_grpc, status_pb2, trainer_pb2, trainer_pb2_grpc
 
-OPEN = Credentials(None, None, None, None)
+OPEN = Credentials()
 REGISTER = "/slipstream.v1.TrainerService/Register"
 
 
@@ -58,7 +60,7 @@ async def test_a_call_that_fails_for_a_caller_that_is_gone_ends_quietly(error, c
 
     handler = await checked(inner)
     with caplog.at_level(logging.ERROR), pytest.raises(asyncio.CancelledError):
-        await handler.unary_unary(trainer_pb2.TrainerHello(), Context())
+        await handler.unary_unary(b"", Context())
     # A fault of ours is logged, whoever called.
     assert len(caplog.records) == isinstance(error, ValueError)
 
@@ -73,7 +75,7 @@ def test_what_grpc_says_of_a_caller_that_is_gone_is_no_news(caplog) -> None:
     assert [record.exc_info[0] for record in caplog.records] == [ValueError]
 
 
-async def test_a_large_request_is_decoded_beside_the_loop() -> None:
+async def test_a_large_request_is_decoded_beside_the_loop(monkeypatch) -> None:
     taken: list[object] = []
 
     async def inner(request: object, context: object) -> status_pb2.StopRunResponse:
@@ -81,13 +83,17 @@ async def test_a_large_request_is_decoded_beside_the_loop() -> None:
         return status_pb2.StopRunResponse()
 
     handler = await checked(inner)
+    threads: list[object] = []
+    monkeypatch.setattr(
+        checked_calls,
+        "decode",
+        lambda kind, data: (threads.append(threading.current_thread()), kind.FromString(data))[1],
+    )
     hello = trainer_pb2.TrainerHello(layout_description="x" * (SMALL_BYTES + 1))
-    request = handler.request_deserializer(hello.SerializeToString())
-    assert not isinstance(request, trainer_pb2.TrainerHello)
-    await handler.unary_unary(request, Context(is_gone=False))
-    assert taken == [hello]
-    small = handler.request_deserializer(trainer_pb2.TrainerHello().SerializeToString())
-    assert isinstance(small, trainer_pb2.TrainerHello)
+    for request in (hello, trainer_pb2.TrainerHello()):
+        await handler.unary_unary(request.SerializeToString(), Context(is_gone=False))
+    assert taken == [hello, trainer_pb2.TrainerHello()]
+    assert [thread is threading.main_thread() for thread in threads] == [False, True]
 
 
 async def test_a_large_request_out_of_its_bounds_is_refused_as_a_small_one_is() -> None:
@@ -96,9 +102,8 @@ async def test_a_large_request_out_of_its_bounds_is_refused_as_a_small_one_is() 
 
     handler, context = await checked(inner), Context(is_gone=False)
     hello = trainer_pb2.TrainerHello(places=[{"host_id": "x" * 300}] * 1000)
-    request = handler.request_deserializer(hello.SerializeToString())
     with pytest.raises(grpc.aio.AbortError):
-        await handler.unary_unary(request, context)
+        await handler.unary_unary(hello.SerializeToString(), context)
     assert context.said == ["TrainerHello.places[0].host_id must have at most 256 bytes, got 300"]
 
 

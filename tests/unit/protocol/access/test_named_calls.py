@@ -25,8 +25,8 @@ from slipstream.v1 import (
 )
 from support.rigs.waiting import LIMIT_S
 
-OPEN = Credentials(None, None, None, None)
-TOKEN = Credentials(None, None, None, "t" * 40)
+OPEN = Credentials()
+TOKEN = Credentials(token="t" * 40)
 
 
 class Stoppable(status_pb2_grpc.StatusServiceServicer):

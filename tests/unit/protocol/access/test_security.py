@@ -32,8 +32,8 @@ from support.rigs.fuzzing import new
 from support.rigs.waiting import LIMIT_S, until
 
 TOKEN = "s" * 32
-OPEN = Credentials(certificate=None, key=None, ca=None, token=None)
-WITH_TOKEN = Credentials(certificate=None, key=None, ca=None, token=TOKEN)
+OPEN = Credentials()
+WITH_TOKEN = Credentials(token=TOKEN)
 SHAPES = ("UnaryUnary", "UnaryStream", "StreamUnary", "StreamStream")
 
 
@@ -128,7 +128,7 @@ def test_loopback_needs_neither_tls_nor_a_token(address: str) -> None:
 @pytest.mark.parametrize("address", ["10.0.0.1:7070", "example.org:7070", "[::]:7070"])
 def test_any_other_address_needs_tls_and_a_token(address: str) -> None:
     assert not is_loopback(address)
-    half = Credentials(certificate=b"c", key=b"k", ca=None, token=None)
+    half = Credentials(certificate=b"c", key=b"k")
     for credentials, message in (
         (OPEN, "is not loopback: set security.tls_certificate and tls_key, or tls_ca"),
         (WITH_TOKEN, "is not loopback: set security.tls_certificate and tls_key, or tls_ca"),
@@ -137,7 +137,7 @@ def test_any_other_address_needs_tls_and_a_token(address: str) -> None:
         with pytest.raises(ConfigError) as caught:
             check_address(address, credentials, what="controller.address")
         assert str(caught.value) == f"controller.address {address} {message}"
-    whole = Credentials(certificate=b"c", key=b"k", ca=None, token=TOKEN)
+    whole = Credentials(certificate=b"c", key=b"k", token=TOKEN)
     check_address(address, whole, what="controller.address")
 
 
@@ -170,7 +170,7 @@ async def test_a_call_without_the_right_token_is_refused(shape: str) -> None:
     ):
         assert await call(channel, shape, WITH_TOKEN) == b"hello"
         for token in (None, "", "w" * 32, TOKEN[:-1], TOKEN + "s", "Bearer " + TOKEN):
-            wrong = Credentials(certificate=None, key=None, ca=None, token=token)
+            wrong = Credentials(token=token)
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await call(channel, shape, wrong)
             assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
@@ -194,7 +194,7 @@ async def test_a_stranger_is_refused_before_a_request_is_read(shape: str) -> Non
 
 @pytest.mark.parametrize("token", [TOKEN, None])
 async def test_a_compressed_request_is_refused(token: str | None) -> None:
-    credentials = Credentials(certificate=None, key=None, ca=None, token=token)
+    credentials = Credentials(token=token)
     async with (
         serving_at("127.0.0.1", credentials) as address,
         grpc.aio.insecure_channel(address, compression=grpc.Compression.Gzip) as channel,

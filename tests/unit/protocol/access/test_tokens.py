@@ -114,7 +114,7 @@ async def answer_to(channel, method, credentials, limit_s=20.0):
 
 
 def holding(token: str) -> Credentials:
-    return Credentials(certificate=None, key=None, ca=None, token=token)
+    return Credentials(token=token)
 
 
 class Answers(grpc.GenericRpcHandler):

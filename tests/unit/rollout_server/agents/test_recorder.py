@@ -64,6 +64,14 @@ class Calls:
         parts = self.recorder.sample(opened, max_tokens, TextOptions())
         return [part async for part in parts][-1].generation
 
+    async def talk(self, *texts: str, reply: str) -> list[int]:
+        """A whole call with its answer; returns the tokens of the reply."""
+        opened = self.open()
+        await self.begin(opened, *texts)
+        generation = await self.sample(opened)
+        self.answer(opened, reply)
+        return generation.token_ids.tolist()
+
     def answer(self, opened: ServedCall, text: str) -> None:
         opened.status = 200
         message = {"role": "assistant", "content": text}
@@ -74,15 +82,9 @@ class Calls:
 
 async def test_a_call_is_recorded_and_continued() -> None:
     calls = Calls()
-    first = calls.open()
-    assert await calls.begin(first, "u1") == [9]
-    generation = await calls.sample(first)
-    calls.answer(first, "r1")
-    second = calls.open()
-    prompt = await calls.begin(second, "u1", "r1", "u2")
-    assert prompt == [9, *generation.token_ids.tolist(), 9]
-    assert calls.told == [len(generation.token_ids)]
-    calls.recorder.close(second)
+    reply = await calls.talk("u1", reply="r1")
+    assert await calls.begin(calls.open(), "u1", "r1", "u2") == [9, *reply, 9]
+    assert calls.told == [len(reply)]
 
 
 async def test_a_reply_that_was_not_answered_with_200_is_not_known() -> None:
@@ -162,10 +164,7 @@ async def test_a_sample_that_nobody_reads_is_ended_and_recorded() -> None:
 
 async def test_a_call_that_the_engine_could_not_serve_leaves_its_branch_free() -> None:
     calls = Calls()
-    first = calls.open()
-    await calls.begin(first, "u1")
-    await calls.sample(first)
-    calls.answer(first, "r1")
+    await calls.talk("u1", reply="r1")
     calls.engine.fail_with = "no"
     second = calls.open()
     await calls.begin(second, "u1", "r1", "u2")
@@ -183,14 +182,8 @@ async def test_a_reply_that_vllm_cannot_read_begins_a_branch() -> None:
         raise IndexError("list index out of range")
 
     calls = Calls(as_messages=broken)
-    first = calls.open()
-    await calls.begin(first, "u1")
-    await calls.sample(first)
-    calls.answer(first, "r1")
-    second = calls.open()
-    await calls.begin(second, "u1", "r1", "u2")
-    await calls.sample(second)
-    calls.recorder.close(second)
+    await calls.talk("u1", reply="r1")
+    await calls.talk("u1", "r1", "u2", reply="r2")
     assert len(calls.recorder.conversations.branches) == 2
 
 

@@ -12,6 +12,7 @@ import grpc.aio
 import psutil
 import pytest
 from slipstream.core.errors import EnvironmentFailed
+from slipstream.core.machine.other_python import worker_program
 from slipstream.protocol.access.tokens import TOKEN_KEY
 from slipstream.rollout_server.chat import ChatMessage, chat_messages
 from slipstream.rollout_server.episodes import workers
@@ -56,6 +57,10 @@ class Hosted:
         )
         self.environments.order(fleet_pb2.EnvironmentOrder(spec=spec, try_reset=try_reset))
 
+    def unload(self, name: str) -> None:
+        spec = env_pb.EnvironmentSpec(name=name)
+        self.environments.order(fleet_pb2.EnvironmentOrder(spec=spec, unload=True))
+
     async def loaded(self, name, **options) -> fleet_pb2.EnvironmentReport:
         self.load(name, **options)
         return await self.report()
@@ -69,9 +74,9 @@ class Hosted:
 
 
 @contextlib.asynccontextmanager
-async def hosting(tmp_path, *, limits=NO_LIMITS):
+async def hosting(tmp_path, *, limits=NO_LIMITS, program=worker_program):
     reports: asyncio.Queue[fleet_pb2.EnvironmentReport] = asyncio.Queue()
-    gateway = WorkerGateway(tmp_path / "logs", log_bytes=4096, limits=limits)
+    gateway = WorkerGateway(tmp_path / "logs", log_bytes=4096, limits=limits, program=program)
     async with gateway, asyncio.TaskGroup() as group:
         environments = Environments(group, gateway, NoClients(), reports.put_nowait)
         yield Hosted(environments, reports)
@@ -290,8 +295,7 @@ async def test_episodes_that_wait_for_a_worker_of_their_own_are_told_of_an_unloa
     waiting = [asyncio.create_task(hosted.open("Exiting", name, 0)) for name in "bcd"]
     # Each begins to wait.
     await asyncio.sleep(0)
-    spec = env_pb.EnvironmentSpec(name="Exiting")
-    hosted.environments.order(fleet_pb2.EnvironmentOrder(spec=spec, unload=True))
+    hosted.unload("Exiting")
     async with asyncio.timeout(LIMIT_S):
         told = await asyncio.gather(*waiting, return_exceptions=True)
     assert [str(each) for each in told] == ["the environment was unloaded"] * 3
@@ -394,8 +398,7 @@ async def test_episodes_are_spread_over_the_workers(hosted) -> None:
 async def test_unloading_ends_the_workers(hosted) -> None:
     await hosted.loaded("Good")
     session = await hosted.open("Good")
-    order = fleet_pb2.EnvironmentOrder(spec=env_pb.EnvironmentSpec(name="Good"), unload=True)
-    hosted.environments.order(order)
+    hosted.unload("Good")
     await until(lambda: not worker_processes(), LIMIT_S)
     with pytest.raises(EnvironmentFailed):
         await session.reset(0, 0)
@@ -431,45 +434,34 @@ async def test_what_an_environment_forks_ends_with_its_worker(hosted) -> None:
     again = await hosted.open("Scattering", "again", 1)
     pids = await scattered(again)
     again.close()
-    order = fleet_pb2.EnvironmentOrder(spec=env_pb.EnvironmentSpec(name="Scattering"), unload=True)
-    hosted.environments.order(order)
+    hosted.unload("Scattering")
     await until_gone(pids)
+
+
+def late(_: str) -> tuple[str, ...]:
+    """A worker that never attaches."""
+    return sys.executable, "-c", "import time; time.sleep(600)"
 
 
 async def test_unloading_ends_a_worker_that_did_not_attach_yet_and_who_waits_for_it(
     tmp_path: Path,
 ) -> None:
-    late = (sys.executable, "-c", "import time; time.sleep(600)")
-    gateway = WorkerGateway(tmp_path / "logs", program=lambda _: late, log_bytes=4096)
-    async with gateway, asyncio.TaskGroup() as group:
-        environments = Environments(group, gateway, NoClients(), lambda _: None)
-        hosted = Hosted(environments, asyncio.Queue())
+    async with hosting(tmp_path, program=late) as hosted:
         hosted.load("Good")
         waiting = [asyncio.create_task(hosted.open("Good", name)) for name in "ab"]
-        await until(lambda: child_processes(gateway.address), LIMIT_S)
-        environments.close()
+        await until(lambda: child_processes("--connect"), LIMIT_S)
+        hosted.unload("Good")
         async with asyncio.timeout(LIMIT_S):
             told = await asyncio.gather(*waiting, return_exceptions=True)
     assert [str(each) for each in told] == ["the environment was unloaded"] * 2
-    assert not child_processes(gateway.address)
+    assert not child_processes("--connect")
 
 
 async def test_a_worker_that_does_not_attach_in_time_is_ended_and_reported(tmp_path: Path) -> None:
-    late = (sys.executable, "-c", "import time; time.sleep(600)")
-    reports: asyncio.Queue[fleet_pb2.EnvironmentReport] = asyncio.Queue()
-    gateway = WorkerGateway(
-        tmp_path / "logs",
-        program=lambda _: late,
-        log_bytes=4096,
-        limits=WorkerLimits(start_s=0.2),
-    )
-    async with gateway, asyncio.TaskGroup() as group:
-        environments = Environments(group, gateway, NoClients(), reports.put_nowait)
-        hosted = Hosted(environments, reports)
+    async with hosting(tmp_path, program=late, limits=WorkerLimits(start_s=0.2)) as hosted:
         report = await hosted.loaded("Good")
         assert report.failure.message == "worker did not attach within 0.2 s"
-        assert not child_processes(gateway.address)
-        environments.close()
+        assert not child_processes("--connect")
 
 
 async def test_a_worker_that_cannot_be_started_is_reported_and_ends_nothing_else(

@@ -52,10 +52,6 @@ def test_what_follows_a_reply_is_appended_and_ends_one_that_was_cut_off(tmp_path
     assert later == [[30, 1, 5, 2, 30, 3], [2, 30, 1, 5, 2, 30, 3]]
 
 
-def test_replies_are_decoded_without_special_tokens(renderer) -> None:
-    assert renderer.decode([4, 5, EOS]) == "a b"
-
-
 def test_messages_that_the_template_refuses_or_cannot_take_fail(tmp_path: Path) -> None:
     renderer = with_template(tmp_path, STRICT)
     with pytest.raises(RenderingFailed, match="no tools"):
@@ -261,7 +257,8 @@ def test_a_long_text_between_two_replies_is_not_kept(renderer) -> None:
 
 
 def test_a_text_for_readers_has_the_special_tokens(renderer) -> None:
-    assert renderer.decode_all(renderer.prompt([user("a b")])) == "<s> a b <reply>"
+    prompt = renderer.prompt([user("a b")])
+    assert (renderer.decode_all(prompt), renderer.decode(prompt)) == ("<s> a b <reply>", "a b")
     assert renderer.decode_all([]) == renderer.decode([]) == ""
 
 
