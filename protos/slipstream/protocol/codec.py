@@ -140,40 +140,60 @@ def _unpacked(data: bytes, kind: np.dtype[Any], what: str) -> np.ndarray[Any, An
 
 def trajectory_to_pb(trajectory: Trajectory) -> pb.Trajectory:
     """Returns the wire form of a trajectory."""
-    token_ids = pack_tokens(trajectory.token_ids)
+    routed = reference = failure = None
+    if (experts := trajectory.routed_experts) is not None:
+        _, num_layers, top_k = experts.expert_ids.shape
+        routed = pb.RoutedExperts(
+            expert_ids=experts.pack(),
+            num_layers=num_layers,
+            top_k=top_k,
+            num_experts=experts.num_experts,
+        )
+    if (scored := trajectory.reference) is not None:
+        reference = pb.ReferenceLogprobs(
+            logprobs=pack_logprobs(scored.logprobs),
+            top_k=scored.top_k,
+            top_ids=pack_tokens(scored.top_ids),
+            top_logprobs=pack_logprobs(scored.top_logprobs),
+        )
+    if (failed := trajectory.failure) is not None:
+        kind = pb.FailureKind.Name(failed.kind.value)
+        failure = pb.Failure(kind=kind, message=failed.message)
     arrays = {name: getattr(trajectory, name) for name in SAMPLED_ARRAYS}
     sampled: dict[str, Any] = {
         name: pack_logprobs(array) for name, array in arrays.items() if array is not None
     }
-    routed = experts_to_pb(trajectory.routed_experts)
-    reference = reference_to_pb(trajectory.reference)
     message = pb.Trajectory(
         **{name: getattr(trajectory, name) for name in _PLAIN},
         **sampled,
         purpose=pb.EpisodePurpose.Name(trajectory.purpose.value),
         status=pb.EpisodeStatus.Name(trajectory.status.value),
-        token_ids=token_ids,
+        failure=failure,
+        token_ids=pack_tokens(trajectory.token_ids),
         metrics=trajectory.metrics,
         version_spans=[
             pb.VersionSpan(length=span.length, version=version_to_pb(span.version))
             for span in trajectory.version_spans
         ],
-        checksum=_checksum(
-            token_ids,
-            *sampled.values(),
-            routed.expert_ids if routed else b"",
-            *_reference_arrays(reference or pb.ReferenceLogprobs()),
-            *trajectory.images,
-        ),
         routed_experts=routed,
         branches=[pb.Branch(**vars(branch)) for branch in trajectory.branches],
         reference=reference,
         image_places=[pb.ImagePlace(**place._asdict()) for place in trajectory.image_places],
     )
-    if trajectory.failure is not None:
-        kind = pb.FailureKind.Name(trajectory.failure.kind.value)
-        message.failure.CopyFrom(pb.Failure(kind=kind, message=trajectory.failure.message))
+    message.checksum = _checksum(message)
     return message
+
+
+def _checksum(message: pb.Trajectory) -> int:
+    reference = message.reference
+    arrays = (
+        message.token_ids,
+        *(getattr(message, name) for name in SAMPLED_ARRAYS),
+        message.routed_experts.expert_ids,
+        *(reference.logprobs, reference.top_ids, reference.top_logprobs),
+        *message.images,
+    )
+    return functools.reduce(lambda found, array: zlib.crc32(array, found), arrays, 0)
 
 
 def trajectory_from_pb(message: pb.Trajectory) -> Trajectory:
@@ -181,14 +201,7 @@ def trajectory_from_pb(message: pb.Trajectory) -> Trajectory:
 
     Raises ProtocolError for a wrong checksum, unknown enum values, or parts that do not match.
     """
-    arrays = (
-        message.token_ids,
-        *(getattr(message, name) for name in SAMPLED_ARRAYS),
-        message.routed_experts.expert_ids,
-        *_reference_arrays(message.reference),
-        *message.images,
-    )
-    if _checksum(*arrays) != message.checksum:
+    if _checksum(message) != message.checksum:
         raise ProtocolError(f"group {message.group_id}: the checksum of the arrays is wrong")
     try:
         purpose, status = _PURPOSES(message.purpose), _STATUSES(message.status)
@@ -218,7 +231,7 @@ def trajectory_from_pb(message: pb.Trajectory) -> Trajectory:
             VersionSpan(span.length, version_from_pb(span.version))
             for span in message.version_spans
         ),
-        routed_experts=experts_from_pb(message),
+        routed_experts=_experts(message),
         branches=tuple(
             Branch(
                 branch.num_runs,
@@ -228,28 +241,14 @@ def trajectory_from_pb(message: pb.Trajectory) -> Trajectory:
             )
             for branch in message.branches
         ),
-        reference=reference_from_pb(message),
+        reference=_reference(message),
         image_places=tuple(ImagePlace(place.offset, place.image) for place in message.image_places),
     )
     check_trajectory(trajectory)
     return trajectory
 
 
-def experts_to_pb(routed: RoutedExperts | None) -> pb.RoutedExperts | None:
-    """Returns the wire form of a trajectory's experts, or None if they are None."""
-    if routed is None:
-        return None
-    _, num_layers, top_k = routed.expert_ids.shape
-    return pb.RoutedExperts(
-        expert_ids=routed.pack(), num_layers=num_layers, top_k=top_k, num_experts=routed.num_experts
-    )
-
-
-def experts_from_pb(message: pb.Trajectory) -> RoutedExperts | None:
-    """Returns the recorded experts of a trajectory's wire form, or None if it has none.
-
-    Raises ProtocolError like `unpack_experts`.
-    """
+def _experts(message: pb.Trajectory) -> RoutedExperts | None:
     if not message.HasField("routed_experts"):
         return None
     routed = message.routed_experts
@@ -262,32 +261,16 @@ def experts_from_pb(message: pb.Trajectory) -> RoutedExperts | None:
     )
 
 
-def reference_to_pb(reference: ReferenceLogprobs | None) -> pb.ReferenceLogprobs | None:
-    """Returns the wire form of a reference model's log-probabilities, or None if they are None."""
-    if reference is None:
-        return None
-    return pb.ReferenceLogprobs(
-        logprobs=pack_logprobs(reference.logprobs),
-        top_k=reference.top_k,
-        top_ids=pack_tokens(reference.top_ids),
-        top_logprobs=pack_logprobs(reference.top_logprobs),
-    )
-
-
-def reference_from_pb(message: pb.Trajectory) -> ReferenceLogprobs | None:
-    """Returns the reference's log-probabilities of a trajectory's wire form, or None without them.
-
-    Raises ProtocolError if the arrays' sizes do not fit the sampled tokens and `top_k`.
-    """
+def _reference(message: pb.Trajectory) -> ReferenceLogprobs | None:
     if not message.HasField("reference"):
         return None
-    found, arrays = message.reference, _reference_arrays(message.reference)
-    sampled = len(message.behavior_logprobs) // 4
+    found, sampled = message.reference, len(message.behavior_logprobs) // 4
     sizes = [4 * sampled, 4 * sampled * found.top_k, 4 * sampled * found.top_k]
-    if [len(data) for data in arrays] != sizes:
+    got = [len(found.logprobs), len(found.top_ids), len(found.top_logprobs)]
+    if got != sizes:
         raise ProtocolError(
             f"group {message.group_id}: the reference's arrays for {sampled} sampled tokens and "
-            f"top_k {found.top_k} must have {sizes} bytes, got {[len(data) for data in arrays]}"
+            f"top_k {found.top_k} must have {sizes} bytes, got {got}"
         )
     shape = (sampled, found.top_k)
     return ReferenceLogprobs(
@@ -319,14 +302,6 @@ def merge_spans(spans: list[VersionSpan]) -> tuple[VersionSpan, ...]:
         (span for span in spans if span.length), key=lambda span: span.version
     )
     return tuple(VersionSpan(sum(span.length for span in run), version) for version, run in grouped)
-
-
-def _reference_arrays(reference: pb.ReferenceLogprobs) -> tuple[bytes, bytes, bytes]:
-    return reference.logprobs, reference.top_ids, reference.top_logprobs
-
-
-def _checksum(*arrays: bytes) -> int:
-    return functools.reduce(lambda found, array: zlib.crc32(array, found), arrays, 0)
 
 
 def passes_digest(adapter: str, ids: Iterable[str]) -> bytes:
