@@ -154,22 +154,16 @@ def _handler_at_head(handler: Handler, behavior: Callable[..., Any]) -> Handler:
 
 
 def _prepared(inner: Callable[..., Any], prepare: _Prepare) -> Callable[..., Any]:
-    """Returns a behavior that runs `inner` within `prepare`."""
-    if inspect.isasyncgenfunction(inner):
-
-        async def stream(request: object, context: Context) -> AsyncIterator[object]:
-            async with (
-                prepare(request, context) as given,
-                aclosing(inner(given, context)) as responses,
-            ):
-                async for response in responses:
-                    yield response
-
-        return stream
+    """Returns a behavior that runs `inner` within `prepare`, and writes what it yields."""
 
     async def call(request: object, context: Context) -> object:
         async with prepare(request, context) as given:
-            return await inner(given, context)
+            if not inspect.isasyncgenfunction(inner):
+                return await inner(given, context)
+            async with aclosing(inner(given, context)) as responses:
+                async for response in responses:
+                    await context.write(response)
+        return None
 
     return call
 
@@ -181,28 +175,10 @@ def _guarded(inner: Callable[..., Any], method: str) -> Callable[..., Any]:
     cycle, which would leave a hundred objects of a refused call to the garbage collector. So the
     exception is raised again here, from a frame that holds nothing.
     """
-    if inspect.isasyncgenfunction(inner):
 
-        async def stream(request: object, context: Context) -> AsyncIterator[Message]:
-            try:
-                async with aclosing(inner(request, context)) as responses:
-                    async for response in responses:
-                        yield response
-                return
-            except Exception as error:  # noqa: BLE001 - the edge: it ends this call
-                ending = await _ending(context, method, error)
-            del request, context, responses
-            try:
-                raise ending
-            finally:
-                del ending
-
-        return stream
-
-    async def call(request: object, context: Context) -> Message | None:
+    async def call(request: object, context: Context) -> object:
         try:
-            response: Message | None = await inner(request, context)
-            return response
+            return await inner(request, context)
         except Exception as error:  # noqa: BLE001 - the edge: it ends this call
             ending = await _ending(context, method, error)
         del request, context
@@ -260,16 +236,10 @@ class Refusals:
     ) -> Handler:
         """Returns a handler that refuses the call at its head, and tells so in the log."""
 
-        async def refuse_call(_: object, context: Context) -> None:
+        async def refuse(_: object, context: Context) -> None:
             await self.refuse(context, code, text, reason)
 
-        async def refuse_stream(requests: object, context: Context) -> object:
-            await refuse_call(requests, context)
-            yield
-
-        return _handler_at_head(
-            handler, refuse_stream if handler.response_streaming else refuse_call
-        )
+        return _handler_at_head(handler, refuse)
 
     async def refuse(
         self, context: Context, code: grpc.StatusCode, text: str, reason: Reason
