@@ -32,16 +32,16 @@ ADD = {
 class WorkerStream:
     """One attached worker: sends commands, gives answers by call."""
 
-    def __init__(self, context: grpc.aio.ServicerContext) -> None:
-        self._context = context
+    def __init__(self, requests: AsyncIterator, context: grpc.aio.ServicerContext) -> None:
+        self._requests, self._context = requests, context
         self._answers: dict[int, asyncio.Future[pb.WorkerMessage]] = {}
         self._ids = itertools.count(1)
         self.hello: pb.WorkerHello | None = None
         self.closed = asyncio.Event()
 
     async def read(self) -> None:
-        self.hello = (await self._context.read()).hello
-        while (message := await self._context.read()) is not grpc.aio.EOF:
+        self.hello = (await anext(self._requests)).hello
+        async for message in self._requests:
             self._answers.pop(message.call_id).set_result(message)
 
     async def start(self, **command: object) -> asyncio.Future[pb.WorkerMessage]:
@@ -90,8 +90,8 @@ class WorkerServer(environment_pb2_grpc.WorkerServiceServicer):
         async with asyncio.timeout(LIMIT_S):
             return await self._attached.get()
 
-    async def Attach(self, requests: object, context: grpc.aio.ServicerContext) -> None:  # noqa: N802
-        stream = WorkerStream(context)
+    async def Attach(self, requests: AsyncIterator, context: grpc.aio.ServicerContext) -> None:  # noqa: N802
+        stream = WorkerStream(requests, context)
         reader = asyncio.create_task(stream.read())
         self._attached.put_nowait(stream)
         await stream.closed.wait()

@@ -34,12 +34,12 @@ Stream = Callable[["Call"], object]
 class Call:
     """One ServeEpisodes stream at the controller: commands out, answers in."""
 
-    def __init__(self, context: grpc.aio.ServicerContext) -> None:
-        self.context = context
+    def __init__(self, requests: AsyncIterator, context: grpc.aio.ServicerContext) -> None:
+        self.context, self._requests = context, requests
 
     async def read(self) -> environment_pb2.WorkerMessage:
         async with asyncio.timeout(LIMIT_S):
-            return await self.context.read()
+            return await anext(self._requests)
 
     async def ask(self, **command: object) -> environment_pb2.WorkerMessage:
         await self.context.write(environment_pb2.WorkerCommand(call_id=1, **command))
@@ -89,7 +89,7 @@ class Controller(
         return environment_pb2.ListEnvironmentsResponse(environments=entries)
 
     async def ServeEpisodes(self, requests, context):  # noqa: N802
-        await self.streams.pop(0)(Call(context))
+        await self.streams.pop(0)(Call(requests, context))
 
     async def GetStatus(self, request, context):  # noqa: N802
         return self.status

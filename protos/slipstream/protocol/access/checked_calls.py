@@ -94,7 +94,10 @@ logging.getLogger("grpc._cython.cygrpc").addFilter(_NotOfCallersWhoLeft())
 
 
 class CheckingInterceptor(Interceptor):
-    """Checks the requests of all methods of the package `slipstream`; ignores other packages."""
+    """Checks the requests of all methods of the package `slipstream`; ignores other packages.
+
+    A handler gets its requests as arguments: `context.read` would give their bytes.
+    """
 
     async def intercept_service(
         self,
