@@ -22,7 +22,6 @@ from slipstream.protocol.access.checked_calls import (
     CheckingInterceptor,
     Handler,
     Interceptor,
-    Refusals,
 )
 from slipstream.protocol.access.tokens import (
     RIGHTS,
@@ -165,13 +164,9 @@ def create_server(
     checked. A handler that fails ends its own call only. Raises ConfigError if a token is a role's,
     since the tokens of other roles cannot be derived from it.
     """
-    interceptors: list[Interceptor] = [CheckingInterceptor()]
-    if run_id is not None:
-        interceptors.insert(0, RunInterceptor(run_id))
-    if credentials.token is not None:
-        tokens = (credentials.token, *credentials.further_tokens)
-        interceptors.insert(0, TokenInterceptor(tokens, rates or CallRates()))
-    return grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
+    tokens = () if credentials.token is None else (credentials.token, *credentials.further_tokens)
+    access = AccessInterceptor(run_id, tokens, rates or CallRates())
+    return grpc.aio.server(interceptors=[access, CheckingInterceptor()], options=SERVER_OPTIONS)
 
 
 def bind(server: grpc.aio.Server, address: str, credentials: Credentials) -> int:
@@ -276,36 +271,17 @@ def call_metadata(
     return (*token, *(() if run_id is None else ((RUN_KEY, run_id),)))
 
 
-class RunInterceptor(Interceptor):
-    """Refuses calls that name another run; without a name only `NAMELESS` methods are open."""
+class AccessInterceptor(Interceptor):
+    """Refuses calls of another run, without a valid token, or that the token's role may not make.
 
-    def __init__(self, run_id: str) -> None:
-        self._run_id, self._refusals = run_id, Refusals()
+    Without a run's id every run's calls pass, and without tokens everybody's; a call that names no
+    run may only call `NAMELESS` methods.
+    """
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Handler:
-        """Returns the call's handler, or a handler of the same kind that refuses the call."""
-        named = dict(handler_call_details.invocation_metadata or ()).get(RUN_KEY, "")
-        handler = await continuation(handler_call_details)
-        needs_name = needs_run(str(handler_call_details.method))
-        if handler is None or named == self._run_id or not (named or needs_name):
-            return handler
-        text = f"this is the controller of run {self._run_id}, "
-        text += f"not of {named!s}" if named else f"and a call names its run in {RUN_KEY}"
-        code, reason = grpc.StatusCode.FAILED_PRECONDITION, Reason.OTHER_RUN
-        return self._refusals.refusing(handler, code, text, reason)
-
-
-class TokenInterceptor(Interceptor):
-    """Refuses calls without a valid token, and calls that the token's role may not make."""
-
-    def __init__(self, tokens: Sequence[str], rates: CallRates) -> None:
+    def __init__(self, run_id: str | None, tokens: Sequence[str], rates: CallRates) -> None:
         """Takes the lines of the token file; raises ConfigError if one is a role's token."""
         check_own(tokens)
-        self._rates = rates
+        self._run_id, self._rates = run_id, rates
         refused = {line[1:] for line in tokens if line.startswith("-")}
         # What callers show, and its role: None for the run's own token.
         self._expected = [
@@ -322,20 +298,28 @@ class TokenInterceptor(Interceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler:
         """Returns the call's handler, or a handler that refuses the call and reads nothing."""
-        shown = str(dict(handler_call_details.invocation_metadata or ()).get(TOKEN_KEY, ""))
-        method = str(handler_call_details.method)
         handler = await continuation(handler_call_details)
         if handler is None:
             return handler
+        refusing, method = self._rates.refusals.refusing, str(handler_call_details.method)
+        metadata = dict(handler_call_details.invocation_metadata or ())
+        named, ours = metadata.get(RUN_KEY, ""), self._run_id
+        if ours is not None and named != ours and (named or needs_run(method)):
+            text = f"this is the controller of run {ours}, "
+            text += f"not of {named!s}" if named else f"and a call names its run in {RUN_KEY}"
+            code, reason = grpc.StatusCode.FAILED_PRECONDITION, Reason.OTHER_RUN
+            handler = refusing(handler, code, text, reason)
+        if not self._expected:
+            return handler
         # Tokens are compared in constant time.
-        found = shown.encode()
-        roles = [role for token, role in self._expected if hmac.compare_digest(found, token)]
+        shown = str(metadata.get(TOKEN_KEY, "")).encode()
+        roles = [role for token, role in self._expected if hmac.compare_digest(shown, token)]
         if not roles:
             text = "the token is missing or wrong (security.token_file)"
             code, reason = grpc.StatusCode.UNAUTHENTICATED, Reason.WRONG_TOKEN
-            return self._rates.refusals.refusing(handler, code, text, reason)
+            return refusing(handler, code, text, reason)
         if any(may_call(role, method) for role in roles):
             return self._rates.limited(handler, roles[0])
         text = f"the token of a {roles[0]} does not open {method} (docs/security.md)"
         code, reason = grpc.StatusCode.PERMISSION_DENIED, Reason.NOT_OF_THE_ROLE
-        return self._rates.refusals.refusing(handler, code, text, reason)
+        return refusing(handler, code, text, reason)
