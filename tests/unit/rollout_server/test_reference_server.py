@@ -50,6 +50,9 @@ def scored(tokens: list[int], sampled: list[int]) -> ScoredSequence:
     return ScoredSequence(tokens, np.array(sampled, dtype=np.bool_))
 
 
+ONE = scored([1, 4], [0, 1])
+
+
 async def ask(
     settings: ReferenceServerSection, *sequences: ScoredSequence, top_k: int = 3, retries: int = 5
 ) -> Any:
@@ -82,7 +85,7 @@ async def test_a_likely_token_that_was_sampled_counts_as_both(endpoint) -> None:
 
 
 async def test_without_likely_tokens_only_the_sampled_ones_are_asked_for(endpoint) -> None:
-    found = await ask(section(endpoint), scored([1, 4], [0, 1]), top_k=0)
+    found = await ask(section(endpoint), ONE, top_k=0)
     assert found.logprobs.tolist() == [-5.0]
     assert found.top_ids.shape == found.top_logprobs.shape == (1, 0)
     assert endpoint.asked[0]["prompt_logprobs"] == 0
@@ -91,17 +94,17 @@ async def test_without_likely_tokens_only_the_sampled_ones_are_asked_for(endpoin
 async def test_a_call_is_repeated_and_then_given_up(endpoint) -> None:
     busy = (503, {"error": {"message": "no engine"}})
     endpoint.answers = [busy, busy]
-    await ask(section(endpoint), scored([1, 4], [0, 1]), retries=2)
+    await ask(section(endpoint), ONE, retries=2)
     assert len(endpoint.asked) == 3
     endpoint.answers = [busy, busy]
     with pytest.raises(ReferenceFailed, match="the reference model teacher at http.*no engine"):
-        await ask(section(endpoint), scored([1, 4], [0, 1]), retries=1)
+        await ask(section(endpoint), ONE, retries=1)
 
 
 async def test_an_answer_that_is_too_long_is_not_read_to_its_end(endpoint) -> None:
     endpoint.answers = [(200, {"choices": [], "more": "x" * (2 << 20)})]
     with pytest.raises(ReferenceFailed, match="its answer has more than 1114112 bytes"):
-        await ask(section(endpoint), scored([1, 4], [0, 1]), retries=0)
+        await ask(section(endpoint), ONE, retries=0)
 
 
 async def test_no_more_calls_are_open_than_allowed(endpoint) -> None:
@@ -130,6 +133,13 @@ def other_vocabulary(rows: list[Any]) -> list[Any]:
     return [row and row | {"999": {"logprob": -0.7, "rank": 1}} for row in rows]
 
 
+def beyond(rows: list[Any]) -> list[Any]:
+    return [
+        row and {str(int(name) + 31): one for name, one in row.items()} | {"4": row["4"]}
+        for row in rows
+    ]
+
+
 @pytest.mark.parametrize(
     ("change", "cause"),
     [
@@ -140,32 +150,24 @@ def other_vocabulary(rows: list[Any]) -> list[Any]:
         (lambda rows: ["x"], "gave no completion"),
         (logits, "must run with --logprobs-mode raw_logprobs: .* is 3.5, above 0"),
         (other_vocabulary, "must give the token and 3 likely ones"),
+        (beyond, "names token 34, outside the vocabulary of 32"),
     ],
 )
 async def test_an_answer_that_cannot_serve_is_no_answer(endpoint, change, cause: str) -> None:
     endpoint.change = change
     with pytest.raises(ReferenceFailed, match=cause):
-        await ask(section(endpoint), scored([1, 4], [0, 1]))
-
-
-async def test_a_token_outside_the_vocabulary_is_refused(endpoint) -> None:
-    endpoint.change = lambda rows: [
-        row and {str(int(name) + 31): one for name, one in row.items()} | {"4": row["4"]}
-        for row in rows
-    ]
-    with pytest.raises(ReferenceFailed, match="names token 34, outside the vocabulary of 32"):
-        await ask(section(endpoint), scored([1, 4], [0, 1]))
+        await ask(section(endpoint), ONE)
 
 
 async def test_a_key_is_read_from_its_file(endpoint, tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.write_text("secret\n")
-    await ask(section(endpoint, api_key_file=str(key)), scored([1, 4], [0, 1]))
+    await ask(section(endpoint, api_key_file=str(key)), ONE)
     assert endpoint.keys == ["Bearer secret"]
     for text, cause in (("", "is empty"), (None, "cannot be read")):
         key.write_text(text) if text is not None else key.unlink()
         with pytest.raises(ConfigError, match=f"reference.server.api_key_file .* {cause}"):
-            await ask(section(endpoint, api_key_file=str(key)), scored([1, 4], [0, 1]))
+            await ask(section(endpoint, api_key_file=str(key)), ONE)
 
 
 async def test_episodes_carry_what_the_reference_says(config, endpoint, start_server) -> None:
@@ -241,31 +243,27 @@ async def test_other_tokenizers_are_refused_in_one_line(endpoint, checked, tmp_p
     assert len(endpoint.asked) == 0
 
 
-async def test_a_server_without_the_model_or_its_room_is_refused(endpoint, checked) -> None:
-    endpoint.max_model_len = 32
-    with pytest.raises(
-        ConfigError, match="^reference.server: the .* = 33 tokens, got max_model_len 32"
-    ):
-        await check_reference_server(checked, checked.reference.server)
-    wrong = checked.reference.server.model_copy(update={"model": "student"})
-    with pytest.raises(ConfigError, match="^reference.server.model must be one .*, got student"):
-        await check_reference_server(checked, wrong)
-
-
-async def test_a_server_that_gives_no_log_probabilities_is_refused(endpoint, checked) -> None:
-    endpoint.answers = [(400, {"error": {"message": "greater than max allowed: 20"}})]
-    with pytest.raises(ConfigError, match="^reference.server: .*greater than max allowed: 20"):
-        await check_reference_server(checked, checked.reference.server)
-
-
-@pytest.mark.parametrize("said", [[], {"data": 5}, {"data": [5]}])
-async def test_a_server_whose_answers_have_another_form_is_refused(endpoint, checked, said):
-    endpoint.reply = lambda path, body: (200, said)
-    with pytest.raises(ConfigError, match="^reference.server: .* failed: (Attrib|Type)"):
-        await check_reference_server(checked, checked.reference.server)
-
-
-async def test_a_server_that_is_not_there_is_refused(checked: Config) -> None:
-    gone = checked.reference.server.model_copy(update={"base_url": "http://127.0.0.1:9/v1"})
-    with pytest.raises(ConfigError, match="^reference.server: .* failed: APIConnectionError"):
-        await check_reference_server(checked, gone)
+@pytest.mark.parametrize(
+    ("served", "asked", "said"),
+    [
+        ({"max_model_len": 32}, {}, "^reference.server: the .* = 33 tokens, got max_model_len 32"),
+        ({}, {"model": "student"}, "^reference.server.model must be one .*, got student"),
+        (
+            {"answers": [(400, {"error": {"message": "greater than max allowed: 20"}})]},
+            {},
+            "^reference.server: .*greater than max allowed: 20",
+        ),
+        *(
+            ({"reply": lambda path, body, form=form: (200, form)}, {}, "failed: (Attrib|Type)")
+            for form in ([], {"data": 5}, {"data": [5]})
+        ),
+        ({}, {"base_url": "http://127.0.0.1:9/v1"}, "^reference.server: .* failed: APIConnectionE"),
+    ],
+)
+async def test_a_server_that_cannot_serve_is_refused(
+    endpoint, checked, served, asked, said
+) -> None:
+    for name, value in served.items():
+        setattr(endpoint, name, value)
+    with pytest.raises(ConfigError, match=said):
+        await check_reference_server(checked, checked.reference.server.model_copy(update=asked))

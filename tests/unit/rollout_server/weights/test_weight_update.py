@@ -27,13 +27,7 @@ ORDER = order("p1")
 
 def result(digest: str = "0a", **changed: Any) -> dict[str, Any]:
     times = {"receive_s": 0.5, "load_s": 0.25, "wire_s": 0.1, "began_s": 0.0}
-    return {
-        "digests": [digest],
-        "by_plan": True,
-        "has_plan": True,
-        **times,
-        **changed,
-    }
+    return {"digests": [digest], "by_plan": True, "has_plan": True} | times | changed
 
 
 def both(value: object) -> list[dict[str, Any]]:
@@ -267,11 +261,3 @@ async def test_room_is_asked_for_again_after_a_failure() -> None:
         with contextlib.suppress(WeightSyncError):
             await engine.take(order(f"p{number}"))
     assert engine.numbered().count("room") == 2
-
-
-async def test_an_idle_engine_is_not_asked_after_one_that_was_staged_twice() -> None:
-    engine = Engine(*RIGHT, rooms(16, 16), *RIGHT, *RIGHT, both(result()), may_stage=True)
-    for number, is_busy in enumerate((True, True, False, False)):
-        await engine.take(order(f"p{number}"), is_busy=is_busy)
-    twice = 2 * ["prepare", "receive"]
-    assert engine.numbered() == ["prepare", "receive", "room", *twice, "receive"]
