@@ -51,13 +51,8 @@ _PLAIN = {
 _PURPOSES, _STATUSES = functools.cache(Purpose), functools.cache(Status)
 
 
-def check_trajectory(trajectory: Trajectory) -> None:
-    """Raises ProtocolError if the parts of a trajectory do not match, or a number is not finite."""
-    for fault in _faults(trajectory):
-        raise ProtocolError(f"{trajectory.trajectory_id}: {fault}")
-
-
 def _faults(trajectory: Trajectory) -> Iterator[str]:
+    """Yields the parts of a trajectory that do not match, and the numbers that are not finite."""
     sampled, runs = trajectory.num_sampled_tokens, trajectory.run_lengths
     num_tokens = len(trajectory.token_ids)
     if sum(runs) != num_tokens:
@@ -244,7 +239,8 @@ def trajectory_from_pb(message: pb.Trajectory) -> Trajectory:
         reference=_reference(message),
         image_places=tuple(ImagePlace(place.offset, place.image) for place in message.image_places),
     )
-    check_trajectory(trajectory)
+    for fault in _faults(trajectory):
+        raise ProtocolError(f"{trajectory.trajectory_id}: {fault}")
     return trajectory
 
 

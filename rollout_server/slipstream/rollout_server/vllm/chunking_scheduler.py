@@ -125,20 +125,6 @@ class Chunk:
         return output
 
 
-def usable_blocks(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
-    """Returns the number of KV-cache blocks to use.
-
-    This is twice what `max_num_seqs` requests of full length occupy, plus vLLM's null block. The
-    second half is for cached prefixes. A small model has room for millions of blocks, and vLLM
-    creates an object for each.
-    """
-    longest = int(vllm_config.model_config.max_model_len)
-    groups = kv_cache_config.kv_cache_groups
-    of_one = sum(-(-longest // int(group.kv_cache_spec.block_size)) for group in groups)
-    # One more block is vLLM's null block.
-    return 2 * of_one * int(vllm_config.scheduler_config.max_num_seqs) + 1
-
-
 class ChunkingScheduler(Scheduler):  # type: ignore[misc]
     """vLLM's synchronous scheduler, which outputs the tokens of a reply in chunks.
 
@@ -159,7 +145,13 @@ class ChunkingScheduler(Scheduler):  # type: ignore[misc]
         kv_cache_config: KVCacheConfig,
         **kwargs: Any,  # noqa: ANN401 - vLLM's own
     ) -> None:
-        usable = usable_blocks(vllm_config, kv_cache_config)
+        # A small model has room for millions of blocks, and vLLM creates an object for each. Twice
+        # what all requests of full length occupy is for them and for cached prefixes; one more
+        # block is vLLM's null block.
+        longest = int(vllm_config.model_config.max_model_len)
+        groups = kv_cache_config.kv_cache_groups
+        of_one = sum(-(-longest // int(group.kv_cache_spec.block_size)) for group in groups)
+        usable = 2 * of_one * int(vllm_config.scheduler_config.max_num_seqs) + 1
         if usable < kv_cache_config.num_blocks:
             kv_cache_config = dataclasses.replace(kv_cache_config, num_blocks=usable)
         super().__init__(vllm_config=vllm_config, kv_cache_config=kv_cache_config, **kwargs)

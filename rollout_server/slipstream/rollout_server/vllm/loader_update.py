@@ -109,7 +109,14 @@ def load(
             kernel.fused_experts.process_weights_after_loading(module)
     replay = None
     if plan is not None and check is not None:
-        replay = proved_replay(plan, check, parameters, model)
+        different, after = check.failure(), dict(model.named_parameters())
+        moved = [name for name, each in parameters.items() if after.get(name) is not each]
+        if different is not None or moved:
+            log_loader(f"{different or moved[0]} is not a copy of a bucket's data")
+        else:
+            copies = sum(map(len, plan.copies))
+            log.info("later weights are copied: a plan of %d copies agrees with the loader", copies)
+            replay = Replay(plan, after)
     result = LoadResult(
         digests=[digest.hex() for digest in digests],
         by_plan=False,
@@ -241,24 +248,6 @@ def recorded_plan(
     except _LOADER_ERRORS as error:
         log_loader(f"{type(error).__name__} while its copies were recorded: {error}")
     return None
-
-
-def proved_replay(
-    plan: CopyPlan, check: PlanCheck, before: Parameters, model: torch.nn.Module
-) -> Replay | None:
-    """Returns the replay of a plan, or None if the loader's result differs; logs the difference.
-
-    `before` are the parameters before the load, which must be the same objects after it.
-    """
-    different = check.failure()
-    parameters = dict(model.named_parameters())
-    moved = [n for n, p in before.items() if parameters.get(n) is not p]
-    if different is not None or moved:
-        log_loader(f"{different or moved[0]} is not a copy of a bucket's data")
-        return None
-    copies = sum(map(len, plan.copies))
-    log.info("later weights are copied: a plan of %d copies agrees with the loader", copies)
-    return Replay(plan, parameters)
 
 
 def log_loader(reason: str) -> None:

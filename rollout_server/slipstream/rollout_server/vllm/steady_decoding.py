@@ -36,7 +36,8 @@ _SOURCES = (Scheduler, AsyncScheduler, KVCacheManager, FullAttentionManager, Req
 
 def decodes_plainly(scheduler: Scheduler, followed: str = _FOLLOWED) -> bool:
     """Returns whether `SteadyPlanner` does all that `scheduler` would do in a decoding step."""
-    if source_digest() != followed:
+    files = (Path(inspect.getfile(source)) for source in _SOURCES)
+    if hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest() != followed:
         log.warning("all steps are vLLM's: the scheduler of %s is not that of 0.32.0", VERSION)
         return False
     # Full attention frees no block, and each block that fills up is one unit of prefix lookup.
@@ -57,12 +58,6 @@ def decodes_plainly(scheduler: Scheduler, followed: str = _FOLLOWED) -> bool:
         and scheduler.dcp_world_size == scheduler.pcp_world_size == 1
         and not any(others)
     )
-
-
-def source_digest() -> str:
-    """Returns the SHA-256 of the installed vLLM's modules that this module follows."""
-    files = (Path(inspect.getfile(source)) for source in _SOURCES)
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 class SteadyRequest:
