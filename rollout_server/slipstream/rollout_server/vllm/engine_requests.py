@@ -65,7 +65,7 @@ class EngineRequests:
         self._llm, self._pauses, self._adapters = llm, pauses, adapters
         loggers = llm.logger_manager.stat_loggers
         (self.counter,) = (each for each in loggers if isinstance(each, TokenCounter))
-        self._prompts = Prompts(llm.model_config.model)
+        self._item = lru_cache(_KEPT_IMAGES)(self._new_item)
         self._returned_tokens = self._judged_tokens = 0
         # Open requests; True marks one to be cancelled, also before the engine knows it.
         self._open: dict[str, bool] = {}
@@ -182,7 +182,7 @@ class EngineRequests:
         with as_ours():
             collector = await self._llm.add_request(
                 request_id,
-                await self._prompts.prompt(prompt_token_ids, images, self._pauses),
+                await self._prompt(prompt_token_ids, images),
                 asked,
                 lora_request=adapter,
             )
@@ -221,16 +221,8 @@ class EngineRequests:
         self._judged_tokens += num_tokens if is_judged else 0
         return generation
 
-
-class Prompts:
-    """Builds vLLM's inputs, image pixels included, for the model of one folder."""
-
-    def __init__(self, folder: str) -> None:
-        self._folder = folder
-        self._item = lru_cache(_KEPT_IMAGES)(self._new_item)
-
-    async def prompt(
-        self, token_ids: Sequence[int], images: Sequence[PlacedImage], pauses: EnginePause
+    async def _prompt(
+        self, token_ids: Sequence[int], images: Sequence[PlacedImage]
     ) -> TokensInput | MultiModalInput:
         """Returns vLLM's input. Raises ValueError for an image that cannot be read.
 
@@ -238,12 +230,12 @@ class Prompts:
         contain the version.
         """
         if not images:
-            return tokens_input(list(token_ids), cache_salt=pauses.salt)
+            return tokens_input(list(token_ids), cache_salt=self._pauses.salt)
         items = [await asyncio.to_thread(self._item, image.data) for image in images]
         return mm_input(
             list(token_ids),
             MultiModalKwargsItems({"image": [item for item, _ in items]}),
-            {"image": [f"{_name(image.data)}:{pauses.version}" for image in images]},
+            {"image": [f"{_name(image.data)}:{self._pauses.version}" for image in images]},
             {
                 "image": [
                     PlaceholderRange(
@@ -252,12 +244,12 @@ class Prompts:
                     for image, (_, has_features) in zip(images, items, strict=True)
                 ]
             },
-            cache_salt=pauses.salt,
+            cache_salt=self._pauses.salt,
         )
 
     def _new_item(self, data: bytes) -> tuple[MultiModalKwargsItem, torch.Tensor]:
         """Returns an image's pixels for vLLM, and a mask of its tokens that take features."""
-        processor = load_processor(self._folder)
+        processor = load_processor(self._llm.model_config.model)
         pixels = processor.pixels(data)
         rows, columns = (side // processor.merge for side in pixels.grid[1:])
         has_features = torch.from_numpy(processor.has_features(rows, columns))
