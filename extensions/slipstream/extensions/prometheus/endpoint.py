@@ -54,13 +54,22 @@ class MetricsEndpoint:
     """Answers GET and HEAD of /metrics, and nothing else; each connection has one request."""
 
     def __init__(
-        self, registry: LabelledRegistry, *, token: str | None, security: SecuritySection
+        self,
+        collectors: Sequence[Collector],
+        labels: Mapping[str, str],
+        *,
+        token: str | None,
+        security: SecuritySection,
     ) -> None:
-        """Takes the metrics, the bearer token of callers, and the TLS files that `security` names.
+        """Adds `labels` to the metrics of `collectors` and of the process (CPU, memory, files).
 
-        Without a token, only requests to a loopback host name are answered.
+        `token` is the bearer token of callers, `security` names the TLS files. Without a token,
+        only requests to a loopback host name are answered.
         """
-        self._registry, self._security = registry, security
+        self._registry, self._labels, self._security = CollectorRegistry(), labels, security
+        ProcessCollector(registry=self._registry)
+        for collector in (BuildInfo(), *collectors):
+            self._registry.register(collector)
         self._expected = None if token is None else f"Bearer {token}".encode()
         self._refusals = Refusals()
         self._open: dict[asyncio.Task[None], socket.socket] = {}
@@ -192,29 +201,15 @@ class MetricsEndpoint:
         if (task := asyncio.current_task()) is not None:
             self._silent.pop(task, None)
         encode, kind = choose_encoder(headers.get(b"accept", b"").decode("latin-1"))
-        # Encoding for hundreds of servers would block the loop for tens of milliseconds.
         metrics = list(self._registry.collect())
+        for metric in metrics:
+            metric.samples = [
+                sample._replace(labels={**self._labels, **sample.labels})
+                for sample in metric.samples
+            ]
+        # Encoding for hundreds of servers would block the loop for tens of milliseconds.
         found = SimpleNamespace(collect=lambda: metrics)
         return 200, kind, await asyncio.to_thread(encode, found)
-
-
-class LabelledRegistry:
-    """The metrics of collectors, with common labels added to each sample."""
-
-    def __init__(self, collectors: Sequence[Collector], labels: Mapping[str, str]) -> None:
-        """Adds `labels` to the metrics of `collectors` and of the process (CPU, memory, files)."""
-        self._registry, self._labels = CollectorRegistry(), dict(labels)
-        ProcessCollector(registry=self._registry)
-        for collector in (BuildInfo(), *collectors):
-            self._registry.register(collector)
-
-    def collect(self) -> Iterator[Metric]:
-        """Yields the current metrics of all collectors, with the common labels."""
-        for metric in self._registry.collect():
-            metric.samples = [
-                sample._replace(labels=self._labels | sample.labels) for sample in metric.samples
-            ]
-            yield metric
 
 
 class BuildInfo:
@@ -256,7 +251,8 @@ async def metrics_endpoint(
     check_metrics_address(address, credentials)
     labels = {"run": config.run.name} | ({"server": server} if server else {})
     endpoint = MetricsEndpoint(
-        LabelledRegistry(collectors, labels),
+        collectors,
+        labels,
         token=credentials.metrics_token,
         security=config.security,
     )

@@ -15,7 +15,6 @@ from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.leasing.scheduler import Books
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.session import ServerKey
-from slipstream.learner.controller.tasks import EnvironmentEntry
 from slipstream.v1 import environment_pb2
 
 WATCH_S = 0.25
@@ -86,7 +85,17 @@ class RunWatch:
         causes = "; ".join(f"{entry.spec.name}: {entry.cause}" for entry in training)
         if training and all(entry.state == suspended for entry in training):
             return f"no environment is left: {causes}"
-        if training and all(self._nowhere(entry) for entry in training):
+        keys = [session.key for session in self._fleet.sessions.values()]
+        if (
+            keys
+            and training
+            and all(
+                entry.client_episodes is None
+                and not entry.loaded_on
+                and all(key in entry.failed_on for key in keys)
+                for entry in training
+            )
+        ):
             return f"no environment could be loaded: {causes}"
         pending = self._progress.pending_publish
         if pending is not None and now > pending.until_s:
@@ -135,15 +144,6 @@ class RunWatch:
             )
         self._gave_others_a_try = bool(late)
         return self._gave_others_a_try
-
-    def _nowhere(self, entry: EnvironmentEntry) -> bool:
-        sessions = self._fleet.sessions.values()
-        return (
-            entry.client_episodes is None
-            and not entry.loaded_on
-            and bool(sessions)
-            and all(session.key in entry.failed_on for session in sessions)
-        )
 
 
 @dataclass

@@ -90,7 +90,10 @@ class Journal:
             raise ConfigError(f"{folder} is written by another controller") from None
         try:
             # Other controllers are fenced now, so the logs hold all records that they acknowledged.
-            self._file = first or _begin_next_log(folder)
+            file = first
+            while file is None:
+                file = _begin_log(folder / f"journal-{newest_log_number(folder) + 1}.log")
+            self._file = file
             sync_folder(folder)
             # This log continues the earlier logs, so their last lines must outlive a loss of power.
             for path in journal_logs(folder)[:-1]:
@@ -358,14 +361,6 @@ def _begin_log(path: Path) -> FileIO | None:
         return path.open("xb", buffering=0)
     except FileExistsError:
         return None
-
-
-def _begin_next_log(folder: Path) -> FileIO:
-    while True:
-        number = newest_log_number(folder) + 1
-        file = _begin_log(folder / f"journal-{number}.log")
-        if file is not None:
-            return file
 
 
 def _logs(folder: Path) -> list[tuple[Path, float]]:

@@ -208,6 +208,8 @@ class ServerSession:
     # Earliest time of the next publish to this server, by `time.monotonic`.
     retry_publish_s: float = 0.0
     failed_publishes: int = 0
+    # The process of its name that was turned away last; one event names it.
+    turned_away: int = 0
     drained: asyncio.Event = field(default_factory=asyncio.Event)
     # Measures the time in which the server serves.
     served: Stopwatch = field(default_factory=Stopwatch)

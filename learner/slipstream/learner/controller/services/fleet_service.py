@@ -45,8 +45,6 @@ _COUNTERS = (
     *("generated_tokens", "ended_tokens", "in_flight_tokens", "judged_tokens"),
     *("drafted_tokens", "accepted_tokens"),
 )
-# Largest number of rejected processes that are remembered, so that one event names each.
-_MAX_TURNED_AWAY = 1000
 # Seconds that a server may count from the time before the controller has read its hello.
 BEFORE_S = 60.0
 
@@ -71,8 +69,6 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
     def __init__(self, fleet: Fleet, run: Run, relay: Relay) -> None:
         self._fleet, self._relay = fleet, relay
         self._run, self._progress = run, run.progress
-        # The processes that were turned away; one event names each.
-        self._turned_away: set[int] = set()
 
     async def Join(  # noqa: N802
         self,
@@ -175,10 +171,8 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
             f"another process of this name has joined from {older.hello.host} and lives; "
             "choose another --server-id, or end that one"
         )
-        if hello.process not in self._turned_away:
-            if len(self._turned_away) == _MAX_TURNED_AWAY:
-                self._turned_away.clear()
-            self._turned_away.add(hello.process)
+        if hello.process != older.turned_away:
+            older.turned_away = hello.process
             self._run.events.warn(
                 f"a second rollout server {older.name}, on {hello.host}, waits: {text}"
             )

@@ -168,7 +168,7 @@ class FormedBatch:
 
     @property
     def trajectories(self) -> list[Trajectory]:
-        return [trajectory for group in self.groups for trajectory in group.in_order()]
+        return _trajectories(self.groups)
 
     @functools.cached_property
     def record(self) -> trainer_pb2.RecordedBatch:

@@ -35,15 +35,8 @@ from support.rigs.publishing_scene import (
 from support.rigs.waiting import until
 
 
-def texts(scene: Scene) -> list[str]:
-    return [event.text for event in scene.run.events.kept()]
-
-
-def say(scene: Scene, session: ServerSession, publish_id: str, phase: int) -> None:
-    digests = DIGESTS if phase == LOADED else []
-    scene.publisher.publish_reported(
-        session, fleet_pb2.PublishReport(publish_id=publish_id, phase=phase, bucket_digests=digests)
-    )
+def texts(run: Run) -> list[str]:
+    return [event.text for event in run.events.kept()]
 
 
 async def two_that_serve(scene: Scene) -> ServerSession:
@@ -60,7 +53,7 @@ async def order_without(scene: Scene, late: ServerSession) -> str:
     """The question to `late`, which it has not answered when all others are sent weights."""
     preparing = scene.tasks.create_task(scene.publisher.prepare(scene.trainer))
     question = (await next_order(late)).prepare.publish_id
-    say(scene, scene.session, (await next_order(scene.session)).prepare.publish_id, READY)
+    scene.say((await next_order(scene.session)).prepare.publish_id, READY, scene.session)
     order = await preparing
     assert order is not None
     assert [receiver.server_id for receiver in order.receivers] == ["a"]
@@ -73,7 +66,7 @@ async def test_a_server_that_is_not_ready_is_left_out_and_sent_weights_when_it_i
         question = await order_without(scene, late)
         # The late server goes on as it is.
         assert (late.is_serving, late.version) == (True, PolicyVersion(0, 0))
-        (told,) = [text for text in texts(scene) if "left out" in text]
+        (told,) = [text for text in texts(scene.run) if "left out" in text]
         assert told.startswith("rollout server b is left out of the publish of version 1: not rea")
         assert told.endswith("it keeps version 0")
         assert late not in scene.publisher.due()
@@ -82,7 +75,7 @@ async def test_a_server_that_is_not_ready_is_left_out_and_sent_weights_when_it_i
         assert late.outbox.pop() is None
         changed = asyncio.create_task(scene.run.signal.wait(10))
         await asyncio.sleep(0)
-        say(scene, late, question, READY)
+        scene.say(question, READY, late)
         await changed
         assert late in scene.publisher.due()
         order = await scene.publisher.prepare(scene.trainer)
@@ -101,7 +94,7 @@ async def test_a_server_that_never_answers_is_sent_away_and_the_trainer_does_not
         scene.publisher.trainer_lost()
     assert scene.fleet.find(late.key) is None
     assert not late.outbox.put(fleet_pb2.ControllerMessage())
-    assert texts(scene)[-1] == (
+    assert texts(scene.run)[-1] == (
         "rollout server b is gone: it did not say within 0.6 s (weights.join_deadline_s) that it "
         "is ready for new weights"
     )
@@ -133,16 +126,16 @@ async def sent_to_both(scene, other):
     """A publish that the scene's own server has loaded and the other one not yet."""
     preparing = scene.tasks.create_task(scene.publisher.prepare(scene.trainer))
     for session in (scene.session, other):
-        say(scene, session, (await next_order(session)).prepare.publish_id, READY)
+        scene.say((await next_order(session)).prepare.publish_id, READY, session)
     order = await preparing
     assert order is not None
     publish_id = order.publish_id
     scene.trainer.communicator_id = order.communicator.communicator_id
     assert scene.publisher.start(scene.start_of(order))
     finishing = scene.finish(publish_id)
-    say(scene, scene.session, publish_id, LOADED)
+    scene.say(publish_id, LOADED, scene.session, bucket_digests=DIGESTS)
     receipt = await finishing
-    say(scene, scene.session, publish_id, SERVING)
+    scene.say(publish_id, SERVING, scene.session)
     await scene.until_serving()
     return publish_id, receipt
 
@@ -153,12 +146,12 @@ async def test_a_server_that_loads_for_long_holds_up_nobody_and_serves_when_it_h
         publish_id, receipt = await sent_to_both(scene, late)
         assert not receipt.discard_communicator
         assert late.state == fleet_pb2.SERVER_STATE_LOADING
-        assert texts(scene)[-1] == (
+        assert texts(scene.run)[-1] == (
             "rollout server b still loads version 1: the others and the trainer go on"
         )
         # What it has loaded is proved as ever, and then it serves.
-        say(scene, late, publish_id, LOADED)
-        say(scene, late, publish_id, SERVING)
+        scene.say(publish_id, LOADED, late, bucket_digests=DIGESTS)
+        scene.say(publish_id, SERVING, late)
         await until(lambda: late.is_serving)
         assert late.version == PolicyVersion(0, 1)
         # The communicator is as good as before.
@@ -168,7 +161,7 @@ async def test_a_server_that_loads_for_long_holds_up_nobody_and_serves_when_it_h
             pass
         preparing = scene.tasks.create_task(scene.publisher.prepare(scene.trainer))
         for session in (scene.session, late):
-            say(scene, session, (await next_order(session)).prepare.publish_id, READY)
+            scene.say((await next_order(session)).prepare.publish_id, READY, session)
         order = await preparing
         assert order is not None
         assert not order.new_communicator
@@ -192,16 +185,13 @@ async def test_a_late_server_that_has_not_what_was_sent_is_stale_and_breaks_no_n
         scene.trainer.communicator_id = order.communicator.communicator_id
         assert scene.publisher.start(scene.start_of(order))
         finishing = scene.finish(order.publish_id)
-        say(scene, scene.session, order.publish_id, LOADED)
+        scene.say(order.publish_id, LOADED, scene.session, bucket_digests=DIGESTS)
         await finishing
-        say(scene, scene.session, order.publish_id, SERVING)
+        scene.say(order.publish_id, SERVING, scene.session)
         await scene.until_serving()
         assert late.state == fleet_pb2.SERVER_STATE_LOADING
         if digests:
-            report = fleet_pb2.PublishReport(
-                publish_id=publish_id, phase=LOADED, bucket_digests=digests
-            )
-            scene.publisher.publish_reported(late, report)
+            scene.say(publish_id, LOADED, late, bucket_digests=digests)
         await until(lambda: late.state == fleet_pb2.SERVER_STATE_STALE)
         assert late.cause == (
             "the digests of the loaded buckets are not those that were sent"
@@ -220,7 +210,7 @@ async def test_the_communicator_of_a_server_that_failed_late_is_not_used_again()
         receipt = await scene.finish(order.publish_id)
         assert not receipt.discard_communicator
         # There is no other server that could serve meanwhile.
-        assert "still loads" not in " ".join(texts(scene))
+        assert "still loads" not in " ".join(texts(scene.run))
         scene.say(order.publish_id, fleet_pb2.PUBLISH_PHASE_FAILED, message="torn")
         await until(lambda: scene.session.state == fleet_pb2.SERVER_STATE_STALE)
         scene.session.retry_publish_s = 0.0
@@ -409,7 +399,7 @@ async def test_a_fetch_that_fails_leaves_the_server_its_version(run: Run) -> Non
         scene.say(question.publish_id, FAILED, scene.far, message="the link is down")
         await until(lambda: scene.far.failed_publishes)
         assert scene.far.is_serving
-        assert events(run)[-1] == (
+        assert texts(run)[-1] == (
             "rollout server far keeps version 0: version 1 from storage: the link is down"
         )
         scene.far.retry_publish_s = 0.0
@@ -500,7 +490,7 @@ async def test_after_a_failed_write_the_trainer_is_told_again_later(run: Run) ->
         order = scene.ask()
         assert order is not None
         scene.written(order, error="the disk is full")
-        assert events(run)[-1] == "version 0 is not in storage: the disk is full"
+        assert texts(run)[-1] == "version 0 is not in storage: the disk is full"
         assert scene.ask() is None
         await until(scene.ask)
 
@@ -515,9 +505,9 @@ async def test_a_server_whose_version_is_too_old_for_a_lease_is_named_once(run: 
             f"rollout server far gets no groups: its version 0 is too old for step {bound + 2} "
             f"(algorithm.max_staleness = {bound}); it has not fetched a newer one from storage yet"
         )
-        await until(lambda: said in events(run))
+        await until(lambda: said in texts(run))
         await scene.looks_at_all()
-        assert events(run).count(said) == 1
+        assert texts(run).count(said) == 1
 
 
 async def test_a_server_that_is_evaluated_keeps_its_version(run: Run) -> None:
@@ -530,7 +520,3 @@ async def test_a_server_that_is_evaluated_keeps_its_version(run: Run) -> None:
         assert sent(scene.far) == []
         scene.scene.publisher.pinned.clear()
         await scene.loads(scene.far, (await scene.asked(scene.far)).publish_id)
-
-
-def events(run: Run) -> list[str]:
-    return [event.text for event in run.events.kept()]
