@@ -145,10 +145,7 @@ class RedisConnection:
         return "XINFO", "STREAM", self.stream, "FULL", "COUNT", 1
 
     def used_bytes(self, found: bytes | str | None) -> int:
-        """Returns the number of bytes that wait, from the value of `bytes_key`.
-
-        Raises QueueError if the key is missing or holds no number.
-        """
+        """Returns the bytes that wait, of `bytes_key`; raises QueueError if it has no number."""
         if found is None:
             raise QueueError(
                 f"redis at {self.name} does not know run {self._run_id}: the controller opens its "
@@ -207,10 +204,7 @@ def _text(value: object) -> str:
 
 
 async def check_settings(connection: RedisConnection) -> None:
-    """Raises QueueError when the server may lose acknowledged writes.
-
-    Only logs a warning if the server does not show its settings.
-    """
+    """Raises QueueError if the server may lose acknowledged writes; warns if it hides settings."""
     try:
         found = await connection.client.config_get(*REQUIRED_SETTINGS)
     except (NoPermissionError, ResponseError) as error:

@@ -109,10 +109,7 @@ class RedisSender:
     async def put(
         self, trajectory_id: TrajectoryId, data: bytes, *, timeout_s: float, tokens: int = 0
     ) -> None:
-        """Stores a trajectory like `TrajectorySender.put`; returns when it is on Redis's disk.
-
-        Raises QueueError when Redis does not answer for `timeout_s`.
-        """
+        """Stores a trajectory on Redis's disk; raises QueueError if Redis gives no answer."""
         if self._closed:
             raise QueueError("the sender is closed")
         check_fits(len(data), self._max_bytes)

@@ -194,10 +194,7 @@ class RedisReceiver:
                 raise connection.failure(error) from error
 
     async def _audit(self) -> list[_Entry]:
-        """Returns new entries, and compares all known entries with Redis's own counts.
-
-        Raises QueueError if they differ, because data were lost.
-        """
+        """Returns new entries; raises QueueError if the known ones differ from Redis's counts."""
         connection = self._connection
         async with connection.client.pipeline(transaction=True) as pipeline:
             pipeline.xreadgroup(GROUP, CONSUMER, {connection.stream: b">"}, count=ENTRIES_PER_READ)

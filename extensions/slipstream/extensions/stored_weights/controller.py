@@ -99,10 +99,7 @@ class StoredPublisher(Part):
         return {"storage": self.run_forever()}
 
     async def run_forever(self) -> None:
-        """Begins a publish to each server for which one is due, until the task is cancelled.
-
-        Also warns about servers whose version is too old for leases.
-        """
+        """Begins each publish that is due, and warns about servers that are too old for leases."""
         while True:
             newest, over = self._newest, self._run.progress.is_over
             for session in list(self._fleet.sessions.values()):

@@ -184,10 +184,7 @@ def travels_whole(bucket: Bucket, changed: int) -> bool:
 
 
 def on_the_wire(buckets: Sequence[Bucket], changed: Sequence[int]) -> tuple[Bucket, ...]:
-    """Returns the buckets with the numbers of bytes in which they are sent, as payload or whole.
-
-    `changed` has the number of changed elements of each bucket.
-    """
+    """Returns the buckets with the sizes in which they are sent, with these `changed` elements."""
     return tuple(
         bucket
         if travels_whole(bucket, count)
@@ -227,10 +224,7 @@ def payload_of(elements: Elements, places: Places, bucket: Bucket) -> bytes:
 
 
 def gap_bytes(bucket: Bucket) -> Places:
-    """Returns the indices of a bucket's bytes that belong to no tensor.
-
-    These bytes keep earlier contents of the memory, which would count as changes.
-    """
+    """Returns the indices of bytes of no tensor: what lay there before would count as changes."""
     ends = [span.offset_bytes + span.tensor.num_bytes for span in bucket.spans]
     begins = [*(span.offset_bytes for span in bucket.spans[1:]), bucket.num_bytes]
     found = [np.arange(*gap, dtype=np.int64) for gap in zip(ends, begins, strict=True)]

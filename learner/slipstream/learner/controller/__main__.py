@@ -33,10 +33,7 @@ class DescriptorLog(logging.Handler):
 
 
 def write_line(descriptor: int, text: str) -> None:
-    """Writes a line to a file descriptor without a buffer; ignores errors of the write.
-
-    A buffer that cannot be flushed at exit would change the exit code.
-    """
+    """Writes a line unbuffered, ignoring errors: a full buffer would change the exit code."""
     data = f"{text}\n".encode(errors="backslashreplace")
     with contextlib.suppress(OSError):
         while data:
@@ -44,10 +41,7 @@ def write_line(descriptor: int, text: str) -> None:
 
 
 def main() -> int:
-    """Runs one controller and returns its exit code.
-
-    The code is 0 after a successful run, 1 after a failed run, 2 for settings that cannot work.
-    """
+    """Runs one controller; returns 0 after success, 1 after a failed run, 2 for wrong settings."""
     parser = argparse.ArgumentParser(prog="slipstream-controller", description=__doc__)
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")

@@ -137,10 +137,7 @@ class EventLog:
             yield event
 
     async def follow(self, after: int) -> AsyncIterator[status_pb2.Event]:
-        """Yields all events with a number above `after`, then new events as they come.
-
-        Ends after the event that `close` adds.
-        """
+        """Yields events numbered above `after`, then new ones, to the last, which `close` adds."""
         while True:
             for event in self.kept(after):
                 after = event.number

@@ -86,10 +86,7 @@ class TrainerOrders:
         check: Callable[[], Awaitable[None]],
         must_save: Callable[[], bool],
     ) -> pb.Directive | FormedBatch:
-        """Returns the first order that there is within `limit_s`, else the order to ask again.
-
-        `check` raises once another trainer has the place: an order to this one would be lost.
-        """
+        """Returns the first order within `limit_s`, or one to ask again; `check` may raise."""
         until_s = time.monotonic() + limit_s
         # Operations of a client come one by one, and each is worth an answer of its own.
         gather_s = 0.0 if self._run.config.controller.client_loop else GATHER_S
@@ -209,10 +206,7 @@ class BatchFormer:
         self.training = self._reported = None
 
     def first_missing(self, step: int) -> Path | None:
-        """Returns the path of the first missing batch file from `step` on, or None if all exist.
-
-        A batch that is still being written does not count as missing: `recorded` waits for it.
-        """
+        """Returns the first batch file missing from `step` on, unless it is being written now."""
         steps = range(step, self._book.step - (self._forming is not None))
         paths = (self._journal.path(step, self._state.attempts[step]) for step in steps)
         return next((path for path in paths if not path.is_file()), None)

@@ -108,10 +108,7 @@ def restore(
     history: RunHistory,
     run: Run,
 ) -> None:
-    """Restores each part to its state at the end of the journal, before any server connects.
-
-    Does nothing at the first start of a run.
-    """
+    """Restores each part, before any server connects, unless this is the first start of the run."""
     if history.starts == 1:
         return
     books.leases.restore(history)

@@ -195,10 +195,7 @@ class Results(Part):
         )
 
     async def _watch_ledger(self) -> None:
-        """Adds an error event for each hand-over of trajectories whose two counts begin to differ.
-
-        Runs until the task is cancelled.
-        """
+        """Adds an error event for each hand-over whose two counts begin to differ."""
         while True:
             await asyncio.sleep(LEDGER_S)
             self._tell_gaps()

@@ -105,10 +105,7 @@ class RunProgress:
         self.reached(version)
 
     def trainer_registered(self, places: Iterable[Place]) -> None:
-        """Notes a new trainer and the `Place` of each of its ranks.
-
-        The state becomes RUNNING unless the run is over.
-        """
+        """Notes a new trainer and its ranks' places; unless it is over, the run is RUNNING."""
         self.has_trainer, self.learner_places = True, tuple(places)
         if not self.is_over:
             self.state = status_pb2.RUN_STATE_RUNNING
@@ -255,10 +252,7 @@ class LoopClock:
         return self.at(time.monotonic())
 
     async def within(self, limit_s: float, coming: Awaitable[Result]) -> Result:
-        """Returns the result of `coming`; raises TimeoutError after `limit_s` of this clock.
-
-        `coming` is cancelled if it has not ended by then.
-        """
+        """Returns the result of `coming`, or cancels it and raises TimeoutError after `limit_s`."""
         future = asyncio.ensure_future(coming)
         try:
             await self.wait([future], limit_s)

@@ -183,10 +183,7 @@ class EnvironmentBook:
         return entry
 
     def head_start(self, latecomer: EnvironmentEntry) -> float:
-        """Returns the head start that gives a latecomer the smallest share of the others, or more.
-
-        It then gets its part of the groups from now on, and does not catch up first.
-        """
+        """Returns the head start with which a latecomer gets its part and does not catch up."""
         others = [e.share for e in self.training() if e.is_ready and e is not latecomer]
         behind = min(others, default=0.0) - latecomer.share
         return latecomer.counts.head_start + max(behind, 0.0)
@@ -207,10 +204,7 @@ class EnvironmentBook:
     def next_for(
         self, key: ServerKey, open_episodes: Mapping[str, int], group_size: int
     ) -> EnvironmentEntry | None:
-        """Returns the environment for the next group on server `key`, or None if none may run.
-
-        `open_episodes` is the number of open episodes of each environment.
-        """
+        """Returns the environment for the next group on server `key`, or None if none may run."""
         ready = [
             entry
             for entry in self.training()
@@ -234,10 +228,7 @@ class EnvironmentBook:
         return entry.is_ready and entry.runs_on(key) and has_room
 
     def next_task(self, entry: EnvironmentEntry) -> tuple[int, int]:
-        """Returns index and seed of the entry's next task.
-
-        Each task is returned once in a round; each round has a seeded random order.
-        """
+        """Returns index and seed of the next task; each round has a seeded random order."""
         number = entry.counts.next_number
         name = entry.spec.name
         seed = random.Random(f"{self._seed}/{name}/{number}").getrandbits(48)

@@ -42,10 +42,7 @@ class RunWatch:
         self._gave_others_a_try = False
 
     async def watch_forever(self) -> None:
-        """Removes silent servers, takes back overdue leases, and fails a run that cannot continue.
-
-        Runs until the task is cancelled.
-        """
+        """Removes silent servers, takes back late leases, and fails a run that is stuck."""
         clock = self._run.clock
         try:
             while True:

@@ -93,10 +93,7 @@ class ServerRoom:
 def rooms(
     sessions: Sequence[ServerSession], book: LeaseBook, reserved: Mapping[ServerKey, int]
 ) -> list[ServerRoom]:
-    """Returns the free episode slots of each of `sessions`, most slots first.
-
-    The episodes in `reserved` take up slots of their servers.
-    """
+    """Returns the free episode slots of `sessions`, less those in `reserved`, most slots first."""
     taken = book.episodes_by_holder()
     found = [
         ServerRoom(s, s.hello.max_episodes - taken[s.key] - reserved.get(s.key, 0))

@@ -91,10 +91,7 @@ class LeaseBook:
         ]
 
     def episodes_by_holder(self) -> Counter[ServerKey]:
-        """Returns the number of members that each server runs or will run.
-
-        Members of closing leases are included.
-        """
+        """Returns how many members each server runs or will run, closing leases included."""
         episodes: Counter[ServerKey] = Counter()
         for group in self.groups.values():
             if group.holder is not None:
@@ -108,10 +105,7 @@ class LeaseBook:
         return Counter(group.holder for group in self.groups.values())
 
     def episodes_by_environment(self) -> Counter[str]:
-        """Returns the number of unfinished members of each environment.
-
-        Members of closing leases are included.
-        """
+        """Returns the unfinished members of each environment, closing leases included."""
         episodes: Counter[str] = Counter()
         for group in self.groups.values():
             episodes[group.environment] += group.num_missing
@@ -185,10 +179,7 @@ class LeaseBook:
         )
 
     def is_stranded(self, group: Group, served_steps: Iterable[int]) -> bool:
-        """Whether none of the servers, with versions `served_steps`, may finish `group`.
-
-        False if there is no server.
-        """
+        """Whether there are servers, of these versions, of which none may finish `group`."""
         return staleness.is_stranded(self.may_reassign(group, step) for step in served_steps)
 
     def reassign(self, group: Group, holder: ServerKey) -> None:
@@ -259,10 +250,7 @@ class LeaseBook:
         return True
 
     def oldest_open(self, environment: str) -> float:
-        """Returns the lowest number of an incomplete group of the environment.
-
-        Returns infinity if the environment has no incomplete group.
-        """
+        """Returns the lowest number of an environment's incomplete groups; infinity for none."""
         return min(
             (
                 group_number(group.group_id) or 0
@@ -366,10 +354,7 @@ class LeaseBook:
         return complete >= self.groups_per_step
 
     def take_batch(self) -> list[Group] | None:
-        """Returns the batch of the present step and moves to the next step.
-
-        Returns None, and stays at the step, if the batch is not ready.
-        """
+        """Returns the batch of the step and moves to the next one, or None if it is not ready."""
         chosen = staleness.choose_batch(self._views(), self.step, self.groups_per_step)
         if chosen is None:
             return None
@@ -377,10 +362,7 @@ class LeaseBook:
         return [self._take(GroupId(view.group_id)) for view in chosen]
 
     def put_back(self, step: int, groups: Iterable[Group]) -> None:
-        """Puts `groups` of the last batch back into the book, so that `step` can be formed again.
-
-        The staleness invariant still holds, since `step` had room for all `groups`.
-        """
+        """Puts `groups` of the last batch back, for which `step` had room, to be formed again."""
         assert step == self.step - 1
         self.step = step
         for group in groups:

@@ -104,10 +104,7 @@ def parse_object(line: bytes) -> dict[str, JsonValue] | None:
 
 
 def parse_row(line: bytes) -> dict[str, float] | None:
-    """Returns the numbers of a line of metrics.jsonl, or None if the line is invalid.
-
-    A null becomes NaN.
-    """
+    """Returns the numbers of a line of metrics.jsonl, null as NaN; None if it is invalid."""
     found = parse_object(line)
     if found is None:
         return None

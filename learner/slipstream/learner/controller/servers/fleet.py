@@ -142,10 +142,7 @@ class Fleet:
         self._run.signal.notify()
 
     def remove(self, session: ServerSession, cause: str) -> None:
-        """Removes a server whose stream ended; the episodes that it was running are lost.
-
-        Does nothing if `session` is not connected.
-        """
+        """Removes a connected server whose stream ended; the episodes that it ran are lost."""
         if self.find(session.key) is not session:
             return
         del self.sessions[session.key.server_id]

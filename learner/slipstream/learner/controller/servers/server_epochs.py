@@ -152,10 +152,7 @@ class ServerEpochs:
             count.dead = count.is_earlier = True
 
     def take_over(self, earlier: ServerEpochs) -> None:
-        """Takes over the counts of the controller's previous start; its servers count as dead.
-
-        Must be called before any server connects.
-        """
+        """Takes over the counts of the previous start, whose servers are dead, before any joins."""
         earlier.all_died()
         self._departed, self._names = earlier._departed, earlier._names
         self._folded, self._earlier = earlier._folded, earlier._earlier

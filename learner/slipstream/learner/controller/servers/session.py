@@ -154,10 +154,7 @@ class Outbox(Generic[Message]):
         return None
 
     async def messages(self) -> AsyncIterator[Message]:
-        """Yields messages in the order of `pop`, until the outbox is closed and empty.
-
-        Raises the error of the future for which a message waits (`after` of `put`), if that fails.
-        """
+        """Yields messages as `pop` gives or refuses them, until the outbox is closed and empty."""
         while True:
             while (message := self.pop()) is not None:
                 yield message

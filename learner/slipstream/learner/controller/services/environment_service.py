@@ -296,10 +296,7 @@ def _load_order(
 
 
 def environment_specs(config: Config, *, search_path: str) -> list[pb.EnvironmentSpec]:
-    """Returns the specifications of all configured environments, then of all evaluations.
-
-    Servers import the environments from the folder `search_path`.
-    """
+    """Returns the configured environments, then evaluations, imported from `search_path`."""
     specs = []
     for section in (*config.environments, *config.evaluations):
         weight, purpose = 1.0, Purpose.EVALUATION

@@ -75,10 +75,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         request_iterator: AsyncIterator[fleet_pb2.ServerMessage],
         context: CallContext,
     ) -> AsyncIterator[fleet_pb2.ControllerMessage | bytes]:
-        """Serves one server, from its hello to the end of its stream; yields orders to the server.
-
-        A `JoinedOrder` is yielded as encoded bytes.
-        """
+        """Serves one server to the end of its stream; yields orders, a `JoinedOrder` encoded."""
         session = await self._greet(request_iterator, context)
         settings = self._run.config.controller
         # Before the welcome is sent: another server cannot be given this epoch meanwhile.

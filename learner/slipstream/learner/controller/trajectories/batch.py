@@ -45,10 +45,7 @@ class SetAside:
 
     @classmethod
     def of(cls, batch: FormedBatch, named: Collection[str], cause: str, *, by: str) -> SetAside:
-        """Sets the `named` groups aside, or all groups if none is named; puts all others back.
-
-        Raises ProtocolError for a group that is not in the batch.
-        """
+        """Sets the `named` groups aside, or all; raises ProtocolError for one of another batch."""
         there = {group.group_id for group in batch.groups}
         strange = [name for name in named if name not in there]
         if strange:
@@ -269,10 +266,7 @@ _EQUAL = "equal_rewards_fraction"
 
 
 def batch_statistics(batch: FormedBatch) -> dict[str, float]:
-    """Returns statistics of rewards, lags, lengths and times, by their names in docs/metrics.md.
-
-    Of a step that a client has ordered, it returns the number of passes.
-    """
+    """Returns statistics by their names in docs/metrics.md; of a client's step only its passes."""
     if batch.given is not None:
         return {"passes": float(len(batch.given.passes))}
     trajectories = batch.trajectories
@@ -326,10 +320,7 @@ def environment_means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def means_of_metrics(episodes: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Returns the mean of each metric over the `episodes` that have it.
-
-    The mean of a count of ignored settings is over all `episodes`.
-    """
+    """Returns each metric's mean over the `episodes` that have it; over all if it is ignored."""
     values: dict[str, list[float]] = {}
     for name, value in (item for each in episodes for item in each.items()):
         values.setdefault(name, []).append(value)
@@ -342,10 +333,7 @@ def means_of_metrics(episodes: Sequence[Mapping[str, float]]) -> dict[str, float
 
 
 def equal_rewards(groups: Sequence[Sequence[Trajectory]], config: Config) -> dict[str, float]:
-    """Returns the fraction of `groups` with equal rewards, in total and for each environment.
-
-    Penalties are part of the reward, and filtered episodes do not count.
-    """
+    """Returns the fraction of groups with equal shaped rewards, in total and by environment."""
     found: dict[str, list[bool]] = {}
     for group in groups:
         sides = [side for episode in shaped_rewards(group, config) for side in episode]

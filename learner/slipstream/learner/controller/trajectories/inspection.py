@@ -152,10 +152,7 @@ class KnownFacts:
 
 
 def contradiction(trajectory: Trajectory, group: Group | None, facts: KnownFacts) -> str:
-    """Returns the reason why the trajectory is invalid, or "" if it breaks no rule.
-
-    `group` is the group that the trajectory names, or None if the lease book lacks it.
-    """
+    """Returns why a trajectory, of `group` if the book has it, is invalid, or "" if it is valid."""
     key = ServerKey(trajectory.server_id, trajectory.server_epoch)
     if key not in facts.servers:
         return f"no rollout server {key.server_id} ever had the epoch {key.epoch:x}"
@@ -213,10 +210,7 @@ def _excess(trajectory: Trajectory, facts: KnownFacts) -> str:
 
 
 def _reference_fault(trajectory: Trajectory, facts: KnownFacts) -> str:
-    """Returns what is wrong with the reference model's log-probabilities, or "" for no fault.
-
-    It checks whether they are there, their number for each token, and their token ids.
-    """
+    """Returns what is wrong with the reference model's log-probabilities, or "" for no fault."""
     found, top_k = trajectory.reference, facts.reference_top_k
     if found is None:
         is_trained = trajectory.purpose is Purpose.TRAINING and trajectory.has_reward

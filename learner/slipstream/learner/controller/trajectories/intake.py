@@ -114,10 +114,7 @@ class Intake(ServerListener):
             self.accept(delivery, decoded)
 
     def accept(self, delivery: Delivery, decoded: Trajectory | ProtocolError | None = None) -> None:
-        """Handles one delivery; no delivery can end the controller.
-
-        A delivery at which the controller's own code fails is quarantined with that error.
-        """
+        """Handles a delivery; one at which the controller's own code fails is quarantined."""
         trajectory = None
         self._book.awaited.arrived(delivery.trajectory_id)
         try:
@@ -142,10 +139,7 @@ class Intake(ServerListener):
             self._give_up_spent(group, [name.member], failure)
 
     def withdraw(self, groups: Sequence[Group], cause: str) -> None:
-        """Takes groups out of the run: servers stop them; their finished members are cancelled.
-
-        A restored group may have members that a set-aside batch put back.
-        """
+        """Takes groups out of the run: servers stop them; their finished members are cancelled."""
         for group in groups:
             if self._book.remove(group.group_id) is None:
                 continue
@@ -361,10 +355,7 @@ class GroupFilter:
         self._seen: dict[str, tuple[float, float]] = {}
 
     def filter(self, group: Group) -> None:
-        """Leaves a complete group out if `algorithm.filter` does not keep it.
-
-        A faulty function of the algorithm fails the run.
-        """
+        """Leaves out a group that `algorithm.filter` does not keep; its error fails the run."""
         config = self._run.config
         algorithm = config.algorithm
         rewards = [trajectory.reward for trajectory in group.in_order()]
