@@ -101,10 +101,28 @@ class Loop:
         self.journal.append(self.journal.write_batch(batch.record))
         return batch
 
+    def formed(self) -> FormedBatch:
+        """Journals the batch of the step whose turn it is, which is there."""
+        batch = self.form()
+        assert batch is not None
+        return batch
+
     def step(self) -> str:
         """Makes the step whose turn it is, up to its record; returns its id, or ""."""
         batch = self.form()
         return "" if batch is None else self.made(batch)
+
+    async def makes(self, *names: str) -> None:
+        """Makes these steps, which are those whose turn it is, up to their results."""
+        for name in names:
+            assert self.step() == name
+            await self.write_results()
+
+    def model(self, stream: str) -> models.Model:
+        """The model of a stream, which has one."""
+        model = self.operations._models.of(stream)
+        assert model is not None
+        return model
 
     def made(self, batch: FormedBatch, **metrics: float) -> str:
         """Journals and reports the step of a batch; returns its id."""
@@ -230,8 +248,7 @@ async def test_a_result_that_a_kill_has_lost_comes_back_whole(tmp_path: Path) ->
     with opened(tmp_path) as loop:
         await loop.begin()
         await loop.write_results()
-        batch = loop.form()
-        assert batch is not None
+        batch = loop.formed()
         loop.made(batch, **metrics)
         told = loop.operations._entries["step1"].result
         loop.journal.sync()
@@ -247,8 +264,7 @@ async def test_a_step_that_a_user_sets_aside_fails(tmp_path: Path) -> None:
     with opened(tmp_path) as loop:
         await loop.begin()
         await loop.write_results()
-        batch = loop.form()
-        assert batch is not None
+        batch = loop.formed()
         loop.journal.append(SetAside.of(batch, (), "x", by="user").record())
     with opened(tmp_path) as loop:
         await loop.write_results()
@@ -278,8 +294,7 @@ async def test_a_long_loop_keeps_neither_sequences_nor_results_in_memory(tmp_pat
             loop.operations._look()
             loop.operations.computed(trainer_pb2.PassReport(id=each.id, logprobs=[data]))
         await loop.write_results()
-        batch = loop.form()
-        assert batch is not None
+        batch = loop.formed()
         assert batch.given is not None
         assert [one.sequences[0].token_ids for one in batch.given.passes] == [data]
         loop.made(batch)
@@ -305,9 +320,7 @@ async def test_streams_have_turns_however_much_one_of_them_sends(tmp_path: Path)
     with opened(tmp_path, lora=TWO) as loop:
         for stream, rank in (("s", 1), ("t", 8)):
             await loop.give(begin_of(stream, rank))
-        for stream in ("s:begin", "t:begin"):
-            assert loop.step() == stream
-            await loop.write_results()
+        await loop.makes("s:begin", "t:begin")
         for stream, numbers in (("s", range(1, 5)), ("t", range(1, 3))):
             for number in numbers:
                 name = f"{stream}{number}"
@@ -332,13 +345,10 @@ async def test_models_are_taken_over_whatever_the_order_in_which_operations_came
         late = [of_stream("s", n, f"step{n}", step=ADAM) for n in (2, 1)]
         for one in (begin_of("t", 8), begin_of("s", 1), *late):
             await loop.give(one)
-        for name in ("t:begin", "s:begin", "s:step1", "s:step2"):
-            assert loop.step() == name
-            await loop.write_results()
+        await loop.makes("t:begin", "s:begin", "s:step1", "s:step2")
     with opened(tmp_path, lora=TWO) as loop:
         await loop.give(of_stream("s", 3, "step3", step=ADAM))
-        batch = loop.form()
-        assert batch is not None
+        batch = loop.formed()
         assert batch.given is not None
         assert (batch.given.id, batch.given.message.adapter.name) == ("s:step3", "b")
 
@@ -352,9 +362,7 @@ async def test_a_beginning_that_a_kill_has_cut_has_its_place_again(tmp_path: Pat
         loop.operations._look()
         # The trainer has the batch of the first.
         assert loop.operations.next_step() is None
-        model = loop.operations._models.of("s")
-        assert model is not None
-        assert model.adapter.name == "a"
+        assert loop.model("s").adapter.name == "a"
         assert loop.operations._models.of("t") is None
 
 
@@ -455,9 +463,7 @@ async def test_what_went_with_the_step_of_very_many_passes_is_not_written_again(
         assert all(path.with_suffix(".result").exists() for path in files)
 
 
-async def test_operations_stay_as_long_as_their_names_are_known(
-    in_memory: Path,
-) -> None:
+async def test_operations_stay_as_long_as_their_names_are_known(in_memory: Path) -> None:
     async with writing(in_memory) as loop:
         client = Client(loop)
         await client.order(begin=operations_pb2.Begin())
@@ -485,8 +491,7 @@ async def test_a_client_that_died_unsaved_goes_on_from_the_newest_state(tmp_path
     with opened(tmp_path) as loop:
         await loop.begin([Operation(id="step1", step=ADAM)])
         await loop.write_results()
-        assert loop.step() == "step1"
-        await loop.write_results()
+        await loop.makes("step1")
         for number, stream in enumerate(("t", "u")):
             path = ("tinker://newest", "tinker://t/newest")[number]
             load = operations_pb2.Load(name=path)
@@ -543,16 +548,11 @@ async def test_an_operation_that_begins_no_model_does_not_take_one_over(tmp_path
         await loop.write_results()
         assert [loop.step(), loop.step()] == ["step1", ""]
         await loop.write_results()
-        assert [loop.step(), loop.step()] == ["step2", ""]
-        await loop.write_results()
-        assert loop.step() == "step3"
-        await loop.write_results()
+        await loop.makes("step2", "step3")
         loop.operations._look()
         await loop.write_results()
         assert "x has number 0, which is that of a" in (await loop.result("x")).error
-        model = loop.operations._models.of("s")
-        assert model is not None
-        assert model.next == 4
+        assert loop.model("s").next == 4
 
 
 async def test_a_model_that_waits_for_its_turn_is_not_silent(
@@ -561,16 +561,13 @@ async def test_a_model_that_waits_for_its_turn_is_not_silent(
     with opened(tmp_path, lora=TWO) as loop:
         for stream in ("s", "t"):
             await loop.give(begin_of(stream, 1))
-            assert loop.step() == f"{stream}:begin"
-            await loop.write_results()
+        await loop.makes("s:begin", "t:begin")
         for stream in ("s", "t"):
             await loop.give(of_stream(stream, 1, "step1", step=ADAM))
         later = itertools.count(models.time.monotonic() + models.IDLE_S + 1)
         monkeypatch.setattr(models.time, "monotonic", lambda: next(later))
         await loop.give(begin_of("u", 1))
-        for stream in ("s", "t"):
-            assert loop.step() == f"{stream}:step1"
-            await loop.write_results()
+        await loop.makes("s:step1", "t:step1")
         assert "all 2 places for models" in (await loop.result("u:begin")).error
 
 
@@ -759,6 +756,4 @@ async def test_a_model_that_rests_goes_on_after_a_restart_however_much_others_di
                 assert (await loop.result(one.id)).is_done
         assert "s:step" not in loop.operations._entries
     with opened(tmp_path, lora=TWO) as loop:
-        model = loop.operations._models.of("s")
-        assert model is not None
-        assert (model.next, model.passes) == (4, [])
+        assert (loop.model("s").next, loop.model("s").passes) == (4, [])
