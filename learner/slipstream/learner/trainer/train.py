@@ -260,7 +260,14 @@ class Trainer:
         """Has the batch set aside; else raises `fault`, or StartAgain if weights have changed."""
         answer = b""
         if self._ranks.is_main:
-            failure = failure_of(batch, fault)
+            ids = set(fault.trajectory_ids)
+            groups = dict.fromkeys(t.group_id for t in batch.trajectories if t.trajectory_id in ids)
+            data = trainer_pb2.DataFault(
+                step=batch.step,
+                batch_id=batch.batch_id,
+                group_ids=groups if len(groups) <= MAX_NAMED_GROUPS else (),
+            )
+            failure = trainer_pb2.TrainerFailure(message=str(fault), data=data)
             logger.warning("batch %s of step %d: %s", batch.batch_id, batch.step + 1, fault)
             answer = b"set aside" if self._client.set_batch_aside(failure) else b"refused"
         if self._ranks.broadcast_bytes(answer if self._ranks.is_main else None) != b"set aside":
@@ -334,15 +341,3 @@ class Trainer:
 
 class StartAgain(Exception):  # noqa: N818
     """Raised if a step fails after it changed weights: the trainer restarts from a checkpoint."""
-
-
-def failure_of(batch: Batch, fault: UntrainableBatch) -> trainer_pb2.TrainerFailure:
-    """Returns the report for the controller: the batch, and the faulty groups if they are known."""
-    ids = set(fault.trajectory_ids)
-    groups = dict.fromkeys(t.group_id for t in batch.trajectories if t.trajectory_id in ids)
-    data = trainer_pb2.DataFault(
-        step=batch.step,
-        batch_id=batch.batch_id,
-        group_ids=groups if len(groups) <= MAX_NAMED_GROUPS else (),
-    )
-    return trainer_pb2.TrainerFailure(message=str(fault), data=data)
