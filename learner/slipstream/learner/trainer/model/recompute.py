@@ -129,16 +129,8 @@ class Recompute:
             return
         before = self._memory.allocated()
         self._memory.watch()
-        with self._kept_by_layers() as kept:
-            yield
-        most = max(sizes)
-        rest = self._memory.peak() - before
-        self.measured = Measured(max(kept, default=0) / most, rest / most)
-
-    @contextlib.contextmanager
-    def _kept_by_layers(self) -> Iterator[list[int]]:
-        """Yields a list to which each forward pass of a layer appends the bytes that it keeps."""
         begun: list[int] = []
+        # Bytes that each forward pass of a layer keeps, also the second one of a recomputed layer.
         kept: list[int] = []
 
         def begin(*_: object) -> None:
@@ -153,10 +145,13 @@ class Recompute:
             for hook in (layer.register_forward_pre_hook(begin), layer.register_forward_hook(end))
         ]
         try:
-            yield kept
+            yield
         finally:
             for hook in hooks:
                 hook.remove()
+        most = max(sizes)
+        rest = self._memory.peak() - before
+        self.measured = Measured(max(kept, default=0) / most, rest / most)
 
     def _recompute(self, layers: int) -> None:
         """Makes the first `layers` layers of each chunk recompute, and no others."""
