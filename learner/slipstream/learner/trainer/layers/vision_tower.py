@@ -83,23 +83,19 @@ def smallest_image(hf_config: Megatron) -> ImageInputs:
     )
 
 
-class _Parts(torch.nn.Module):
-    def __init__(self, settings: Megatron) -> None:
-        from transformers.models.mistral3.modeling_mistral3 import Mistral3MultiModalProjector
-        from transformers.models.pixtral.modeling_pixtral import PixtralVisionModel
-
-        super().__init__()
-        self.vision_tower = PixtralVisionModel._from_config(
-            settings.vision_config, attn_implementation="sdpa", dtype=torch.float32
-        )
-        self.multi_modal_projector = Mistral3MultiModalProjector(settings)
-
-
 class PixtralTower(Tower):
     """Pixtral's tower, with one feature vector for each square of patches, row by row."""
 
     def __init__(self, settings: Megatron) -> None:
-        super().__init__(_Parts(settings))
+        from transformers.models.mistral3.modeling_mistral3 import Mistral3MultiModalProjector
+        from transformers.models.pixtral.modeling_pixtral import PixtralVisionModel
+
+        tower = PixtralVisionModel._from_config(
+            settings.vision_config, attn_implementation="sdpa", dtype=torch.float32
+        )
+        projector = Mistral3MultiModalProjector(settings)
+        parts = {"vision_tower": tower, "multi_modal_projector": projector}
+        super().__init__(torch.nn.ModuleDict(parts))
         self._patch_size: int = settings.vision_config.patch_size
 
     def forward(self, images: ImageInputs) -> list[Tensor]:
@@ -119,13 +115,13 @@ class PixtralTower(Tower):
             # The convolution of whole patches gives one vector for each patch.
             embedded = tower.patch_conv(patches.view(height * width, -1, size, size))
             states = tower.ln_pre(embedded.flatten(1)[None])
-            angles = tower.patch_positional_embedding(states, _places(height, width, states.device))
+            # Row and column of each patch.
+            places = torch.cartesian_prod(
+                torch.arange(height, device=states.device),
+                torch.arange(width, device=states.device),
+            )
+            angles = tower.patch_positional_embedding(states, places)
             states = tower.transformer(states, position_embeddings=angles).last_hidden_state[0]
             sizes = [(height * size, width * size)]
             found.append(parts.multi_modal_projector(states, sizes))
         return [torch.cat(found)]
-
-
-def _places(height: int, width: int, device: torch.device) -> Tensor:
-    rows = torch.arange(height, device=device).repeat_interleave(width)
-    return torch.stack([rows, torch.arange(width, device=device).repeat(height)], dim=-1)
