@@ -90,10 +90,31 @@ def training_sequences(
     trajectories = batch.trajectories
     known = estimates if estimates is not None else [ModelEstimates()] * len(trajectories)
     found = _advantages(batch, config, known, {} if reports is None else reports)
+    estimated: list[TokenEstimates[NumpyArray]] = []
+    for index, (trajectory, own) in enumerate(zip(trajectories, known, strict=True)):
+        zeros = np.zeros(trajectory.num_sampled_tokens)
+        # The advantages of a trajectory that is left out are 0.
+        worth = found.get(index, TokenAdvantages(zeros, zeros))
+        shared, reference = worth.advantages, own.reference
+        if trajectory.branches:
+            parts = trajectory.sequences()
+            shared = np.concatenate([p.branch.share * shared[p.sampled] for p in parts])
+        top = reference if reference is not None and reference.top_k else None
+        estimated.append(
+            TokenEstimates(
+                shared,
+                reference_logprobs=None if reference is None else reference.logprobs,
+                values=own.values,
+                # Only a critic needs returns.
+                returns=None if own.values is None else worth.returns,
+                top_ids=None if top is None else top.top_ids,
+                top_logprobs=None if top is None else top.top_logprobs,
+            )
+        )
     has_images = any(trajectory.images for trajectory in trajectories)
     sequences = TrainingSequence.of_trajectories(
         trajectories,
-        [_estimates(t, found.get(i), known[i]) for i, t in enumerate(trajectories)],
+        estimated,
         step=batch.step,
         processor=load_processor(config.model.path) if has_images else None,
         with_experts=config.algorithm.router_replay != "off",
@@ -239,28 +260,6 @@ def _advantages(
         if whole.returns is not None and one.returns is not None:
             whole.returns[places] = one.returns
     return found
-
-
-def _estimates(
-    trajectory: Trajectory, found: TokenAdvantages | None, known: ModelEstimates
-) -> TokenEstimates[NumpyArray]:
-    """Returns one trajectory's estimates; advantages are 0 if it is left out (`found` is None)."""
-    zeros = np.zeros(trajectory.num_sampled_tokens)
-    worth = found if found is not None else TokenAdvantages(zeros, zeros)
-    advantages, reference = worth.advantages, known.reference
-    if trajectory.branches:
-        parts = trajectory.sequences()
-        advantages = np.concatenate([p.branch.share * advantages[p.sampled] for p in parts])
-    top = reference if reference is not None and reference.top_k else None
-    return TokenEstimates(
-        advantages,
-        reference_logprobs=None if reference is None else reference.logprobs,
-        values=known.values,
-        # Only a critic needs returns.
-        returns=None if known.values is None else worth.returns,
-        top_ids=None if top is None else top.top_ids,
-        top_logprobs=None if top is None else top.top_logprobs,
-    )
 
 
 def _turns_of(trajectory: Trajectory) -> dict[str, list[Turn]]:

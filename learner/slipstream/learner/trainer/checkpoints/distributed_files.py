@@ -284,8 +284,11 @@ class HostWriter(FileSystemWriterAsync):  # type: ignore[misc]
                 form, results = filesystem.SerializationFormat.TORCH_SAVE, []
                 try:
                     for item, data in items:
-                        if isinstance(data, Tensor) and _is_view(data):
-                            # torch would write its whole storage.
+                        if (
+                            isinstance(data, Tensor)
+                            and data.untyped_storage().size() != data.numel() * data.itemsize
+                        ):
+                            # torch would write the whole storage of a view.
                             data = data.clone()
                         results.append(
                             filesystem._write_item(
@@ -323,10 +326,6 @@ class HostWriter(FileSystemWriterAsync):  # type: ignore[misc]
         if self._index is not None:
             super().finish(*self._index)
             save_config(CheckpointingConfig("torch_dist", 1), str(self.checkpoint_dir))
-
-
-def _is_view(data: Tensor) -> bool:
-    return data.untyped_storage().size() != data.numel() * data.itemsize
 
 
 def _is_on_device(data: Any) -> bool:  # noqa: ANN401 - a tensor, or bytes

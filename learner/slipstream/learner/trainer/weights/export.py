@@ -204,7 +204,14 @@ def save_adapters(
             rank, alpha = adapters.sizes[adapter]
             lora = config.lora.model_copy(update={"rank": rank, "alpha": alpha})
             own = config.model_copy(update={"lora": lora})
-            tensors = _of_client(tensors, rank)
+            kept: dict[str, Tensor] = {}
+            for name, first in tensors.items():
+                # It is drawn, so it is 0 only on a matrix that the client does not train.
+                if ".lora_A." in name and first.any():
+                    second = name.replace(".lora_A.", ".lora_B.")
+                    kept[name] = first[:rank].contiguous()
+                    kept[second] = tensors[second][:, :rank].contiguous()
+            tensors = kept
         found[adapter] = own, tensors
     disk = DiskWork(target.parent, policy.ranks)
 
@@ -222,20 +229,6 @@ def save_adapters(
         partial.rename(target)
 
     disk.on_main(write)
-
-
-def _of_client(tensors: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
-    """Returns the factors without what is 0: beyond the rank, and where nothing is trained.
-
-    The first factor is drawn, so it is 0 only on a matrix that the client does not train.
-    """
-    kept: dict[str, Tensor] = {}
-    for name, first in tensors.items():
-        if ".lora_A." in name and first.any():
-            second = name.replace(".lora_A.", ".lora_B.")
-            kept[name] = first[:rank].contiguous()
-            kept[second] = tensors[second][:, :rank].contiguous()
-    return kept
 
 
 def _targets(tensors: Collection[str], config: Config) -> dict[str, Any]:
