@@ -145,6 +145,8 @@ async def test_what_is_refused_fails_in_its_turn_with_one_line(tmp_path) -> None
         assert "nothing is no name of a publish" in (await client.result(refused))["error"]
         refusal = await client.ask("s", [1], topk_prompt_logprobs=2)
         assert (refusal.status_code, "prompt_logprobs has" in refusal.text) == (400, True)
+        beat = {"session_id": client.session}
+        assert (await client.post("session_heartbeat", beat))["type"] == "session_heartbeat"
         for path, status in (("training_runs", 404), ("optim_step", 400)):
             assert (await client.post(path, {})).status_code == status
         unlisted = await client.post("weights_info", {"tinker_path": saved["path"]})

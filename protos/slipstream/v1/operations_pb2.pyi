@@ -131,6 +131,12 @@ class KeepReceipt(_message.Message):
     is_unknown: bool
     def __init__(self, is_unknown: bool = ...) -> None: ...
 
+class BeatRequest(_message.Message):
+    __slots__ = ("session",)
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    session: str
+    def __init__(self, session: _Optional[str] = ...) -> None: ...
+
 class AwaitRequest(_message.Message):
     __slots__ = ("id", "limit_s")
     ID_FIELD_NUMBER: _ClassVar[int]

@@ -54,6 +54,11 @@ class OperationServiceStub(object):
                 request_serializer=slipstream_dot_v1_dot_operations__pb2.KeepRequest.SerializeToString,
                 response_deserializer=slipstream_dot_v1_dot_operations__pb2.KeepReceipt.FromString,
                 _registered_method=True)
+        self.Beat = channel.unary_unary(
+                '/slipstream.v1.OperationService/Beat',
+                request_serializer=slipstream_dot_v1_dot_operations__pb2.BeatRequest.SerializeToString,
+                response_deserializer=slipstream_dot_v1_dot_operations__pb2.OperationReceipt.FromString,
+                _registered_method=True)
 
 
 class OperationServiceServicer(object):
@@ -86,6 +91,13 @@ class OperationServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Beat(self, request, context):
+        """The client of a session is alive, so its models keep their places.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_OperationServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -108,6 +120,11 @@ def add_OperationServiceServicer_to_server(servicer, server):
                     servicer.Keep,
                     request_deserializer=slipstream_dot_v1_dot_operations__pb2.KeepRequest.FromString,
                     response_serializer=slipstream_dot_v1_dot_operations__pb2.KeepReceipt.SerializeToString,
+            ),
+            'Beat': grpc.unary_unary_rpc_method_handler(
+                    servicer.Beat,
+                    request_deserializer=slipstream_dot_v1_dot_operations__pb2.BeatRequest.FromString,
+                    response_serializer=slipstream_dot_v1_dot_operations__pb2.OperationReceipt.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -218,6 +235,33 @@ class OperationService(object):
             '/slipstream.v1.OperationService/Keep',
             slipstream_dot_v1_dot_operations__pb2.KeepRequest.SerializeToString,
             slipstream_dot_v1_dot_operations__pb2.KeepReceipt.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Beat(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slipstream.v1.OperationService/Beat',
+            slipstream_dot_v1_dot_operations__pb2.BeatRequest.SerializeToString,
+            slipstream_dot_v1_dot_operations__pb2.OperationReceipt.FromString,
             options,
             channel_credentials,
             insecure,

@@ -132,6 +132,10 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
             write_kept(self._checkpoints, self._models.kept())
         return pb.KeepReceipt()
 
+    async def Beat(self, request: pb.BeatRequest, context: CallContext) -> pb.OperationReceipt:  # noqa: N802
+        self._models.beat(request.session)
+        return pb.OperationReceipt()
+
     async def Sample(  # noqa: N802
         self, request_iterator: AsyncIterator[pb.Operation], context: CallContext
     ) -> AsyncIterator[pb.OperationResult]:
@@ -491,8 +495,6 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
                     self._fail(entry, cause)
                 elif not version:
                     self._end(entry, pb.OperationResult())
-
-    # Orders of the trainer.
 
     def order(self, trainer: trainer_pb2.NextRequest) -> trainer_pb2.Directive | None:
         """Returns the pass, or the save, whose turn it is; a trainer that asks has none."""

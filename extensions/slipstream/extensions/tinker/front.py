@@ -103,7 +103,6 @@ class Front:
             "client/dynamic_config": lambda _: {},
             "healthz": lambda _: {"status": "ok"},
             "telemetry": lambda _: {"status": "accepted"},
-            "session_heartbeat": lambda _: {"type": "session_heartbeat"},
             "create_session": self._create_session,
             "get_server_capabilities": lambda _: {"supported_models": [supported]},
             "get_info": self._info,
@@ -216,6 +215,10 @@ class Front:
                     return _error(429, cause)
                 names = [f"{operation.id}:{n}" for n in range(operation.sample.num_samples)]
                 return _json({"request_id": operation.id, "sample_sequence_ids": names})
+            case ["session_heartbeat"]:
+                beat = pb.BeatRequest(session=body["session_id"])
+                await self._stub.Beat(beat, metadata=self._metadata, timeout=CALL_S)
+                return _json({"type": "session_heartbeat"})
             case ["retrieve_future"]:
                 return await self._retrieve(str(body["request_id"]))
             case ["samplers", *session]:

@@ -20,7 +20,7 @@ from slipstream.v1 import operations_pb2 as pb
 from slipstream.v1 import trainer_pb2
 
 # A model of a client that is silent for so long gives up its place if another one needs it.
-IDLE_S = 3600.0
+IDLE_S = 600.0
 # Publishes of a model whose steps are known; servers have the newest one or two.
 KEPT_PUBLISHES = 64
 # The version of names that stand for whatever is served.
@@ -159,7 +159,7 @@ class Models:
             return ""
         return (
             f"all {len(self._places)} places for models (lora.adapters) are taken: one is free "
-            "when the session of its model has finished, or was silent for an hour"
+            "when the session of its model has finished, or was silent for ten minutes"
         )
 
     def take(self, stream: str, adapter: trainer_pb2.Adapter) -> Model:
@@ -172,6 +172,12 @@ class Models:
                 self.drop(model)
         model = self._by_stream[stream] = Model(stream, own)
         return model
+
+    def beat(self, session: str) -> None:
+        """Notes that the client of a session is alive."""
+        for model in self._by_stream.values():
+            if model.session == session:
+                model.touch()
 
     def drop(self, model: Model) -> None:
         """Takes the place of a model away."""

@@ -37,9 +37,9 @@ def test_a_silent_model_gives_its_place_up(monkeypatch: pytest.MonkeyPatch) -> N
     silent, used = (all_models.take(stream, NEW) for stream in ("s:train:0", "t:train:0"))
     later_s = silent.used_s + models.IDLE_S + 1
     monkeypatch.setattr(models.time, "monotonic", lambda: later_s)
-    used.touch()
+    all_models.beat("t")
     assert all_models.take("u:train:0", NEW).adapter.name == "a"
-    assert not all_models.is_there(silent)
+    assert (all_models.is_there(silent), all_models.is_there(used)) == (False, True)
 
 
 def test_models_have_turns_one_after_another() -> None:
