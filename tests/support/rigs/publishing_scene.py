@@ -108,12 +108,7 @@ class Scene:
         order = await self.started()
         assert not order.begun
         self.trainer.communicator_id = order.communicator.communicator_id
-        finishing = self.finish(order.publish_id)
-        self.say(order.publish_id, LOADED, bucket_digests=DIGESTS)
-        assert not (await finishing).discard_communicator
-        logprobs = pack_logprobs(np.zeros(1, np.float32))
-        self.say(order.publish_id, SERVING, probe_logprobs=logprobs)
-        await self.until_serving()
+        assert not (await self.served(order)).discard_communicator
         self.sent()
         self.make_version(1)
 
@@ -140,6 +135,16 @@ class Scene:
         order = await self.ordered(*sessions)
         assert self.publisher.start(self.start_of(order))
         return order
+
+    async def served(self, order: weights_pb2.PublishOrder) -> trainer_pb2.PublishReceipt:
+        """The trainer's receipt once it has sent; the first server has loaded, and then serves."""
+        finishing = self.finish(order.publish_id)
+        self.say(order.publish_id, LOADED, bucket_digests=DIGESTS)
+        receipt = await finishing
+        logprobs = pack_logprobs(np.zeros(1, np.float32))
+        self.say(order.publish_id, SERVING, probe_logprobs=logprobs)
+        await self.until_serving()
+        return receipt
 
     async def loads(self, order: weights_pb2.PublishOrder) -> None:
         """The first server loads what it was sent, and serves it."""

@@ -1,7 +1,4 @@
 import asyncio
-import os
-import subprocess
-import sys
 import types
 from collections.abc import Iterator
 
@@ -16,21 +13,6 @@ from slipstream.learner.controller.events import (
 )
 from support.rigs.waiting import LIMIT_S
 
-# Fills the window twice, and prints by how many bytes the process grew meanwhile.
-GROWTH = """
-import logging
-from pathlib import Path
-from slipstream.learner.controller.events import MAX_EVENTS, EventLog
-logging.disable()
-resident = lambda: int(Path("/proc/self/statm").read_text().split()[1]) * {page}
-events = EventLog()
-events.add("the first")
-before = resident()
-for number in range(2 * MAX_EVENTS):
-    events.add(f"rollout server host-{{number}} is gone: its stream ended")
-print(resident() - before)
-"""
-
 
 async def test_old_events_are_kept_without_the_metrics_that_metrics_jsonl_has() -> None:
     events = EventLog()
@@ -44,13 +26,6 @@ async def test_old_events_are_kept_without_the_metrics_that_metrics_jsonl_has() 
     assert [event.text for event in versions][:2] == ["version 1", "version 2"]
     with_metrics = [event.step for event in versions if event.metrics]
     assert with_metrics == list(range(6, MAX_METRICS + 6))
-
-
-@pytest.mark.process
-def test_a_full_window_of_ordinary_events_takes_less_than_four_megabytes() -> None:
-    program = GROWTH.format(page=os.sysconf("SC_PAGE_SIZE"))
-    output = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
-    assert int(output.stdout) < 4_000_000
 
 
 async def test_long_events_push_out_older_ones_before_ten_thousand_are_kept() -> None:

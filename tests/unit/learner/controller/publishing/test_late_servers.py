@@ -129,15 +129,9 @@ async def sent_to_both(scene, other):
         scene.say((await next_order(session)).prepare.publish_id, READY, session)
     order = await preparing
     assert order is not None
-    publish_id = order.publish_id
     scene.trainer.communicator_id = order.communicator.communicator_id
     assert scene.publisher.start(scene.start_of(order))
-    finishing = scene.finish(publish_id)
-    scene.say(publish_id, LOADED, scene.session, bucket_digests=DIGESTS)
-    receipt = await finishing
-    scene.say(publish_id, SERVING, scene.session)
-    await scene.until_serving()
-    return publish_id, receipt
+    return order.publish_id, await scene.served(order)
 
 
 async def test_a_server_that_loads_for_long_holds_up_nobody_and_serves_when_it_has() -> None:
@@ -184,11 +178,7 @@ async def test_a_late_server_that_has_not_what_was_sent_is_stale_and_breaks_no_n
         assert order.new_communicator
         scene.trainer.communicator_id = order.communicator.communicator_id
         assert scene.publisher.start(scene.start_of(order))
-        finishing = scene.finish(order.publish_id)
-        scene.say(order.publish_id, LOADED, scene.session, bucket_digests=DIGESTS)
-        await finishing
-        scene.say(order.publish_id, SERVING, scene.session)
-        await scene.until_serving()
+        await scene.served(order)
         assert late.state == fleet_pb2.SERVER_STATE_LOADING
         if digests:
             scene.say(publish_id, LOADED, late, bucket_digests=digests)
@@ -239,11 +229,7 @@ async def test_a_server_that_fails_every_publish_costs_the_others_two() -> None:
         order = await scene.ordered()
         assert [receiver.server_id for receiver in order.receivers] == ["a"]
         assert scene.publisher.start(scene.start_of(order))
-        finishing = scene.finish(order.publish_id)
-        scene.say(order.publish_id, LOADED, bucket_digests=DIGESTS)
-        await finishing
-        scene.say(order.publish_id, SERVING, probe_logprobs=pack_logprobs(np.zeros(1, np.float32)))
-        await scene.until_serving()
+        await scene.served(order)
         # Server b now publishes alone, also when a new version is due for both.
         assert await failing(broken) == ["b"]
         scene.make_version(2)

@@ -1,5 +1,4 @@
 from slipstream.core.types import TrajectoryId
-from slipstream.learner.controller.leasing.lease_pass import WORDS, LeaseWait
 from slipstream.learner.controller.records.ledger import AccountedReceiver
 from slipstream.protocol.queue.base import Delivery
 
@@ -54,7 +53,3 @@ async def test_a_settled_trajectory_that_comes_again_is_acknowledged_again() -> 
     assert (await receiver.get()).trajectory_id == other
     assert queue.acknowledged == [first, odd, first, odd]
     assert receiver.waiting_bytes == 5
-
-
-def test_every_reason_has_words_and_only_nothing_has_none() -> None:
-    assert {wait for wait in LeaseWait if not WORDS[wait]} == {LeaseWait.NOTHING}
