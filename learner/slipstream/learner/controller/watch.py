@@ -94,10 +94,8 @@ class RunWatch:
             )
         ):
             return f"no environment could be loaded: {causes}"
-        pending = self._progress.pending_publish
-        if pending is not None and now > pending.until_s:
-            within = f"within {pending.limit_s:.0f} s"
-            return f"the trainer did not end publish {pending.publish_id} {within}"
+        if overdue := self._progress.overdue_publish():
+            return overdue
         if not self._fleet.sessions:
             empty = now - self._fleet.empty_since_s
             limit_s = settings.stall_timeout_s

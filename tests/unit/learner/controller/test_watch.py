@@ -74,11 +74,11 @@ async def test_nothing_is_owed_by_a_trainer_that_has_ended_its_publish() -> None
     run = run_of()
     async with asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as tasks:
         watched = await Watched.start(run, tasks)
-        assert run.progress.pending_publish is None
+        assert not run.progress.pending_publish
         order = await watched.scene.ordered()
-        assert run.progress.pending_publish is not None
+        assert run.progress.pending_publish
         watched.scene.publisher.trainer_lost()
-        assert run.progress.pending_publish is None
+        assert not run.progress.pending_publish
         assert order.begun
         watched.watching.cancel()
 

@@ -27,7 +27,7 @@ from slipstream.core.settings.config import Config
 from slipstream.core.settings.measurement_sections import tracker_named
 from slipstream.learner.controller.records.journal import whole_bytes
 
-# Takes a warning about a file, in one line.
+# Takes a warning about a file or a tracker, in one line.
 Tell: TypeAlias = Callable[[str], None]
 
 # Columns that the row of every step has.
@@ -189,8 +189,6 @@ def read_rows(path: Path, tell: Tell = lambda _: None) -> Iterator[dict[str, flo
         tell(f"{path}: line {damaged[0]} is damaged; {len(damaged)} such lines are passed over")
 
 
-# Takes a warning about a tracker; called on any thread.
-Complain: TypeAlias = Callable[[str], None]
 MAX_WAITING = 10_000
 CLOSE_LIMIT_S = 60.0
 log = logging.getLogger(__name__)
@@ -226,7 +224,7 @@ class Trackers:
     def __init__(
         self,
         opened: Mapping[str, OpenTracker],
-        complain: Complain,
+        complain: Tell,
         *,
         close_limit_s: float = CLOSE_LIMIT_S,
         max_waiting: int = MAX_WAITING,
@@ -271,7 +269,7 @@ class Trackers:
 
 
 class _Writer(threading.Thread):
-    def __init__(self, name: str, open_: OpenTracker, complain: Complain, max_waiting: int) -> None:
+    def __init__(self, name: str, open_: OpenTracker, complain: Tell, max_waiting: int) -> None:
         # A service that never answers must not keep the controller alive.
         super().__init__(name=name, daemon=True)
         self._open = open_
@@ -314,7 +312,7 @@ MAX_ID = 200
 class RunIds:
     """The ids of this run at tracking services, kept in a file for a resumed run."""
 
-    def __init__(self, folder: Path, complain: Complain) -> None:
+    def __init__(self, folder: Path, complain: Tell) -> None:
         """Reads the file; if it is damaged, warns and starts without ids.
 
         The services then begin new runs.
@@ -345,7 +343,7 @@ class RunIds:
             write_result(self._path, f"{text}\n".encode(), self._complain)
 
 
-def open_trackers(config: Config, folder: Path, complain: Complain) -> Trackers:
+def open_trackers(config: Config, folder: Path, complain: Tell) -> Trackers:
     """Opens the trackers of `config`; `complain` gets their failures, on any thread.
 
     A tracker is a class that takes the settings, the run's folder and the ids of the run.
