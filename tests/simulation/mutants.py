@@ -60,9 +60,7 @@ MUTANTS: dict[str, tuple[Change, ...]] = {
     ),
     "a later log does not make the earlier ones durable": (
         Change(
-            f"{CONTROLLER}.records.journal:Journal.__init__",
-            "os.fsync(earlier.fileno())",
-            "pass",
+            f"{CONTROLLER}.records.journal:Journal.__init__", "os.fsync(earlier.fileno())", "pass"
         ),
     ),
     "the name of a batch's file is not durable": (
@@ -180,9 +178,7 @@ MUTANTS: dict[str, tuple[Change, ...]] = {
     ),
     "the ledger forgets earlier starts": (
         Change(
-            f"{CONTROLLER}.records.ledger:TokenLedger.restore",
-            "self._ends += history.ends",
-            "pass",
+            f"{CONTROLLER}.records.ledger:TokenLedger.restore", "self._ends += history.ends", "pass"
         ),
     ),
     "a lost server keeps its leases": (

@@ -19,11 +19,7 @@ from slipstream.core.settings.config import Config
 from slipstream.core.types import PolicyVersion, Trajectory
 from slipstream.extensions.stored_weights.trainer import VersionWriter
 from slipstream.learner.trainer.batches.batch import Batch
-from slipstream.learner.trainer.controller_client import (
-    TERMINATED,
-    ControllerClient,
-    read_order,
-)
+from slipstream.learner.trainer.controller_client import TERMINATED, ControllerClient, read_order
 from slipstream.learner.trainer.ranks.activity import Activity, signs_of_life
 from slipstream.protocol.codec import pack_logprobs, pack_tokens, version_from_pb, version_to_pb
 from slipstream.protocol.weights.buckets import TensorSpec, layout_to_pb

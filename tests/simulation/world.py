@@ -149,11 +149,7 @@ def config_of(shape: Shape, folder: Path) -> Config:
             "learning_rate": 1e-3,
             "filter": "unequal_rewards" if shape.filters else "none",
         },
-        "sampling": {
-            "max_reply_tokens": 4,
-            "max_episode_tokens": 64,
-            "max_turns": shape.max_turns,
-        },
+        "sampling": {"max_reply_tokens": 4, "max_episode_tokens": 64, "max_turns": shape.max_turns},
         "controller": {
             "address": ADDRESS,
             "heartbeat_timeout_s": 4.0,

@@ -64,10 +64,7 @@ def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
 
 
 def evaluation_statistics(
-    episodes: Sequence[EvaluatedEpisode],
-    *,
-    num_failed: int,
-    samples: int,
+    episodes: Sequence[EvaluatedEpisode], *, num_failed: int, samples: int
 ) -> dict[str, float]:
     """Returns the statistics of one evaluation in one round, by the names in docs/metrics.md.
 

@@ -251,10 +251,7 @@ async def metrics_endpoint(
     check_metrics_address(address, credentials)
     labels = {"run": config.run.name} | ({"server": server} if server else {})
     endpoint = MetricsEndpoint(
-        collectors,
-        labels,
-        token=credentials.metrics_token,
-        security=config.security,
+        collectors, labels, token=credentials.metrics_token, security=config.security
     )
     listening = listen_for(role, address)
     async with endpoint.serving(listening):

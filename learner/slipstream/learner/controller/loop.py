@@ -430,9 +430,7 @@ def version_of(
     return PolicyVersion(newest + 1, step)
 
 
-def _batch_of(
-    message: FormedBatch | pb.StepReport | pb.DataFault,
-) -> tuple[str, int]:
+def _batch_of(message: FormedBatch | pb.StepReport | pb.DataFault) -> tuple[str, int]:
     return message.batch_id, message.step
 
 

@@ -102,11 +102,7 @@ def warn_of_checkpoints(folder: Path, recorded: int, events: EventLog) -> None:
 
 
 def restore(
-    books: Books,
-    former: BatchFormer,
-    parts: Iterable[Part | Intake],
-    history: RunHistory,
-    run: Run,
+    books: Books, former: BatchFormer, parts: Iterable[Part | Intake], history: RunHistory, run: Run
 ) -> None:
     """Restores each part, before any server connects, unless this is the first start of the run."""
     if history.starts == 1:

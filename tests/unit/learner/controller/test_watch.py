@@ -15,11 +15,7 @@ from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.restoration import warn_of_checkpoints
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.session import ServerKey
-from slipstream.learner.controller.watch import (
-    CANCEL_LIMIT_S,
-    LeaseWatch,
-    RunWatch,
-)
+from slipstream.learner.controller.watch import CANCEL_LIMIT_S, LeaseWatch, RunWatch
 from slipstream.v1 import status_pb2
 from support.fakes.fake_trajectories import plain_group
 from support.fakes.small_checkpoints import save_checkpoint

@@ -175,9 +175,7 @@ class EnvironmentServicer(Part, environment_pb2_grpc.EnvironmentServiceServicer)
         return pb.ListEnvironmentsResponse(environments=[entry.describe() for entry in entries])
 
     async def ServeEpisodes(  # noqa: N802
-        self,
-        request_iterator: AsyncIterator[pb.WorkerMessage],
-        context: CallContext,
+        self, request_iterator: AsyncIterator[pb.WorkerMessage], context: CallContext
     ) -> AsyncIterator[pb.WorkerCommand]:
         async with aclosing(self.relay.serve_episodes(request_iterator, context)) as commands:
             async for command in commands:

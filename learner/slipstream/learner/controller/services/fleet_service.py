@@ -71,9 +71,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         self._run, self._progress = run, run.progress
 
     async def Join(  # noqa: N802
-        self,
-        request_iterator: AsyncIterator[fleet_pb2.ServerMessage],
-        context: CallContext,
+        self, request_iterator: AsyncIterator[fleet_pb2.ServerMessage], context: CallContext
     ) -> AsyncIterator[fleet_pb2.ControllerMessage | bytes]:
         """Serves one server to the end of its stream; yields orders, a `JoinedOrder` encoded."""
         session = await self._greet(request_iterator, context)
@@ -105,9 +103,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
                 yield answer
 
     async def _greet(
-        self,
-        requests: AsyncIterator[fleet_pb2.ServerMessage],
-        context: CallContext,
+        self, requests: AsyncIterator[fleet_pb2.ServerMessage], context: CallContext
     ) -> ServerSession:
         config, clock = self._run.config, self._fleet.clock
         limit_s = config.controller.heartbeat_timeout_s

@@ -9,13 +9,7 @@ from collections.abc import Sequence
 
 from pydantic import JsonValue
 from slipstream.core.settings.algorithm_section import GROUP_ADVANTAGES
-from slipstream.core.types import (
-    DROPPED_METRICS,
-    IGNORED,
-    Purpose,
-    Status,
-    Trajectory,
-)
+from slipstream.core.types import DROPPED_METRICS, IGNORED, Purpose, Status, Trajectory
 from slipstream.learner.controller.leasing.scheduler import Books
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.tasks import EnvironmentEntry

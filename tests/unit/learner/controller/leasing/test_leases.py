@@ -2,13 +2,7 @@ import math
 
 import pytest
 from slipstream.core.errors import ProtocolError
-from slipstream.core.types import (
-    Failure,
-    FailureKind,
-    ServerId,
-    Status,
-    TrajectoryName,
-)
+from slipstream.core.types import Failure, FailureKind, ServerId, Status, TrajectoryName
 from slipstream.learner.controller.leasing.groups import Fate, fewest_members
 from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.servers.session import ServerKey

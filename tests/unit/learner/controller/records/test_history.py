@@ -12,11 +12,7 @@ from slipstream.core.types import GroupId, PolicyVersion, ServerId, TrajectoryId
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.loop import version_of
 from slipstream.learner.controller.records import kinds
-from slipstream.learner.controller.records.history import (
-    RunHistory,
-    SeenIds,
-    read_history,
-)
+from slipstream.learner.controller.records.history import RunHistory, SeenIds, read_history
 from slipstream.learner.controller.records.journal import Journal, read_records
 from slipstream.learner.controller.records.kinds import TrajectoryEnd, fields_of, parsed
 from slipstream.learner.controller.records.state import (

@@ -16,11 +16,7 @@ from slipstream.core.settings.measurement_sections import (
     tracker_named,
 )
 from slipstream.extensions.trackers.controller import COLUMNS, tag_of
-from slipstream.learner.controller.reporting.trackers import (
-    RunIds,
-    Trackers,
-    open_trackers,
-)
+from slipstream.learner.controller.reporting.trackers import RunIds, Trackers, open_trackers
 from support.rigs.completed import python
 from support.rigs.controller_runs import make_config
 
@@ -158,10 +154,7 @@ def test_trackers_are_told_all_settings_but_secrets(tmp_path: Path):
 @pytest.mark.parametrize(
     ("tracker", "message"),
     [
-        (
-            "tensorboard",
-            "which needs the package tensorboard: pip install 'tensorboard>=2.20,<3'",
-        ),
+        ("tensorboard", "which needs the package tensorboard: pip install 'tensorboard>=2.20,<3'"),
         ("wandb", "which needs the package wandb: pip install 'wandb>=0.20,<1'"),
         (
             "mlflow",

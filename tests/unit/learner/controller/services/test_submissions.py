@@ -35,10 +35,7 @@ def submissions(**sections: Any) -> tuple[EnvironmentServicer, EnvironmentBook, 
 
 @pytest.mark.parametrize(
     "sections",
-    [
-        {"controller": {"address": "10.0.0.5:7070"}},
-        {"security": {"submitted_modules": ["ours"]}},
-    ],
+    [{"controller": {"address": "10.0.0.5:7070"}}, {"security": {"submitted_modules": ["ours"]}}],
     ids=["off loopback", "a list"],
 )
 @pytest.mark.parametrize("field", ["python", "search_path"])

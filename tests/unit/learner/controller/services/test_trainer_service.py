@@ -68,13 +68,7 @@ class Call:
 
 
 def orders_of(run: Run) -> TrainerOrders:
-    return TrainerOrders(
-        run,
-        book_of(),
-        OneBatch(),
-        None,
-        parts=(Unfinished(),),
-    )
+    return TrainerOrders(run, book_of(), OneBatch(), None, parts=(Unfinished(),))
 
 
 def servicer_of(run: Run) -> TrainerServicer:
