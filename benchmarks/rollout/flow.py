@@ -34,28 +34,28 @@ import json
 import sys
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common.measure import (
     ROOT,
     Spread,
-    note,
     part,
     program,
     progress,
-    settings_of,
     table,
-    write_result,
 )
-from benchmarks.rollout.engines import START_LIMIT_S, Sizes, Turn
-from benchmarks.rollout.episodes import Episodes
+from benchmarks.rollout.engines import Turn
 from benchmarks.rollout.flow_engine import KINDS, MODES
-from benchmarks.rollout.setup import add_size_arguments, config_text, fill_sizes, make_model
-from benchmarks.rollout.throughput import EngineProcess
+from benchmarks.rollout.setup import (
+    Found,
+    Server,
+    add_size_arguments,
+    config_text,
+    fill_sizes,
+    make_model,
+)
 
 NAME = "flow"
 TARGET = 0.95
@@ -86,34 +86,11 @@ FP8_TARGET = 1.40
 DTYPE_TARGET = 0.97
 
 
-@dataclass
-class Server:
-    """An engine's process, and the controller's side of it."""
-
-    process: EngineProcess
-    episodes: Episodes
-    fleet: Any
-
-    async def ask(self, what: str) -> dict[str, Any]:
-        """A command without a turn."""
-        return await self.process.run(what, Turn(0, 0, 0, 0, 0))
-
-
-@dataclass
-class Benchmark:
-    """What runs and what was found."""
-
-    arguments: argparse.Namespace
-    servers: dict[str, Server] = field(default_factory=dict)
-    check: dict[str, Any] = field(default_factory=dict)
-    turns: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: defaultdict(list))
-    failures: dict[str, str] = field(default_factory=dict)
-    seed: int = 0
+class Benchmark(Found):
+    """Engines that differ in arguments of vLLM's, in numbers or in quantisation."""
 
     async def start(self, stack: contextlib.AsyncExitStack, name: str, folder: Path) -> None:
         """Starts one engine; its server joins a fleet of its own."""
-        from support.fakes.fake_fleet import FakeFleet
-
         values, quantization = self.engine_values(name)
         dtype = name if self.arguments.dtypes else self.arguments.dtype
         if self.arguments.kv_gib:
@@ -124,14 +101,7 @@ class Benchmark:
         arguments = argparse.Namespace(**{**vars(self.arguments), **own})
         make_model(folder / "model", arguments.shape, dtype)
         (folder / "config.toml").write_text(config_text(arguments, folder))
-        fleet = await stack.enter_async_context(FakeFleet(heartbeat_s=0.5, heartbeat_timeout_s=20))
-        sizes = Sizes(arguments.prompt_tokens, arguments.reply_tokens)
-        starting = EngineProcess.start(program("rollout.flow_engine"), folder, fleet.address, sizes)
-        process = await stack.enter_async_context(starting)
-        episodes = Episodes(fleet, process.meanwhile, arguments)
-        async with asyncio.timeout(START_LIMIT_S):
-            await episodes.join()
-        self.servers[name] = Server(process, episodes, fleet)
+        await self.serve(stack, name, program("rollout.flow_engine"), folder)
 
     def engine_values(self, name: str) -> tuple[dict[str, object], str]:
         """Returns vLLM's arguments of an engine, and its `rollout_server.quantization`."""
@@ -155,14 +125,12 @@ class Benchmark:
             speed = found["tokens"] / found["window_s"]
             progress(f"{speed:,.0f} tokens/s {json.dumps(found)}")
             if not warm_up:
-                self.turns[row].append(found)
-                note(NAME, {"row": row, **found})
-                self.write()
+                self.keep(row, found)
 
     async def _wave(self, server: Server, *, short: bool) -> dict[str, Any]:
         slots, length = self.arguments.concurrent, 32 if short else self.arguments.reply_tokens
         await server.ask("mark")
-        turn = Turn(self._seeds(slots), slots, slots, length, length)
+        turn = Turn(self.seeds(slots), slots, slots, length, length)
         result = await server.episodes.run(turn, TURN_LIMIT_S)
         found = await server.ask("report")
         return found | {"tokens": result["tokens"], "window_s": result["seconds"]}
@@ -170,7 +138,7 @@ class Benchmark:
     async def _flow(self, server: Server, *, short: bool) -> dict[str, Any]:
         slots, length = self.arguments.concurrent, 32 if short else self.arguments.reply_tokens
         turn = Turn(
-            self._seeds(2 * slots), 2 * slots, slots, length // 2, length + length // 2, True
+            self.seeds(2 * slots), 2 * slots, slots, length // 2, length + length // 2, True
         )
         # The turn would clear it later than it is looked at.
         server.fleet.trajectories.clear()
@@ -183,19 +151,8 @@ class Benchmark:
             found = await server.ask("report")
         return found | {"whole": whole.result()}
 
-    def _seeds(self, number: int) -> int:
-        self.seed += number
-        return self.seed - number
-
-    def write(self) -> None:
-        record = {
-            "settings": settings_of(self.arguments),
-            "check": self.check,
-            "turns": self.turns,
-            "table": table_of(self.turns),
-            "failures": self.failures,
-        }
-        write_result(self.arguments.name, record, self.arguments.out)
+    def table(self) -> list[str]:
+        return table_of(self.turns)
 
 
 async def _arrived(server: Server, number: int, turn: asyncio.Task[Any]) -> None:
@@ -225,18 +182,12 @@ async def benchmark(arguments: argparse.Namespace, folder: Path) -> None:
         if arguments.quantization != "off" or arguments.dtypes:
             checked = arguments.engines[-1]
             turns = tuple((name, CHOSEN, False) for name in arguments.engines)
-        if checked in found.servers:
-            with part("check our log-probabilities and a pause", found.failures):
-                found.check = await found.servers[checked].ask("check")
-                progress(json.dumps(found.check))
+        await found.prove(checked)
         for _ in range(arguments.repeats):
             for name, lever, wave in turns:
                 if time.monotonic() - began_s < arguments.limit_s:
                     await found.take(name, lever, wave=wave)
-    found.write()
-    print("\n".join(table_of(found.turns)))
-    for name in found.failures:
-        print(f"FAILED: {name}")
+    found.show()
 
 
 def table_of(turns: dict[str, list[dict[str, Any]]]) -> list[str]:

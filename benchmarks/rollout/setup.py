@@ -1,45 +1,36 @@
-"""The model and the settings of benchmarks/rollout/throughput.py."""
+"""What throughput.py and flow.py share: settings, processes with engines, what is found."""
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import contextlib
+import dataclasses
 import json
-import sys
+from collections import defaultdict
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from benchmarks.common.measure import ROOT, toml_of
-from benchmarks.rollout.engines import START_LIMIT_S
+import psutil
 
-SHAPES = {
-    "qwen3-0.6b": {
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 151_936,
-    },
-    "qwen3-8b": {
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 151_936,
-        "tie_word_embeddings": False,
-    },
-    "tiny": {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 32,
-        "vocab_size": 2048,
-    },
-}
+from benchmarks.common import shapes
+from benchmarks.common.measure import (
+    ROOT,
+    note,
+    part,
+    progress,
+    settings_of,
+    toml_of,
+    write_result,
+)
+from benchmarks.rollout.engines import REPLY, START_LIMIT_S, Sizes, Turn
+from benchmarks.rollout.episodes import Episodes
+
+RUN_LIMIT_S = 240.0
+# Name here, and the shape of `benchmarks.common.shapes`.
+SHAPES = {"qwen3-0.6b": "0.6B", "qwen3-8b": "8B", "tiny": "tiny"}
 
 
 def add_size_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,26 +62,12 @@ def fill_sizes(arguments: argparse.Namespace) -> None:
 
 def make_model(folder: Path, shape: str, dtype: str) -> None:
     """A Hugging Face folder without weights."""
-    sys.path.insert(0, str(ROOT / "deploy"))
     from slipstream.learner.trainer.tiny_model import make_tokenizer
 
     folder.mkdir(parents=True)
     make_tokenizer(folder)
-    sizes = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "tie_word_embeddings": True,
-        "max_position_embeddings": 4096,
-        "dtype": dtype,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e6,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        **SHAPES[shape],
-    }
-    (folder / "config.json").write_text(json.dumps(sizes))
+    config = shapes.SHAPES[SHAPES[shape]].config(dtype, 4096)
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def config_text(arguments: argparse.Namespace, folder: Path) -> str:
@@ -134,3 +111,154 @@ engine = {{ {given} }}
 [controller]
 heartbeat_timeout_s = 20
 """
+
+
+@dataclass
+class EngineProcess:
+    """A child with an engine."""
+
+    child: asyncio.subprocess.Process
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def start(
+        cls, command: Sequence[str], folder: Path, address: str, sizes: Sizes
+    ) -> AsyncIterator[EngineProcess]:
+        """Ready, or RuntimeError."""
+        child = await asyncio.create_subprocess_exec(
+            *(*command, str(folder), address),
+            json.dumps(dataclasses.asdict(sizes)),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            cwd=ROOT,
+        )
+        engine = cls(child)
+        try:
+            await engine._answer(START_LIMIT_S)
+            yield engine
+        finally:
+            if child.stdin is not None:
+                child.stdin.close()
+            try:
+                await asyncio.wait_for(child.wait(), 60)
+            except TimeoutError:
+                child.kill()
+
+    async def run(self, what: str, turn: Turn) -> dict[str, Any]:
+        """What one run found: its tokens and seconds."""
+        assert self.child.stdin is not None
+        self.child.stdin.write(f"{what} {json.dumps(dataclasses.asdict(turn))}\n".encode())
+        return await self._answer(RUN_LIMIT_S)
+
+    def cpu_s(self) -> dict[str, float]:
+        """CPU seconds of its own process, and of vLLM's below it."""
+        process = psutil.Process(self.child.pid)
+        below = process.children(recursive=True)
+        engine = [each for each in below if "slipstream.client" not in " ".join(each.cmdline())]
+        return {"server": _cpu_s([process]), "engine": _cpu_s(engine)}
+
+    async def meanwhile(self, work: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
+        """What `work` finds; RuntimeError when the child ends before."""
+        working = asyncio.ensure_future(work)
+        ending = asyncio.ensure_future(self.child.wait())
+        await asyncio.wait((working, ending), return_when=asyncio.FIRST_COMPLETED)
+        ending.cancel()
+        if not working.done():
+            working.cancel()
+            raise RuntimeError("the engine's process ended; its own message stands above")
+        return await working
+
+    async def _answer(self, limit_s: float) -> dict[str, Any]:
+        assert self.child.stdout is not None
+        async with asyncio.timeout(limit_s):
+            while line := (await self.child.stdout.readline()).decode():
+                if line.startswith(REPLY):
+                    record: dict[str, Any] = json.loads(line.removeprefix(REPLY))
+                    if "error" in record:
+                        raise RuntimeError(record["error"])
+                    return record
+        raise RuntimeError("the engine's process ended")
+
+
+def _cpu_s(processes: Sequence[psutil.Process]) -> float:
+    times = [process.cpu_times() for process in processes]
+    return sum(each.user + each.system for each in times)
+
+
+@dataclass
+class Server:
+    """An engine's process, and the controller's side of it, a fleet of its own."""
+
+    process: EngineProcess
+    episodes: Episodes
+    fleet: Any
+
+    async def ask(self, what: str) -> dict[str, Any]:
+        """A command without a turn."""
+        return await self.process.run(what, Turn(0, 0, 0, 0, 0))
+
+
+@dataclass
+class Found:
+    """What runs and what was found."""
+
+    arguments: argparse.Namespace
+    servers: dict[str, Server] = field(default_factory=dict)
+    check: dict[str, Any] = field(default_factory=dict)
+    turns: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: defaultdict(list))
+    failures: dict[str, str] = field(default_factory=dict)
+    seed: int = 0
+
+    async def serve(
+        self, stack: contextlib.AsyncExitStack, name: str, command: Sequence[str], folder: Path
+    ) -> None:
+        """Starts one engine with `folder`'s config.toml; all but the bare one join."""
+        from support.fakes.fake_fleet import FakeFleet
+
+        arguments = self.arguments
+        sizes = Sizes(arguments.prompt_tokens, arguments.reply_tokens)
+        fleet = await stack.enter_async_context(FakeFleet(heartbeat_s=0.5, heartbeat_timeout_s=20))
+        starting = EngineProcess.start(command, folder, fleet.address, sizes)
+        process = await stack.enter_async_context(starting)
+        episodes = Episodes(fleet, process.meanwhile, arguments)
+        if name != "bare":
+            async with asyncio.timeout(START_LIMIT_S):
+                await episodes.join()
+        self.servers[name] = Server(process, episodes, fleet)
+
+    async def prove(self, name: str) -> None:
+        """An engine's log-probabilities are vLLM's, and a change of version pauses it shortly."""
+        if name in self.servers:
+            with part("check our log-probabilities and a pause", self.failures):
+                self.check = await self.servers[name].ask("check")
+                progress(json.dumps(self.check))
+                note(self.arguments.name, {"row": "check", **self.check})
+
+    def keep(self, row: str, found: dict[str, Any]) -> None:
+        self.turns[row].append(found)
+        note(self.arguments.name, {"row": row, **found})
+        self.write()
+
+    def seeds(self, number: int) -> int:
+        """The first of `number` seeds that no other turn has."""
+        self.seed += number
+        return self.seed - number
+
+    def table(self) -> list[str]:
+        raise NotImplementedError
+
+    def write(self) -> None:
+        record = {
+            "settings": settings_of(self.arguments),
+            "check": self.check,
+            "turns": self.turns,
+            "table": self.table(),
+            "failures": self.failures,
+        }
+        write_result(self.arguments.name, record, self.arguments.out)
+
+    def show(self) -> None:
+        self.write()
+        print("\n".join(self.table()))
+        for name in self.failures:
+            print(f"FAILED: {name}")

@@ -28,37 +28,37 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
-import json
 import sys
 import tempfile
-from collections import defaultdict
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 from slipstream.core.configuration.config_file import load_config
 
 from benchmarks.common.measure import (
     ROOT,
     Spread,
-    note,
     part,
     program,
     progress,
     table,
-    write_result,
 )
-from benchmarks.rollout.engines import REPLY, START_LIMIT_S, Sizes, Turn
+from benchmarks.rollout.engines import Sizes, Turn
 from benchmarks.rollout.entry_point import MODES, EntryPoint
-from benchmarks.rollout.episodes import Episodes
-from benchmarks.rollout.setup import add_size_arguments, config_text, fill_sizes, make_model
+from benchmarks.rollout.setup import (
+    RUN_LIMIT_S,
+    Found,
+    add_size_arguments,
+    config_text,
+    fill_sizes,
+    make_model,
+)
 
 NAME = "rollout"
 # Ratios to the peer that are asked for; the second with `--quantization`, in a flow.
 TARGET, FP8_TARGET = 0.90, 1.40
-RUN_LIMIT_S = 240.0
 
 
 @dataclass(frozen=True)
@@ -98,123 +98,27 @@ DEFAULT_ENGINES = ("ours", "bare")
 
 
 @dataclass
-class EngineProcess:
-    """A child with an engine."""
+class Benchmark(Found):
+    """Our engine, the bare one and vLLM's own benchmark."""
 
-    child: asyncio.subprocess.Process
-
-    @classmethod
-    @contextlib.asynccontextmanager
-    async def start(
-        cls, command: Sequence[str], folder: Path, address: str, sizes: Sizes
-    ) -> AsyncIterator[EngineProcess]:
-        """Ready, or RuntimeError."""
-        child = await asyncio.create_subprocess_exec(
-            *(*command, str(folder), address),
-            json.dumps(dataclasses.asdict(sizes)),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            cwd=ROOT,
-        )
-        engine = cls(child)
-        try:
-            await engine._answer(START_LIMIT_S)
-            yield engine
-        finally:
-            if child.stdin is not None:
-                child.stdin.close()
-            try:
-                await asyncio.wait_for(child.wait(), 60)
-            except TimeoutError:
-                child.kill()
-
-    async def run(self, what: str, turn: Turn) -> dict[str, Any]:
-        """What one run found: its tokens and seconds."""
-        assert self.child.stdin is not None
-        self.child.stdin.write(f"{what} {json.dumps(dataclasses.asdict(turn))}\n".encode())
-        return await self._answer(RUN_LIMIT_S)
-
-    def cpu_s(self) -> dict[str, float]:
-        """CPU seconds of its own process, and of vLLM's below it."""
-        process = psutil.Process(self.child.pid)
-        below = process.children(recursive=True)
-        engine = [each for each in below if "slipstream.client" not in " ".join(each.cmdline())]
-        return {"server": _cpu_s([process]), "engine": _cpu_s(engine)}
-
-    async def meanwhile(self, work: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
-        """What `work` finds; RuntimeError when the child ends before."""
-        working = asyncio.ensure_future(work)
-        ending = asyncio.ensure_future(self.child.wait())
-        await asyncio.wait((working, ending), return_when=asyncio.FIRST_COMPLETED)
-        ending.cancel()
-        if not working.done():
-            working.cancel()
-            raise RuntimeError("the engine's process ended; its own message stands above")
-        return await working
-
-    async def _answer(self, limit_s: float) -> dict[str, Any]:
-        assert self.child.stdout is not None
-        async with asyncio.timeout(limit_s):
-            while line := (await self.child.stdout.readline()).decode():
-                if line.startswith(REPLY):
-                    record: dict[str, Any] = json.loads(line.removeprefix(REPLY))
-                    if "error" in record:
-                        raise RuntimeError(record["error"])
-                    return record
-        raise RuntimeError("the engine's process ended")
-
-
-def _cpu_s(processes: Sequence[psutil.Process]) -> float:
-    times = [process.cpu_times() for process in processes]
-    return sum(each.user + each.system for each in times)
-
-
-@dataclass
-class Benchmark:
-    """What runs and what was found."""
-
-    arguments: argparse.Namespace
-    engines: dict[str, EngineProcess] = field(default_factory=dict)
     entry_point: EntryPoint | None = None
-    episodes: dict[str, Episodes] = field(default_factory=dict)
-    check: dict[str, Any] = field(default_factory=dict)
-    turns: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: defaultdict(list))
-    failures: dict[str, str] = field(default_factory=dict)
-    seed: int = 0
-
-    async def start(self, stack: contextlib.AsyncExitStack, role: str, folder: Path) -> None:
-        """Starts one engine; a server joins a fleet of its own."""
-        from support.fakes.fake_fleet import FakeFleet
-
-        arguments = self.arguments
-        sizes = Sizes(arguments.prompt_tokens, arguments.reply_tokens)
-        fleet = await stack.enter_async_context(FakeFleet(heartbeat_s=0.5, heartbeat_timeout_s=20))
-        command = [*program("rollout.engines"), role]
-        starting = EngineProcess.start(command, folder, fleet.address, sizes)
-        self.engines[role] = engine = await stack.enter_async_context(starting)
-        if role != "bare":
-            episodes = Episodes(fleet, engine.meanwhile, arguments)
-            async with asyncio.timeout(START_LIMIT_S):
-                await episodes.join()
-            self.episodes[role] = episodes
 
     async def take(self, row: Row, turn: Turn, *, warm_up: bool = False) -> None:
-        if row.process not in self.engines:
+        if row.process not in self.servers:
             return
         with part(f"{'warm up ' if warm_up else ''}{row.name}", self.failures):
-            engine = self.engines[row.process]
-            before = engine.cpu_s()
+            server = self.servers[row.process]
+            before = server.process.cpu_s()
             if row.what == "episodes":
-                result = await self.episodes[row.process].run(turn, RUN_LIMIT_S)
+                result = await server.episodes.run(turn, RUN_LIMIT_S)
             else:
-                result = await engine.run(row.what, turn)
+                result = await server.process.run(row.what, turn)
             result["requests"] = turn.requests
-            result["cpu_s"] = {name: s - before[name] for name, s in engine.cpu_s().items()}
+            after = server.process.cpu_s()
+            result["cpu_s"] = {name: s - before[name] for name, s in after.items()}
             progress(f"{result['tokens'] / result['seconds']:,.0f} tokens/s, cpu {result['cpu_s']}")
             if not warm_up:
-                self.turns[row.name].append(result)
-                note(NAME, {"row": row.name, **result})
-                self.write()
+                self.keep(row.name, result)
 
     async def take_entry_point(self, row: Row, turn: Turn) -> None:
         if self.entry_point is None:
@@ -222,42 +126,29 @@ class Benchmark:
         with part(row.name, self.failures):
             result = await self.entry_point.run(row.what, turn)
             progress(f"{result['tokens'] / result['seconds']:,.0f} tokens/s")
-            self.turns[row.name].append(result)
-            note(NAME, {"row": row.name, **result})
-            self.write()
+            self.keep(row.name, result)
 
     async def take_turns(self) -> None:
         """All rows of both engines, interleaved; what they do first compiles and fills caches."""
         arguments = self.arguments
         for row in (*WAVES, *WITH_LOGPROBS):
-            turn = row.turn(arguments, self._seeds(arguments.concurrent))
+            turn = row.turn(arguments, self.seeds(arguments.concurrent))
             short = dataclasses.replace(turn, least_tokens=32, most_tokens=32)
             await self.take(row, short, warm_up=True)
         for repeat in range(arguments.repeats):
             slow = WITH_LOGPROBS if repeat % 2 else FLOWS
             for row in FLOWS if arguments.flow_only else (*WAVES, *slow):
-                await self.take(row, row.turn(arguments, self._seeds(2 * arguments.concurrent)))
+                await self.take(row, row.turn(arguments, self.seeds(2 * arguments.concurrent)))
             for row in ENTRY_POINTS:
-                turn = row.turn(arguments, self._seeds(arguments.concurrent))
+                turn = row.turn(arguments, self.seeds(arguments.concurrent))
                 await self.take_entry_point(row, turn)
-
-    def _seeds(self, number: int) -> int:
-        self.seed += number
-        return self.seed - number
 
     @property
     def target(self) -> float:
         return TARGET if self.arguments.quantization == "off" else FP8_TARGET
 
-    def write(self) -> None:
-        record = {
-            "settings": {key: str(value) for key, value in vars(self.arguments).items()},
-            "check": self.check,
-            "turns": self.turns,
-            "table": table_of(self.turns, self.target),
-            "failures": self.failures,
-        }
-        write_result(self.arguments.name, record, self.arguments.out)
+    def table(self) -> list[str]:
+        return table_of(self.turns, self.target)
 
 
 async def benchmark(arguments: argparse.Namespace, folder: Path) -> None:
@@ -270,17 +161,10 @@ async def benchmark(arguments: argparse.Namespace, folder: Path) -> None:
             found.entry_point = EntryPoint(config, sizes, folder / "bench.log")
         for role in [role for role in arguments.engines if role in ("ours", "bare")]:
             with part(f"start {role}", found.failures):
-                await found.start(stack, role, folder)
-        with part("check our log-probabilities and a pause", found.failures):
-            if "ours" in found.engines:
-                found.check = await found.engines["ours"].run("check", Turn(0, 0, 0, 0, 0))
-                progress(json.dumps(found.check))
-                note(NAME, {"row": "check", **found.check})
+                await found.serve(stack, role, [*program("rollout.engines"), role], folder)
+        await found.prove("ours")
         await found.take_turns()
-    found.write()
-    print("\n".join(table_of(found.turns, found.target)))
-    for name in found.failures:
-        print(f"FAILED: {name}")
+    found.show()
 
 
 def table_of(turns: dict[str, list[dict[str, Any]]], target: float) -> list[str]:

@@ -18,97 +18,42 @@ from support.ranks.rank_pool import RankPool
 from support.rigs.run_processes import run_command
 
 CONFIGS = Path(__file__).parents[2] / "deploy" / "configs"
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
+LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0}
+LLAMA3_ROPE |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3_ROPE |= {"original_max_position_embeddings": 8192}
+YARN = {"rope_type": "yarn", "rope_theta": 1000000.0, "factor": 4.0}
+YARN |= {"original_max_position_embeddings": 32768}
+PLAIN = {"rope_type": "default", "rope_theta": 1000000.0}
+QWEN = {"head_dim": 128, "max_position_embeddings": 40960, "rope_parameters": PLAIN}
 # What the model's makers recommend for sequences of 128k tokens.
-LONG = {
-    "max_position_embeddings": 131072,
-    "rope_parameters": {
-        "rope_type": "yarn",
-        "rope_theta": 1000000.0,
-        "factor": 4.0,
-        "original_max_position_embeddings": 32768,
-    },
+LONG = QWEN | {"max_position_embeddings": 131072, "rope_parameters": YARN}
+LLAMA = {"max_position_embeddings": 131072, "rope_parameters": LLAMA3_ROPE}
+MOE = {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
+MOE |= {"norm_topk_prob": True}
+SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads"),
+)
+# Published sizes; all but the smallest have a head of their own.
+MODELS = {
+    "qwen3-8b": ("Qwen3", (151936, 4096, 12288, 36, 32, 8), QWEN),
+    "qwen3-8b-128k": ("Qwen3", (151936, 4096, 12288, 36, 32, 8), LONG),
+    "qwen3-30b-a3b": ("Qwen3Moe", (151936, 2048, 6144, 48, 32, 4), QWEN | MOE),
+    "smollm2": ("Llama", (49152, 576, 1536, 30, 9, 3), {"max_position_embeddings": 8192}),
+    "llama-70b": ("Llama", (128256, 8192, 28672, 80, 64, 8), LLAMA),
+    "llama-405b": ("Llama", (128256, 16384, 53248, 126, 128, 8), LLAMA),
 }
 
 
 def write_model(name: str, folder: Path) -> None:
     """config.json alone, as transformers writes it for the published sizes."""
-    from transformers import LlamaConfig, Qwen3Config, Qwen3MoeConfig
+    import transformers
 
-    qwen = {
-        "vocab_size": 151936,
-        "head_dim": 128,
-        "max_position_embeddings": 40960,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
-        "tie_word_embeddings": False,
-    }
-    llama = {
-        "vocab_size": 128256,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131072,
-        "rope_parameters": LLAMA3_ROPE,
-    }
-    dense = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-    }
-    config = {
-        "qwen3-8b": lambda: Qwen3Config(**qwen | dense),
-        "qwen3-8b-128k": lambda: Qwen3Config(**qwen | dense | LONG),
-        "qwen3-30b-a3b": lambda: Qwen3MoeConfig(
-            **qwen,
-            architectures=["Qwen3MoeForCausalLM"],
-            hidden_size=2048,
-            intermediate_size=6144,
-            moe_intermediate_size=768,
-            num_hidden_layers=48,
-            num_attention_heads=32,
-            num_key_value_heads=4,
-            num_experts=128,
-            num_experts_per_tok=8,
-            norm_topk_prob=True,
-        ),
-        "smollm2": lambda: LlamaConfig(
-            architectures=["LlamaForCausalLM"],
-            vocab_size=49152,
-            hidden_size=576,
-            intermediate_size=1536,
-            num_hidden_layers=30,
-            num_attention_heads=9,
-            num_key_value_heads=3,
-            max_position_embeddings=8192,
-            tie_word_embeddings=True,
-        ),
-        "llama-70b": lambda: LlamaConfig(
-            **llama,
-            architectures=["LlamaForCausalLM"],
-            hidden_size=8192,
-            intermediate_size=28672,
-            num_hidden_layers=80,
-            num_attention_heads=64,
-        ),
-        "llama-405b": lambda: LlamaConfig(
-            **llama,
-            architectures=["LlamaForCausalLM"],
-            hidden_size=16384,
-            intermediate_size=53248,
-            num_hidden_layers=126,
-            num_attention_heads=128,
-        ),
-    }[name]()
+    family, sizes, more = MODELS[name]
+    values = {"architectures": [f"{family}ForCausalLM"], **dict(zip(SIZES, sizes, strict=True))}
+    values["tie_word_embeddings"] = name == "smollm2"
     folder.mkdir(parents=True)
-    config.save_pretrained(folder)
+    getattr(transformers, f"{family}Config")(**values | more).save_pretrained(folder)
 
 
 # configuration, number of nodes, sizes, and the groups of pipeline stages

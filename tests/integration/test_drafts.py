@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 import pytest_asyncio
 import torch
-from slipstream.core.types import PolicyVersion
 from slipstream.rollout_server.engine_interface import FinishReason, Generation
 from support.fakes.small_configs import NGRAM
-from support.rigs.engine_rig import PROMPT, SAMPLING, Rig, Weights, engine_rig
-from support.rigs.running_replies import until_generated
+from support.rigs.engine_rig import PROMPT, SAMPLING, Rig, engine_rig
 
 pytestmark = [pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]
 
@@ -74,14 +72,8 @@ async def check_sampled(rig: Rig) -> None:
         *(rig.generate(f"s{n}", num_tokens=100, sampling=ENDLESS) for n in range(16))
     )
     for reply in replies:
-        assert gaps(rig, rig.old, reply).max() <= 1e-3
+        assert rig.gap(rig.old, PROMPT, reply, TEMPERATURE).max() <= 1e-3
         assert len(reply.token_ids) == 100
-
-
-def gaps(rig: Rig, weights: Weights, reply: Generation) -> np.ndarray:
-    tokens = PROMPT + reply.token_ids.tolist()
-    expected = rig.reference.logprobs(weights, tokens, temperature=TEMPERATURE)
-    return np.abs(expected[len(PROMPT) - 1 :] - reply.logprobs)
 
 
 async def test_replies_are_distributed_as_the_model_says(rig) -> None:
@@ -132,28 +124,8 @@ async def test_a_reply_ends_inside_an_accepted_draft(rig) -> None:
 
 
 async def test_an_update_in_flight_is_stamped_where_the_weights_changed(rig) -> None:
-    await rig.publish(rig.old, 3)
     before = rig.engine.requests.use()
-    replies = [
-        asyncio.create_task(rig.generate(f"flight{n}", num_tokens=200, sampling=ENDLESS))
-        for n in range(16)
-    ]
-    await until_generated(rig.engine, before.generated_tokens + 400, replies)
-    await rig.publish(rig.new, 4)
-    crossed = 0
-    for reply in await asyncio.gather(*replies):
-        spans = reply.version_spans
-        assert sum(span.length for span in spans) == len(reply.token_ids)
-        old, new = gaps(rig, rig.old, reply), gaps(rig, rig.new, reply)
-        cut = spans[0].length
-        assert spans[0].version == PolicyVersion(0, 3)
-        assert old[:cut].max() <= 1e-3
-        if len(spans) == 2:
-            crossed += 1
-            assert spans[1].version == PolicyVersion(0, 4)
-            assert new[cut:].max() <= 1e-3
-            assert old[cut:].mean() > 0.1
-    assert crossed >= 3
+    await rig.check_crossings(ENDLESS, 400)
     use = rig.engine.requests.use()
     assert use.accepted_tokens > before.accepted_tokens
     assert use.generated_tokens == use.returned_tokens

@@ -54,8 +54,11 @@ DELTA_NETS = {"moe_intermediate_size": 64, "linear_conv_kernel_dim": 4}
 
 def computed(
     folder: Path, case: str, *, is_nested: bool = False, **sizes: object
-) -> tuple[np.ndarray, list[np.ndarray]]:
-    """What an engine computes with two sets of weights, and what transformers does with each."""
+) -> tuple[np.ndarray, np.ndarray, float]:
+    """What an engine computes with two sets of weights, what transformers does, and how far apart.
+
+    The engine's: as loaded, with the other's weights, and with its own again.
+    """
     for name, seed in (("first", 0), ("second", 1)):
         make_field_model(folder / name, case, seed=seed, **sizes)
         if is_nested:
@@ -64,39 +67,34 @@ def computed(
     write_tokenizer(folders[0])
     output = folder / "found.npy"
     run_program(family_engine.__file__, *map(str, folders), str(output), limit_s=400)
-    return np.load(output, allow_pickle=False), [logprobs(each) for each in folders]
+    first, second = map(logprobs, folders)
+    expected = np.stack([first, second, first])
+    return np.load(output, allow_pickle=False), expected, np.abs(first - second).mean()
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_an_engine_computes_what_transformers_does(case: str, tmp_path: Path) -> None:
+# Nested: as the decoder beside a tower.
+NESTED = ["gemma3.gemma3", "mistral.default", "ministral3.ministral"]
+
+
+@pytest.mark.parametrize(
+    ("case", "is_nested"),
+    [(case, False) for case in CASES] + [(case, True) for case in NESTED],
+)
+def test_an_engine_computes_what_transformers_does(case: str, is_nested: bool, tmp_path: Path):
     sizes = WIDER_EXPERTS.get(case.split(".")[0], {})
     if case.startswith(("olmo", "mimo", "smollm3")):
         sizes = sizes | WIDER_HEADS
-    found, expected = computed(tmp_path, case, **sizes)
-    assert np.abs(expected[0] - expected[1]).mean() > 0.1
-    np.testing.assert_allclose(found, sent_back(expected), rtol=0, atol=2e-4)
-
-
-@pytest.mark.parametrize("case", ["gemma3.gemma3", "mistral.default", "ministral3.ministral"])
-def test_an_engine_computes_the_decoder_beside_a_tower(case: str, tmp_path: Path) -> None:
-    found, expected = computed(tmp_path, case, is_nested=True)
-    assert np.abs(expected[0] - expected[1]).mean() > 0.1
-    np.testing.assert_allclose(found, sent_back(expected), rtol=0, atol=2e-4)
+    found, expected, apart = computed(tmp_path, case, is_nested=is_nested, **sizes)
+    assert apart > 0.1
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-4)
 
 
 @pytest.mark.parametrize("case", ["qwen3-next.glm", "qwen35.glm", "qwen35-moe.glm"])
 def test_an_engine_in_bfloat16_computes_delta_nets_as_transformers_does(case: str, tmp_path: Path):
-    found, each = computed(tmp_path, case, **DELTA_NETS)
-    expected = sent_back(each)
+    found, expected, apart = computed(tmp_path, case, **DELTA_NETS)
     gaps = np.abs(found - expected).mean(axis=1)
-    apart = np.abs(expected[0] - expected[1]).mean()
     print(f"mean gaps {gaps}, {apart} between the models")
     assert gaps.max() < 0.02 * apart
-
-
-def sent_back(expected: list[np.ndarray]) -> np.ndarray:
-    """What an engine computes as loaded, with the other's weights, and with its own again."""
-    return np.stack([*expected, expected[0]])
 
 
 def write_tokenizer(folder: Path) -> None:

@@ -233,30 +233,7 @@ async def test_temperature_zero_is_greedy(rig) -> None:
 
 
 async def test_an_update_in_flight_is_stamped_where_the_weights_changed(rig) -> None:
-    await rig.publish(rig.old, 3)
-    start = rig.engine.requests.use().generated_tokens
-    replies = [
-        asyncio.create_task(rig.generate(f"flight{n}", num_tokens=200, sampling=ENDLESS))
-        for n in range(16)
-    ]
-    await until_generated(rig.engine, start + 100, replies)
-    await rig.publish(rig.new, 4)
-    crossed = 0
-    for reply in await asyncio.gather(*replies):
-        spans = reply.version_spans
-        assert sum(span.length for span in spans) == len(reply.token_ids)
-        cut = spans[0].length
-        old_gap = rig.gap(rig.old, PROMPT, reply)
-        new_gap = rig.gap(rig.new, PROMPT, reply)
-        assert spans[0].version == PolicyVersion(0, 3)
-        assert old_gap[:cut].mean() <= 1e-4
-        if len(spans) == 2:
-            crossed += 1
-            assert spans[1].version == PolicyVersion(0, 4)
-            # The context was computed anew, too: these tokens agree with the new weights alone.
-            assert new_gap[cut:].mean() <= 1e-4
-            assert old_gap[cut:].mean() > 0.1
-    assert crossed >= 3
+    await rig.check_crossings(ENDLESS, 100)
 
 
 @pytest.mark.parametrize("give_back", [False, True])

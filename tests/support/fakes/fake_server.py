@@ -288,14 +288,14 @@ class FakeServer:
         report = fleet_pb2.PublishReport(publish_id=publish_id, phase=phase, **fields)
         await self.outbox.put(fleet_pb2.ServerMessage(publish=report))
 
-    async def leave(self, finish_s: float = 0.05) -> None:
-        """Drains as on SIGTERM: finishes what ends within `finish_s`, hands the rest back."""
+    async def leave(self) -> None:
+        """Drains as on SIGTERM: finishes what ends at once, hands the rest back."""
         draining = fleet_pb2.Draining(reason="it was told to stop")
         await self.outbox.put(fleet_pb2.ServerMessage(draining=draining))
         await self.departure.wait()
         running = list(self.running.values())
         if running:
-            await asyncio.wait(running, timeout=finish_s)
+            await asyncio.wait(running, timeout=0.05)
         await self._drain()
         await self.outbox.put(None)
 

@@ -149,9 +149,9 @@ class Proxy:
         self._open.set()
         return broken > 0
 
-    async def delay(self, for_s: float, late_s: float = 0.2) -> bool:
-        """Delays all data by `late_s` for `for_s`; returns whether a connection is still open."""
-        self._late_s = late_s
+    async def delay(self, for_s: float) -> bool:
+        """Delays all data by 0.2 s for `for_s`; returns whether a connection is still open."""
+        self._late_s = 0.2
         await asyncio.sleep(for_s)
         self._late_s = 0.0
         return bool(self._pairs)

@@ -33,14 +33,13 @@ def resolve(
     env_file: Path,
     *profiles: str,
     files: Sequence[Path] = (COMPOSE_FILE,),
-    project_folder: Path = DEPLOY,
     shell: Mapping[str, str] = FILLED_IN,
 ) -> dict[str, Any]:
     """The services of these profiles by name, all variables filled in; ComposeRefused.
 
     `shell`: variables of the shell that calls it.
     """
-    command = [str(compose_binary()), "--project-directory", str(project_folder)]
+    command = [str(compose_binary()), "--project-directory", str(DEPLOY)]
     command += [argument for file in files for argument in ("--file", str(file))]
     command += ["--env-file", str(env_file)]
     command += [argument for profile in profiles for argument in ("--profile", profile)]

@@ -1,5 +1,6 @@
 """A rollout engine with two sets of weights for it, who sends them, and transformers beside it."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -9,12 +10,14 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
+from slipstream.core.types import PolicyVersion
 from slipstream.rollout_server.engine_interface import Generation, LoadedWeights, Sampling
 from slipstream.rollout_server.episodes.renderer import Renderer
 
 from support.fakes.gloo_sender import GlooSender, layout_of
 from support.fakes.small_configs import config_of_engine
 from support.fakes.tiny_models import make_model_folder
+from support.rigs.running_replies import until_generated
 from support.rigs.started_engine import publish, started_engine
 
 Weights = dict[str, torch.Tensor]
@@ -69,11 +72,46 @@ class Rig:
     ) -> Generation:
         return await self.engine.requests.generate(name, prompt, sampling, num_tokens)
 
-    def gap(self, weights: Weights, prompt: list[int], generation: Generation) -> np.ndarray:
+    def gap(
+        self,
+        weights: Weights,
+        prompt: list[int],
+        generation: Generation,
+        temperature: float = 1.0,
+    ) -> np.ndarray:
         """Absolute differences between the engine's log-probabilities and the reference's."""
         tokens = prompt + generation.token_ids.tolist()
-        expected = self.reference.logprobs(weights, tokens)[len(prompt) - 1 :]
-        return np.abs(expected - generation.logprobs)
+        expected = self.reference.logprobs(weights, tokens, temperature=temperature)
+        return np.abs(expected[len(prompt) - 1 :] - generation.logprobs)
+
+    async def check_crossings(self, sampling: Sampling, num_tokens: int) -> None:
+        """Some of 16 long replies cross a publish: each token is of the version that is told."""
+        await self.publish(self.old, 3)
+        start = self.engine.requests.use().generated_tokens
+        replies = [
+            asyncio.create_task(self.generate(f"flight{n}", num_tokens=200, sampling=sampling))
+            for n in range(16)
+        ]
+        await until_generated(self.engine, start + num_tokens, replies)
+        await self.publish(self.new, 4)
+        crossed = 0
+        for reply in await asyncio.gather(*replies):
+            spans = reply.version_spans
+            assert sum(span.length for span in spans) == len(reply.token_ids)
+            old, new = (
+                self.gap(weights, PROMPT, reply, sampling.temperature)
+                for weights in (self.old, self.new)
+            )
+            cut = spans[0].length
+            assert spans[0].version == PolicyVersion(0, 3)
+            assert old[:cut].max() <= 1e-3
+            if len(spans) == 2:
+                crossed += 1
+                assert spans[1].version == PolicyVersion(0, 4)
+                # The context was computed anew, too: these tokens agree with the new weights alone.
+                assert new[cut:].max() <= 1e-3
+                assert old[cut:].mean() > 0.1
+        assert crossed >= 3
 
 
 def random_weights(like: Weights, seed: int) -> Weights:

@@ -44,13 +44,13 @@ class Complaints(logging.Handler):
 class LiveRun:
     """A context manager; behind it the controller is stopped and its summary is there."""
 
-    def __init__(self, folder: Path, *, hold_at: int = 2, **changes: object) -> None:
-        """The trainer holds before the step `hold_at`: the run is in its middle."""
+    def __init__(self, folder: Path, **changes: object) -> None:
+        """The trainer holds before step 2: the run is in its middle."""
         self.config = make_config(folder, **{"run__steps": 6, **changes})
         self.address = self.config.controller.address
         self.server = FakeServer(self.address)
         self.trainer = FakeTrainer(self.address)
-        self.trainer.hold_at(hold_at)
+        self.trainer.hold_at(2)
         self.complaints, self.code = Complaints(), -1
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="live run")

@@ -23,39 +23,30 @@ def test_a_family_that_needs_more_than_a_gpu_has_it_alone() -> None:
     assert rooms._left == [100.0]
 
 
-@pytest.fixture
-def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """What would be run; each measurement finds a gap of 0.5, and with replay one of 0.25 too."""
+@pytest.mark.parametrize("name", ["qwen3", "qwen2.5-vl", "qwen3-moe", "qwen3-vl-moe", "gpt-oss"])
+def test_towers_reply_behind_images_and_mixtures_are_measured_with_replay_too(
+    name, tmp_path, monkeypatch
+):
     noted: list[list[str]] = []
 
     def note(command: list[str], log: Path, **_: object) -> str:
         noted.append(command)
         if "--out" in command:
-            replayed = {"replayed_gap_mean": 0.25, "routing_difference": 0.01}
-            figures = {"gap_mean": 0.5, **(replayed if "--replay" in command else {})}
-            out = Path(command[command.index("--out") + 1])
-            out.write_text(json.dumps({"figures": figures}))
+            figures = {"gap_mean": 0.5}
+            if "--replay" in command:
+                figures |= {"replayed_gap_mean": 0.25, "routing_difference": 0.01}
+            Path(command[command.index("--out") + 1]).write_text(json.dumps({"figures": figures}))
         return ""
 
     monkeypatch.setattr(families, "run", note)
-    return noted
-
-
-@pytest.mark.parametrize("name", ["qwen3", "qwen2.5-vl", "qwen3-vl-moe", "gpt-oss"])
-def test_a_family_with_a_tower_replies_behind_images(name, tmp_path, commands):
-    measure_family(name, "float16", tmp_path / "family", 0, ARGUMENTS)
-    assert commands[-1][commands[-1].index("--dtype") + 1] == "float16"
-    assert ("--images" in commands[-1]) == bool(FAMILIES[name].tower)
-    assert ("--replay" in commands[-1]) == (name in ("qwen3-vl-moe", "gpt-oss"))
-
-
-def test_a_mixture_is_measured_with_replay_too(tmp_path: Path, commands: list[list[str]]) -> None:
-    row = measure_family("qwen3-moe", "bfloat16", tmp_path / "family", 0, ARGUMENTS) | {
-        "measured": "today"
-    }
-    assert [("--replay" in command) for command in commands] == [False, True]
-    header, _, line = lines_of({"qwen3-moe": row})
-    assert line.split("|")[header.split("|").index(" gap with router replay ")] == " 0.25 "
+    row = measure_family(name, "float16", tmp_path / "family", 0, ARGUMENTS)
+    last, replays = noted[-1], name in ("qwen3-moe", "qwen3-vl-moe", "gpt-oss")
+    assert last[last.index("--dtype") + 1] == "float16"
+    assert ("--images" in last) == bool(FAMILIES[name].tower)
+    assert [("--replay" in command) for command in noted] == [False, replays]
+    header, _, line = lines_of({name: row | {"measured": "today"}})
+    cell = line.split("|")[header.split("|").index(" gap with router replay ")]
+    assert (cell == " 0.25 ") == replays
 
 
 def test_a_family_that_fails_leaves_the_reason_and_its_logs(tmp_path, monkeypatch):
@@ -65,18 +56,17 @@ def test_a_family_that_fails_leaves_the_reason_and_its_logs(tmp_path, monkeypatc
         log.write_text("what was printed\n")
         (log.parent / "run" / "logs").mkdir(parents=True)
         (log.parent / "run" / "logs" / "server-0.log").write_text("out of memory\n")
-        out = Path(command[command.index("--out") + 1])
         failures = {"the run": "Traceback\nRuntimeError: server-0 a|b\n"}
-        out.write_text(json.dumps({"figures": {}, "failures": failures}))
+        found = json.dumps({"figures": {}, "failures": failures})
+        Path(command[command.index("--out") + 1]).write_text(found)
         return "exit code 1"
 
     monkeypatch.setattr(families, "run", fail)
     arguments = argparse.Namespace(**vars(ARGUMENTS) | {"logs": tmp_path / "kept"})
-    row = measure_family("qwen3", "bfloat16", tmp_path / "family", 0, arguments) | {
-        "measured": "today"
-    }
+    row = measure_family("qwen3", "bfloat16", tmp_path / "family", 0, arguments)
     assert row["failure"] == "exit code 1: RuntimeError: server-0 a|b"
-    assert lines_of({"qwen3": row})[-1].endswith("| exit code 1: RuntimeError: server-0 a/b |")
+    line = lines_of({"qwen3": row | {"measured": "today"}})[-1]
+    assert line.endswith("| exit code 1: RuntimeError: server-0 a/b |")
     kept = (tmp_path / "kept" / "qwen3.log").read_text()
     assert "out of memory" in kept
     assert "what was printed" in kept
