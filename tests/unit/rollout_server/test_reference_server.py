@@ -14,13 +14,13 @@ from slipstream.core.settings.role_sections import ReferenceServerSection
 from slipstream.core.types import FailureKind, Status
 from slipstream.extensions.reference_server.server import (
     MAX_OPEN,
-    ReferenceFailed,
     ReferenceServer,
     ScoredSequence,
     check_reference_server,
 )
 from slipstream.learner.trainer.tiny_model import make_tokenizer
 from slipstream.rollout_server.episodes import dispatcher
+from slipstream.rollout_server.episodes.play import ServiceFailed
 from slipstream.rollout_server.episodes.renderer import Renderer
 from slipstream.v1 import fleet_pb2, trajectory_pb2
 from support.fakes.reference_endpoint import VOCAB, ReferenceEndpoint, reference_endpoint
@@ -97,13 +97,13 @@ async def test_a_call_is_repeated_and_then_given_up(endpoint) -> None:
     await ask(section(endpoint), ONE, retries=2)
     assert len(endpoint.asked) == 3
     endpoint.answers = [busy, busy]
-    with pytest.raises(ReferenceFailed, match="the reference model teacher at http.*no engine"):
+    with pytest.raises(ServiceFailed, match="the reference model teacher at http.*no engine"):
         await ask(section(endpoint), ONE, retries=1)
 
 
 async def test_an_answer_that_is_too_long_is_not_read_to_its_end(endpoint) -> None:
     endpoint.answers = [(200, {"choices": [], "more": "x" * (2 << 20)})]
-    with pytest.raises(ReferenceFailed, match="its answer has more than 1114112 bytes"):
+    with pytest.raises(ServiceFailed, match="its answer has more than 1114112 bytes"):
         await ask(section(endpoint), ONE, retries=0)
 
 
@@ -155,7 +155,7 @@ def beyond(rows: list[Any]) -> list[Any]:
 )
 async def test_an_answer_that_cannot_serve_is_no_answer(endpoint, change, cause: str) -> None:
     endpoint.change = change
-    with pytest.raises(ReferenceFailed, match=cause):
+    with pytest.raises(ServiceFailed, match=cause):
         await ask(section(endpoint), ONE)
 
 

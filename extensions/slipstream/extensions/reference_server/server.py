@@ -37,10 +37,6 @@ _BLOCK = 4096
 _SHOWN = 40
 
 
-class ReferenceFailed(ServiceFailed):
-    """Raised if the server gave no log-probabilities; the episode that asked for them fails."""
-
-
 class _Logprob(msgspec.Struct):
     logprob: float
     rank: int | None = None
@@ -93,7 +89,7 @@ class ReferenceServer:
     async def logprobs(self, sequences: Sequence[ScoredSequence]) -> ReferenceLogprobs:
         """Returns the log-probabilities of all sampled tokens, in the order of `sequences`.
 
-        Raises ReferenceFailed if a call fails or an answer cannot be used.
+        Raises ServiceFailed if a call fails or an answer cannot be used.
         """
         try:
             async with asyncio.TaskGroup() as group:
@@ -110,7 +106,7 @@ class ReferenceServer:
     async def _one(self, sequence: ScoredSequence) -> ReferenceLogprobs:
         settings = self._settings
         async with self._open:
-            with faults_as(ReferenceFailed, self.name):
+            with faults_as(ServiceFailed, self.name):
                 answer = await self.client.completions.with_raw_response.create(
                     model=settings.model,
                     prompt=list(sequence.token_ids),
@@ -121,7 +117,7 @@ class ReferenceServer:
         # A long episode's answer has megabytes.
         found = await asyncio.to_thread(self._read, answer.content, sequence)
         if isinstance(found, str):
-            raise ReferenceFailed(f"{self.name} {found}")
+            raise ServiceFailed(f"{self.name} {found}")
         return found
 
     def _read(self, data: bytes, sequence: ScoredSequence) -> ReferenceLogprobs | str:
@@ -178,7 +174,7 @@ async def check_reference_server(config: Config, settings: ReferenceServerSectio
             await _check_tokenizer(server, settings, tokenizer)
         tokens: list[int] = tokenizer.encode("0 1 2 a b c", add_special_tokens=False)[:8]
         await server.logprobs([ScoredSequence(tokens * 2, np.ones(2 * len(tokens), np.bool_))])
-    except ReferenceFailed as error:
+    except ServiceFailed as error:
         raise ConfigError(f"reference.server: {error}") from error
     finally:
         await server.aclose()
