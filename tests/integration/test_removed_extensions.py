@@ -7,12 +7,28 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.fakes import removed_modules
 from support.rigs.run_processes import ROOT, check_ledger, summary_of
 from support.rigs.smallest_run import SHORT, SMALLEST, own_settings
 
 pytestmark = pytest.mark.usefixtures("nothing_survives")
 STEPS = 20
+# A `sitecustomize`, which Python imports at its start: whoever imports a removed module fails.
+HOOK = """
+import importlib.abc
+import sys
+
+REMOVED = {removed!r}
+
+
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if any(name == each or name.startswith(each + ".") for each in REMOVED):
+            raise ModuleNotFoundError(f"{{name}} is removed", name=name)
+        return None
+
+
+sys.meta_path.insert(0, Finder())
+"""
 # Tests of modules of the kernel.
 OF_KERNEL = (
     *(f"learner/controller/{name}" for name in ("leasing", "publishing", "records")),
@@ -58,7 +74,9 @@ def run(*words: object, hook: Path, cwd: Path, limit_s: float) -> None:
 
 
 def train(folder: Path, model: Path, removed: list[str], settings: list[str]) -> None:
-    hook = removed_modules.install(folder / "hook", removed)
+    hook = folder / "hook"
+    hook.mkdir()
+    (hook / "sitecustomize.py").write_text(HOOK.format(removed=(*removed,)))
     own = (*own_settings(folder, model), *SHORT, f"run.steps={STEPS}", *settings)
     command = ("-m", "slipstream.client.cli", "run", SMALLEST, *own)
     run(*command, hook=hook, cwd=folder, limit_s=500)
