@@ -11,6 +11,7 @@ from slipstream.core.errors import ConfigError
 from support.ranks import attention_ranks
 from support.ranks.rank_pool import RankPool
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 HEADS, GROUPS, SIZE = 4, 2, 16
 KINDS: dict[str, dict[str, object]] = {
@@ -173,6 +174,37 @@ def counted(right: Callable[..., Tensor], calls: list[int], number: int) -> Call
     return forward
 
 
+def test_no_hook_runs() -> None:
+    """Those of data parallelism would gather the sinks, and leave other parameters on the way."""
+    layer = Attention("sinks")
+    layer.core_attention.register_forward_pre_hook(lambda *_: pytest.fail("a hook ran"))
+    check(layer)
+
+
+class Largest(TorchDispatchMode):
+    """Keeps the number of elements of the largest tensor that is computed inside."""
+
+    elements = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, Tensor):
+            self.elements = max(self.elements, found.numel())
+        return found
+
+
+def test_scores_of_many_heads_are_not_held_together() -> None:
+    """Sequences lengthen with the context parallel ranks: their scores would fill a GPU."""
+    layer = Attention()
+    layer.num_attention_heads_per_partition = heads = 64
+    with Largest() as largest:
+        check(layer)
+    tokens = 2 * (1 + 32 + 19 + 96 + 7)
+    assert largest.elements == tokens * heads * SIZE
+
+
 @pytest.mark.process
 def test_models_open_with_heads_of_all_sizes(tmp_path: Path, rank_pool: RankPool) -> None:
     jobs = ("qwen3 96", "gemma3 256", "gpt-oss 64", "deepseek-v3 192")
@@ -186,6 +218,14 @@ def test_a_model_without_its_weights_is_not_judged(tmp_path: Path, rank_pool: Ra
     job = "gpt-oss 64 unloaded"
     rank_pool.run(Path(attention_ranks.__file__), [job], world_size=1, folder=tmp_path)
     assert not (tmp_path / f"{job}.txt").read_text()
+
+
+@pytest.mark.process
+def test_a_critic_with_other_heads_is_checked_too(tmp_path: Path, rank_pool: RankPool) -> None:
+    job = "qwen3 96 critic"
+    rank_pool.run(Path(attention_ranks.__file__), [job], world_size=1, folder=tmp_path)
+    said = (tmp_path / f"{job}.txt").read_text()
+    assert "the critic: the attention of this machine is wrong for heads of 96 dimensions" in said
 
 
 @pytest.mark.process

@@ -2,8 +2,9 @@
 
 FOLDER/JOB.txt says afterwards why a model was refused, or is empty; FOLDER/1/JOB.txt is rank 1's.
 
-A job is a family and the dimensions of its heads; "unloaded" opens it without weights. With "lost"
-two ranks share each sequence, and one's gradients of the other's keys are lost.
+A job is a family and the dimensions of its heads; "unloaded" opens it without weights, "critic" is
+a critic of this form beside a policy with other heads, where attention with its heads is wrong.
+With "lost" two ranks share each sequence, and one's gradients of the other's keys are lost.
 """
 
 from pathlib import Path
@@ -28,6 +29,7 @@ JOBS = (
 
 
 def run_rank(folder: Path, job: str) -> None:
+    from slipstream.extensions.other_models.trainer import open_roles
     from slipstream.learner.trainer.opening import open_policy
     from slipstream.learner.trainer.ranks.parallel import Launch
 
@@ -52,6 +54,11 @@ def run_rank(folder: Path, job: str) -> None:
         "sampling": {"max_reply_tokens": 32, "max_episode_tokens": 128},
         "learner": {"world_size": launch.world_size, "parallel": {"cp": launch.world_size}},
     }
+    if "critic" in form:
+        family_shapes.TINY["head_dim"] = 32
+        settings["model"]["path"] = str(family_shapes.make_family(folder / "m", family, tiny=True))
+        settings["algorithm"]["advantage"] = "gae"
+        settings["critic"] = {"path": str(folder / job), "learning_rate": 1e-5}
     if "lost" in form:
         _lose_gradients()
     config = parse_config(settings, source=job)
@@ -59,10 +66,25 @@ def run_rank(folder: Path, job: str) -> None:
     try:
         has_weights = "unloaded" not in form
         policy = open_policy(config, launch, load_weights=has_weights)
+        if "critic" in form:
+            _spoil(int(size))
+            open_roles(config, policy)
         policy.ranks.close()
     except ConfigError as error:
         said = str(error)
     (folder / f"{job}.txt").write_text(said)
+
+
+def _spoil(size: int) -> None:
+    """Doubles what attention with heads of `size` dimensions computes."""
+    from slipstream.learner.trainer.layers.attention import CoreAttention
+
+    right = CoreAttention.forward
+
+    def forward(self: CoreAttention, query: Tensor, *rest: Any, **named: Any) -> Tensor:
+        return right(self, query, *rest, **named) * (2 if query.shape[-1] == size else 1)
+
+    CoreAttention.forward = forward
 
 
 def _lose_gradients() -> None:
