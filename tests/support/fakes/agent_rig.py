@@ -144,10 +144,10 @@ class AgentRig:
         ]
         assert sorted(recorded, key=str) == sorted(theirs, key=str)
         assert self.sampled_tokens == sum(len(tokens) for _, tokens, _ in theirs)
-        assert self.recorder.num_open == 0
+        assert not self.recorder.open_calls
 
     async def closed(self) -> None:
-        await until(lambda: not self.recorder.num_open)
+        await until(lambda: not self.recorder.open_calls)
 
     def runs(self) -> list[int]:
         return [len(branch.run_lengths) // 2 for branch in self.recorder.conversations.branches]

@@ -101,7 +101,8 @@ class Recorder:
         self._is_cut: dict[ConversationBranch, bool] = {}
         self._requests, self._key = requests, key
         self._as_messages, self._sampled = as_messages, sampled
-        self._open: dict[int, ServedCall] = {}
+        # Calls being served, by their numbers.
+        self.open_calls: dict[int, ServedCall] = {}
         # Calls whose replies the conversations do not know yet.
         self._unread: list[ServedCall] = []
         self._tasks: set[asyncio.Task[None]] = set()
@@ -119,13 +120,13 @@ class Recorder:
     def open(self, http: AgentCall, path: str, *, is_stream: bool) -> ServedCall:
         """Registers an HTTP call that asks for a reply; `close` or `hang_up` ends it."""
         opened = ServedCall(http, f"{self._key}.{http.call}", path, is_stream)
-        self._open[http.call] = opened
+        self.open_calls[http.call] = opened
         return opened
 
     def close(self, opened: ServedCall) -> None:
         """Ends a call, and the sampling of its reply if that still runs."""
         opened.is_answered = True
-        del self._open[opened.http.call]
+        del self.open_calls[opened.http.call]
         if opened.sampling is None:
             self._release(opened)
         elif not opened.sampling.done():
@@ -133,14 +134,14 @@ class Recorder:
 
     def hang_up(self, number: int) -> None:
         """Ends call `number`, if open, after its client hung up; records its sampled tokens."""
-        opened = self._open.get(number)
+        opened = self.open_calls.get(number)
         if opened is not None:
             self._hang_up(opened)
 
     def cancel(self) -> None:
         """Ends all calls, and refuses later ones."""
         self._is_cancelled = True
-        for opened in self._open.values():
+        for opened in self.open_calls.values():
             self._hang_up(opened)
 
     async def settled(self) -> None:
@@ -207,7 +208,7 @@ class Recorder:
             # Calls that began and have not ended reserve tokens, turns and branches.
             held = [
                 (each.call, len(each.call.context) + each.max_tokens)
-                for each in {*self._open.values(), *self._unread}
+                for each in {*self.open_calls.values(), *self._unread}
                 if each.call is not None and each.max_tokens is not None and not each.call.is_over
             ]
             begun = self.conversations
