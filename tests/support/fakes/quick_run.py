@@ -260,9 +260,9 @@ def main() -> int:
     if sys.argv[1] == "replay":
         return replay(Path(sys.argv[2]))
     from slipstream.client import cli, started_run
-    from slipstream.client.launch import children, launcher, run_processes
+    from slipstream.client.launch import launcher, run_processes
 
-    children.TRAINER = replace(children.TRAINER, module=MODULES["rank"])
+    run_processes.TRAINER = replace(run_processes.TRAINER, module=MODULES["rank"])
     server = replace(run_processes.SERVER, module=MODULES["server"])
     launcher.SERVER_PROGRAM = run_processes.SERVER = server
     if sys.argv[1] == "started":
