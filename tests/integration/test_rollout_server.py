@@ -1,6 +1,7 @@
 """The program as a launcher starts it: real engine, real environment worker, scripted fleet."""
 
 import asyncio
+import os
 import shutil
 import signal
 import sys
@@ -130,3 +131,27 @@ async def test_the_program_serves_a_group_and_drains(settings, fleet, monkeypatc
     left = [path for path in temporary.iterdir() if not path.name.startswith("torchinductor_")]
     shutil.rmtree(temporary)
     assert left == []
+
+
+async def test_nothing_outlives_a_killed_launcher(settings: Path, fleet: FakeFleet) -> None:
+    arguments = [
+        *(sys.executable, "-m", "slipstream.rollout_server", "--config", str(settings)),
+        *("--controller", fleet.address),
+    ]
+    code = f"import subprocess; subprocess.run({arguments!r})"
+    launcher = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        code,
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    try:
+        connection = await fleet.joined(START_LIMIT_S)
+        started = descendants(launcher.pid)
+        assert len(started) >= 2
+    finally:
+        os.kill(launcher.pid, signal.SIGKILL)
+        await launcher.wait()
+    await asyncio.wait_for(connection.ended.wait(), LIMIT_S)
+    await until_gone(started)

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from slipstream.core.configuration.config_file import dump_config, parse_config
 from slipstream.core.machine.address import free_port
 from slipstream.core.settings.sections import WeightsSection
-from slipstream.core.types import GroupId
+from slipstream.core.types import GroupId, PolicyVersion, VersionSpan
 from slipstream.extensions.stored_weights.server import StoredWeights
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.journal import Journal
@@ -477,3 +477,20 @@ def test_a_trainer_that_cannot_load_its_model_says_so_at_once(tmp_path, model, r
     assert "none that is known" in failure.message
     # Bridge would try the file again after 1, 2 and 4 s, as if it came from a network.
     assert "attempts" not in failure.message
+
+
+def test_token_that_is_too_old_stops_the_trainer(tmp_path: Path, model: Path, rank_pool: RankPool):
+    orders = [batch_order(BATCHES[0]), batch_order(BATCHES[1]), batch_order(with_old_token())]
+    controller = trained(tmp_path, model, orders, pool=rank_pool, statuses=(3,))
+    assert len(controller.steps) == 2
+    assert "StalenessError: step 3" in controller.failures[0].message
+    assert controller.failures[0].final
+    assert "a lag of 2" in controller.failures[0].message
+
+
+def with_old_token():
+    first, *rest = BATCHES[2].trajectories
+    number = first.num_sampled_tokens
+    spans = (VersionSpan(1, PolicyVersion(0, 0)), VersionSpan(number - 1, PolicyVersion(0, 2)))
+    old = dataclasses.replace(first, version_spans=spans)
+    return dataclasses.replace(BATCHES[2], trajectories=(old, *rest))

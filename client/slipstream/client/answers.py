@@ -85,7 +85,7 @@ def read_message(given: object) -> Message:
 
 
 def trains(message: Mapping[str, Any]) -> bool:
-    """Whether a demonstration trains a reply: yes, unless a field of `TRAINED` says no."""
+    """Whether a reply is trained, as fields of `TRAINED` say; raises ValueError if they are odd."""
     said = {name: message[name] for name in TRAINED if message.get(name) is not None}
     for name, value in said.items():
         if value not in (0, 1):

@@ -154,7 +154,7 @@ class EpisodeHost:
         return self._episodes[key].environment
 
     def digest(self, *, again: bool = False) -> str:
-        """Returns a digest of the tasks, or of those that `tasks()` gives now if `again`."""
+        """Returns a digest of the tasks; with `again` asks `tasks()`; raises EnvironmentFailed."""
         assert self._environment is not None
         assert self._tasks is not None
         return digest_of(_task_source(self._environment) if again else self._tasks)

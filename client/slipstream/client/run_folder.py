@@ -247,7 +247,7 @@ def hold_folder(folder: Path, *, refusal: str) -> Iterator[None]:
 
 
 def make_run_folder(config: Config) -> None:
-    """Makes the run's folder, for its owner alone: it will hold prompts and weights."""
+    """Makes the run's folder, for its owner alone; raises ConfigError if that fails."""
     make_folder(config.run_dir, mode=0o700)
 
 
@@ -328,7 +328,10 @@ def find_run(run: str | None, runs: Path = Path("runs")) -> FoundRun:
 
 
 def begin_run(config: Config, address: str) -> str:
-    """Returns the id of the run that begins or goes on; writes the controller's address down."""
+    """Returns the id of the run that begins or goes on; writes the controller's address down.
+
+    Raises ConfigError if another run goes on here, or the address cannot be written.
+    """
     folder = config.run_dir
     run_id = journaled_run_id(folder) or config.run.id
     run_id = run_id or f"{config.run.name}-{secrets.token_hex(4)}"

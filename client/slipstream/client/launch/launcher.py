@@ -217,7 +217,7 @@ async def run_rollout_server(
     connect_timeout_s: float,
     dry_run: bool,
 ) -> int:
-    """Runs `slipstream rollout-server`: one server, which joins a controller, until it has left."""
+    """Runs one server until it has left its controller; raises ConfigError if it cannot start."""
     raise_open_files()
     name = check_server_id(server_id or f"{socket.gethostname()}-{secrets.token_hex(3)}")
     if controller is not None:

@@ -55,7 +55,10 @@ _NEW_FORM = "model.language_model."
 
 
 def nested_table(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the decoder's table of a class in `NESTED`, with `vision_config`, or ConfigError."""
+    """Returns the decoder's table of a class in `NESTED`, with `vision_config`.
+
+    Raises ConfigError for an unknown decoder and for unusable fields.
+    """
     outer, decoder = architecture_of(values), values.get("text_config")
     kinds = NESTED[outer]
     for name in ("text_config", "vision_config"):

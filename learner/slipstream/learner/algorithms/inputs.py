@@ -26,19 +26,19 @@ class SequenceSums:
     def __init__(
         self, ids: Tensor, mask: Tensor, number: int, group: dist.ProcessGroup | None = None
     ) -> None:
-        """Takes each token's sequence, below `number`, and the bool mask of trained tokens."""
+        """Takes each token's sequence, `ids` [tokens] below `number`, and trained tokens, bool."""
         self._ids = ids
         self._mask = mask
         self._number = number
         self._group = group if group is not None and group.size() > 1 else None
 
     def sums(self, values: Tensor) -> Tensor:
-        """Returns each token's sum of `values` over its sequence's trained tokens, or 0."""
+        """Returns, [tokens], the sum of `values` over the trained tokens of its sequence, or 0."""
         sums = self._sums(values)
         return sums[self._ids].to(values.dtype)
 
     def means(self, values: Tensor) -> Tensor:
-        """Returns each token's mean of `values` over its sequence's trained tokens, or 0."""
+        """Returns, [tokens], the mean of `values` over the trained tokens of its sequence, or 0."""
         means = self._sums(values) / self._sums(self._mask).clamp(min=1)
         return means[self._ids].to(values.dtype)
 

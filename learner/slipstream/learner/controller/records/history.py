@@ -80,6 +80,31 @@ def group_number(group_id: str) -> int | None:
     return int(numbered[2]) if numbered is not None and numbered[1] == "g" else None
 
 
+class GroupSteps:
+    """The step that trains each group, stored in four bytes per group."""
+
+    def __init__(self) -> None:
+        self._steps = array("i")
+
+    def add(self, group_id: GroupId, step: int) -> None:
+        """Notes the step that trains a group; group numbers have no gaps."""
+        number = group_number(group_id)
+        assert number is not None, group_id
+        self._steps.extend([-1] * (number + 1 - len(self._steps)))
+        self._steps[number] = step
+
+    def discard(self, group_id: GroupId) -> None:
+        """Forgets the step of a group whose batch was set aside."""
+        self.add(group_id, -1)
+
+    def get(self, group_id: GroupId) -> int | None:
+        """Returns the step of the group, or None if it is in no batch or is no training group."""
+        number = group_number(group_id)
+        if number is None or number >= len(self._steps) or self._steps[number] < 0:
+            return None
+        return self._steps[number]
+
+
 def _place(trajectory_id: str) -> tuple[tuple[str, int, int], int, int, int] | None:
     """Returns (page, index in the page, epoch, bit) of a first attempt's id, or None for others."""
     return _find_place(trajectory_id) if len(trajectory_id) <= MAX_KEPT else None
@@ -113,8 +138,7 @@ class RunHistory(RunState):
     starts: int = 0
     # Number of entries that Redis had ever counted at the last start; None without Redis.
     queue_added: int | None = None
-    # The step that trains each group.
-    trained_in: dict[GroupId, int] = field(default_factory=dict)
+    trained_in: GroupSteps = field(default_factory=GroupSteps)
     ended: SeenIds = field(default_factory=SeenIds)
     # Every server that joined, with its tokens of trajectories that ended or are in a batch.
     servers: ServerEpochs = field(default_factory=ServerEpochs)
@@ -135,11 +159,11 @@ class RunHistory(RunState):
                 self._receive([(record.server, record.epoch, record.tokens)])
             case kinds.Batch():
                 for group_id in record.groups:
-                    self.trained_in[group_id] = record.step
+                    self.trained_in.add(group_id, record.step)
                 self._receive(record.tokens)
             case kinds.BatchSetAside():
                 for group_id in [g for g, *_ in record.groups] + [g for g, *_ in record.put_back]:
-                    self.trained_in.pop(group_id, None)
+                    self.trained_in.discard(group_id)
                 for trajectory_id in record.ids:
                     self.ended.add(TrajectoryId(trajectory_id))
                 # These tokens count again with the later batch or end of their trajectories.

@@ -154,7 +154,10 @@ class Outbox(Generic[Message]):
         return None
 
     async def messages(self) -> AsyncIterator[Message]:
-        """Yields messages as `pop` gives or refuses them, until the outbox is closed and empty."""
+        """Yields messages in the order of `pop`, until the outbox is closed and empty.
+
+        Raises the error of the future for which a message waits (`after` of `put`), if that fails.
+        """
         while True:
             while (message := self.pop()) is not None:
                 yield message

@@ -204,7 +204,7 @@ class Checkpointer:
         return published
 
     def poll(self) -> Saved | None:
-        """Publishes the current save, like `finish`, if every rank has written its part."""
+        """Publishes the current save if every rank has written its part; raises like `finish`."""
         if self._write is None:
             return None
         return self.finish() if self._disk.is_done(self._write.entries) else None

@@ -51,6 +51,8 @@ class HostCopies:
 
     def copy(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Returns finished copies in the same order, each in a storage of exactly its size."""
+        if not tensors:
+            return []
         # One block has room for all: pinning many small ones takes longer.
         self._block_for(sum(_aligned(tensor.nbytes) for tensor in tensors))
         copies = [self.empty(t.numel(), t.dtype).view(t.shape) for t in tensors]

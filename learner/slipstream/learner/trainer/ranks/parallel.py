@@ -110,7 +110,10 @@ class Ranks:
         return other
 
     def in_force(self) -> AbstractContextManager[None]:
-        """Puts this layout in force inside the context, as models of it need; not collective."""
+        """Puts this layout in force inside the context, as models of it need; not collective.
+
+        Raises RuntimeError while a third layout is in force: see `Grids.use`.
+        """
         return self._grids.use(self._parallel)
 
     @property

@@ -12,7 +12,12 @@ from slipstream.core.types import GroupId, PolicyVersion, ServerId, TrajectoryId
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.loop import version_of
 from slipstream.learner.controller.records import kinds
-from slipstream.learner.controller.records.history import RunHistory, SeenIds, read_history
+from slipstream.learner.controller.records.history import (
+    GroupSteps,
+    RunHistory,
+    SeenIds,
+    read_history,
+)
 from slipstream.learner.controller.records.journal import Journal, read_records
 from slipstream.learner.controller.records.kinds import TrajectoryEnd, fields_of, parsed
 from slipstream.learner.controller.records.state import (
@@ -83,6 +88,25 @@ def test_a_ledger_takes_few_bytes_a_trajectory_and_knows_each() -> None:
     tracemalloc.stop()
     assert grown / len(ids) < MOST_BYTES, grown / len(ids)
     assert not any(ledger.receive(KEY, TrajectoryId(text), 1) for text in ids)
+
+
+def test_the_step_of_each_group_is_known_and_of_nothing_else() -> None:
+    steps = GroupSteps()
+    steps.add(GroupId("g000002"), 7)
+    assert steps.get(GroupId("g000002")) == 7
+    others = ("g000001", "g000003", "g2", "e1-000002", "")
+    assert [steps.get(GroupId(text)) for text in others] == [None] * 5
+
+
+def test_the_steps_of_many_groups_take_little_memory() -> None:
+    tracemalloc.start()
+    steps = GroupSteps()
+    before = tracemalloc.get_traced_memory()[0]
+    for number in range(50_000):
+        steps.add(GroupId(f"g{number:06d}"), number // 64)
+    grown = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert grown / 50_000 < 8
 
 
 B, MEMBERS, STEPS, ETA = 2, 2, 6, 2

@@ -478,6 +478,11 @@ def test_store_listens_on_the_given_host_only() -> None:
     sender.abort()
 
 
+def test_host_that_is_not_this_machine_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"learner\.master must be an address of this machine"):
+        announce(GlooSender(WeightsSection(), host="192.0.2.1"))
+
+
 def test_transport_that_cannot_be_is_refused() -> None:
     senders = BucketSenders(WeightsSection(), CPU, largest_bucket=1, host=HOST)
     with pytest.raises(ConfigError, match=r"weights\.transport is nccl, but the trainer has no"):
