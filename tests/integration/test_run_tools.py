@@ -1,4 +1,4 @@
-"""Environments with tools in a run with all parts, hosted and served, and its replay."""
+"""An environment with tools in a run with all parts, and its replay."""
 
 import json
 import shutil
@@ -11,20 +11,18 @@ from support.rigs import run_processes
 
 pytestmark = [pytest.mark.timeout(700), pytest.mark.usefixtures("nothing_survives")]
 
-RUN_LIMIT_S = 500.0
 LOOKING = {"reference": "user_tools:Looking", "timeout_s": 60.0}
 
 
 @pytest.mark.slow
-async def test_calls_of_tools_train_the_model_and_are_replayed(tmp_path: Path) -> None:
+def test_calls_of_tools_train_the_model_and_are_replayed(tmp_path: Path) -> None:
     shutil.copy(example_tools.__file__, tmp_path / "user_tools.py")
     model = make_chat_model(tmp_path / "model", max_length=1024, words=example_tools.CALLS)
-    config = run_processes.write_config(
+    run_processes.write_config(
         tmp_path,
         model,
         run__steps=6,
         environments=[
-            {"name": "looking", **LOOKING},
             # Its prompts say that the model should not think.
             {"name": "silent", "chat_template_kwargs": {"enable_thinking": False}, **LOOKING},
         ],
@@ -38,23 +36,16 @@ async def test_calls_of_tools_train_the_model_and_are_replayed(tmp_path: Path) -
         rollout_server__tool_parser="hermes",
         controller__sample_every_steps=1,
     )
-    async with run_processes.command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
-        async with run_processes.connection(config, run) as client:
-            # Before the engine has started, so that the first steps lease it.
-            await client.serve(example_tools.Looking(), name="served", weight=4.0, timeout_s=60.0)
-        assert await run.wait(RUN_LIMIT_S) == 0, run.out + run.err
+    run_processes.succeed("run", "config.toml", cwd=tmp_path)
     folder = tmp_path / "run"
     summary = run_processes.summary_of(folder)
     assert summary["steps"] == 6
     assert summary["ledger"]["failed"] == 0
     run_processes.check_ledger(summary)
     found = run_processes.trained_trajectories(folder)
-    assert {t.environment for t in found} == {"looking", "silent", "served"}
-    for trajectory in found:
-        thinks_not = trajectory.prompt_text.endswith("</think>\n\n")
-        assert thinks_not == (trajectory.environment == "silent")
+    assert {t.environment for t in found} == {"silent"}
+    assert all(t.prompt_text.endswith("</think>\n\n") for t in found)
     called = [t for t in found if t.metrics.get("calls")]
-    assert {t.environment for t in called} == {"looking", "silent", "served"}
     # A call is answered behind its own tokens, in one conversation.
     assert any(t.num_turns > 1 for t in called)
     assert [(t.environment, t.branches) for t in found if t.branches] == []

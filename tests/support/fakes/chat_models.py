@@ -59,7 +59,9 @@ def make_chat_tokenizer(
     return len(names)
 
 
-def make_chat_model(folder: Path, *, with_weights: bool = True, max_length: int = 4096) -> Path:
+def make_chat_model(
+    folder: Path, *, with_weights: bool = True, max_length: int = 4096, words: Sequence[str] = ()
+) -> Path:
     """Saves a tiny Llama, with random weights or with none; returns `folder`."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -67,7 +69,7 @@ def make_chat_model(folder: Path, *, with_weights: bool = True, max_length: int 
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=make_chat_tokenizer(folder),
+        vocab_size=make_chat_tokenizer(folder, words=words),
         hidden_size=64,
         intermediate_size=192,
         num_hidden_layers=2,

@@ -68,3 +68,32 @@ class Thinking(Environment[int]):
         return StepResult(
             reward=float(whole and (reply.content, reply.reasoning) == ("Yes.", "Hm."))
         )
+
+
+# Calls that a random model makes now and then, if each of them is one token.
+CALLS = [
+    f'<tool_call>\n{{"name": "look", "arguments": {{"place": {place}}}}}\n</tool_call>'
+    for place in range(100)
+]
+
+
+class Looking(Environment[int]):
+    """Rewards each call of `look`, whose answer is the place again; two calls are enough."""
+
+    def tasks(self) -> range:
+        return range(20)
+
+    def reset(self, task: int) -> ResetResult:
+        self.num_calls = 0
+        return ResetResult([{"role": "user", "content": f"look at {task}"}], tools=[LOOK])
+
+    def step(self, reply: Reply) -> StepResult:
+        self.num_calls += len(reply.tool_calls)
+        reward = 0.5 * len(reply.tool_calls)
+        if not reply.tool_calls or self.num_calls >= 2:
+            return StepResult(reward, metrics={"calls": self.num_calls})
+        results = [
+            {"role": "tool", "content": f"seen {call.arguments['place']}", "tool_call_id": call.id}
+            for call in reply.tool_calls
+        ]
+        return StepResult(reward, done=False, messages=results)
