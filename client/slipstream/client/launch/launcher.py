@@ -50,7 +50,7 @@ from slipstream.client.launch.placement import (
     place_here,
     uses_gpus,
 )
-from slipstream.client.launch.preflight import hold_address, prove_algorithms
+from slipstream.client.launch.preflight import hold_address, proof_faults
 from slipstream.client.launch.run_processes import GRACE_S, RunProcesses
 from slipstream.client.page import PAGE, page_kept, reply_lines
 from slipstream.client.run_folder import (
@@ -286,15 +286,13 @@ async def run_check(
     if not config.algorithm.own_functions:
         return code
     require_packages("learner")
-    checked = await prove_algorithms(config)
-    say(checked.output.rstrip("\n"))
-    mark = "slipstream: "
-    faults = [line.removeprefix(mark) for line in checked.lines if line.startswith(mark)]
-    if checked.code and not faults:
-        raise RunFailed("\n".join(checked.lines[-5:]))
+    faults = await proof_faults(config)
     for fault in faults:
         complain(fault, sys.stderr)
-    return checked.code or code
+    if faults:
+        return USAGE_ERROR
+    say("the algorithm's functions are proved")
+    return code
 
 
 async def run_doctor(arguments: argparse.Namespace) -> int:

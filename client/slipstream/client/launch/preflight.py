@@ -42,10 +42,8 @@ MEGATRON_CHECK = "slipstream.learner.trainer.check"
 ENGINE_CHECK = "slipstream.rollout_server.check"
 REFERENCE_CHECK = "slipstream.extensions.reference_server.server"
 ALGORITHMS_CHECK = "slipstream.extensions.proofs.trainer"
-# Limit of a check by Megatron or vLLM, most of it for imports on a busy machine.
+# Limit of a check by another program, most of it for imports on a busy machine.
 SETTINGS_LIMIT_S = 300.0
-# Limit of the proof of an algorithm's functions: a minute, on a busy machine several.
-PROOF_LIMIT_S = 600.0
 # Seconds beyond an environment's own limits in which its worker starts and says where it hangs.
 WORKER_GRACE_S = 30.0
 # Number of environments that are checked at once: one for each processor, few to save memory.
@@ -111,22 +109,23 @@ async def check_functions(scene: Scene) -> str | None:
 
 
 async def check_proofs(scene: Scene) -> str | None:
-    """Tests the user's own algorithm functions for a minute, unless they are unchanged since."""
-    if not scene.config.algorithm.own_functions:
+    """Proves the user's own algorithm functions."""
+    own = sorted(set(scene.config.algorithm.own_functions.values()))
+    if not own:
         return None
-    _accept(await prove_algorithms(scene.config, "--cached"))
-    return "the algorithm's own functions are proved"
+    for fault in await proof_faults(scene.config):
+        raise ConfigError(fault)
+    return f"own functions are proved: {', '.join(own)}"
 
 
-async def prove_algorithms(config: Config, *options: str) -> Ended:
-    """Runs the tests of the algorithm's functions; raises ConfigError at the time limit."""
-    # The tiny models would only wait for a GPU that others use.
-    environ = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    late = "the functions were not proved"
-    with told_when_slow("the proof of the algorithm's functions takes a minute"):
-        return await _ask(
-            ALGORITHMS_CHECK, config, *options, late=late, limit_s=PROOF_LIMIT_S, environ=environ
-        )
+async def proof_faults(config: Config) -> list[str]:
+    """Returns one line for each property that a function of the algorithm lacks."""
+    checked = await _ask(ALGORITHMS_CHECK, config, late="the functions were not proved")
+    mark = "slipstream: "
+    faults = [line.removeprefix(mark) for line in checked.lines if line.startswith(mark)]
+    if checked.code and not faults:
+        raise RunFailed("\n".join(checked.lines[-5:]))
+    return faults
 
 
 async def check_vllm(scene: Scene) -> str | None:
@@ -150,19 +149,12 @@ async def check_reference(scene: Scene) -> None:
         _accept(await _ask(REFERENCE_CHECK, scene.config, late="reference.server did not answer"))
 
 
-async def _ask(
-    program: str,
-    config: Config,
-    *options: str,
-    late: str,
-    limit_s: float = SETTINGS_LIMIT_S,
-    environ: Mapping[str, str] | None = None,
-) -> Ended:
+async def _ask(program: str, config: Config, *, late: str) -> Ended:
     """Returns the end of a program that reads the settings; `late` says what it did not do."""
-    command, given = [sys.executable, "-m", program, *options], dump_config(config).encode()
-    checked = await run_program(command, limit_s=limit_s, given=given, environ=environ)
+    command, given = [sys.executable, "-m", program], dump_config(config).encode()
+    checked = await run_program(command, limit_s=SETTINGS_LIMIT_S, given=given)
     if checked.code is None:
-        raise ConfigError(f"{late} within {limit_s:g} s")
+        raise ConfigError(f"{late} within {SETTINGS_LIMIT_S:g} s")
     if checked.code < 0:
         # The settings may be right, so a scheduler may start the command again.
         raise RunFailed(f"{late}: {signal.Signals(-checked.code).name} ended the check")

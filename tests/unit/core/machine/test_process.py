@@ -126,7 +126,6 @@ THREADED = (
     "learner/slipstream/learner/trainer/__main__.py",
     "learner/slipstream/learner/trainer/replay.py",
     "learner/slipstream/learner/trainer/export_checkpoint.py",
-    "extensions/slipstream/extensions/proofs/trainer.py",
     "rollout_server/slipstream/rollout_server/__main__.py",
 )
 

@@ -1,9 +1,7 @@
 """A wrong function is refused with its property, and no right one is."""
 
-import random
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 import torch
 from pydantic import JsonValue
@@ -31,8 +29,6 @@ WRONG_LOSSES = {
     "sums_on_some_ranks": ("layout", "one rank asks for sums over sequences, another does not"),
     "reads_masked_tokens": ("masked tokens", "with other values at masked tokens"),
     "infinite_at_masked_tokens": ("masked tokens", "has the gradient nan: sequences"),
-    "root_at_a_bound": ("finite", "gradient is inf at log ratio 0.1823"),
-    "root_in_a_helper": ("finite", "gradient is inf at log ratio 0.1823"),
     "product_of_a_sequence": ("finite", ", in a sequence of 9"),
     "log_of_the_entropy": ("finite", "entropy 0"),
     "adds_the_entropy": ("entropy", "have none, set algorithm.entropy_coefficient"),
@@ -190,12 +186,3 @@ def test_other_wrong_functions_are_refused(kind: FunctionKind, name: str, expect
 )
 def test_other_right_functions_are_proved(kind: FunctionKind, name: str) -> None:
     assert faults(chosen(kind, f"{MODULE}:{name}"), kind) == []
-
-
-def test_proofs_leave_random_generators_as_they_were() -> None:
-    before = (random.getstate(), torch.get_rng_state(), np.random.get_state()[1].tolist())
-    faults(chosen("loss", f"{MODULE}:draws_at_random"), "loss")
-    after = (random.getstate(), torch.get_rng_state(), np.random.get_state()[1].tolist())
-    assert before[0] == after[0]
-    assert torch.equal(before[1], after[1])
-    assert before[2] == after[2]
