@@ -13,7 +13,7 @@ from collections import Counter
 
 from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.part import Part, Tasks
-from slipstream.learner.controller.publishing.publish import Publish, Publisher
+from slipstream.learner.controller.publishing.publish import Publish, Publisher, Receiver
 from slipstream.learner.controller.publishing.receivers import (
     MAX_FAILED_WHILE_NONE_SERVES,
     READY,
@@ -137,7 +137,7 @@ class StoredPublisher(Part):
         if is_gone or self._run.progress.is_over:
             return
         problem = f"no answer within {limit_s:g} s"
-        if not question.is_open:
+        if question.answer.done():
             answer = question.answer.result()
             problem = "" if answer.phase == READY else answer.message or "it failed"
         if problem:
@@ -163,7 +163,7 @@ class StoredPublisher(Part):
             bucket_deadline_s=settings.bucket_deadline_s,
             join_deadline_s=settings.join_deadline_s,
         )
-        publish = Publish(order, [session])
+        publish = Publish(order, [Receiver(session)])
         self._publisher.tell(publish, None)
         self._publisher.commit(publish, digests, report.probe, num_coming=len(digests))
 

@@ -155,7 +155,11 @@ class Publisher(Part):
         if not targets:
             return None
         question = self._question(version)
-        ready, transport = self._fitting(await self.questions.answers(targets, question))
+        ready = self._drop(await self.questions.answers(targets, question))
+        transport, misfits = choose_for(self._run, {s.name: s.hello.place for s in ready})
+        fitting = self._drop(dict(zip(ready, misfits, strict=True)))
+        # A server that began to drain meanwhile takes no part.
+        ready = [session for session in fitting if not session.is_leaving]
         if not ready:
             return None
         order = self._membership.order_for(ready, transport, trainer_has=trainer.communicator_id)
@@ -172,21 +176,13 @@ class Publisher(Part):
         is_known = has_version and order.adapters_alone == self._last_was_adapters
         may_begin = not (order.new_communicator or order.verify)
         order.begun = bool(trainer.bucket_digests) and is_known and may_begin
-        digests = trainer.bucket_digests if order.begun else ()
-        publish = Publish(order, ready, trainer=self._trainer, digests=digests)
+        digests = tuple(trainer.bucket_digests) if order.begun else ()
+        publish = Publish(order, [Receiver(each) for each in ready], self._trainer, digests)
         self._current = publish
         if order.begun:
             self.tell(publish, None)
         self._await_end(publish, len(digests))
         return order
-
-    def _fitting(self, answers: Mapping[ServerSession, str]) -> tuple[list[ServerSession], str]:
-        """Returns the servers that can receive together, and their transport."""
-        ready = self._drop(answers)
-        transport, misfits = choose_for(self._run, {s.name: s.hello.place for s in ready})
-        fitting = self._drop(dict(zip(ready, misfits, strict=True)))
-        # A server that began to drain meanwhile takes no part.
-        return [session for session in fitting if not session.is_leaving], transport
 
     def _drop(self, problems: Mapping[ServerSession, str]) -> list[ServerSession]:
         """Makes servers with a problem stale; returns all others that are still connected.
@@ -364,7 +360,7 @@ class Publisher(Part):
         digests: Sequence[bytes],
         probe: weights_pb2.Probe | None,
     ) -> None:
-        """Leads a receiver from its commit to its end: loaded, serving, proved."""
+        # Leads a receiver from its commit to its end: loaded, serving, proved.
         session = receiver.session
         await receiver.loaded
         if problem := receiver.problem(digests):
@@ -426,10 +422,8 @@ class Publisher(Part):
         self._open.pop(session.key, None)
         if self._fleet.find(session.key) is session:
             # Once for each failed publish: this machine or network may be slow.
-            deadline_s, setting_s = (
-                publish.order.bucket_deadline_s,
-                self._settings.bucket_deadline_s,
-            )
+            setting_s = self._settings.bucket_deadline_s
+            deadline_s = publish.order.bucket_deadline_s
             if deadline_s == self._bucket_deadline_s < MOST_TIME * setting_s:
                 self._bucket_deadline_s = 2 * deadline_s
                 self._run.events.warn(
@@ -470,24 +464,23 @@ class Receiver:
         return "the digests of the loaded buckets are not those that were sent"
 
 
+@dataclass(eq=False)
 class Publish:
-    """The delivery of one version to some servers.
+    """The delivery of one version to some servers."""
 
-    `trainer` is the number of the trainer that sends. `digests` are those of the buckets if the
-    trainer sent them beforehand, otherwise empty.
-    """
+    order: weights_pb2.PublishOrder
+    receivers: list[Receiver]
+    # Number of the trainer that sends.
+    trainer: int = 0
+    # Digests of the buckets if the trainer sent them beforehand, otherwise empty.
+    digests: tuple[bytes, ...] = ()
+    # The time at which the receivers were told to receive, by `time.monotonic`.
+    told_s: float | None = None
 
-    def __init__(
-        self,
-        order: weights_pb2.PublishOrder,
-        sessions: Sequence[ServerSession],
-        *,
-        trainer: int = 0,
-        digests: Sequence[bytes] = (),
-    ) -> None:
-        self.order, self.publish_id = order, order.publish_id
-        self.version = version_from_pb(order.version)
-        self.receivers = [Receiver(session) for session in sessions]
-        self.trainer, self.digests = trainer, tuple(digests)
-        # The time at which the receivers were told to receive, by `time.monotonic`.
-        self.told_s: float | None = None
+    @property
+    def publish_id(self) -> str:
+        return self.order.publish_id
+
+    @property
+    def version(self) -> PolicyVersion:
+        return version_from_pb(self.order.version)

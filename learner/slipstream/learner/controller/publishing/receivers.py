@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 
 from slipstream.core.errors import ConfigError
 from slipstream.core.types import ServerId
@@ -35,23 +36,6 @@ MAX_FAILED_WHILE_NONE_SERVES = 2 * MAX_FAILED_PUBLISHES
 MAX_FAILING = 1000
 
 
-@dataclass(frozen=True)
-class FailureCounts:
-    """Counts of consecutive failed publishes to one server."""
-
-    # Failures since this session began or last served.
-    in_session: int
-    # Failures since the server last served, in this or an earlier epoch.
-    of_server: int
-    # Failures of the server since any server last served.
-    while_none_served: int
-
-    @property
-    def needs_own_publish(self) -> bool:
-        """Whether the server gets its own publish, after the healthy servers."""
-        return self.of_server >= MAX_JOINT_FAILURES
-
-
 class Consequence(Enum):
     """The consequence of a failed publish."""
 
@@ -63,15 +47,15 @@ class Consequence(Enum):
     FAIL_RUN = "fail run"
 
 
-def consequence(counts: FailureCounts, *, is_any_serving: bool) -> Consequence:
-    """Returns the consequence of a failed publish, which `counts` already includes.
+def consequence(in_session: int, while_none_served: int, *, is_any_serving: bool) -> Consequence:
+    """Returns the consequence of a failed publish to a server, from its failures in a row.
 
-    The run fails only if `is_any_serving` is false.
+    They are counted since its session began or last served, and since any server last served, with
+    this one. The run fails only if `is_any_serving` is false.
     """
-    if counts.while_none_served >= MAX_FAILED_WHILE_NONE_SERVES and not is_any_serving:
+    if while_none_served >= MAX_FAILED_WHILE_NONE_SERVES and not is_any_serving:
         return Consequence.FAIL_RUN
-    is_last = counts.in_session >= MAX_FAILED_PUBLISHES
-    return Consequence.SEND_AWAY if is_last else Consequence.RETRY
+    return Consequence.SEND_AWAY if in_session >= MAX_FAILED_PUBLISHES else Consequence.RETRY
 
 
 def retry_wait_s(num_failed: int) -> float:
@@ -95,8 +79,9 @@ class Failures:
         Servers whose last two publishes failed are left out, since a member that fails makes all
         others stale. Once only such servers are due, each gets a publish of its own.
         """
-        sound = [s for s in due if not self._counts(s).needs_own_publish]
-        return sound or sorted(due, key=lambda s: self._of_server[s.key.server_id])[:1]
+        failed = self._of_server
+        sound = [s for s in due if failed[s.key.server_id] < MAX_JOINT_FAILURES]
+        return sound or sorted(due, key=lambda s: failed[s.key.server_id])[:1]
 
     def served(self, session: ServerSession) -> None:
         """Notes that a publish to this server succeeded."""
@@ -142,26 +127,18 @@ class Failures:
             cause = f"{session.failed_publishes} publishes failed: {cause}"
             self._fleet.remove(session, cause)
 
-    def _counts(self, session: ServerSession) -> FailureCounts:
-        server_id = session.key.server_id
-        return FailureCounts(
-            in_session=session.failed_publishes,
-            of_server=self._of_server[server_id],
-            while_none_served=self._while_none_served[server_id],
-        )
-
     def _note(self, session: ServerSession, cause: str) -> Consequence:
         """Counts a failed publish and returns its `consequence`; FAIL_RUN also fails the run."""
         for failures in (self._of_server, self._while_none_served):
             failures[session.key.server_id] += 1
             if len(failures) > MAX_FAILING:
                 del failures[next(iter(failures))]
-        counts, progress = self._counts(session), self._run.progress
+        in_a_row, progress = self._while_none_served[session.key.server_id], self._run.progress
         is_any_serving = bool(self._fleet.serving()) or progress.is_over
-        found = consequence(counts, is_any_serving=is_any_serving)
+        found = consequence(session.failed_publishes, in_a_row, is_any_serving=is_any_serving)
         if found is Consequence.FAIL_RUN:
             progress.fail(
-                f"no rollout server serves, and {counts.while_none_served} publishes in a row to "
+                f"no rollout server serves, and {in_a_row} publishes in a row to "
                 f"{session.name} failed, the last one: {cause}"
             )
         return found
@@ -237,13 +214,9 @@ class Question:
     # A publish left the server out while the question was open.
     is_late: bool = False
 
-    @property
-    def is_open(self) -> bool:
-        return not self.answer.done()
-
     def reply(self, report: fleet_pb2.PublishReport) -> None:
         """Answers the question unless it has an answer."""
-        if self.is_open:
+        if not self.answer.done():
             self.answer.set_result(report)
 
 
@@ -264,7 +237,7 @@ class Questions:
     def is_late(self, session: ServerSession) -> bool:
         """Whether a publish left this server out, and it has still not answered."""
         question = self._asked.get(session.key)
-        return question is not None and question.is_late and question.is_open
+        return question is not None and question.is_late and not question.answer.done()
 
     def ask(
         self, targets: Collection[ServerSession], prepare: fleet_pb2.PreparePublish
@@ -273,13 +246,10 @@ class Questions:
         message = fleet_pb2.ControllerMessage(prepare=prepare)
         for session in targets:
             earlier = self._asked.get(session.key)
-            if earlier is None or not earlier.is_open:
-                self._asked[session.key] = Question(
-                    prepare.publish_id,
-                    session,
-                    self._run.clock.now_s(),
-                    asyncio.get_running_loop().create_future(),
-                )
+            if earlier is None or earlier.answer.done():
+                answer = asyncio.get_running_loop().create_future()
+                asked_s = self._run.clock.now_s()
+                self._asked[session.key] = Question(prepare.publish_id, session, asked_s, answer)
                 session.send(message)
         return [self._asked[session.key] for session in targets]
 
@@ -293,22 +263,21 @@ class Questions:
         """
         self.ask([session for session in targets if session.key not in self._asked], prepare)
         questions = [self._asked[session.key] for session in targets]
-        if unanswered := [question for question in questions if question.is_open]:
-            clock = self._run.clock
+        clock = self._run.clock
+        if unanswered := [question for question in questions if not question.answer.done()]:
             until_s = max(q.asked_s for q in unanswered) + self._settings.bucket_deadline_s
             await clock.wait([q.answer for q in unanswered], until_s - clock.now_s())
         problems = {}
         for question in questions:
-            if question.is_open:
+            if not question.answer.done():
                 session, question.is_late = question.session, True
                 keeps = "it serves nothing yet"
                 if session.is_serving and session.version is not None:
                     keeps = f"it keeps version {session.version.step}"
-                waited_s = self._run.clock.now_s() - question.asked_s
                 self._run.events.warn(
                     f"rollout server {session.name} is left out of the publish of version "
-                    f"{prepare.version.step}: not ready {waited_s:.1f} s after it was asked; "
-                    f"{keeps}"
+                    f"{prepare.version.step}: not ready {clock.now_s() - question.asked_s:.1f} s "
+                    f"after it was asked; {keeps}"
                 )
                 self._tasks.create_task(self._follow(question))
                 continue
@@ -322,16 +291,14 @@ class Questions:
         """Waits for a late answer, then wakes the run; ends the server's stream if none comes."""
         limit_s, clock = self._settings.join_deadline_s, self._run.clock
         await clock.wait([question.answer], question.asked_s + limit_s - clock.now_s())
-        if not question.is_open:
+        if question.answer.done():
             self._run.signal.notify()
             return
         self.forget(question)
         if not question.session.is_leaving:
-            self._failures.send_away(
-                question.session,
-                f"it did not say within {limit_s:g} s (weights.join_deadline_s) "
-                "that it is ready for new weights",
-            )
+            within = f"within {limit_s:g} s (weights.join_deadline_s)"
+            cause = f"it did not say {within} that it is ready for new weights"
+            self._failures.send_away(question.session, cause)
 
     def report(self, session: ServerSession, report: fleet_pb2.PublishReport) -> None:
         """Takes a server's report, if it answers the server's question."""
@@ -344,11 +311,7 @@ class Questions:
         """Ends the wait for a lost server."""
         question = self._asked.pop(session.key, None)
         if question is not None:
-            question.reply(
-                fleet_pb2.PublishReport(
-                    publish_id=question.publish_id, phase=FAILED, message="the server is gone"
-                )
-            )
+            question.reply(fleet_pb2.PublishReport(phase=FAILED, message="the server is gone"))
 
     def forget(self, question: Question) -> None:
         """Forgets a question; a later report is no answer to it."""
@@ -367,26 +330,23 @@ def choose_for(run: Run, servers: Mapping[str, weights_pb2.Place]) -> tuple[str,
     A server with the reason "" takes part. The transport is "" if no server takes part.
     """
     places = {name: place_from_pb(message) for name, message in servers.items()}
+    wanted, parallel = run.config.weights.transport, run.config.learner.parallel
+    choose = partial(choose_transport, wanted, run.progress.learner_places, parallel=parallel)
     # Usually all servers fit; to add them one by one takes quadratic time.
     with contextlib.suppress(ConfigError):
-        return _choose(run, places) if places else "", [""] * len(places)
+        return choose(places) if places else "", [""] * len(places)
     fitting: dict[str, Place] = {}
     transport, problems = "", []
     for name, place in places.items():
         wider = fitting | {name: place}
         try:
-            transport = _choose(run, wider)
+            transport = choose(wider)
         except ConfigError as error:
             problems.append(str(error))
         else:
             problems.append("")
             fitting = wider
     return transport, problems
-
-
-def _choose(run: Run, places: Mapping[str, Place]) -> str:
-    transport, parallel = run.config.weights.transport, run.config.learner.parallel
-    return choose_transport(transport, run.progress.learner_places, places, parallel=parallel)
 
 
 def misfit(run: Run, hello: fleet_pb2.ServerHello) -> str:

@@ -58,7 +58,6 @@ NAMES_BYTES = 64 << 10
 class Claim:
     """The facts that an untrusted delivery states about itself, as far as they are readable."""
 
-    trajectory_id: TrajectoryId
     # Parsed id. None if servers make no such id.
     name: TrajectoryName | None
     server: ServerKey
@@ -77,18 +76,16 @@ def read_claim(delivery: Delivery, known: ServerEpochs, *, largest_bytes: int) -
     name = TrajectoryName.parse(delivery.trajectory_id)
     epoch = 0 if name is None else name.epoch
     server = known.server_of(epoch) or ServerKey(UNKNOWN, epoch)
-    unread = Claim(delivery.trajectory_id, name, server, 0, False)
-    if len(delivery.data) > largest_bytes:
-        return unread
     message = trajectory_pb2.Trajectory()
-    try:
-        message.ParseFromString(delivery.data)
-    except DecodeError:
-        return unread
+    if len(delivery.data) <= largest_bytes:
+        try:
+            message.ParseFromString(delivery.data)
+        except DecodeError:
+            message.Clear()
     if server.server_id == UNKNOWN and is_server_id(message.server_id):
         server = ServerKey(ServerId(message.server_id), message.server_epoch)
     tokens = min(sum(message.run_lengths[1::2]), MAX_TRAJECTORY_BYTES // 4)
-    return Claim(delivery.trajectory_id, name, server, tokens, message.will_retry)
+    return Claim(name, server, tokens, message.will_retry)
 
 
 class Quarantine:
@@ -294,18 +291,14 @@ class Inspector:
         """
         self._run, self._progress = run, run.progress
         self._book, self._fleet = books.leases, books.fleet
-        self._journal, self._ledger = books.journal, books.ledger
-        self._environments = books.environments.entries
+        self._ledger, self._environments = books.ledger, books.environments.entries
         self._endings = endings
         self._again = run_again
         self._largest_bytes = largest_trajectory_bytes(run.config) + NAMES_BYTES
         self._vocabulary = vocabulary_size(run.config)
-        self._earlier = EarlierIds(RunHistory(), books.journal)
+        # What earlier starts have journaled may be delivered again.
+        self.earlier = EarlierIds(RunHistory(), books.journal)
         self.quarantine = Quarantine(run.config.run_dir / "quarantine")
-
-    def restore(self, history: RunHistory) -> None:
-        """Takes over the journaled trajectories, which may be delivered again."""
-        self._earlier = EarlierIds(history, self._journal)
 
     def decode(self, delivery: Delivery) -> Trajectory | ProtocolError:
         """Decodes a delivery, or returns the error with the reason; may run in a thread."""
@@ -335,11 +328,23 @@ class Inspector:
         if trajectory.run_id != self._progress.run_id:
             self.refuse(delivery, f"it is of run {trajectory.run_id}")
             return None
-        if self._earlier.holds(trajectory.group_id, delivery.trajectory_id):
+        if self.earlier.holds(trajectory.group_id, delivery.trajectory_id):
             self._endings.acknowledge(delivery.trajectory_id)
             return None
         group = self._book.groups.get(trajectory.group_id)
-        cause = contradiction(trajectory, group, self._facts())
+        progress, config = self._progress, self._run.config
+        reference = config.reference
+        is_served = reference is not None and reference.server is not None
+        facts = KnownFacts(
+            servers=self._fleet.epochs,
+            newest=PolicyVersion(progress.newest_incarnation, progress.version.step),
+            vocabulary=self._vocabulary,
+            # Not the bound for new leases, which may be lower by now.
+            max_staleness=config.algorithm.max_staleness,
+            sampling=config.sampling,
+            reference_top_k=reference.top_k if reference is not None and is_served else None,
+        )
+        cause = contradiction(trajectory, group, facts)
         entry = self._environments.get(trajectory.environment)
         # Trajectories of withdrawn groups are never trained.
         is_held = not cause and group is not None
@@ -358,40 +363,15 @@ class Inspector:
             self.quarantine.good(key)
         return trajectory
 
-    def _send_away(self, server: ServerKey, cause: str) -> None:
-        """Orders a server without valid deliveries to leave, or fails the run if it is the last."""
-        fault = (
-            f"rollout server {server.server_id} produces nothing but trajectories that cannot "
-            f"be trained, the last {MAX_IN_A_ROW} in a row: {cause}"
-        )
-        session = self._fleet.find(server)
-        others = [s for s in self._fleet.sessions.values() if s is not session and not s.is_leaving]
-        if not others:
-            self._progress.fail(fault)
-        elif session is not None and not session.is_leaving:
-            self._run.events.add(f"{fault}; it is sent away", Severity.ERROR)
-            self._fleet.order_drain(session, fault, finish=False)
-
-    def _facts(self) -> KnownFacts:
-        progress, config = self._progress, self._run.config
-        reference = config.reference
-        is_served = reference is not None and reference.server is not None
-        return KnownFacts(
-            servers=self._fleet.epochs,
-            newest=PolicyVersion(progress.newest_incarnation, progress.version.step),
-            vocabulary=self._vocabulary,
-            # Not the bound for new leases, which may be lower by now.
-            max_staleness=config.algorithm.max_staleness,
-            sampling=config.sampling,
-            reference_top_k=reference.top_k if reference is not None and is_served else None,
-        )
-
     def refuse(self, delivery: Delivery, cause: str, *, is_counted: bool = False) -> None:
-        """Quarantines a delivery; `is_counted` says whether the ledger already has its tokens."""
+        """Quarantines a delivery; `is_counted` says whether the ledger already has its tokens.
+
+        A server whose deliveries are all quarantined is sent away; the run fails if it is the last.
+        """
         claim = read_claim(delivery, self._fleet.epochs, largest_bytes=self._largest_bytes)
         trajectory_id, server = delivery.trajectory_id, claim.server
         group_id = GroupId("") if claim.name is None else claim.name.group_id
-        if self._earlier.holds(group_id, trajectory_id):
+        if self.earlier.holds(group_id, trajectory_id):
             self._endings.acknowledge(trajectory_id)
             return
         if not is_counted and not self._ledger.receive(
@@ -405,12 +385,19 @@ class Inspector:
             place = f" (not kept, {error.filename}: {error.strerror})"
         end, tokens = TrajectoryEnd.QUARANTINED, claim.tokens
         self._endings.record(trajectory_id, end, cause, tokens=tokens, server=server)
-        self._run.events.add(
-            f"quarantined {trajectory_id} of rollout server {server.server_id}: {cause}{place}",
-            Severity.ERROR,
-        )
+        told = f"quarantined {trajectory_id} of rollout server {server.server_id}: {cause}{place}"
+        self._run.events.add(told, Severity.ERROR)
         if self.quarantine.is_hopeless(server) and not self._progress.is_over:
-            self._send_away(server, cause)
+            fault = (
+                f"rollout server {server.server_id} produces nothing but trajectories that cannot "
+                f"be trained, the last {MAX_IN_A_ROW} in a row: {cause}"
+            )
+            session, every = self._fleet.find(server), self._fleet.sessions.values()
+            if all(each is session or each.is_leaving for each in every):
+                self._progress.fail(fault)
+            elif session is not None and not session.is_leaving:
+                self._run.events.add(f"{fault}; it is sent away", Severity.ERROR)
+                self._fleet.order_drain(session, fault, finish=False)
         if claim.name is not None:
             self._again(claim.name, cause, claim.will_retry)
         self._run.signal.notify()

@@ -24,7 +24,7 @@ ID = TrajectoryId("g7.1.2.f")
 
 
 def claim(tokens: int = 5) -> Claim:
-    return Claim(ID, TrajectoryName.parse(ID), KEY, tokens, False)
+    return Claim(TrajectoryName.parse(ID), KEY, tokens, False)
 
 
 def test_a_delivery_and_its_cause_lie_in_two_files(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_a_claim_is_read_as_far_as_it_goes() -> None:
     )
     data = message.SerializeToString()
     assert read_claim(Delivery(ID, data), KNOWN, largest_bytes=1 << 20) == Claim(
-        ID, TrajectoryName("g7", 1, 2, 0xF), KEY, 12, True
+        TrajectoryName("g7", 1, 2, 0xF), KEY, 12, True
     )
     assert read_claim(
         Delivery(ID, data), ServerEpochs(), largest_bytes=1 << 20
