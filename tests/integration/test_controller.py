@@ -12,7 +12,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from slipstream.client import Client
 from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.errors import ConfigError
-from slipstream.core.types import Failure, FailureKind, PolicyVersion
+from slipstream.core.types import Failure, FailureKind
 from slipstream.learner.controller.application import Controller
 from slipstream.learner.controller.leasing.scheduler import Scheduler
 from slipstream.learner.controller.records import kinds
@@ -48,43 +48,6 @@ async def test_a_run_trains_every_step_within_the_bound_and_closes_its_ledger(tm
     for record, trained in zip(records[::2], trainer.batches, strict=True):
         recorded = read_batch(folder, record["step"], record["crc32"])
         assert [t.group_id for t in recorded.trajectories] == [t.group_id for t in trained]
-
-
-@pytest.mark.parametrize("wrong", ["wrong_digests", "wrong_probes"])
-async def test_wrong_weights_make_a_server_stale_until_a_good_publish(tmp_path, wrong):
-    config = make_config(tmp_path, run__steps=3)
-    server = FakeServer(config.controller.address, **{wrong: 1})
-    trainer = FakeTrainer(config.controller.address)
-    summary = await play(config, server, trainer=trainer)
-    assert (summary["steps"], summary["ledger"]["difference"]) == (3, 0)
-    assert trainer.published[:2] == [PolicyVersion(0, 0)] * 2
-    assert server.loaded_versions.count(PolicyVersion(0, 0)) == (
-        2 if wrong == "wrong_probes" else 1
-    )
-
-
-async def test_groups_that_a_server_cancelled_for_bad_weights_are_leased_again(tmp_path):
-    config = make_config(tmp_path, run__steps=6, weights__verify_every=1)
-    server = FakeServer(config.controller.address, max_episodes=16)
-    trainer = FakeTrainer(config.controller.address)
-    trainer.hold_at(2)
-
-    async def spoil(controller, tasks):
-        await trainer.until_held()
-        server.gate.clear()
-        trainer.gate.set()
-        await until(lambda: server.gated)
-        server.wrong_probes = 1
-        await until(lambda: server.rejected)
-        server.gate.set()
-
-    summary = await play(config, server, trainer=trainer, during=spoil)
-    assert summary["steps"] == 6
-    assert summary["ledger"]["cancelled"] > 0
-    assert summary["ledger"]["difference"] == 0
-    again = [lease for lease in server.leases if lease.first_attempt]
-    assert {lease.first_attempt for lease in again} == {1}
-    assert max(trainer.lags) <= 2
 
 
 async def test_a_group_that_loses_too_many_servers_is_set_aside_with_an_event(tmp_path):
@@ -430,15 +393,6 @@ async def test_time_in_which_no_server_serves_is_no_stall(tmp_path):
 
     summary = await play(config, server, trainer=trainer, during=hold_weights)
     assert (summary["code"], summary["steps"]) == (0, 4)
-
-
-async def test_a_run_in_which_nothing_moves_while_a_server_serves_fails(tmp_path):
-    config = make_config(tmp_path, controller__stall_timeout_s=1.0)
-    server = FakeServer(config.controller.address)
-    server.gate.clear()
-    summary = await play(config, server)
-    assert summary["code"] == 1
-    assert re.match(r"nothing moved for \d+ s of serving while waiting for 16 ", summary["cause"])
 
 
 async def test_a_run_whose_episodes_all_fail_for_machines_stops_and_says_why(tmp_path):

@@ -108,26 +108,6 @@ async def test_an_evaluated_episode_that_is_quarantined_is_measured_again(tmp_pa
     assert summary["ledger"]["difference"] == 0
 
 
-async def test_what_is_delivered_under_another_run_is_quarantined_and_runs_again(tmp_path):
-    config = make_config(tmp_path, run__steps=3)
-    server, bad = FakeServer(config.controller.address), []
-
-    def foreign(trajectory):
-        if trajectory.member % 3 == 1 and trajectory.attempt == 0:
-            bad.append(trajectory.trajectory_id)
-            return dataclasses.replace(trajectory, run_id="other-1")
-        return trajectory
-
-    server.spoil = foreign
-    summary = await play(config, server, trainer=FakeTrainer(config.controller.address))
-    ledger = summary["ledger"]
-    assert summary["steps"] == 3
-    assert ledger["quarantined"] == 5 * len(bad) > 0
-    assert ledger["difference"] == ledger["queued"] == ledger["in_flight"] == 0
-    facts = json.loads((config.run_dir / "quarantine" / f"{bad[0]}.json").read_text())
-    assert facts["cause"] == "it is of run other-1"
-
-
 class Forgetful(FakeServer):
     """A server that closes leases as finished and does not deliver some of their trajectories."""
 

@@ -24,7 +24,7 @@ from slipstream.learner.controller.application import Controller
 from slipstream.learner.controller.records.journal import Journal, read_batch, read_records
 from slipstream.learner.controller.servers.fleet import Fleet
 from slipstream.protocol.codec import trajectory_from_pb
-from support.fakes.fake_server import OPEN, FakeServer, environment_failure
+from support.fakes.fake_server import OPEN, FakeServer
 from support.fakes.fake_trainer import START, FakeTrainer
 from support.rigs.controller_runs import make_config, play
 from support.rigs.journal_notes import note
@@ -168,35 +168,6 @@ async def test_a_step_that_comes_out_different_begins_a_new_timeline(tmp_path):
     assert all(version.incarnation == 1 for server in fleet for version in server.loaded_versions)
     first = [r["version"] for r in records if r["kind"] == "step"]
     assert [1, checkpoint[0].step + 1] in first
-
-
-async def test_filtered_failed_and_evaluated_episodes_stay_counted(tmp_path):
-    def judge(lease, member, attempt):
-        number = int(lease.group_id.rpartition("g")[2] or 0) if "g" in lease.group_id else 1
-        if number % 7 == 3 and attempt == 0:
-            return environment_failure(lease, member, attempt)
-        return 1.0 if number % 5 == 0 else random.Random(f"{number}/{member}").random()
-
-    evaluation = {"name": "held", "num_episodes": 6, "every_steps": 4}
-    limits = {"algorithm__filter": "unequal_rewards", "controller__max_attempts": 3}
-    config = make_config(tmp_path / "whole", evaluation, **limits)
-    _, crashes = await crash(config, tmp_path, seed=5, judge=judge)
-    for folder, checkpoint in crashes[len(crashes) // 2], crashes[-1]:
-        again = moved(config, folder)
-        before = list(read_records(again.run_dir / "journal"))
-        summary, *_ = await resume(again, checkpoint, judge=judge)
-        records = check_run(again, summary)
-        for end in ("filtered", "failed"):
-            tokens = sum(r["tokens"] for r in records if r["kind"] == "end" and r["end"] == end)
-            assert summary["ledger"][end] == tokens > 0
-        measured = [r["version"] for r in records if r["kind"] == "evaluation"]
-        assert measured == sorted(set(measured))
-        assert measured[: sum(r["kind"] == "evaluation" for r in before)] == [
-            r["version"] for r in before if r["kind"] == "evaluation"
-        ]
-        assert measured[-1] == STEPS
-        names = [r["group"] for r in records if r["kind"] == "evaluation_lease"]
-        assert len(names) == len(set(names))
 
 
 async def stopped(config: Config, **server: str) -> tuple[dict, FakeTrainer]:

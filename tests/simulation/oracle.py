@@ -8,9 +8,11 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from slipstream.client.verify import Bounds, Findings, examine, read_batch, read_journal
-from slipstream.core.types import PolicyVersion, Trajectory
-from slipstream.learner.controller.records.history import read_history
+from slipstream.core.types import GroupId, PolicyVersion, Trajectory
+from slipstream.learner.controller.records import kinds
+from slipstream.learner.controller.records.history import RunHistory, read_history
 from slipstream.learner.controller.records.journal import read_records
+from slipstream.learner.controller.records.kinds import parsed
 from slipstream.learner.controller.records.state import RunState
 from slipstream.protocol.codec import trajectory_from_pb
 
@@ -49,6 +51,7 @@ class _Judge:
         self._wrong += found.faults
         self._read_journal()
         self._check_state()
+        self._check_groups()
         self._check_acknowledged()
         self._check_leased()
         if self._foreign > self._world.fired["told foreign run"]:
@@ -75,6 +78,27 @@ class _Judge:
             ours, theirs = getattr(known, name), getattr(told, name)
             if ours != theirs:
                 self._wrong.append(f"{name} is {ours} live, and {theirs} after a restart")
+
+    def _check_groups(self) -> None:
+        """Wherever a journal is cut, each leased group is open, in one batch, or over."""
+        history, leased, over = RunHistory(), set[GroupId](), set[GroupId]()
+        for number, fields_ in enumerate(read_records(self._folder / "journal"), 1):
+            record = parsed(fields_)
+            assert record is not None
+            history.add(record)
+            match record:
+                case kinds.Lease():
+                    leased.add(record.group)
+                    over |= {record.replaces} - {None}
+                case kinds.GroupSetAside() | kinds.Closed():
+                    over.add(record.group)
+                case kinds.BatchSetAside():
+                    over.update(group for group, *_ in record.groups)
+            trained = {group for group in leased if history.trained_in.get(group) is not None}
+            places = [*history.open_groups, *trained, *(over & leased)]
+            if sorted(places) != sorted(leased):
+                self._wrong.append(f"groups are lost or twice after record {number}: {places}")
+                return
 
     def _read_journal(self) -> None:
         batches: dict[int, dict[str, Any]] = {}

@@ -4,7 +4,6 @@ import asyncio
 import logging
 import os
 import random
-import shutil
 import signal
 
 import pytest
@@ -157,29 +156,6 @@ async def test_runs_on_one_server_do_not_see_each_other(server: EmbeddedServer) 
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.1):
                 await receiver.get()
-
-
-async def test_an_empty_redis_after_a_restart_stops_sender_and_receiver(server, tmp_path):
-    async def lose_everything() -> None:
-        await kill(server)
-        shutil.rmtree(tmp_path / "valkey" / "appendonlydir")
-        await server.start()
-
-    with pytest.raises(BaseExceptionGroup) as caught:
-        async with RedisReceiver(server.url(), "run") as receiver:
-            await lose_everything()
-            await get(receiver)
-    (cause,) = causes(caught.value)
-    assert "lost data of run run: the stream or its group is gone" in cause
-    async with RedisReceiver(server.url(), "run"):
-        pass
-    with pytest.raises(BaseExceptionGroup) as caught:
-        async with RedisSender(server.url("rollout"), "run", 1_000) as sender:
-            await sender.put(name(0), b"x", timeout_s=LIMIT_S)
-            await lose_everything()
-            await sender.put(name(1), b"x", timeout_s=LIMIT_S)
-    (cause,) = causes(caught.value)
-    assert "does not know run run: " in cause
 
 
 async def test_a_redis_that_stays_away_is_reported_with_its_name_and_without_its_password(server):

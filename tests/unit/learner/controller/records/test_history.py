@@ -7,9 +7,7 @@ import tracemalloc
 
 import pytest
 from slipstream.core.errors import ProtocolError
-from slipstream.core.staleness import deadline, holds
 from slipstream.core.types import GroupId, PolicyVersion, ServerId, TrajectoryId
-from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.loop import version_of
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.history import (
@@ -18,18 +16,15 @@ from slipstream.learner.controller.records.history import (
     SeenIds,
     read_history,
 )
-from slipstream.learner.controller.records.journal import Journal, read_records
 from slipstream.learner.controller.records.kinds import TrajectoryEnd, fields_of, parsed
 from slipstream.learner.controller.records.state import (
     FilteredGroups,
     FilterVerdict,
     JournaledStep,
-    batch_name,
     is_solved,
 )
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.session import ServerKey
-from slipstream.v1 import trainer_pb2
 from support.fakes.journal_records import batch_record, lease_record
 from support.rigs.fuzz_files import RECORDS
 from support.rigs.lease_rig import book_of, ledger_of
@@ -107,197 +102,6 @@ def test_the_steps_of_many_groups_take_little_memory() -> None:
     grown = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
     assert grown / 50_000 < 8
-
-
-B, MEMBERS, STEPS, ETA = 2, 2, 6, 2
-SIZES = {"groups_per_step": B, "group_size": MEMBERS, "max_staleness": ETA, "num_steps": STEPS}
-SERVER = ServerKey(ServerId("s"), 7)
-
-
-class Run:
-    """A random run that follows the rules and writes the journal as the controller does."""
-
-    def __init__(self, journal: Journal, seed: int) -> None:
-        self.journal, self.random = journal, random.Random(seed)
-        self.book = book_of(**SIZES)
-        self.version, self.numbers, self.ready = 0, 0, {}
-        self.durable = {"leased": set(), "trained": {}}
-        # Batches of the step at hand that were set aside.
-        self.attempt = 0
-
-    def play(self) -> None:
-        self.journal.append(kinds.Start(format=1, run_id="r-1"))
-        while self.version < STEPS:
-            self.random.choice([self.lease, self.finish, self.fail, self.step])()
-
-    def lease(self) -> None:
-        if not self.book.may_lease(self.version):
-            return
-        group = self.book.lease("e", self.numbers, 5, SERVER, self.version)
-        self.journal.append(
-            kinds.Lease(
-                group=group.group_id,
-                environment="e",
-                task=self.numbers,
-                number=self.numbers,
-                seed=5,
-                deadline=group.deadline_step,
-                members=[0, 1],
-                server="s",
-                epoch=7,
-            )
-        )
-        self.numbers += 1
-
-    def finish(self) -> None:
-        waiting = [g for g in self.book.groups.values() if len(g.finished) < MEMBERS]
-        if waiting:
-            group = self.random.choice(waiting)
-            group.finished[len(group.finished)] = None
-
-    def fail(self) -> None:
-        if not self.book.groups or self.random.random() < 0.7:
-            return
-        group = self.random.choice(list(self.book.groups.values()))
-        how = self.random.choice(["set_aside", "filtered", "retried"])
-        member = len(group.finished) % MEMBERS
-        attempt = group.attempts.get(member, -1) + 1
-        if how == "retried":
-            group.attempts[member] = attempt
-            self.end(group.group_id, member, attempt, TrajectoryEnd.FAILED)
-            return
-        self.book.remove(group.group_id)
-        if how == "set_aside":
-            self.journal.append(kinds.GroupSetAside(group=group.group_id, task=0, cause=""))
-        else:
-            self.journal.append(kinds.Closed(group=group.group_id, how="filtered", cause=""))
-        self.end(group.group_id, member, attempt, TrajectoryEnd.FILTERED)
-
-    def end(self, group_id: str, member: int, attempt: int, end: TrajectoryEnd) -> None:
-        self.journal.append(
-            kinds.End(
-                id=f"{group_id}.{member}.{attempt}.7",
-                end=end,
-                cause="",
-                tokens=3,
-                server="s",
-                epoch=7,
-            )
-        )
-
-    def step(self) -> None:
-        step = self.book.step
-        groups = self.book.take_batch()
-        if groups is None:
-            return
-        if self.random.random() < 0.5 and self.version < STEPS - 1:
-            # Leases go on while the batch is written.
-            self.lease()
-        name = batch_name(step, self.attempt)
-        header = trainer_pb2.BatchHeader(step=step, batch_id=name)
-        batch = trainer_pb2.RecordedBatch(header=header)
-        for group in groups:
-            batch.trajectories.add(
-                group_id=group.group_id, server_id="s", server_epoch=7, run_lengths=[1, 5]
-            )
-        self.journal.append(self.journal.write_batch(batch))
-        if self.random.random() < 0.3:
-            self.set_aside(step, name, groups)
-            return
-        self.version, self.attempt = self.version + 1, 0
-        self.journal.append(
-            kinds.Step(
-                step=step, version=[0, step + 1], digest=f"d{step}", lags=[[0, 10]], several=1
-            )
-        )
-
-    def set_aside(self, step: int, name: str, groups: list[Group]) -> None:
-        named = self.random.sample(groups, self.random.randint(1, B))
-        kept = [group for group in groups if group not in named]
-        self.journal.append(
-            kinds.BatchSetAside(
-                step=step,
-                batch_id=name,
-                by="trainer",
-                cause="",
-                groups=[[group.group_id, "e", group.task_index] for group in named],
-                put_back=[[group.group_id, "e", group.task_index, 5] for group in kept],
-                ids=[f"{group.group_id}.{m}.0.7" for group in named for m in range(MEMBERS)],
-                tokens=5 * len(named),
-                put_back_trajectories=len(kept),
-                put_back_tokens=[["s", 7, 5 * len(kept)]],
-            )
-        )
-        self.attempt += 1
-        self.book.put_back(step, kept)
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_a_journal_cut_anywhere_loses_nothing_and_trains_nothing_twice(tmp_path, seed):
-    with Journal(tmp_path) as journal:
-        Run(journal, seed).play()
-    log = tmp_path / "journal.log"
-    data = log.read_bytes()
-    cuts = [0, len(data), *random.Random(seed).sample(range(len(data)), 60)]
-    for cut in cuts:
-        log.write_bytes(data[:cut])
-        records = list(read_records(tmp_path))
-        check(read_history(records), records)
-
-
-def check(history: RunHistory, records: list[dict]) -> None:
-    leased = {GroupId(r["group"]) for r in records if r["kind"] == "lease"}
-    closed = {GroupId(r["group"]) for r in records if r["kind"] in ("set_aside", "closed")}
-    aside = [r for r in records if r["kind"] == "batch_set_aside"]
-    closed |= {GroupId(group) for r in aside for group, *_ in r["groups"]}
-    not_trained = {r["batch_id"] for r in aside}
-    batches = [
-        [GroupId(g) for g in r["groups"]]
-        for r in records
-        if r["kind"] == "batch" and r["batch_id"] not in not_trained
-    ]
-    trained = [group for groups in batches for group in groups]
-    assert len(trained) == len(set(trained))
-    in_batch = {group: history.trained_in.get(group) for group in leased}
-    assert {group for group, step in in_batch.items() if step is not None} == set(trained)
-    still_open = set(history.open_groups)
-    assert still_open | closed | set(trained) == leased
-    assert not still_open & (closed | set(trained))
-    assert history.next_group == len(leased)
-    assert history.next_step == len(batches)
-    assert history.version.step in (history.next_step, history.next_step - 1, 0)
-
-    book = book_of(**SIZES)
-    book.restore(history)
-    deadlines = [group.deadline_step for group in book.groups.values()]
-    assert holds(deadlines, book.step, B)
-    # Whatever version the servers are sent first, they may finish what is open.
-    served = history.version.step
-    assert all(book.may_reassign(group, served) for group in book.groups.values())
-    if book.may_lease(served):
-        group = book.lease("e", 0, 0, SERVER, served)
-        assert group.group_id not in leased
-        assert group.deadline_step == deadline(served, ETA, STEPS)
-
-    ledger = ledger_of(ServerEpochs())
-    ledger.restore(history)
-    snapshot = ledger.snapshot()
-    assert snapshot.difference == 0
-    assert snapshot.trained == 10 * len(history.steps)
-    assert snapshot.set_aside == 5 * sum(len(r["groups"]) for r in aside)
-    assert snapshot.failed + snapshot.filtered == 3 * sum(r["kind"] == "end" for r in records)
-    assert snapshot.queued == 10 * (len(batches) - len(history.steps))
-    for record in records:
-        if record["kind"] == "end":
-            assert not ledger.receive(SERVER, TrajectoryId(record["id"]), 3)
-
-    counts = history.environments["e"]
-    assert counts.next_number == len(leased)
-    assert counts.leased == len(still_open)
-    accepted = sum(r["kind"] == "closed" for r in records) + len(trained)
-    assert counts.accepted == accepted
-    in_batches = sum(len(r["groups"]) for r in aside)
-    assert counts.failed == sum(r["kind"] == "set_aside" for r in records) + in_batches
 
 
 def start(**changes):
