@@ -7,42 +7,16 @@ from typing import Any, TypeAlias
 
 import grpc.aio
 from slipstream.learner.controller.records.history import RunHistory
-from slipstream.learner.controller.servers.session import ServerSession
+from slipstream.learner.controller.servers.fleet import ServerListener
 from slipstream.learner.controller.trajectories.batch import SetAside, StepOrder, Trained
-from slipstream.v1 import fleet_pb2, trainer_pb2
+from slipstream.v1 import trainer_pb2
 
 # Coroutines that run until they are cancelled, by the names of their tasks.
 Tasks: TypeAlias = Mapping[str, Coroutine[Any, Any, None]]
 
 
-class Part:
+class Part(ServerListener):
     """A part of the controller; it overrides the methods for what it takes part in."""
-
-    def joined(self, session: ServerSession) -> None:
-        """Handles a server that has joined."""
-
-    def reported(self, session: ServerSession, report: fleet_pb2.ServerReport) -> None:
-        """Handles the counters of a server."""
-
-    def drains(self, session: ServerSession) -> None:
-        """Handles a server that gets no new work from now on."""
-
-    def rested(self, session: ServerSession, answer: fleet_pb2.Rested) -> None:
-        """Handles an engine that rests."""
-
-    def environment_reported(
-        self, session: ServerSession, report: fleet_pb2.EnvironmentReport
-    ) -> None:
-        """Handles a server's report that it has loaded an environment or cannot run it."""
-
-    def publish_reported(self, session: ServerSession, report: fleet_pb2.PublishReport) -> None:
-        """Handles a server's answer or its report on a phase of a publish."""
-
-    def lease_reported(self, session: ServerSession, report: fleet_pb2.LeaseReport) -> None:
-        """Handles a lease that a server has closed."""
-
-    def lost(self, session: ServerSession) -> None:
-        """Handles a server that is gone, in order or not."""
 
     def restore(self, history: RunHistory) -> None:
         """Takes over the state that `history` has of this part, before any server connects."""

@@ -18,6 +18,7 @@ from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.history import FORMAT, REMEDY, RunHistory, read_history
 from slipstream.learner.controller.records.journal import Journal, read_records
 from slipstream.learner.controller.run import Run
+from slipstream.learner.controller.trajectories.intake import Intake
 from slipstream.protocol.checkpoints import (
     MANIFEST_NAME,
     checkpoint_path,
@@ -101,7 +102,7 @@ def warn_of_checkpoints(folder: Path, recorded: int, events: EventLog) -> None:
 
 
 def restore(
-    books: Books, former: BatchFormer, parts: Iterable[Part], history: RunHistory, run: Run
+    books: Books, former: BatchFormer, parts: Iterable[Part | Intake], history: RunHistory, run: Run
 ) -> None:
     """Restores each part, before any server connects, unless this is the first start of the run."""
     if history.starts == 1:

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from functools import partial
 
 from slipstream.core.types import PolicyVersion, ServerId
-from slipstream.learner.controller.part import Part
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.session import (
@@ -25,6 +24,36 @@ from slipstream.v1 import fleet_pb2, status_pb2
 MAX_DEPARTED = 100
 # Heartbeats of the whole fleet per second, above which a server that joins sends fewer.
 MAX_HEARTBEATS_PER_S = 128
+
+
+class ServerListener:
+    """A part that hears of servers: it overrides the methods for what it handles."""
+
+    def joined(self, session: ServerSession) -> None:
+        """Handles a server that has joined."""
+
+    def reported(self, session: ServerSession, report: fleet_pb2.ServerReport) -> None:
+        """Handles the counters of a server."""
+
+    def drains(self, session: ServerSession) -> None:
+        """Handles a server that gets no new work from now on."""
+
+    def rested(self, session: ServerSession, answer: fleet_pb2.Rested) -> None:
+        """Handles an engine that rests."""
+
+    def environment_reported(
+        self, session: ServerSession, report: fleet_pb2.EnvironmentReport
+    ) -> None:
+        """Handles a server's report that it has loaded an environment or cannot run it."""
+
+    def publish_reported(self, session: ServerSession, report: fleet_pb2.PublishReport) -> None:
+        """Handles a server's answer or its report on a phase of a publish."""
+
+    def lease_reported(self, session: ServerSession, report: fleet_pb2.LeaseReport) -> None:
+        """Handles a lease that a server has closed."""
+
+    def lost(self, session: ServerSession) -> None:
+        """Handles a server that is gone, in order or not."""
 
 
 class Fleet:
@@ -46,7 +75,7 @@ class Fleet:
         # Last known state of servers that left or were lost.
         self.departed: dict[ServerId, status_pb2.ServerStatus] = {}
         # Set before the first server joins.
-        self.listeners: Sequence[Part] = ()
+        self.listeners: Sequence[ServerListener] = ()
         # Servers that keep their version, because an evaluation runs on them.
         self.pinned: set[ServerKey] = set()
         self.empty_since_s = run.clock.now_s()

@@ -26,13 +26,13 @@ from slipstream.learner.algorithms.functions import is_trained
 from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.leasing.groups import Fate, Group
 from slipstream.learner.controller.leasing.scheduler import Books
-from slipstream.learner.controller.part import Part
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.history import RunHistory, group_number
 from slipstream.learner.controller.records.kinds import TrajectoryEnd
 from slipstream.learner.controller.records.ledger import Endings
 from slipstream.learner.controller.records.state import FilterVerdict, is_solved
 from slipstream.learner.controller.run import Run
+from slipstream.learner.controller.servers.fleet import ServerListener
 from slipstream.learner.controller.servers.session import ServerSession
 from slipstream.learner.controller.trajectories.feed import Feed
 from slipstream.learner.controller.trajectories.inspection import EarlierIds, Inspector
@@ -51,7 +51,7 @@ OUTAGES = (FailureKind.INFRASTRUCTURE, FailureKind.ENGINE)
 logger = logging.getLogger(__name__)
 
 
-class Intake(Part):
+class Intake(ServerListener):
     """The only consumer of the trajectory queue.
 
     Life of a delivery: `consume` gets it, `accept` inspects it and adds it to the lease book. A
@@ -70,7 +70,7 @@ class Intake(Part):
         self.group_filter = GroupFilter(run, books, endings)
 
     def restore(self, history: RunHistory) -> None:
-        # Trajectories that an earlier controller has journaled may be delivered again.
+        """Takes over what an earlier controller has journaled and may be delivered again."""
         self.inspector.earlier = EarlierIds(history, self._journal)
 
     def joined(self, session: ServerSession) -> None:
