@@ -196,16 +196,11 @@ def check_experts(trajectories: Sequence[Trajectory], config: Megatron) -> None:
 
 def check_references(batch: Batch, *, top_k: int, vocab_size: int) -> None:
     """Raises UntrainableBatch if a trajectory lacks `top_k` log-probabilities of a served model."""
-
-    def fits(trajectory: Trajectory) -> bool:
-        found = trajectory.reference
-        return (
-            found is not None and found.top_k == top_k and bool((found.top_ids < vocab_size).all())
-        )
-
-    faulty = [
-        index for index, owner in enumerate(batch.owners) if not fits(batch.trajectories[owner])
-    ]
+    faulty = []
+    for index, owner in enumerate(batch.owners):
+        found = batch.trajectories[owner].reference
+        if found is None or found.top_k != top_k or (found.top_ids >= vocab_size).any():
+            faulty.append(index)
     if faulty:
         raise untrainable(
             batch,
@@ -217,11 +212,7 @@ def check_references(batch: Batch, *, top_k: int, vocab_size: int) -> None:
 
 def check_advantages(batch: Batch, sequences: Sequence[TrainingSequence]) -> None:
     """Raises UntrainableBatch if an advantage is not finite, as with rewards that are too large."""
-    faulty = [
-        index
-        for index, sequence in enumerate(sequences)
-        if not np.isfinite(sequence.advantages).all()
-    ]
+    faulty = [i for i, one in enumerate(sequences) if not np.isfinite(one.advantages).all()]
     if faulty:
         rewards = [batch.trajectories[batch.owners[index]].reward for index in faulty]
         cause = f"advantages are not finite, of rewards from {min(rewards):g} to {max(rewards):g}"

@@ -57,12 +57,11 @@ def plan_micro_batches(
         return round_up(max(1, number), dp_size * multiple) // dp_size
 
     fewest = per_rank(-(-sum(work.sizes) // max_tokens))
-    plan = _level_ranks(work, dp_size, fewest) or _level_all(work, dp_size, fewest)
+    plan = work.planned(dp_size, fewest)
     if plan is None:
         packed = _first_fit(work.sizes, max_tokens)
         number = per_rank(len(packed))
-        if number > fewest:
-            plan = _level_ranks(work, dp_size, number) or _level_all(work, dp_size, number)
+        plan = work.planned(dp_size, number) if number > fewest else None
         packed += [[] for _ in range(number * dp_size - len(packed))]
         plan = plan or _deal(packed, work.costs, dp_size)
     indices = longest_first.tolist()
@@ -82,36 +81,26 @@ class _Work:
     costs: list[int]
     max_tokens: int
 
-    def part(self, places: list[int]) -> _Work:
-        sizes, costs = [self.sizes[p] for p in places], [self.costs[p] for p in places]
-        return _Work(sizes, costs, self.max_tokens)
+    def planned(self, dp_size: int, number: int) -> Plan | None:
+        """Splits sequences over ranks, then over `number` micro batches each, costliest first.
 
-    def levelled(self, number: int) -> _Bins | None:
+        Without room for that, splits them over all micro batches, and these over ranks: this fills
+        micro batches best. Returns None without room for that either.
+        """
+        shares = _level(self.sizes, self.costs, self.max_tokens * number, dp_size) or []
+        plan = [bins for share in shares if (bins := self._levelled(share, number)) is not None]
+        if len(plan) == dp_size:
+            costs = self.costs
+            return [sorted(bins, key=lambda m: -sum(costs[place] for place in m)) for bins in plan]
+        every = self._levelled(range(len(self.sizes)), number * dp_size)
+        return None if every is None else _deal(every, self.costs, dp_size)
+
+    def _levelled(self, places: Sequence[int], number: int) -> _Bins | None:
         """Returns `number` micro batches, balanced by cost or else by tokens; None without room."""
-        return _level(self.sizes, self.costs, self.max_tokens, number) or _level(
-            self.sizes, self.sizes, self.max_tokens, number
-        )
-
-
-def _level_ranks(work: _Work, dp_size: int, number: int) -> Plan | None:
-    """Splits sequences over ranks, then over micro batches, costliest first; None without room."""
-    shares = _level(work.sizes, work.costs, work.max_tokens * number, dp_size)
-    if shares is None:
-        return None
-    plan: Plan = []
-    for share in shares:
-        bins = work.part(share).levelled(number)
-        if bins is None:
-            return None
-        chosen = [[share[place] for place in members] for members in bins]
-        plan.append(sorted(chosen, key=lambda m: -sum(work.costs[place] for place in m)))
-    return plan
-
-
-def _level_all(work: _Work, dp_size: int, number: int) -> Plan | None:
-    """Splits sequences over micro batches, then these over ranks: this fills micro batches best."""
-    bins = work.levelled(number * dp_size)
-    return None if bins is None else _deal(bins, work.costs, dp_size)
+        sizes, costs = [self.sizes[p] for p in places], [self.costs[p] for p in places]
+        bins = _level(sizes, costs, self.max_tokens, number)
+        bins = bins or _level(sizes, sizes, self.max_tokens, number)
+        return bins and [[places[index] for index in members] for members in bins]
 
 
 def _level(sizes: list[int], costs: list[int], max_tokens: int, number: int) -> _Bins | None:

@@ -319,10 +319,10 @@ class Published:
         """Makes a pass like `WeightStream.run` over all buckets, or those of adapters alone."""
         if not self._adapters:
             return self.weights.run(send)
-        found: list[WeightDigests] = []
-        first = 0
+        by_name: dict[str, bytes] = {}
+        buckets: list[bytes] = []
         for name, stream in self._parts(adapters_alone=adapters_alone):
-            held = None if name is None else self._held
+            held, first = None if name is None else self._held, len(buckets)
 
             def numbered(place: int, bucket: Bucket, data: Tensor, first: int = first) -> Release:
                 assert send is not None
@@ -330,20 +330,17 @@ class Published:
 
             with nullcontext() if held is None else held.published(name or ""):
                 part = stream.run(None if send is None else numbered)
-            if name:
-                # Tensors of another adapter have the same names.
-                by_name = {f"{name}/{key}": d for key, d in part.by_name.items()}
-                part = replace(part, by_name=by_name)
-            found.append(part)
-            first += len(stream.buckets)
-        if not adapters_alone:
-            matrices = found[0].by_name
-            before = self._unchanged or matrices
-            # Servers that get only adapters keep the old matrices.
-            if changed := sorted(name for name in matrices if before[name] != matrices[name]):
-                raise RunFailed(f"{changed[0]} is frozen, but changed during the run")
-            self._unchanged = before
-        return _joined(found)
+            # Tensors of another adapter have the same names.
+            prefix = f"{name}/" if name else ""
+            by_name |= {prefix + key: digest for key, digest in part.by_name.items()}
+            buckets += part.buckets
+            if name is None:
+                before = self._unchanged or by_name.copy()
+                # Servers that get only adapters keep the old matrices.
+                if changed := sorted(key for key in by_name if before[key] != by_name[key]):
+                    raise RunFailed(f"{changed[0]} is frozen, but changed during the run")
+                self._unchanged = before
+        return WeightDigests(by_name, tuple(buckets))
 
     def digests(self) -> WeightDigests:
         """Returns the digests of all tensors, without sending them.
@@ -371,14 +368,16 @@ class Published:
             by_name |= {f"{name}/trained/{key}": digest for key, digest in trained.items()}
             self._of_client[name] = replace(served, by_name=by_name)
         held.changed.clear()
-        found = _joined([self._of_client[name] for name in self._adapters])
-        return replace(found, by_name=self._unchanged | found.by_name)
+        all_names, buckets = self._unchanged.copy(), list[bytes]()
+        for name in self._adapters:
+            all_names |= self._of_client[name].by_name
+            buckets += self._of_client[name].buckets
+        return WeightDigests(all_names, tuple(buckets))
 
     def _parts(self, *, adapters_alone: bool) -> list[tuple[str | None, WeightStream]]:
         """Returns (adapter, stream) for each stream of a pass; adapter is None for `weights`."""
         assert self._adapters or not adapters_alone
-        matrices = [] if adapters_alone else [(None, self.weights)]
-        return [*matrices, *self._adapters.items()]
+        return [*([] if adapters_alone else [(None, self.weights)]), *self._adapters.items()]
 
 
 def open_published(policy: Policy, config: Config) -> Published:
@@ -394,10 +393,3 @@ def open_published(policy: Policy, config: Config) -> Published:
     # Those of clients have the factors of their products in them.
     scale = 1.0 if held.are_clients else config.lora.alpha / config.lora.rank
     return Published(matrices, adapters, held=held, adapter_scale=scale)
-
-
-def _joined(parts: Sequence[WeightDigests]) -> WeightDigests:
-    return WeightDigests(
-        by_name={name: digest for part in parts for name, digest in part.by_name.items()},
-        buckets=tuple(digest for part in parts for digest in part.buckets),
-    )
