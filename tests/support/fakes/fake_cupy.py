@@ -8,12 +8,14 @@ import os
 import sys
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
 from slipstream.protocol.weights import digests
 from slipstream.protocol.weights.nccl_group import agreed_settings
+
+Cupy = TypeVar("Cupy", bound="FakeCupy")
 
 
 class NcclError(RuntimeError):
@@ -135,9 +137,9 @@ class Communicator:
 
 
 @contextlib.contextmanager
-def installed() -> Iterator[FakeCupy]:
+def installed(fake: Cupy | None = None) -> Iterator[Cupy]:
     """Puts the fake in the place of cupy, which is not installed, and removes it afterwards."""
-    fake = FakeCupy()
+    fake = fake or FakeCupy()
     with pytest.MonkeyPatch.context() as patch:
         for name, module in fake.modules().items():
             patch.setitem(sys.modules, name, module)

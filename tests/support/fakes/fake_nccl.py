@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from types import ModuleType, SimpleNamespace
 
-from slipstream.core.errors import WeightSyncError
+from slipstream.protocol.weights import nccl_group
 
+from support.fakes import fake_cupy
 from support.rigs.waiting import LIMIT_S
 
 
@@ -23,41 +27,65 @@ class Meeting:
     lock: threading.Condition = field(default_factory=threading.Condition)
 
 
-class FakeNccl:
-    """One process' library. `meetings` is what the members share."""
+class FakeNccl(fake_cupy.FakeCupy):
+    """A cupy whose communicators meet."""
 
-    def __init__(self, meetings: dict[bytes, Meeting]) -> None:
-        self._meetings = meetings
-        self.made: list[FakeCommunicator] = []
-        self._room = ctypes.create_string_buffer(8)
+    def __init__(self) -> None:
+        super().__init__()
+        self.meetings: dict[bytes, Meeting] = {}
+        self.members: list[Member] = []
+        self.num_ids = 0
+        # Ranks that cannot join.
+        self.refused: set[int] = set()
+        # The member whose broadcast each thread has enqueued last.
+        self.newest = threading.local()
 
-    def use(self) -> None:
-        """Nothing to choose from."""
+    def modules(self) -> dict[str, ModuleType]:
+        found = super().modules()
+        room = ctypes.create_string_buffer(16)
+        cuda = vars(found["cupy.cuda"])
+        cuda["nccl"].get_unique_id = self._unique_id
+        cuda["runtime"].eventRecord = lambda event, _: event.record()
+        cuda.update(
+            # The memory lives as long as what refers to it.
+            alloc=lambda _: SimpleNamespace(room=room, ptr=ctypes.addressof(room)),
+            Event=lambda: Event(self),
+            get_elapsed_time=lambda first, last: 1e3 * (last.made_s - first.made_s),
+        )
+        return found
 
-    def connect(self, unique_id: bytes, *, rank: int, world_size: int) -> FakeCommunicator:
-        meeting = self._meetings.setdefault(unique_id, Meeting(world_size))
-        if world_size != meeting.world_size:
-            raise WeightSyncError("the members disagree on their number")
+    def connect(self, unique_id: bytes, rank: int, world_size: int = 2) -> Member:
+        """A member without a group, as soon as all have come."""
+        if rank in self.refused:
+            raise fake_cupy.NcclError("refused")
+        meeting = self.meetings.setdefault(unique_id, Meeting(world_size))
         with meeting.lock:
             meeting.members.add(rank)
             meeting.lock.notify_all()
             meeting.lock.wait_for(lambda: len(meeting.members) == world_size, timeout=LIMIT_S)
-        made = FakeCommunicator(meeting, rank)
-        self.made.append(made)
-        return made
+        self.members.append(Member(self, meeting, rank))
+        return self.members[-1]
 
-    def warm_up_room(self) -> tuple[int, int, int]:
-        return ctypes.addressof(self._room), len(self._room), 0
+    def end_meetings(self) -> None:
+        """Ends the threads that were left in a meeting."""
+        for meeting in self.meetings.values():
+            with meeting.lock:
+                meeting.members |= set(range(meeting.world_size))
+                meeting.lock.notify_all()
 
-    def mark(self, stream: int) -> FakeMark:
-        return FakeMark(self.made[-1], len(self.made[-1].targets))
+    def _connect(self, world_size: int, unique_id: bytes, rank: int) -> Member:
+        return self.connect(unique_id, rank, world_size)
+
+    def _unique_id(self) -> bytes:
+        self.num_ids += 1
+        return b"id-%d" % self.num_ids
 
 
-class FakeCommunicator:
+class Member:
     """Takes part in the broadcasts of its meeting, one after the other."""
 
-    def __init__(self, meeting: Meeting, rank: int) -> None:
-        self.meeting, self.rank = meeting, rank
+    def __init__(self, nccl: FakeNccl, meeting: Meeting, rank: int) -> None:
+        self.nccl, self.meeting, self.rank = nccl, meeting, rank
         # Where each broadcast puts its bytes; a root's own memory is not written.
         self.targets: list[tuple[int, int]] = []
         self.copied = 0
@@ -69,10 +97,12 @@ class FakeCommunicator:
         self.gate = threading.Event()
         self.gate.set()
 
-    def broadcast(self, pointer: int, num_bytes: int, root: int, stream: int) -> None:
+    def broadcast(self, pointer, _, num_bytes, kind, root, stream):
         self.gate.wait()
+        if self.nccl.broadcast_error is not None:
+            raise self.nccl.broadcast_error
         if self.num_aborts:
-            raise WeightSyncError("unhandled system error")
+            raise fake_cupy.NcclError("unhandled system error")
         with self.meeting.lock:
             place = len(self.targets)
             self.targets.append((pointer, 0 if root == self.rank else num_bytes))
@@ -82,6 +112,7 @@ class FakeCommunicator:
             came.add(self.rank)
             if root == self.rank:
                 data.append(ctypes.string_at(pointer, num_bytes))
+        self.nccl.newest.member = self
 
     def abort(self) -> None:
         self.num_aborts += 1
@@ -101,15 +132,27 @@ class FakeCommunicator:
             return self.copied
 
 
-class FakeMark:
-    """Behind the broadcasts so far."""
+class Event:
+    """Behind the broadcasts of the member whose broadcast this thread has enqueued last."""
 
-    def __init__(self, communicator: FakeCommunicator, place: int) -> None:
-        self._communicator, self._place = communicator, place
-        self._made_s = time.monotonic()
+    def __init__(self, nccl: FakeNccl) -> None:
+        self._nccl, self.ptr = nccl, self
 
-    def is_done(self) -> bool:
-        return self._communicator.progress() >= self._place
+    def record(self) -> None:
+        self.made_s = time.monotonic()
+        self._member = getattr(self._nccl.newest, "member", None)
+        self._place = 0 if self._member is None else len(self._member.targets)
 
-    def seconds_since(self, before: FakeMark) -> float:
-        return self._made_s - before._made_s
+    @property
+    def done(self) -> bool:
+        return self._member is None or self._member.progress() >= self._place
+
+
+@contextlib.contextmanager
+def installed() -> Iterator[FakeNccl]:
+    """Puts the fake in the place of cupy, and removes it afterwards."""
+    with fake_cupy.installed(FakeNccl()) as fake:
+        nccl_group._warm_up_room.cache_clear()
+        yield fake
+        fake.end_meetings()
+    nccl_group._warm_up_room.cache_clear()

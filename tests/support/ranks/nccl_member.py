@@ -14,10 +14,10 @@ from slipstream.core.errors import WeightSyncError
 from slipstream.protocol.weights.buckets import TensorSpec, plan_buckets
 from slipstream.protocol.weights.digests import CudaDigests
 from slipstream.protocol.weights.nccl_group import (
-    CupyNccl,
     NcclGroup,
     make_unique_id,
     set_nccl_environment,
+    use_device,
 )
 
 BUCKET_BYTES = 256 << 20
@@ -44,9 +44,7 @@ def join(
     folder: Path, name: str, rank: int, world_size: int, deadline_s: float = 60.0
 ) -> NcclGroup:
     unique_id = meet(folder, name, rank)
-    return NcclGroup.join(
-        CupyNccl(0), unique_id, rank=rank, world_size=world_size, deadline_s=deadline_s
-    )
+    return NcclGroup.join(0, unique_id, rank=rank, world_size=world_size, deadline_s=deadline_s)
 
 
 def broadcast_all(group: NcclGroup, rank: int, world_size: int) -> None:
@@ -113,7 +111,9 @@ def survive(group: NcclGroup, folder: Path, rank: int, world_size: int) -> None:
 
 def leave(folder: Path, rank: int, world_size: int) -> None:
     """Meets the others and is gone before their first broadcast."""
-    CupyNccl(0).connect(meet(folder, "first", rank), rank=rank, world_size=world_size)
+    from cupy.cuda import nccl
+
+    nccl.NcclCommunicator(world_size, meet(folder, "first", rank), rank)
     os._exit(0)
 
 
@@ -139,7 +139,7 @@ def be_left(folder: Path, rank: int, world_size: int) -> None:
 def main() -> None:
     folder, rank, world_size, mode = Path(sys.argv[1]), *map(int, sys.argv[2:4]), sys.argv[4]
     set_nccl_environment(os.environ)
-    CupyNccl(0).use()
+    use_device(0)
     if mode in ("leave", "left"):
         (leave if mode == "leave" else be_left)(folder, rank, world_size)
         return

@@ -97,15 +97,15 @@ def serve() -> None:
     from safetensors.torch import load_file
     from slipstream.protocol.weights.digests import CudaDigests
     from slipstream.protocol.weights.nccl_group import (
-        CupyNccl,
         NcclGroup,
         make_unique_id,
         set_nccl_environment,
+        use_device,
     )
 
     set_nccl_environment(os.environ)
     torch.cuda.set_device(0)
-    CupyNccl(0).use()
+    use_device(0)
     stream = torch.cuda.Stream()
     unique_id, buckets, rooms, digests = b"", [], [], None
     answer: object = None
@@ -117,7 +117,7 @@ def serve() -> None:
         elif "join" in command:
             world_size, deadline_s = command["join"]
             group = NcclGroup.join(
-                CupyNccl(0), unique_id, rank=0, world_size=world_size, deadline_s=deadline_s
+                0, unique_id, rank=0, world_size=world_size, deadline_s=deadline_s
             )
             answer = True
         elif "load" in command:

@@ -10,10 +10,11 @@ and digest, and servers learn them from the controller: no server ever sees half
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -144,8 +145,7 @@ class VersionWriter:
         if self._thread is not None:
             self._thread.join()
         if self._ranks.is_main and self._run and not keep:
-            until = Until.after(_CLOSE_LIMIT_S)
-            self._remove(self._keys(self._run, until), until)
+            self._remove_all(self._run, Until.after(_CLOSE_LIMIT_S))
 
     def _is_whole(self) -> bool:
         """Whether the next version is stored whole, not as a delta to the version before it.
@@ -214,7 +214,7 @@ class VersionWriter:
             report.error = cause
             # The objects of the failed version would keep a full disk full.
             until = Until.after(_CLOSE_LIMIT_S, self._abandoned)
-            self._remove(self._keys(report.folder, until), until)
+            self._remove_all(report.folder, until)
         report.write_s = time.monotonic() - started_s
         self._report(report, until)
 
@@ -225,7 +225,9 @@ class VersionWriter:
         the run, and the controller accepts the report only from the trainer that holds it: no
         listed object belongs to a later trainer.
         """
-        found = [] if report.error else self._keys(self._run, until)
+        found: list[str] = []
+        with _failure_logged():
+            found = [] if report.error else self._storage.keys(self._run, until)
         try:
             receipt = self._client.report_stored(report)
         except RunFailed as error:
@@ -242,22 +244,21 @@ class VersionWriter:
             # its keys.
             return
         kept = set().union(*self._named.values())
-        self._remove([key for key in found if key not in kept], until)
+        with _failure_logged():
+            self._storage.remove([key for key in found if key not in kept], until)
 
-    def _keys(self, folder: str, until: Until) -> list[str]:
-        """Returns the keys of all objects in `folder`; logs and returns [] if the storage fails."""
-        try:
-            return self._storage.keys(folder, until)
-        except WeightSyncError as error:
-            logger.warning("old versions stay in storage: %s", error)
-            return []
+    def _remove_all(self, folder: str, until: Until) -> None:
+        with _failure_logged():
+            self._storage.remove(self._storage.keys(folder, until), until)
 
-    def _remove(self, keys: list[str], until: Until) -> None:
-        """Removes objects; if the storage fails, only logs that."""
-        try:
-            self._storage.remove(keys, until)
-        except WeightSyncError as error:
-            logger.warning("old versions stay in storage: %s", error)
+
+@contextlib.contextmanager
+def _failure_logged() -> Iterator[None]:
+    """Logs a failure of the storage, which then keeps what it should not have any more."""
+    try:
+        yield
+    except WeightSyncError as error:
+        logger.warning("old versions stay in storage: %s", error)
 
 
 def _part(folder: str, sender: int | None) -> str:
@@ -321,36 +322,29 @@ class RankObjects:
         """
         link = weights_pb2.StoredLink(bucket_digests=digests)
         changed = [0] * len(self._buckets)
-        waiting: dict[int, bytes | memoryview] = {}
-        for place in self._taken:
-            changed[place], data = self._encoded(place, whole=whole)
-            if waiting and sum(map(len, waiting.values())) + len(data) > self._object_bytes:
+        waiting: dict[int, memoryview] = {}
+        for place, taken in self._taken.items():
+            bucket, written, data = self._buckets[place], self._written[place], taken.numpy()
+            data[self._gaps[place]] = 0
+            elements = data.view(np.uint16)
+            places = np.flatnonzero(elements != written.view(np.uint16))
+            # The next call compares with these bytes.
+            written[:] = data
+            changed[place], part = len(places), data.data
+            if not whole and not travels_whole(bucket, len(places)):
+                part = memoryview(payload_of(elements, places, bucket))
+            if waiting and sum(map(len, waiting.values())) + len(part) > self._object_bytes:
                 link.objects.append(self._put(folder, len(link.objects), waiting, until))
                 waiting = {}
-            waiting[place] = data
+            waiting[place] = part
         if waiting:
             link.objects.append(self._put(folder, len(link.objects), waiting, until))
         if not whole:
             link.delta.changed.extend(changed)
         return link
 
-    def _encoded(self, place: int, *, whole: bool) -> tuple[int, bytes | memoryview]:
-        """Returns a bucket's number of elements changed since the last call, and its payload.
-
-        The payload is all of the bucket's bytes if `whole` or if `travels_whole` says so, else a
-        delta. The next call compares with the present bytes.
-        """
-        bucket, written = self._buckets[place], self._written[place]
-        data = self._taken[place].numpy()
-        data[self._gaps[place]] = 0
-        places = np.flatnonzero(data.view(np.uint16) != written.view(np.uint16))
-        written[:] = data
-        if whole or travels_whole(bucket, len(places)):
-            return len(places), data.data
-        return len(places), payload_of(data.view(np.uint16), places, bucket)
-
     def _put(
-        self, folder: str, number: int, parts: Mapping[int, bytes | memoryview], until: Until
+        self, folder: str, number: int, parts: Mapping[int, memoryview], until: Until
     ) -> weights_pb2.StoredObject:
         data = memoryview(b"".join(parts.values()))
         key = f"{folder}/{self._sender}-{number:05d}"

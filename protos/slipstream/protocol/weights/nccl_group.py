@@ -6,17 +6,19 @@ the oldest collective does not end in time. The abort releases the streams, and 
 usable. Only the watchdog calls NCCL's abort, which may block, so that no other thread hangs in it.
 
 Pointers and streams are CUDA's handles, as integers. One thread uses a group; any thread may call
-`abort`. `CupyNccl` is the backend, without torch; its calls release the GIL.
+`abort`. NCCL is called through cupy, without torch; its calls release the GIL.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
+import functools
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,10 +91,11 @@ class Wire:
 class _Pending:
     what: str
     num_bytes: int
-    begin: CudaMark
+    # A CUDA event.
+    begin: Any
     deadline_s: float
-    # None until NCCL has taken the broadcast; that call may wait too.
-    end: CudaMark | None = None
+    # A CUDA event, None until NCCL has taken the broadcast; that call may wait too.
+    end: Any = None
 
 
 class NcclGroup:
@@ -102,8 +105,8 @@ class NcclGroup:
     ends a group: destroying a communicator is a collective that would wait for a dead member.
     """
 
-    def __init__(self, backend: CupyNccl, communicator: CupyCommunicator) -> None:
-        self._backend, self._communicator = backend, communicator
+    def __init__(self, device: int, communicator: Any) -> None:  # noqa: ANN401 - of cupy
+        self._device, self._communicator = device, communicator
         self._lock = threading.Lock()
         self._is_aborted = False
         self._cause = ""
@@ -111,7 +114,7 @@ class NcclGroup:
         # Time at which the oldest pending collective became the oldest.
         self._since_s = 0.0
         # Start of the first completed broadcast, end of the last one, and bytes of all.
-        self._done: tuple[CudaMark, CudaMark, int] | None = None
+        self._done: tuple[Any, Any, int] | None = None
         # Start time of the call that is now inside NCCL.
         self._calling_since_s: float | None = None
         self._stopped, self._gone = threading.Event(), threading.Event()
@@ -121,7 +124,7 @@ class NcclGroup:
     @classmethod
     def join(
         cls,
-        backend: CupyNccl,
+        device: int,
         unique_id: bytes,
         *,
         rank: int,
@@ -131,24 +134,28 @@ class NcclGroup:
     ) -> NcclGroup:
         """Joins a communicator; returns the group once all members have joined.
 
-        Raises WeightSyncError after the deadline or once `abandoned` is set. NCCL's constructor
-        cannot be interrupted: its thread is then left behind, and aborts the communicator if it is
-        created later. The watchdog also watches the first broadcast, which opens the connections,
-        because a member may die before this.
+        `device` is the CUDA device's index in this process. Raises WeightSyncError after the
+        deadline or once `abandoned` is set. NCCL's constructor cannot be interrupted: its thread is
+        then left behind, and aborts the communicator if it is created later. The watchdog also
+        watches the first broadcast, which opens the connections, because a member may die before
+        this.
         """
         lock, made = threading.Lock(), list[NcclGroup]()
         is_abandoned = False
 
         def connect() -> NcclGroup:
-            backend.use()
-            group = cls(backend, backend.connect(unique_id, rank=rank, world_size=world_size))
+            from cupy.cuda import nccl
+
+            use_device(device)
+            with _errors_of_nccl(f"no communicator of {world_size} members"):
+                group = cls(device, nccl.NcclCommunicator(world_size, unique_id, rank))
             with lock:
                 made.append(group)
                 if is_abandoned:
                     group.abort()
-            pointer, num_bytes, stream = backend.warm_up_room()
+            memory, stream = _warm_up_room(device)
             try:
-                group.broadcast(pointer, num_bytes, 0, stream, deadline_s=deadline_s)
+                group.broadcast(memory.ptr, _WARM_UP_BYTES, 0, stream.ptr, deadline_s=deadline_s)
                 group.wait()
             except WeightSyncError as error:
                 group.abort()
@@ -177,23 +184,27 @@ class NcclGroup:
         the previous broadcast ended, or after this call began if no broadcast was pending. Raises
         WeightSyncError if the communicator is aborted.
         """
+        from cupy.cuda import nccl
+
         what = f"the broadcast of {num_bytes} bytes from rank {root}"
         with self._lock:
             self._check()
-            pending = _Pending(what, num_bytes, self._backend.mark(stream), deadline_s)
+            pending = _Pending(what, num_bytes, _recorded(stream), deadline_s)
             self._advance()
             if not self._pending:
                 self._since_s = time.monotonic()
             self._pending.append(pending)
             self._calling_since_s = time.monotonic()
         try:
-            self._communicator.broadcast(pointer, num_bytes, root, stream)
+            with _errors_of_nccl(what):
+                kind = nccl.NCCL_UINT8
+                self._communicator.broadcast(pointer, pointer, num_bytes, kind, root, stream)
         finally:
             with self._lock:
                 self._calling_since_s = None
         with self._lock:
             self._check()
-            pending.end = self._backend.mark(stream)
+            pending.end = _recorded(stream)
 
     def wait(self) -> None:
         """Waits until all broadcasts are done. Raises WeightSyncError if a broadcast is late."""
@@ -207,12 +218,14 @@ class NcclGroup:
 
     def take_wire(self) -> Wire:
         """Returns time and bytes of the broadcasts that ended since the last call."""
+        from cupy.cuda import get_elapsed_time
+
         with self._lock:
             done, self._done = self._done, None
         if done is None:
             return Wire()
         first, last, num_bytes = done
-        return Wire(last.seconds_since(first), num_bytes)
+        return Wire(float(get_elapsed_time(first, last)) / 1e3, num_bytes)
 
     @property
     def is_aborted(self) -> bool:
@@ -236,7 +249,7 @@ class NcclGroup:
         """Removes completed broadcasts, in order; the caller holds the lock."""
         while self._pending:
             oldest = self._pending[0]
-            if oldest.end is None or not oldest.end.is_done():
+            if oldest.end is None or not oldest.end.done:
                 return
             self._pending.popleft()
             first, _, num_bytes = self._done or (oldest.begin, None, 0)
@@ -254,7 +267,7 @@ class NcclGroup:
     def _watch(self) -> None:
         """Aborts the communicator when a broadcast is late, or `_end` was called."""
         try:
-            self._backend.use()
+            use_device(self._device)
             while not self._stopped.wait(_WATCH_PERIOD_S):
                 with self._lock:
                     self._advance()
@@ -276,100 +289,44 @@ class NcclGroup:
                     break
                 time.sleep(_WAIT_PERIOD_S)
             try:
-                self._communicator.abort()
+                with _errors_of_nccl("the abort"):
+                    self._communicator.abort()
             except WeightSyncError as error:
                 logger.warning("a communicator could not be aborted: %s", error)
             self._gone.set()
             atexit.unregister(self.abort)
 
 
-class CupyNccl:
-    """NCCL on one device; `device` is the CUDA device's index in this process."""
+def use_device(device: int) -> None:
+    """Makes the CUDA device with this index the calling thread's current device."""
+    import cupy
 
-    def __init__(self, device: int) -> None:
-        self._device = device
-        self._kept: tuple[Any, Any] | None = None
-
-    def use(self) -> None:
-        """Makes this device the calling thread's current device."""
-        import cupy
-
-        cupy.cuda.Device(self._device).use()
-
-    def connect(self, unique_id: bytes, *, rank: int, world_size: int) -> CupyCommunicator:
-        """Waits, without a time limit, for all members to join; returns the communicator.
-
-        Raises WeightSyncError when NCCL fails.
-        """
-        from cupy.cuda import nccl
-
-        self.use()
-        try:
-            return CupyCommunicator(nccl.NcclCommunicator(world_size, unique_id, rank))
-        except nccl.NcclError as error:
-            raise WeightSyncError(f"no communicator of {world_size} members: {error}") from error
-
-    def warm_up_room(self) -> tuple[int, int, int]:
-        """Returns pointer, bytes and stream for the first broadcast, which opens connections."""
-        import cupy
-
-        if self._kept is None:
-            self._kept = (cupy.cuda.alloc(_WARM_UP_BYTES), cupy.cuda.Stream(non_blocking=True))
-        memory, stream = self._kept
-        return memory.ptr, _WARM_UP_BYTES, stream.ptr
-
-    def mark(self, stream: int) -> CudaMark:
-        """Returns a mark at the end of the work enqueued on `stream` so far."""
-        import cupy
-
-        event = cupy.cuda.Event()
-        cupy.cuda.runtime.eventRecord(event.ptr, stream)
-        return CudaMark(event)
+    cupy.cuda.Device(device).use()
 
 
-class CupyCommunicator:
-    """Wraps cupy's NcclCommunicator; calling threads must have called `CupyNccl.use` before."""
+@functools.cache
+def _warm_up_room(device: int) -> Any:  # noqa: ANN401 - cupy has no types
+    """Returns memory and a stream on `device`, which must be the current device."""
+    import cupy
 
-    def __init__(self, communicator: Any) -> None:  # noqa: ANN401 - cupy has no types
-        self._communicator = communicator
-
-    def broadcast(self, pointer: int, num_bytes: int, root: int, stream: int) -> None:
-        """Enqueues the broadcast of the bytes at `pointer` from rank `root` to all other ranks.
-
-        Raises WeightSyncError if NCCL rejects it.
-        """
-        from cupy.cuda import nccl
-
-        try:
-            self._communicator.broadcast(pointer, pointer, num_bytes, nccl.NCCL_UINT8, root, stream)
-        except nccl.NcclError as error:
-            raise WeightSyncError(f"the broadcast of {num_bytes} bytes: {error}") from error
-
-    def abort(self) -> None:
-        """Aborts the communicator, which ends this process's waits; call no method afterwards.
-
-        Raises WeightSyncError if NCCL fails.
-        """
-        from cupy.cuda import nccl
-
-        try:
-            self._communicator.abort()
-        except nccl.NcclError as error:
-            raise WeightSyncError(f"the abort: {error}") from error
+    return cupy.cuda.alloc(_WARM_UP_BYTES), cupy.cuda.Stream(non_blocking=True)
 
 
-class CudaMark:
-    """A CUDA event that follows the work queued in a stream so far."""
+def _recorded(stream: int) -> Any:  # noqa: ANN401 - cupy has no types
+    """Returns a CUDA event at the end of the work enqueued on `stream` so far."""
+    import cupy
 
-    def __init__(self, event: Any) -> None:  # noqa: ANN401 - cupy has no types
-        self._event = event
+    event = cupy.cuda.Event()
+    cupy.cuda.runtime.eventRecord(event.ptr, stream)
+    return event
 
-    def is_done(self) -> bool:
-        """Whether the stream has done the work before this mark; does not wait."""
-        return bool(self._event.done)
 
-    def seconds_since(self, before: CudaMark) -> float:
-        """Returns the seconds on the device from `before` to this mark; both must be done."""
-        import cupy
+@contextlib.contextmanager
+def _errors_of_nccl(what: str) -> Iterator[None]:
+    """Raises WeightSyncError, which begins with `what`, for an error of NCCL in the block."""
+    from cupy.cuda import nccl
 
-        return float(cupy.cuda.get_elapsed_time(before._event, self._event)) / 1e3
+    try:
+        yield
+    except nccl.NcclError as error:
+        raise WeightSyncError(f"{what}: {error}") from error

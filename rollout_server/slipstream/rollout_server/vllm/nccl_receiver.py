@@ -11,7 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from slipstream.protocol.weights.digests import load_kernel
-from slipstream.protocol.weights.nccl_group import CupyNccl, NcclGroup, Wire, set_nccl_environment
+from slipstream.protocol.weights.nccl_group import (
+    NcclGroup,
+    Wire,
+    set_nccl_environment,
+    use_device,
+)
 from slipstream.rollout_server.weights.bucket_receiver import BucketReceiver, Incoming, Seat
 
 # Buffers start at multiples of this.
@@ -63,13 +68,12 @@ class NcclReceiver(BucketReceiver):
         torch.cuda.set_device(index)
         super().__init__(torch.device("cuda", index))
         communicator = membership.communicator
-        self._backend = CupyNccl(index)
-        self._backend.use()
+        use_device(index)
         # The kernel is loaded here, before the other members wait for this one.
         load_kernel(index)
         with launched_nccl_variables():
             self._group = NcclGroup.join(
-                self._backend,
+                index,
                 communicator.unique_id,
                 rank=membership.rank,
                 world_size=communicator.world_size,
@@ -79,7 +83,7 @@ class NcclReceiver(BucketReceiver):
         self._buffers: list[torch.Tensor] = []
 
     def prepare(self, incoming: Incoming) -> Sequence[torch.Tensor]:
-        self._backend.use()
+        use_device(self._device.index)
         self._open_digests(incoming)
         if incoming.own_buffers:
             self._buffers = []

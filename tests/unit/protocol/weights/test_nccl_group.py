@@ -3,76 +3,65 @@
 import ctypes
 import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 from slipstream.core.errors import WeightSyncError
-from slipstream.protocol.weights.nccl_group import CupyNccl, NcclGroup, Wire
-from support.fakes import fake_cupy
-from support.fakes.fake_nccl import FakeCommunicator, FakeNccl, Meeting
+from slipstream.protocol.weights.nccl_group import NcclGroup, Wire
+from support.fakes import fake_cupy, fake_nccl
+from support.fakes.fake_nccl import FakeNccl, Member
 from support.rigs.waiting import wait_until
-
-
-def test_communicator_whose_warm_up_fails_is_aborted_before_it_is_finalised() -> None:
-    with fake_cupy.installed() as cupy:
-        cupy.broadcast_error = fake_cupy.NcclError("unhandled system error")
-        with pytest.raises(WeightSyncError, match="unhandled system error"):
-            NcclGroup.join(CupyNccl(0), b"id", rank=0, world_size=2, deadline_s=30.0)
-        assert [each.num_aborts for each in cupy.communicators] == [1]
-
-
-def test_communicator_whose_warm_up_never_ends_is_aborted() -> None:
-    with fake_cupy.installed() as cupy:
-        cupy.ends = False
-        with pytest.raises(WeightSyncError, match="did not meet|was lost when all had met"):
-            NcclGroup.join(CupyNccl(0), b"id", rank=0, world_size=2, deadline_s=0.2)
-        assert [each.num_aborts for each in cupy.communicators] == [1]
-
 
 # Without the watchdog some tests would wait for ever.
 pytestmark = pytest.mark.timeout(60)
 LONG_S = 30.0
 # A joining member and the watchdog have the same deadline; either may raise first.
 LOST = "did not meet|was lost when all had met"
-MEMBER_1 = {"rank": 1, "world_size": 2}
+JOINED: list[NcclGroup] = []
+
+
+@pytest.fixture(autouse=True)
+def nccl() -> Iterator[FakeNccl]:
+    with fake_nccl.installed() as nccl:
+        yield nccl
+        # Their watchdogs end before the fake goes.
+        while JOINED:
+            JOINED.pop().abort()
 
 
 def buffer(data: bytes) -> ctypes.Array[ctypes.c_char]:
     return ctypes.create_string_buffer(data, len(data))
 
 
-class Refusing(FakeNccl):
-    """Makes communicators and takes no broadcast."""
-
-    def connect(self, unique_id: bytes, *, rank: int, world_size: int) -> FakeCommunicator:
-        made = super().connect(unique_id, rank=rank, world_size=world_size)
-
-        def broadcast(*_: object) -> None:
-            raise WeightSyncError("refused")
-
-        made.broadcast = broadcast
-        return made
+def join(rank: int = 0, deadline_s: float = LONG_S, world_size: int = 2, **named) -> NcclGroup:
+    limit = {"deadline_s": deadline_s, **named}
+    group = NcclGroup.join(0, b"id", rank=rank, world_size=world_size, **limit)
+    JOINED.append(group)
+    return group
 
 
-def join_all(num_members: int) -> tuple[list[NcclGroup], list[FakeCommunicator]]:
-    meetings: dict[bytes, Meeting] = {}
-    backends = [FakeNccl(meetings) for _ in range(num_members)]
+def broadcast(group: NcclGroup, memory, root: int = 0, deadline_s: float = LONG_S) -> None:
+    address, size = ctypes.addressof(memory), len(memory)
+    group.broadcast(address, size, root, 7, deadline_s=deadline_s)
+
+
+def join_all(nccl: FakeNccl, num_members: int = 2) -> tuple[list[NcclGroup], list[Member]]:
     groups: dict[int, NcclGroup] = {}
 
-    def join(rank: int) -> None:
-        groups[rank] = NcclGroup.join(
-            backends[rank], b"id", rank=rank, world_size=num_members, deadline_s=LONG_S
-        )
+    def join_one(rank: int) -> None:
+        groups[rank] = join(rank, world_size=num_members)
 
-    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(num_members)]
+    threads = [threading.Thread(target=join_one, args=(rank,)) for rank in range(num_members)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(LONG_S)
-    return [groups[rank] for rank in range(num_members)], [b.made[0] for b in backends]
+    members = sorted(nccl.members, key=lambda member: member.rank)
+    return [groups[rank] for rank in range(num_members)], members
 
 
-def test_broadcasts_of_several_roots_arrive_in_order() -> None:
-    groups, _ = join_all(3)
+def test_broadcasts_of_several_roots_arrive_in_order(nccl: FakeNccl) -> None:
+    groups, _ = join_all(nccl, 3)
     contents = [b"from 1", b"from 0 ", b"from 1 again"]
     buffers = [
         [
@@ -83,7 +72,7 @@ def test_broadcasts_of_several_roots_arrive_in_order() -> None:
     ]
     for group, mine in zip(groups, buffers, strict=True):
         for memory, root in zip(mine, (1, 0, 1), strict=True):
-            group.broadcast(ctypes.addressof(memory), len(memory), root, 7, deadline_s=LONG_S)
+            broadcast(group, memory, root)
     for group, mine in zip(groups, buffers, strict=True):
         group.wait()
         assert [memory.raw for memory in mine] == contents
@@ -91,118 +80,97 @@ def test_broadcasts_of_several_roots_arrive_in_order() -> None:
         assert wire.seconds > 0
         assert wire.num_bytes == sum(map(len, contents))
         assert group.take_wire() == Wire()
-        group.abort()
 
 
 def test_member_that_is_missing_costs_the_join_deadline() -> None:
     with pytest.raises(WeightSyncError, match=r"2 members .* did not meet within 0\.2 s"):
-        NcclGroup.join(FakeNccl({}), b"id", rank=0, world_size=2, deadline_s=0.2)
+        join(deadline_s=0.2)
 
 
-def test_join_that_is_given_up_ends_before_its_deadline() -> None:
-    abandoned, meetings = threading.Event(), dict[bytes, Meeting]()
-    abandoned.set()
-    early, late = FakeNccl(meetings), FakeNccl(meetings)
-    with pytest.raises(WeightSyncError, match="did not meet before one of them was lost"):
-        NcclGroup.join(early, b"id", rank=0, world_size=2, deadline_s=LONG_S, abandoned=abandoned)
-    late.connect(b"id", rank=1, world_size=2)
-    wait_until(lambda: early.made and early.made[0].num_aborts == 1)
+@pytest.mark.parametrize("is_given_up", [True, False])
+def test_communicator_that_comes_about_too_late_is_aborted(nccl: FakeNccl, is_given_up) -> None:
+    abandoned = threading.Event()
+    if is_given_up:
+        abandoned.set()
+    said = "before one of them was lost" if is_given_up else r"within 0\.1 s"
+    with pytest.raises(WeightSyncError, match=f"did not meet {said}"):
+        join(deadline_s=LONG_S if is_given_up else 0.1, abandoned=abandoned)
+    nccl.connect(b"id", 1)
+    wait_until(lambda: [m.num_aborts for m in nccl.members if m.rank == 0] == [1])
 
 
-def test_communicator_that_comes_about_too_late_is_aborted() -> None:
-    meetings: dict[bytes, Meeting] = {}
-    early, late = FakeNccl(meetings), FakeNccl(meetings)
-    with pytest.raises(WeightSyncError, match="did not meet"):
-        NcclGroup.join(early, b"id", rank=0, world_size=2, deadline_s=0.1)
-    late.connect(b"id", rank=1, world_size=2)
-    wait_until(lambda: early.made and early.made[0].num_aborts == 1)
-
-
-def test_member_that_dies_between_the_meeting_and_the_first_broadcast_costs_the_deadline() -> None:
-    meetings: dict[bytes, Meeting] = {}
-    backend, dead = FakeNccl(meetings), FakeNccl(meetings)
-    joining = threading.Thread(target=dead.connect, args=(b"id",), kwargs=MEMBER_1)
-    joining.start()
-    wait_until(lambda: b"id" in meetings and meetings[b"id"].members == {1})
+def test_member_that_dies_between_the_meeting_and_the_first_broadcast_costs_the_deadline(nccl):
+    dead = threading.Thread(target=nccl.connect, args=(b"id", 1))
+    dead.start()
+    wait_until(lambda: b"id" in nccl.meetings and nccl.meetings[b"id"].members == {1})
     with pytest.raises(WeightSyncError, match=LOST):
-        NcclGroup.join(backend, b"id", rank=0, world_size=2, deadline_s=0.3)
-    joining.join()
+        join(deadline_s=0.3)
+    dead.join()
     # The communicator is aborted: its kernel would wait on the device for ever.
-    assert [communicator.num_aborts for communicator in backend.made] == [1]
+    assert [member.num_aborts for member in nccl.members if member.rank == 0] == [1]
 
 
-def test_first_broadcast_that_nccl_refuses_aborts_the_communicator() -> None:
-    backend = Refusing({})
-    with pytest.raises(WeightSyncError, match="refused"):
-        NcclGroup.join(backend, b"id", rank=0, world_size=1, deadline_s=LONG_S)
-    assert backend.made[0].num_aborts == 1
+def test_what_nccl_refuses_is_an_error_at_once(nccl: FakeNccl) -> None:
+    nccl.broadcast_error = fake_cupy.NcclError("unhandled system error")
+    with pytest.raises(WeightSyncError, match="when all had met: .* unhandled system error"):
+        join(world_size=1)
+    assert nccl.members[0].num_aborts == 1
+    nccl.refused = {0}
+    with pytest.raises(WeightSyncError, match="no communicator of 2 members: refused"):
+        join()
 
 
-def test_abort_that_does_not_come_back_holds_nobody() -> None:
-    (group, _), (communicator, _) = join_all(2)
-    communicator.abort_gate.clear()
+def test_abort_that_does_not_come_back_holds_nobody(nccl: FakeNccl) -> None:
+    (group, _), (member, _) = join_all(nccl)
+    member.abort_gate.clear()
     memory = buffer(b"data")
-    group.broadcast(ctypes.addressof(memory), 4, 0, 0, deadline_s=0.1)
+    broadcast(group, memory, deadline_s=0.1)
     with pytest.raises(WeightSyncError, match="not done within"):
         group.wait()
     group.abort(limit_s=0.1)
-    assert communicator.num_aborts == 1
-    communicator.abort_gate.set()
+    assert member.num_aborts == 1
+    member.abort_gate.set()
 
 
-def test_communicator_is_not_freed_under_a_call_that_is_about_to_enter_it() -> None:
-    (group, _), (communicator, _) = join_all(2)
+def test_communicator_is_not_freed_under_a_call_that_is_about_to_enter_it(nccl: FakeNccl) -> None:
+    (group, _), (member, _) = join_all(nccl)
     entering, seen = threading.Event(), list[int]()
 
     def slow(*_: object) -> None:
         entering.set()
         time.sleep(0.05)
-        seen.append(communicator.num_aborts)
+        seen.append(member.num_aborts)
 
-    communicator.broadcast = slow
-    memory = buffer(b"data")
+    member.broadcast = slow
     aborting = threading.Thread(target=lambda: entering.wait(LONG_S) and group.abort())
     aborting.start()
     with pytest.raises(WeightSyncError, match="it was aborted"):
-        group.broadcast(ctypes.addressof(memory), 4, 0, 0, deadline_s=LONG_S)
+        broadcast(group, buffer(b"data"))
     aborting.join()
     assert seen == [0]
-    assert communicator.num_aborts == 1
+    assert member.num_aborts == 1
 
 
-def test_what_nccl_refuses_is_an_error_at_once() -> None:
-    meetings = {b"id": Meeting(3)}
-    with pytest.raises(WeightSyncError, match="disagree"):
-        NcclGroup.join(FakeNccl(meetings), b"id", rank=0, world_size=2, deadline_s=LONG_S)
-
-
-def test_broadcast_that_nobody_else_joins_is_aborted_after_its_deadline() -> None:
-    (group, _), (communicator, _) = join_all(2)
+def test_broadcast_that_nobody_else_joins_is_aborted_after_its_deadline(nccl: FakeNccl) -> None:
+    (group, _), (member, _) = join_all(nccl)
     memory = buffer(b"data")
-    group.broadcast(ctypes.addressof(memory), 4, 0, 0, deadline_s=0.1)
+    broadcast(group, memory, deadline_s=0.1)
+    # The watchdog aborts also when nobody waits.
+    wait_until(lambda: member.num_aborts == 1)
     with pytest.raises(WeightSyncError, match=r"4 bytes from rank 0 was not done within 0\.1 s"):
         group.wait()
     assert group.is_aborted
-    wait_until(lambda: communicator.num_aborts == 1)
     with pytest.raises(WeightSyncError, match="communicator is gone"):
-        group.broadcast(ctypes.addressof(memory), 4, 0, 0, deadline_s=0.1)
+        broadcast(group, memory)
     group.abort()
-    assert communicator.num_aborts == 1
+    assert member.num_aborts == 1
 
 
-def test_watchdog_aborts_also_when_nobody_waits() -> None:
-    (group, _), (communicator, _) = join_all(2)
-    memory = buffer(b"data")
-    group.broadcast(ctypes.addressof(memory), 4, 0, 0, deadline_s=0.1)
-    wait_until(lambda: communicator.num_aborts == 1)
-
-
-def test_call_that_does_not_come_back_is_released() -> None:
-    (group, _), (communicator, _) = join_all(2)
-    memory = buffer(b"data")
-    communicator.gate.clear()
+def test_call_that_does_not_come_back_is_released(nccl: FakeNccl) -> None:
+    (group, _), (member, _) = join_all(nccl)
+    member.gate.clear()
     with pytest.raises(WeightSyncError, match="unhandled system error"):
-        group.broadcast(ctypes.addressof(memory), 4, 0, 0, deadline_s=0.1)
+        broadcast(group, buffer(b"data"), deadline_s=0.1)
 
 
 @pytest.fixture
@@ -213,31 +181,27 @@ def now_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return found
 
 
-def test_deadline_is_of_each_broadcast_and_not_of_all_that_wait(now_s: list[float]) -> None:
-    (sender, receiver), _ = join_all(2)
+def test_deadline_is_of_each_broadcast_and_not_of_all_that_wait(nccl, now_s: list[float]) -> None:
+    (sender, receiver), _ = join_all(nccl)
     memory, there = buffer(b"data"), buffer(b"    ")
     for _ in range(6):
-        sender.broadcast(ctypes.addressof(memory), 4, 0, 0, deadline_s=2.0)
+        broadcast(sender, memory, deadline_s=2.0)
     for left in reversed(range(6)):
         now_s[0] += 1.5
-        receiver.broadcast(ctypes.addressof(there), 4, 0, 0, deadline_s=LONG_S)
+        broadcast(receiver, there)
         # The watchdog has seen its end.
         wait_until(lambda left=left: len(sender._pending) == left)
     sender.wait()
     assert there.raw == b"data"
-    sender.abort()
-    receiver.abort()
 
 
-def test_idle_group_is_left_alone(now_s: list[float]) -> None:
-    groups, communicators = join_all(2)
+def test_idle_group_is_left_alone(nccl: FakeNccl, now_s: list[float]) -> None:
+    groups, members = join_all(nccl)
     memory = [buffer(b"data"), buffer(b"    ")]
     for _ in range(2):
         for group, mine in zip(groups, memory, strict=True):
-            group.broadcast(ctypes.addressof(mine), 4, 0, 0, deadline_s=1.0)
+            broadcast(group, mine, deadline_s=1.0)
         for group in groups:
             group.wait()
         now_s[0] += 100.0
-    assert [communicator.num_aborts for communicator in communicators] == [0, 0]
-    for group in groups:
-        group.abort()
+    assert [member.num_aborts for member in members] == [0, 0]

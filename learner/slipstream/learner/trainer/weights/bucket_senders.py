@@ -25,7 +25,7 @@ from slipstream.learner.trainer.weights.weight_stream import Release
 from slipstream.protocol.access.exposure import local_address
 from slipstream.protocol.weights.buckets import Bucket
 from slipstream.protocol.weights.handover import HandoverSender, Offer
-from slipstream.protocol.weights.nccl_group import CupyNccl, NcclGroup, Wire, make_unique_id
+from slipstream.protocol.weights.nccl_group import NcclGroup, Wire, make_unique_id
 from slipstream.protocol.weights.shared_buffers import SharedBuffers, make_buffers
 from slipstream.protocol.weights.waits import Unanswered, on_thread, reason
 from slipstream.v1 import weights_pb2
@@ -137,14 +137,11 @@ class NcclSender(BucketSender):
     def __init__(
         self,
         weights: WeightsSection,
-        backend: CupyNccl,
+        device: int,
         stream: CudaStream,
-        *,
-        make_unique_id: Callable[[], bytes],
     ) -> None:
         super().__init__(weights)
-        self._backend, self._stream = backend, stream
-        self._make_unique_id = make_unique_id
+        self._device, self._stream = device, stream
         # NCCL listens for the members of each id that was made, on a thread and a socket that end
         # when all members have joined. An id with which this rank never joined is kept for the next
         # communicator.
@@ -157,7 +154,7 @@ class NcclSender(BucketSender):
         return self._id if is_alive else None
 
     def _meet(self, communicator_id: str, num_senders: int) -> dict[str, Any]:
-        self._unused_id = self._unused_id or self._make_unique_id()
+        self._unused_id = self._unused_id or make_unique_id()
         return {"unique_id": self._unused_id}
 
     def _join(
@@ -166,7 +163,7 @@ class NcclSender(BucketSender):
         self.abort()
         self._unused_id = None
         self._group = NcclGroup.join(
-            self._backend,
+            self._device,
             announced.unique_id,
             rank=rank,
             world_size=announced.world_size,
@@ -493,8 +490,7 @@ class BucketSenders:
                 case "ipc":
                     made = IpcSender(weights, device, num_bytes=self._largest_bucket)
                 case "nccl" if device.type == "cuda":
-                    nccl, stream = CupyNccl(device.index), CudaStream(device)
-                    made = NcclSender(weights, nccl, stream, make_unique_id=make_unique_id)
+                    made = NcclSender(weights, device.index, CudaStream(device))
                 case "nccl":
                     raise ConfigError("weights.transport is nccl, but the trainer has no GPU")
                 case _:

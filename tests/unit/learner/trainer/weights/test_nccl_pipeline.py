@@ -9,7 +9,6 @@ from slipstream.learner.trainer.weights.weight_stream import WeightStream
 from slipstream.protocol.weights.buckets import TensorSpec
 from slipstream.protocol.weights.digests import HostDigests
 from support.fakes import fake_streams
-from support.fakes.fake_nccl import FakeNccl
 from support.ranks.thread_ranks import Meeting, PlainFilling, PlainModel, ThreadRanks
 
 FILL, DIGEST, BROADCAST = 2.0, 1.0, 4.0
@@ -67,7 +66,7 @@ def begins(rank: int, senders: tuple[int, ...]) -> list[float]:
         stream._digests = Digests(stream.buckets)
         stream._stream = torch.cuda.Stream()
         link = CudaStream(torch.device("cpu"))
-        sender = NcclSender(WeightsSection(), FakeNccl({}), link, make_unique_id=bytes)
+        sender = NcclSender(WeightsSection(), 0, link)
         sender._group = group = Group()
         stream.run(lambda place, bucket, data: sender.send(bucket, data))
         # A lower number is a higher priority, which matters where processors are scarce.
