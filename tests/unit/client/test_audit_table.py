@@ -36,11 +36,8 @@ def cases(name: str) -> list[dict]:
 
 
 def each_of(name: str) -> Iterator[object]:
-    """The builder's cases, then forty and more of somebody who did not build the audit.
-
-    Those of several functions start a sandbox for each function and each of the others.
-    """
-    for case in cases(name) + cases(f"strangers_{name}"):
+    """The cases; those of several functions start a sandbox for each function and the others."""
+    for case in cases(name):
         is_long = case["class"].endswith(":Functions") and len(case["rows"]) > 1
         yield pytest.param(case, id=case["name"], marks=[pytest.mark.long] * is_long)
 
