@@ -6,21 +6,17 @@ file may still be valid TOML, and the settings that it lost would become default
 
 import hashlib
 import itertools
-import logging
-import operator
 import re
 import sys
 import tomllib
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import reduce
 from pathlib import Path
 from typing import Any, cast
 
 import tomli_w
 from pydantic import BaseModel, JsonValue, ValidationError
-from pydantic_core import ErrorDetails
 from slipstream.core.configuration.automatic import Hub, completed
 from slipstream.core.configuration.function_sources import source_digests
 from slipstream.core.configuration.roles import missing_weights, role_folders, role_problems
@@ -49,9 +45,7 @@ from slipstream.core.models.model_sizes import read_model_sizes, read_model_tabl
 from slipstream.core.settings.config import NOTES, Config
 from slipstream.core.settings.sections import RUN_NAME
 from slipstream.core.settings.table_rules import trajectory_problems
-from slipstream.core.settings.tables import Tables
 
-logger = logging.getLogger(__name__)
 _PREFIX = b"# Settings of a run"
 _FIRST_LINE = re.compile(rb"# Settings of a run: (\d+) bytes, BLAKE2b ([0-9a-f]{32});[^\n]*\n")
 REMEDY = "put it back from a copy of the run"
@@ -121,37 +115,22 @@ def load_config(
         ) from error
     except ValueError as error:
         raise ConfigError(f"{path} is no TOML: {error}") from error
-    if data.startswith(_PREFIX):
-        _drop_unknown(table, path)
     check_values(table, str(path))
     for override in overrides:
         _apply_override(table, override)
     try:
         config = Config.model_validate(completed(table, hub=hub, apart=apart))
     except ValidationError as error:
-        place = ".".join(str(part) for part in _chosen(error)["loc"] if part not in _FORMS)
+        place, line = _explained(error)
         keys = [override.partition("=")[0].strip().removeprefix("--") for override in overrides]
         is_within = any(f"{key}.".startswith(f"{place}.") or not place for key in keys)
         source = f"{path}{' and command line' * is_within}"
         if path is None or any(f"{place}.".startswith(f"{key}.") for key in keys):
             source = "command line"
-        raise ConfigError(f"{source}: {_worst(error)}") from None
+        raise ConfigError(f"{source}: {line}") from None
     if "sources" not in table and config.algorithm.own_functions:
         config = config.model_copy(update={"sources": source_digests(config.algorithm)})
     return config
-
-
-def _drop_unknown(table: Table, path: Path | None) -> None:
-    """Takes the keys that are no settings out of a file that an earlier version wrote."""
-    try:
-        Tables.model_validate(table)
-    except ValidationError as error:
-        unknown = [each["loc"] for each in error.errors() if each["type"] == "extra_forbidden"]
-        for *parents, last in unknown:
-            del reduce(operator.getitem, parents, cast(Any, table))[last]
-        gone = ", ".join(".".join(map(str, location)) for location in unknown)
-        if gone:
-            logger.warning("%s is of an earlier version: %s are no settings", path, gone)
 
 
 def parse_config(table: Mapping[str, JsonValue], *, source: str, complete: bool = True) -> Config:
@@ -159,7 +138,7 @@ def parse_config(table: Mapping[str, JsonValue], *, source: str, complete: bool 
     try:
         return Config.model_validate(table if complete else completed(table))
     except ValidationError as error:
-        raise ConfigError(f"{source}: {_worst(error)}") from None
+        raise ConfigError(f"{source}: {_explained(error)[1]}") from None
 
 
 def run_check(check: Callable[[Config], None]) -> int:
@@ -309,96 +288,86 @@ def _apply_override(table: Table, override: str) -> None:
     plain = re.sub(r"\[(\d+)\]", r".\1", key).lstrip("+~")
     if plain != key:
         raise ConfigError(f"an override names this setting {plain}, got {override!r}")
-    *parents, last = key.split(".")
-    place: JsonValue = table
-    for parent in parents:
+    parts, place = key.split("."), cast(Any, table)
+    for number, part in enumerate(parts, start=1):
+        entry: str | int = part
         if isinstance(place, list):
-            if not (parent.isdigit() and int(parent) < len(place)):
-                raise ConfigError(f"{override!r}: {_no_entry(parent, place)}")
-            place = place[int(parent)]
-        elif isinstance(place, dict):
-            place = place.setdefault(parent, {})
-    if isinstance(place, list) and last.isdigit() and int(last) < len(place):
-        place[int(last)] = value
-    elif isinstance(place, dict):
-        place[last] = value
-    elif isinstance(place, list):
-        raise ConfigError(f"{override!r}: {_no_entry(last, place)}")
-    else:
-        raise ConfigError(f"{override!r}: {'.'.join(parents)} is no section")
+            if not (part.isdigit() and int(part) < len(place)):
+                known = (
+                    f"entries are numbers, 0 to {len(place) - 1}" if place else "the list is empty"
+                )
+                raise ConfigError(f"{override!r}: there is no entry {part}: {known}")
+            entry = int(part)
+        elif not isinstance(place, dict):
+            raise ConfigError(f"{override!r}: {'.'.join(parts[:-1])} is no section")
+        if number == len(parts):
+            place[entry] = value
+        else:
+            place = place.setdefault(part, {}) if isinstance(place, dict) else place[entry]
 
 
-def _no_entry(name: str, entries: Sequence[object]) -> str:
-    numbers = f"entries are numbers, 0 to {len(entries) - 1}" if entries else "the list is empty"
-    return f"there is no entry {name}: {numbers}"
+def _explained(error: ValidationError) -> tuple[str, str]:
+    """Returns the setting of the first error, and one line on it.
 
-
-def _worst(error: ValidationError) -> str:
-    """Returns one line on the first error; unknown keys go before missing ones."""
-    if _chosen(error)["type"] != "missing":
-        return _describe(_chosen(error))
-    keys: list[str] = []
-    for each in error.errors():
-        if each["type"] == "missing":
-            where = ".".join(str(part) for part in each["loc"] if part not in _FORMS)
-            table = _table_at(each["loc"])
-            fields = {} if table is None else table.model_fields
-            # A missing table is named by its required keys.
-            required = [f"{where}.{name}" for name in fields if fields[name].is_required()]
-            keys += [where] if table is None else required
-    *others, last = keys
-    return f"{', '.join(others)} and {last} are required" if others else f"{last} is required"
-
-
-def _chosen(error: ValidationError) -> ErrorDetails:
-    """Returns the first error; if that is a missing key, the first unknown key, if there is one."""
+    An unknown key goes before missing ones, of which it may be the reason; one line names these.
+    """
     errors = error.errors()
     unknown = (each for each in errors if each["type"] == "extra_forbidden")
-    return next(unknown, errors[0]) if errors[0]["type"] == "missing" else errors[0]
+    worst = next(unknown, errors[0]) if errors[0]["type"] == "missing" else errors[0]
+    where, given = _place(worst["loc"]), worst["input"]
+    shown = repr(given)
+    shown = shown if len(shown) <= LONGEST_VALUE else f"{shown[:LONGEST_VALUE]}..."
+    rule = worst["msg"][0].lower() + worst["msg"][1:]
+    match worst["type"]:
+        case "missing":
+            keys: list[str] = []
+            for each in errors:
+                if each["type"] == "missing":
+                    place, table = _place(each["loc"]), _table_at(each["loc"])
+                    # A missing table is named by its required keys.
+                    fields = {} if table is None else table.model_fields
+                    required = [f"{place}.{name}" for name in fields if fields[name].is_required()]
+                    keys += [place] if table is None else required
+            *others, last = keys
+            are = f"{', '.join(others)} and {last} are" if others else f"{last} is"
+            return where, f"{are} required"
+        case "extra_forbidden":
+            return where, f"unknown key {where!r}; {_hint(worst['loc'])}"
+        case "value_error":
+            message = worst["msg"].removeprefix("Value error, ")
+            return where, f"{where}: {message}" if where else message
+        case "tuple_type" | "list_type" if isinstance(given, dict):
+            rule = f"is a list of tables: write [[{where}]] above each in place of [{where}]"
+            return where, f"{where} {rule}"
+        case "tuple_type":
+            rule = "input should be a list"
+        case "model_type" | "dict_type":
+            return where, f"{where} is a table of settings, got {shown}"
+        case "string_pattern_mismatch" if worst["ctx"]["pattern"] == RUN_NAME:
+            rule = "must be letters, digits and . _ - and begin with a letter or digit"
+            return where, f"{where} {rule}, got {shown}"
+        case "string_type" if where.rpartition(".")[2] in ADDRESSES:
+            rule = "an address is HOST:PORT"
+    return where, f"{where}: {rule}, got {shown}"
 
 
-def _describe(error: ErrorDetails) -> str:
-    where = ".".join(str(part) for part in error["loc"] if part not in _FORMS)
-    if error["type"] == "extra_forbidden":
-        table = _table_at(error["loc"][:-1])
-        known = [] if table is None else [each for each in table.model_fields if each not in NOTES]
-        # The cutoff is higher for tables: `trainer` does not mean `tracking`.
-        cutoff = 0.5 if len(error["loc"]) > 1 else 0.7
-        name = str(error["loc"][-1])
-        near = near_names(name, known, cutoff=cutoff)
-        elsewhere = [path for path in _paths(Config) if path.rpartition(".")[2] == name]
-        if len(elsewhere) == 1:
-            near = elsewhere
-        hint = did_you_mean(near) if near else f"known are {', '.join(known)}"
-        if "." in name and name in _paths(Config):
-            parent, _, key = name.rpartition(".")
-            hint = f"write {key} into the table {parent}"
-        return f"unknown key {where!r}; {hint}"
-    if error["type"] == "missing":
-        return f"{where} is required"
-    if error["type"] == "value_error":
-        message = error["msg"].removeprefix("Value error, ")
-        return f"{where}: {message}" if where else message
-    if error["type"] in ("tuple_type", "list_type") and isinstance(error["input"], dict):
-        return f"{where} is a list of tables: write [[{where}]] above each in place of [{where}]"
-    if error["type"] == "tuple_type":
-        return f"{where}: input should be a list, got {_shown(error['input'])}"
-    if error["type"] in ("model_type", "dict_type"):
-        return f"{where} is a table of settings, got {_shown(error['input'])}"
-    if error["type"] == "string_pattern_mismatch" and error["ctx"]["pattern"] == RUN_NAME:
-        return (
-            f"{where} must be letters, digits and . _ - and begin with a letter or digit, "
-            f"got {_shown(error['input'])}"
-        )
-    rule = error["msg"][0].lower() + error["msg"][1:]
-    if error["type"] == "string_type" and where.rpartition(".")[2] in ADDRESSES:
-        rule = "an address is HOST:PORT"
-    return f"{where}: {rule}, got {_shown(error['input'])}"
+def _place(location: tuple[int | str, ...]) -> str:
+    return ".".join(str(part) for part in location if part not in _FORMS)
 
 
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."
+def _hint(location: tuple[int | str, ...]) -> str:
+    """Returns what an unknown key may mean, or the keys that are known in its place."""
+    table, name = _table_at(location[:-1]), str(location[-1])
+    known = [] if table is None else [each for each in table.model_fields if each not in NOTES]
+    paths = list(_paths(Config))
+    if "." in name and name in paths:
+        parent, _, key = name.rpartition(".")
+        return f"write {key} into the table {parent}"
+    elsewhere = [path for path in paths if path.rpartition(".")[2] == name]
+    # The cutoff is higher for tables: `trainer` does not mean `tracking`.
+    near = near_names(name, known, cutoff=0.5 if len(location) > 1 else 0.7)
+    near = elsewhere if len(elsewhere) == 1 else near
+    return did_you_mean(near) if near else f"known are {', '.join(known)}"
 
 
 def _paths(table: type[BaseModel], place: str = "") -> Iterator[str]:
