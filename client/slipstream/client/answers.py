@@ -5,6 +5,7 @@ refused: `FIELDS` says what becomes of each. An error names the value that canno
 environment.proto states the bounds of messages.
 """
 
+import contextlib
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -109,31 +110,28 @@ def _check(found: Mapping[str, Any]) -> None:
 
 
 def _call(given: object) -> ToolCall:
-    if isinstance(given, ToolCall):
-        _check_id(given.id)
-        return given
-    function = given.get("function", given) if isinstance(given, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(name := function.get("name"), str):
-        raise ValueError(f"a call of a tool has a function with a name, got {show(given)}")
-    assert isinstance(given, Mapping)
-    for key, value in {**given, **function}.items():
-        if key not in _CALL and value not in _ABSENT:
-            raise ValueError(f"a call of a tool has no field {key!r}; it has {', '.join(_CALL)}")
-    if given.get("type") not in (*_ABSENT, "function"):
-        raise ValueError(f"the type of a call must be 'function', got {show(given['type'])}")
-    arguments = function.get("arguments") or {}
-    if isinstance(arguments, Mapping) and holds_null(arguments):
-        raise ValueError(f"arguments of {name} hold null, as parquet fills them: write JSON text")
-    if not isinstance(arguments, Mapping | str):
-        raise ValueError(f"arguments of {name} must be an object or JSON text, got {arguments!r}")
-    call_id = "" if given.get("id") is None else given["id"]
-    _check_id(call_id)
-    return ToolCall(call_id, name, arguments)
-
-
-def _check_id(call_id: object) -> None:
-    if not isinstance(call_id, str):
-        raise ValueError(f"the id of a call must be a text, got {show(call_id)}")
+    call = given
+    if not isinstance(call, ToolCall):
+        function = given.get("function", given) if isinstance(given, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(name := function.get("name"), str):
+            raise ValueError(f"a call of a tool has a function with a name, got {show(given)}")
+        assert isinstance(given, Mapping)
+        for key, value in {**given, **function}.items():
+            if key not in _CALL and value not in _ABSENT:
+                known = ", ".join(_CALL)
+                raise ValueError(f"a call of a tool has no field {key!r}; it has {known}")
+        if given.get("type") not in (*_ABSENT, "function"):
+            raise ValueError(f"the type of a call must be 'function', got {show(given['type'])}")
+        arguments = function.get("arguments") or {}
+        what = f"arguments of {name}"
+        if isinstance(arguments, Mapping) and holds_null(arguments):
+            raise ValueError(f"{what} hold null, as parquet fills them: write JSON text")
+        if not isinstance(arguments, Mapping | str):
+            raise ValueError(f"{what} must be an object or JSON text, got {arguments!r}")
+        call = ToolCall("" if given.get("id") is None else given["id"], name, arguments)
+    if not isinstance(call.id, str):
+        raise ValueError(f"the id of a call must be a text, got {show(call.id)}")
+    return call
 
 
 def holds_null(value: object) -> bool:
@@ -202,8 +200,13 @@ def reply_of(command: pb.StepCommand) -> Reply:
     tokens = command.token_ids
     if not command.HasField("parsed"):
         return Reply(command.reply, token_ids=tokens)
-    parsed = command.parsed
-    calls = [ToolCall(call.id, call.name, _arguments(call.arguments)) for call in parsed.tool_calls]
+    parsed, calls = command.parsed, []
+    for call in parsed.tool_calls:
+        arguments: Mapping[str, object] | str = call.arguments
+        with contextlib.suppress(ValueError, RecursionError):
+            found = json.loads(call.arguments)
+            arguments = found if isinstance(found, dict) else arguments
+        calls.append(ToolCall(call.id, call.name, arguments))
     return Reply(
         command.reply,
         content=parsed.content,
@@ -211,14 +214,6 @@ def reply_of(command: pb.StepCommand) -> Reply:
         tool_calls=calls,
         token_ids=tokens,
     )
-
-
-def _arguments(text: str) -> Mapping[str, object] | str:
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-    return found if isinstance(found, dict) else text
 
 
 def verdict(result: object, *, gives: bool) -> pb.Verdict:
@@ -242,7 +237,7 @@ def verdict(result: object, *, gives: bool) -> pb.Verdict:
         reward=_finite(result.reward, "the reward"),
         done=bool(result.done),
         messages=_messages(result.messages, "step()") if result.messages else [],
-        metrics=_metrics(result.metrics),
+        metrics=_numbers(result.metrics, "metrics", "names", "metric"),
         tools_json="" if result.tools is None else _tools(result.tools),
         given_reply=_given(result.reply, "step()"),
         token_rewards=_by_token(result.token_rewards, "token_rewards"),
@@ -262,12 +257,22 @@ def agent_result(result: object) -> pb.AgentResult:
             what = "run() must return a number or an AgentOutcome"
             raise environment_failed(f"{what}, got {show(result)}")
         result = AgentOutcome(_finite(result, "the reward"))
+    rewards, replies = result.reply_rewards, []
+    if not isinstance(rewards, Mapping) or not all(isinstance(name, str) for name in rewards):
+        what = "reply_rewards must map ids of answers to rewards"
+        raise environment_failed(f"{what}, got {show(rewards)}")
+    for name, value in rewards.items():
+        what = f"the reward of reply {show(name)}"
+        if (numbers := _listed(value)) is None:
+            replies.append(pb.ReplyReward(reply_id=name, reward=_finite(value, what)))
+        else:
+            replies.append(pb.ReplyReward(reply_id=name, token_rewards=_by_token(numbers, what)))
     made = pb.AgentResult(
         reward=_finite(result.reward, "the reward"),
-        metrics=_metrics(result.metrics),
-        shares=_by_branch(result.shares, "shares", "share"),
-        rewards=_by_branch(result.rewards, "rewards", "reward"),
-        reply_rewards=_by_reply(result.reply_rewards),
+        metrics=_numbers(result.metrics, "metrics", "names", "metric"),
+        shares=_numbers(result.shares, "shares", "branches", "share of"),
+        rewards=_numbers(result.rewards, "rewards", "branches", "reward of"),
+        reply_rewards=replies,
     )
     return _bounded(made)
 
@@ -280,35 +285,15 @@ def _bounded(made: Made) -> Made:
     return made
 
 
-def _metrics(metrics: object) -> dict[str, float]:
-    if not isinstance(metrics, Mapping):
-        raise environment_failed(f"metrics must map names to numbers, got {show(metrics)}")
-    return {str(name): _finite(value, f"the metric {name!r}") for name, value in metrics.items()}
-
-
-def _by_branch(numbers: object, several: str, one: str) -> dict[str, float]:
-    if not isinstance(numbers, Mapping):
-        raise environment_failed(f"{several} must map branches to numbers, got {show(numbers)}")
-    for name in numbers:
+def _numbers(given: object, several: str, names: str, one: str) -> dict[str, float]:
+    """Returns numbers by name, which is that of a branch if `names` is "branches"."""
+    if not isinstance(given, Mapping):
+        raise environment_failed(f"{several} must map {names} to numbers, got {show(given)}")
+    for name in given if names == "branches" else ():
         if not isinstance(name, str) or BRANCH_NAME.fullmatch(name) is None:
             what = f"{several} are of branches, with names of 1 to 64 letters, digits and ._:+-"
             raise environment_failed(f"{what}, got {show(name)}")
-    return {name: _finite(value, f"the {one} of {name!r}") for name, value in numbers.items()}
-
-
-def _by_reply(rewards: object) -> list[pb.ReplyReward]:
-    if not isinstance(rewards, Mapping) or not all(isinstance(name, str) for name in rewards):
-        what = "reply_rewards must map ids of answers to rewards"
-        raise environment_failed(f"{what}, got {show(rewards)}")
-    found = []
-    for name, value in rewards.items():
-        what = f"the reward of reply {show(name)}"
-        numbers = _listed(value)
-        if numbers is None:
-            found.append(pb.ReplyReward(reply_id=name, reward=_finite(value, what)))
-        else:
-            found.append(pb.ReplyReward(reply_id=name, token_rewards=_by_token(numbers, what)))
-    return found
+    return {str(name): _finite(value, f"the {one} {name!r}") for name, value in given.items()}
 
 
 def _listed(value: object) -> list[object] | None:
@@ -343,27 +328,28 @@ def _finite(value: object, what: str) -> float:
 def _messages(messages: object, source: str) -> list[pb.ChatMessage]:
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
         raise environment_failed(f"{source} must give a list of messages, got {show(messages)}")
-    return [_message(message, source) for message in messages]
-
-
-def _message(given: object, source: str) -> pb.ChatMessage:
-    try:
-        message = read_message(given)
-        is_text = isinstance(message.content, str)
-        return pb.ChatMessage(
-            role=message.role,
-            content=message.content if isinstance(message.content, str) else "",
-            tool_call_id=message.tool_call_id,
-            parts=[] if is_text else content_parts(message.content),
-            name=message.name,
-            tool_calls=[
-                pb.ToolCall(id=call.id, name=call.name, arguments=call.text)
-                for call in message.tool_calls
-            ],
-            reasoning=message.reasoning,
-        )
-    except ValueError as error:
-        raise environment_failed(f"a message of {source}: {error}") from None
+    made = []
+    for given in messages:
+        try:
+            message = read_message(given)
+            is_text = isinstance(message.content, str)
+            made.append(
+                pb.ChatMessage(
+                    role=message.role,
+                    content=message.content if isinstance(message.content, str) else "",
+                    tool_call_id=message.tool_call_id,
+                    parts=[] if is_text else content_parts(message.content),
+                    name=message.name,
+                    tool_calls=[
+                        pb.ToolCall(id=call.id, name=call.name, arguments=call.text)
+                        for call in message.tool_calls
+                    ],
+                    reasoning=message.reasoning,
+                )
+            )
+        except ValueError as error:
+            raise environment_failed(f"a message of {source}: {error}") from None
+    return made
 
 
 def _tools(tools: object) -> str:
