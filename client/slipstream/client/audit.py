@@ -114,14 +114,11 @@ class Played:
     # Tasks beyond the sample, which were opened alone.
     further: list[Task] = field(default_factory=list)
     plays: defaultdict[Kind, dict[int, Play]] = field(default_factory=lambda: defaultdict(dict))
-    # Seconds of each call of `step`; seconds and calls of plays that were made at once.
-    calls_s: list[float] = field(default_factory=list)
-    timed: list[tuple[float, int]] = field(default_factory=list)
     # Tasks whose two resets differ, with the two texts; those that cannot begin, with the cause.
     unequal: dict[int, tuple[str, str]] = field(default_factory=dict)
     unbegun: dict[int, str] = field(default_factory=dict)
-    # Where `tasks()` gives others: "when it is called again", "in another process".
-    other_tasks: list[str] = field(default_factory=list)
+    # When `tasks()` gives other tasks, with the error that it may raise then.
+    other_tasks: str = ""
     # The form in which the right answer earned something.
     form: str = PLAIN
     seconds: float = 0.0
@@ -198,9 +195,9 @@ class Audit:
     def _ended(self) -> Played:
         try:
             if self._host.digest(again=True) != self._digest:
-                self.played.other_tasks.append("when it is called again")
+                self.played.other_tasks = "when it is called again"
         except EnvironmentFailed as error:
-            self.played.other_tasks.append(f"when it is called again ({error})")
+            self.played.other_tasks = f"when it is called again ({error})"
         self.played.seconds = time.monotonic() - self._began_s
         return self.played
 
@@ -310,10 +307,7 @@ class Audit:
             done = self.played.plays[kind]
             due = [task for task in self.played.tasks if task.index not in done]
             due = due[:MAX_AGAIN] if kind in _OF_JUDGES else due
-            began_s, before = time.monotonic(), len(self.played.calls_s)
             await self._each(self._in_time(task, kind) for task in due)
-            number = len(self.played.calls_s) - before
-            self.played.timed.append((time.monotonic() - began_s, number))
 
     async def _in_time(self, task: Task, kind: Kind) -> None:
         # The first play is made in any case.
@@ -350,9 +344,7 @@ class Audit:
             if given:
                 step = {"reply": given}
             play.said = play.said or str((step or {}).get("reply", ""))
-            began_s = time.monotonic()
             answer = await self._ask(step={"episode_key": key, **(step or {"reply": ""})})
-            self.played.calls_s.append(time.monotonic() - began_s)
             play.failure, verdict = answer.failure.message, answer.verdict
             play.earned = sum(verdict.token_rewards, play.earned + verdict.reward)
             given, play.is_done = verdict.given_reply, verdict.done

@@ -17,8 +17,6 @@ from slipstream.client.terminal import aligned, counted
 _VALUES = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
 # Characters before a difference that a line shows.
 _BEFORE = 20
-# Seconds in which a worker should judge the episodes of a step.
-_MOST_STEP_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,7 @@ def _openings(played: Played) -> list[Finding]:
         what += f"begin otherwise when they are reset twice with one seed: {texts}"
         cause = "; the members of a group would not read the same prompt"
         found.append(Finding(what + cause, is_refused=True))
-    for when in played.other_tasks:
+    if when := played.other_tasks:
         cause = f"tasks() gives other tasks {when}: draw them with a fixed seed, in a fixed order"
         found.append(Finding(cause, is_refused=True))
     return found
@@ -142,24 +140,6 @@ def _turns(played: Played) -> list[Finding]:
         text += f"an end, such as for task {index}: turns that do not end are paid"
         found.append(Finding(text))
     return found
-
-
-def slowness(played: Played, *, num_episodes: int, limit_s: float) -> list[Finding]:
-    """Returns whether the judge is slow for the episodes of a step, which one worker plays."""
-    seconds, calls = (sum(each) for each in zip((0.0, 0), *played.timed, strict=True))
-    plays = played.every()
-    replies = sum(play.num_turns for *_, play in plays) / max(len(plays), 1)
-    each_s = seconds / max(calls, 1) * replies
-    longest_s = max(played.calls_s, default=0.0)
-    if not calls and longest_s > 1.0:
-        text = f"the judge is slow: {longest_s:.2g} s for a reply, so that none were judged at once"
-        return [Finding(f"{text}, as a run does")]
-    step_s = each_s * num_episodes
-    if longest_s <= max(1.0, limit_s / 2) and step_s <= _MOST_STEP_S:
-        return []
-    text = f"the judge is slow: {each_s:.2g} s an episode, so that {num_episodes} episodes take "
-    text += f"{step_s:.0f} s of one worker, and {longest_s:.2g} s for a reply, of at most "
-    return [Finding(f"{text}{limit_s:g} s for a call")]
 
 
 def _silent(played: Played) -> set[int]:
