@@ -140,40 +140,36 @@ class AgentEpisode:
         Raised here, a SystemExit would end the event loop. Raises CancelledError if this task is
         cancelled.
         """
+        loop, this = asyncio.get_running_loop(), asyncio.current_task()
+        assert this is not None
         try:
-            value = await self._in_thread() if self._is_plain else self._code()
-            return _Outcome(await value if inspect.isawaitable(value) else value)
+            if not self._is_plain:
+                value = self._code()
+                return _Outcome(await value if inspect.isawaitable(value) else value)
+            context, ended = contextvars.copy_context(), loop.create_future()
+
+            def deliver(outcome: _Outcome) -> None:
+                if not ended.done():
+                    ended.set_result(outcome)
+
+            def work() -> None:
+                try:
+                    outcome = _Outcome(context.run(self._code))
+                except RAISED as error:
+                    outcome = _Outcome(error=error)
+                with contextlib.suppress(RuntimeError):
+                    # The loop is closed when the whole process ends.
+                    loop.call_soon_threadsafe(deliver, outcome)
+
+            self._thread = threading.Thread(target=work, name="agent", daemon=True)
+            self._thread.start()
+            outcome: _Outcome = await ended
+            if not inspect.isawaitable(outcome.value):
+                return outcome
+            # The rest of the run is no longer in the thread.
+            self._thread = None
+            return _Outcome(await outcome.value)
         except RAISED as error:
-            this = asyncio.current_task()
-            assert this is not None
             if isinstance(error, asyncio.CancelledError) and this.cancelling():
                 raise
             return _Outcome(error=error)
-
-    async def _in_thread(self) -> object:
-        """Calls a plain `run` in a thread of its own; returns its value or raises its error."""
-        context, loop = contextvars.copy_context(), asyncio.get_running_loop()
-        ended: asyncio.Future[_Outcome] = loop.create_future()
-
-        def deliver(outcome: _Outcome) -> None:
-            if not ended.done():
-                ended.set_result(outcome)
-
-        def work() -> None:
-            try:
-                outcome = _Outcome(context.run(self._code))
-            except RAISED as error:
-                outcome = _Outcome(error=error)
-            with contextlib.suppress(RuntimeError):
-                # The loop is closed when the whole process ends.
-                loop.call_soon_threadsafe(deliver, outcome)
-
-        self._thread = threading.Thread(target=work, name="agent", daemon=True)
-        self._thread.start()
-        outcome = await ended
-        if outcome.error is not None:
-            raise outcome.error
-        if inspect.isawaitable(outcome.value):
-            # The rest of the run is no longer in the thread.
-            self._thread = None
-        return outcome.value

@@ -19,10 +19,7 @@ MAX_WAITING_BYTES = 32 << 20
 
 
 class TooManyCalls(Exception):
-    """The episode has too many open calls, or too many bytes of waiting requests.
-
-    The limits are MAX_OPEN_CALLS and MAX_WAITING_BYTES.
-    """
+    """The episode has MAX_OPEN_CALLS open calls, or MAX_WAITING_BYTES of waiting requests."""
 
 
 @dataclass(eq=False)
@@ -95,7 +92,8 @@ class CallExchange:
         self._num_calls += 1
         request.call = self._num_calls
         call = self._calls[request.call] = PendingCall(request.call)
-        self._send(request)
+        self._outbox.append(request)
+        self._changed.set()
         if len(self._calls) == 1:
             self._on_waiting(True)
         return call
@@ -107,11 +105,12 @@ class CallExchange:
             return
         if not self.has_ended:
             waiting = [message for message in self._outbox if message.call != call.number]
-            if len(waiting) < len(self._outbox):
-                self._outbox = waiting
-            else:
-                self._send(pb.AgentCall(call=call.number, is_abandoned=True))
-        self._waits_less()
+            if len(waiting) == len(self._outbox):
+                waiting.append(pb.AgentCall(call=call.number, is_abandoned=True))
+                self._changed.set()
+            self._outbox = waiting
+        if not self._calls:
+            self._on_waiting(False)
 
     async def next(self) -> pb.AgentCall | None:
         """Waits for the next message for the server and returns it; returns None after `end`."""
@@ -129,7 +128,8 @@ class CallExchange:
         call.parts.put_nowait((part, taken))
         if part.is_last:
             del self._calls[part.call]
-            self._waits_less()
+            if not self._calls:
+                self._on_waiting(False)
         await taken
 
     def end(self) -> None:
@@ -140,14 +140,6 @@ class CallExchange:
         for call in self._calls.values():
             _drop_parts(call)
             call.parts.put_nowait(None)
-
-    def _send(self, message: pb.AgentCall) -> None:
-        self._outbox.append(message)
-        self._changed.set()
-
-    def _waits_less(self) -> None:
-        if not self._calls:
-            self._on_waiting(False)
 
 
 def _drop_parts(call: PendingCall) -> None:

@@ -212,17 +212,18 @@ class Gateway:
         try:
             exchange, request = self._accept(scope)
             with exchange.reading() as count:
-                request.body = await _body(scope, receive, count)
+                body = await _body(scope, receive, count)
+                if body is None:
+                    return
                 if exchange.has_ended:
                     raise _over()
+                request.body = body
                 call = exchange.open(request)
         except _Refusal as refusal:
             await _refuse(send, refusal)
         except TooManyCalls:
             what = "the episode has too many open calls; wait for one of them"
             await _refuse(send, _Refusal(429, "rate_limit_error", "rate_limit_exceeded", what))
-        except _HungUp:
-            return
         else:
             await _relay(exchange, call, receive, send)
 
@@ -264,10 +265,6 @@ class Gateway:
         except ProtocolError as error:
             raise _Refusal(400, "invalid_request_error", "invalid_request", str(error)) from None
         return known[0], request
-
-
-class _HungUp(Exception):
-    """The client closed its connection."""
 
 
 async def _relay(exchange: CallExchange, call: PendingCall, receive: Receive, send: Send) -> None:
@@ -312,8 +309,8 @@ async def _relay(exchange: CallExchange, call: PendingCall, receive: Receive, se
         exchange.close(call)
 
 
-async def _body(scope: Scope, receive: Receive, count: Callable[[bytes], None]) -> bytes:
-    """Returns a request's body, of which `count` gets each part; raises _HungUp or _Refusal."""
+async def _body(scope: Scope, receive: Receive, count: Callable[[bytes], None]) -> bytes | None:
+    """Returns a request's body, of which `count` gets each part, or None if the client hung up."""
     headers = dict(scope["headers"])
     if headers.get(b"content-encoding", b"identity") != b"identity":
         what = "the body must have no content-encoding"
@@ -325,7 +322,7 @@ async def _body(scope: Scope, receive: Receive, count: Callable[[bytes], None]) 
     while max(size, received) <= MAX_BODY_BYTES:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise _HungUp
+            return None
         parts.append(message.get("body", b""))
         count(parts[-1])
         received += len(parts[-1])

@@ -21,7 +21,7 @@ import grpc
 import grpc.aio
 from pydantic import JsonValue
 from slipstream.client.environment import AnyEnvironment
-from slipstream.client.episode_host import EpisodeHost, answer_commands, open_stream
+from slipstream.client.episode_host import EpisodeHost, WorkerCall, answer_commands, open_stream
 from slipstream.client.run_folder import FoundRun, find_run
 from slipstream.client.status import (
     EnvironmentStatus,
@@ -237,24 +237,37 @@ class Client:
             spec=spec, num_tasks=host.num_tasks, max_episodes=episodes, digest=host.digest()
         )
         loop, no_answer = asyncio.get_running_loop(), self._no_answer
-        began_s, has_answered, is_told = loop.time(), False, False
-        while not has_answered:
+        began_s, is_told = loop.time(), math.isinf(connect_timeout_s)
+        while True:
             # This distinguishes a wrong address from a controller that is lost later.
             try:
                 await self.status()
-                has_answered = True
+                break
             except NoController:
                 if loop.time() - began_s >= connect_timeout_s:
                     raise ConfigError(f"{no_answer} within {connect_timeout_s:g} s") from None
-                if not is_told and math.isfinite(connect_timeout_s):
+                if not is_told:
                     logger.warning("%s yet; waiting for up to %g s", no_answer, connect_timeout_s)
                 is_told = True
                 await asyncio.sleep(min(LOOK_S, connect_timeout_s))
         patience = ReconnectLimit(self._reconnect_timeout_s)
+
+        async def commands(call: WorkerCall) -> AsyncIterator[environment_pb2.WorkerCommand]:
+            async for command in call:
+                patience.succeeded()
+                yield command
+
         while True:
-            lost = await self._serve_once(host, hello, patience)
-            if lost is None:
+            open_call = partial(self._environments.ServeEpisodes, metadata=self._metadata)
+            try:
+                call = await open_stream(open_call, hello)
+                try:
+                    await answer_commands(host, commands(call), call.write)
+                finally:
+                    call.cancel()
                 return
+            except grpc.aio.AioRpcError as error:
+                lost = error.code(), error.details() or ""
             if lost[0] in REFUSED and patience.served:
                 with contextlib.suppress(SlipstreamError):
                     if (await self.status()).is_over:
@@ -341,29 +354,6 @@ class Client:
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
             return SlipstreamError(f"the controller at {address} gave no answer in time")
         return SlipstreamError(f"the controller at {address} failed: {details or code.name}")
-
-    async def _serve_once(
-        self, host: EpisodeHost, hello: environment_pb2.WorkerHello, patience: ReconnectLimit
-    ) -> tuple[grpc.StatusCode, str] | None:
-        """Serves one stream; if it is lost, returns the gRPC code and details, else None."""
-        open_call = partial(self._environments.ServeEpisodes, metadata=self._metadata)
-        try:
-            call = await open_stream(open_call, hello)
-        except grpc.aio.AioRpcError as error:
-            return error.code(), error.details() or ""
-
-        async def commands() -> AsyncIterator[environment_pb2.WorkerCommand]:
-            async for command in call:
-                patience.succeeded()
-                yield command
-
-        try:
-            await answer_commands(host, commands(), call.write)
-        except grpc.aio.AioRpcError as error:
-            return error.code(), error.details() or ""
-        finally:
-            call.cancel()
-        return None
 
 
 class NoController(ConfigError):
