@@ -223,24 +223,6 @@ async def test_a_report_that_cannot_be_ends_the_stream_of_its_server(tmp_path, c
     await attacked(tmp_path, caplog, attack)
 
 
-async def test_a_host_with_other_data_runs_no_task_of_the_environment(tmp_path, caplog):
-    events = []
-
-    async def attack(channel, server):
-        liar = Liar(channel)
-        await liar.join()
-        report = fleet_pb2.EnvironmentReport(environment="e", num_tasks=2)
-        await liar.say(environment=report)
-        status = status_pb2_grpc.StatusServiceStub(channel)
-        async for event in status.Watch(status_pb2.WatchRequest()):
-            events.append(event.text)
-            if "all hosts must have the same data" in event.text:
-                break
-
-    await attacked(tmp_path, caplog, attack)
-    assert events[-1].startswith("environment e on liar: it has 2 tasks here and ")
-
-
 async def test_a_trainer_that_is_refused_takes_nobodys_place(tmp_path, caplog):
     facts = {"world_size": 1, "layout_description": "a\nb", "num_senders": 1}
     lines = {

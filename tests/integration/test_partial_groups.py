@@ -161,17 +161,3 @@ async def test_a_partial_group_that_is_put_back_stays_as_it_is(tmp_path):
     groups = check(again, await play(again, server, trainer=FakeTrainer(server.address)))
     assert not {lease.group_id for lease in server.leases} & kept
     assert {g: groups[g] for g in kept} == {g: trained(config)[g] for g in kept}
-
-
-async def test_a_member_without_progress_is_given_up_and_stopped(tmp_path):
-    # Longer than any honest group takes on a busy machine.
-    config = make_config(tmp_path, controller__lease_timeout_s=10.0, controller__max_attempts=1)
-    server = FakeServer(config.controller.address)
-    server.hangs = lambda lease, member, attempt: (lease.group_id, member) == ("g000001", 2)
-    summary = await play(config, server, trainer=FakeTrainer(server.address))
-    assert (summary["state"], summary["ledger"]["difference"]) == ("finished", 0)
-    assert trained(config)["g000001"] == [0, 1, 3]
-    (record,) = records_of(config, "gave_up")
-    assert (record["group"], record["members"]) == ("g000001", [2])
-    assert summary["ledger"]["cancelled"] >= TOKENS
-    assert server.unfinished == {("g000001", 2)}

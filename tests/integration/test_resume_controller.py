@@ -170,64 +170,7 @@ async def test_a_step_that_comes_out_different_begins_a_new_timeline(tmp_path):
     assert [1, checkpoint[0].step + 1] in first
 
 
-async def stopped(config: Config, **server: str) -> tuple[dict, FakeTrainer]:
-    """A run that a user stops while the trainer holds at version 3."""
-    trainer = FakeTrainer(config.controller.address, checkpoint_every=1)
-    trainer.hold_at(3)
-
-    async def stop(controller, _: object) -> None:
-        await trainer.until_held()
-        controller.stop("enough for today")
-        trainer.gate.set()
-
-    fleet = FakeServer(config.controller.address, **server)
-    return await play(config, fleet, trainer=trainer, during=stop), trainer
-
-
-async def test_a_run_that_was_stopped_goes_on_and_may_have_more_steps(tmp_path):
-    config = make_config(tmp_path, run__steps=5)
-    summary, trainer = await stopped(config)
-    stopped_at = trainer.version.step
-    assert summary["steps"] == stopped_at < 5
-    again = moved(config, tmp_path, steps=STEPS)
-    summary, trainer, _ = await resume(again, trainer.newest_checkpoint)
-    check_run(again, summary)
-    assert len(trainer.batches) == STEPS - stopped_at
-    # The rows of both starts count.
-    shares = summary["time"]["trainer"]
-    rows = [json.loads(line) for line in (again.run_dir / "metrics.jsonl").open()]
-    waited_s, all_s = (sum(row[name] for row in rows) for name in ("groups_wait_s", "step_s"))
-    assert len(rows) == STEPS
-    assert shares["waiting for groups"] == pytest.approx(waited_s / all_s)
-
-
-async def test_other_tasks_after_a_resume_are_told_and_each_comes_once_before_one_comes_again(
-    tmp_path: Path,
-) -> None:
-    config = make_config(tmp_path, run__steps=5)
-    _, trainer = await stopped(config, digest="before")
-    summary, trainer, fleet = await resume(
-        moved(config, tmp_path, steps=STEPS), trainer.newest_checkpoint, digest="after"
-    )
-    assert summary["ledger"]["difference"] == 0
-    told = [text for text in summary["told"] if "have changed since the run began" in text]
-    assert [text.partition(":")[0] for text in told] == [
-        "the tasks of environment e have changed since the run began"
-    ]
-    records = list(read_records(config.run_dir / "journal"))
-    known = [r["digest"] for r in records if r["kind"] == "tasks"]
-    assert known == ["before", "after"]
-    changed = next(i for i, r in enumerate(records) if r.get("digest") == "after")
-    fresh = [r for r in records[changed:] if r["kind"] == "lease" and r["number"] >= 0]
-    assert [r["number"] for r in fresh] == list(range(len(fresh)))
-    assert sorted(r["task"] for r in fresh[:10]) == list(range(10))
-    # No group has members of both.
-    old = {r["group"] for r in records[:changed] if r["kind"] == "lease"}
-    assert not old & {r["group"] for r in records[changed:] if r["kind"] == "lease"}
-    assert not old & {lease.group_id for server in fleet for lease in server.leases}
-
-
-async def test_an_environment_that_was_submitted_is_there_again_after_a_resume(tmp_path):
+async def test_a_run_that_was_stopped_goes_on_with_more_steps_and_what_was_submitted(tmp_path):
     config = make_config(tmp_path, run__steps=5)
     trainer = FakeTrainer(config.controller.address, step_s=0.05, checkpoint_every=1)
     trainer.hold_at(2)
@@ -241,11 +184,20 @@ async def test_an_environment_that_was_submitted_is_there_again_after_a_resume(t
         await until(lambda: trainer.version.step >= 3)
         controller.stop("enough for today")
 
-    await play(config, trainer=trainer, during=submit_and_stop)
+    summary = await play(config, trainer=trainer, during=submit_and_stop)
+    stopped_at = trainer.version.step
+    assert summary["steps"] == stopped_at < 5
     again = moved(config, tmp_path, steps=STEPS)
-    summary, _, fleet = await resume(again, trainer.newest_checkpoint)
+    summary, trainer, fleet = await resume(again, trainer.newest_checkpoint)
     check_run(again, summary)
+    assert len(trainer.batches) == STEPS - stopped_at
     assert {lease.environment for server in fleet for lease in server.leases} == {"e", "submitted"}
+    # The rows of both starts count.
+    shares = summary["time"]["trainer"]
+    rows = [json.loads(line) for line in (again.run_dir / "metrics.jsonl").open()]
+    waited_s, all_s = (sum(row[name] for row in rows) for name in ("groups_wait_s", "step_s"))
+    assert len(rows) == STEPS
+    assert shares["waiting for groups"] == pytest.approx(waited_s / all_s)
 
 
 async def test_what_a_crash_left_unacknowledged_in_redis_is_trained_once(tmp_path):

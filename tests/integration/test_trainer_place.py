@@ -117,31 +117,6 @@ async def test_a_trainer_that_does_not_move_loses_its_place_and_is_fenced_off(tm
         client.close()
 
 
-async def test_after_a_cut_the_first_to_come_back_has_the_place(tmp_path):
-    config = make_config(tmp_path)
-    async with controlled(config), open_named(config.controller.address) as channel:
-        stub = trainer_pb2_grpc.TrainerServiceStub(channel)
-        first = await stub.Register(HELLO, wait_for_ready=True, timeout=LIMIT_S)
-        epoch = ((TRAINER_EPOCH, str(first.trainer_epoch)),)
-        for _ in range(2):
-            # The trainer's stream ends with the connection; the trainer comes back.
-            place = stub.KeepPlace(trainer_pb2.PlaceRequest(), metadata=epoch)
-            await place.read()
-            with pytest.raises(grpc.aio.AioRpcError, match="has the place in this run"):
-                await stub.Register(HELLO, timeout=LIMIT_S)
-            place.cancel()
-        waiting = stub.Next(trainer_pb2.NextRequest(), timeout=LIMIT_S, metadata=epoch)
-        # It begins before it has an answer.
-        await waiting.initial_metadata()
-        client = ControllerClient(config)
-        await asyncio.to_thread(client.register, HELLO)
-        late = stub.KeepPlace(trainer_pb2.PlaceRequest(), metadata=epoch)
-        for refused in (waiting, late):
-            with pytest.raises(grpc.aio.AioRpcError, match="another trainer has taken over"):
-                await refused.read()
-        client.close()
-
-
 async def test_a_trainer_that_loads_says_how_much_it_has_read(tmp_path):
     config = make_config(tmp_path)
     async with controlled(config), open_named(config.controller.address) as channel:

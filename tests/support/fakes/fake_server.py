@@ -58,25 +58,18 @@ class FakeServer:
         reply_tokens: int = 5,
         delay_s: float = 0.0,
         judge: Judge = coin,
-        wrong_digests: int = 0,
-        wrong_probes: int = 0,
-        environments_fail: bool = False,
-        failing_environment: str = "",
-        slow_environment: str = "",
+        failing_environments: tuple[str, ...] = (),
         queue_url: str = "",
         queue_bytes: int = QUEUE_BYTES,
         from_storage: bool = False,
         engine_settings: str = "",
-        digest: str = "",
     ) -> None:
         """Trajectories go to the Redis at `queue_url`, or to the controller itself if it is ""."""
         self.address, self.name = address, name
         self.epoch = epoch if epoch is not None else secrets.randbits(60)
         self.max_episodes, self.reply_tokens, self.delay_s = max_episodes, reply_tokens, delay_s
-        self.judge, self.wrong_digests, self.wrong_probes = judge, wrong_digests, wrong_probes
-        self.environments_fail, self.slow_environment = environments_fail, slow_environment
-        self.failing_environment, self.queue_url = failing_environment, queue_url
-        self.queue_bytes, self.digest = queue_bytes, digest
+        self.judge, self.failing_environments = judge, failing_environments
+        self.queue_url, self.queue_bytes = queue_url, queue_bytes
         self.engine_settings = engine_settings
         # Names of the GPUs on which it seems to compute.
         self.gpus: list[str] = []
@@ -89,8 +82,6 @@ class FakeServer:
         self.delivered: list[tuple[str, bytes]] = []
         # Seals what it delivers; comes with the welcome.
         self.delivery_key = b""
-        # Lets the slow environment be loaded.
-        self.loading = asyncio.Event()
         self.version: PolicyVersion | None = None
         self.loaded_versions: list[PolicyVersion] = []
         self.leases: list[fleet_pb2.Lease] = []
@@ -115,8 +106,6 @@ class FakeServer:
         # Whether each rest was to give memory back, and whether one goes on.
         self.rests: list[bool] = []
         self.is_resting = False
-        # Weights that did not pass their probe.
-        self.rejected = 0
         # Group and member of each trajectory without a verdict.
         self.unfinished: set[tuple[str, int]] = set()
         self.running: dict[str, asyncio.Task] = {}
@@ -219,23 +208,13 @@ class FakeServer:
                     self.layout = LAYOUT
                 if message.receive.layout.tensors:
                     self.layout = message.receive.layout
-                digests = bucket_digests(self.layout)
-                if self.wrong_digests:
-                    self.wrong_digests -= 1
-                    digests = [b"wrong"] * len(digests)
-                self.digests = digests
-                order = message.receive.order
-                await self._say(
-                    order.publish_id, fleet_pb2.PUBLISH_PHASE_LOADED, bucket_digests=digests
-                )
+                self.digests = bucket_digests(self.layout)
+                publish_id, phase = message.receive.order.publish_id, fleet_pb2.PUBLISH_PHASE_LOADED
+                await self._say(publish_id, phase, bucket_digests=self.digests)
             case "commit":
                 await self._commit(message.commit)
             case "abort":
                 self.version = None
-            case "probe_verdict" if not message.probe_verdict.passed:
-                self.version, self.rejected = None, self.rejected + 1
-                for task in self.running.values():
-                    task.cancel()
             case "rest":
                 self.rests.append(message.rest.give_back)
                 self.is_resting = True
@@ -262,12 +241,8 @@ class FakeServer:
             await self.outbox.put(fleet_pb2.ServerMessage(lease=report))
 
     async def _load(self, spec) -> None:
-        if spec.name == self.slow_environment:
-            await self.loading.wait()
-        report = fleet_pb2.EnvironmentReport(
-            environment=spec.name, num_tasks=10, digest=self.digest
-        )
-        if self.environments_fail or spec.name == self.failing_environment:
+        report = fleet_pb2.EnvironmentReport(environment=spec.name, num_tasks=10)
+        if spec.name in self.failing_environments:
             report.failure.message = "no module named nowhere"
         await self.outbox.put(fleet_pb2.ServerMessage(environment=report))
 
@@ -277,11 +252,7 @@ class FakeServer:
             return
         self.version, self.is_resting = version_from_pb(commit.version), False
         self.loaded_versions.append(self.version)
-        probe = commit.probe.expected_logprobs
-        if self.wrong_probes and probe:
-            self.wrong_probes -= 1
-            probe = (np.frombuffer(probe, "<f4") + np.float32(0.5)).tobytes()
-        phase = fleet_pb2.PUBLISH_PHASE_SERVING
+        phase, probe = fleet_pb2.PUBLISH_PHASE_SERVING, commit.probe.expected_logprobs
         await self._say(commit.publish_id, phase, probe_logprobs=probe, paused_s=0.01)
 
     async def _say(self, publish_id: str, phase, **fields) -> None:

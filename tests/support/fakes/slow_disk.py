@@ -17,7 +17,8 @@ class SlowDisk:
         self._go_on.set()
         self._fsync = os.fsync
         self.num_syncs = 0
-        self.fails = False
+        # The number of the error with which each sync fails, or 0.
+        self.fails = 0
         monkeypatch.setattr(os, "fsync", self._sync)
 
     def hold(self) -> None:
@@ -38,7 +39,7 @@ class SlowDisk:
         self._begun.set()
         assert self._go_on.wait(LIMIT_S)
         if self.fails:
-            raise OSError(5, "Input/output error")
+            raise OSError(self.fails, os.strerror(self.fails))
         self._fsync(descriptor)
 
 

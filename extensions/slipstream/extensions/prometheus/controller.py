@@ -9,16 +9,18 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractAsyncContextManager
+from functools import partial
 from pathlib import Path
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from slipstream.core.run_folder import LEASE_WAITS
 from slipstream.core.settings.config import Config
-from slipstream.learner.controller.leasing.scheduler import Books, Scheduler
-from slipstream.learner.controller.publishing.totals import PublishTotals
+from slipstream.extensions.prometheus.endpoint import metrics_endpoint
+from slipstream.learner.controller.leasing.scheduler import Books
+from slipstream.learner.controller.parts import Parts
 from slipstream.learner.controller.records.ledger import FATES
-from slipstream.learner.controller.reporting.metrics import RunRecorder
 from slipstream.v1 import environment_pb2, fleet_pb2, status_pb2
 
 # Values of the newest step's row: the metric's name after `slipstream_step_`, and its meaning.
@@ -98,96 +100,66 @@ _GONE = {fleet_pb2.SERVER_STATE_DEAD, fleet_pb2.SERVER_STATE_LEFT}
 class RunCollector:
     """A Prometheus collector of the run's metrics, used in the controller's event loop."""
 
-    def __init__(
-        self,
-        config: Config,
-        books: Books,
-        recorder: RunRecorder,
-        *,
-        scheduler: Scheduler,
-        totals: PublishTotals,
-        status: Callable[[], status_pb2.RunStatus],
-    ) -> None:
-        self._config, self._books, self._recorder = config, books, recorder
-        self._scheduler, self._totals, self._status = scheduler, totals, status
+    def __init__(self, config: Config, books: Books, parts: Parts) -> None:
+        self._config, self._books, self._parts = config, books, parts
         self._disk = DiskSpace(config.run_dir)
 
     def collect(self) -> Iterator[Metric]:
-        status, row = self._status(), self._recorder.newest
-        for name, (meaning, value) in self._totals_of(status).items():
-            yield CounterMetricFamily(f"slipstream_{name}", meaning, value)
-        values = self._values_of(status)
-        values |= {
-            f"step_{own}": (meaning, row[name])
-            for name, (own, meaning) in STEP_METRICS.items()
-            if name in row
-        }
-        for name, (meaning, value) in values.items():
-            yield GaugeMetricFamily(f"slipstream_{name}", meaning, value)
-        yield from self._progress(status)
+        status, row = self._parts.status.status(), self._parts.recorder.newest
+        yield from self._run(status, row)
         yield from self._servers(status)
-        yield from self._environments(status.environments)
+        yield from self._environments(status, row)
         yield from self._disk.collect()
 
-    def _totals_of(self, status: status_pb2.RunStatus) -> dict[str, tuple[str, float]]:
-        """Returns (description, value) of each counter without a label, by name."""
-        totals, ledger = self._totals, status.ledger
-        return {
-            "steps": ("Trained steps of the run.", status.step),
-            "generated_tokens": ("Tokens that all engines generated.", ledger.generated),
-            "trained_tokens": ("Tokens of batches that were trained.", ledger.trained),
-            "servers_lost": (
-                "Times that a rollout server was lost before it had drained.",
-                self._books.fleet.num_lost,
+    def _run(self, status: status_pb2.RunStatus, row: Mapping[str, float]) -> Iterator[Metric]:
+        totals, ledger = self._parts.publisher.totals, status.ledger
+        lost = "Times that a rollout server was lost before it had drained."
+        paused = "Pauses of generation for new weights, of all servers."
+        for name, meaning, value in (
+            ("steps", "Trained steps of the run.", status.step),
+            ("generated_tokens", "Tokens that all engines generated.", ledger.generated),
+            ("trained_tokens", "Tokens of batches that were trained.", ledger.trained),
+            ("servers_lost", lost, self._books.fleet.num_lost),
+            ("publishes", "Versions that were sent to servers.", totals.publishes),
+            ("published_bytes", "Bytes of sent weights.", totals.bytes_sent),
+            ("publish_pause_seconds", paused, totals.paused_s),
+        ):
+            yield CounterMetricFamily(f"slipstream_{name}", meaning, value)
+        # The controller's own clock does not jump with the time of day.
+        newest_s = time.time() - self._parts.recorder.since_step_s
+        newest = "When the newest step was done, or the controller began."
+        reserved = "Queue that is used or reserved for leased episodes."
+        difference = "Tokens that are lost at a hand-over, less those that are there twice."
+        gaps = "Hand-overs of trajectories whose two sides count differently."
+        for name, meaning, value in (
+            ("planned_steps", "Steps that the run will train.", status.num_steps),
+            ("checkpointed_steps", "Steps of the newest checkpoint.", status.checkpoint_step),
+            ("last_step_timestamp_seconds", newest, newest_s),
+            ("max_staleness_versions", "Bound of the lag of trained tokens.", status.max_staleness),
+            ("probe_tolerance_nats", "Largest allowed gap.", self._config.probe_tolerance),
+            ("probe_gap_max_nats", "Largest gap of a probe.", totals.probe_gap_max),
+            ("leased_groups", "Groups leased and not trained.", status.leased_groups),
+            ("complete_groups", "Those of them that are complete.", status.complete_groups),
+            ("queue_bytes", "Trajectories in the queue.", status.queued_bytes),
+            ("queue_reserved_bytes", reserved, status.reserved_bytes),
+            ("queue_limit_bytes", "Size of the queue.", self._config.queue.max_bytes),
+            ("ledger_difference_tokens", difference, ledger.difference),
+            ("ledger_gaps", gaps, len(ledger.gaps)),
+            *(
+                (f"step_{own}", meaning, row[name])
+                for name, (own, meaning) in STEP_METRICS.items()
+                if name in row
             ),
-            "publishes": ("Versions that were sent to servers.", totals.publishes),
-            "published_bytes": ("Bytes of sent weights.", totals.bytes_sent),
-            "publish_pause_seconds": (
-                "Pauses of generation for new weights, of all servers.",
-                totals.paused_s,
-            ),
-        }
-
-    def _values_of(self, status: status_pb2.RunStatus) -> dict[str, tuple[str, float]]:
-        """Returns (description, value) of each gauge without a label, by name."""
-        return {
-            "planned_steps": ("Steps that the run will train.", status.num_steps),
-            "checkpointed_steps": ("Steps of the newest checkpoint.", status.checkpoint_step),
-            # The controller's own clock does not jump with the time of day.
-            "last_step_timestamp_seconds": (
-                "When the newest step was done, or the controller began.",
-                time.time() - self._recorder.since_step_s,
-            ),
-            "max_staleness_versions": ("Bound of the lag of trained tokens.", status.max_staleness),
-            "probe_tolerance_nats": ("Largest allowed gap.", self._config.probe_tolerance),
-            "probe_gap_max_nats": ("Largest gap of a probe.", self._totals.probe_gap_max),
-            "leased_groups": ("Groups leased and not trained.", status.leased_groups),
-            "complete_groups": ("Those of them that are complete.", status.complete_groups),
-            "queue_bytes": ("Trajectories in the queue.", status.queued_bytes),
-            "queue_reserved_bytes": (
-                "Queue that is used or reserved for leased episodes.",
-                status.reserved_bytes,
-            ),
-            "queue_limit_bytes": ("Size of the queue.", self._config.queue.max_bytes),
-            "ledger_difference_tokens": (
-                "Tokens that are lost at a hand-over, less those that are there twice.",
-                status.ledger.difference,
-            ),
-            "ledger_gaps": (
-                "Hand-overs of trajectories whose two sides count differently.",
-                len(status.ledger.gaps),
-            ),
-        }
-
-    def _progress(self, status: status_pb2.RunStatus) -> Iterator[Metric]:
+        ):
+            yield GaugeMetricFamily(f"slipstream_{name}", meaning, value)
         states = {
             name.removeprefix("RUN_STATE_").lower(): status.state == state
             for name, state in status_pb2.RunState.items()[1:]
         }
         yield _gauges("run_state", "Whether the run is in a state.", "state", states)
-        fates = {fate: getattr(status.ledger, fate) for fate in FATES}
+        fates = {fate: getattr(ledger, fate) for fate in FATES}
         yield _gauges("ledger_tokens", "Where the generated tokens are now.", "fate", fates)
-        waited = {cause: self._scheduler.waited_s()[cause] for cause in LEASE_WAITS}
+        waited = {cause: self._parts.scheduler.waited_s()[cause] for cause in LEASE_WAITS}
         meaning = "Time in which the next lease lacked something."
         yield _counters("lease_wait_seconds", meaning, "cause", waited)
 
@@ -203,22 +175,20 @@ class RunCollector:
         yield _gauges("servers", "Connected rollout servers.", "state", states)
         versions = {name: server.version.step for name, server in connected.items()}
         yield _gauges("server_version", "Step of the version it serves.", "server", versions)
-        for table, make, of_report in (
-            (SERVER_STATES, _gauges, False),
-            (SERVER_GAUGES, _gauges, True),
-            (SERVER_COUNTERS, _counters, True),
+        reports = {name: server.report for name, server in connected.items()}
+        for table, make, told in (
+            (SERVER_STATES, _gauges, connected),
+            (SERVER_GAUGES, _gauges, reports),
+            (SERVER_COUNTERS, _counters, reports),
         ):
             for field, (name, meaning) in table.items():
-                values = {
-                    key: getattr(server.report if of_report else server, field)
-                    for key, server in connected.items()
-                }
+                values = {key: getattr(each, field) for key, each in told.items()}
                 yield make(f"server_{name}", meaning, "server", values)
 
     def _environments(
-        self, environments: Iterable[environment_pb2.EnvironmentStatus]
+        self, status: status_pb2.RunStatus, row: Mapping[str, float]
     ) -> Iterator[Metric]:
-        entries, row = {entry.spec.name: entry for entry in environments}, self._recorder.newest
+        entries = {entry.spec.name: entry for entry in status.environments}
         state = environment_pb2.ENVIRONMENT_STATE_SUSPENDED
         meaning = "Whether no group is leased for it any more."
         suspended = {name: entry.state == state for name, entry in entries.items()}
@@ -265,17 +235,22 @@ class DiskSpace:
         return asyncio.get_running_loop().run_in_executor(None, room)
 
 
-def _gauges(name: str, meaning: str, label: str, values: Mapping[str, float]) -> Metric:
-    return _labelled(GaugeMetricFamily(f"slipstream_{name}", meaning, labels=[label]), values)
-
-
-def _counters(name: str, meaning: str, label: str, values: Mapping[str, float]) -> Metric:
-    return _labelled(CounterMetricFamily(f"slipstream_{name}", meaning, labels=[label]), values)
-
-
 def _labelled(
-    family: GaugeMetricFamily | CounterMetricFamily, values: Mapping[str, float]
+    kind: type[GaugeMetricFamily | CounterMetricFamily],
+    name: str,
+    meaning: str,
+    label: str,
+    values: Mapping[str, float],
 ) -> Metric:
+    family = kind(f"slipstream_{name}", meaning, labels=[label])
     for text, value in values.items():
         family.add_metric([text], float(value))
     return family
+
+
+_gauges, _counters = partial(_labelled, GaugeMetricFamily), partial(_labelled, CounterMetricFamily)
+
+
+def run_metrics(config: Config, books: Books, parts: Parts) -> AbstractAsyncContextManager[None]:
+    """Serves the run's metrics inside the block; see `metrics_endpoint`."""
+    return metrics_endpoint(config, "controller", [RunCollector(config, books, parts)])

@@ -6,7 +6,7 @@ import logging
 import os
 import secrets
 from collections.abc import Callable, Coroutine
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
 import grpc.aio
@@ -185,7 +185,10 @@ class Controller:
                 self._book.awaited.hold(receiver.backlog)
                 await server.start()
                 if self._config.tracking.prometheus is not None:
-                    await stack.enter_async_context(self._metrics())
+                    # The library takes a third of a second to import.
+                    from slipstream.extensions.prometheus.controller import run_metrics
+
+                    await stack.enter_async_context(run_metrics(self._config, books, parts))
                 self._run.events.add(f"run {self._progress.run_id} listens")
                 if warning := self._config.algorithm.staleness_warning:
                     self._run.events.warn(warning)
@@ -216,21 +219,6 @@ class Controller:
             parts.environments.relay.close()
             parts.trainer.place.close()
         return 1 if self._progress.has_failed else 0
-
-    def _metrics(self) -> AbstractAsyncContextManager[None]:
-        # The library takes a third of a second to import.
-        from slipstream.extensions.prometheus.controller import RunCollector
-        from slipstream.extensions.prometheus.endpoint import metrics_endpoint
-
-        run_collector = RunCollector(
-            self._config,
-            self._books,
-            self._parts.recorder,
-            scheduler=self._parts.scheduler,
-            totals=self._parts.publisher.totals,
-            status=self._parts.status.status,
-        )
-        return metrics_endpoint(self._config, "controller", [run_collector])
 
     def stop(self, reason: str) -> None:
         """Stops the run early and cleanly; a signal handler of the event loop may call it."""

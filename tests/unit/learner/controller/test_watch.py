@@ -66,19 +66,6 @@ async def test_a_trainer_that_never_ends_a_publish_ends_the_run(*, begun: bool) 
         assert run.progress.cause.startswith(f"the trainer did not end publish {order.publish_id} ")
 
 
-async def test_nothing_is_owed_by_a_trainer_that_has_ended_its_publish() -> None:
-    run = run_of()
-    async with asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as tasks:
-        watched = await Watched.start(run, tasks)
-        assert not run.progress.pending_publish
-        order = await watched.scene.ordered()
-        assert run.progress.pending_publish
-        watched.scene.publisher.trainer_lost()
-        assert not run.progress.pending_publish
-        assert order.begun
-        watched.watching.cancel()
-
-
 @pytest.mark.parametrize("num_servers", [1, 2])
 async def test_before_a_stall_fails_the_run_its_leases_are_taken_back_once(tmp_path, num_servers):
     with Journal(tmp_path / "journal") as journal:

@@ -1,6 +1,7 @@
 """What the scheduler grants, with servers that only get orders."""
 
 import asyncio
+import errno
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -61,7 +62,7 @@ async def test_leases_end_with_the_disk(tmp_path: Path, monkeypatch: pytest.Monk
     disk = SlowDisk(monkeypatch)
     rig = Rig(tmp_path, Journal(tmp_path / "journal"))
     session = rig.serving("a", 0)
-    disk.fails = True
+    disk.fails = errno.EIO
     leasing = asyncio.create_task(rig.scheduler.lease_forever())
     await until(rig.journal.trouble, LIMIT_S)
     # The journal's watcher ends the run; no lease was sent that the journal does not hold.

@@ -354,22 +354,31 @@ async def test_records_are_appended_while_the_disk_syncs_those_before(tmp_path, 
         assert disk.num_syncs == begun + 2
 
 
-async def test_what_the_disk_once_did_not_take_is_never_durable(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("number", "line"),
+    [
+        (errno.EIO, "Input/output error; run the same command again when the disk works"),
+        (errno.ENOSPC, "No space left on device; make room and run the same command again"),
+    ],
+)
+async def test_what_the_disk_once_did_not_take_is_never_durable(
+    tmp_path, monkeypatch, number, line
+):
     disk = SlowDisk(monkeypatch)
     journal = Journal(tmp_path)
     journal.append(note("a"))
-    disk.fails = True
-    with pytest.raises(RunFailed, match="Input/output error; run the same command again"):
+    disk.fails = number
+    with pytest.raises(RunFailed, match=line):
         journal.sync()
     # The system says an error once, and that all is well from then on.
-    disk.fails = False
+    disk.fails = 0
     journal.append(note("b"))
     durable = journal.durable()
-    with pytest.raises(RunFailed, match="Input/output error"):
+    with pytest.raises(RunFailed, match=line):
         await asyncio.to_thread(journal.sync)
-    assert "Input/output error" in journal.trouble()
+    assert line in journal.trouble()
     assert not durable.done()
-    with pytest.raises(RunFailed, match="Input/output error"), journal:
+    with pytest.raises(RunFailed, match=line), journal:
         pass
     # The first journal has released the folder.
     with Journal(tmp_path):

@@ -49,16 +49,6 @@ def test_a_token_that_went_astray_shows():
     assert ledger.snapshot().difference == 10
 
 
-def test_a_duplicate_counts_once():
-    ledger = ledger_of(ServerEpochs())
-    ledger.report(KEY, report(0, 0, 0))
-    assert ledger.receive(KEY, TrajectoryId("x"), 5)
-    assert not ledger.receive(KEY, TrajectoryId("x"), 5)
-    ledger.report(KEY, report(5, 0, 5))
-    ledger.end(TrajectoryEnd.FAILED, 5)
-    assert ledger.snapshot().difference == 0
-
-
 def test_what_a_dead_server_did_not_deliver_is_lost_until_it_arrives():
     ledger = ledger_of(ServerEpochs())
     ledger.report(KEY, report(100, 60, 40))

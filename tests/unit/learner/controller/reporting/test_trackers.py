@@ -61,11 +61,6 @@ class FakeTracker:
         self.closed = True
 
 
-def needs(package: str):
-    missing = importlib.util.find_spec(package) is None
-    return pytest.mark.skipif(missing, reason=f"{package} is not installed")
-
-
 def test_every_tracker_gets_all_finite_numbers_in_order():
     first, second = FakeTracker(), FakeTracker()
     complaints: list[str] = []
@@ -179,23 +174,15 @@ def test_a_tracker_that_no_package_gives_is_refused_with_those_that_there_are() 
     )
 
 
-def log_twice(tmp_path: Path, name: str, **settings: object) -> str:
-    """Two starts of one run with one tracker; its name for the run."""
-    config = make_config(tmp_path, tracking__trackers=[name], **settings)
-    folder = config.run_dir
-    folder.mkdir(parents=True)
-    complaints: list[str] = []
+def test_tensorboard_has_every_number_in_its_section(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    config, complaints = make_config(tmp_path, tracking__trackers=["tensorboard"]), list[str]()
+    config.run_dir.mkdir()
     for start in range(2):
-        trackers = open_trackers(config, folder, complaints.append)
+        trackers = open_trackers(config, config.run_dir, complaints.append)
         trackers.log(start, {"reward_mean": 0.5 + start, "held/pass_at_1": 0.25})
         trackers.close()
     assert complaints == []
-    return RunIds(folder, print).get(name)
-
-
-def test_tensorboard_has_every_number_in_its_section(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
-    log_twice(tmp_path, "tensorboard")
     found = []
     for file in sorted((tmp_path / "r" / "tensorboard").iterdir()):
         version, event = events_of(file)
@@ -362,30 +349,3 @@ def test_mlflow_goes_on_with_the_run_whose_id_lies_in_the_run_folder(tmp_path, m
         ("held/pass_1", 1.5, 1),
     ]
     assert service.told("set_terminated") == [((run_id,), {})] * 2
-
-
-@pytest.mark.process
-@needs("wandb")
-def test_weights_and_biases_works_offline_and_goes_on_with_the_same_run(tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    run_id = log_twice(tmp_path, "wandb")
-    files = sorted((tmp_path / "r" / "wandb").glob(f"offline-run-*-{run_id}/*.wandb"))
-    content = b"".join(file.read_bytes() for file in files)
-    assert b"reward_mean" in content
-    assert b"algorithm.max_staleness" in content
-
-
-@pytest.mark.process
-@needs("mlflow")
-@needs("sqlalchemy")
-def test_mlflow_writes_into_the_run_folder_and_goes_on_with_the_same_run(tmp_path: Path):
-    run_id = log_twice(tmp_path, "mlflow", tracking__project="p")
-    from mlflow.tracking import MlflowClient
-
-    client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/r/mlflow.db")
-    history = client.get_metric_history(run_id, "reward_mean")
-    assert [(metric.step, metric.value) for metric in history] == [(0, 0.5), (1, 1.5)]
-    run = client.get_run(run_id)
-    assert run.info.status == "FINISHED"
-    assert run.data.params["algorithm.max_staleness"] == "2"
-    assert [e.name for e in client.search_experiments()] == ["p", "Default"]

@@ -111,6 +111,17 @@ def test_a_process_with_other_tasks_cannot_run_the_environment(is_same: bool) ->
     assert scene.entry.counts.digest == "abc"
 
 
+def test_a_server_with_another_number_of_tasks_cannot_run_the_environment() -> None:
+    scene = Scene()
+    scene.report(joined(scene.fleet, "a"), "abc")
+    other = joined(scene.fleet, "b")
+    scene.report(other, "abc", num_tasks=2)
+    assert scene.entry.failed_on[other.key] == (
+        "it has 2 tasks here and 5 on other rollout servers: all hosts must have the same data"
+    )
+    assert scene.told[-1].startswith("environment e on b: it has 2 tasks here and ")
+
+
 def test_a_latecomer_is_still_level_with_the_others_after_a_restart() -> None:
     scene = Scene(LEASE)
     scene.entry.state = environment_pb2.ENVIRONMENT_STATE_READY
