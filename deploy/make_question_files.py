@@ -16,7 +16,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slipstream.core.errors import ConfigError
-from slipstream.environments.question_files import Columns, Question, read_questions
+from slipstream.environments.question_files import (
+    Columns,
+    Question,
+    named_rows,
+    read_questions,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         columns = Columns(arguments.question, arguments.answer, duplicates="drop")
-        questions = read_questions(arguments.source, columns)
+        questions = read_questions(named_rows(arguments.source), columns)
         rows = [row_of(question, arguments.answer_after) for question in questions]
         train, test = split(rows, arguments.test_fraction, arguments.seed)
         for name, part in (("train", train), ("test", test)):

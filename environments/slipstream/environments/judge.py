@@ -11,9 +11,8 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypedDict, TypeVar, Unpack
+from typing import Any, Literal, TypedDict, Unpack
 
-from pydantic import BaseModel, Field, ValidationError
 from slipstream.client.environment import Message, StepResult, answer_of
 from slipstream.core.errors import ConfigError
 from slipstream.core.openai_client import faults_as, in_one_line, key_in, openai_client
@@ -27,33 +26,12 @@ from slipstream.environments.arguments import (
     check_holds,
     filled,
 )
-from slipstream.environments.question_files import Asked, Columns, read_questions
+from slipstream.environments.question_files import Asked, Columns, named_rows, read_questions
 
-Answer = TypeVar("Answer", bound="Form")
 # The forms of a judge's reply, in words.
 ANSWERS = {"number": "one number on its last line", "json": "an object with the number `score`"}
 # No score needs a longer answer.
 MAX_ANSWER_BYTES = 4 << 20
-
-
-class Form(BaseModel, strict=True):
-    """The fields that are read from a server's answer; errors name the answer by `kind`."""
-
-    kind: ClassVar[str]
-
-
-class _Message(BaseModel, strict=True):
-    content: str | None = None
-
-
-class _Choice(BaseModel, strict=True):
-    message: _Message
-    finish_reason: str | None = None
-
-
-class _Completion(Form):
-    kind = "OpenAI's chat completions do"
-    choices: list[_Choice] = Field(min_length=1)
 
 
 class CallLimits(TypedDict, total=False):
@@ -77,7 +55,43 @@ class JudgeError(RuntimeError):
     """The judge gave no score; the episode that asked fails with this cause."""
 
 
-class Judge:
+class _ScoringServer:
+    """A client of a scoring server, whose failures name the server."""
+
+    def __init__(
+        self,
+        name: str,
+        base_url: str,
+        *,
+        api_key: str,
+        max_open: int = 16,
+        timeout_s: float = 60.0,
+        max_retries: int = 5,
+    ) -> None:
+        check_at_least("max_open", max_open, 1)
+        check_at_least("max_retries", max_retries, 0)
+        check_above_0("timeout_s", timeout_s)
+        self._name = name
+        self._open = asyncio.Semaphore(max_open)
+        self._client = openai_client(
+            base_url,
+            api_key=api_key,
+            timeout_s=timeout_s,
+            max_retries=max_retries,
+            most_bytes=MAX_ANSWER_BYTES,
+        )
+
+    async def _ask(self, url: str, body: Mapping[str, object]) -> object:
+        async with self._open:
+            with faults_as(JudgeError, self._name):
+                return await self._client.post(url, body=body, cast_to=object)
+
+    def _malformed(self, answer: object, kind: str) -> JudgeError:
+        got = in_one_line(str(answer))
+        return JudgeError(f"{self._name} must answer as {kind}, got {got!r}")
+
+
+class Judge(_ScoringServer):
     """Asks a model for a number from `lowest` to `highest`.
 
         judge = Judge("http://127.0.0.1:9000/v1", "judge", prompt="From 0 to 10: {reply}")
@@ -113,10 +127,8 @@ class Judge:
             raise ConfigError(f"lowest must be below highest, got {lowest} and {highest}")
         if FIELD.search(prompt) is None:
             raise ConfigError(f"prompt must name a field, such as {{reply}}, got {prompt!r}")
-        self._server = JudgeServer(
-            f"the judge {model} at {base_url}", base_url, api_key=api_key, **limits
-        )
-        self._name = self._server.name
+        name = f"the judge {model} at {base_url}"
+        super().__init__(name, base_url, api_key=api_key, **limits)
         self._model, self._prompt, self._answer = model, prompt, answer
         self.lowest, self._highest = lowest, highest
         self._max_tokens = max_tokens
@@ -132,19 +144,17 @@ class Judge:
             "max_tokens": self._max_tokens,
             "temperature": 0.0,
         }
-        answer = await self._server.ask("/chat/completions", body, _Completion)
-        choice = answer.choices[0]
-        if choice.finish_reason == "length":
+        answer = await self._ask("/chat/completions", body)
+        match answer:
+            case {"choices": [{"message": {"content": str() | None as said}} as choice, *_]}:
+                pass
+            case _:
+                raise self._malformed(answer, "OpenAI's chat completions do")
+        if choice.get("finish_reason") == "length":
             raise JudgeError(
                 f"{self._name} was cut off at {self._max_tokens} tokens: raise max_tokens"
             )
-        return self._read(answer_of(choice.message.content or ""))
-
-    def share(self, score: float) -> float:
-        """Returns a score scaled so that `lowest` is 0 and `highest` is 1."""
-        return (score - self.lowest) / (self._highest - self.lowest)
-
-    def _read(self, text: str) -> float:
+        text = answer_of(said or "")
         score: object = None
         if self._answer == "number":
             lines = [line for line in text.splitlines() if line.strip()]
@@ -163,48 +173,9 @@ class Judge:
             )
         return float(score)
 
-
-class JudgeServer:
-    """A client of a scoring server; it raises failures as JudgeError, with the server's name."""
-
-    def __init__(
-        self,
-        name: str,
-        base_url: str,
-        *,
-        api_key: str,
-        max_open: int = 16,
-        timeout_s: float = 60.0,
-        max_retries: int = 5,
-    ) -> None:
-        """Takes address, key and limits of the server; raises ConfigError if they cannot work."""
-        check_at_least("max_open", max_open, 1)
-        check_at_least("max_retries", max_retries, 0)
-        check_above_0("timeout_s", timeout_s)
-        self.name = name
-        self._open = asyncio.Semaphore(max_open)
-        self._client = openai_client(
-            base_url,
-            api_key=api_key,
-            timeout_s=timeout_s,
-            max_retries=max_retries,
-            most_bytes=MAX_ANSWER_BYTES,
-        )
-
-    async def ask(self, url: str, body: Mapping[str, object], form: type[Answer]) -> Answer:
-        """Posts `body` to `url`, and returns the answer as a `form`.
-
-        Raises JudgeError if there is no answer, or the answer has another form.
-        """
-        async with self._open:
-            with faults_as(JudgeError, self.name):
-                answer = await self._client.post(url, body=body, cast_to=object)
-        try:
-            return form.model_validate(answer)
-        except ValidationError as error:
-            raise JudgeError(
-                f"{self.name} must answer as {form.kind}, got {in_one_line(str(answer))!r}"
-            ) from error
+    def share(self, score: float) -> float:
+        """Returns a score scaled so that `lowest` is 0 and `highest` is 1."""
+        return (score - self.lowest) / (self._highest - self.lowest)
 
 
 class _Questions(Asked):
@@ -214,7 +185,7 @@ class _Questions(Asked):
         """Takes the questions in the column `question`, each inserted into `instruction`."""
         check_holds("instruction", instruction, "{question}")
         columns = Columns(question, instruction=instruction, duplicates="keep")
-        super().__init__(read_questions(Path(path), columns), columns)
+        super().__init__(read_questions(named_rows(Path(path)), columns), columns)
 
 
 class Judged(_Questions):
@@ -295,16 +266,7 @@ class Rewarded(_Questions):
         return StepResult(await self._model.score([message.fields() for message in talk]))
 
 
-class _Class(BaseModel, strict=True):
-    probs: list[float]
-
-
-class _Classes(Form):
-    kind = "vLLM's /classify does"
-    data: list[_Class] = Field(min_length=1, max_length=1)
-
-
-class RewardModel:
+class RewardModel(_ScoringServer):
     """Scores a conversation with a sequence classification model on a server.
 
         model = RewardModel("http://127.0.0.1:9000/v1", "reward")
@@ -330,12 +292,10 @@ class RewardModel:
         that cannot work.
         """
         check_at_least("label", label, 0)
-        self._server = JudgeServer(
-            f"the reward model {model} at {base_url}", base_url, api_key=api_key, **limits
-        )
+        name = f"the reward model {model} at {base_url}"
+        super().__init__(name, base_url, api_key=api_key, **limits)
         # vLLM serves this path next to /v1, not below it.
         self._url = base_url.rstrip("/").removesuffix("/v1") + "/classify"
-        self._name = self._server.name
         self._model, self._label, self._as_probability = model, label, as_probability
 
     async def score(self, messages: Sequence[Mapping[str, Any]]) -> float:
@@ -345,10 +305,15 @@ class RewardModel:
             "messages": list(messages),
             "use_activation": self._as_probability,
         }
-        outputs = (await self._server.ask(self._url, body, _Classes)).data[0].probs
+        answer = await self._ask(self._url, body)
+        match answer:
+            case {"data": [{"probs": list(outputs)}]} if {*map(type, outputs)} <= {int, float}:
+                pass
+            case _:
+                raise self._malformed(answer, "vLLM's /classify does")
         if self._label >= len(outputs):
             raise JudgeError(f"{self._name} has {len(outputs)} outputs, no number {self._label}")
-        score = outputs[self._label]
+        score = float(outputs[self._label])
         if not math.isfinite(score):
             raise JudgeError(f"{self._name} must give a finite number, got {score}")
         return score

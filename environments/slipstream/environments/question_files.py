@@ -51,95 +51,68 @@ Cell: TypeAlias = Any
 Row: TypeAlias = Mapping[str, Cell]
 
 
-@dataclass(frozen=True)
-class HubData:
-    """A split of a data set on the hub; None means the default config or newest revision."""
+def files_of(paths: Iterable[object]) -> list[Path]:
+    """Returns the files of paths and patterns such as data/*.jsonl, the latter in their order.
 
-    name: str
-    config: str | None = None
-    split: str = "train"
-    revision: str | None = None
-
-    @property
-    def files(self) -> HubFiles:
-        return HubFiles(self.name, "dataset", self.revision, shown=str(self))
-
-    def __str__(self) -> str:
-        return f"{DATA_PREFIX}{self.name}"
-
-
-class Files(tuple[Path, ...]):
-    """Files whose rows follow each other."""
-
-    @classmethod
-    def of(cls, paths: Sequence[str]) -> Files:
-        """Returns the files of paths and patterns such as data/*.jsonl, the latter in their order.
-
-        Raises ConfigError if there is no path, or no file for a pattern.
-        """
-        if not paths:
-            raise ConfigError("path is an empty list; it must have files or rows")
-        if not all(isinstance(path, str) for path in paths):
-            raise ConfigError(
-                f"path must be a file, a pattern, a list of these or of rows, got {paths!r:.80}"
-            )
-        found: list[str] = []
-        for path in paths:
-            if path.startswith(DATA_PREFIX):
-                what = f"a data set of the hub stands alone in path, got {path!r} in a list"
-                raise ConfigError(what)
-            is_pattern = glob.has_magic(path) and not Path(path).exists()
-            matching = sorted(glob.glob(path, recursive=True)) if is_pattern else [path]
-            if not matching:
-                here = f"the working directory is {Path.cwd()}"
-                raise ConfigError(f"no file matches {path}; {here}")
-            found += matching
-        return cls(map(Path, found))
-
-    def __str__(self) -> str:
-        return ", ".join(map(str, self))
-
-
-class Rows(tuple[Row, ...]):
-    """Rows in memory."""
-
-    def __str__(self) -> str:
-        return "the given rows"
-
-
-def _find_files(data: HubData) -> list[Path]:
-    """Downloads the files of the split unless they are in the hub's cache; returns their paths.
-
-    Raises ConfigError with one line if a download fails, if there is no file, or if a file has an
-    unknown format.
+    Raises ConfigError if there is no path, or no file for a pattern.
     """
-    readme, configs = data.files.bring(["README.md"]) / "README.md", []
+    found: list[str] = []
+    for path in paths:
+        if not isinstance(path, str):
+            raise ConfigError(
+                f"path must be a file, a pattern, a list of these or of rows, got {path!r:.80}"
+            )
+        if path.startswith(DATA_PREFIX):
+            what = f"a data set of the hub stands alone in path, got {path!r} in a list"
+            raise ConfigError(what)
+        is_pattern = glob.has_magic(path) and not Path(path).exists()
+        matching = sorted(glob.glob(path, recursive=True)) if is_pattern else [path]
+        if not matching:
+            here = f"the working directory is {Path.cwd()}"
+            raise ConfigError(f"no file matches {path}; {here}")
+        found += matching
+    if not found:
+        raise ConfigError("path is an empty list; it must have files or rows")
+    return [*map(Path, found)]
+
+
+def hub_rows(
+    name: str, config: str | None, split: str, revision: str | None
+) -> Iterator[tuple[str, Row]]:
+    """Returns the named rows of a split on the hub, whose files it downloads unless in the cache.
+
+    None means the default config or newest revision. Raises ConfigError with one line if a download
+    fails, if there is no file, or if a file has an unknown format.
+    """
+    data = HubFiles(name, "dataset", revision, shown=f"{DATA_PREFIX}{name}")
+    readme, configs = data.bring(["README.md"]) / "README.md", []
     if readme.is_file():
         from huggingface_hub import metadata_load
 
         named = (metadata_load(readme) or {}).get("configs", [])
         configs = [each for each in named if isinstance(each, dict)]
-    patterns = _patterns(data, configs)
-    folder = data.files.bring(patterns)
+    patterns = _patterns(str(data), configs, config, split)
+    folder = data.bring(patterns)
     found = sorted({path for pattern in patterns for path in folder.glob(pattern)})
-    usable = [path for path in found if path.suffix in SUFFIXES]
-    if usable and len(usable) == len(found):
-        return usable
-    what = f"config {data.config!r}, " if data.config else ""
-    wrong = ", ".join(str(path.relative_to(folder)) for path in found[:MAX_SHOWN])
-    raise ConfigError(
-        f"{data} has no parquet or JSON lines for {what}split {data.split!r}"
-        f"{f', only {wrong}' if wrong else ''}: write it as parquet and give the file as path"
-    )
+    if not found or any(path.suffix not in SUFFIXES for path in found):
+        what = f"config {config!r}, " if config else ""
+        wrong = ", ".join(str(path.relative_to(folder)) for path in found[:MAX_SHOWN])
+        raise ConfigError(
+            f"{data} has no parquet or JSON lines for {what}split {split!r}"
+            f"{f', only {wrong}' if wrong else ''}: write it as parquet and give the file as path"
+        )
+    return numbered(data, itertools.chain.from_iterable(map(read_rows, found)))
 
 
-def _patterns(data: HubData, configs: list[dict[str, Any]]) -> list[str]:
+def _patterns(
+    data: str, configs: list[dict[str, Any]], config: str | None, split: str
+) -> list[str]:
     """Returns glob patterns of the split's files: those named in `configs`, or the usual names.
 
     `data_files` of a config may have any form that the hub allows.
     """
     names = [str(each.get("config_name", "default")) for each in configs]
-    name = data.config
+    name = config
     if name is None and len(names) > 1:
         defaults = [n for n, each in zip(names, configs, strict=True) if each.get("default")]
         defaults += [n for n in names if n == "default"]
@@ -153,13 +126,13 @@ def _patterns(data: HubData, configs: list[dict[str, Any]]) -> list[str]:
         if isinstance(by_split, list) and all(isinstance(each, dict) for each in by_split):
             by_split = {str(each["split"]): each["path"] for each in by_split}
         by_split = by_split if isinstance(by_split, dict) else {"train": by_split}
-        if data.split not in by_split:
-            raise ConfigError(f"{data} has no split {data.split!r}; it has {', '.join(by_split)}")
-        paths = by_split[data.split]
+        if split not in by_split:
+            raise ConfigError(f"{data} has no split {split!r}; it has {', '.join(by_split)}")
+        paths = by_split[split]
         return [str(path) for path in ([paths] if isinstance(paths, str) else paths)]
     places = [str(chosen["data_dir"]).strip("/")] if "data_dir" in chosen else ["data"]
-    places = [f"{place}/" for place in ([data.config, *places] if data.config else places)]
-    stems = [f"{place}{data.split}" for place in ("", *places)]
+    places = [f"{place}/" for place in ([config, *places] if config else places)]
+    stems = [f"{place}{split}" for place in ("", *places)]
     return [f"{stem}{rest}{suffix}" for stem in stems for rest in ("", "-*") for suffix in SUFFIXES]
 
 
@@ -227,22 +200,21 @@ class Columns:
         return Question(messages, text, row, value)
 
 
-def read_questions(path: Path | HubData | Files | Rows, columns: Columns) -> list[Question]:
-    """Returns the questions of files, of rows or of a hub data set in their order.
+def read_questions(rows: Iterable[tuple[str, Row]], columns: Columns) -> list[Question]:
+    """Returns the questions of named rows in their order.
 
-    If the file cannot be used, raises ConfigError, which names the row and the column.
+    If a row cannot be used, raises ConfigError, which names the row and the column.
     """
-    found: dict[str, int] = {}
+    found: dict[str, str] = {}
     questions: list[Question] = []
-    for number, (where, row) in enumerate(named_rows(path), start=1):
+    for where, row in rows:
         question = columns.question_in(row, where)
-        first = found.setdefault(repr(question.messages), number)
-        if first == number or columns.duplicates == "keep":
+        first = found.setdefault(repr(question.messages), where)
+        if first == where or columns.duplicates == "keep":
             questions.append(question)
         elif columns.duplicates == "refuse":
             raise ConfigError(
-                f"{path}: rows {first} and {number} ask the same question; "
-                f"duplicates='drop' keeps the first"
+                f"{first} and {where} ask the same question; duplicates='drop' keeps the first"
             )
     return questions
 
@@ -270,27 +242,26 @@ class Asked(Environment[Question]):
         return [*([] if system is None else [Message("system", system)]), *self._asked]
 
 
-def named_rows(path: Path | HubData | Files | Rows) -> Iterator[tuple[str, Row]]:
-    """Yields rows of `read_rows`, each with its name in errors. Raises ConfigError without any."""
-    if isinstance(path, Files):
-        yield from itertools.chain.from_iterable(map(named_rows, path))
-        return
+def named_rows(path: Path) -> Iterator[tuple[str, Row]]:
+    """Returns the rows of a file as `numbered` does. Raises ConfigError, which names the fault."""
+    return numbered(path, read_rows(path))
+
+
+def numbered(source: object, rows: Iterable[Row]) -> Iterator[tuple[str, Row]]:
+    """Yields rows, each with its name in errors. Raises ConfigError without any."""
     number = 0
-    rows = path if isinstance(path, Rows) else read_rows(path)
     for number, row in enumerate(rows, start=1):
-        yield f"{path}, row {number}", row
+        yield f"{source}, row {number}", row
     if not number:
-        raise ConfigError(f"{path} has no rows")
+        raise ConfigError(f"{source} has no rows")
 
 
-def read_rows(path: Path | HubData) -> Iterable[Row]:
-    """Returns the rows of a .jsonl or .parquet file, or of a data set on the hub.
+def read_rows(path: Path) -> Iterable[Row]:
+    """Returns the rows of a .jsonl or .parquet file.
 
     Raises ConfigError, which names the fault. A .jsonl file is read during the iteration, so a
     fault in it is raised then.
     """
-    if isinstance(path, HubData):
-        return itertools.chain.from_iterable(map(read_rows, _find_files(path)))
     if not path.is_file():
         what = "is a pipe or a device, no regular file" if path.exists() else "does not exist"
         what = "is a folder, not a file" if path.is_dir() else what

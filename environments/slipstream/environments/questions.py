@@ -8,12 +8,13 @@ import copy
 import importlib
 import importlib.util
 import inspect
+import itertools
 import json
 import os
 import random
 import signal
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Literal, SupportsFloat, cast
@@ -34,11 +35,12 @@ from slipstream.environments.arguments import (
 from slipstream.environments.question_files import (
     Asked,
     Columns,
-    Files,
-    HubData,
     Question,
     Row,
-    Rows,
+    files_of,
+    hub_rows,
+    named_rows,
+    numbered,
     read_questions,
 )
 
@@ -121,25 +123,24 @@ class Questions(Asked):
             )
         self._judge, self._answer_after = judge, answer_after
         self._math = MathJudge(timeout_s=judge_timeout_s)
-        source: HubData | Files | Rows
-        is_hub = isinstance(path, str) and path.startswith(DATA_PREFIX)
-        given = (path,) if isinstance(path, str) else tuple(path)
-        if is_hub:
-            name = str(path).removeprefix(DATA_PREFIX)
-            source = HubData(name, hub_config, hub_split, hub_revision)
-        elif hub_config is not None or hub_split != "train" or hub_revision is not None:
+        rows: Iterable[tuple[str, Row]]
+        given: tuple[object, ...] = (path,) if isinstance(path, str) else tuple(path)
+        if isinstance(path, str) and path.startswith(DATA_PREFIX):
+            name = path.removeprefix(DATA_PREFIX)
+            rows = hub_rows(name, hub_config, hub_split, hub_revision)
+        elif (hub_config, hub_split, hub_revision) != (None, "train", None):
             raise ConfigError(
                 f"hub_config, hub_split and hub_revision are for hf: names, got {path!r}"
             )
         elif given and all(isinstance(each, Mapping) for each in given):
-            source = Rows(cast(Iterable[Row], given))
+            rows = numbered("the given rows", cast(Iterable[Row], given))
         elif not isinstance(path, str | list | tuple):
             raise ConfigError(
                 f"rows are a list of dicts, got a {type(path).__name__} of {given[:1]!r:.80}; "
                 'columns become rows by to_dict("records") of a DataFrame'
             )
         else:
-            source = Files.of(cast(Sequence[str], given))
+            rows = itertools.chain.from_iterable(map(named_rows, files_of(given)))
         takes_answer = self._function is None or self._function.takes_answer
         columns = Columns(
             question,
@@ -150,7 +151,7 @@ class Questions(Asked):
             instruction=instruction,
             duplicates=duplicates,
         )
-        questions = read_questions(source, columns)
+        questions = read_questions(rows, columns)
         if split != "all":
             taken = Split(split, heldout_one_in)
             questions = [each for each in questions if taken.has(each.identity)]
@@ -221,10 +222,25 @@ class JudgeFunction:
         if not callable(call):
             raise ConfigError(f"judge must be a function, or the name of one, got {call!r}")
         self._call: Callable[..., object] = call
-        self._taken = _taken(self._reference, self._call)
+        self._taken: list[str] = []
+        parameters = inspect.signature(call).parameters
+        for name, parameter in parameters.items():
+            if parameter.kind is parameter.VAR_KEYWORD:
+                self._taken += [known for known in ARGUMENTS if known not in self._taken]
+            elif parameter.kind is parameter.VAR_POSITIONAL:
+                continue
+            elif name in ARGUMENTS and parameter.kind is not parameter.POSITIONAL_ONLY:
+                self._taken.append(name)
+            elif parameter.default is parameter.empty:
+                raise ConfigError(
+                    f"judge {self._reference} must take {', '.join(ARGUMENTS)} by name, or some of "
+                    f"them, and takes {name!r}: wrap it in a function that does"
+                )
+        if "reply" not in self._taken:
+            raise ConfigError(f"judge {self._reference} must take the argument reply")
         self.takes_answer = "answer" in self._taken
         # Whether it takes the answer by a parameter of this name.
-        self.names_answer = "answer" in inspect.signature(self._call).parameters
+        self.names_answer = "answer" in parameters
 
     async def judge(self, question: Question, reply: str) -> StepResult:
         """Returns the function's reward and metrics. Raises EnvironmentFailed without a reward."""
@@ -244,29 +260,6 @@ class JudgeFunction:
         metrics = dict(found)
         reward, by_token = metrics.pop("reward"), metrics.pop("token_rewards", ())
         return StepResult(reward, metrics=metrics, token_rewards=by_token)
-
-
-def _taken(reference: str, function: Callable[..., object]) -> tuple[str, ...]:
-    """Returns the names in `ARGUMENTS` that are parameters of `function`.
-
-    Raises ConfigError if it requires others, or does not take `reply`.
-    """
-    taken: list[str] = []
-    for name, parameter in inspect.signature(function).parameters.items():
-        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            taken += [known for known in ARGUMENTS if known not in taken]
-        elif parameter.kind is inspect.Parameter.VAR_POSITIONAL:
-            continue
-        elif name in ARGUMENTS and parameter.kind is not inspect.Parameter.POSITIONAL_ONLY:
-            taken.append(name)
-        elif parameter.default is inspect.Parameter.empty:
-            raise ConfigError(
-                f"judge {reference} must take {', '.join(ARGUMENTS)} by name, or some of them, "
-                f"and takes {name!r}: wrap it in a function that does"
-            )
-    if "reply" not in taken:
-        raise ConfigError(f"judge {reference} must take the argument reply")
-    return tuple(taken)
 
 
 class MathJudge:

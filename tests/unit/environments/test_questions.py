@@ -258,7 +258,7 @@ def test_the_questions_of_several_files_follow_each_other(tmp_path: Path, monkey
     assert answers(["c[1].jsonl", "b*"]) == [5, 6, 7, 0, 1, 2]
     json_lines(tmp_path, [SUMS[0]], "d.jsonl")
     assert refusal(["a.jsonl", "b.parquet", "d.jsonl"]) == (
-        "a.jsonl, b.parquet, d.jsonl: rows 3 and 6 ask the same question; "
+        "b.parquet, row 1 and d.jsonl, row 1 ask the same question; "
         "duplicates='drop' keeps the first"
     )
     json_lines(tmp_path, [SUMS[9], {"question": "b", "answer": None}], "d.jsonl")
@@ -280,7 +280,7 @@ def test_what_is_wrong_with_a_file_is_one_line(tmp_path: Path, monkeypatch):
         "rows are a list of dicts, got a dict of ('question',); columns become rows by "
         'to_dict("records") of a DataFrame'
     )
-    assert refusal([1]) == "path must be a file, a pattern, a list of these or of rows, got (1,)"
+    assert refusal([1]) == "path must be a file, a pattern, a list of these or of rows, got 1"
     assert refusal(str(tmp_path)).startswith(f"{tmp_path} is a folder, not a file; the working")
     json_lines(tmp_path, [{"prompt": "a", "solution": "b"}])
     assert refusal("data.jsonl") == (
@@ -295,7 +295,8 @@ def test_what_is_wrong_with_a_file_is_one_line(tmp_path: Path, monkeypatch):
     assert refusal("data.jsonl") == "data.jsonl, row 2: column 'answer' is empty"
     json_lines(tmp_path, [SUMS[0], SUMS[1], SUMS[0]])
     assert refusal("data.jsonl") == (
-        "data.jsonl: rows 1 and 3 ask the same question; duplicates='drop' keeps the first"
+        "data.jsonl, row 1 and data.jsonl, row 3 ask the same question; "
+        "duplicates='drop' keeps the first"
     )
     (tmp_path / "data.jsonl").write_text('{"question": "a", "answer": "b"}\n[1\n')
     assert refusal("data.jsonl").startswith("data.jsonl, line 2 is no JSON: ")
