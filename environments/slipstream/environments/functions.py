@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from slipstream.client.environment import Environment, Message, StepResult, answer_of
 from slipstream.core.errors import ConfigError
@@ -114,18 +114,19 @@ class Exam:
     solution: str = ""
 
 
-def _read_exam(
-    row: Row,
-    where: str,
-    *,
-    question: str,
-    tests: str,
-    setup: str | None,
-    function: str | None,
-    solution: str | None,
-    instruction: str,
-) -> Exam:
-    """Returns the task in a row; most arguments are names of columns, as in `Functions`."""
+class _Columns(NamedTuple):
+    """The prompt, and the names of columns, as arguments of `Functions`."""
+
+    instruction: str
+    question: str
+    tests: str
+    setup: str | None
+    function: str | None
+    solution: str | None
+
+
+def _read_exam(row: Row, where: str, columns: _Columns) -> Exam:
+    instruction, question, tests, setup, function, solution = columns
     asked = text_in(row, question, where)
     check_read(row, {*UNREAD} - {*FIELD.findall(instruction)}, where)
     prompt = filled(instruction, {**row, "question": asked})
@@ -322,19 +323,8 @@ class Functions(Environment[Exam]):
         for column in filter(None, (setup, solution)):
             if not any(column in row for _, row in rows):
                 cell_in(rows[0][1], column, rows[0][0])
-        self._exams = [
-            _read_exam(
-                row,
-                where,
-                question=question,
-                tests=tests,
-                setup=setup,
-                function=function,
-                solution=solution,
-                instruction=instruction,
-            )
-            for where, row in rows
-        ]
+        columns = _Columns(instruction, question, tests, setup, function, solution)
+        self._exams = [_read_exam(row, where, columns) for where, row in rows]
         # Tests of functions that only the question of another row names are that row's.
         called = {n: e.where for e in self._exams for n in re.findall(r"\w+(?=\()", e.question)}
         for exam in self._exams:
@@ -453,30 +443,29 @@ class _Candidate:
         """
         if self._always:
             return self._always
-        is_loaded = self._program is not None
+        is_loaded, program = self._program is not None, self._program
         try:
-            program = self._program
             if program is None:
                 started = self._sandbox.start(_command("candidate"), files=self._files)
                 program = await self._context.enter_async_context(started)
                 await _next_line(program, START_LIMIT_S)
                 # The code under test runs for the first time.
                 await _next_line(program, self._limit_s)
-                self._program = program
-            is_loaded = True
+                self._program, is_loaded = program, True
             program.stdin.write(call)
             await program.stdin.drain()
             answer = await _next_line(program, self._limit_s)
-            if not (answer.startswith(ANSWERS) and answer.isascii()):
-                # Only this process may tell the examiner how a test ended.
-                raise ValueError(f"an answer has a value or an error, got {answer[:80]!r}")
-            return answer
+            if answer.startswith(ANSWERS) and answer.isascii():
+                return answer
+            # Only this process may tell the examiner how a test ended.
+            outcome = "error"
         except TimeoutError:
-            ended = _line("ended", "timeout")
+            outcome = "timeout"
         except (ValueError, ConnectionError):
-            # The program ended, or wrote an invalid answer or too long a line.
-            ended = _line("ended", "error")
+            # The program ended, or wrote too long a line.
+            outcome = "error"
         await self.end()
+        ended = _line("ended", outcome)
         self._always = b"" if is_loaded else ended
         return ended
 
