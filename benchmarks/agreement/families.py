@@ -136,53 +136,41 @@ def run(command: list[str], log: Path, *, limit_s: float, gpu: int) -> str:
 def measure_family(
     name: str, dtype: str, folder: Path, gpu: int, arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """Returns the figures of one family in `dtype` on GPU `gpu`, or how it failed."""
+    """Returns the figures of one family in `dtype` on GPU `gpu`, or how it failed.
+
+    All logs of one that failed become a file of the folder `arguments.logs`, if it is told.
+    """
     folder.mkdir()
-    log, started_s = folder / "log.txt", time.monotonic()
+    log, out, started_s = folder / "log.txt", folder / "result.json", time.monotonic()
     tiny = [] if arguments.device == "cuda" else ["--tiny"]
-    make = [*program("agreement.family_shapes"), name, str(folder / "made"), *tiny]
-    failure = run(make, log, limit_s=arguments.limit_s, gpu=gpu)
-    figures: dict[str, float] = {}
+    command = [*program("agreement.family_shapes"), name, str(folder / "made"), *tiny]
+    failure = run(command, log, limit_s=arguments.limit_s, gpu=gpu)
+    found: dict[str, Any] = {}
     if not failure:
-        failure, figures = measure_gap(name, dtype, folder, gpu, arguments)
+        command = [*program("agreement.logprob_gap"), "--device", arguments.device, "--replies"]
+        command += ["--model", str(folder / "made"), "--steps", str(arguments.steps)]
+        command += ["--dtype", dtype, "--out", str(out)]
+        if arguments.device == "cuda":
+            command += ["--engine", json.dumps(FAMILIES[name].engine)]
+        command += ["--images"] if FAMILIES[name].tower else []
+        command += ["--replay"] if FAMILIES[name].replays else []
+        command += [] if arguments.fresh else ["--no-fresh"]
+        failure = run(command, log, limit_s=arguments.limit_s, gpu=gpu)
+        found = json.loads(out.read_text()) if out.exists() else {}
+        if failure:
+            (cause, *_) = *found.get("failures", {}).values(), log.read_text(errors="replace")
+            said = cause.strip().split("\n")[-1]
+            failure = f"{failure}: {said}"[:LONGEST_REASON]
     if failure:
         row = row_name(name, dtype)
         print(f"--- {row}\n{log.read_text(errors='replace')[-2000:]}", flush=True)
-        keep_logs(row, folder, arguments.logs)
-    return {"figures": figures, "failure": failure, "seconds": time.monotonic() - started_s}
-
-
-def measure_gap(
-    name: str, dtype: str, folder: Path, gpu: int, arguments: argparse.Namespace
-) -> tuple[str, dict[str, float]]:
-    """Returns how the measurement failed, or "", and the figures as far as there are any."""
-    out = folder / "result.json"
-    command = [*program("agreement.logprob_gap"), "--device", arguments.device, "--replies"]
-    command += ["--model", str(folder / "made"), "--steps", str(arguments.steps)]
-    command += ["--dtype", dtype, "--out", str(out)]
-    if arguments.device == "cuda":
-        command += ["--engine", json.dumps(FAMILIES[name].engine)]
-    command += ["--images"] if FAMILIES[name].tower else []
-    command += ["--replay"] if FAMILIES[name].replays else []
-    command += [] if arguments.fresh else ["--no-fresh"]
-    log = folder / "log.txt"
-    failure = run(command, log, limit_s=arguments.limit_s, gpu=gpu)
-    found = json.loads(out.read_text()) if out.exists() else {}
-    if failure:
-        causes = list(found.get("failures", {}).values())
-        said = (causes[0] if causes else log.read_text(errors="replace")).strip().split("\n")[-1]
-        failure = f"{failure}: {said}"[:LONGEST_REASON]
-    return failure, found.get("figures", {})
-
-
-def keep_logs(name: str, folder: Path, kept: Path | None) -> None:
-    """Writes all logs of a family that failed to one file of the folder `kept`, if it is told."""
-    if kept is None:
-        return
-    kept.mkdir(parents=True, exist_ok=True)
-    with (kept / f"{name}.log").open("w") as file:
-        for log in [*sorted(folder.rglob("logs/*.log")), folder / "log.txt"]:
-            file.write(f"--- {log.name}\n{log.read_text(errors='replace')}\n")
+        if arguments.logs is not None:
+            arguments.logs.mkdir(parents=True, exist_ok=True)
+            with (arguments.logs / f"{row}.log").open("w") as file:
+                for each in [*sorted(folder.rglob("logs/*.log")), log]:
+                    file.write(f"--- {each.name}\n{each.read_text(errors='replace')}\n")
+    seconds = time.monotonic() - started_s
+    return {"figures": found.get("figures", {}), "failure": failure, "seconds": seconds}
 
 
 def lines_of(rows: dict[str, dict[str, Any]]) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from collections.abc import Sequence
 
 from benchmarks.common.rig import Rig
 
@@ -16,48 +17,31 @@ WARMUP_STEPS = 2
 Row = dict[str, float]
 
 
-class Beats:
-    """The times at which heartbeats brought a new count of generated tokens.
+def rate(seen: Sequence[tuple[int, float]]) -> float:
+    """Returns tokens per second between the first and the last heartbeat; RuntimeError without two.
 
-    The rate leaves out the publish before the first token and the time since the newest heartbeat.
+    `seen` has counts of tokens and their seconds, the first one at the start; a heartbeat brought
+    each new count. So the publish before the first token does not count, nor does the time since
+    the newest heartbeat.
     """
-
-    def __init__(self, before: int) -> None:
-        """`before`: the count of tokens at the start."""
-        self._before = before
-        self._found: list[tuple[int, float]] = []
-
-    def note(self, tokens: int, now_s: float) -> None:
-        if tokens != (self._found[-1][0] if self._found else self._before):
-            self._found.append((tokens, now_s))
-
-    def rate(self) -> float:
-        """Returns tokens per second between first and last; RuntimeError for fewer than two."""
-        if len(self._found) < 2:
-            raise RuntimeError("generation alone took less than two heartbeats: give more --steps")
-        (first, first_s), (last, last_s) = self._found[0], self._found[-1]
-        return (last - first) / (last_s - first_s)
+    beats = [after for before, after in itertools.pairwise(seen) if after[0] != before[0]]
+    if len(beats) < 2:
+        raise RuntimeError("generation alone took less than two heartbeats: give more --steps")
+    (first, first_s), (last, last_s) = beats[0], beats[-1]
+    return (last - first) / (last_s - first_s)
 
 
-class Leases:
-    """Means over time of values that are seen at single moments."""
+def means(seen: Sequence[tuple[float, int, bool]]) -> tuple[float, float]:
+    """Returns the mean of open episodes, and the share of time with the trainer held up.
 
-    def __init__(self) -> None:
-        self._seen: list[tuple[float, float, float]] = []
-
-    def note(self, open_episodes: int, held_up: bool, now_s: float) -> None:
-        """Takes the open episodes, and whether the trainer is held up by groups that are due."""
-        self._seen.append((now_s, float(open_episodes), float(held_up)))
-
-    def means(self) -> tuple[float, float]:
-        """Returns the mean of open episodes, and the share of time with the trainer held up."""
-        total_s = self._seen[-1][0] - self._seen[0][0]
-        pairs = list(itertools.pairwise(self._seen))
-        episodes, held_up = (
-            sum(seen[which] * (after[0] - seen[0]) for seen, after in pairs) / total_s
-            for which in (1, 2)
-        )
-        return episodes, held_up
+    `seen` has seconds, open episodes, and whether groups that are due held up the trainer.
+    """
+    total_s = seen[-1][0] - seen[0][0]
+    episodes, held_up = (
+        sum(one[which] * (after[0] - one[0]) for one, after in itertools.pairwise(seen)) / total_s
+        for which in (1, 2)
+    )
+    return episodes, held_up
 
 
 class Windows:
@@ -81,15 +65,15 @@ class Windows:
         # With this bound the groups of all `self._steps` batches may be leased at once.
         controller.bound(self._steps - 1)
         before, started = controller.generated_tokens(), time.monotonic()
-        beats = Beats(before)
+        beats = [(before, started)]
 
         def all_leased() -> bool:
-            beats.note(controller.generated_tokens(), time.monotonic())
+            beats.append((controller.generated_tokens(), time.monotonic()))
             return controller.leased_groups() >= wanted
 
         await self._rig.until(all_leased, "generation alone", self._limit_s)
         # Slots stay empty from here on, so the rate is taken now, with the engine still full.
-        rate = beats.rate()
+        tokens_per_s = rate(beats)
         await self._rig.until(
             lambda: controller.complete_groups() >= wanted, "generation alone", self._limit_s
         )
@@ -103,11 +87,11 @@ class Windows:
         await self._until_rows(first + self._steps)
         rows = controller.rows[first : first + self._steps]
         return {
-            "generation_s": tokens / rate / self._steps,
+            "generation_s": tokens / tokens_per_s / self._steps,
             "training_s": sum(row["training_s"] for row in rows) / self._steps,
             "makespan_s": makespan_s / self._steps,
             "tokens": tokens / self._steps,
-            "tokens_per_s": rate,
+            "tokens_per_s": tokens_per_s,
         }
 
     async def bounded(self, max_staleness: int) -> Row:
@@ -122,14 +106,14 @@ class Windows:
         await self._until_rows(len(controller.rows) + max_staleness + WARMUP_STEPS)
         steps = max(self._steps, self._bounds * max_staleness)
         first, before = len(controller.rows), controller.generated_tokens()
-        leases = Leases()
+        seen: list[tuple[float, int, bool]] = []
 
         def all_done() -> bool:
-            leases.note(controller.open_episodes(), controller.is_held_up(), time.monotonic())
+            seen.append((time.monotonic(), controller.open_episodes(), controller.is_held_up()))
             return len(controller.rows) >= first + steps
 
         await self._rig.until(all_done, f"step {first + steps}", self._limit_s)
-        open_episodes, held_up = leases.means()
+        open_episodes, held_up = means(seen)
         generated = controller.generated_tokens() - before
         rows = controller.rows[first - 1 : first + steps]
         wall_s = rows[-1]["wall_s"] - rows[0]["wall_s"]

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 MAX_SHARD_BYTES = 4 << 30
 HEAD_DIM = 128
-# See `make_reciter`.
-RECITER_LOGIT = 16.0
 CHAT_TEMPLATE = (
     "{{ '<s>' }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<reply>' }}{% endif %}"
@@ -111,66 +109,22 @@ def make_shape(
     folder: Path, name: str, *, dtype: str = "bfloat16", max_positions: int = 4096, layers: int = 0
 ) -> Path:
     """Writes a random model of shape `name`; `layers` replaces its own number unless 0."""
-    shape = replace(SHAPES[name], layers=layers) if layers else SHAPES[name]
-    return _write(folder, shape, _random_weights(shape), dtype, max_positions)
-
-
-def make_reciter(folder: Path, name: str, length: int, dtype: str) -> Path:
-    """Writes a model of shape `name` that recites tokens 0 to `length` - 1 again and again.
-
-    The logit of the token that follows is about `RECITER_LOGIT`, those of all others about 0. Any
-    token beside the text is followed by a place in it. The head is not tied, and the layers, which
-    compute all that others do, add little.
-    """
-    shape = replace(SHAPES[name], tied=False)
-    return _write(folder, shape, _reciting_weights(shape, length), dtype, max_positions=4096)
-
-
-def _random_weights(shape: Shape) -> Iterator[tuple[str, torch.Tensor]]:
-    import torch
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    generator = torch.Generator(device).manual_seed(0)
-    for name, sizes in shape.tensors():
-        if len(sizes) == 1:
-            yield name, torch.ones(sizes)
-        else:
-            # Drawn in float32 first: generators differ in how they draw bfloat16.
-            yield name, 0.02 * torch.randn(sizes, generator=generator, device=device)
-
-
-def _reciting_weights(shape: Shape, length: int) -> Iterator[tuple[str, torch.Tensor]]:
-    import torch
-
-    for name, random in _random_weights(shape):
-        tensor = random
-        if name == "model.embed_tokens.weight":
-            tensor = embedding = random / 0.02
-        elif name.endswith(("o_proj.weight", "down_proj.weight")):
-            tensor = 0.01 * random
-        elif name == "lm_head.weight":
-            follows = torch.arange(shape.vocab, device=random.device) % length
-            follows[:length] = (follows[:length] + 1) % length
-            head = torch.zeros_like(random).index_add_(0, follows, embedding)
-            tensor = RECITER_LOGIT / shape.hidden * head
-        yield name, tensor
-
-
-def _write(
-    folder: Path,
-    shape: Shape,
-    weights: Iterator[tuple[str, torch.Tensor]],
-    dtype: str,
-    max_positions: int,
-) -> Path:
     import torch
     from safetensors.torch import save_file
 
+    shape = replace(SHAPES[name], layers=layers) if layers else SHAPES[name]
     folder.mkdir(parents=True, exist_ok=True)
     make_tokenizer(folder, shape.vocab)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator(device).manual_seed(0)
     shards: list[dict[str, torch.Tensor]] = [{}]
     size = 0
-    for tensor_name, drawn in weights:
+    for tensor_name, sizes in shape.tensors():
+        if len(sizes) == 1:
+            drawn = torch.ones(sizes)
+        else:
+            # Drawn in float32 first: generators differ in how they draw bfloat16.
+            drawn = 0.02 * torch.randn(sizes, generator=generator, device=device)
         tensor = drawn.to(getattr(torch, dtype)).cpu()
         if size and size + tensor.nbytes > MAX_SHARD_BYTES:
             shards.append({})

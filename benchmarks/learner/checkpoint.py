@@ -27,7 +27,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -49,34 +49,6 @@ SYNC_PERIOD_S = 0.02
 STEPS = 4
 
 Row = dict[str, float]
-
-
-class Journal:
-    """Appends to a file and syncs it, from a thread, until it is closed."""
-
-    def __init__(self, path: Path) -> None:
-        self.waits_s: list[float] = []
-        self._closed = threading.Event()
-        self._file = path.open("ab", buffering=0)
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def take(self) -> list[float]:
-        """Returns the seconds of each sync since the last call."""
-        waits_s, self.waits_s = self.waits_s, []
-        return waits_s
-
-    def close(self) -> None:
-        self._closed.set()
-        self._thread.join()
-        self._file.close()
-
-    def _run(self) -> None:
-        while not self._closed.wait(SYNC_PERIOD_S):
-            self._file.write(b"x" * 100)
-            started_s = time.monotonic()
-            os.fsync(self._file.fileno())
-            self.waits_s.append(time.monotonic() - started_s)
 
 
 def measure(arguments: argparse.Namespace, folder: Path) -> list[Row]:
@@ -112,29 +84,28 @@ def measure(arguments: argparse.Namespace, folder: Path) -> list[Row]:
         return time.monotonic() - started_s
 
     step_s()
-    with journal(folder) as syncs:
+    with journal(folder / "journal") as syncs:
         alone = Spread.of([step_s() for _ in range(STEPS)])
-        waits = Spread.of(syncs.take())
+        waits = Spread.of(syncs)
         progress(f"a step takes {alone.median:.3f} s, a sync {1000 * waits.median:.2f} ms")
         rows = []
         for repeat in range(arguments.repeats):
             synchronize(device)
-            syncs.take()
+            syncs.clear()
             started_s = time.monotonic()
             checkpointer.save(PolicyVersion(0, repeat + 1), b"")
             row = {"stop_s": time.monotonic() - started_s, "step_alone_s": alone.median}
             beside = []
             while (saved := checkpointer.poll()) is None:
                 beside.append(step_s())
-            waited = syncs.take()
             row |= {
                 "written_s": saved.wall_s,
                 "bytes": float(saved.manifest.num_bytes),
                 "step_beside_s": max(beside, default=0.0),
                 "steps_beside": float(len(beside)),
                 "sync_alone_s": waits.median,
-                "sync_beside_s": Spread.of(waited).median,
-                "sync_longest_s": max(waited),
+                "sync_beside_s": Spread.of(syncs).median,
+                "sync_longest_s": max(syncs),
                 "peer_s": peer_s(models, folder / "peer", device),
                 "limit_s": limit_s(saved.manifest.num_bytes, device),
             }
@@ -146,13 +117,28 @@ def measure(arguments: argparse.Namespace, folder: Path) -> list[Row]:
 
 
 @contextmanager
-def journal(folder: Path) -> Iterator[Journal]:
-    """Yields a file that is synced until the block ends."""
-    syncs = Journal(folder / "journal")
+def journal(path: Path) -> Iterator[list[float]]:
+    """Appends to a file and syncs it, from a thread, until the block ends; yields the seconds.
+
+    Of each sync the list gets them; whoever has read them may clear it.
+    """
+    waits_s, closed = list[float](), threading.Event()
+
+    def run() -> None:
+        with path.open("ab", buffering=0) as file:
+            while not closed.wait(SYNC_PERIOD_S):
+                file.write(b"x" * 100)
+                started_s = time.monotonic()
+                os.fsync(file.fileno())
+                waits_s.append(time.monotonic() - started_s)
+
+    thread = threading.Thread(target=run)
+    thread.start()
     try:
-        yield syncs
+        yield waits_s
     finally:
-        syncs.close()
+        closed.set()
+        thread.join()
 
 
 def peer_s(models: list[StoredModel], folder: Path, device: torch.device) -> float:
@@ -207,24 +193,21 @@ def summary(rows: list[Row]) -> list[str]:
     """Returns the table; the first save, which allocates its memory, has its own line."""
     later = rows[1:] or rows
 
-    def cell(name: str, unit: Callable[[float], float] = lambda value: value) -> str:
-        return Spread.of([unit(row[name]) for row in later]).text(2)
-
-    def milliseconds(value: float) -> float:
-        return 1000 * value
+    def cell(name: str, scale: float = 1.0) -> str:
+        return Spread.of([row[name] for row in later]).text(2, scale)
 
     lines: list[list[object]] = [
         ["stop, first save, s", f"{rows[0]['stop_s']:.2f}"],
         ["stop, later saves, s", cell("stop_s")],
         ["stop, Megatron-Core's own save, s", cell("peer_s")],
         ["limit: one copy, s", cell("limit_s")],
-        ["bytes, GB", cell("bytes", lambda value: value / 1e9)],
+        ["bytes, GB", cell("bytes", 1e-9)],
         ["written after, s", cell("written_s")],
         ["a step alone, s", cell("step_alone_s")],
         ["the longest step beside the write, s", cell("step_beside_s")],
-        ["a sync alone, ms", cell("sync_alone_s", milliseconds)],
-        ["a sync beside the write, ms", cell("sync_beside_s", milliseconds)],
-        ["the longest sync beside the write, ms", cell("sync_longest_s", milliseconds)],
+        ["a sync alone, ms", cell("sync_alone_s", 1000)],
+        ["a sync beside the write, ms", cell("sync_beside_s", 1000)],
+        ["the longest sync beside the write, ms", cell("sync_longest_s", 1000)],
     ]
     return table(["checkpoint", "median (min-max)"], lines)
 

@@ -76,16 +76,6 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Spent:
-    """The cost of one turn."""
-
-    wall_s: float
-    cpu_s: float
-    # Most memory of the device in use; 0 on a CPU.
-    peak_gib: float
-
-
-@dataclass(frozen=True)
 class Work:
     """One step of any loop."""
 
@@ -114,26 +104,6 @@ def works_of(config: Config, batches: list[Batch], training: object) -> list[Wor
     return found
 
 
-class Inside:
-    """A loop that runs in this process."""
-
-    def __init__(self, run: Callable[[Work], object], device: torch.device) -> None:
-        self._run, self._device = run, device
-        self._is_gpu = device.type == "cuda"
-
-    def turn(self, works: Sequence[Work]) -> Spent:
-        """Runs each of `works` once; returns what that took."""
-        if self._is_gpu:
-            torch.cuda.reset_peak_memory_stats(self._device)
-        wall_s, cpu_s = time.perf_counter(), time.process_time()
-        for work in works:
-            self._run(work)
-        synchronize(self._device)
-        wall_s, cpu_s = time.perf_counter() - wall_s, time.process_time() - cpu_s
-        peak = torch.cuda.max_memory_allocated(self._device) if self._is_gpu else 0
-        return Spent(wall_s, cpu_s, peak / 2**30)
-
-
 def run_turns(
     config: Config,
     make_batch: Callable[[int], Batch],
@@ -154,43 +124,49 @@ def run_turns(
         sizes = [len(one.token_ids) for one in work.micro_batches]
         trained = sum(int(one.loss_mask.sum()) for one in work.micro_batches)
         measure.progress(f"micro batches of {sizes} tokens, {trained} of them trained")
-    loops = {OURS: Inside(lambda w: training.run(w.batch), device)}
+    loops: dict[str, Callable[[Work], object]] = {OURS: lambda work: training.run(work.batch)}
     if arguments.own:
         algorithm = {
             "algorithm": config.algorithm.model_dump() | {"loss": arguments.own, "loss_args": {}}
         }
         own = TrainingStep(policy, config.model_validate(config.model_dump() | algorithm))
-        loops[OWN] = Inside(lambda work: own.run(work.batch), device)
-    loops[PEER] = Inside(lambda work: bare.step(work.micro_batches), device)
-    for number in range(math.ceil(WARMUP_STEPS[device.type] / len(works))):
-        for name, loop in loops.items():
-            spent = loop.turn(works)
-            measure.progress(f"warm-up {number + 1} {name}: {spent.wall_s:.2f} s")
+        loops[OWN] = lambda work: own.run(work.batch)
+    loops[PEER] = lambda work: bare.step(work.micro_batches)
     found: dict[str, list[Turn]] = {name: [] for name in loops}
-    for repeat in range(arguments.repeats):
+    uncounted = math.ceil(WARMUP_STEPS[device.type] / len(works))
+    for repeat in range(-uncounted, arguments.repeats):
         for name, loop in loops.items():
-            turn = take_turn(name, loop, works, device)
-            found[name].append(turn)
-            row = {"shape": arguments.shape, "repeat": repeat, "loop": name, **asdict(turn)}
-            measure.note("learner", row)
-            measure.progress(f"repeat {repeat + 1} {name}: {turn.tokens_per_s:,.0f} tokens/s")
+            turn = take_turn(loop, PEER if name == PEER else OURS, works, device)
+            what = "warm-up" if repeat < 0 else f"repeat {repeat + 1}"
+            measure.progress(f"{what} {name}: {turn.tokens_per_s:,.0f} tokens/s")
+            if repeat >= 0:
+                found[name].append(turn)
+                row = {"shape": arguments.shape, "repeat": repeat, "loop": name, **asdict(turn)}
+                measure.note("learner", row)
     policy.ranks.close()
     return found
 
 
-def take_turn(name: str, loop: Inside, works: Sequence[Work], device: torch.device) -> Turn:
-    """Runs all of `works` once; returns the figures of this turn."""
+def take_turn(
+    run: Callable[[Work], object], kind: str, works: Sequence[Work], device: torch.device
+) -> Turn:
+    """Runs each of `works` once; returns the figures of this turn of a loop of a `kind`."""
     gc.collect()
-    rate = matmul_tflops(device)
-    spent = loop.turn(works)
-    kind = OURS if name in (OURS, OWN) else PEER
+    rate, is_gpu = matmul_tflops(device), device.type == "cuda"
+    if is_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
+    wall_s, cpu_s = time.perf_counter(), time.process_time()
+    for work in works:
+        run(work)
+    synchronize(device)
+    wall_s, cpu_s = time.perf_counter() - wall_s, time.process_time() - cpu_s
     return Turn(
-        wall_ms=1000 * spent.wall_s / len(works),
-        cpu_ms=1000 * spent.cpu_s / len(works),
-        tokens_per_s=sum(work.num_tokens for work in works) / spent.wall_s,
-        tflops=sum(work.flops[kind] for work in works) / spent.wall_s / 1e12,
+        wall_ms=1000 * wall_s / len(works),
+        cpu_ms=1000 * cpu_s / len(works),
+        tokens_per_s=sum(work.num_tokens for work in works) / wall_s,
+        tflops=sum(work.flops[kind] for work in works) / wall_s / 1e12,
         matmul_tflops=rate,
-        peak_gib=spent.peak_gib,
+        peak_gib=torch.cuda.max_memory_allocated(device) / 2**30 if is_gpu else 0.0,
     )
 
 

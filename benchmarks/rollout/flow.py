@@ -91,7 +91,11 @@ class Benchmark(Found):
 
     async def start(self, stack: contextlib.AsyncExitStack, name: str, folder: Path) -> None:
         """Starts one engine; its server joins a fleet of its own."""
-        values, quantization = self.engine_values(name)
+        values: dict[str, object] = ENGINES.get(name, {})
+        quantization = "off"
+        if name not in ENGINES and name != PLAIN and not self.arguments.dtypes:
+            values = {"kv_cache_dtype": self.arguments.kv_cache_dtype}
+            quantization = self.arguments.quantization
         dtype = name if self.arguments.dtypes else self.arguments.dtype
         if self.arguments.kv_gib:
             values = values | {"kv_cache_memory_bytes": int(self.arguments.kv_gib * (1 << 30))}
@@ -102,14 +106,6 @@ class Benchmark(Found):
         make_model(folder / "model", arguments.shape, dtype)
         (folder / "config.toml").write_text(config_text(arguments, folder))
         await self.serve(stack, name, program("rollout.flow_engine"), folder)
-
-    def engine_values(self, name: str) -> tuple[dict[str, object], str]:
-        """Returns vLLM's arguments of an engine, and its `rollout_server.quantization`."""
-        if name in ENGINES:
-            return ENGINES[name], "off"
-        if name == PLAIN or self.arguments.dtypes:
-            return {}, "off"
-        return {"kv_cache_dtype": self.arguments.kv_cache_dtype}, self.arguments.quantization
 
     async def take(self, name: str, lever: str, *, wave: bool, warm_up: bool = False) -> None:
         if name not in self.servers:

@@ -50,25 +50,18 @@ def test_speed_up_and_ceiling_are_those_of_the_same_repeat() -> None:
 
 
 def test_rate_of_generation_is_that_between_heartbeats() -> None:
-    beats = step_windows.Beats(100)
     # A publish comes first; looks between two heartbeats find the same count.
-    for tokens, now_s in ((100, 0.0), (100, 0.3), (140, 0.5), (140, 0.6)):
-        beats.note(tokens, now_s)
+    seen = [(100, 0.0), (100, 0.3), (140, 0.5), (140, 0.6)]
     with pytest.raises(RuntimeError, match="less than two heartbeats"):
-        beats.rate()
-    for tokens, now_s in ((240, 0.7), (340, 0.9), (340, 1.0)):
-        beats.note(tokens, now_s)
+        step_windows.rate(seen)
     # 200 tokens in 0.4 s.
-    assert beats.rate() == pytest.approx(500.0)
+    assert step_windows.rate([*seen, (240, 0.7), (340, 0.9), (340, 1.0)]) == pytest.approx(500.0)
 
 
 def test_what_is_under_way_counts_for_as_long_as_it_lasts() -> None:
-    leases = step_windows.Leases()
     # 10 episodes for a second, then 30 for three, in one of which the trainer is held up.
-    for episodes, held_up, now_s in ((10, False, 5.0), (30, True, 6.0), (30, False, 7.0)):
-        leases.note(episodes, held_up, now_s)
-    leases.note(0, False, 9.0)
-    assert leases.means() == pytest.approx((25.0, 0.25))
+    seen = [(5.0, 10, False), (6.0, 30, True), (7.0, 30, False), (9.0, 0, False)]
+    assert step_windows.means(seen) == pytest.approx((25.0, 0.25))
 
 
 @pytest.mark.process
