@@ -107,7 +107,9 @@ class Turns(Environment[int]):
     async def step(self, reply: str) -> StepResult:
         self._ms.append(1e3 * (time.perf_counter() - self._began_s))
         if len(self._ms) == self._turns:
-            return StepResult(reward=0.0, metrics=named(self._ms))
+            return StepResult(
+                reward=0.0, metrics={f"ms_{at}": value for at, value in enumerate(self._ms)}
+            )
         await pause(self._pause_s)
         self._began_s = time.perf_counter()
         return StepResult(done=False, messages=[{"role": "user", "content": QUESTION}])
@@ -134,7 +136,7 @@ class TurnsAgent(AgentEnvironment[int]):
                 {"role": "assistant", "content": reply},
                 {"role": "user", "content": QUESTION},
             ]
-        return AgentOutcome(0.0, metrics=named(ms))
+        return AgentOutcome(0.0, metrics={f"ms_{at}": value for at, value in enumerate(ms)})
 
 
 def cpu_s() -> float:
@@ -142,11 +144,6 @@ def cpu_s() -> float:
     this = psutil.Process()
     times = [each.cpu_times() for each in (this, *this.children(recursive=True))]
     return sum(each.user + each.system for each in times)
-
-
-def named(ms: list[float]) -> dict[str, float]:
-    """Returns the metrics of an episode with these turns."""
-    return {f"ms_{number}": value for number, value in enumerate(ms)}
 
 
 class Server:

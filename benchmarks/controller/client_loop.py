@@ -128,7 +128,12 @@ async def steps_over_http(
         measure.progress("the run has begun")
         took_s, parts = [], []
         for turn in range(asked.repeats + asked.uncounted):
-            begun_s, ended_s = await one_step(client, data)
+            given, begun_s = client.passed(data, "ppo"), time.monotonic()
+            passed = await client.send(given)
+            stepped = await client.order("optim_step", adam_params=ADAM | {"learning_rate": RATE})
+            await client.result(passed)
+            assert "error" not in (found := await client.result(stepped)), found
+            ended_s = time.monotonic()
             took_s.append(ended_s - begun_s)
             parts.append(timeline.parts(timeline.read(noted), begun_s, ended_s))
             measure.progress(
@@ -138,17 +143,6 @@ async def steps_over_http(
             measure.note("client-loop", {"took_s": took_s[-1], "parts_s": parts[-1]})
         await client.http.aclose()
     return took_s[asked.uncounted :], parts[asked.uncounted :]
-
-
-async def one_step(client: LoopClient, data: list[Datum]) -> tuple[float, float]:
-    """Returns when a step begins and ends, in seconds."""
-    given = client.passed(data, "ppo")
-    started_s = time.monotonic()
-    passed = await client.send(given)
-    stepped = await client.order("optim_step", adam_params=ADAM | {"learning_rate": RATE})
-    await client.result(passed)
-    assert "error" not in (found := await client.result(stepped)), found
-    return started_s, time.monotonic()
 
 
 def steps_here(config: Config, batch: Batch, asked: argparse.Namespace) -> dict[str, list[float]]:

@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -57,19 +58,13 @@ def computed(batch: Batch) -> int:
     return own + sum(prompts.values())
 
 
-@dataclasses.dataclass(frozen=True)
-class Work:
-    """Floating-point operations of a step for matrices of the layers, attention and logits."""
+def work_of(
+    shape: Shape, arguments: argparse.Namespace, prompt: int, *, shared: bool
+) -> dict[str, float]:
+    """Returns the floating-point operations of a step for layers' matrices, attention and logits.
 
-    layers: float
-    attention: float
-    logits: float
-
-
-def work_of(shape: Shape, arguments: argparse.Namespace, prompt: int, *, shared: bool) -> Work:
-    """Returns the work of a step with groups of `prompt` tokens, computed once if `shared`.
-
-    A backward pass takes twice the operations of its forward pass, and of attention 2.5 times.
+    Its groups have `prompt` tokens, computed once if `shared`. A backward pass takes twice the
+    operations of its forward pass, and of attention 2.5 times.
     """
     replies, reply = arguments.groups * arguments.group_size, arguments.reply
     prompts = arguments.groups if shared else replies
@@ -80,14 +75,14 @@ def work_of(shape: Shape, arguments: argparse.Namespace, prompt: int, *, shared:
     )
     pairs = prompts * prompt**2 / 2 + replies * (reply * prompt + reply**2 / 2)
     width = shape.heads * shape.head_dim
-    return Work(
-        layers=6 * parameters * (prompts * prompt + replies * reply),
-        attention=3.5 * 4 * width * shape.layers * pairs,
-        logits=6 * shape.hidden * shape.vocab * replies * reply,
-    )
+    return {
+        "layers": 6 * parameters * (prompts * prompt + replies * reply),
+        "attention": 3.5 * 4 * width * shape.layers * pairs,
+        "logits": 6 * shape.hidden * shape.vocab * replies * reply,
+    }
 
 
-def compare(arguments: argparse.Namespace, folder: Path) -> list[dict[str, object]]:
+def compare(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """Returns the times of both steps for each length of the prompt."""
     from slipstream.learner.trainer.opening import open_policy
     from slipstream.learner.trainer.ranks.parallel import Launch
@@ -116,34 +111,21 @@ def compare(arguments: argparse.Namespace, folder: Path) -> list[dict[str, objec
     for prompt in arguments.prompts:
         batch = group_batch(arguments, prompt, SHAPES[arguments.shape].vocab, 0)
         measure.progress(f"prompts of {prompt}: {len(batch.trajectories)} sequences")
-        works = {
-            name: dataclasses.asdict(work_of(shape, arguments, prompt, shared=name == WITH))
-            for name in steps
-        }
+        works = {name: work_of(shape, arguments, prompt, shared=name == WITH) for name in steps}
         row = one_length(steps, batch, arguments, policy.ranks.device)
         found.append(row | {"prompt": prompt, "work": works})
-        if arguments.profile:
-            for name, step in steps.items():
-                with torch.profiler.profile(with_stack=False) as profile:
-                    step.run(batch)
-                    synchronize(policy.ranks.device)
-                text = profile.key_averages().table(sort_by="cuda_time_total", row_limit=25)
-                print(name, prompt, text, sep="\n")
     policy.ranks.close()
     return found
 
 
 def one_length(
-    steps: dict[str, object], batch: Batch, arguments: argparse.Namespace, device: torch.device
-) -> dict[str, object]:
-    from slipstream.learner.trainer.step import TrainingStep
-
+    steps: dict[str, Any], batch: Batch, arguments: argparse.Namespace, device: torch.device
+) -> dict[str, Any]:
     times: dict[str, list[float]] = {name: [] for name in steps}
     metrics: dict[str, dict[str, float]] = {}
     peaks: dict[str, float] = {}
     for repeat in range(-arguments.warmup, arguments.repeats):
         for name, step in steps.items():
-            assert isinstance(step, TrainingStep)
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(device)
@@ -168,17 +150,13 @@ def one_length(
     }
 
 
-def rows(found: Sequence[dict[str, object]]) -> list[list[object]]:
+def rows(found: Sequence[dict[str, Any]]) -> list[list[object]]:
     """Returns a row for each length: times, their ratio and the limit."""
     lines: list[list[object]] = []
     for one in found:
-        times = one["times_ms"]
-        assert isinstance(times, dict)
-        spreads = {name: measure.Spread.of(values) for name, values in times.items()}
+        spreads = {name: measure.Spread.of(each) for name, each in one["times_ms"].items()}
         ratio = spreads[WITH].median / spreads[WITHOUT].median
-        share = float(str(one["token_share"]))
-        work = one["work"]
-        assert isinstance(work, dict)
+        share, work = one["token_share"], one["work"]
         left = sum(work[WITH].values()) / sum(work[WITHOUT].values())
         lines.append(
             [
@@ -209,7 +187,6 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=2, help="steps that are not counted")
     parser.add_argument("--layers", type=int, default=0, help="0: those of the learner's benchmark")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--profile", action="store_true", help="print the kernels of one step")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     is_small = arguments.shape == "tiny"
