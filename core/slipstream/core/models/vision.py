@@ -227,32 +227,6 @@ class PixtralProcessor(ImageProcessor):
         return rows, columns
 
 
-def load_pixtral(folder: Path, table: Mapping[str, Any]) -> PixtralProcessor:
-    """Returns the processor of a folder, whose config.json is `table`.
-
-    Raises ConfigError for settings that are not supported, and OSError, TypeError, KeyError or
-    ValueError for files that cannot be read.
-    """
-    from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
-
-    path = folder / "processor_config.json"
-    names = json.loads(path.read_text()) if path.is_file() else {}
-    ids = row_tokens(names, json.loads((folder / "tokenizer.json").read_text()))
-    for name, default in ROW_TOKENS.items():
-        if name not in ids:
-            raise ConfigError(
-                f"model.path must hold a tokenizer with the token {names.get(name, default)!r}, "
-                f"which stands between parts of an image, {folder}/tokenizer.json has none"
-            )
-    return PixtralProcessor(
-        PixtralImageProcessorPil.from_pretrained(folder),
-        patch_size=int(table["vision_config"]["patch_size"]),
-        merge_size=int(table.get("spatial_merge_size", 2)),
-        break_id=ids["image_break_token"],
-        end_id=ids["image_end_token"],
-    )
-
-
 def row_tokens(names: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> dict[str, int]:
     """Returns the token ids of `ROW_TOKENS` by field name.
 
@@ -270,11 +244,28 @@ def load_processor(folder: str | Path) -> ImageProcessor:
     """Returns the image processor of a folder. Raises ConfigError if its files cannot be read."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    table = read_model_table(Path(folder))
+    table, path = read_model_table(Path(folder)), Path(folder) / "processor_config.json"
     try:
-        if is_nested(table):
-            return load_pixtral(Path(folder), table)
-        return ImageProcessor(Qwen2VLImageProcessorPil.from_pretrained(folder))
+        if not is_nested(table):
+            return ImageProcessor(Qwen2VLImageProcessorPil.from_pretrained(folder))
+        from transformers.models.pixtral import image_processing_pil_pixtral as pixtral
+
+        names = json.loads(path.read_text()) if path.is_file() else {}
+        ids = row_tokens(names, json.loads(path.with_name("tokenizer.json").read_text()))
+        for name, default in ROW_TOKENS.items():
+            if name not in ids:
+                token = names.get(name, default)
+                raise ValueError(
+                    f"its tokenizer.json lacks the token {token!r}, which stands between parts of "
+                    "an image"
+                )
+        return PixtralProcessor(
+            pixtral.PixtralImageProcessorPil.from_pretrained(folder),
+            patch_size=int(table["vision_config"]["patch_size"]),
+            merge_size=int(table.get("spatial_merge_size", 2)),
+            break_id=ids["image_break_token"],
+            end_id=ids["image_end_token"],
+        )
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(
             f"model.path must hold the image processor of a model with vision: {folder}: {error}"

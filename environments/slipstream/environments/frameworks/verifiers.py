@@ -10,15 +10,13 @@ Each episode is an episode of verifiers, whose agents call the model through the
 """
 
 import asyncio
-import contextlib
 import copy
 import importlib
 import itertools
 import os
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from statistics import fmean
-from types import ModuleType
 from typing import Any, TypeAlias
 
 from slipstream.client.environment import AgentEnvironment, AgentOutcome, Endpoint
@@ -62,7 +60,12 @@ class Verifiers(AgentEnvironment[Any]):
         taskset has a harness of its own. `metrics` names the metrics to keep, by default all.
         Raises ConfigError for arguments that cannot work.
         """
-        import_package("verifiers.v1", install=INSTALL)
+        try:
+            importlib.import_module("verifiers.v1")
+        except ModuleNotFoundError as error:
+            is_first = error.name == "verifiers"
+            lacks = "is missing" if is_first else f"needs {error.name!r}, which is missing"
+            raise ConfigError(f"the package 'verifiers' {lacks}: pip install {INSTALL}") from error
         from pydantic import ValidationError
         from slipstream.environments.frameworks import verifiers_chat
         from verifiers.v1.configs.select import SelectConfig
@@ -99,10 +102,16 @@ class Verifiers(AgentEnvironment[Any]):
         from verifiers.v1.env import RunSlot
 
         await self._serving.begin()
-        with self._key_variable(endpoint) as variable:
+        # verifiers reads keys from variables. Programs that it starts do not inherit variables with
+        # API_KEY in their names.
+        variable = f"SLIPSTREAM_API_KEY_{next(self._numbers)}"
+        os.environ[variable] = endpoint.api_key
+        try:
             own = _of_episode(self._env, endpoint, variable)
             context = ModelContext(model="policy", client=_client(endpoint, variable))
             episode = await own.run_slot(RunSlot(task), context)
+        finally:
+            del os.environ[variable]
         if not episode.ok:
             errors = [*episode.errors, *(each for one in episode.traces for each in one.errors)]
             if errors:
@@ -111,20 +120,6 @@ class Verifiers(AgentEnvironment[Any]):
             what = "verifiers calls the episode not ok; its traces"
             raise RuntimeError(f"{what} stopped at {stops}")
         return outcome_of(episode.traces, keep=self._metrics)
-
-    @contextlib.contextmanager
-    def _key_variable(self, endpoint: Endpoint) -> Iterator[str]:
-        """Sets an environment variable to the episode's API key; yields the variable's name.
-
-        verifiers reads keys from variables. Programs that it starts do not inherit variables with
-        API_KEY in their names.
-        """
-        name = f"SLIPSTREAM_API_KEY_{next(self._numbers)}"
-        os.environ[name] = endpoint.api_key
-        try:
-            yield name
-        finally:
-            del os.environ[name]
 
 
 class Serving:
@@ -243,19 +238,3 @@ def _numbers(trace: Foreign) -> dict[str, float]:
     metrics = {name: value for name, value in trace.metrics.items() if value is not None}
     counted = {"turns": float(trace.num_turns), "truncated": float(trace.is_truncated)}
     return {**counted, **rewards, **metrics}
-
-
-def import_package(module: str, *, install: str) -> ModuleType:
-    """Imports and returns the package of a framework, or a module of the package.
-
-    Raises ConfigError, which names the missing package and the command that installs it.
-    """
-    package = module.partition(".")[0]
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name == package:
-            missing = f"the package {package!r} is missing"
-        else:
-            missing = f"the package {package!r} needs {error.name!r}, which is missing"
-        raise ConfigError(f"{missing}: pip install {install}") from error

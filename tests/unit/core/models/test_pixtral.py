@@ -87,7 +87,7 @@ def test_a_tokenizer_without_these_tokens_is_refused(folder: Path, tmp_path: Pat
         (tmp_path / path.name).write_bytes(path.read_bytes())
     names = {"image_break_token": "[IMG_BREAK]"}
     (tmp_path / "processor_config.json").write_text(json.dumps(names))
-    with pytest.raises(ConfigError, match=r"with the token '\[IMG_BREAK\]', which stands between"):
+    with pytest.raises(ConfigError, match=r"lacks the token '\[IMG_BREAK\]', which stands between"):
         load_processor(tmp_path)
 
 
