@@ -27,7 +27,6 @@ from slipstream.client.launch.findings import (
     ok,
     problem,
 )
-from slipstream.client.launch.launcher import conclusion, table
 from slipstream.client.launch.placement import Share
 from slipstream.client.launch.preflight import Ended
 from slipstream.core.configuration.config_file import parse_config
@@ -87,23 +86,6 @@ def demand(config: Config, area: str, parts: frozenset[Part]) -> None:
     for check in CHECKS:
         if check.area == area and check.needs & parts:
             asyncio.run(check.found(Scene(config, parts)))
-
-
-def test_table_shows_the_remedy_below_its_finding() -> None:
-    lines = table(
-        [ok("one", area="a long area"), problem("full", "make room", area="disk")]
-    ).splitlines()
-    assert lines[0].split() == ["ok", "a", "long", "area", "one"]
-    assert lines[1].split() == ["problem", "disk", "full"]
-    assert lines[2].strip() == "-> make room"
-    assert lines[0].index("one") == lines[1].index("full") == lines[2].index("->")
-
-
-def test_conclusion_counts_problems_and_hints() -> None:
-    assert "1 problem stands in the way of a run, 2 hints" in conclusion(
-        [problem("", "x"), advice("", "y"), advice("", "z")]
-    )
-    assert "nothing stands in the way" in conclusion([ok("")])
 
 
 def test_this_machine_can_run_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,17 +273,31 @@ async def test_a_right_that_is_missing_is_named(tmp_path: Path) -> None:
 
 
 def test_command_prints_findings_and_fails_on_a_problem(capsys, monkeypatch):
-    gone = problem("gone", "look for it", area="gpu")
-    monkeypatch.setattr(
-        checks, "CHECKS", (Check("gpu", Stage.DOCTOR, ANY, lambda _: gone, of_machine=True),)
-    )
+    gone = [ok("one", area="a long area"), problem("gone", "look for it", area="gpu")]
+
+    def of(findings: list[Finding]) -> int:
+        check = Check("gpu", Stage.DOCTOR, ANY, lambda _: findings, of_machine=True)
+        monkeypatch.setattr(checks, "CHECKS", (check,))
+        return main(["doctor"])
+
+    assert of(gone) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split() for line in lines[:3]] == [
+        ["ok", "a", "long", "area", "one"],
+        ["problem", "gpu", "gone"],
+        ["->", "look", "for", "it"],
+    ]
+    assert lines[0].index("one") == lines[1].index("gone") == lines[2].index("->")
+    assert lines[3:] == ["", "1 problem stands in the way of a run, 0 hints"]
     assert main(["doctor", "--json"]) == 1
-    assert json.loads(capsys.readouterr().out) == {
+    assert json.loads(capsys.readouterr().out.splitlines()[1]) == {
         "area": "gpu",
         "verdict": "problem",
         "seen": "gone",
         "remedy": "look for it",
     }
+    assert of([advice("", "y"), advice("", "z")]) == 0
+    assert "nothing stands in the way of a run, 2 hints" in capsys.readouterr().out
 
 
 @pytest.mark.process

@@ -33,7 +33,6 @@ from slipstream.client.launch.findings import (
     CONTROLLER,
     LEARNER,
     SERVER,
-    Finding,
     Scene,
     Verdict,
 )
@@ -65,7 +64,7 @@ from slipstream.client.run_folder import (
     version_to_export,
     write_config,
 )
-from slipstream.client.terminal import complain, say
+from slipstream.client.terminal import complain, counted, say
 from slipstream.core.configuration.config_file import (
     check_sizes,
     dump_config,
@@ -170,11 +169,8 @@ async def _carry_out(
     beside: tuple[Program, Sequence[str]] | None = None,
 ) -> int:
     scene = scene_of(config, share, connect_timeout_s, dry_run=dry_run)
-    await require(scene, Stage.SETTINGS)
-    warn_unproved(scene)
-    if dry_run:
-        return await show_dry_run(scene)
-    await require(scene, Stage.PLACE)
+    if not await _may_start(scene):
+        return 0
     async with AsyncExitStack() as stack:
         address = config.controller.address
         if share.has_controller:
@@ -223,11 +219,8 @@ async def run_rollout_server(
         overrides = [*overrides, f'controller.address="{controller}"']
     config = load_config(path, overrides, hub="small" if dry_run else "whole", apart=True)
     scene = scene_of(config, Share(servers=1), connect_timeout_s, dry_run=dry_run)
-    await require(scene, Stage.SETTINGS)
-    warn_unproved(scene)
-    if dry_run:
-        return await show_dry_run(scene)
-    await require(scene, Stage.PLACE)
+    if not await _may_start(scene):
+        return 0
     config, placement, _ = fit_here(config, scene.share)
     await require(replace(scene, stated=config), Stage.START)
     make_run_folder(config)
@@ -316,32 +309,20 @@ async def run_doctor(arguments: argparse.Namespace) -> int:
     # Checks that take long say so; stdout may be read by a program.
     with contextlib.redirect_stdout(sys.stderr):
         findings = await find_all(replace(scene, leaves_nothing=True))
+    verdicts = [found.verdict for found in findings]
+    problems, hints = verdicts.count(Verdict.PROBLEM), verdicts.count(Verdict.ADVICE)
     if arguments.json:
         say("\n".join(json.dumps(asdict(found)) for found in findings))
-    else:
-        say(table(findings))
-        say(conclusion(findings))
-    return 1 if any(found.verdict is Verdict.PROBLEM for found in findings) else 0
-
-
-def conclusion(findings: Sequence[Finding]) -> str:
-    """Returns the last line of the doctor's text, with the numbers of problems and hints."""
-    problems = sum(found.verdict is Verdict.PROBLEM for found in findings)
-    hints = sum(found.verdict is Verdict.ADVICE for found in findings)
-    what = f"{problems} problem{'s' * (problems != 1)}" if problems else "nothing"
-    stands = "stand" if problems > 1 else "stands"
-    return f"\n{what} {stands} in the way of a run, {hints} hint{'s' * (hints != 1)}"
-
-
-def table(findings: Sequence[Finding]) -> str:
-    """Returns the text for a terminal: a line for each finding, its remedy below it."""
+        return int(problems > 0)
     width = max((len(found.area) for found in findings), default=0)
-    lines = []
     for found in findings:
-        lines.append(f"{found.verdict.value:8} {found.area:{width}} {found.seen}")
+        say(f"{found.verdict.value:8} {found.area:{width}} {found.seen}")
         if found.remedy:
-            lines.append(f"{'':8} {'':{width}} -> {found.remedy}")
-    return "\n".join(lines)
+            say(f"{'':8} {'':{width}} -> {found.remedy}")
+    what = counted(problems, "problem") if problems else "nothing"
+    stands = "stand" if problems > 1 else "stands"
+    say(f"\n{what} {stands} in the way of a run, {counted(hints, 'hint')}")
+    return int(problems > 0)
 
 
 async def run_replay(folder: Path, overrides: Sequence[str], *, step: int | None) -> int:
@@ -464,15 +445,22 @@ def learner_overrides(master: str | None) -> list[str]:
     return [] if master is None else [f'learner.master="{master}"']
 
 
-async def show_dry_run(scene: Scene) -> int:
-    """Prints the plan and checks places; raises SlipstreamError if nothing could start here."""
-    text, obstacles = describe_dry_run(scene.config, scene.share)
-    say(text.rstrip("\n"), as_it_is=True)
+async def _may_start(scene: Scene) -> bool:
+    """Makes the checks of settings and places, and prints the plan of a dry run.
+
+    Returns whether the command goes on; raises SlipstreamError if nothing could start here.
+    """
+    await require(scene, Stage.SETTINGS)
+    warn_unproved(scene)
+    obstacles: tuple[str, ...] = ()
+    if scene.dry_run:
+        text, obstacles = describe_dry_run(scene.config, scene.share)
+        say(text.rstrip("\n"), as_it_is=True)
     await require(scene, Stage.PLACE)
     if obstacles:
         lacking = "; ".join(obstacles)
         raise SlipstreamError(f"the settings are right, but nothing can start here: {lacking}")
-    return 0
+    return not scene.dry_run
 
 
 def describe_dry_run(config: Config, share: Share) -> tuple[str, tuple[str, ...]]:
