@@ -129,7 +129,7 @@ def test_a_shipped_configuration_passes_its_dry_run(name: str, folder: Path) -> 
 @pytest.mark.parametrize("name", [*SMALL, *MIDDLE])
 def test_a_shipped_configuration_fits_the_gpus_that_it_is_for(name, folder, monkeypatch):
     monkeypatch.chdir(folder)
-    for module in (placement, fit, launcher):
+    for module in (placement, fit):
         monkeypatch.setattr(module, "uses_gpus", lambda: True)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     for number in MIDDLE.get(name, (1, 2, 8)):

@@ -108,16 +108,30 @@ def lease_of_nobody(planted: Planted) -> dict:
     return lease | {"group": f"g{max(numbers) + 1:06d}", "deadline": 1}
 
 
-def with_span(change: Callable[[object], None]) -> Callable[[trainer_pb2.RecordedBatch], None]:
-    return lambda batch: change(batch.trajectories[0].version_spans[0].version)
+def with_span(name: str, value: int) -> Callable[[Planted], None]:
+    """Another version of a token of step 4."""
+    return in_batch(lambda b: setattr(b.trajectories[0].version_spans[0].version, name, value), 4)
 
 
-def drop_step(planted: Planted) -> None:
-    planted.records.remove(planted.one("step"))
+def in_batch(change: Change, step: int = 2) -> Callable[[Planted], None]:
+    return lambda planted: planted.change_batch(step, change)
 
 
-def again(planted: Planted, kind: str) -> None:
-    planted.records.append(dict(planted.one(kind)))
+def in_record(kind: str, **values: object) -> Callable[[Planted], None]:
+    return lambda planted: planted.one(kind).update(values)
+
+
+def more(kind: str, **values: object) -> Callable[[Planted], None]:
+    """One more record like the one of step 2."""
+    return lambda planted: planted.records.append(planted.one(kind) | values)
+
+
+def without(kind: str) -> Callable[[Planted], None]:
+    return lambda planted: planted.records.remove(planted.one(kind))
+
+
+def in_file(name: str, pattern: str, text: str) -> Callable[[Planted], None]:
+    return lambda planted: planted.replace(name, pattern, text)
 
 
 def changed_summary(name: str, value: object) -> Callable[[Planted], None]:
@@ -148,10 +162,7 @@ CHANGES: dict[str, tuple[Callable[[Planted], object], str]] = {
         lambda p: p.records.extend([{"kind": "end", "id": "g9.0.0.1", "end": "failed"}] * 2),
         "g9.0.0.1 ended twice, as failed",
     ),
-    "a member is lost": (
-        lambda p: p.change_batch(2, lambda b: b.trajectories.pop()),
-        "in step 2: 3 and 4",
-    ),
+    "a member is lost": (in_batch(lambda b: b.trajectories.pop()), "in step 2: 3 and 4"),
     "a group is lost": (
         lambda p: p.records.append(lease_of_nobody(p)),
         "was to be trained by step 1",
@@ -160,79 +171,54 @@ CHANGES: dict[str, tuple[Callable[[Planted], object], str]] = {
         lambda p: p.records.append(lease_of_nobody(p) | {"group": "g900000", "deadline": 99}),
         "the place of g900000: 900000 and",
     ),
-    "a group is leased after its end": (lambda p: again(p, "lease"), "was leased after its end"),
+    "a group is leased after its end": (more("lease"), "was leased after its end"),
     "a group is leased with another task": (
         lambda p: p.records.insert(
             p.records.index(p.one("lease")) + 1, p.one("lease") | {"seed": 1}
         ),
         "the task of g000000: ",
     ),
-    "a batch has no record": (
-        lambda p: p.records.remove(p.one("batch")),
-        "step 2 was trained without a batch",
-    ),
-    "a step has two batches": (lambda p: again(p, "batch"), "step 2 has two batches"),
+    "a batch has no record": (without("batch"), "step 2 was trained without a batch"),
+    "a step has two batches": (more("batch"), "step 2 has two batches"),
     "a batch's file is gone": (
         lambda p: batch_path(p.log.parent, 3).unlink(),
         "the batch of step 3 cannot be read: No such file",
     ),
     "a batch is another": (
-        lambda p: p.one("batch").update(crc32=p.one("batch")["crc32"] + 1),
+        in_record("batch", crc32=7),
         "the batch of step 2 is not what a run writes: ValueError by its checksum",
     ),
-    "two batches are swapped": (
-        lambda p: shutil.copy(batch_path(p.log.parent, 1), batch_path(p.log.parent, 2)),
-        "the batch of step 2 is not what a run writes",
-    ),
     "a batch has another number": (
-        lambda p: p.change_batch(2, lambda b: setattr(b.header, "step", 3)),
+        in_batch(lambda b: setattr(b.header, "step", 3)),
         "batch 2: (3, 'b000002') and (2, 'b000002')",
     ),
-    "a batch has other groups": (
-        lambda p: p.one("batch")["groups"].pop(),
-        "groups of step 2: [",
-    ),
+    "a batch has other groups": (lambda p: p.one("batch")["groups"].pop(), "groups of step 2: ["),
     "a batch has too few groups": (
-        lambda p: p.replace("config.toml", r"(?s)^.*?\n(.*groups_per_step = )\d+", r"\g<1>9"),
+        in_file("config.toml", r"(?s)^.*?\n(.*groups_per_step = )\d+", r"\g<1>9"),
         "number of groups of step 0: ",
     ),
-    "a token is too old": (
-        lambda p: p.change_batch(4, with_span(lambda version: setattr(version, "step", 1))),
-        "of step 4 has lag 3",
-    ),
-    "a token is of a version that nobody made": (
-        lambda p: p.change_batch(4, with_span(lambda version: setattr(version, "incarnation", 3))),
-        "no step made version (3, ",
-    ),
+    "a token is too old": (with_span("step", 1), "of step 4 has lag 3"),
+    "a token is of no version": (with_span("incarnation", 3), "no step made version (3, "),
     "a trajectory is of another run": (
-        lambda p: p.change_batch(2, lambda b: setattr(b.trajectories[0], "run_id", "other")),
+        in_batch(lambda b: setattr(b.trajectories[0], "run_id", "other")),
         ": other and ",
     ),
     "a trajectory is of another task": (
-        lambda p: p.change_batch(2, lambda b: setattr(b.trajectories[0], "seed", 5)),
+        in_batch(lambda b: setattr(b.trajectories[0], "seed", 5)),
         "task and lease of ",
     ),
     "spans are shorter than tokens": (
-        lambda p: p.change_batch(2, lambda b: b.trajectories[0].run_lengths.extend([0, 1])),
+        in_batch(lambda b: b.trajectories[0].run_lengths.extend([0, 1])),
         "tokens and versions of ",
     ),
-    "a step is gone": (drop_step, "trained steps: [0, 1, 3, 4, 5] and [0, 1, 2, 3, 4]"),
-    "a step makes another version": (
-        lambda p: p.one("step").update(version=[0, 9]),
-        "the version of step 2: 9 and 3",
-    ),
-    "a version is made twice, with other weights": (
-        lambda p: p.records.append(p.one("step") | {"digest": "00"}),
-        "weights of version (0, 3) in step 2: 00 and ",
-    ),
+    "a step is gone": (without("step"), "trained steps: [0, 1, 3, 4, 5] and [0, 1, 2, 3, 4]"),
+    "another version": (in_record("step", version=[0, 9]), "the version of step 2: 9 and 3"),
+    "other weights": (more("step", digest="00"), "weights of version (0, 3) in step 2: 00 and "),
     "a checkpoint has other weights": (
         lambda p: p.records.append({"kind": "checkpoint", "version": [0, 3], "digest": "00"}),
         "weights of version (0, 3) in a checkpoint: 00 and ",
     ),
-    "lags of a step": (
-        lambda p: p.one("step").update(lags=[[0, 1]]),
-        "lags of step 2: Counter",
-    ),
+    "lags of a step": (in_record("step", lags=[[0, 1]]), "lags of step 2: Counter"),
     "tokens of a batch": (
         lambda p: p.one("batch")["tokens"][0].__setitem__(2, 1),
         "tokens of step 2: ",
@@ -241,60 +227,49 @@ CHANGES: dict[str, tuple[Callable[[Planted], object], str]] = {
     "the difference": (changed_summary("difference", 5), "the ledger's difference: 5 and 0"),
     "the gaps": (changed_summary("gaps", ["x"]), "the ledger's gaps: ['x'] and []"),
     "the sum": (changed_summary("generated", 1), "the ledger's tokens: 1 and "),
-    "the ends": (
-        changed_summary("evaluated", 10**6),
-        "the ledger's evaluated tokens: 1000000 and ",
-    ),
+    "the ends": (changed_summary("evaluated", 99), "the ledger's evaluated tokens: 99 and "),
     "the trained tokens": (changed_summary("trained_tokens", 1), "the trained tokens: 1 and "),
     "the ledger's trained tokens": (changed_summary("trained", 1), "the trained tokens: 1 and "),
     "the lags": (changed_summary("tokens_by_lag", {"0": 1}), "the tokens by lag: {0: 1} and "),
     "the number of steps": (changed_summary("steps", 9), f"the steps: 9 and {STEPS}"),
     "no summary": (lambda p: (p.folder / "summary.json").unlink(), "summary.json cannot be read"),
-    "another run's records": (
-        lambda p: p.records.append(p.one("start") | {"run_id": "other"}),
-        "the runs of the journal: 2 and 1",
-    ),
-    "no start": (lambda p: p.records.pop(0), "before a start"),
+    "records of another run": (more("start", run_id="other"), "the runs of the journal: 2 and 1"),
+    "no start": (without("start"), "before a start"),
     "the curve": (
-        lambda p: p.replace("metrics.jsonl", r'"reward_mean": [\d.]+', '"reward_mean": 7'),
+        in_file("metrics.jsonl", r'"reward_mean": [\d.]+', '"reward_mean": 7'),
         "metrics.jsonl has reward 7 at step 1",
     ),
     "a row of the curve": (
-        lambda p: p.replace("metrics.jsonl", r'.*"step": 2.0.*\n', ""),
+        in_file("metrics.jsonl", r'.*"step": 2.0.*\n', ""),
         "steps of metrics.jsonl: [1.0, 3.0",
     ),
     "a round": (
-        lambda p: p.replace("metrics.jsonl", r'"reward_heldout": [^,]+', '"reward_heldout": 7'),
+        in_file("metrics.jsonl", r'"reward_heldout": [^,]+', '"reward_heldout": 7'),
         "reward_heldout of version 0 in metrics.jsonl: 7 and ",
     ),
     "a kept episode": (
-        lambda p: p.replace("trajectories.jsonl", r'"reward": [^,]+', '"reward": 7'),
+        in_file("trajectories.jsonl", r'"reward": [^,]+', '"reward": 7'),
         "step 1 in trajectories.jsonl: 7 and ",
     ),
     "a kept episode twice": (
-        lambda p: (p.folder / "trajectories.jsonl").write_text(
-            (p.folder / "trajectories.jsonl").read_text() * 2
-        ),
+        in_file("trajectories.jsonl", r"(?s)(.*)", r"\1\1"),
         "trajectories.jsonl has g",
     ),
     "a kept episode of no step": (
-        lambda p: p.replace("trajectories.jsonl", r'"step": 1,', '"step": 99,'),
+        in_file("trajectories.jsonl", r'"step": 1,', '"step": 99,'),
         "step 99 in trajectories.jsonl",
     ),
     "a group's line": (
-        lambda p: p.replace("groups.jsonl", r'"task_index": \d+', '"task_index": 99'),
+        in_file("groups.jsonl", r'"task_index": \d+', '"task_index": 99'),
         "groups.jsonl has other groups than step 1",
     ),
-    "a group's line is gone": (
-        lambda p: p.replace("groups.jsonl", r".*\n", ""),
-        "groups.jsonl has other groups than step 1",
-    ),
+    "a group's line is gone": (in_file("groups.jsonl", r".*\n", ""), "other groups than step 1"),
     "settings": (
-        lambda p: p.replace("config.toml", "max_staleness = 2", "max_staleness = 3"),
+        in_file("config.toml", "max_staleness = 2", "max_staleness = 3"),
         "is not what the run wrote, by the digest in its first line",
     ),
     "the bound": (
-        lambda p: p.replace("config.toml", r"(?s)^.*?\n(.*max_staleness = )2", r"\g<1>0"),
+        in_file("config.toml", r"(?s)^.*?\n(.*max_staleness = )2", r"\g<1>0"),
         "has lag 1",
     ),
 }
