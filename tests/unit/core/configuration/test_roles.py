@@ -21,7 +21,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.models.model_sizes import read_model_sizes
 from slipstream.core.settings.config import Config
 from support.fakes.model_folders import write_loadable_files
-from support.fakes.small_configs import SMALLEST, refusal_of, small_config
+from support.fakes.small_configs import SMALLEST, refusal_of, refusals, small_config
 
 Table = dict[str, JsonValue]
 
@@ -295,41 +295,25 @@ def test_likely_tokens_of_a_reference_make_trajectories_larger() -> None:
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "reference", "cause"),
-    [
-        (
-            FORWARD,
-            None,
-            "algorithm.kl.estimator = 'forward_top_k' needs reference.top_k >= 1, got 0",
-        ),
-        (
-            FORWARD,
-            {"server": SERVER},
-            "algorithm.kl.estimator = 'forward_top_k' needs reference.top_k >= 1, got 0",
-        ),
-        (
-            KL,
-            {"server": SERVER, "top_k": 2},
-            "reference.top_k must be 0 unless a kl.estimator is forward_top_k or reverse_top_k, "
-            "got 2",
-        ),
-        (
-            {"kl": FORWARD["kl"] | {"placement": "reward"}},
-            {"server": SERVER, "top_k": 2},
-            "algorithm: kl.estimator = 'forward_top_k' is no cost of a sampled token: "
-            "kl.placement must be 'loss', got 'reward'",
-        ),
-        (
-            KL,
-            {"server": SERVER, "refresh_every_steps": 2},
-            "reference: refresh_every_steps has no effect with the table server: the ranks load "
-            "no reference",
-        ),
-    ],
+    ("tables", "cause"),
+    refusals("""
+kl.estimator = "forward_top_k"
+    algorithm.kl.estimator = 'forward_top_k' needs reference.top_k >= 1, got 0
+kl.estimator = "forward_top_k", reference = {}
+    algorithm.kl.estimator = 'forward_top_k' needs reference.top_k >= 1, got 0
+reference.top_k = 2
+    reference.top_k must be 0 unless a kl.estimator is forward_top_k or reverse_top_k, got 2
+kl = {estimator = "forward_top_k", placement = "reward"}, reference.top_k = 2
+    algorithm: kl.estimator = 'forward_top_k' is no cost of a sampled token: kl.placement must be
+    'loss', got 'reward'
+reference.refresh_every_steps = 2
+    reference: refresh_every_steps has no effect with the table server: the ranks load no reference
+"""),
 )
-def test_servers_of_a_reference_that_cannot_work_are_refused(algorithm, reference, cause) -> None:
-    tables = {} if reference is None else {"reference": reference}
-    assert refusal(algorithm, **tables) == cause
+def test_servers_of_a_reference_that_cannot_work_are_refused(tables, cause) -> None:
+    penalty = {"kl": {"coefficient": 1.0} | tables.get("kl", {})}
+    served = {"reference": {"server": SERVER} | tables.get("reference", {})}
+    assert refusal(penalty, **(served if "reference" in tables else {})) == cause
 
 
 def test_a_server_answers_at_temperature_1_alone() -> None:

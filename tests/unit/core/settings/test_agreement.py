@@ -11,17 +11,19 @@ BITS = {"algorithm": {"agreement": "bits"}}
 
 @pytest.mark.parametrize(
     ("tables", "line"),
-    [
-        ({"learner": {"world_size": 2, "parallel": {"cp": 2}}}, "needs learner.parallel.cp = 1"),
-        (
-            {"rollout_server": {"engine": {"speculative_config": {}}}},
-            "excludes rollout_server.engine.speculative_config: it may change kernels",
-        ),
-        ({"lora": {"rank": 4}}, "needs lora.rank = 0: merged and separate adapters round"),
-        ({"sampling": {"temperature": 0.7}}, "needs sampling.temperature = 1.0"),
-        ({"sampling": {"top_p": 0.9}}, "needs sampling.top_p = 1.0"),
-        ({"sampling": {"top_k": 5}}, "needs sampling.top_k = 0"),
-        *refusals("""
+    refusals("""
+learner = {world_size = 2, parallel.cp = 2}
+    needs learner.parallel.cp = 1
+rollout_server.engine.speculative_config = {}
+    excludes rollout_server.engine.speculative_config: it may change kernels
+lora.rank = 4
+    needs lora.rank = 0: merged and separate adapters round
+sampling.temperature = 0.7
+    needs sampling.temperature = 1.0
+sampling.top_p = 0.9
+    needs sampling.top_p = 1.0
+sampling.top_k = 5
+    needs sampling.top_k = 0
 learner = {world_size = 2, parallel.tp = 2}
     needs learner.parallel.tp = 1: the parts of a split product are added up in another order,
     got 2
@@ -37,7 +39,6 @@ rollout_server.engine.kv_cache_dtype = "fp8"
 learner.transformer.deterministic_mode = true
     excludes learner.transformer.deterministic_mode
 """),
-    ],
 )
 def test_what_has_other_kernels_is_refused(tables: dict[str, Any], line: str) -> None:
     with pytest.raises(ConfigError) as error:

@@ -40,56 +40,31 @@ LATENT = {"architectures": ["DeepseekV3ForCausalLM"], "n_routed_experts": 4, "kv
 NO_FUSED = "lora.target_modules must leave linear_fc1 and linear_fc2 out for a"
 
 
-@pytest.mark.parametrize(
-    ("section", "model", "tp", "problem"),
-    [
-        ({"rank": 8}, EXPERTS, 2, ""),
-        (PUBLISHED, DENSE, 2, ""),
-        (PUBLISHED, EXPERTS, 2, "lora.publish must be merged with adapters on experts, go"),
-        (NAMED, EXPERTS, 2, "lora.adapters must be empty with adapters on experts, got co"),
-        (PUBLISHED | ATTENTION, EXPERTS, 2, ""),
-        (NAMED | ATTENTION, EXPERTS, 2, ""),
-        # Files hold the experts as one tensor; that is told before anything else.
-        ({"rank": 8}, FUSED, 2, NO_FUSED),
-        (PUBLISHED, FUSED, 2, NO_FUSED),
-        (NAMED, FUSED, 2, NO_FUSED),
-        ({}, FUSED, 2, ""),
-        ({"rank": 8} | ATTENTION, FUSED, 2, ""),
-        ({"rank": 8}, DELTA, 2, ""),
-        (
-            PUBLISHED | ATTENTION,
-            DELTA,
-            2,
-            "lora.publish must be merged for a model with delta",
-        ),
-        (
-            NAMED | ATTENTION,
-            DENSE_DELTA,
-            2,
-            "lora.adapters must be empty for a model with delta",
-        ),
-        ({"rank": 8}, LATENT, 1, ""),
-        ({}, LATENT, 2, ""),
-        (
-            {"rank": 8},
-            LATENT,
-            2,
-            "learner.parallel.tp must be 1 for adapters in a model with latent attention, got 2",
-        ),
-        (
-            PUBLISHED | {"target_modules": ("linear_qkv",)},
-            LATENT,
-            1,
-            "lora.publish must be merged for a model with latent attention, got",
-        ),
-        (
-            NAMED | ATTENTION,
-            LATENT,
-            1,
-            "lora.adapters must be empty for a model with latent attention, got code, math: ",
-        ),
-    ],
-)
+NO_LATENT = "for a model with latent attention, got"
+# Section, model, tensor parallel ranks, and the beginning of the problem.
+ADAPTERS = [
+    ({"rank": 8}, EXPERTS, 2, ""),
+    (PUBLISHED, DENSE, 2, ""),
+    (PUBLISHED, EXPERTS, 2, "lora.publish must be merged with adapters on experts, go"),
+    (NAMED, EXPERTS, 2, "lora.adapters must be empty with adapters on experts, got co"),
+    (PUBLISHED | ATTENTION, EXPERTS, 2, ""),
+    (NAMED | ATTENTION, EXPERTS, 2, ""),
+    # Files hold the experts as one tensor; that is told before anything else.
+    *((section, FUSED, 2, NO_FUSED) for section in ({"rank": 8}, PUBLISHED, NAMED)),
+    ({}, FUSED, 2, ""),
+    ({"rank": 8} | ATTENTION, FUSED, 2, ""),
+    ({"rank": 8}, DELTA, 2, ""),
+    (PUBLISHED | ATTENTION, DELTA, 2, "lora.publish must be merged for a model with delta"),
+    (NAMED | ATTENTION, DENSE_DELTA, 2, "lora.adapters must be empty for a model with delta"),
+    ({"rank": 8}, LATENT, 1, ""),
+    ({}, LATENT, 2, ""),
+    ({"rank": 8}, LATENT, 2, "learner.parallel.tp must be 1 for adapters in a model with latent"),
+    (PUBLISHED | {"target_modules": ("linear_qkv",)}, LATENT, 1, "lora.publish must be merged"),
+    (NAMED | ATTENTION, LATENT, 1, f"lora.adapters must be empty {NO_LATENT} code, math: "),
+]
+
+
+@pytest.mark.parametrize(("section", "model", "tp", "problem"), ADAPTERS)
 def test_adapters_that_a_model_cannot_have_or_publish_are_refused(section, model, tp, problem):
     found = list(adapter_problems(LoraSection(**section), ModelSizes.of(model), tp))
     assert len(found) == bool(problem), found
