@@ -305,7 +305,8 @@ class SimulatedWorker(EnvironmentWorker):
     """A worker whose process is a few answers with a delay."""
 
     async def _start(self, index: int) -> Any:
-        self._stream.table.set_result(CallTable(self._answer_later))
+        self.table = CallTable(self._answer_later)
+        self._stream.attached.set()
         return WorkerLife()
 
     def _answer_later(self, command: environment_pb2.WorkerCommand) -> None:

@@ -20,7 +20,7 @@ class ScriptedWorker(EnvironmentWorker):
     def __init__(self, hosted: "ScriptedEnvironment") -> None:
         super().__init__(None, hosted.spec, hosted._suspects)
         self._hosted = hosted
-        self._stream.table.set_result(CallTable(self._take))
+        self.table = CallTable(self._take)
 
     def _take(self, command: environment_pb2.WorkerCommand) -> None:
         asyncio.get_running_loop().call_soon(self._answer, command)

@@ -212,11 +212,11 @@ class CallTable:
         self._numbers = itertools.count(1) if numbers is None else numbers
         self._open: dict[int, asyncio.Future[environment_pb2.WorkerMessage]] = {}
         self._followed: dict[int, Answers] = {}
-        self._end: EnvironmentFailed | None = None
+        self.failure: EnvironmentFailed | None = None
 
     @property
     def is_open(self) -> bool:
-        return self._end is None
+        return self.failure is None
 
     async def call(
         self, command: environment_pb2.WorkerCommand, *, timeout_s: float
@@ -259,8 +259,8 @@ class CallTable:
 
         Raises EnvironmentFailed if the stream has ended.
         """
-        if self._end is not None:
-            raise EnvironmentFailed(self._end.kind, str(self._end))
+        if self.failure is not None:
+            raise EnvironmentFailed(self.failure.kind, str(self.failure))
         command.call_id = next(self._numbers)
         self._send(command)
         return command.call_id
@@ -279,9 +279,9 @@ class CallTable:
 
     def end(self, kind: trajectory_pb2.FailureKind, message: str) -> None:
         """Fails every open and every later call, because the stream has ended."""
-        if self._end is not None:
+        if self.failure is not None:
             return
-        self._end = EnvironmentFailed(kind, message)
+        self.failure = EnvironmentFailed(kind, message)
         for answer in self._open.values():
             if not answer.done():
                 answer.set_exception(EnvironmentFailed(kind, message))

@@ -51,15 +51,6 @@ class WorkerLimits:
     processes: int = 0
     start_s: float = 60.0
 
-    def arguments(self) -> list[str]:
-        """Returns the limits as command-line arguments of a keeper."""
-        return [
-            *("--memory-bytes", str(self.memory_bytes)),
-            *("--memory-setting", "rollout_server.environment_memory_gib"),
-            *("--processes", str(self.processes)),
-            *("--processes-setting", "rollout_server.environment_processes"),
-        ]
-
 
 NO_LIMITS = WorkerLimits()
 
@@ -92,7 +83,11 @@ class WorkerProcess:
         try:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "slipstream.core.machine.keeper"),
-                *("--cause-fd", str(cause), *limits.arguments()),
+                *("--cause-fd", str(cause)),
+                *("--memory-bytes", str(limits.memory_bytes)),
+                *("--memory-setting", "rollout_server.environment_memory_gib"),
+                *("--processes", str(limits.processes)),
+                *("--processes-setting", "rollout_server.environment_processes"),
                 *("--", *command, "--record", str(record)),
                 env=worker_environment(os.environ, token),
                 stdin=asyncio.subprocess.DEVNULL,
@@ -191,25 +186,20 @@ class WorkerLogs:
 
     def trim(self) -> None:
         """Leaves the last `max_bytes` / 2 of each longer log, from the beginning of a line on."""
+        kept = self._max_bytes // 2
         for path in list(self._paths):
             try:
-                self._trim(path)
+                size = path.stat().st_size
+                if size <= self._max_bytes:
+                    continue
+                with path.open("a+b", buffering=0) as file:
+                    last = os.pread(file.fileno(), kept, size - kept)
+                    lines = last.partition(b"\n")[2] or last
+                    # Workers append too: what they print meanwhile comes before these lines.
+                    file.truncate(0)
+                    file.write(b"slipstream: older lines were removed\n" + lines)
             except OSError as error:
                 log.warning("%s is not trimmed: %s", path, error.strerror)
-
-    def _trim(self, path: Path) -> None:
-        if path.stat().st_size <= self._max_bytes:
-            return
-        file = os.open(path, os.O_RDWR | os.O_APPEND)
-        try:
-            kept = self._max_bytes // 2
-            last = os.pread(file, kept, os.fstat(file).st_size - kept)
-            lines = last.partition(b"\n")[2] or last
-            # Workers append too: what they print meanwhile comes before these lines.
-            os.ftruncate(file, 0)
-            os.write(file, b"slipstream: older lines were removed\n" + lines)
-        finally:
-            os.close(file)
 
 
 class WorkerStream:
@@ -217,9 +207,12 @@ class WorkerStream:
 
     def __init__(self) -> None:
         self.token = secrets.token_urlsafe(32)
-        # The calls to the worker once it has attached, or why it never will.
-        self.table: asyncio.Future[CallTable] = asyncio.get_running_loop().create_future()
-        self.over = asyncio.Event()
+        self.commands: asyncio.Queue[environment_pb2.WorkerCommand] = asyncio.Queue(
+            _MAX_QUEUED_COMMANDS
+        )
+        # The calls to the worker; they may begin when it has attached.
+        self.table = CallTable(self.commands.put_nowait)
+        self.attached, self.over = asyncio.Event(), asyncio.Event()
 
 
 class WorkerGateway(environment_pb2_grpc.WorkerServiceServicer):
@@ -291,22 +284,19 @@ class WorkerGateway(environment_pb2_grpc.WorkerServiceServicer):
         hello = await anext(requests)
         if hello.WhichOneof("message") != "hello":
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message is a hello")
-        commands: asyncio.Queue[environment_pb2.WorkerCommand] = asyncio.Queue(_MAX_QUEUED_COMMANDS)
 
         async def write() -> None:
             # A worker that is gone takes no command: its requests end too, and with them this call.
             with contextlib.suppress(grpc.aio.InternalError):
                 while True:
-                    await context.write(await commands.get())
+                    await context.write(await stream.commands.get())
 
         async with asyncio.TaskGroup() as group:
             writer = group.create_task(write())
-            table = CallTable(commands.put_nowait)
-            if not stream.table.done():
-                stream.table.set_result(table)
+            stream.attached.set()
             try:
                 async for message in requests:
-                    table.answered(message)
+                    stream.table.answered(message)
             finally:
                 stream.over.set()
                 writer.cancel()

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable
 from functools import partial
 
 from slipstream.core.errors import EnvironmentFailed
-from slipstream.rollout_server.episodes.calls import CallTable, StreamSession, check_tools, misused
+from slipstream.rollout_server.episodes.calls import StreamSession, check_tools, misused
 from slipstream.rollout_server.episodes.worker_gateway import (
     WorkerGateway,
     WorkerProcess,
@@ -57,17 +57,13 @@ class EnvironmentWorker:
         self._spec, self._suspects = spec, suspects
         self._try_reset = try_reset
         self._stream, self._gone = WorkerStream(), asyncio.Event()
+        self.table = self._stream.table
         self._process: WorkerProcess
         # Open episodes by key, and the task of each.
         self.episodes: dict[str, int] = {}
         # Why the server ended the worker, and the episode that blocked it, "" if unknown.
         self._hang: EnvironmentFailed | None = None
         self._culprit = ""
-
-    @property
-    def table(self) -> CallTable:
-        """The table of calls to this worker; may be read only after the worker has connected."""
-        return self._stream.table.result()
 
     @property
     def was_killed(self) -> bool:
@@ -129,9 +125,7 @@ class EnvironmentWorker:
                         watch.cancel()
         finally:
             self._gateway.forget(self._stream)
-            attached = self._stream.table
-            if attached.done() and attached.exception() is None:
-                self.table.end(*UNLOADED)
+            self.table.end(*UNLOADED)
             await self._process.close()
 
     async def _start(self, index: int) -> WorkerProcess:
@@ -149,21 +143,20 @@ class EnvironmentWorker:
         load = environment_pb2.WorkerCommand(load=environment_pb2.LoadCommand(spec=self._spec))
         try:
             async with asyncio.timeout(self._gateway.limits.start_s):
-                # A wait that ends at its limit would cancel the future.
-                table = await asyncio.shield(self._stream.table)
-            answer = await table.call(load, timeout_s=max(self._spec.timeout_s, LOAD_S))
-            if self._try_reset:
-                await self._reset_once()
-            loaded(answer.loaded)
-            await self._gone.wait()
-            # Raises the cause, since the worker is gone.
-            table.notify(environment_pb2.WorkerCommand(ping=environment_pb2.PingCommand()))
-        except EnvironmentFailed as error:
-            return error
+                await self._stream.attached.wait()
         except TimeoutError:
             cause = f"worker did not attach within {self._gateway.limits.start_s:g} s"
             return EnvironmentFailed(trajectory_pb2.FAILURE_KIND_INFRASTRUCTURE, cause)
-        raise AssertionError("a worker that is gone takes no call")
+        try:
+            answer = await self.table.call(load, timeout_s=max(self._spec.timeout_s, LOAD_S))
+            if self._try_reset:
+                await self._reset_once()
+        except EnvironmentFailed as error:
+            return error
+        loaded(answer.loaded)
+        await self._gone.wait()
+        assert self.table.failure is not None, "a worker that is gone takes no call"
+        return self.table.failure
 
     async def _reset_once(self) -> None:
         """Resets the first task; waits for an agent's first call, but does not answer it."""
@@ -189,15 +182,16 @@ class EnvironmentWorker:
             session.close()
 
     async def _watch_exit(self) -> None:
-        ended = await self._process.wait()
-        if not self._stream.table.done():
-            cause = f"{ended} before it attached: see its log" if self._spec.python else ended
-            self._stream.table.set_exception(misused(cause))
-        elif self.table.is_open:
-            calls = self._process.calls()
-            place = f" ({calls.place})" if calls.current in self.episodes else ""
-            self._lose(f"{ended}{place}", calls.running)
+        ended, calls = await self._process.wait(), self._process.calls()
+        if self._spec.python and not self._stream.attached.is_set():
+            ended = f"{ended} before it attached: see its log"
+        elif calls.current in self.episodes:
+            ended = f"{ended} ({calls.place})"
+        if self.table.is_open:
+            self._lose(ended, calls.running)
         self._gone.set()
+        # Whoever waits for it to attach is told too.
+        self._stream.attached.set()
 
     def _lose(self, cause: str, in_call: Collection[str]) -> None:
         """Fails all calls with `cause`, and reports the lost episodes' tasks to `Suspects`.

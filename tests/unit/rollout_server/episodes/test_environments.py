@@ -577,8 +577,10 @@ async def test_a_worker_may_not_compress_what_it_says(tmp_path: Path) -> None:
             attach = environment_pb2_grpc.WorkerServiceStub(channel).Attach
             attached = attach(requests(), metadata=((TOKEN_KEY, f"Bearer {stream.token}"),))
             ended = asyncio.ensure_future(attached.code())
-            await asyncio.wait([ended, stream.table], return_when=asyncio.FIRST_COMPLETED)
-        assert not stream.table.done()
+            waiting = asyncio.ensure_future(stream.attached.wait())
+            await asyncio.wait([ended, waiting], return_when=asyncio.FIRST_COMPLETED)
+            waiting.cancel()
+        assert not stream.attached.is_set()
 
 
 async def test_a_command_to_a_worker_that_is_gone_fails_no_call(tmp_path: Path) -> None:
@@ -603,7 +605,7 @@ async def test_a_command_to_a_worker_that_is_gone_fails_no_call(tmp_path: Path) 
         await wrote.wait()
 
     attached = asyncio.ensure_future(gateway.Attach(requests(), Gone()))
+    stream.table.notify(env_pb.WorkerCommand())
     async with asyncio.timeout(LIMIT_S):
-        (await stream.table).notify(env_pb.WorkerCommand())
         await attached
     assert stream.over.is_set()
