@@ -174,21 +174,19 @@ class WeightOrders:
             self._preparing.cancel()
 
     async def _commit(self, order: fleet_pb2.CommitPublish) -> None:
-        publish, publish_id = self._publish, order.publish_id
-        is_known = publish is not None and publish.publish_id == publish_id
-        if is_known and self.phase is Phase.FAILED:
+        publish, publish_id = self._publish or _Publish("", Phase.FAILED), order.publish_id
+        if (publish.publish_id, publish.phase) == (publish_id, Phase.FAILED):
             # The commit was on its way before the failure was reported.
             return
+        loaded, cause = publish.publish_id if publish.phase is Phase.LOADED else "", ""
         if publish_id in self._aborted:
             # The controller abandoned the publish; its abort may be queued behind this order.
-            await self._discard(publish_id, "the publish was abandoned")
-            return
-        if publish is None or not is_known or publish.phase is not Phase.LOADED:
-            loaded = publish.publish_id if publish and publish.phase is Phase.LOADED else ""
-            await self._discard(publish_id, f"commit of {publish_id!r}, but {loaded!r} is loaded")
-            return
-        if list(order.bucket_digests) != publish.digests:
+            cause = "the publish was abandoned"
+        elif loaded != publish_id:
+            cause = f"commit of {publish_id!r}, but {loaded!r} is loaded"
+        elif list(order.bucket_digests) != publish.digests:
             cause = "the digests of the loaded buckets are not those that were sent"
+        if cause:
             await self._discard(publish_id, cause)
             return
         if order.HasField("probe"):
@@ -231,12 +229,8 @@ class WeightOrders:
 
     async def _take_verdict(self, verdict: fleet_pb2.ProbeVerdict) -> None:
         publish = self._publish
-        is_expected = (
-            publish is not None
-            and publish.phase is Phase.PROBING
-            and publish.publish_id == verdict.publish_id
-        )
-        if publish is None or not is_expected:
+        expected = verdict.publish_id, Phase.PROBING
+        if publish is None or (publish.publish_id, publish.phase) != expected:
             if verdict.passed:
                 # The controller believes that this server serves.
                 self._fail(verdict.publish_id, "the verdict on its probe came too late")

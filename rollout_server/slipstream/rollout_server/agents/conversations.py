@@ -277,12 +277,8 @@ def reply_keys(messages: Sequence[Mapping[str, Any]]) -> list[tuple[MessageKey, 
 
     These are the key of the message and, if it has reasoning, the key without the reasoning.
     """
-    found: list[tuple[MessageKey, ...]] = []
-    for message in messages:
-        key = message_key(message)
-        whole = key.reasoning is None
-        found.append((key,) if whole else (key, key._replace(reasoning=None)))
-    return found
+    keys = map(message_key, messages)
+    return [(key, key._replace(reasoning=None)) if key.reasoning else (key,) for key in keys]
 
 
 def _part(part: object) -> str:

@@ -343,23 +343,19 @@ class EngineCollector:
         # An engine without requests takes no step and sends nothing.
         num_open = self._requests.num_open
         works = num_open > 0
-        gauges: dict[str, tuple[str, float]] = {
-            "open_requests": ("Requests to the engine, held ones included.", num_open),
-            "running_requests": ("Requests in the engine's steps.", counter.running * works),
-            "waiting_requests": ("Requests that wait for a place.", counter.waiting * works),
-            "kv_cache_usage_ratio": ("Used share of the KV cache.", counter.cache_usage * works),
-        }
-        counters = {
-            "generated_tokens": ("Tokens that the engine handed out.", counter.generated_tokens),
-            "prompt_tokens": ("Tokens of prompts.", counter.prompt_tokens),
-            "prefix_looked_up_tokens": (
-                "Tokens looked up in the prefix cache.",
-                counter.looked_up_tokens,
-            ),
-            "prefix_found_tokens": ("Tokens found there.", counter.found_tokens),
-            "preemptions": ("Requests whose memory was taken away.", counter.preemptions),
-        }
-        for name, (meaning, value) in gauges.items():
+        for name, meaning, value in (
+            ("open_requests", "Requests to the engine, held ones included.", num_open),
+            ("running_requests", "Requests in the engine's steps.", counter.running * works),
+            ("waiting_requests", "Requests that wait for a place.", counter.waiting * works),
+            ("kv_cache_usage_ratio", "Used share of the KV cache.", counter.cache_usage * works),
+        ):
             yield GaugeMetricFamily(f"slipstream_engine_{name}", meaning, value)
-        for name, (meaning, total) in counters.items():
+        looked_up = counter.looked_up_tokens
+        for name, meaning, total in (
+            ("generated_tokens", "Tokens that the engine handed out.", counter.generated_tokens),
+            ("prompt_tokens", "Tokens of prompts.", counter.prompt_tokens),
+            ("prefix_looked_up_tokens", "Tokens looked up in the prefix cache.", looked_up),
+            ("prefix_found_tokens", "Tokens found there.", counter.found_tokens),
+            ("preemptions", "Requests whose memory was taken away.", counter.preemptions),
+        ):
             yield CounterMetricFamily(f"slipstream_engine_{name}", meaning, total)

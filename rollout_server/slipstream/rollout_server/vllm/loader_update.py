@@ -18,7 +18,7 @@ import torch
 from slipstream.core.errors import WeightSyncError
 from slipstream.core.models.registry import FAMILIES
 from slipstream.protocol.weights.buckets import Bucket
-from slipstream.rollout_server.weights.bucket_receiver import LoadResult, Update
+from slipstream.rollout_server.weights.bucket_receiver import Update
 from slipstream.rollout_server.weights.copy_plan import (
     CopyPlan,
     NotCopied,
@@ -64,15 +64,15 @@ def load(
     *,
     num_weights: int,
     keep_adapters: Callable[[int, torch.Tensor], None],
-) -> tuple[LoadResult, Replay | None]:
-    """Reloads `model` through vLLM's loader; also returns the plan's replay if the plan agrees.
+) -> Replay | None:
+    """Reloads `model` through vLLM's loader; returns the plan's replay if the plan agrees.
 
-    Receives all buckets, each within its deadline. The first `num_weights` hold weights;
-    `keep_adapters` takes the others. Raises WeightSyncError if a bucket misses its deadline or
-    parameters are left out. After an error vLLM's reload must still be finalised, and the model
-    needs a whole new update.
+    Receives all buckets of `update`, each within its deadline, and notes their digests and the time
+    that they took. The first `num_weights` hold weights; `keep_adapters` takes the others. Raises
+    WeightSyncError if a bucket misses its deadline or parameters are left out. After an error
+    vLLM's reload must still be finalised, and the model needs a whole new update.
     """
-    started_s, receive_s = time.perf_counter(), 0.0
+    update.started_s = time.perf_counter()
     parameters = initialized(model)
     # Parameters that layers compute from others after loading, such as scales, are never sent.
     awaited = parameters.keys() & dict(model.named_parameters()).keys()
@@ -82,7 +82,7 @@ def load(
     assert receiver is not None, "an update is loaded when it is ready"
     waiting_s = time.perf_counter()
     for place, buffer in enumerate(receiver.receive(update.incoming)):
-        receive_s += time.perf_counter() - waiting_s
+        update.receive_s += time.perf_counter() - waiting_s
         if place >= num_weights:
             keep_adapters(place, buffer)
         else:
@@ -95,7 +95,7 @@ def load(
         # The last one is not held while layers are finalised.
         del buffer
         waiting_s = time.perf_counter()
-    digests = receiver.digests()
+    update.digests = receiver.digests()
     if missing:
         names = ", ".join(sorted(missing)[:3])
         raise WeightSyncError(f"{len(missing)} parameters were left out: {names}")
@@ -107,25 +107,16 @@ def load(
             # would compute with plain matrices as if they were packed (0.32.0).
             kernel = module.quant_method.moe_kernel
             kernel.fused_experts.process_weights_after_loading(module)
-    replay = None
-    if plan is not None and check is not None:
-        different, after = check.failure(), dict(model.named_parameters())
-        moved = [name for name, each in parameters.items() if after.get(name) is not each]
-        if different is not None or moved:
-            log_loader(f"{different or moved[0]} is not a copy of a bucket's data")
-        else:
-            copies = sum(map(len, plan.copies))
-            log.info("later weights are copied: a plan of %d copies agrees with the loader", copies)
-            replay = Replay(plan, after)
-    result = LoadResult(
-        digests=[digest.hex() for digest in digests],
-        by_plan=False,
-        has_plan=replay is not None,
-        receive_s=receive_s,
-        load_s=time.perf_counter() - started_s - receive_s,
-        wire_s=receiver.take_wire().seconds,
-    )
-    return result, replay
+    if plan is None or check is None:
+        return None
+    different, after = check.failure(), dict(model.named_parameters())
+    moved = [name for name, each in parameters.items() if after.get(name) is not each]
+    if different is not None or moved:
+        log_loader(f"{different or moved[0]} is not a copy of a bucket's data")
+        return None
+    copies = sum(map(len, plan.copies))
+    log.info("later weights are copied: a plan of %d copies agrees with the loader", copies)
+    return Replay(plan, after)
 
 
 def initialized(model: torch.nn.Module) -> Parameters:

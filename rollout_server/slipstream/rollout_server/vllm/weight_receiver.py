@@ -16,7 +16,6 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,6 @@ from slipstream.rollout_server.weights.bucket_receiver import (
     GlooReceiver,
     Incoming,
     IpcReceiver,
-    LoadResult,
     Seat,
     Staging,
     StorageReceiver,
@@ -89,7 +87,8 @@ class SlipstreamWeightTransfer:
         model: torch.nn.Module,
     ) -> None:
         self.vllm_config, self.device, self.model = vllm_config, device, model
-        self.result: LoadResult
+        # The update that was loaded last, whether copies loaded it, and when these began.
+        self._loaded: tuple[Update, bool, float]
 
     def join(self, order: weights_pb2.PublishOrder, first_rank: int) -> None:
         """Leaves the old communicator and begins to join that of `order`, on a thread.
@@ -193,7 +192,7 @@ class SlipstreamWeightTransfer:
         with self._leaving_on_errors() as update:
             update.finish()
         self._settle()
-        self.result = update.result(has_plan=self._replay is not None)
+        self._loaded = update, True, update.began_s()
         # If the next update is like this one, it needs no `prepare`.
         self._update = update.following()
 
@@ -203,9 +202,10 @@ class SlipstreamWeightTransfer:
         After an error the model needs a whole new update.
         """
         update, self._update, self._is_whole = self._ready_update(), None, False
+        self._loaded = update, False, 0.0
         with set_current_vllm_config(self.vllm_config):
             try:
-                self.result, self._replay = loader_update.load(
+                self._replay = loader_update.load(
                     self.model,
                     self.vllm_config.model_config,
                     update,
@@ -223,15 +223,30 @@ class SlipstreamWeightTransfer:
                 self._plan = None
             self._settle()
 
-    def put_adapters_on(self) -> None:
-        """Ends an update: activates the adapters that arrived with it."""
+    def put_adapters_on(self) -> dict[str, Any]:
+        """Ends an update: activates the adapters that arrived with it; returns how it was loaded.
+
+        `receive_s` is the time for which the worker waited for buckets, and `load_s` the rest.
+        `wire_s` is the time from the start of the first broadcast to the end of the last, or 0 if
+        it cannot be measured. `by_plan` says that a copy plan loaded the update, `has_plan` that a
+        plan will load the next update of this layout. `began_s` is when the device came to the
+        copies, on the monotonic clock, or 0 after vLLM's loader.
+        """
         if self._adapters.buckets:
-            started_s = time.perf_counter()
             self._adapters.put_on(self.model)
             self._wait_for_device()
-            seconds = self.result.load_s + time.perf_counter() - started_s
-            self.result = replace(self.result, load_s=seconds)
         self._is_whole = True
+        update, by_plan, began_s = self._loaded
+        assert update.receiver is not None
+        return {
+            "digests": [digest.hex() for digest in update.digests],
+            "by_plan": by_plan,
+            "has_plan": self._replay is not None,
+            "receive_s": update.receive_s,
+            "load_s": time.perf_counter() - update.started_s - update.receive_s,
+            "wire_s": update.receiver.take_wire().seconds,
+            "began_s": began_s,
+        }
 
     def shutdown(self) -> None:
         """Leaves the communicator."""
@@ -348,7 +363,7 @@ class WorkerExtension:
         return _answer(self.weight_transfer_engine.begin_copies)
 
     def slipstream_receive(self) -> dict[str, Any]:
-        """Receives and loads the prepared update; the result is a `LoadResult`'s fields."""
+        """Receives and loads the prepared update; for the result see `put_adapters_on`."""
 
         def receive() -> dict[str, Any]:
             engine = self.weight_transfer_engine
@@ -357,8 +372,7 @@ class WorkerExtension:
             else:
                 engine.load_weights()
                 self.model_runner.reset_lora_state()
-            engine.put_adapters_on()
-            return asdict(engine.result)
+            return engine.put_adapters_on()
 
         return _answer(receive)
 

@@ -439,31 +439,16 @@ def room(device: torch.device, held_bytes: int, num_workers: int) -> int:
 Take = Callable[[int, torch.Tensor], None]
 
 
-@dataclass(frozen=True)
-class LoadResult:
-    """The way in which a worker loaded an update, and the seconds of each stage.
-
-    `receive_s` is the time for which the worker waited for buckets, and `load_s` the rest. `wire_s`
-    is the time from the start of the first broadcast to the end of the last, or 0 if it cannot be
-    measured. `by_plan` says that a copy plan loaded the update, `has_plan` that a plan will load
-    the next update of this layout.
-    """
-
-    digests: list[str]
-    by_plan: bool
-    has_plan: bool
-    receive_s: float
-    load_s: float
-    wire_s: float
-    # When the device came to the copies, on the monotonic clock; 0 after vLLM's loader.
-    began_s: float = 0.0
-
-
 class Update:
     """One update: call `prepare` until it is ready, `begin`, which is optional, and `finish`."""
 
     # Set when all buckets can be received, or have been staged.
     receiver: BucketReceiver | None = None
+    # When it began to be loaded, on the monotonic clock; 0 before.
+    started_s = 0.0
+    # Seconds until all buckets had arrived; 0 for staged ones, which are not waited for.
+    receive_s = 0.0
+    digests: Sequence[bytes] = ()
 
     def __init__(
         self, incoming: Incoming, staging: Staging | None, take: Take, device: torch.device
@@ -472,10 +457,6 @@ class Update:
         self.incoming, self.staging = incoming, staging
         self._take, self._device = take, device
         self._arriving: Future[Arrived] | None = None
-        self._started_s: float | None = None
-        self._digests: list[bytes] = []
-        # Seconds until all buckets had arrived; 0 for staged ones, which are not waited for.
-        self._receive_s = 0.0
         # Events on the device: after the steps under way, and after the copies.
         self._marks: list[torch.cuda.Event] = []
 
@@ -509,31 +490,21 @@ class Update:
         Raises WeightSyncError after a missed deadline.
         """
         assert self.receiver is not None
-        if self._started_s is None:
+        if not self.started_s:
             self._copy(self.receiver)
         if self._arriving is not None:
-            _, self._digests = self._arriving.result()
+            _, self.digests = self._arriving.result()
         else:
-            self._digests = self.receiver.digests()
-            self._receive_s = self._seconds()
+            self.digests = self.receiver.digests()
+            self.receive_s = time.perf_counter() - self.started_s
         self._mark()
 
-    def result(self, *, has_plan: bool) -> LoadResult:
-        """Returns how a finished update was copied; call it as soon as the device has ended."""
-        assert self.receiver is not None and self._started_s is not None
-        seconds, began_s = self._seconds(), self._started_s
-        if self._marks:
-            first, last = self._marks
-            began_s = time.perf_counter() - 1e-3 * float(first.elapsed_time(last))
-        return LoadResult(
-            digests=[digest.hex() for digest in self._digests],
-            by_plan=True,
-            has_plan=has_plan,
-            receive_s=self._receive_s,
-            load_s=seconds - self._receive_s,
-            wire_s=self.receiver.take_wire().seconds,
-            began_s=began_s,
-        )
+    def began_s(self) -> float:
+        """Returns when the device came to the copies; call it as soon as they have ended."""
+        if not self._marks:
+            return self.started_s
+        first, last = self._marks
+        return time.perf_counter() - 1e-3 * float(first.elapsed_time(last))
 
     def following(self) -> Update | None:
         """Returns an update like this one, which is ready; None after a staged one."""
@@ -548,12 +519,8 @@ class Update:
         if self.staging is not None and self._arriving is not None:
             self.staging.abandon(self._arriving)
 
-    def _seconds(self) -> float:
-        assert self._started_s is not None
-        return time.perf_counter() - self._started_s
-
     def _copy(self, receiver: BucketReceiver) -> None:
-        self._started_s = time.perf_counter()
+        self.started_s = time.perf_counter()
         self._mark()
         arriving = self._arriving
         buffers = receiver.receive(self.incoming) if arriving is None else arriving.result()[0]

@@ -71,5 +71,7 @@ def test_an_update_that_disproved_the_plan_leaves_no_bucket_in_memory() -> None:
     receiver._plan = CopyPlan(tuple(BUCKETS), (copies,))
     receiver.load_weights()
     assert torch.equal(model.weight, torch.full_like(model.weight, -1))
-    assert not receiver.result.has_plan
+    result = receiver.put_adapters_on()
+    assert (result["by_plan"], result["has_plan"]) == (False, False)
+    assert result["digests"] == [b"digest".hex()]
     assert sender.sent() is None
