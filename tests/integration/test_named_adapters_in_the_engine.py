@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 from safetensors.torch import load_file
 from slipstream.core.errors import WeightSyncError
-from slipstream.rollout_server.engine_interface import GenerationFailed, TextOptions
+from slipstream.rollout_server.engine_interface import GenerationFailed
 from support.fakes.gloo_sender import GlooSender, layout_of
 from support.fakes.small_configs import config_of_engine
 from support.fakes.tiny_models import make_model_folder
@@ -87,18 +87,13 @@ async def test_adapters_alone_replace_all_and_no_cached_prefix_crosses_them(rig:
 
 async def test_the_start_replies_beside_several_adapters(rig: NamedRig) -> None:
     await rig.publish_all(rig.base, [adapters_for(rig.base, seed) for seed in (1, 2, 3)])
-    math = dataclasses.replace(SAMPLING, adapter="math")
-    by_start, options = dataclasses.replace(math, by_start=True), TextOptions()
-
-    async def start() -> np.ndarray:
-        stream = rig.engine.requests.stream("j", SEQUENCE, by_start, 40, options=options)
-        parts = [p async for p in stream]
-        found = parts[-1].generation
-        tokens = SEQUENCE + found.token_ids.tolist()
-        return np.abs(rig.expected(rig.base, {}, tokens)[-40:] - found.logprobs)
-
-    gaps, _ = await asyncio.gather(start(), rig.engine.requests.generate("m", SEQUENCE, math, 40))
-    assert gaps.mean() < 1e-4
+    math, generate = dataclasses.replace(SAMPLING, adapter="math"), rig.engine.requests.generate
+    by_start = dataclasses.replace(math, by_start=True)
+    found, _ = await asyncio.gather(
+        generate("start", SEQUENCE, by_start, 40), generate("policy", SEQUENCE, math, 40)
+    )
+    tokens = SEQUENCE + found.token_ids.tolist()
+    assert np.abs(rig.expected(rig.base, {}, tokens)[-40:] - found.logprobs).mean() < 1e-4
 
 
 async def test_a_request_of_no_adapter_fails(rig: NamedRig) -> None:

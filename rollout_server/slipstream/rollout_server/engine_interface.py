@@ -180,11 +180,10 @@ class EngineUse:
     """The counters of an engine since its start.
 
     `generated_tokens` counts all tokens that the engine returned, except for probes.
-    `returned_tokens` counts only tokens of generations that ended, `judged_tokens` only those that
-    the initial model sampled. `busy_s` is the time with at least one open request, without pauses,
-    and `paused_s` the time of pauses after the first `resume`.
-    `drafted_tokens` counts the tokens that speculative decoding proposed, `accepted_tokens` the
-    proposed tokens that were kept.
+    `returned_tokens` counts only tokens of generations that ended. `busy_s` is the time with at
+    least one open request, without pauses, and `paused_s` the time of pauses after the first
+    `resume`. `drafted_tokens` counts the tokens that speculative decoding proposed,
+    `accepted_tokens` the proposed tokens that were kept.
     """
 
     generated_tokens: int
@@ -192,7 +191,6 @@ class EngineUse:
     open_requests: int
     busy_s: float
     paused_s: float = 0.0
-    judged_tokens: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
 

@@ -95,7 +95,7 @@ class EpochCounters:
 
     While no token is in flight between engine and episodes, two sums are equal. The first adds the
     tokens that the engine sampled and the tokens of replies that environments gave; the second adds
-    the tokens of ended episodes, open episodes and judges.
+    the tokens of ended and of open episodes.
     """
 
     def __init__(self, use: EngineUse) -> None:
@@ -147,7 +147,6 @@ class EpochCounters:
             generated_tokens=use.generated_tokens
             - self._start.generated_tokens
             + self._given_tokens,
-            judged_tokens=use.judged_tokens - self._start.judged_tokens,
             drafted_tokens=use.drafted_tokens - self._start.drafted_tokens,
             accepted_tokens=use.accepted_tokens - self._start.accepted_tokens,
             in_flight_tokens=max(self.recorded_tokens + inside, 0),

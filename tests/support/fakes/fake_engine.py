@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -36,7 +37,6 @@ class FakeEngine:
     num_workers = 1
     max_model_len = 64
     num_experts = 4
-    # Whether the model as the run started can sample too.
     # What vLLM's application for agents would need.
     parts = None
 
@@ -71,7 +71,7 @@ class FakeEngine:
         self._changed = asyncio.Event()
         self._requests: dict[str, _Request] = {}
         self._generated = 0
-        self._returned = self._judged = 0
+        self._returned = 0
         self._clock = UseClock()
         self._clock.pause()
 
@@ -90,7 +90,6 @@ class FakeEngine:
             open_requests=len(self._requests),
             busy_s=self._clock.busy_s,
             paused_s=self._clock.paused_s,
-            judged_tokens=self._judged,
         )
 
     def let_go(self, limit: int | None = None) -> None:
@@ -135,21 +134,10 @@ class FakeEngine:
         )
 
     async def stream(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        sampling: engine_interface.Sampling,
-        max_tokens: int,
-        *,
-        options: engine_interface.TextOptions,
-        experts_from: int = 0,
-        images: Sequence[object] = (),
+        self, *asked: Any, options: engine_interface.TextOptions, **others: Any
     ) -> AsyncGenerator[engine_interface.TextPart, None]:
-        generation = await self.generate(
-            request_id, prompt_token_ids, sampling, max_tokens, experts_from=experts_from
-        )
+        generation = await self.generate(*asked, **others)
         tokens = generation.token_ids.tolist()
-        self._judged += len(tokens) if sampling.by_start else 0
         yield engine_interface.TextPart(tokens, " ".join(map(str, tokens)), generation=generation)
 
     async def cancel(self, request_id: str) -> None:

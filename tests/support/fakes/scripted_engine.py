@@ -115,7 +115,6 @@ class ScriptedEngine(FakeEngine):
         )
         self._generated += len(done)
         self._returned += len(done)
-        self._judged += len(done) if sampling.by_start else 0
         text = self.tokenizer.decode(done, skip_special_tokens=options.skip_special_tokens)
         text = text.removesuffix("<|im_end|>")
         generation = Generation(
@@ -126,19 +125,9 @@ class ScriptedEngine(FakeEngine):
         )
         yield TextPart(done[handed_out:], text[len(said) :], generation=generation)
 
-    async def generate(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        sampling: Sampling,
-        max_tokens: int,
-        *,
-        experts_from: int = 0,
-        images: Sequence[object] = (),
-    ) -> Generation:
+    async def generate(self, *asked: Any, **_: object) -> Generation:
         options = TextOptions(skip_special_tokens=False)
-        stream = self.stream(request_id, prompt_token_ids, sampling, max_tokens, options=options)
-        parts = [part async for part in stream]
+        parts = [part async for part in self.stream(*asked, options=options)]
         assert parts[-1].generation is not None
         return parts[-1].generation
 

@@ -496,43 +496,8 @@ async def test_a_publish_during_generation_stamps_both_spans(server) -> None:
     assert (stages.pause_s, stages.wire_s) == (0.0625, 0.125)
     assert 0 < stages.resume_s <= report.paused_s
     assert stages.prepare_s > 0
-
-
-def a_publish(digest: bytes) -> list[dict[str, object]]:
-    """All that the controller says when it knows beforehand what will be loaded."""
-    version = trajectory_pb2.PolicyVersion(step=6)
-    order = weights_pb2.PublishOrder(publish_id="p", version=version, begun=True)
-    commit = fleet_pb2.CommitPublish(publish_id="p", version=version, bucket_digests=[digest])
-    return [{"receive": fleet_pb2.ReceiveWeights(order=order)}, {"commit": commit}]
-
-
-def phases(connection) -> list[int]:
-    """The phases of all reports on publish "p", in order."""
-    reports = [m.publish for m in connection.messages if m.HasField("publish")]
-    return [report.phase for report in reports if report.publish_id == "p"]
-
-
-async def test_a_commit_that_comes_first_is_carried_out_when_all_is_loaded(server) -> None:
-    connection = await server.join(step=5)
-    for message in a_publish(b"digest"):
-        connection.send(**message)
-    await connection.publish_phase("p", fleet_pb2.PUBLISH_PHASE_SERVING)
-    assert server.engine.running.is_set()
-    assert server.engine.version == PolicyVersion(0, 6)
-    assert phases(connection) == [fleet_pb2.PUBLISH_PHASE_LOADED, fleet_pb2.PUBLISH_PHASE_SERVING]
-
-
-async def test_a_failure_is_reported_once_whatever_commit_follows(server) -> None:
-    connection = await server.join(step=5)
-    server.engine.weights_error = "a bucket did not arrive"
-    for message in a_publish(b"digest"):
-        connection.send(**message)
-    server.engine.weights_error = "a bucket did not arrive"
-    await connection.publish_phase("p", fleet_pb2.PUBLISH_PHASE_FAILED)
-    connection.send(prepare=fleet_pb2.PreparePublish(publish_id="next"))
-    await connection.publish_phase("next", fleet_pb2.PUBLISH_PHASE_READY)
-    assert not server.engine.running.is_set()
-    assert phases(connection) == [fleet_pb2.PUBLISH_PHASE_FAILED]
+    # Generation went on until the weights could be received.
+    assert server.engine.ran_while_prepared
 
 
 async def test_an_aborted_publish_leaves_it_stale_until_the_next(server) -> None:
@@ -586,13 +551,6 @@ async def test_a_server_that_loses_its_controller_waits_for_no_member(server) ->
     await until(lambda: server.engine.prepared == "p")
     connection.hang_up()
     await server.fleet.joined()
-
-
-async def test_generation_goes_on_until_the_weights_can_be_received(server) -> None:
-    connection = await server.join(step=5)
-    assert not server.engine.ran_while_prepared
-    await connection.serve_version(6)
-    assert server.engine.ran_while_prepared
 
 
 @pytest.mark.parametrize("moment", ["prepare_error", "weights_error"])

@@ -83,11 +83,3 @@ def test_a_token_that_went_astray_shows_when_the_engine_is_quiet() -> None:
     counters.ended(0)
     report = counters.report(use(3, 2, 0), sent=NOTHING, queued_bytes=0)
     assert report.generated_tokens - report.in_flight_tokens - report.ended_tokens == 3
-
-
-def test_tokens_of_judges_are_generated_and_belong_to_no_episode() -> None:
-    counters = EpochCounters(dataclasses.replace(use(100, 100, 0), judged_tokens=10))
-    now = dataclasses.replace(use(150, 130, 1), judged_tokens=25)
-    report = counters.report(now, sent=NOTHING, queued_bytes=0)
-    assert (report.generated_tokens, report.judged_tokens) == (50, 15)
-    assert (report.in_flight_tokens, report.ended_tokens) == (20, 0)

@@ -20,6 +20,7 @@ from slipstream.v1 import fleet_pb2, weights_pb2
 from support.fakes.fake_engine import DIGESTS, FakeEngine
 from support.rigs.waiting import LIMIT_S
 
+READY = fleet_pb2.PUBLISH_PHASE_READY
 LOADED = fleet_pb2.PUBLISH_PHASE_LOADED
 SERVING = fleet_pb2.PUBLISH_PHASE_SERVING
 FAILED = fleet_pb2.PUBLISH_PHASE_FAILED
@@ -132,6 +133,18 @@ async def test_weights_of_a_publish_that_was_given_up_are_not_served_for_a_momen
         assert rig.engine.resumed == 1
         assert rig.reports[:2] == [("p1", LOADED), ("p1", FAILED)]
         assert rig.orders.phase is Phase.SERVING
+
+
+async def test_a_failure_is_reported_once_though_a_commit_was_on_its_way() -> None:
+    async with rig_of() as rig:
+        rig.engine.arrived.set()
+        rig.engine.weights_error = "a bucket did not arrive"
+        rig.receive("p1")
+        rig.commit("p1")
+        rig.order(prepare=fleet_pb2.PreparePublish(publish_id="p2"))
+        await rig.until("p2", READY)
+        assert rig.reports == [("p1", FAILED), ("p2", READY)]
+        assert rig.engine.resumed == 0
 
 
 @pytest.mark.parametrize(

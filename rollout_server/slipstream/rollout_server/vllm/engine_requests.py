@@ -66,7 +66,7 @@ class EngineRequests:
         loggers = llm.logger_manager.stat_loggers
         (self.counter,) = (each for each in loggers if isinstance(each, TokenCounter))
         self._item = lru_cache(_KEPT_IMAGES)(self._new_item)
-        self._returned_tokens = self._judged_tokens = 0
+        self._returned_tokens = 0
         # Open requests; True marks one to be cancelled, also before the engine knows it.
         self._open: dict[str, bool] = {}
 
@@ -81,7 +81,6 @@ class EngineRequests:
             open_requests=len(self._open),
             busy_s=self._pauses.clock.busy_s,
             paused_s=self._pauses.clock.paused_s,
-            judged_tokens=self._judged_tokens,
             drafted_tokens=self.counter.drafted_tokens,
             accepted_tokens=self.counter.accepted_tokens,
         )
@@ -140,7 +139,7 @@ class EngineRequests:
         *others, last = read(output)
         for part in others:
             yield part
-        end = self._returned(record, output, asked, is_judged=sampling.by_start)
+        end = self._returned(record, output, asked)
         yield dataclasses.replace(last, generation=end)
 
     def _adapter(self, sampling: Sampling) -> LoRARequest | None:
@@ -200,26 +199,15 @@ class EngineRequests:
                 raise
 
     def _returned(
-        self,
-        record: ReplyRecord,
-        last: RequestOutput,
-        asked: SamplingParams,
-        *,
-        is_judged: bool = False,
+        self, record: ReplyRecord, last: RequestOutput, asked: SamplingParams
     ) -> Generation:
-        """Adds the tokens of a finished reply to the counters, and returns the reply.
-
-        `last` is vLLM's last output for the reply. `is_judged` says that the judge replied, not the
-        policy.
-        """
+        """Counts the tokens of a reply that ended with vLLM's output `last`; returns the reply."""
         num_tokens = len(record.token_ids)
         self._returned_tokens += num_tokens
         if asked.stop:
             # The counter has tokens that vLLM dropped after a stop text.
             self.counter.generated_tokens -= last.metrics.num_generation_tokens - num_tokens
-        generation = record.generation(last)
-        self._judged_tokens += num_tokens if is_judged else 0
-        return generation
+        return record.generation(last)
 
     async def _prompt(
         self, token_ids: Sequence[int], images: Sequence[PlacedImage]

@@ -1,15 +1,53 @@
-"""What a worker reads from the file that its server has fetched."""
+"""A worker's ends of gloo and of the file that its server has fetched."""
 
 import os
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 from slipstream.core.errors import WeightSyncError
-from slipstream.rollout_server.vllm.weight_receiver import TRANSPORTS
-from slipstream.rollout_server.weights.bucket_receiver import Incoming, Seat
+from slipstream.protocol.weights.buckets import layout_from_pb
+from slipstream.rollout_server.weights.bucket_receiver import (
+    GlooReceiver,
+    Incoming,
+    Seat,
+    StorageReceiver,
+)
 from slipstream.v1 import weights_pb2
+from support.fakes.gloo_sender import GlooSender, layout_of
 from support.rigs.stored_versions import BUCKETS, digests_of, first_content
+from support.rigs.waiting import LIMIT_S
+
+CPU = torch.device("cpu")
+# Less than the sender waits for a receiver.
+LONG_S = LIMIT_S / 2
+WEIGHTS = {name: torch.arange(1e6) for name in "abc"}
+LAYOUT = layout_of(WEIGHTS, 4_000_000)
+INCOMING = Incoming(tuple(layout_from_pb(LAYOUT)), LONG_S, own_buffers=True)
+
+
+def test_a_worker_that_leaves_takes_no_bucket_and_frees_its_sender() -> None:
+    sender = GlooSender("members-1")
+    errors: list[RuntimeError] = []
+
+    def send() -> None:
+        try:
+            sender.send(LAYOUT, WEIGHTS)
+        except RuntimeError as error:
+            errors.append(error)
+
+    sending = threading.Thread(target=send)
+    sending.start()
+    transport = GlooReceiver(Seat(sender.communicator, 1, LONG_S), CPU)
+    buckets = transport.receive(INCOMING)
+    assert torch.equal(next(buckets).view(torch.float32), WEIGHTS["a"])
+    transport.close()
+    sending.join(LONG_S)
+    assert len(errors) == 1
+    with pytest.raises(WeightSyncError, match="the communicator was left"):
+        next(buckets)
+
 
 CONTENT = first_content()
 
@@ -32,7 +70,7 @@ def file(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("own_buffers", [False, True])
 def test_every_bucket_is_read_with_its_digest(file: Path, own_buffers: bool) -> None:
-    receiver = TRANSPORTS["storage"](seat(file), torch.device("cpu"))
+    receiver = StorageReceiver(seat(file), CPU)
     # The file is read again for each update.
     for _ in range(2):
         found = [b.clone().numpy() for b in receiver.receive(incoming(own_buffers=own_buffers))]
@@ -45,13 +83,13 @@ def test_every_bucket_is_read_with_its_digest(file: Path, own_buffers: bool) -> 
 
 def test_a_file_that_is_too_short_is_an_error(file: Path) -> None:
     os.truncate(file, file.stat().st_size - 1)
-    receiver = TRANSPORTS["storage"](seat(file), torch.device("cpu"))
+    receiver = StorageReceiver(seat(file), CPU)
     with pytest.raises(WeightSyncError, match="end at byte"):
         list(receiver.receive(incoming(own_buffers=True)))
 
 
 def test_an_order_without_a_fetched_version_is_refused(tmp_path: Path) -> None:
     with pytest.raises(WeightSyncError, match="none were fetched"):
-        TRANSPORTS["storage"](seat(""), torch.device("cpu"))
+        StorageReceiver(seat(""), CPU)
     with pytest.raises(WeightSyncError, match="are gone"):
-        TRANSPORTS["storage"](seat(tmp_path / "nothing"), torch.device("cpu"))
+        StorageReceiver(seat(tmp_path / "nothing"), CPU)

@@ -1,0 +1,181 @@
+"""Which steps an engine captures, how long its prompts wait, and its memory beside new weights."""
+
+import json
+from itertools import product
+from pathlib import Path
+
+import pytest
+from slipstream.core.settings.sections import RolloutServerSection
+from slipstream.rollout_server.engine_rules import (
+    PROMPT_TOKENS,
+    REPLIES_PER_PROMPT,
+    PromptGathering,
+    graph_sizes,
+    graph_values,
+    vllm_share,
+    wire_bytes,
+)
+from support.fakes.small_configs import small_config
+
+
+def values(passed=None, *, on_cpu=False, **settings):
+    section = RolloutServerSection.model_validate({"max_episodes": 512, **settings})
+    return graph_values(section, passed or {}, on_cpu=on_cpu)
+
+
+@pytest.mark.parametrize("max_episodes", [1, 16, 200, 500, 512, 1024, 4096])
+def test_steps_of_replies_alone_and_beside_prompts_are_captured(max_episodes: int) -> None:
+    sizes = graph_sizes(max_episodes)
+    assert sizes == sorted(set(sizes))
+    assert max_episodes in sizes
+    assert max(sizes) == max_episodes + PROMPT_TOKENS
+    # What is captured of vLLM's own choice.
+    vllms = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
+    assert [size for size in sizes if size <= 512 and size != max_episodes] == [
+        size for size in vllms if size != max_episodes
+    ]
+
+
+@pytest.mark.parametrize("max_episodes", [16, 512])
+def test_padding_is_an_eighth_at_most_behind_the_sizes_of_vllm(max_episodes: int) -> None:
+    sizes = [size for size in graph_sizes(max_episodes) if size >= 512]
+    assert all(larger <= size * 9 / 8 for size, larger in zip(sizes, sizes[1:], strict=False))
+
+
+def test_prompts_wait_where_there_are_graphs() -> None:
+    assert values()["prefill_schedule_interval"] == 33
+    assert values(enforce_eager=True) == {}
+    assert values(on_cpu=True) == {}
+    # torch.compile on a CPU makes no graphs.
+    assert values(on_cpu=True, enforce_eager=False) == {}
+
+
+@pytest.mark.parametrize(
+    "passed",
+    [
+        {"cudagraph_capture_sizes": [1, 2]},
+        {"max_cudagraph_capture_size": 512},
+        {"compilation_config": {"cudagraph_capture_sizes": [1, 2]}},
+        {"compilation_config": {"max_cudagraph_capture_size": 8}},
+    ],
+)
+def test_sizes_that_the_user_chose_are_left_alone(passed: dict[str, object]) -> None:
+    assert "cudagraph_capture_sizes" not in values(passed)
+    assert "cudagraph_capture_sizes" in values({"compilation_config": {"mode": 3}})
+
+
+PLACES = 3 * REPLIES_PER_PROMPT
+
+
+def waits(num_ready: int, num_replies: int) -> bool:
+    return PromptGathering(4).holds(num_ready=num_ready, num_replies=num_replies)
+
+
+def test_prompts_wait_until_there_is_one_for_each_32_replies() -> None:
+    assert REPLIES_PER_PROMPT == 32
+    assert [number for number in range(20) if waits(number, 512)] == list(range(1, 16))
+    assert waits(1, 33)
+
+
+@pytest.mark.parametrize("num_replies", range(33))
+def test_nothing_waits_beside_few_replies(num_replies: int) -> None:
+    assert not any(waits(number, num_replies) for number in range(9))
+
+
+@pytest.mark.parametrize("most_steps", range(5))
+def test_nothing_waits_for_more_steps_than_it_may(most_steps: int) -> None:
+    gathering = PromptGathering(most_steps)
+    held = [gathering.holds(num_ready=1, num_replies=512) for _ in range(most_steps + 1)]
+    assert held == [True] * most_steps + [False]
+
+
+@pytest.mark.parametrize("most_steps", range(4))
+def test_no_prompt_is_held_longer_whenever_the_others_come(most_steps: int) -> None:
+    """All arrivals of up to two prompts in each of six steps, and replies that end meanwhile."""
+    longest = 0
+    for arrivals, leaving in product(product(range(3), repeat=6), (0, 20)):
+        gathering, held, replies = PromptGathering(most_steps), [], PLACES
+        for arriving in (*arrivals, *[0] * most_steps):
+            held += [0] * arriving
+            ready = len(held)
+            if gathering.holds(num_ready=ready, num_replies=replies):
+                assert 0 < ready < replies / REPLIES_PER_PROMPT
+                held = [steps + 1 for steps in held]
+                longest = max(longest, *held)
+            else:
+                replies += ready
+                held = []
+            replies = max(0, replies - leaving)
+        assert not held
+    assert longest == most_steps
+
+
+GB = 10**9
+
+
+def config_of(folder, turns="auto", share=0.9, max_images=0):
+    return small_config(
+        model={"path": str(folder), "dtype": "bfloat16"},
+        sampling={"max_reply_tokens": 8, "max_episode_tokens": 64, "max_images": max_images},
+        rollout_server={"gpu_memory_utilization": share},
+        controller={"turns": turns},
+        learner={"offload": {"gradients": True, "optimizer": True}},
+    )
+
+
+@pytest.mark.parametrize(
+    ("turns", "share", "wire", "left"),
+    [
+        # 8B on an H200 and on a GPU of 80 GB, and 0.6B.
+        ("auto", 0.9, 16.4, 0.9 - 16.4 / 150),
+        ("auto", 0.9, 23, 0.9),
+        ("auto", 0.9, 1.2, 0.9 - 1.2 / 150),
+        ("sleep", 0.9, 1.2, 0.9),
+        # The share of the engine counts, and not the GPU.
+        ("auto", 0.33, 16.4, 0.33),
+    ],
+)
+def test_vllm_gets_what_arriving_weights_leave(tmp_path, turns, share, wire, left):
+    config = config_of(tmp_path, turns, share)
+    assert vllm_share(config, int(wire * GB), 150 * GB) == pytest.approx(left)
+
+
+def write_tensors(folder: Path, **shapes: list[int]) -> None:
+    for name, shape in shapes.items():
+        header = {"__metadata__": {"format": "pt"}, name: {"dtype": "F32", "shape": shape}}
+        text = json.dumps(header).encode()
+        path = folder / f"{name}.safetensors"
+        path.write_bytes(len(text).to_bytes(8, "little") + text)
+
+
+def test_bytes_on_the_wire_are_those_of_all_files_that_the_index_names(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    write_tensors(tmp_path, a=[3, 4], b=[3])
+    assert wire_bytes(config_of(tmp_path)) == 2 * 15
+    index = {"weight_map": {"a": "a.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert wire_bytes(config_of(tmp_path)) == 2 * 12
+
+
+@pytest.mark.parametrize(
+    ("family", "images", "expected"),
+    [("Gemma3", 0, 3), ("Mistral3", 0, 3), ("Mistral3", 1, 3 + 12 + 5)],
+)
+def test_a_tower_that_is_left_out_is_not_on_the_wire(tmp_path, family, images, expected):
+    decoder = {"hidden_size": 4, "num_hidden_layers": 1}
+    values = {
+        "architectures": [f"{family}ForConditionalGeneration"],
+        "text_config": decoder,
+        "vision_config": {"hidden_size": 4},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    tensors = {
+        "language_model.model.norm.weight": [3],
+        "vision_tower.patch_conv.weight": [3, 4],
+        "multi_modal_projector.norm.weight": [5],
+        # A layer that predicts further tokens.
+        "mtp.norm.weight": [7],
+    }
+    write_tensors(tmp_path, **tensors)
+    config = config_of(tmp_path, max_images=images)
+    assert wire_bytes(config) == 2 * expected
