@@ -62,18 +62,14 @@ async def test_greedy_replies_and_their_logprobs_are_those_of_an_engine_without(
 async def test_sampled_logprobs_are_those_of_the_model(rig) -> None:
     await rig.publish(rig.old, 0)
     before = rig.engine.requests.use()
-    for _ in range(2):
-        await check_sampled(rig)
+    for turn in range(2):
+        replies = await asyncio.gather(
+            *(rig.generate(f"s{turn}-{n}", num_tokens=100, sampling=ENDLESS) for n in range(16))
+        )
+        for reply in replies:
+            assert rig.gap(rig.old, PROMPT, reply, TEMPERATURE).max() <= 1e-3
+            assert len(reply.token_ids) == 100
     assert rig.engine.requests.use().accepted_tokens > before.accepted_tokens + 100
-
-
-async def check_sampled(rig: Rig) -> None:
-    replies = await asyncio.gather(
-        *(rig.generate(f"s{n}", num_tokens=100, sampling=ENDLESS) for n in range(16))
-    )
-    for reply in replies:
-        assert rig.gap(rig.old, PROMPT, reply, TEMPERATURE).max() <= 1e-3
-        assert len(reply.token_ids) == 100
 
 
 async def test_replies_are_distributed_as_the_model_says(rig) -> None:

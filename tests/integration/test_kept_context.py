@@ -7,9 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 from slipstream.core.types import PolicyVersion
-from slipstream.rollout_server.engine_interface import Generation
 from support.rigs.engine_rig import PROMPT, SAMPLING, Rig, engine_rig
-from support.rigs.running_replies import until_generated
 from support.rigs.waiting import until
 
 pytestmark = [pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]
@@ -26,24 +24,13 @@ async def rig(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
         yield found
 
 
-async def begin(rig: Rig, name: str) -> list[asyncio.Task[Generation]]:
-    """Replies that run for a while, each of which has some tokens."""
-    start = rig.engine.requests.use().generated_tokens
-    replies = [
-        asyncio.create_task(rig.generate(f"{name}{n}", num_tokens=200, sampling=ENDLESS))
-        for n in range(4)
-    ]
-    await until_generated(rig.engine, start + 80, replies)
-    return replies
-
-
 async def cached_tokens(rig: Rig, name: str) -> int:
     return (await rig.generate(name, LONG_PROMPT, 2)).cached_tokens
 
 
 async def test_replies_go_on_with_the_context_that_older_weights_computed(rig: Rig) -> None:
     await rig.publish(rig.old, 1)
-    replies = await begin(rig, "kept")
+    replies = await rig.begun("kept", 4, 80, ENDLESS)
     await rig.publish(rig.new, 2)
     crossed = 0
     for reply in await asyncio.gather(*replies):
@@ -64,7 +51,7 @@ async def test_cached_prefixes_serve_no_request_of_a_newer_version(rig: Rig) -> 
     assert await cached_tokens(rig, "before") == 0
     assert await cached_tokens(rig, "again") >= CACHED_TOKENS
     # Nothing is forgotten while these run.
-    replies = await begin(rig, "running")
+    replies = await rig.begun("running", 4, 80, ENDLESS)
     await rig.publish(rig.new, 4)
     fresh = await rig.generate("fresh", LONG_PROMPT, 20)
     assert fresh.cached_tokens == 0
@@ -76,7 +63,7 @@ async def test_cached_prefixes_serve_no_request_of_a_newer_version(rig: Rig) -> 
 async def test_a_request_that_comes_during_an_update_is_served_by_the_new_weights_alone(rig: Rig):
     await rig.publish(rig.old, 7)
     await cached_tokens(rig, "older")
-    replies = await begin(rig, "meanwhile")
+    replies = await rig.begun("meanwhile", 4, 80, ENDLESS)
     resume, late = rig.engine.pauses.resume, []
 
     async def resume_later(version: PolicyVersion) -> None:
@@ -97,7 +84,7 @@ async def test_a_request_that_comes_during_an_update_is_served_by_the_new_weight
 async def test_a_pause_without_an_update_forgets_everything(rig: Rig) -> None:
     await rig.publish(rig.old, 5)
     await cached_tokens(rig, "cached")
-    replies = await begin(rig, "paused")
+    replies = await rig.begun("paused", 4, 80, ENDLESS)
     await rig.engine.pauses.pause()
     # The same version: weights that were found wrong are sent again under their own number.
     await rig.engine.pauses.resume(PolicyVersion(0, 5))

@@ -14,6 +14,7 @@ from slipstream.core.types import PolicyVersion
 from slipstream.rollout_server.engine_interface import (
     EngineDied,
     FinishReason,
+    Generation,
     GenerationFailed,
     RequestRefused,
     Sampling,
@@ -75,20 +76,27 @@ async def test_sampled_logprobs_equal_those_of_transformers(rig) -> None:
     assert gaps.max() <= 1e-2
 
 
+async def replies_of(rig: Rig, count: int, **sampling: object) -> list[Generation]:
+    """Replies of up to 60 tokens, short and long ones, each with its values for every token."""
+    chosen = dataclasses.replace(ENDLESS, temperature=2.0, **sampling)
+    replies = await asyncio.gather(
+        *(rig.generate(f"r{n}", num_tokens=60, sampling=chosen) for n in range(count))
+    )
+    assert {len(reply.token_ids) > CHUNK_TOKENS for reply in replies} == {True, False}
+    for reply in replies:
+        num_stamped = sum(span.length for span in reply.version_spans)
+        assert len(reply.logprobs) == len(reply.token_ids) == num_stamped
+    return replies
+
+
 async def test_no_token_behind_a_stop_token_is_handed_out(rig) -> None:
     await rig.publish(rig.old, 0)
     stops = {7, 8}
-    sampling = dataclasses.replace(ENDLESS, temperature=2.0, stop_token_ids=tuple(stops))
-    replies = await asyncio.gather(
-        *(rig.generate(f"r{n}", num_tokens=60, sampling=sampling) for n in range(32))
-    )
-    assert {len(reply.token_ids) > CHUNK_TOKENS for reply in replies} == {True, False}
+    replies = await replies_of(rig, 32, stop_token_ids=tuple(stops))
     for reply in replies:
         *before, last = reply.token_ids.tolist()
         assert not stops & set(before)
         assert (last in stops) == (reply.finish_reason is FinishReason.STOP)
-        assert len(reply.logprobs) == sum(span.length for span in reply.version_spans)
-        assert len(reply.logprobs) == len(before) + 1
     assert FinishReason.STOP in {reply.finish_reason for reply in replies}
 
 
@@ -111,19 +119,14 @@ async def test_no_token_behind_a_text_is_handed_out_or_counted(rig) -> None:
     await rig.publish(rig.old, 0)
     before = rig.engine.requests.use()
     text = rig.renderer.decode_all([7, 8])
-    sampling = dataclasses.replace(ENDLESS, temperature=2.0, stop=(text, "</s>"))
-    replies = await asyncio.gather(
-        *(rig.generate(f"r{n}", num_tokens=60, sampling=sampling) for n in range(48))
-    )
-    assert {len(reply.token_ids) > CHUNK_TOKENS for reply in replies} == {True, False}
+    stops = (text, "</s>")
+    replies = await replies_of(rig, 48, stop=stops)
     for reply in replies:
         tokens = reply.token_ids.tolist()
         so_far, whole = rig.renderer.decode_all(tokens[:-1]), rig.renderer.decode_all(tokens)
-        assert not any(each in so_far for each in sampling.stop)
-        is_stopped = any(each in whole for each in sampling.stop)
+        assert not any(each in so_far for each in stops)
+        is_stopped = any(each in whole for each in stops)
         assert is_stopped == (reply.finish_reason is FinishReason.STOP)
-        assert len(reply.logprobs) == sum(span.length for span in reply.version_spans)
-        assert len(reply.logprobs) == len(tokens)
     use, num_tokens = rig.engine.requests.use(), sum(len(reply.token_ids) for reply in replies)
     assert use.generated_tokens - before.generated_tokens == num_tokens
     assert use.returned_tokens - before.returned_tokens == num_tokens
@@ -190,11 +193,7 @@ async def test_chunks_hold_exactly_what_vllm_hands_out_token_by_token(rig, param
 async def test_a_pause_hands_out_every_token_that_was_sampled(rig) -> None:
     await rig.publish(rig.old, 0)
     start = rig.engine.requests.use().generated_tokens
-    replies = [
-        asyncio.create_task(rig.generate(f"p{n}", num_tokens=200, sampling=ENDLESS))
-        for n in range(8)
-    ]
-    await until_generated(rig.engine, start + 64, replies)
+    replies = await rig.begun("p", 8, 64, ENDLESS)
     await rig.engine.pauses.pause()
     # A message may still be on its way: it comes before the answer to another call.
     await rig.engine.pauses.pause()
@@ -239,12 +238,7 @@ async def test_an_update_in_flight_is_stamped_where_the_weights_changed(rig) -> 
 @pytest.mark.parametrize("give_back", [False, True])
 async def test_an_engine_rests_with_its_requests_and_goes_on_exactly(rig, give_back) -> None:
     await rig.publish(rig.old, 3)
-    start = rig.engine.requests.use().generated_tokens
-    replies = [
-        asyncio.create_task(rig.generate(f"rest{n}", num_tokens=200, sampling=ENDLESS))
-        for n in range(8)
-    ]
-    await until_generated(rig.engine, start + 50, replies)
+    replies = await rig.begun("rest", 8, 50, ENDLESS)
     await rig.engine.pauses.rest(give_back=give_back)
     late = asyncio.create_task(rig.generate("late", num_tokens=8, sampling=ENDLESS))
     # Tokens that were sampled before are still handed out.
@@ -302,11 +296,7 @@ async def test_probes_do_not_count_as_generated(rig) -> None:
 async def test_cancelled_requests_are_counted_to_the_token(rig) -> None:
     await rig.publish(rig.old, 0)
     before = rig.engine.requests.use()
-    replies = [
-        asyncio.create_task(rig.generate(f"cancel{n}", num_tokens=200, sampling=ENDLESS))
-        for n in range(24)
-    ]
-    await until_generated(rig.engine, before.generated_tokens + 100, replies)
+    replies = await rig.begun("cancel", 24, 100, ENDLESS)
     for number in range(0, 24, 2):
         await rig.engine.requests.cancel(f"cancel{number}")
     await rig.engine.requests.cancel("unknown")

@@ -3,6 +3,7 @@
 import asyncio
 import shutil
 import tempfile
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,17 +28,25 @@ async def never(*_: object, **__: object) -> None:
     await asyncio.Event().wait()
 
 
-async def test_an_engine_that_does_not_pause_or_resume_is_taken_for_dead(monkeypatch) -> None:
-    monkeypatch.setattr(engine_pause, "ANSWER_LIMIT_S", 0.01)
+def engine_that(answers: Callable[..., Awaitable[None]], **others: object) -> VllmEngine:
+    """An engine whose vLLM `answers` orders to pause and to resume."""
     llm = SimpleNamespace(
         vllm_config=SimpleNamespace(lora_config=None),
         model_config=SimpleNamespace(model="model"),
         logger_manager=SimpleNamespace(stat_loggers=[TokenCounter(None)]),
-        engine_core=SimpleNamespace(pause_scheduler_async=never),
-        update_weight_version=never,
-        resume_generation=never,
+        engine_core=SimpleNamespace(pause_scheduler_async=answers),
+        update_weight_version=answers,
+        resume_generation=answers,
+        abort=done,
+        errored=False,
+        **others,
     )
-    engine = VllmEngine(llm, [], may_stage=False)
+    return VllmEngine(llm, [], may_stage=False)
+
+
+async def test_an_engine_that_does_not_pause_or_resume_is_taken_for_dead(monkeypatch) -> None:
+    monkeypatch.setattr(engine_pause, "ANSWER_LIMIT_S", 0.01)
+    engine = engine_that(never)
     async with asyncio.timeout(LIMIT_S):
         with pytest.raises(EngineDied, match=r"neither paused nor resumed within 0\.01 s"):
             await engine.pauses.pause()
@@ -47,25 +56,13 @@ async def test_an_engine_that_does_not_pause_or_resume_is_taken_for_dead(monkeyp
 
 async def test_an_engine_that_generates_no_more_is_taken_for_dead(monkeypatch) -> None:
     monkeypatch.setattr(engine_module, "SILENCE_LIMIT_S", 0.05)
-    counter = TokenCounter(None)
     asked = asyncio.Event()
 
     async def swallow(*_: object, **__: object) -> object:
         asked.set()
         return SimpleNamespace(get=never)
 
-    llm = SimpleNamespace(
-        vllm_config=SimpleNamespace(lora_config=None),
-        model_config=SimpleNamespace(model="model"),
-        logger_manager=SimpleNamespace(stat_loggers=[counter]),
-        engine_core=SimpleNamespace(pause_scheduler_async=done),
-        update_weight_version=done,
-        resume_generation=done,
-        add_request=swallow,
-        abort=done,
-        errored=False,
-    )
-    engine = VllmEngine(llm, [], may_stage=False)
+    engine = engine_that(done, add_request=swallow)
     async with asyncio.timeout(LIMIT_S):
         await engine.pauses.pause()
         request = asyncio.ensure_future(engine.requests.generate("r", [1], SAMPLING, 4))

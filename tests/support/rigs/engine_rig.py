@@ -72,6 +72,18 @@ class Rig:
     ) -> Generation:
         return await self.engine.requests.generate(name, prompt, sampling, num_tokens)
 
+    async def begun(
+        self, name: str, count: int, num_tokens: int, sampling: Sampling
+    ) -> list[asyncio.Task[Generation]]:
+        """So many replies of up to 200 tokens that go on, with `num_tokens` tokens in all."""
+        start = self.engine.requests.use().generated_tokens
+        replies = [
+            asyncio.create_task(self.generate(f"{name}{n}", num_tokens=200, sampling=sampling))
+            for n in range(count)
+        ]
+        await until_generated(self.engine, start + num_tokens, replies)
+        return replies
+
     def gap(
         self,
         weights: Weights,
@@ -87,12 +99,7 @@ class Rig:
     async def check_crossings(self, sampling: Sampling, num_tokens: int) -> None:
         """Some of 16 long replies cross a publish: each token is of the version that is told."""
         await self.publish(self.old, 3)
-        start = self.engine.requests.use().generated_tokens
-        replies = [
-            asyncio.create_task(self.generate(f"flight{n}", num_tokens=200, sampling=sampling))
-            for n in range(16)
-        ]
-        await until_generated(self.engine, start + num_tokens, replies)
+        replies = await self.begun("flight", 16, num_tokens, sampling)
         await self.publish(self.new, 4)
         crossed = 0
         for reply in await asyncio.gather(*replies):
