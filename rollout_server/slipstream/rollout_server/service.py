@@ -38,7 +38,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import grpc
 import grpc.aio
@@ -81,8 +81,7 @@ _REFUSALS = {
 }
 
 
-@dataclass(frozen=True)
-class _Joined:
+class _Joined(NamedTuple):
     call: JoinCall
     epoch: int
     welcome: fleet_pb2.Welcome
@@ -163,22 +162,13 @@ class RolloutServer:
         # Sessions whose last trajectories wait for room in the queue: a controller may make room.
         waiting: list[Session] = []
         while following is not None:
-            session = Session(
-                Identity(
-                    joined.welcome.run_id,
-                    self._server_id,
-                    following.epoch,
-                    following.welcome.delivery_key,
-                ),
-                following.welcome,
-                self._outbox,
-                services,
-                group,
-            )
+            call, epoch, welcome = following
+            identity = Identity(joined.welcome.run_id, self._server_id, epoch, welcome.delivery_key)
+            session = Session(identity, welcome, self._outbox, services, group)
             try:
-                end = await session.serve(following.call, stop)
+                end = await session.serve(call, stop)
             finally:
-                following.call.cancel()
+                call.cancel()
             waiting = [each for each in (*waiting, session) if not each.dispatcher.idle.is_set()]
             held = services.sender.undelivered
             following = await self._join(channel, stop, held) if end is End.LOST else None

@@ -9,6 +9,7 @@ name: it must have the policy's tokenizer and room for an episode, and give log-
 from __future__ import annotations
 
 import asyncio
+import reprlib
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -33,8 +34,6 @@ _BYTES_PER_LOGPROB, _OTHER_BYTES = 256, 1 << 20
 
 # Token ids that one call turns into text.
 _BLOCK = 4096
-# Characters that an error shows of each of two texts.
-_SHOWN = 40
 
 
 class _Logprob(msgspec.Struct):
@@ -170,7 +169,20 @@ async def check_reference_server(config: Config, settings: ReferenceServerSectio
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(config.model.path), local_files_only=True)
         with faults_as(ConfigError, f"reference.server: {server.name}"):
-            await _check_length(server, settings, max_tokens + 1)
+            models = [one async for one in server.client.models.list()]
+            names = [one.id for one in models]
+            if settings.model not in names:
+                raise ConfigError(
+                    f"reference.server.model must be one of {', '.join(names)} at "
+                    f"{settings.base_url}, got {settings.model}"
+                )
+            room = getattr(models[names.index(settings.model)], "max_model_len", None)
+            if isinstance(room, int) and room <= max_tokens:
+                raise ConfigError(
+                    f"reference.server: {server.name} must have room for "
+                    f"sampling.max_episode_tokens + 1 = {max_tokens + 1} tokens, got max_model_len "
+                    f"{room}: raise its --max-model-len"
+                )
             await _check_tokenizer(server, settings, tokenizer)
         tokens: list[int] = tokenizer.encode("0 1 2 a b c", add_special_tokens=False)[:8]
         await server.logprobs([ScoredSequence(tokens * 2, np.ones(2 * len(tokens), np.bool_))])
@@ -178,24 +190,6 @@ async def check_reference_server(config: Config, settings: ReferenceServerSectio
         raise ConfigError(f"reference.server: {error}") from error
     finally:
         await server.aclose()
-
-
-async def _check_length(
-    server: ReferenceServer, settings: ReferenceServerSection, needed: int
-) -> None:
-    models = [one async for one in server.client.models.list()]
-    names = [one.id for one in models]
-    if settings.model not in names:
-        raise ConfigError(
-            f"reference.server.model must be one of {', '.join(names)} at {settings.base_url}, "
-            f"got {settings.model}"
-        )
-    room = getattr(models[names.index(settings.model)], "max_model_len", None)
-    if isinstance(room, int) and room < needed:
-        raise ConfigError(
-            f"reference.server: {server.name} must have room for sampling.max_episode_tokens + 1 "
-            f"= {needed} tokens, got max_model_len {room}: raise its --max-model-len"
-        )
 
 
 async def _check_tokenizer(
@@ -214,15 +208,11 @@ async def _check_tokenizer(
         found = answer.get("prompt") if isinstance(answer, dict) else None
         own = tokenizer.decode(ids)
         if found != own:
+            here, there = (reprlib.repr(text) for text in (own, found))
             raise ConfigError(
                 f"reference.server: {server.name} must have the tokenizer of model.path; tokens "
-                f"{start} to {ids[-1]} are {_short(own)} here and {_short(found)} there"
+                f"{start} to {ids[-1]} are {here} here and {there} there"
             )
-
-
-def _short(text: object) -> str:
-    shown = repr(text)
-    return shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
 
 
 def check_settings(config: Config) -> None:

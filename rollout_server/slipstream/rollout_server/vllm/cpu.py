@@ -57,7 +57,14 @@ class RoutingWorker(CPUWorker):  # type: ignore[misc]
         self._connector.begin_step(scheduler_output.aux_output_connector_metadata)
         output = super().execute_model(scheduler_output)
         if output is None:
-            self._pending = self._connector.prepare_output(self._step(scheduler_output))
+            batch = self.model_runner.input_batch
+            lengths = [scheduler_output.num_scheduled_tokens[name] for name in batch.req_ids]
+            step = _Step(
+                list(batch.req_ids),
+                np.concatenate([[0], np.cumsum(lengths)]),
+                batch.num_computed_tokens_cpu[: len(lengths)].copy(),
+            )
+            self._pending = self._connector.prepare_output(step)
         return output
 
     def sample_tokens(self, grammar_output: Any) -> Any:  # noqa: ANN401 - vLLM's
@@ -70,15 +77,6 @@ class RoutingWorker(CPUWorker):  # type: ignore[misc]
             pending.enqueue_cpu_copy(sampled, np.zeros_like(sampled))
             output.aux_output_connector_output = pending.process_output()
         return output
-
-    def _step(self, scheduler_output: Any) -> _Step:  # noqa: ANN401 - vLLM's
-        batch = self.model_runner.input_batch
-        lengths = [scheduler_output.num_scheduled_tokens[name] for name in batch.req_ids]
-        return _Step(
-            list(batch.req_ids),
-            np.concatenate([[0], np.cumsum(lengths)]),
-            batch.num_computed_tokens_cpu[: len(lengths)].copy(),
-        )
 
 
 def repair_expansion() -> None:

@@ -143,24 +143,18 @@ class VllmEngine:
     async def teacher_forced_logprobs(
         self, sequences: Sequence[Sequence[int]], adapters: Sequence[str] = ()
     ) -> LogprobArray:
-        # Sequences without a name in `adapters` get the name "".
-        names = [*adapters, *[""] * len(sequences)]
+        async def score(number: int, token_ids: Sequence[int]) -> RequestOutput:
+            adapter = self._adapters.request(adapters[number] if number < len(adapters) else "")
+            name, asked = f"{PROBE_PREFIX}{number}", scoring_parameters()
+            collector = await self.requests.add(name, token_ids, asked, adapter)
+            return await self.requests.next(name, collector)
+
         await self.pauses.let_in(PROBE_PREFIX)
         outputs = await asyncio.gather(
-            *(
-                self._score(f"{PROBE_PREFIX}{n}", sequence, adapter)
-                for n, (sequence, adapter) in enumerate(zip(sequences, names, strict=False))
-            ),
+            *(score(number, sequence) for number, sequence in enumerate(sequences)),
             return_exceptions=True,
         )
         return scores_of(outputs, sequences)
-
-    async def _score(
-        self, request_id: str, token_ids: Sequence[int], adapter: str
-    ) -> RequestOutput:
-        asked, chosen = scoring_parameters(), self._adapters.request(adapter)
-        collector = await self.requests.add(request_id, token_ids, asked, chosen)
-        return await self.requests.next(request_id, collector)
 
     async def watch(self) -> None:
         # time.monotonic of the last look at which the engine had nothing to do.
@@ -202,15 +196,16 @@ class VllmEngine:
         Raises EngineDied, or WeightSyncError when vLLM's call fails. A call that was made runs to
         its end, even if its caller no longer waits.
         """
-        # Calls that were begun before, in tasks of their own, reach the engine first.
-        return await asyncio.shield(asyncio.create_task(self._through_vllm(method, arguments)))
 
-    async def _through_vllm(self, method: str, arguments: tuple[Any, ...]) -> list[Any]:
-        try:
-            return list(await self._llm.collective_rpc(method, args=arguments))
-        except EngineDeadError as error:
-            raise EngineDied(str(error)) from error
-        except Exception as error:
-            # vLLM gives every failed call the same class.
-            lines = [line for line in str(error).splitlines() if line.strip()]
-            raise WeightSyncError(lines[-1] if lines else type(error).__name__) from error
+        async def answers() -> list[Any]:
+            try:
+                return list(await self._llm.collective_rpc(method, args=arguments))
+            except EngineDeadError as error:
+                raise EngineDied(str(error)) from error
+            except Exception as error:
+                # vLLM gives every failed call the same class.
+                lines = [line for line in str(error).splitlines() if line.strip()]
+                raise WeightSyncError(lines[-1] if lines else type(error).__name__) from error
+
+        # Calls that were begun before, in tasks of their own, reach the engine first.
+        return await asyncio.shield(asyncio.create_task(answers()))

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any, get_type_hints
 
@@ -20,10 +20,16 @@ def table_problems(table: Mapping[str, JsonValue]) -> Iterator[str]:
     """Yields one line for each name and value in `rollout_server.engine` that vLLM refuses."""
     known = argument_types()
     for name, value in table.items():
-        if name not in known:
-            yield _unknown(name, known)
-        elif problem := _value_problem(f"{SECTION}.{name}", value, known[name]):
-            yield problem
+        if name in known:
+            if problem := _value_problem(f"{SECTION}.{name}", value, known[name]):
+                yield problem
+            continue
+        near, hint = near_names(name, known), ""
+        if near and near[0] in OWNED:
+            hint = f"; {near[0]!r} cannot be passed through: {OWNED[near[0]]}"
+        elif near:
+            hint = f"; {did_you_mean(other for other in near if other not in OWNED)}"
+        yield f"unknown key {SECTION}.{name}{hint}"
 
 
 def parser_problems(server: RolloutServerSection) -> Iterator[str]:
@@ -73,12 +79,3 @@ def _value_problem(key: str, value: JsonValue, kind: Any) -> str:  # noqa: ANN40
             where = f"{key} ({place})" if place else key
             return f"{where} = {faults[0]['input']!r} is refused by vLLM: {faults[0]['msg']}"
     return ""
-
-
-def _unknown(name: str, known: Iterable[str]) -> str:
-    near, hint = near_names(name, known), ""
-    if near and near[0] in OWNED:
-        hint = f"; {near[0]!r} cannot be passed through: {OWNED[near[0]]}"
-    elif near:
-        hint = f"; {did_you_mean(other for other in near if other not in OWNED)}"
-    return f"unknown key {SECTION}.{name}{hint}"

@@ -171,7 +171,12 @@ class SteadyPlanner:
     ) -> SchedulerOutput:
         """Plans a step of `requests` from `steady_requests`; `schedule` is vLLM's own method."""
         scheduler = self._scheduler
-        plan = self._plan_nothing(schedule)
+        running, waiting = scheduler.running, scheduler.waiting
+        scheduler.running, scheduler.waiting = [], self._nobody
+        try:
+            plan = schedule()
+        finally:
+            scheduler.running, scheduler.waiting = running, waiting
         manager, block_size = self._manager, self._block_size
         cached = plan.scheduled_cached_reqs
         cached.req_ids = [request.request_id for request in requests]
@@ -200,15 +205,6 @@ class SteadyPlanner:
         if not scheduler.use_v2_model_runner:
             scheduler.prev_step_scheduled_req_ids.update(cached.req_ids)
         return plan
-
-    def _plan_nothing(self, schedule: Callable[[], SchedulerOutput]) -> SchedulerOutput:
-        scheduler = self._scheduler
-        running, waiting = scheduler.running, scheduler.waiting
-        scheduler.running, scheduler.waiting = [], self._nobody
-        try:
-            return schedule()
-        finally:
-            scheduler.running, scheduler.waiting = running, waiting
 
 
 def takes_a_prompt(running: Iterable[Request], waiting: Iterable[Request]) -> bool:

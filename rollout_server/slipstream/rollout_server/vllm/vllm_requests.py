@@ -105,7 +105,11 @@ class ReplyRecord:
         """Adds an output's new tokens to the record, and returns the output's completion."""
         (completion,) = output.outputs
         self.token_ids += completion.token_ids
-        self._logprobs += _sampled_logprobs(completion.logprobs)
+        if (flat := completion.logprobs) is not None:
+            # The sampled token comes first at each position.
+            values, starts = flat.logprobs, flat.start_indices
+            is_single = len(values) == len(starts)
+            self._logprobs += values if is_single else [values[start] for start in starts]
         return completion
 
     def part(self, output: RequestOutput, *, with_logprobs: bool) -> TextPart:
@@ -159,16 +163,6 @@ def as_ours() -> Iterator[None]:
         raise RequestRefused(f"{type(error).__name__}: {error}") from error
     except (GracefulHTTPError, EngineGenerateError) as error:
         raise GenerationFailed(f"{type(error).__name__}: {error}") from error
-
-
-def _sampled_logprobs(flat: Any) -> Sequence[float]:  # noqa: ANN401 - vLLM's FlatLogprobs
-    """Returns the log-probability of each sampled token, which vLLM puts first at each position."""
-    if flat is None:
-        return ()
-    values: list[float] = flat.logprobs
-    if len(values) == len(flat.start_indices):
-        return values
-    return [values[start] for start in flat.start_indices]
 
 
 def scores_of(

@@ -9,6 +9,7 @@ copies.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 Parameters = Mapping[str, torch.Tensor]
+# A destination and its source; several of both.
+_Pair = tuple[torch.Tensor, torch.Tensor]
+_Together = tuple[list[torch.Tensor], list[torch.Tensor]]
 
 # Most stretches of memory that one copy operation may write; beyond it a plan is not worth it.
 _MAX_RUNS = 1 << 24
@@ -274,10 +278,7 @@ class PlanCheck:
         return torch.equal(destination.view(bits), expected.view(bits))
 
 
-def _pair(
-    copy: Copy, buffer: torch.Tensor, parameters: Parameters
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the destination and the source of a copy."""
+def _pair(copy: Copy, buffer: torch.Tensor, parameters: Parameters) -> _Pair:
     destination = copy.destination.within(parameters[copy.parameter].data)
     typed = buffer.view(copy.dtype)
     return destination, copy.source.within(typed, int(typed.storage_offset()))
@@ -288,47 +289,39 @@ class Replay:
 
     def __init__(self, plan: CopyPlan, parameters: Parameters) -> None:
         self._plan, self._parameters = plan, parameters
-        self._batches: dict[tuple[int, int], list[_Batch]] = {}
+        # By bucket and buffer: destinations and sources that one kernel copies, and single pairs.
+        self._views: dict[tuple[int, int], tuple[list[_Together], list[_Pair]]] = {}
 
     def prepare(self, place: int, buffer: torch.Tensor) -> None:
         """Prepares all views for a bucket that will arrive in `buffer`."""
         key = place, buffer.data_ptr()
-        if key in self._batches:
+        if key in self._views:
             return
-        pairs = [_pair(copy, buffer, self._parameters) for copy in self._plan.copies[place]]
         # One kernel copies many tensors only if all of them are plain and alike. Large ones are
         # copied one by one, by the GPU's own copy: that kernel reaches two thirds of its speed.
-        batches: dict[torch.dtype | None, _Batch] = {}
-        for destination, source in pairs:
+        together: defaultdict[torch.dtype, _Together] = defaultdict(lambda: ([], []))
+        single: list[_Pair] = []
+        for copy in self._plan.copies[place]:
+            destination, source = pair = _pair(copy, buffer, self._parameters)
             alike = destination.is_contiguous() and source.is_contiguous()
             alike &= destination.dtype == source.dtype
-            together = alike and destination.nbytes < _LARGE_BYTES
-            kind = source.dtype if together else None
-            batch = batches.setdefault(kind, _Batch([], [], together=together))
-            batch.destinations.append(destination)
-            batch.sources.append(source)
-        self._batches[key] = list(batches.values())
+            if alike and destination.nbytes < _LARGE_BYTES:
+                destinations, sources = together[source.dtype]
+                destinations.append(destination)
+                sources.append(source)
+            else:
+                single.append(pair)
+        self._views[key] = list(together.values()), single
 
     def run(self, place: int, buffer: torch.Tensor) -> None:
         """Enqueues the copy operations of a bucket on the current stream."""
         self.prepare(place, buffer)
-        for batch in self._batches[place, buffer.data_ptr()]:
-            batch.copy()
+        together, single = self._views[place, buffer.data_ptr()]
+        for destinations, sources in together:
+            torch._foreach_copy_(destinations, sources)
+        for destination, source in single:
+            destination.copy_(source)
 
     def forget_buffers(self) -> None:
         """Drops the views of `prepare`, because their memory will not be used again."""
-        self._batches.clear()
-
-
-@dataclass
-class _Batch:
-    destinations: list[torch.Tensor]
-    sources: list[torch.Tensor]
-    together: bool
-
-    def copy(self) -> None:
-        if self.together:
-            torch._foreach_copy_(self.destinations, self.sources)
-            return
-        for destination, source in zip(self.destinations, self.sources, strict=True):
-            destination.copy_(source)
+        self._views.clear()
