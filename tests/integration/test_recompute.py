@@ -58,14 +58,14 @@ def config_of(folder: Path, job: str) -> Config:
 
 
 def run_rank(folder: Path, job: str) -> None:
-    from slipstream.extensions.other_models.trainer import open_roles
+    from slipstream.extensions.other_models.trainer import Roles
     from slipstream.learner.trainer.model.model import unwrapped
     from slipstream.learner.trainer.model.recompute import Recompute
     from slipstream.learner.trainer.step import TrainingStep
 
     config = config_of(folder, job)
     policy: Any = opened(config)
-    critic = open_roles(config, policy).critic
+    critic = Roles(config, policy).critic
     model = policy if critic is None else critic.model
     assert model.recompute is None
     if JOBS[job][1]:

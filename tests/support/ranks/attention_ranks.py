@@ -29,7 +29,7 @@ JOBS = (
 
 
 def run_rank(folder: Path, job: str) -> None:
-    from slipstream.extensions.other_models.trainer import open_roles
+    from slipstream.extensions.other_models.trainer import Roles
     from slipstream.learner.trainer.opening import open_policy
     from slipstream.learner.trainer.ranks.parallel import Launch
 
@@ -68,7 +68,7 @@ def run_rank(folder: Path, job: str) -> None:
         policy = open_policy(config, launch, load_weights=has_weights)
         if "critic" in form:
             _spoil(int(size))
-            open_roles(config, policy)
+            Roles(config, policy)
         policy.ranks.close()
     except ConfigError as error:
         said = str(error)

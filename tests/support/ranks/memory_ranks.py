@@ -5,7 +5,6 @@ What a job saw lies in FOLDER/memory-JOB.pt afterwards, on rank 0; `parity_ranks
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -96,11 +95,9 @@ def run_rank(folder: Path, job: str) -> None:
 def see_fp8(config: Config) -> dict:
     """What the model is built from, were TransformerEngine there; and what is said without it."""
     from slipstream.core.errors import ConfigError
-    from slipstream.learner.trainer.model import recipe
-    from slipstream.learner.trainer.model.recipe import check_fp8
+    from slipstream.learner.trainer.model.recipe import provider_of
     from slipstream.learner.trainer.ranks import compat
 
-    provider_of = recipe.provider_of
     bridge = compat.install().from_hf_pretrained(str(config.model.path))
     error = ""
     try:
@@ -108,7 +105,6 @@ def see_fp8(config: Config) -> dict:
     except ConfigError as refusal:
         error = str(refusal)
     compat.has_transformer_engine = lambda: True
-    recipe.check_fp8 = partial(check_fp8, has_engine=lambda: True)
     provider = provider_of(bridge, bridge.hf_pretrained.config, config, load_weights=True)
     return {"error": error, "fp8": provider.fp8, "fp8_recipe": str(provider.fp8_recipe)}
 

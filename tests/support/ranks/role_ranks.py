@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import inspect
-import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -18,8 +17,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 import torch.distributed as dist
-from pydantic import JsonValue
-from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.sections import LearnerSection, ParallelSection
 from slipstream.core.types import LogprobArray, ReferenceLogprobs
@@ -28,7 +25,7 @@ from slipstream.learner.trainer.batches.training_sequence import TokenEstimates,
 
 from support.fakes.parity_models import VOCAB
 from support.ranks.parity_layouts import OVERLAP, SP, TREES, VPP, batches, probe
-from support.ranks.rank_program import SETTINGS, opened, settings_of, weights_of
+from support.ranks.rank_program import opened, settings_of, weights_of
 
 if TYPE_CHECKING:
     from slipstream.extensions.other_models.trainer import Roles
@@ -102,34 +99,31 @@ def run_rank(folder: Path, job: str) -> None:
             roles(folder, layout)
 
 
-def config_of(name: str, folder: Path) -> Config:
-    """The settings of a layout; the critic's head is drawn from the run's seed."""
+def config_of(name: str, folder: Path, *others: dict[str, dict]) -> Config:
+    """The settings of a layout, with others; the critic's head is drawn from the run's seed."""
     layout = LAYOUTS[name]
-    table = json.loads(json.dumps(SETTINGS))
-    table["model"] = {"path": str(folder / layout.model), "dtype": "float32"}
-    table["algorithm"] |= {"advantage": "gae", "kl": {"coefficient": 0.1}}
-    table["learner"] |= layout.learner
-    table["sampling"] |= layout.sampling
-    table["learner"] |= {"world_size": layout.world_size, "parallel": layout.policy}
-    table["reference"] = {"refresh_every_steps": REFRESH_STEPS, "parallel": layout.reference}
-    if layout.model != "tied":
-        table["algorithm"]["kl"]["estimator"] = "forward_top_k"
-        table["reference"]["top_k"] = TOP_K
-    table["critic"] = {
-        "learning_rate": CRITIC_RATE,
-        "warmup_steps": 0 if layout.model == "tied" else 1,
-        "value_clip": VALUE_CLIP,
-        "parallel": layout.critic,
+    is_tied = layout.model == "tied"
+    top_k = {} if is_tied else {"top_k": TOP_K}
+    estimator = {} if is_tied else {"estimator": "forward_top_k"}
+    tables: dict[str, dict] = {
+        "algorithm": {"advantage": "gae", "kl": {"coefficient": 0.1} | estimator},
+        "learner": layout.learner | {"world_size": layout.world_size, "parallel": layout.policy},
+        "sampling": layout.sampling,
+        "reference": {"refresh_every_steps": REFRESH_STEPS, "parallel": layout.reference} | top_k,
+        "critic": {
+            "learning_rate": CRITIC_RATE,
+            "warmup_steps": 0 if is_tied else 1,
+            "value_clip": VALUE_CLIP,
+            "parallel": layout.critic,
+        },
     }
-    return parse_config(table, source=name)
+    return settings_of(folder / layout.model, tables, *others)
 
 
-def config_of_run(name: str, folder: Path, run: str, **tables: JsonValue) -> Config:
+def config_of_run(name: str, folder: Path, run: str, **checkpoint: str) -> Config:
     """Returns `config_of(name, folder)` with the checkpoints of run `run`."""
-    config = config_of(name, folder)
-    table = config.model_dump(mode="json", exclude_none=True)
-    table["run"] |= {"name": run, "dir": str(folder / "runs")}
-    return parse_config(table | tables, source=name)
+    own = {"run": {"name": run, "dir": str(folder / "runs")}, "checkpoint": checkpoint}
+    return config_of(name, folder, own)
 
 
 def judged(batch: Batch, values: list[LogprobArray]) -> list[TrainingSequence]:
@@ -147,12 +141,12 @@ def judged(batch: Batch, values: list[LogprobArray]) -> list[TrainingSequence]:
 
 def roles(folder: Path, job: str) -> None:
     """What the roles say and learn by themselves, then what the policy learns with them."""
-    from slipstream.extensions.other_models.trainer import open_roles
+    from slipstream.extensions.other_models.trainer import Roles
     from slipstream.learner.trainer.model.model import Part, unwrapped
 
     config = config_of(job, folder)
     policy = opened(config)
-    own = open_roles(config, policy)
+    own = Roles(config, policy)
     reference, critic = own.reference, own.critic
     assert reference is not None
     assert critic is not None
@@ -211,14 +205,14 @@ def train(policy: Policy, opened: Roles, config: Config) -> dict:
 
 def refresh(folder: Path, model: str, other: str) -> None:
     """Moves each weight of the policy by itself, and refreshes a reference from another folder."""
-    from slipstream.extensions.other_models.trainer import open_roles
+    from slipstream.extensions.other_models.trainer import Roles
     from slipstream.learner.trainer.model.model import unwrapped
 
     reference = {"path": str(folder / other), "refresh_every_steps": 1}
     tables = {"algorithm": {"kl": {"coefficient": 0.1}}, "reference": reference}
     config = settings_of(folder / model, tables)
     policy = opened(config)
-    own = open_roles(config, policy)
+    own = Roles(config, policy)
     ours = dict(unwrapped(policy.chunks[0]).named_parameters())
     with torch.no_grad():
         for place, weight in enumerate(ours.values()):
@@ -264,7 +258,7 @@ def load(folder: Path, saved: str, layout: str) -> None:
 def start(folder: Path, saved: str, layout: str) -> None:
     """A new run whose starting weights are the policy's of what `save` saved."""
     path = folder / "runs" / saved / "checkpoints" / "step-000002"
-    config = config_of_run(layout, folder, "new", checkpoint={"load": str(path)})
+    config = config_of_run(layout, folder, "new", load=str(path))
     run = _Run(config)
     reference, critic = run.roles.reference, run.roles.critic
     assert reference is not None
@@ -283,14 +277,14 @@ class _Run:
     """A policy with its roles, and what saves them."""
 
     def __init__(self, config: Config) -> None:
-        from slipstream.extensions.other_models.trainer import open_roles
+        from slipstream.extensions.other_models.trainer import Roles
         from slipstream.learner.trainer.checkpoints.checkpoint import Checkpointer
         from slipstream.learner.trainer.checkpoints.stored_model import POLICY, StoredModel
         from slipstream.learner.trainer.step import TrainingStep
 
         self.config = config
         self.policy = opened(config)
-        self.roles = open_roles(config, self.policy)
+        self.roles = Roles(config, self.policy)
         self.step = TrainingStep(self.policy, config, [self.roles])
         policy = StoredModel(POLICY, self.policy.chunks, self.policy.optimizer)
         self.models = [policy, *self.roles.stored_models()]

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -27,28 +26,27 @@ from torch import Tensor
 
 # Tokens of a page of keys on CPUs, as in vLLM.
 _PAGE = 128
-Attended = tuple[Tensor, Tensor | None]
 Output = tuple[Tensor, Tensor | None]
 
 
-class EngineKernels(ABC):
-    """The engine's kernels on one kind of device, without gradients."""
+class EngineKernels:
+    """The engine's kernels without gradients: those of CPUs, and in `_GpuKernels` those of GPUs."""
 
     def __init__(self) -> None:
         from vllm import _custom_ops
 
         self._ops = _custom_ops
 
-    @abstractmethod
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Returns `x` [..., in] times `weight` [out, in], plus the bias."""
+        return row_kernels.product(x, weight, bias)
 
-    @abstractmethod
     def norm(self, x: Tensor, weight: Tensor, eps: float, *, is_sum: bool) -> Tensor:
         """Returns the RMS norm of `x` over its last dimension, multiplied by `weight`.
 
         `is_sum` tells whether `x` comes from a residual addition.
         """
+        return row_kernels.norm(x, weight, eps)
 
     def rotate(self, positions: Tensor, x: Tensor, table: Tensor) -> Tensor:
         """Returns `x` [tokens, heads, dim] rotated by RoPE.
@@ -59,50 +57,20 @@ class EngineKernels(ABC):
         self._ops.rotary_embedding(positions, found, None, x.shape[-1], table, True)
         return found.view(x.shape)
 
-    @abstractmethod
     def gate(self, x: Tensor) -> Tensor:
         """Returns SiLU of the first half of each row, times the second half."""
+        return _gated(x)
 
-    @abstractmethod
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scale: float
-    ) -> Attended:
+    ) -> Output:
         """Returns causal attention of [tokens, heads, dim], and the log-sum-exp of its scores.
 
         `bounds`, int32, has the start of each sequence, and the end of the last. On CPUs the
         log-sum-exp is None.
         """
-
-    @abstractmethod
-    def logits(self, hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns the logits of `hidden`, in the element type `dtype`."""
-
-    @abstractmethod
-    def token_logprobs(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Returns the log-probabilities of the token ids `targets`, [rows, targets]."""
-
-
-class _CpuKernels(EngineKernels):
-    """The kernels of vLLM's layers on CPUs; see `EngineKernels`."""
-
-    def __init__(self) -> None:
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-        super().__init__()
-        self._isa = _get_attn_isa
-
-    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return row_kernels.product(x, weight, bias)
-
-    def norm(self, x: Tensor, weight: Tensor, eps: float, *, is_sum: bool) -> Tensor:
-        return row_kernels.norm(x, weight, eps)
-
-    def gate(self, x: Tensor) -> Tensor:
-        return _gated(x)
-
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scale: float
-    ) -> Attended:
         # vLLM's kernel reads keys and values in pages.
         heads, (groups, width) = query.shape[1], key.shape[1:]
         lengths = bounds.diff()
@@ -117,7 +85,7 @@ class _CpuKernels(EngineKernels):
             table[row, :count] = torch.arange(first, first + count)
             slots.append(first * _PAGE + torch.arange(length))
         keys, values = pages.chunk(2, dim=2)
-        isa, used = self._isa(key.dtype, _PAGE, width), int(bounds[-1])
+        isa, used = _get_attn_isa(key.dtype, _PAGE, width), int(bounds[-1])
         self._ops.cpu_attn_reshape_and_cache(
             key[:used].contiguous(), value[:used].contiguous(), keys, values, torch.cat(slots), isa
         )
@@ -154,14 +122,16 @@ class _CpuKernels(EngineKernels):
         return out, None
 
     def logits(self, hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns the logits of `hidden`, in the element type `dtype`."""
         return row_kernels.product(hidden.to(dtype), weight.to(dtype))
 
     def token_logprobs(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Returns the log-probabilities of the token ids `targets`, [rows, targets]."""
         return logits.log_softmax(-1, dtype=torch.float32).gather(-1, targets)
 
 
 class _GpuKernels(EngineKernels):
-    """The batch-invariant kernels of vLLM's layers on GPUs; see `EngineKernels`."""
+    """The batch-invariant kernels of vLLM's layers on GPUs."""
 
     def __init__(self) -> None:
         # vLLM's kernels read this at their first call, and then sum rows of a norm in one order.
@@ -208,9 +178,9 @@ class _GpuKernels(EngineKernels):
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scale: float
-    ) -> Attended:
+    ) -> Output:
         longest = int(bounds.diff().max())
-        out, totals = self._flash(
+        found: Output = self._flash(
             q=query,
             k=key,
             v=value,
@@ -223,7 +193,7 @@ class _GpuKernels(EngineKernels):
             num_splits=1,
             return_softmax_lse=True,
         )
-        return out, totals
+        return found
 
     def logits(self, hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
         if dtype == hidden.dtype:
@@ -243,7 +213,7 @@ def _gated(x: Tensor) -> Tensor:
 @functools.cache
 def engine_kernels() -> EngineKernels:
     """Returns the kernels for this process's device."""
-    return _GpuKernels() if torch.cuda.is_available() else _CpuKernels()
+    return _GpuKernels() if torch.cuda.is_available() else EngineKernels()
 
 
 class _Product(torch.autograd.Function):
@@ -325,21 +295,6 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return _Product.apply(x, weight, bias)  # type: ignore[no-any-return,no-untyped-call]
 
 
-def norm(x: Tensor, weight: Tensor, eps: float, *, is_sum: bool) -> Tensor:
-    """Returns the RMS norm over the last dimension; see `EngineKernels.norm`."""
-
-    def reference(x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, weight.shape, weight, eps)
-
-    kernel = functools.partial(engine_kernels().norm, eps=eps, is_sum=is_sum)
-    return _Recomputed.apply(kernel, reference, x, weight)  # type: ignore[no-any-return,no-untyped-call]
-
-
-def gated(x: Tensor) -> Tensor:
-    """Returns SiLU of the first half of each row, times the second half."""
-    return _Recomputed.apply(engine_kernels().gate, _gated, x)  # type: ignore[no-any-return,no-untyped-call]
-
-
 class EqualColumnLinear(ColumnParallelLinear):  # type: ignore[misc]
     """The engine's linear layer in place of Megatron's column-parallel layer."""
 
@@ -365,12 +320,21 @@ class EqualRowLinear(RowParallelLinear):  # type: ignore[misc]
 
 
 class SumNorm(RMSNorm):
-    """The norm of the residual stream after the output of attention or an MLP was added."""
+    """The norm of the residual stream after the output of attention or an MLP was added.
+
+    The kernel computes its values, torch's norm its gradients.
+    """
 
     is_sum = True
 
     def forward(self, x: Tensor) -> Tensor:
-        return norm(x, self.weight, float(self.eps or 0.0), is_sum=self.is_sum)
+        eps = float(self.eps or 0.0)
+
+        def reference(x: Tensor, weight: Tensor) -> Tensor:
+            return F.rms_norm(x, weight.shape, weight, eps)
+
+        kernel = functools.partial(engine_kernels().norm, eps=eps, is_sum=self.is_sum)
+        return _Recomputed.apply(kernel, reference, x, self.weight)  # type: ignore[no-any-return,no-untyped-call]
 
 
 class PlainInputNorm(SumNorm):
@@ -388,9 +352,9 @@ class EqualAttention(CoreAttention):
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | None,
-        attn_mask_type: Megatron = None,
-        attention_bias: Tensor | None = None,
+        *,
         packed_seq_params: Megatron = None,
+        **_: object,
     ) -> Tensor:
         """Returns attention by the engine's kernel, [tokens, heads * dim].
 
@@ -443,7 +407,7 @@ def install() -> None:
 
     def gated_mlp(x: Tensor, bias: Tensor | None, *_: object) -> Tensor:
         assert bias is None, "the model has no biases in its MLP"
-        return gated(x)
+        return _Recomputed.apply(engine_kernels().gate, _gated, x)  # type: ignore[no-any-return,no-untyped-call]
 
     AutoMapping.register_module_type("EqualColumnLinear", "column")
     AutoMapping.register_module_type("EqualRowLinear", "row")

@@ -10,7 +10,6 @@ import functools
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
@@ -51,25 +50,40 @@ from torch import Tensor
 INITIAL_SCALE = 0.1
 
 
-@dataclass(frozen=True)
 class Roles(StepPart):
     """The models that the algorithm needs besides the policy."""
 
-    reference: Reference | PolicyWithoutAdapters | None = None
-    refresh_every_steps: int = 0
-    critic: Critic | None = None
-    # Whether a server answers for the reference: trajectories then carry its log-probabilities.
-    is_served: bool = False
+    def __init__(self, config: Config, policy: Policy) -> None:
+        """Loads the models that `config` asks for, on the policy's ranks; collective.
+
+        Raises ConfigError for a model or a setting that cannot work.
+        """
+        of_reference, of_critic = reference_config(config), critic_config(config)
+        self.reference: Reference | PolicyWithoutAdapters | None = None
+        self.critic: Critic | None = None
+        if reference_is_policy(config):
+            self.reference = PolicyWithoutAdapters(policy, config)
+        elif of_reference is not None:
+            with named(config, "reference"):
+                self.reference = Reference(of_reference, policy.ranks)
+        if of_critic is not None:
+            with named(config, "critic"):
+                self.critic = Critic(of_critic, policy.ranks)
+        self._section = config.reference
+
+    @property
+    def _refresh_every_steps(self) -> int:
+        return self._section.refresh_every_steps if self._section is not None else 0
 
     def estimates(self, batch: Batch, stages: StageTimes) -> list[ModelEstimates]:
         """Returns the estimates for each trajectory; the same on every rank.
 
-        If `is_served`, the batch must have passed `check_references`.
+        If a server answers for the reference, the batch must have passed `check_references`.
         """
         with stages.measure("estimates"):
             nothing = [None] * len(batch.trajectories)
             known: Sequence[ReferenceLogprobs | None] = nothing
-            if self.is_served:
+            if self._section is not None and self._section.server is not None:
                 known = [trajectory.reference for trajectory in batch.trajectories]
             elif self.reference is not None:
                 known = self.reference.logprobs(batch)
@@ -90,7 +104,7 @@ class Roles(StepPart):
         found = []
         for name, model in self.models().items():
             optimizer = model.optimizer if isinstance(model, TrainedModel) else None
-            if optimizer is not None or self.refresh_every_steps:
+            if optimizer is not None or self._refresh_every_steps:
                 found.append(StoredModel(name, model.chunks, optimizer, model.ranks.in_force))
         return found
 
@@ -108,32 +122,11 @@ class Roles(StepPart):
 
     def ends(self, policy: Policy, batch: Batch) -> dict[str, float]:
         """Copies the policy into the reference if a refresh is due."""
-        every = self.refresh_every_steps
+        every = self._refresh_every_steps
         if isinstance(self.reference, Reference) and every and (batch.step + 1) % every == 0:
             with self.reference.model.memory.resident(Part.PARAMETERS):
                 self.reference.refresh(policy)
         return {}
-
-
-def open_roles(config: Config, policy: Policy) -> Roles:
-    """Loads the models that `config` asks for, on the policy's ranks; collective.
-
-    Raises ConfigError for a model or a setting that cannot work.
-    """
-    of_reference, of_critic = reference_config(config), critic_config(config)
-    reference: Reference | PolicyWithoutAdapters | None = None
-    critic = None
-    if reference_is_policy(config):
-        reference = PolicyWithoutAdapters(policy, config)
-    elif of_reference is not None:
-        with named(config, "reference"):
-            reference = Reference(of_reference, policy.ranks)
-    if of_critic is not None:
-        with named(config, "critic"):
-            critic = Critic(of_critic, policy.ranks)
-    every = config.reference.refresh_every_steps if config.reference is not None else 0
-    is_served = config.reference is not None and config.reference.server is not None
-    return Roles(reference, every, critic, is_served)
 
 
 class Reference:
@@ -311,9 +304,7 @@ class Critic:
     def __init__(self, settings: Config, ranks: Ranks) -> None:
         """Loads the model; `settings` must come from `critic_config`."""
         assert settings.critic is not None
-        self._settings = settings
-        self._clip = settings.critic.value_clip
-        self._learning_rate = settings.critic.learning_rate
+        self._settings, self._section = settings, settings.critic
         # Forward and backward passes over a mini-batch of the newest `train`.
         self._num_passes = 0
         self._ranks = ranks.placed(settings.learner.parallel)
@@ -371,27 +362,23 @@ class Critic:
                     raise UntrainableBatch(
                         f"the critic's loss is {loss}; its weights were not changed"
                     )
-                norms.append(update_weights(self.model, self._learning_rate, gradients))
+                norms.append(update_weights(self.model, self._section.learning_rate, gradients))
                 total += sums
             # Otherwise the next forward pass gathers them, and a checkpoint before it would hold
             # old parameters.
             self.model.gather_parameters()
         tokens = max(1.0, float(total[ValueSum.TOKENS]))
-        values, returns = [], []
-        for sequence in sequences:
-            assert sequence.values is not None
-            assert sequence.returns is not None
-            values.append(sequence.values[sequence.loss_mask])
-            returns.append(sequence.returns[sequence.loss_mask])
+        values, returns = (
+            np.concatenate([getattr(each, name)[each.loss_mask] for each in sequences])
+            for name in ("values", "returns")
+        )
         found = {
             "value_loss": float(total[ValueSum.LOSS]) / tokens,
             "value_clip_fraction": float(total[ValueSum.CLIPPED]) / tokens,
             "value_mean": float(total[ValueSum.VALUE]) / tokens,
             "critic_grad_norm": sum(norms) / len(norms),
             # The values before the step, over the trained tokens.
-            "explained_variance": explained_variance(
-                np.concatenate(values), np.concatenate(returns)
-            ),
+            "explained_variance": explained_variance(values, returns),
         }
         if self.model.scaler is not None:
             found["critic_gradient_overflows"] = float(self._num_passes - len(norms))
@@ -403,7 +390,7 @@ class Critic:
         def finish(
             place: int, micro_batch: MicroBatch, output: Tensor
         ) -> tuple[Tensor, Tensor, Tensor]:
-            loss, sums = value_loss(output[0, :, 0], micro_batch, clip=self._clip)
+            loss, sums = value_loss(output[0, :, 0], micro_batch, clip=self._section.value_clip)
             return loss, micro_batch.loss_mask.sum().to(torch.int), sums
 
         share = rank_micro_batches(

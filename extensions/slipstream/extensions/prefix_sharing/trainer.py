@@ -103,29 +103,32 @@ class PrefixSharing:
         tree = PrefixTree(sequences, members, min_shared=self.min_tokens)
         if not tree.share:
             return None
+        lengths = [len(sequences[index]) for index in members]
         found = []
         for parts in _BUNDLE_DIVISORS:
             made = tree.bundles(max_tokens // parts)
-            sizes = [num_tokens(bundle) for bundle in made]
+            sizes, squares = list(map(num_tokens, made)), list(map(num_squares, made))
             plan = plan_micro_batches(
                 sizes,
                 max_tokens=max_tokens,
                 dp_size=dp_size,
                 multiple=multiple,
                 attention_length=attention_length,
-                squares=[num_squares(bundle) for bundle in made],
+                squares=squares,
             )
+            launch = max_tokens // _LAUNCH_DIVISOR
             work = max(
-                sum(
-                    sum(sizes[place] for place in places) + max_tokens // _LAUNCH_DIVISOR
-                    for places in bins
-                )
+                sum(sum(sizes[place] for place in places) + launch for places in bins)
                 for bins in plan
             )
             chosen = [[[made[place] for place in places] for places in bins] for bins in plan]
-            found.append((work, parts, chosen, saved_by(sequences, members, made)))
-        _, _, best, saved = min(found, key=lambda one: one[:2])
-        self.saved = SavedWork(self.saved.tokens + saved.tokens, self.saved.squares + saved.squares)
+            # Separate sequences would have the whole `lengths`.
+            saved = SavedWork(
+                self.saved.tokens + sum(lengths) - sum(sizes),
+                self.saved.squares + sum(length**2 for length in lengths) - sum(squares),
+            )
+            found.append((work, parts, chosen, saved))
+        _, _, best, self.saved = min(found, key=lambda one: one[:2])
         return best
 
     @contextmanager
@@ -233,20 +236,6 @@ class SavedWork(NamedTuple):
     squares: int = 0
 
 
-def saved_by(
-    sequences: Sequence[TrainingSequence], members: Sequence[int], made: Sequence[Bundle]
-) -> SavedWork:
-    """Returns the work that the bundles `made` save, compared with separate sequences.
-
-    `members` are the indices of the sequences that are in the bundles.
-    """
-    lengths = [len(sequences[index]) for index in members]
-    return SavedWork(
-        sum(lengths) - sum(map(num_tokens, made)),
-        sum(length**2 for length in lengths) - sum(map(num_squares, made)),
-    )
-
-
 def num_tokens(bundle: Bundle) -> int:
     """Returns the number of tokens of a bundle, shared tokens counted once."""
     return sum(map(len, bundle))
@@ -287,20 +276,17 @@ class PrefixTree:
         A bundle has at most `max_tokens` tokens, unless it has only one sequence.
         """
         found: list[Bundle] = []
-        for run in self._runs:
-            self._add_fitting(found, run, max_tokens)
+        waiting = self._runs[::-1]
+        while waiting:
+            run, bundle = waiting.pop(), list[Segment]()
+            self._add(bundle, run, 0, None)
+            if num_tokens(bundle) <= max_tokens or len(run.indices) == 1:
+                found.append(bundle)
+                continue
+            middle = len(run.indices) // 2
+            for half in (slice(middle, None), slice(None, middle)):
+                waiting.append(_Run(run.indices[half], run.common[half]))
         return found
-
-    def _add_fitting(self, found: list[Bundle], run: _Run, max_tokens: int) -> None:
-        """Adds the sequences of `run` to `found` as one bundle, or as several if it is too long."""
-        bundle: Bundle = []
-        self._add(bundle, run, 0, None)
-        if num_tokens(bundle) <= max_tokens or len(run.indices) == 1:
-            found.append(bundle)
-            return
-        middle = len(run.indices) // 2
-        for half in (slice(None, middle), slice(middle, None)):
-            self._add_fitting(found, _Run(run.indices[half], run.common[half]), max_tokens)
 
     def _add(self, bundle: Bundle, run: _Run, start: int, parent: int | None) -> None:
         """Adds segments for the positions of `run` from `start` on; all earlier tokens are equal.

@@ -19,7 +19,11 @@ STD_EPS = 1e-6
 
 def grpo(episodes: Sequence[ScoredEpisode]) -> FloatArray:
     """Returns each score less its group's mean, over its deviation: GRPO (arXiv:2402.03300)."""
-    return _group_advantages(episodes, normalize_by_std=True)
+    advantages = dr_grpo(episodes)
+    for members in _groups(episodes):
+        centred = advantages[members]
+        advantages[members] = centred / (np.sqrt(np.mean(centred**2)) + STD_EPS)
+    return advantages
 
 
 def dr_grpo(episodes: Sequence[ScoredEpisode]) -> FloatArray:
@@ -28,7 +32,10 @@ def dr_grpo(episodes: Sequence[ScoredEpisode]) -> FloatArray:
     Source: Dr. GRPO (arXiv:2503.20783), which shows that dividing by the standard deviation favours
     tasks that are nearly always or nearly never solved.
     """
-    return _group_advantages(episodes, normalize_by_std=False)
+    advantages = score(episodes)
+    for members in _groups(episodes):
+        advantages[members] -= advantages[members].mean()
+    return advantages
 
 
 def rloo(episodes: Sequence[ScoredEpisode]) -> FloatArray:
@@ -36,7 +43,7 @@ def rloo(episodes: Sequence[ScoredEpisode]) -> FloatArray:
 
     Source: RLOO (arXiv:2402.14740). The result is n / (n - 1) times (score - group's mean).
     """
-    scores = episode_scores(episodes)
+    scores = score(episodes)
     advantages = np.zeros(len(scores), dtype=np.float64)
     for members in _groups(episodes):
         number = len(members)
@@ -149,18 +156,13 @@ def _generalised(
     return [TokenAdvantages(a, None if e.values is None else r) for a, r, e in pairs]
 
 
-def score(episodes: Sequence[ScoredEpisode]) -> FloatArray:
-    """Returns the score of each episode: its reward less the costs of its tokens."""
-    return episode_scores(episodes)
-
-
 def none(episodes: Sequence[ScoredEpisode]) -> FloatArray:
     """Returns 0 for each episode."""
     return np.zeros(len(episodes))
 
 
-def episode_scores(episodes: Sequence[ScoredEpisode]) -> FloatArray:
-    """Returns the reward of each episode, less the costs of its tokens."""
+def score(episodes: Sequence[ScoredEpisode]) -> FloatArray:
+    """Returns the score of each episode: its reward less the costs of its tokens."""
     rewards = np.array([episode.reward for episode in episodes], dtype=np.float64)
     if not episodes:
         return rewards
@@ -201,17 +203,6 @@ def estimates(
         advantages[t] = following_advantage
         following_value = values[t]
     return advantages, advantages + values
-
-
-def _group_advantages(episodes: Sequence[ScoredEpisode], *, normalize_by_std: bool) -> FloatArray:
-    scores = episode_scores(episodes)
-    advantages = np.zeros(len(scores), dtype=np.float64)
-    for members in _groups(episodes):
-        centred = scores[members] - scores[members].mean()
-        if normalize_by_std:
-            centred = centred / (np.sqrt(np.mean(centred**2)) + STD_EPS)
-        advantages[members] = centred
-    return advantages
 
 
 def _groups(episodes: Sequence[ScoredEpisode]) -> list[npt.NDArray[np.int64]]:

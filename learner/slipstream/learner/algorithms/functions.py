@@ -313,37 +313,32 @@ def shaped_rewards(
     faulty.
     """
     algorithm, limit = config.algorithm, config.sampling.max_reply_tokens
-    found: list[list[RewardedEpisode]] = []
-    groups: dict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
+    # The sides of each episode, by name, and the episodes of each side of a group.
+    found: list[dict[str, RewardedEpisode]] = [{} for _ in trajectories]
+    groups: dict[tuple[str, str], list[int]] = defaultdict(list)
     for index, trajectory in enumerate(trajectories):
-        sides: list[RewardedEpisode] = []
-        rewards: Mapping[str, float | None] = {}
-        if is_counted(trajectory, algorithm):
-            own_rewards = {side_of(branch): branch.reward for branch in trajectory.branches}
-            rewards = own_rewards or {"": None}
-        for name, reward in rewards.items():
-            sides.append(
-                RewardedEpisode(
-                    trajectory.reward if reward is None else reward,
-                    trajectory.metrics,
-                    trajectory.status is Status.TRUNCATED,
-                    tuple(trajectory.run_lengths[1::2]),
-                    # The environment may have a lower limit.
-                    min(limit, trajectory.max_reply_tokens or limit),
-                    trajectory.environment,
-                    trajectory.task_index,
-                    name,
-                )
+        if not is_counted(trajectory, algorithm):
+            continue
+        rewards = {side_of(branch): branch.reward for branch in trajectory.branches}
+        for name, reward in (rewards or {"": None}).items():
+            groups[trajectory.group_id, name].append(index)
+            found[index][name] = RewardedEpisode(
+                trajectory.reward if reward is None else reward,
+                trajectory.metrics,
+                trajectory.status is Status.TRUNCATED,
+                tuple(trajectory.run_lengths[1::2]),
+                # The environment may have a lower limit.
+                min(limit, trajectory.max_reply_tokens or limit),
+                trajectory.environment,
+                trajectory.task_index,
+                name,
             )
-        for place, side in enumerate(sides):
-            groups[trajectory.group_id, side.side].append((index, place))
-        found.append(sides)
-    for (group_id, _), members in groups.items():
-        group = [found[index][place] for index, place in members]
+    for (group_id, name), members in groups.items():
+        group = [found[index][name] for index in members]
         changed = rewarded(algorithm, group, where=f"group {group_id}")
-        for (index, place), episode in zip(members, changed, strict=True):
-            found[index][place] = episode
-    return found
+        for index, episode in zip(members, changed, strict=True):
+            found[index][name] = episode
+    return [list(sides.values()) for sides in found]
 
 
 def is_trained(trajectories: Sequence[Trajectory], config: Config) -> bool:

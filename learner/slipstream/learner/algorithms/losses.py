@@ -19,10 +19,9 @@ Log ratios, and their sums over sequences, are clamped to -20 .. 20 before exp.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from slipstream.core.settings.algorithm_section import AlgorithmSection, Anchor, Band, KlEstimator
@@ -30,6 +29,7 @@ from slipstream.learner.algorithms.functions import Function, function_of
 from slipstream.learner.algorithms.inputs import LossInputs, SequenceSums, TokenTerms, TokenWeights
 from torch import Tensor
 
+Result = TypeVar("Result", TokenTerms, TokenWeights)
 MAX_LOG_RATIO = 20.0
 # Lower bound of the probability of all other tokens: float32 cannot resolve much smaller ones.
 MIN_REST = 1e-6
@@ -309,11 +309,7 @@ class Column:
 
 def token_terms(function: Function, tokens: LossInputs, where: str) -> TokenTerms:
     """Returns the losses of a micro batch; raises RunFailed for a faulty function."""
-    found = _called(function, tokens, where)
-    terms = TokenTerms(found) if isinstance(found, Tensor) else found
-    if not isinstance(terms, TokenTerms):
-        raise function.fault(f"the result is neither a tensor nor TokenTerms: {found!r}", where)
-    _check(function, tokens, terms.losses, terms.reports, where)
+    terms = _called(function, tokens, where, TokenTerms)
     if tokens.logprobs.requires_grad and not terms.losses.requires_grad:
         raise function.fault("the losses have no gradient", where)
     return terms
@@ -322,12 +318,8 @@ def token_terms(function: Function, tokens: LossInputs, where: str) -> TokenTerm
 @torch.no_grad()
 def token_weights(function: Function, tokens: LossInputs, where: str) -> TokenWeights:
     """Returns the weights of a micro batch; raises RunFailed for a faulty function."""
-    found = _called(function, tokens, where)
-    weights = TokenWeights(found.detach()) if isinstance(found, Tensor) else found
-    if not isinstance(weights, TokenWeights):
-        raise function.fault(f"the result is neither a tensor nor TokenWeights: {found!r}", where)
-    _check(function, tokens, weights.weights, weights.reports, where)
-    return weights
+    found = _called(function, tokens, where, TokenWeights)
+    return replace(found, weights=found.weights.detach())
 
 
 def step_columns(algorithm: AlgorithmSection, *, has_reference: bool) -> list[Column]:
@@ -365,33 +357,28 @@ def _three_tokens(*, has_reference: bool) -> LossInputs:
     )
 
 
-def _called(function: Function, tokens: LossInputs, where: str) -> object:
+def _called(function: Function, tokens: LossInputs, where: str, kind: type[Result]) -> Result:
+    """Calls a function and returns its result as a `kind`; a tensor alone has no reports."""
     inputs = [(name, value) for name, value in vars(tokens).items() if isinstance(value, Tensor)]
     before = [value._version for _, value in inputs]
     with function.named(where):
-        found: object = function.call(tokens)
+        found = function.call(tokens)
     for (name, value), version in zip(inputs, before, strict=True):
         if value._version != version:
             raise function.fault(f"it changed its input {name} in place", where)
-    return found
-
-
-def _check(
-    function: Function,
-    tokens: LossInputs,
-    values: Tensor,
-    reports: Mapping[str, Tensor],
-    where: str,
-) -> None:
-    wanted = tokens.logprobs
-    function.check_reports(reports, where)
-    for name, tensor in (
-        ("result", values),
-        *((f"report {name}", reports[name]) for name in reports),
-    ):
+    result = kind(found) if isinstance(found, Tensor) else found
+    if not isinstance(result, kind):
+        raise function.fault(
+            f"the result is neither a tensor nor {kind.__name__}: {found!r}", where
+        )
+    function.check_reports(result.reports, where)
+    values = result.losses if isinstance(result, TokenTerms) else result.weights
+    wanted, reports = tokens.logprobs, result.reports
+    for name, tensor in {"result": values, **{f"report {n}": reports[n] for n in reports}}.items():
         if not isinstance(tensor, Tensor) or tensor.shape != wanted.shape:
             shape = list(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
             raise function.fault(f"the {name} is {shape}, not {list(wanted.shape)}", where)
     # Proofs compute in float64; a function that returns float32 there does so in a run too.
     if values.dtype not in (wanted.dtype, torch.float32):
         raise function.fault(f"the result is {values.dtype}, not {wanted.dtype}", where)
+    return result

@@ -80,15 +80,8 @@ def open_policy(
         return replay_routers(chunks)
 
     model = load_trained(config, ranks, change=change, load_weights=load_weights)
-    held = NamedAdapters(
-        config.lora.adapters,
-        chunks=model.chunks,
-        optimizer=model.optimizer,
-        scaler=model.scaler,
-        gather=model.gather_parameters,
-        memory=model.memory,
-        are_clients=config.controller.client_loop and bool(config.lora.adapters),
-    )
+    are_clients = config.controller.client_loop and bool(config.lora.adapters)
+    held = NamedAdapters(config.lora.adapters, model, are_clients=are_clients)
     return Policy(**vars(model), adapters=held)
 
 

@@ -31,9 +31,9 @@ def step_parts(config: Config, policy: Policy) -> list[StepPart]:
     if policy.sharing is not None:
         found.append(_SharedWork(policy.sharing))
     if config.needs_reference or config.roles:
-        from slipstream.extensions.other_models.trainer import open_roles
+        from slipstream.extensions.other_models.trainer import Roles
 
-        found.append(open_roles(config, policy))
+        found.append(Roles(config, policy))
     if config.algorithm.router_replay != "off":
         from slipstream.extensions.router_replay.trainer import Routing
 

@@ -5,10 +5,9 @@ import pytest
 from slipstream.learner.algorithms import functions
 from slipstream.learner.algorithms.advantages import (
     dr_grpo,
-    episode_scores,
-    estimates,
     grpo,
     rloo,
+    score,
     whitened,
 )
 from slipstream.learner.algorithms.episodes import FloatArray, ScoredEpisode
@@ -46,24 +45,6 @@ def test_an_advantage_compares_a_reward_with_its_group(advantage, rewards, group
     assert found == pytest.approx(expected, rel=1e-5, abs=1e-9)
 
 
-@pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo"])
-def test_the_share_of_minus_one_is_the_advantage_of_the_other_player(advantage: str) -> None:
-    """Both players of a zero-sum game are trained by the reward of one of them."""
-
-    def found(sign: float) -> list[float]:
-        rewards = [1.0, -1.0, -1.0, 0.0, 1.0, 1.0]
-        played = [episode(g, sign * r, [0.0]) for g, r in zip("aaaabb", rewards, strict=True)]
-        worths = token_advantages(played, algorithm(advantage=advantage))
-        return [float(worth.advantages[0]) for worth in worths]
-
-    assert found(-1.0) == pytest.approx([-1.0 * worth for worth in found(1.0)])
-    assert found(1.0)[0] > 0
-
-
-def test_returns_add_up_from_each_token_on() -> None:
-    assert episode("a", 4.0, [-1.0, 2.0, 0.0]).returns().tolist() == [3.0, 2.0, 4.0]
-
-
 def test_whitening_runs_over_all_tokens_of_the_batch() -> None:
     # Mean of 1, 1, 1, 5 is 2, mean square deviation 3.
     found = whitened([np.array([1.0, 1.0, 1.0]), np.array([5.0])])
@@ -73,27 +54,10 @@ def test_whitening_runs_over_all_tokens_of_the_batch() -> None:
     assert whitened([np.array([2.0, 2.0])])[0].tolist() == [0.0, 0.0]
 
 
-def test_gae_by_hand() -> None:
-    # d = [0 + .5*2 - 1, 0 + .5*4 - 2, 3 - 4] = [0, 0, -1]; A2 = -1, A1 = .25 * -1, A0 = .25 * A1.
-    advantages, returns = estimates(
-        np.array([0.0, 0.0, 3.0]), np.array([1.0, 2.0, 4.0]), gamma=0.5, lam=0.5
-    )
-    assert advantages.tolist() == [-0.0625, -0.25, -1.0]
-    assert returns.tolist() == [0.9375, 1.75, 3.0]
-    assert estimates(np.zeros(0), np.zeros(0), gamma=1.0, lam=1.0)[0].tolist() == []
-
-
-def test_reward_stands_at_the_last_token_and_each_token_pays_its_cost() -> None:
-    one = episode("a", 2.0, [0.5, 0.25])
-    assert one.token_rewards().tolist() == [-0.5, 1.75]
-    assert one.token_costs.tolist() == [0.5, 0.25]
-    assert episode("a", 2.0, []).token_rewards().tolist() == []
-
-
 def test_score_of_an_episode_is_its_reward_less_the_costs_of_its_own_tokens() -> None:
     episodes = [episode("a", 2.0, [0.5, 0.25]), episode("a", 1.0, []), episode("b", 0.0, [1.0])]
-    assert episode_scores(episodes).tolist() == [1.25, 1.0, -1.0]
-    assert episode_scores([]).tolist() == []
+    assert score(episodes).tolist() == [1.25, 1.0, -1.0]
+    assert score([]).tolist() == []
 
 
 @pytest.mark.parametrize(("kind", "last"), [("score", 1), ("none", 0)])
@@ -109,7 +73,7 @@ def test_a_branch_ends_with_the_reward_and_pays_its_own_costs_only() -> None:
     tree = ScoredEpisode("a", 2.0, costs, branches=(slice(0, 2), slice(2, 2), slice(2, 4)))
     assert tree.token_rewards().tolist() == [-0.5, 1.75, -1.0, 1.5]
     # The episode is judged as a whole.
-    assert episode_scores([tree]).tolist() == [-0.25]
+    assert score([tree]).tolist() == [-0.25]
     (found,) = token_advantages([tree], algorithm(advantage="reinforce_pp"))
     returns = np.array([1.25, 1.75, 0.5, 1.5])
     assert found.advantages == pytest.approx((returns - 1.25) / returns.std(), rel=1e-5)

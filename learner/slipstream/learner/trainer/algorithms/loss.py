@@ -99,18 +99,14 @@ def training_sequences(
         if trajectory.branches:
             parts = trajectory.sequences()
             shared = np.concatenate([p.branch.share * shared[p.sampled] for p in parts])
-        top = reference if reference is not None and reference.top_k else None
-        estimated.append(
-            TokenEstimates(
-                shared,
-                reference_logprobs=None if reference is None else reference.logprobs,
-                values=own.values,
-                # Only a critic needs returns.
-                returns=None if own.values is None else worth.returns,
-                top_ids=None if top is None else top.top_ids,
-                top_logprobs=None if top is None else top.top_logprobs,
-            )
-        )
+        fields: dict[str, NumpyArray | None] = {}
+        if reference is not None:
+            fields["reference_logprobs"] = reference.logprobs
+            if reference.top_k:
+                fields |= {"top_ids": reference.top_ids, "top_logprobs": reference.top_logprobs}
+        if own.values is not None:
+            fields |= {"values": own.values, "returns": worth.returns}
+        estimated.append(TokenEstimates(shared, **fields))
     has_images = any(trajectory.images for trajectory in trajectories)
     sequences = TrainingSequence.of_trajectories(
         trajectories,
@@ -208,8 +204,7 @@ def _advantages(
             )
             costs = kl.coefficient * divergence.numpy()
         lags = token_lags([trajectory], batch.step)
-        said = known[index].values
-        values = None if said is None else said.astype(np.float64)
+        values = known[index].values
         # A side is the branches of an episode that share a reward; estimators take them as one
         # episode, which is compared with the same side of its group's episodes. An episode has one
         # side, unless its agent gave a named branch a reward of its own.
@@ -233,7 +228,7 @@ def _advantages(
                     f"{group_id} {side}" if side else group_id,
                     by_side[side],
                     costs[places],
-                    None if values is None else values[places],
+                    None if values is None else values[places].astype(np.float64),
                     tuple(itertools.starmap(slice, ends)),
                     trajectory.metrics,
                     lags[places],
@@ -252,10 +247,8 @@ def _advantages(
     # The sides of each episode are joined.
     found: dict[int, TokenAdvantages] = {}
     for (index, places), one in zip(owners, estimated, strict=True):
-        if index not in found:
-            zeros = np.zeros(batch.trajectories[index].num_sampled_tokens)
-            found[index] = TokenAdvantages(zeros, None if one.returns is None else zeros.copy())
-        whole = found[index]
+        zeros = np.zeros((2, batch.trajectories[index].num_sampled_tokens))
+        whole = found.setdefault(index, TokenAdvantages(*zeros))
         whole.advantages[places] = one.advantages
         if whole.returns is not None and one.returns is not None:
             whole.returns[places] = one.returns
@@ -386,13 +379,8 @@ class StepStatistics:
         mine, maxima = torch.zeros_like(self._sums), torch.full_like(self._maxima, -math.inf)
         if ranks.counts:
             # All are copied at once, because each copy waits for the device.
-            rows = torch.stack(
-                [
-                    torch.cat([o.sums, o.gaps.flatten(), o.reports.flatten(), o.maxima])
-                    for o in found
-                ]
-            )
-            for row in rows.cpu():
+            parts = ([o.sums, o.gaps.flatten(), o.reports.flatten(), o.maxima] for o in found)
+            for row in torch.stack(list(map(torch.cat, parts))).cpu():
                 mine += row[: len(mine)]
                 maxima = torch.maximum(maxima, row[len(mine) :].float())
         total = ranks.sum(mine)
@@ -458,8 +446,7 @@ class StepStatistics:
         return found
 
     def _table(self, place: int) -> list[list[float]]:
-        part = torch.split(self._sums, self._sizes)[place]
-        rows: list[list[float]] = part.view(2, -1).tolist()
+        rows: list[list[float]] = torch.split(self._sums, self._sizes)[place].view(2, -1).tolist()
         return rows
 
     def _total(self, name: LossSum) -> float:

@@ -14,6 +14,7 @@ shared prefixes. The classes inherit from Megatron's, so import this module only
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import itertools
@@ -29,14 +30,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.utils import (
-    is_layer_window_attention,
-    make_sharded_tensors_for_checkpoint,
-)
+from megatron.core.transformer.utils import is_layer_window_attention
 from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.batches.training_sequence import Paths, gathered_places, zigzag
 from slipstream.learner.trainer.layers import own_device
+from slipstream.learner.trainer.layers.norms import SplitByHeads
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -51,12 +49,10 @@ _KINDS = {
 MOST_SCORES = 1 << 25
 
 
-class CoreAttention(MegatronModule):  # type: ignore[misc]
+class CoreAttention(SplitByHeads):
     """Causal attention of packed [tokens, heads, dim] or plain [sequence, batch, heads, dim]."""
 
-    # Bridge reads these marks to learn that the sinks are split like the heads.
-    tensor_model_parallel = True
-    partition_dim = 0
+    split = "softmax_offset"
 
     def __init__(
         self,
@@ -89,9 +85,9 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | None,
-        attn_mask_type: Megatron = None,
-        attention_bias: Tensor | None = None,
+        *,
         packed_seq_params: Megatron = None,
+        **_: object,
     ) -> Tensor:
         """Returns the attention output, [tokens, heads * dim] or [sequence, batch, heads * dim].
 
@@ -111,36 +107,25 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
             assert size == 1, "shared prefixes are not split over ranks"
             assert self.window is None, "shared prefixes have no windows"
             key_bounds = tuple(packed_seq_params.cu_seqlens_kv.tolist())
-            return self._by_groups(
-                query, key, value, *path_groups(bounds, key_bounds, query.device)
-            )
-        if size > 1:
-            key = GatheredRows.apply(key, self.cp_group)  # type: ignore[no-untyped-call]
-            value = GatheredRows.apply(value, self.cp_group)  # type: ignore[no-untyped-call]
-        cut = Cut(self.cp_group.rank(), size, self.window, self.most_scores)
-        return self._by_groups(query, key, value, *length_groups(bounds, cut, query.device))
-
-    def _by_groups(
-        self, query: Tensor, key: Tensor, value: Tensor, groups: list[LengthGroup], order: Tensor
-    ) -> Tensor:
-        """Computes [tokens, heads * dim]; `order` has each token's index in the groups' outputs."""
+            groups, order = path_groups(bounds, key_bounds, query.device)
+        else:
+            if size > 1:
+                key = GatheredRows.apply(key, self.cp_group)  # type: ignore[no-untyped-call]
+                value = GatheredRows.apply(value, self.cp_group)  # type: ignore[no-untyped-call]
+            cut = Cut(self.cp_group.rank(), size, self.window, self.most_scores)
+            groups, order = length_groups(bounds, cut, query.device)
 
         def attended(query: Tensor, key: Tensor, value: Tensor, group: LengthGroup) -> Tensor:
-            mask = group.mask if group.band is None else group.band.mask(group)
             own = rows(query, group.queries)
-            found = self._attend(own, rows(key, group.keys), rows(value, group.keys), mask)
+            found = self._attend(own, rows(key, group.keys), rows(value, group.keys), group.seen())
             return found[group.is_query]
 
+        # Activations of all blocks would not fit: the backward pass recomputes each block.
+        again = functools.partial(
+            checkpoint, attended, use_reentrant=False, preserve_rng_state=False
+        )
         parts = [
-            attended(query, key, value, group)
-            if group.band is None
-            # Activations of all blocks would not fit: the backward pass recomputes each block.
-            else checkpoint(
-                attended,
-                *(query, key, value, group),
-                use_reentrant=False,
-                preserve_rng_state=False,
-            )
+            (attended if group.offset is None else again)(query, key, value, group)
             for group in groups
         ]
         return torch.cat(parts).index_select(0, order).flatten(1)
@@ -168,17 +153,6 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
             enable_gqa=key.shape[1] != query.shape[1],
         )
         return attended.transpose(1, 2)
-
-    def sharded_state_dict(
-        self,
-        prefix: str = "",
-        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
-        metadata: Megatron = None,
-    ) -> Megatron:
-        """Returns the state for distributed checkpoints: the sinks of all heads, if any."""
-        state = self.state_dict(prefix="", keep_vars=True)
-        split = {"softmax_offset": 0}
-        return make_sharded_tensors_for_checkpoint(state, prefix, split, sharded_offsets)
 
 
 class GatheredRows(torch.autograd.Function):
@@ -330,25 +304,6 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Band:
-    """The attention mask of consecutive queries, causal or windowed; `mask` builds the tensor."""
-
-    # Tokens from the first key to the first query.
-    offset: int
-    window: int | None
-
-    def mask(self, group: LengthGroup) -> Tensor:
-        """Returns [1, 1, queries, keys], true for the keys that each query of `group` sees."""
-        device = group.keys.device
-        queries = torch.arange(group.queries.shape[1], device=device)[:, None] + self.offset
-        keys = torch.arange(group.keys.shape[1], device=device)
-        mask = keys <= queries
-        if self.window is not None:
-            mask &= keys >= queries - self.window
-        return mask[None, None]
-
-
-@dataclass(frozen=True)
 class LengthGroup:
     """Sequences of similar length, or a block of one sequence, for one call of the kernel."""
 
@@ -359,14 +314,40 @@ class LengthGroup:
     keys: Tensor
     # [sequences, 1, queries, keys]: which keys a query sees; None for causal attention.
     mask: Tensor | None
-    # The rule of a block's mask; None if `mask` holds the mask.
-    band: Band | None = None
+    # A block has no mask, but the tokens from its first key to its first query, and the window.
+    offset: int | None = None
+    window: int | None = None
 
-    def to(self, device: torch.device) -> LengthGroup:
-        """Returns the group with its tensors on `device`."""
-        mask = None if self.mask is None else self.mask.to(device)
-        queries, is_query = self.queries.to(device), self.is_query.to(device)
-        return LengthGroup(queries, is_query, self.keys.to(device), mask, self.band)
+    def seen(self) -> Tensor | None:
+        """Returns the mask; that of a block is made at each call."""
+        if self.offset is None:
+            return self.mask
+        device = self.keys.device
+        queries = torch.arange(self.queries.shape[1], device=device)[:, None] + self.offset
+        keys = torch.arange(self.keys.shape[1], device=device)
+        mask = keys <= queries
+        if self.window is not None:
+            mask &= keys >= queries - self.window
+        return mask[None, None]
+
+
+# The groups, and for each of this rank's tokens its index in the groups' concatenated queries.
+Groups = tuple[list[LengthGroup], Tensor]
+
+
+def _on_device(groups: list[LengthGroup], device: torch.device) -> Groups:
+    order = torch.cat([group.queries[group.is_query] for group in groups]).argsort()
+    placed = [
+        dataclasses.replace(
+            group,
+            queries=group.queries.to(device),
+            is_query=group.is_query.to(device),
+            keys=group.keys.to(device),
+            mask=None if group.mask is None else group.mask.to(device),
+        )
+        for group in groups
+    ]
+    return placed, order.to(device)
 
 
 def rows(tokens: Tensor, places: Tensor) -> Tensor:
@@ -399,14 +380,11 @@ def _seen(queries: Tensor, keys: Tensor, is_key: Tensor, window: int | None) -> 
 
 # The cache holds separate groups for layers with and without a window.
 @functools.lru_cache(maxsize=32)
-def length_groups(
-    bounds: tuple[int, ...], cut: Cut, device: torch.device
-) -> tuple[list[LengthGroup], Tensor]:
+def length_groups(bounds: tuple[int, ...], cut: Cut, device: torch.device) -> Groups:
     """Groups sequences of similar length, so that few kernel calls with little padding suffice.
 
-    `bounds` has the start of each sequence, and the end of the last. Returns the groups, and for
-    each of this rank's tokens its index in the groups' concatenated queries. Sequences whose masks
-    would be too large are cut into blocks.
+    `bounds` has the start of each sequence, and the end of the last. Sequences whose masks would be
+    too large are cut into blocks.
     """
     size, window = cut.size, cut.window
     by_class: dict[int, list[tuple[int, int]]] = {}
@@ -432,8 +410,7 @@ def length_groups(
             keys = gathered_places(bounds, size)[whole]
             group = LengthGroup(own, is_own, keys, mask)
         groups.append(group)
-    found = [group.queries[group.is_query] for group in groups]
-    return [group.to(device) for group in groups], torch.cat(found).argsort().to(device)
+    return _on_device(groups, device)
 
 
 def _blocks(
@@ -458,40 +435,32 @@ def _blocks(
             own = queries[:, number * chunk + done :][:, :count]
             seen = keys[:, least : at + count]
             is_query = torch.ones_like(own, dtype=torch.bool)
-            groups.append(LengthGroup(own, is_query, seen, None, Band(at - least, cut.window)))
+            groups.append(LengthGroup(own, is_query, seen, None, at - least, cut.window))
     return groups
 
 
 @functools.lru_cache(maxsize=16)
 def path_groups(
     bounds: tuple[int, ...], key_bounds: tuple[int, ...], device: torch.device
-) -> tuple[list[LengthGroup], Tensor]:
+) -> Groups:
     """Groups segments with similar numbers of queries and keys.
 
     A segment's queries are its last tokens: query i of n sees all keys but the last n - 1 - i.
     `bounds` has the start of each segment's queries, and the end of the last; `key_bounds` is the
-    same for keys. Returns the groups, and for each query its index in the groups' concatenated
-    queries.
+    same for keys.
     """
-    by_class: dict[tuple[int, int], list[tuple[tuple[int, int], tuple[int, int]]]] = {}
-    for queries, keys in zip(
-        itertools.pairwise(bounds), itertools.pairwise(key_bounds), strict=True
-    ):
-        sizes = [end - start for start, end in (queries, keys)]
-        kind = ((sizes[0] - 1).bit_length(), (sizes[1] - 1).bit_length())
-        by_class.setdefault(kind, []).append((queries, keys))
-    groups, found = [], []
+    by_class: dict[tuple[int, ...], list[tuple[tuple[int, int], tuple[int, int]]]] = {}
+    for pair in zip(itertools.pairwise(bounds), itertools.pairwise(key_bounds), strict=True):
+        kind = tuple((end - start - 1).bit_length() for start, end in pair)
+        by_class.setdefault(kind, []).append(pair)
+    groups = []
     for members in by_class.values():
         own, is_own = _places([queries for queries, _ in members])
-        seen, is_seen = _places([keys for _, keys in members])
-        lengths = torch.tensor([(q[1] - q[0], k[1] - k[0]) for q, k in members])
-        before = (lengths[:, 1] - lengths[:, 0])[:, None, None]
-        rows, columns = torch.arange(own.shape[1]), torch.arange(seen.shape[1])
-        mask = (columns <= before + rows[:, None]) & is_seen[:, None]
-        group = LengthGroup(own, is_own, seen, mask[:, None])
-        groups.append(group.to(device))
-        found.append(own[is_own])
-    return groups, torch.cat(found).argsort().to(device)
+        keys, is_key = _places([keys for _, keys in members])
+        before = is_key.sum(1, keepdim=True) - is_own.sum(1, keepdim=True)
+        queries, places = before + torch.arange(own.shape[1]), torch.arange(keys.shape[1])
+        groups.append(LengthGroup(own, is_own, keys, _seen(queries, places[None], is_key, None)))
+    return _on_device(groups, device)
 
 
 def _places(members: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:

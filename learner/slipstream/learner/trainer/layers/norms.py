@@ -69,12 +69,27 @@ class NormedResidual(torch.nn.Module):
         return added
 
 
-class WholeNorm(MegatronModule):  # type: ignore[misc]
-    """RMSNorm over all `heads` of a token together; each tensor parallel rank holds some heads."""
+class SplitByHeads(MegatronModule):  # type: ignore[misc]
+    """A layer whose parameter `split` is divided over the tensor parallel ranks like the heads."""
 
-    # Bridge reads these marks to learn that the weight is split like the heads.
+    # Bridge reads these marks.
     tensor_model_parallel = True
     partition_dim = 0
+    split = "weight"
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: Megatron = None,
+    ) -> Megatron:
+        """Returns the state for distributed checkpoints: the parameter of all heads, if any."""
+        state, split = self.state_dict(prefix="", keep_vars=True), {self.split: 0}
+        return make_sharded_tensors_for_checkpoint(state, prefix, split, sharded_offsets)
+
+
+class WholeNorm(SplitByHeads):
+    """RMSNorm over all `heads` of a token together; each tensor parallel rank holds some heads."""
 
     def __init__(self, config: Megatron, hidden_size: int, eps: float, *, heads: int) -> None:
         super().__init__(config)
@@ -97,16 +112,6 @@ class WholeNorm(MegatronModule):  # type: ignore[misc]
             )
         normed = flat * torch.rsqrt(total / self._width + self._eps)
         return (self.weight * normed.to(heads.dtype)).view(heads.shape)
-
-    def sharded_state_dict(
-        self,
-        prefix: str = "",
-        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
-        metadata: Megatron = None,
-    ) -> Megatron:
-        """Returns the state for checkpoints: `weight` is split over the tensor parallel ranks."""
-        state = self.state_dict(prefix="", keep_vars=True)
-        return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets)
 
 
 class WholeNormAttention(SelfAttention):  # type: ignore[misc]

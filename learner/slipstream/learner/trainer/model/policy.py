@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,13 +28,7 @@ from slipstream.core.settings.config import Config
 from slipstream.core.settings.role_sections import LATENT
 from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.model.logprobs import defer_projections
-from slipstream.learner.trainer.model.model import (
-    Change,
-    DeviceMemory,
-    Part,
-    TrainedModel,
-    parameters,
-)
+from slipstream.learner.trainer.model.model import Change, Part, TrainedModel, parameters
 from slipstream.learner.trainer.ranks.parallel import Ranks
 from torch import Tensor
 
@@ -190,26 +184,15 @@ class NamedAdapters:
     """
 
     def __init__(
-        self,
-        names: Sequence[str],
-        *,
-        chunks: Sequence[Megatron],
-        optimizer: Megatron,
-        scaler: Megatron,
-        gather: Callable[[], None],
-        memory: DeviceMemory,
-        are_clients: bool = False,
+        self, names: Sequence[str], model: TrainedModel, *, are_clients: bool = False
     ) -> None:
-        """Makes every adapter a copy of the adapter in the model; collective for several names.
+        """Makes every adapter a copy of the adapter in `model`; collective for several names.
 
-        `scaler` is the loss scaler of `TrainedModel`. `gather` completes the parameters of
-        `chunks`, which `optimizer` updates. `memory` may move parameters and optimizer state of the
-        active adapter to the host; it does not move the other adapters' tensors. With
-        `are_clients` servers get what `serve` has kept.
+        The model's memory may move parameters and optimizer state of the active adapter to the
+        host; it does not move the other adapters' tensors. With `are_clients` servers get what
+        `serve` has kept.
         """
-        self._memory = memory
-        self._chunks, self._optimizer, self._gather = chunks, optimizer, gather
-        self._scaler = scaler
+        self._model = model
         self.names = tuple(names) or ("",)
         self._active = self.names[0]
         self._waiting: dict[str, _Waiting] = {}
@@ -224,11 +207,14 @@ class NamedAdapters:
                 self._waiting[name] = _Waiting(
                     [tensor.detach().clone() for tensor in self._tensors()],
                     [
-                        {parameter: copy.deepcopy(values) for parameter, values in of_part.items()}
-                        for of_part in (optimizer.state for optimizer in self._parts())
+                        {
+                            parameter: copy.deepcopy(values)
+                            for parameter, values in part.state.items()
+                        }
+                        for part in self._parts()
                     ],
                     [copy.deepcopy(group.get("step")) for group in self._groups()],
-                    None if scaler is None else scaler.state_dict(),
+                    None if model.scaler is None else model.scaler.state_dict(),
                 )
         if are_clients:
             for name in self.names:
@@ -274,14 +260,12 @@ class NamedAdapters:
 
         Clients' adapters come without their optimizer state, and their factor is 1.
         """
-        with ExitStack() as stack:
-            if not self.are_clients:
-                stack.enter_context(self.active(name))
+        if not self.are_clients:
+            with self.active(name):
                 yield
-                return
-            stack.enter_context(self._memory.resident(Part.PARAMETERS))
-            stack.enter_context(self._scaled(1, 1.0))
-            self._gather()
+            return
+        with self._model.memory.resident(Part.PARAMETERS), self._scaled(1, 1.0):
+            self._model.gather_parameters()
             trained = [tensor for _, tensor in self._trained()]
             _exchange(trained, self._served[name])
             try:
@@ -295,7 +279,7 @@ class NamedAdapters:
 
         `count` sums over the ranks. Raises UntrainableBatch if values are not finite.
         """
-        self._gather()
+        self._model.gather_parameters()
         trained = self._trained()
         faulty = sum((~torch.isfinite(tensor)).sum().cpu() for _, tensor in trained)
         if number := int(count(torch.as_tensor(float(faulty)))):
@@ -309,7 +293,7 @@ class NamedAdapters:
         """Sets the factor of the adapter's product inside the context."""
         from megatron.bridge.peft.lora_layers import LoRALinear
 
-        modules = (module for chunk in self._chunks for module in chunk.modules())
+        modules = (module for chunk in self._model.chunks for module in chunk.modules())
         found = [module.adapter for module in modules if isinstance(module, LoRALinear)]
         before = [(adapter.dim, adapter.alpha) for adapter in found]
         for adapter in found:
@@ -324,8 +308,8 @@ class NamedAdapters:
     def _put_in(self, name: str) -> None:
         if name == self._active:
             return
-        with self._memory.resident(Part.PARAMETERS, Part.OPTIMIZER):
-            self._gather()
+        with self._model.memory.resident(Part.PARAMETERS, Part.OPTIMIZER):
+            self._model.gather_parameters()
             other = self._waiting.pop(name)
             _exchange(self._tensors(), other.values)
             for place, optimizer in enumerate(self._parts()):
@@ -337,22 +321,22 @@ class NamedAdapters:
                 if "step" in group:
                     group["step"], other.counts[place] = other.counts[place], group["step"]
             if other.scale is not None:
-                scale = self._scaler.state_dict()
-                self._scaler.load_state_dict(other.scale)
+                scale = self._model.scaler.state_dict()
+                self._model.scaler.load_state_dict(other.scale)
                 other.scale = scale
             self._waiting[self._active], self._active = other, name
 
     def _trained(self) -> list[tuple[str, Tensor]]:
-        named = (pair for chunk in self._chunks for pair in chunk.named_parameters())
+        named = (pair for chunk in self._model.chunks for pair in chunk.named_parameters())
         return [(name, tensor) for name, tensor in named if tensor.requires_grad]
 
     def _tensors(self) -> list[Tensor]:
         trained = [tensor for _, tensor in self._trained()]
-        return [*trained, *master_weights(self._optimizer, self._chunks)]
+        return [*trained, *master_weights(self._model.optimizer, self._model.chunks)]
 
     def _parts(self) -> list[Megatron]:
         """Returns the torch optimizers inside Megatron's optimizer."""
-        parts = self._optimizer.chained_optimizers
+        parts = self._model.optimizer.chained_optimizers
         return [part.optimizer for part in parts if not part.is_stub_optimizer]
 
     def _groups(self) -> list[dict[str, Any]]:
@@ -360,18 +344,17 @@ class NamedAdapters:
 
     def _make_moments(self) -> None:
         """Creates moments of zeros by an uncounted update: an untrained adapter is saved too."""
-        scale = None if self._scaler is None else self._scaler.state_dict()
-        for chunk in self._chunks:
-            chunk.zero_grad_buffer()
-        self._optimizer.zero_grad()
-        self._optimizer.prepare_grads()
+        optimizer, scaler = self._model.optimizer, self._model.scaler
+        scale = None if scaler is None else scaler.state_dict()
+        self._model.zero_grad()
+        optimizer.prepare_grads()
         if scale is not None:
-            self._scaler.load_state_dict(scale)
+            scaler.load_state_dict(scale)
         for group in self._groups():
             group["lr"] = group["weight_decay"] = 0.0
-        self._optimizer.step_with_ready_grads()
-        for optimizer in self._parts():
-            for counted in (*optimizer.state.values(), *optimizer.param_groups):
+        optimizer.step_with_ready_grads()
+        for part in self._parts():
+            for counted in (*part.state.values(), *part.param_groups):
                 if "step" in counted:
                     counted["step"] = counted["step"] * 0
 

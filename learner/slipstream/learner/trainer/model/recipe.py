@@ -10,7 +10,7 @@ import functools
 import json
 import os
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from pydantic import ConfigDict, JsonValue, TypeAdapter, ValidationError
@@ -158,16 +158,11 @@ def fuse_gradients(chunks: Sequence[Megatron], config: Config) -> None:
                 module.fuse_wgrad_accumulation = True
 
 
-def check_fp8(
-    values: Mapping[str, object],
-    learner: LearnerSection,
-    *,
-    has_engine: Callable[[], bool] = compat.has_transformer_engine,
-) -> None:
+def check_fp8(values: Mapping[str, object], learner: LearnerSection) -> None:
     """Raises ConfigError if fp8 in `values` lacks TransformerEngine, or is to be offloaded."""
     if not values.get("fp8"):
         return
-    if not has_engine():
+    if not compat.has_transformer_engine():
         raise ConfigError(
             f"learner.transformer.fp8 {values['fp8']!r} needs TransformerEngine, "
             "which is not installed"
@@ -424,23 +419,23 @@ def passed_through(
     fields = [field.name for field in dataclasses.fields(target) if field.init]
     owned = {key for key, ours in OWNED.items() if ours != f"{section}.{key}"}
     values: dict[str, object] = {}
+
+    def refused(key: str) -> str:
+        rule = f"set {OWNED[key]} instead" if OWNED[key] else "the trainer depends on its value"
+        return f"cannot be passed through: {rule}"
+
     for key, value in settings.items():
         if key not in fields:
             hint, near = "", near_names(key, fields)
             if near and near[0] in owned:
-                hint = f"; {near[0]!r} cannot be passed through: {_rule(near[0])}"
+                hint = f"; {near[0]!r} {refused(near[0])}"
             elif others := [name for name in near if name not in owned]:
                 hint = f"; {did_you_mean(others)}"
             raise ConfigError(f"unknown key {section}.{key}{hint}")
         if key in owned:
-            raise ConfigError(f"{section}.{key} cannot be passed through: {_rule(key)}")
+            raise ConfigError(f"{section}.{key} {refused(key)}")
         values[key] = _typed(value, hints[key], f"{section}.{key}")
     return values
-
-
-def _rule(key: str) -> str:
-    ours = OWNED[key]
-    return f"set {ours} instead" if ours else "the trainer depends on its value"
 
 
 def _typed(value: JsonValue, hint: Megatron, where: str) -> object:

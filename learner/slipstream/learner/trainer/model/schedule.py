@@ -27,6 +27,7 @@ from slipstream.learner.trainer.batches.planner import plan_micro_batches, round
 from slipstream.learner.trainer.batches.training_sequence import (
     TOKEN_FIELDS,
     Bundle,
+    Column,
     ImageInputs,
     MicroBatch,
     Paths,
@@ -96,38 +97,33 @@ def update_weights(
     float16 gradients overflow on any rank, so no batch is skipped. Raises UntrainableBatch,
     with unchanged weights and scale, if the norm is not finite on any rank.
     """
-    before = None if model.scaler is None else model.scaler.state_dict()
+    resident = functools.partial(model.memory.resident, Part.PARAMETERS, Part.OPTIMIZER)
+    scaler = model.scaler
+    if scaler is None:
+        with resident():
+            model.optimizer.prepare_grads()
+            return _step(model, learning_rate, adam)
+    before = scaler.state_dict()
     try:
         while True:
-            with model.memory.resident(Part.PARAMETERS, Part.OPTIMIZER):
-                if _prepare_gradients(model):
+            with resident():
+                # Megatron's `prepare_grads` of each part would update the shared scale each time.
+                overflowed = False
+                with torch.no_grad():
+                    for part in model.optimizer.chained_optimizers:
+                        if not part.is_stub_optimizer:
+                            part._copy_model_grads_to_main_grads()
+                        overflowed |= part._unscale_main_grads_and_check_for_nan()
+                overflowed = bool(model.ranks.max(torch.tensor([float(overflowed)])).item())
+                can_fall = bool(scaler.scale > scaler.min_scale)
+                scaler.update(overflowed)
+                # After an overflow at the lowest scale the step refuses the batch.
+                if not (overflowed and can_fall):
                     return _step(model, learning_rate, adam)
             again()
     except UntrainableBatch:
-        if before is not None:
-            model.scaler.load_state_dict(before)
+        scaler.load_state_dict(before)
         raise
-
-
-def _prepare_gradients(model: TrainedModel) -> bool:
-    """Unscales the gradients; returns False if they must be recomputed at a lower loss scale.
-
-    It works like Megatron's `prepare_grads` in each part of the optimizer, but updates the
-    shared loss scale only once. Also returns True after an overflow at the lowest scale.
-    """
-    if model.scaler is None:
-        model.optimizer.prepare_grads()
-        return True
-    overflowed = False
-    with torch.no_grad():
-        for part in model.optimizer.chained_optimizers:
-            if not part.is_stub_optimizer:
-                part._copy_model_grads_to_main_grads()
-            overflowed |= part._unscale_main_grads_and_check_for_nan()
-    overflowed = bool(model.ranks.max(torch.tensor([float(overflowed)])).item())
-    can_fall = bool(model.scaler.scale > model.scaler.min_scale)
-    model.scaler.update(overflowed)
-    return not (overflowed and can_fall)
 
 
 def _step(model: TrainedModel, learning_rate: float, adam: trainer_pb2.AdamNumbers | None) -> float:
@@ -404,8 +400,7 @@ def build_micro_batch(
     fields as the first of them.
     """
     segments = [Segment(index, 0, len(sequences[index])) for index in indices]
-    parts = [_padded(sequences[index], sequence_multiple) for index in indices]
-    return _joined(sequences, segments, parts, multiple)
+    return _joined(sequences, segments, multiple, sequence_multiple)
 
 
 def build_tree_micro_batch(
@@ -418,8 +413,7 @@ def build_tree_micro_batch(
     `MicroBatch.indices` names each sequence once.
     """
     segments = [segment for bundle in bundles for segment in bundle]
-    parts = [_cut(sequences[segment.index], segment) for segment in segments]
-    packed = _joined(sequences, segments, parts, multiple)
+    packed = _joined(sequences, segments, multiple, 1)
     bounds = packed.cu_seqlens.tolist()
     # The keys of all segments, and of the filler after them.
     places: list[npt.NDArray[np.int64]] = []
@@ -437,32 +431,37 @@ def build_tree_micro_batch(
 def _joined(
     sequences: Sequence[TrainingSequence],
     segments: Sequence[Segment],
-    parts: Sequence[TrainingSequence],
     multiple: int,
+    sequence_multiple: int,
 ) -> MicroBatch:
-    num_tokens = sum(map(len, parts))
-    missing = round_up(max(1, num_tokens), multiple) - num_tokens
-    filler = []
-    if missing:
-        nothing = np.zeros(0, dtype=np.uint32)
-        like = sequences[0] if sequences else TrainingSequence.of_tokens(nothing)
-        filled: dict[str, Any] = {
-            name: column.filled(missing, array)
-            for name, column in TOKEN_FIELDS.items()
-            if (array := getattr(like, name)) is not None
-        }
-        filler = [TrainingSequence(**filled)]
+    def padded(segment: Segment) -> TrainingSequence:
+        missing = -len(segment) % sequence_multiple
+
+        def own(array: npt.NDArray[Any], column: Column) -> npt.NDArray[Any]:
+            cut = array[segment.start : segment.end]
+            return np.concatenate([cut, column.filled(missing, array)]) if missing else cut
+
+        return sequences[segment.index].map_fields(own)
+
+    parts = [padded(segment) for segment in segments]
     place_of: dict[int, int] = {}
     for segment in segments:
         place_of.setdefault(segment.index, len(place_of))
-    places = [place_of[segment.index] for segment in segments] + [len(place_of)] * len(filler)
-    starts = [segment.start for segment in segments] + [0] * len(filler)
-    parts = [*parts, *filler]
+    places = [place_of[segment.index] for segment in segments]
+    num_tokens = sum(map(len, parts))
+    if missing := round_up(max(1, num_tokens), multiple) - num_tokens:
+        nothing = TrainingSequence.of_tokens(np.zeros(0, dtype=np.uint32))
+        like = (
+            dataclasses.replace(sequences[0], loss_weight=1.0, images=()) if sequences else nothing
+        )
+        parts.append(like.map_fields(lambda array, column: column.filled(missing, array)))
+        segments = [*segments, Segment(len(sequences), 0, 0)]
+        places.append(len(place_of))
     lengths = np.array([len(part) for part in parts])
     ends = np.cumsum(lengths)
-    own = np.array([segment.end - segment.start for segment in segments] + [0] * len(filler))
+    own = np.array([len(segment) for segment in segments])
     weights = np.array([part.loss_weight for part in parts], dtype=np.float32)
-    first = np.repeat(ends - lengths - np.asarray(starts), lengths)
+    first = np.repeat(ends - lengths - [segment.start for segment in segments], lengths)
     images = [part.images for part in parts]
     fields: dict[str, Any] = {}
     for name, column in TOKEN_FIELDS.items():
@@ -486,16 +485,3 @@ def _joined(
         indices=tuple(place_of),
         images=ImageInputs.of(images, lengths.tolist()) if any(images) else None,
     )
-
-
-def _padded(sequence: TrainingSequence, multiple: int) -> TrainingSequence:
-    missing = -len(sequence) % multiple
-    if not missing:
-        return sequence
-    return sequence.map_fields(
-        lambda array, column: np.concatenate([array, column.filled(missing, array)])
-    )
-
-
-def _cut(sequence: TrainingSequence, segment: Segment) -> TrainingSequence:
-    return sequence.map_fields(lambda array, _: array[segment.start : segment.end])

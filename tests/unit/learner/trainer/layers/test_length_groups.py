@@ -19,7 +19,7 @@ def seen(groups, bounds, split):
     gathered = torch.cat([zigzag(bounds, rank, size) for rank in range(size)]).tolist()
     found: dict[int, set[int]] = {}
     for group in groups:
-        mask = group.mask if group.band is None else group.band.mask(group)
+        mask = group.seen()
         shape = (*group.queries.shape, group.keys.shape[1])
         if mask is None:
             mask = torch.ones(shape[1:], dtype=torch.bool).tril()
