@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.errors import RunFailed, UntrainableBatch
 from slipstream.core.settings.config import Config
 from support.fakes.parity_models import make_models
@@ -57,7 +56,7 @@ def run_rank(folder: Path, job: str) -> None:
         found = critic(folder, dtype)
     else:
         layout = "one" if launch.world_size == 1 else "pp2"
-        config = changed(f"{layout}@{dtype}", folder, model={"path": str(folder / name)})
+        config = config_of(f"{layout}@{dtype}", folder, model={"path": str(folder / name)})
         policy, step = opened_step(config)
         found = ""
         try:
@@ -66,14 +65,6 @@ def run_rank(folder: Path, job: str) -> None:
             found = str(error)
         policy.ranks.close()
     (folder / f"{job}-{launch.rank}.json").write_text(json.dumps(found))
-
-
-def changed(job: str, folder: Path, **changes: dict) -> Config:
-    """The settings of a layout with other values in some tables."""
-    table = config_of(job, folder).model_dump(mode="json", exclude_none=True)
-    for name, values in changes.items():
-        table[name] = table.get(name, {}) | values
-    return parse_config(table, source=job)
 
 
 def opened_step(config: Config) -> tuple[Policy, TrainingStep]:
@@ -87,7 +78,7 @@ def opened_step(config: Config) -> tuple[Policy, TrainingStep]:
 def stuck(folder: Path) -> dict:
     """A step whose gradients overflow, with a scale that is at its least."""
     scales = {"initial_loss_scale": 2.0**24, "min_loss_scale": 2.0**24}
-    config = changed("one@float16", folder, learner={"optimizer": scales})
+    config = config_of("one@float16", folder, learner={"optimizer": scales})
     policy, step = opened_step(config)
     before = [p.clone() for chunk in policy.chunks for p in chunk.parameters()]
     said = ""
@@ -132,7 +123,7 @@ def noted(part: Any, own: list[bool]) -> Callable[[], bool]:
 def critic(folder: Path, dtype: str) -> dict:
     """The metrics of a step with a critic."""
     own = {"algorithm": {"advantage": "gae"}, "critic": {"learning_rate": 1e-3}}
-    config = changed(f"one@{dtype}", folder, **own)
+    config = config_of(f"one@{dtype}", folder, **own)
     policy, step = opened_step(config)
     metrics = step.run(batches(config)[0]).metrics
     policy.ranks.close()

@@ -1,14 +1,15 @@
 """Micro batches and settings of the algorithm, from lists."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 from pydantic import JsonValue
 from slipstream.core.settings.algorithm_section import AlgorithmSection
 from slipstream.learner.algorithms.functions import function_of
 from slipstream.learner.algorithms.inputs import LossInputs, SequenceSums, TokenTerms, TokenWeights
 from slipstream.learner.algorithms.losses import token_terms, token_weights
-from slipstream.learner.trainer.batches.training_sequence import MicroBatch
+from slipstream.learner.trainer.batches.training_sequence import MicroBatch, TrainingSequence
 from torch import Tensor
 
 
@@ -84,3 +85,21 @@ def terms_of(settings: AlgorithmSection, tokens: LossInputs) -> TokenTerms:
 def weights_of(settings: AlgorithmSection, tokens: LossInputs) -> TokenWeights:
     """The weights of the tokens by `settings.weight`."""
     return token_weights(function_of(settings, "weight"), tokens, "a test")
+
+
+def sequence(
+    tokens: Iterable[int], trained: Iterable[int], weight: float = 0.0
+) -> TrainingSequence:
+    """A sequence that trains the predictions at the places `trained`; values rise by 1 a token."""
+    ids = np.array([*tokens], dtype=np.int64)
+    values = np.arange(len(ids), dtype=np.float32) + 100 * weight
+    return TrainingSequence(
+        token_ids=ids,
+        targets=np.append(ids[1:], 0),
+        loss_mask=np.isin(np.arange(len(ids)), [*trained]),
+        behavior_logprobs=-values,
+        lags=np.zeros(len(ids), dtype=np.int32),
+        advantages=values,
+        reference_logprobs=values + 0.5,
+        loss_weight=weight,
+    )

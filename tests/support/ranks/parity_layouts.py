@@ -271,8 +271,8 @@ def each_layout_of(*world_sizes: int) -> list[object]:
     return each_job(names, SLOW.split(), LONG.split())
 
 
-def config_of(job: str, folder: Path) -> Config:
-    """The settings of a layout; `LAYOUT@bfloat16` in another precision."""
+def config_of(job: str, folder: Path, **changes: dict) -> Config:
+    """The settings of a layout; `LAYOUT@bfloat16` in another precision. `changes` are by table."""
     name, _, dtype = job.partition("@")
     layout = (LAYOUTS | EXTRAORDINARY)[name]
     tables = {"algorithm": layout.algorithm, "learner": layout.learner, "sampling": layout.sampling}
@@ -281,7 +281,8 @@ def config_of(job: str, folder: Path) -> Config:
         tables["reference"] = {"server": server, "top_k": TOP_K}
         tables["sampling"] = layout.sampling | {"temperature": 1.0}
     sizes = {"world_size": layout.world_size, "parallel": layout.parallel}
-    return settings_of(folder / layout.model, tables, {"learner": sizes}, dtype=dtype or "float32")
+    own = {"learner": sizes}
+    return settings_of(folder / layout.model, tables, own, changes, dtype=dtype or "float32")
 
 
 def batches(config: Config) -> list[Batch]:

@@ -24,7 +24,7 @@ import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 from slipstream.core.machine.process import die_with_parent
@@ -240,10 +240,8 @@ def _start() -> subprocess.Popen[str]:
     )
 
 
-class Start(Protocol):
-    """How a process starts that runs a request, with these variables; returns its pid."""
-
-    def __call__(self, request: dict, log: Path, environ: Mapping[str, str], /) -> int: ...
+# How a process starts that runs a request, with a log and these variables; it returns its pid.
+Start = Callable[[dict, Path, Mapping[str, str]], int]
 
 
 def _serve() -> None:
@@ -253,16 +251,16 @@ def _serve() -> None:
     os.dup2(2, 1)
     start = _prepare()
     for line in sys.stdin:
-        print(json.dumps(_answer(json.loads(line), start)), file=answers, flush=True)
-
-
-def _answer(request: dict, start: Start) -> str | int:
-    match request["do"]:
-        case "start":
-            return start(request, Path(request["log"]), request["environ"])
-        case "reap":
-            return os.waitstatus_to_exitcode(os.waitpid(request["pid"], 0)[1])
-    return _run(request, start)
+        request: dict = json.loads(line)
+        answer: str | int = ""
+        match request["do"]:
+            case "start":
+                answer = start(request, Path(request["log"]), request["environ"])
+            case "reap":
+                answer = os.waitstatus_to_exitcode(os.waitpid(request["pid"], 0)[1])
+            case "run":
+                answer = _run(request, start)
+        print(json.dumps(answer), file=answers, flush=True)
 
 
 def _prepare() -> Start:
@@ -323,16 +321,6 @@ def _do(request: dict) -> None:
         runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
 
 
-def _environment(request: dict, rank: int) -> dict[str, str]:
-    return os.environ | {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(request["world_size"]),
-        "LOCAL_WORLD_SIZE": str(request["world_size"]),
-        "MASTER_ADDR": request["host"],
-    }
-
-
 def _log(request: dict, rank: int) -> Path:
     return Path(request["folder"]) / f"world-{request['world_size']}-rank-{rank}.log"
 
@@ -382,10 +370,13 @@ def _run_rank(request: dict) -> None:
 
 def _run(request: dict, start: Start) -> str:
     """Starts the ranks and waits for all, or for the first failure, which is the answer."""
-    ranks = {
-        start(request, _log(request, rank), _environment(request, rank)): rank
-        for rank in range(request["world_size"])
-    }
+    world_size = str(request["world_size"])
+    shared = {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    shared |= {"MASTER_ADDR": request["host"]}
+    ranks = {}
+    for rank in range(request["world_size"]):
+        own = os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        ranks[start(request, _log(request, rank), own)] = rank
     until = time.monotonic() + request["limit_s"]
     failure = ""
     watched = {os.pidfd_open(pid): pid for pid in ranks}

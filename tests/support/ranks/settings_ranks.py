@@ -4,7 +4,7 @@ import dataclasses
 import json
 from pathlib import Path
 
-from slipstream.core.configuration.config_file import load_config, parse_config
+from slipstream.core.configuration.config_file import load_config
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import Config
 
@@ -36,15 +36,6 @@ REFUSED = {
         "learner.transformer.tensor_model_parallel_size cannot be passed through: "
         "set learner.parallel.tp instead",
     ),
-    "owned-by-the-model": (
-        {"transformer": {"num_moe_experts": 8}},
-        "learner.transformer.num_moe_experts cannot be passed through: set model.path instead",
-    ),
-    "owned-by-the-learner": (
-        {"optimizer": {"weight_decay": 0.1}},
-        "learner.optimizer.weight_decay cannot be passed through: set learner.weight_decay instead",
-    ),
-    "owned-by-us": ({"transformer": {"variable_seq_lengths": False}}, "the trainer depends on its"),
     "fusion": (
         {"transformer": {"moe_router_fusion": True}},
         "learner.transformer.moe_router_fusion needs TransformerEngine, which is not installed",
@@ -73,16 +64,10 @@ REFUSED = {
 }
 
 
-def changed(folder: Path, changes: dict) -> Config:
-    table = config_of("one-moe", folder).model_dump(mode="json", exclude_none=True)
-    table["learner"] |= changes
-    return parse_config(table, source="test")
-
-
 def run_rank(folder: Path, job: str) -> None:
     answer: object
     if job == "passed":
-        answer = built(changed(folder, PASSED))
+        answer = built(config_of("one-moe", folder, learner=PASSED))
     elif job == "names":
         answer = names_of_the_provider()
     elif job.endswith(".toml"):
@@ -90,7 +75,7 @@ def run_rank(folder: Path, job: str) -> None:
     elif job == "mixture":
         answer = mixture(config_of("one-moe", folder))
     else:
-        answer = refusal(changed(folder, REFUSED[job][0]))
+        answer = refusal(config_of("one-moe", folder, learner=REFUSED[job][0]))
     (folder / f"{job}.json").write_text(json.dumps(answer))
 
 

@@ -1,3 +1,5 @@
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -7,28 +9,13 @@ from slipstream.extensions.other_models.trainer import (
     value_loss,
 )
 from slipstream.learner.trainer.batches.training_sequence import MicroBatch
+from support.fakes import packed
 
 
 def micro_batch(old: list[float], returns: list[float], mask: list[bool]) -> MicroBatch:
-    number = len(mask)
-    nothing = torch.zeros(number, dtype=torch.int64)
-    return MicroBatch(
-        token_ids=nothing,
-        position_ids=nothing,
-        targets=nothing,
-        loss_mask=torch.tensor(mask),
-        loss_weights=torch.full((number,), 7.0),
-        advantages=torch.zeros(number),
-        behavior_logprobs=torch.zeros(number),
-        lags=nothing,
-        sequence_ids=nothing,
-        is_padding=torch.zeros(number, dtype=torch.bool),
-        cu_seqlens=torch.tensor([0, number], dtype=torch.int32),
-        max_seqlen=number,
-        indices=(0,),
-        values=torch.tensor(old),
-        returns=torch.tensor(returns),
-    )
+    plain = packed.micro_batch([0.0] * len(mask), mask=mask, loss_weights=[7.0] * len(mask))
+    estimates = {"values": torch.tensor(old), "returns": torch.tensor(returns)}
+    return dataclasses.replace(plain, **estimates)
 
 
 def test_the_loss_is_half_the_squared_error_of_the_trained_tokens() -> None:

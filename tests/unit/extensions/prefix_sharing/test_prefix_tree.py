@@ -10,23 +10,8 @@ from slipstream.extensions.prefix_sharing.trainer import (
     num_squares,
     num_tokens,
 )
-from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
+from support.fakes.packed import sequence
 from support.rigs.fuzz_budget import times
-
-
-def sequence(tokens, trained):
-    """Makes a sequence that trains the predictions at the places `trained`."""
-    mask = np.zeros(len(tokens), dtype=np.bool_)
-    mask[list(trained)] = True
-    zeros = np.zeros(len(tokens), dtype=np.float32)
-    return TrainingSequence(
-        token_ids=np.asarray(tokens, dtype=np.int64),
-        targets=np.array([*tokens[1:], 0]),
-        loss_mask=mask,
-        behavior_logprobs=zeros,
-        lags=zeros.astype(np.int32),
-        advantages=zeros,
-    )
 
 
 def group(prompt, replies):

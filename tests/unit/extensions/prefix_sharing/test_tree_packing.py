@@ -2,24 +2,8 @@
 
 import numpy as np
 from slipstream.extensions.prefix_sharing.trainer import PrefixTree
-from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
 from slipstream.learner.trainer.model.schedule import build_tree_micro_batch
-
-
-def sequence(tokens: list[int], trained: range, weight: float) -> TrainingSequence:
-    mask = np.isin(np.arange(len(tokens)), trained)
-    values = np.arange(len(tokens), dtype=np.float32) + 100 * weight
-    return TrainingSequence(
-        token_ids=np.array(tokens),
-        targets=np.array([*tokens[1:], 0]),
-        loss_mask=mask,
-        behavior_logprobs=-values,
-        lags=np.zeros(len(tokens), dtype=np.int32),
-        advantages=values,
-        reference_logprobs=values + 0.5,
-        loss_weight=weight,
-    )
-
+from support.fakes.packed import sequence
 
 PROMPT = [1, 2, 3, 4]
 # The second branch of the first member goes on after its reply; the other member only shares the

@@ -13,7 +13,6 @@ from slipstream.learner.trainer.batches.batch import Batch, check_experts
 from slipstream.learner.trainer.batches.training_sequence import (
     TokenEstimates,
     TrainingSequence,
-    share_of_rank,
 )
 from slipstream.learner.trainer.model.schedule import build_micro_batch
 from support.fakes.fake_controller import make_batch
@@ -195,19 +194,6 @@ def test_experts_stay_with_their_token_and_missing_ones_are_marked(num_experts: 
     rest = torch.cat([found[:begin], found[begin + length :]])
     assert len(rest) >= len(second.token_ids)
     assert (rest >= num_experts).all()
-
-
-def test_context_parallel_ranks_get_the_experts_of_their_tokens() -> None:
-    tokens = np.arange(8, dtype=np.uint32)
-    sequence = dataclasses.replace(
-        TrainingSequence.of_tokens(tokens),
-        expert_ids=np.stack([tokens, tokens + 10], axis=-1).astype(np.uint8)[:, None],
-    )
-    whole = build_micro_batch([sequence], [0], multiple=4, sequence_multiple=4)
-    for rank in range(2):
-        share = share_of_rank(whole, rank, 2)
-        assert share.expert_ids[:, 0, 0].tolist() == share.token_ids.tolist()
-        assert share.expert_ids[:, 0, 1].tolist() == (share.token_ids + 10).tolist()
 
 
 def test_experts_are_left_out_when_routers_choose() -> None:

@@ -171,11 +171,3 @@ def test_the_guide_shows_the_file_and_names_all() -> None:
     guide = (FOLDER.parents[1] / "docs" / "guides" / "own-algorithms.md").read_text()
     assert f"```python\n{Path(gmpo.__file__).read_text()}```" in guide
     assert all(f"/{path.name})" in guide for path in FOLDER.glob("*.py"))
-
-
-def test_each_is_a_file_of_few_lines() -> None:
-    files = sorted(path.stem for path in FOLDER.glob("*.py"))
-    assert files == ["alp", "difficulty", "dppo", "gigpo", "gmpo", "maxrl"]
-    for name in files:
-        most = 43 if name == "gigpo" else 30
-        assert len((FOLDER / f"{name}.py").read_text().splitlines()) < most, name

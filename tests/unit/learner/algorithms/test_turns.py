@@ -151,15 +151,6 @@ def test_a_reward_at_the_end_has_the_bits_of_a_single_number() -> None:
         assert np.array_equal(one.returns, other.returns)
 
 
-def test_one_turn_makes_return_to_go_and_gigpo_grpo() -> None:
-    episodes = [episode("a", [[0.0, reward]], [0]) for reward in (0.0, 1.0, 1.0, 0.5)]
-    plain = grpo(episodes)
-    for e, found in enumerate(return_to_go(episodes)):
-        assert found == pytest.approx([plain[e]] * 2)
-    for e, found in enumerate(gigpo.advantage(episodes)):
-        assert found == pytest.approx([2 * plain[e]] * 2)
-
-
 def test_what_a_later_branch_earned_follows_an_earlier_one() -> None:
     tree = ScoredEpisode(
         *("a", 6.0, np.zeros(4)),

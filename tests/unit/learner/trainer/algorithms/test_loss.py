@@ -205,21 +205,6 @@ def test_weights_of_the_aggregation_multiply_every_part_of_the_loss() -> None:
     assert loss_of(policy, heavy, settings).loss.item() == pytest.approx(3 * single)
 
 
-def test_placeholders_at_context_tokens_change_nothing() -> None:
-    """Log-probabilities of tokens that were not sampled have any value, and are never trained."""
-    mask = [True, False]
-    policy = torch.tensor([-1.0, -7.0], requires_grad=True)
-    found = [
-        loss_of(policy, micro_batch([-1.5, placeholder], [1.0, advantage], mask))
-        for placeholder, advantage in ((0.0, 0.0), (-100.0, 5.0))
-    ]
-    assert found[0].loss.item() == found[1].loss.item()
-    slopes = [gradient(one, policy) for one in found]
-    assert slopes[0] == slopes[1]
-    assert slopes[0][1] == 0.0
-    assert torch.equal(found[0].statistics.sums, found[1].statistics.sums)
-
-
 @pytest.mark.parametrize("settings", [USUAL, algorithm(**BEHAVIOR)])
 @pytest.mark.parametrize("gap", [-1e3, 1e3])
 def test_log_ratios_of_any_size_give_finite_losses_gradients_and_statistics(gap, settings):
@@ -229,16 +214,6 @@ def test_log_ratios_of_any_size_give_finite_losses_gradients_and_statistics(gap,
         found = loss_of(policy, batch, settings, old=old)
         everything = [*gradient(found, policy), *found.statistics.sums.tolist()]
         assert all(math.isfinite(value) for value in everything)
-
-
-def test_micro_batch_without_trained_tokens_has_no_loss_and_no_gradient() -> None:
-    policy = torch.tensor([-3.0, -2.0], requires_grad=True)
-    batch = micro_batch([0.0, 0.0], [1.0, 1.0], [False, False])
-    found = loss_of(policy, batch)
-    assert gradient(found, policy) == [0.0, 0.0]
-    assert found.statistics.sums.tolist() == [0.0] * len(LossSum)
-    assert found.statistics.gaps.sum() == 0
-    assert found.statistics.maxima[0] == 0.0
 
 
 @pytest.mark.parametrize("loss", ["ppo", "gspo", "cispo", "sapo", "reinforce"])

@@ -178,20 +178,6 @@ def test_overlong_filter_takes_episodes_out_of_the_loss_and_out_of_their_groups_
     assert advantages(kept)[:3] == pytest.approx([-1, 0, 1])
 
 
-def test_overlong_penalty_changes_the_advantages() -> None:
-    plain = batch([1, 1, 1, 1, 1, 1])
-    lengths = [max(t.run_lengths[1::2]) for t in plain.trajectories]
-    cut = dataclasses.replace(plain.trajectories[0], reward=1.0)
-    assert lengths[0] == max(cut.run_lengths[1::2])
-    settings = config(
-        advantage="dr_grpo", reward="overlong", reward_args={"penalty": 0.6, "cache_tokens": 10}
-    )
-    rewards = np.array([1 - 0.6 * min(length / 10, 1) for length in lengths]).reshape(2, 3)
-    expected = (rewards - rewards.mean(axis=1, keepdims=True)).flatten()
-    assert len(set(lengths[:3])) > 1
-    assert advantages(training_sequences(plain, settings)) == pytest.approx(expected, abs=1e-6)
-
-
 def test_divergence_in_the_reward_costs_what_the_sampler_diverged_from_the_reference() -> None:
     one = batch([0, 0, 0, 0, 0, 0])
     # The reference is log 2 less sure of the first episode's tokens: k1 costs 0.1 * log 2 for each.
