@@ -2,17 +2,20 @@
 
 import itertools
 import math
+import os
 import random
 from collections.abc import Sequence
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from slipstream.learner.algorithms.episodes import FloatArray, RewardedEpisode, ScoredEpisode
 from slipstream.learner.algorithms.inputs import LossInputs, TokenTerms
 from torch import Tensor
 
 _calls = itertools.count(1)
 _seen = [0]
+CLIP = 0.2
 
 
 def _plain(tokens: LossInputs) -> Tensor:
@@ -52,6 +55,20 @@ def reads_masked_tokens(tokens: LossInputs) -> Tensor:
 
 def infinite_at_masked_tokens(tokens: LossInputs) -> Tensor:
     return tokens.advantages * (20 * (tokens.proximal_logprobs - tokens.logprobs)).exp()
+
+
+def root_at_a_bound(tokens: LossInputs, *, clip: float = 0.2) -> Tensor:
+    ratio = (tokens.logprobs - tokens.proximal_logprobs).clamp(-20, 20).exp()
+    return -tokens.advantages * (1 + clip - ratio).clamp(min=0).sqrt()
+
+
+def root_in_a_helper(tokens: LossInputs) -> Tensor:
+    ratio = (tokens.logprobs - tokens.proximal_logprobs).clamp(-20, 20).exp()
+    return -tokens.advantages * _root(ratio)
+
+
+def _root(ratio: Tensor) -> Tensor:
+    return (1 + CLIP - ratio).clamp(min=0).sqrt()
 
 
 def product_of_a_sequence(tokens: LossInputs) -> Tensor:
@@ -185,6 +202,15 @@ def other_dtype(tokens: LossInputs) -> Tensor:
 
 def raises(tokens: LossInputs) -> Tensor:
     raise KeyError("clip")
+
+
+def depends_on_the_rank(tokens: LossInputs) -> Tensor:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return _plain(tokens) * (1 + rank)
+
+
+def reads_the_rank(tokens: LossInputs) -> Tensor:
+    return _plain(tokens) * (1 + int(os.environ.get("RANK", "0")))
 
 
 def right_backward(tokens: LossInputs) -> Tensor:

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
+from unittest import mock
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from slipstream.core.errors import RunFailed
 from slipstream.core.settings.algorithm_section import AlgorithmSection, FunctionKind
 from slipstream.learner.algorithms.episodes import RewardedEpisode, ScoredEpisode, Turn
@@ -80,6 +83,22 @@ def check_state(scenes: Sequence[Scene], compute: Callable[[Scene], Mapping[str,
                 raise Disproved(
                     f"{found}, in a later call with the same inputs and other random seeds: {scene}"
                 )
+
+
+def check_rank(scenes: Sequence[Scene], compute: Callable[[Scene], Mapping[str, Tensor]]) -> None:
+    """Raises Disproved if `compute` gives other results on the second of two ranks."""
+    environ = dict.fromkeys(("RANK", "LOCAL_RANK"), "1") | {"WORLD_SIZE": "2"}
+    ranks: dict[str, Any] = {
+        "is_initialized": lambda: True,
+        "get_rank": lambda *_: 1,
+        "get_world_size": lambda *_: 2,
+    }
+    for scene in scenes:
+        alone = compute(scene)
+        with mock.patch.dict(os.environ, environ), mock.patch.multiple(dist, **ranks):
+            found = difference(alone, compute(scene), exactly=True)
+        if found:
+            raise Disproved(f"{found}, on the second of two ranks: {scene}")
 
 
 def difference(
@@ -185,6 +204,7 @@ class EpisodeProof:
         properties: dict[str, Callable[[], None]] = {
             "result": self._check_result,
             "state": lambda: check_state([*self._scenes()], self._numbers),
+            "rank": lambda: check_rank([*self._scenes()], self._numbers),
             "order of episodes": self._check_order,
             "finite": self._check_finite,
         }

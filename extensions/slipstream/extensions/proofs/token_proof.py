@@ -12,8 +12,11 @@ tokens whose advantages have one sign, but none of these tokens has a gradient.
 
 from __future__ import annotations
 
+import ast
 import functools
+import inspect
 import itertools
+import math
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -28,9 +31,11 @@ import torch
 from slipstream.core.errors import RunFailed
 from slipstream.extensions.proofs.proof import (
     Disproved,
+    check_rank,
     check_state,
     difference,
     faults,
+    implementation,
 )
 from slipstream.learner.algorithms.functions import Function
 from slipstream.learner.algorithms.inputs import LossInputs, SequenceSums
@@ -50,8 +55,10 @@ LONG = ("." * 200 + "x" * 4800, ".xxx")
 Case: TypeAlias = tuple[float, float, float, float]
 # Logarithms of ratios from 1e-20 to 1e20.
 LOG_RATIOS = (0.0, 0.3, -0.3, 5.0, -5.0, 20.0, -20.0, 46.05, -46.05)
-# Tokens of a sequence of equal tokens.
-EQUAL_TOKENS = 9
+# The most numbers of a function that are tried as bounds, and the offsets of the float32 neighbours
+# of each bound.
+MOST = 250
+NEIGHBOURS = np.arange(-4, 5, dtype=np.float32)
 # Steps of finite differences with their tolerance: a function may compute in float32.
 STEPS = ((1e-5, 1e-4), (1e-3, 1e-2))
 # The code in which a custom autograd Function computes.
@@ -177,6 +184,7 @@ class TokenProof:
         properties: dict[str, Callable[[], None]] = {
             "result": self._check_result,
             "state": lambda: check_state(self._scenes(), self._trained),
+            "rank": lambda: check_rank(self._scenes(), self._trained),
             "masked tokens": self._check_masked,
             "layout": self._check_layouts,
             "empty mask": self._check_empty,
@@ -297,9 +305,18 @@ class TokenProof:
     def _check_finite(self) -> None:
         ratios = itertools.product(LOG_RATIOS, LOG_RATIOS, (1.0, -1.0, 0.0), (1.0, 0.0))
         cases = sorted(ratios, key=lambda case: abs(case[0]) + abs(case[1]))
-        self._check_cases([[case] for case in cases])
+        bounds = {0.0}
+        for one in _constants(self.function):
+            bounds |= {one, -one} | {math.log(x) for x in (one, 1 + one, 1 - one) if x > 0}
+        near = np.array(sorted(b for b in bounds if abs(b) <= max(LOG_RATIOS)), dtype=np.float32)
+        # Logarithms of ratios are rounded: a neighbour in float32 meets the bound itself.
+        exact = near[:, None] + np.spacing(near)[:, None] * NEIGHBOURS
+        rows = [
+            [(one, one, sign, 1.0) for one in row] for row in exact.tolist() for sign in (1.0, -1.0)
+        ]
+        self._check_cases([[case] for case in (*cases, *chain(*rows))])
         # In sequences of equal tokens sums are large, and deviations are 0 up to rounding.
-        self._check_cases([[case] * EQUAL_TOKENS for case in cases])
+        self._check_cases([*([case] * len(NEIGHBOURS) for case in cases), *rows])
 
     def _check_cases(self, sequences: Sequence[Sequence[Case]]) -> None:
         """Raises Disproved if a value is not finite at a case, or if an input is changed."""
@@ -402,6 +419,17 @@ class TokenProof:
                 f"{example}, for an entropy larger by 0.1, but no gradient changes: entropies have "
                 "none, set algorithm.entropy_coefficient"
             )
+
+
+def _constants(function: Function) -> list[float]:
+    """Returns the numbers in a function's arguments and module, where its results may jump."""
+    call = implementation(function)
+    assert isinstance(function.call, functools.partial)
+    tree = ast.parse(inspect.getsource(sys.modules[call.__module__]))
+    literals = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+    arguments = tree_leaves(function.call.keywords)
+    numbers = (*arguments, *literals, *tree_leaves([*call.__globals__.values()]))
+    return [*dict.fromkeys(float(one) for one in numbers if type(one) in (int, float))][:MOST]
 
 
 def _check_untouched(tokens: LossInputs, untouched: LossInputs) -> None:
