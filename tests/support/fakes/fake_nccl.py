@@ -155,4 +155,8 @@ def installed() -> Iterator[FakeNccl]:
         nccl_group._warm_up_room.cache_clear()
         yield fake
         fake.end_meetings()
+        for thread in threading.enumerate():
+            # Those that join late, and the watchdogs of groups that were aborted.
+            if thread.name.startswith("nccl-"):
+                thread.join(LIMIT_S)
     nccl_group._warm_up_room.cache_clear()

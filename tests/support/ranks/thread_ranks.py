@@ -1,7 +1,7 @@
 """Ranks of a trainer as threads of one process, for what is collective over them."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -83,6 +83,15 @@ class PlainModel:
         """Does nothing: no rank holds only a shard of a parameter."""
 
 
+def packed(bucket: Bucket, tensors: Mapping[TensorSpec, torch.Tensor]) -> bytes:
+    """What a bucket holds, with zeros between the tensors."""
+    data = bytearray(bucket.num_bytes)
+    for span in bucket.spans:
+        raw = tensors[span.tensor].view(torch.uint8).numpy().tobytes()
+        data[span.offset_bytes : span.offset_bytes + len(raw)] = raw
+    return bytes(data)
+
+
 class PlainFilling:
     """Each tensor lies on the rank that sends it; `on_fill` is told of every bucket before."""
 
@@ -107,8 +116,6 @@ class PlainFilling:
     def fill(self, place: int) -> None:
         self._on_fill(place)
         bucket, lane = self._buckets[place], self._lanes[place % len(self._lanes)]
-        if self.senders[bucket.root] != self._rank:
-            return
-        for span in bucket.spans:
-            raw = self._data[span.tensor].view(torch.uint8).flatten()
-            lane[span.offset_bytes : span.offset_bytes + span.tensor.num_bytes] = raw
+        if self.senders[bucket.root] == self._rank:
+            data = bytearray(packed(bucket, self._data))
+            lane[: bucket.num_bytes] = torch.frombuffer(data, dtype=torch.uint8)

@@ -109,21 +109,6 @@ async def test_a_newer_version_ends_the_fetch_of_an_older_one(tmp_path: Path) ->
         assert scene.completed("s1").order.communicator.path == ""
 
 
-async def test_what_the_engine_could_not_load_is_fetched_again(tmp_path: Path) -> None:
-    async with rig(tmp_path) as scene:
-        scene.stored.gate.set()
-        scene.start("s1")
-        await scene.until_reported(1)
-        scene.start("s2")
-        await scene.until_reported(2)
-        scene.orders.note(fleet_pb2.PublishReport(publish_id="s2", phase=FAILED))
-        scene.start("s3")
-        await scene.until_reported(3)
-        first, again, anew = (report.stages.fetched_bytes for report in scene.reports)
-        # The second time the manifest alone.
-        assert again < first == anew
-
-
 @pytest.mark.parametrize("is_judged", [True, False])
 async def test_after_weights_that_were_wrong_all_is_fetched_again(tmp_path, is_judged):
     async with rig(tmp_path) as scene:

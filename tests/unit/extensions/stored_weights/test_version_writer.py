@@ -18,7 +18,7 @@ from slipstream.learner.trainer.weights.publish import Published
 from slipstream.learner.trainer.weights.weight_stream import WeightStream
 from slipstream.protocol.weights.buckets import TensorSpec
 from slipstream.v1 import trainer_pb2, trajectory_pb2, weights_pb2
-from support.ranks.thread_ranks import PlainFilling, PlainModel, ThreadRanks, run_ranks
+from support.ranks.thread_ranks import PlainFilling, PlainModel, ThreadRanks, packed, run_ranks
 from support.rigs.waiting import LIMIT_S
 
 BUCKET_BYTES = 8_000
@@ -78,7 +78,7 @@ class Trainer:
             for step, change in enumerate(changes, first):
                 if ranks.is_main:
                     change()
-                    self.contents.append(self.content(stream))
+                    self.note(stream)
                 ranks.gather_bytes(b"")
                 order = trainer_pb2.StoreOrder(
                     version=trajectory_pb2.PolicyVersion(step=step),
@@ -96,15 +96,9 @@ class Trainer:
         run_ranks(2, on_rank)
         return self.client.reports[before:]
 
-    def content(self, stream: WeightStream) -> bytes:
-        found = b""
-        for bucket in stream.buckets:
-            data = bytearray(bucket.num_bytes)
-            for span in bucket.spans:
-                raw = self.tensors[span.tensor].view(torch.uint8).numpy().tobytes()
-                data[span.offset_bytes : span.offset_bytes + len(raw)] = raw
-            found += bytes(data)
-        return found
+    def note(self, stream: WeightStream) -> None:
+        """Notes what the version holds that is written now."""
+        self.contents.append(b"".join(packed(bucket, self.tensors) for bucket in stream.buckets))
 
     def few(self) -> None:
         """Changes one of a hundred elements."""
@@ -281,7 +275,7 @@ def test_no_rank_waits_for_one_that_still_writes_a_version_that_was_given_up(tmp
         stream, writer = trainer.opened(ranks)
         writer.store(trainer_pb2.StoreOrder(folder="run/1"), PROBE)
         if ranks.is_main:
-            trainer.contents.append(trainer.content(stream))
+            trainer.note(stream)
             assert writer._thread is not None
             writer._thread.join(LIMIT_S)
         ranks.gather_bytes(b"")

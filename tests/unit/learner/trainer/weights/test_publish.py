@@ -29,7 +29,7 @@ from slipstream.v1 import trainer_pb2, weights_pb2
 from support.fakes import fake_nccl
 from support.fakes.fake_controller import FakeController, publish_order
 from support.fakes.small_configs import small_config
-from support.ranks.thread_ranks import PlainFilling, PlainModel, ThreadRanks, run_ranks
+from support.ranks.thread_ranks import PlainFilling, PlainModel, ThreadRanks, packed, run_ranks
 from support.rigs.waiting import LIMIT_S, wait_until
 
 LONG_S = 60.0
@@ -223,14 +223,7 @@ class Scene:
 
     def contents(self) -> list[bytes]:
         """What all buckets hold, with zeros between the tensors."""
-        found = []
-        for bucket in self.buckets:
-            data = bytearray(bucket.num_bytes)
-            for span in bucket.spans:
-                raw = self.tensors[span.tensor].view(torch.uint8).numpy().tobytes()
-                data[span.offset_bytes : span.offset_bytes + len(raw)] = raw
-            found.append(bytes(data))
-        return found
+        return [packed(bucket, self.tensors) for bucket in self.buckets]
 
     def digests(self) -> list[bytes]:
         return digests_of(self.buckets, self.contents())
