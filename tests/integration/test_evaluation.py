@@ -1,10 +1,8 @@
 """Held-out rounds in whole runs of the controller, with servers that compute nothing."""
 
-import asyncio
 from collections import Counter
 
 import pytest
-from slipstream.client import Client
 from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.records.journal import read_records
 from slipstream.v1 import trajectory_pb2
@@ -140,60 +138,6 @@ async def test_a_round_tells_its_statistics_in_the_file_the_summary_and_an_event
         "evaluation held at version 0: reward 0.167 (0 to 1), pass@1 0.167, pass@2 0.333, "
         "5.0 tokens a reply, 0% cut off, 6 episodes, 2 failed"
     ) in caplog.messages
-
-
-async def newest_round(config):
-    async with Client(config.controller.address) as client:
-        (_, held) = await client.environments()
-    assert held.purpose == "evaluation"
-    return held.newest_round
-
-
-async def test_the_newest_round_is_in_the_status_before_and_after_a_restart(tmp_path):
-    config = make_config(
-        tmp_path,
-        {
-            "name": "held",
-            "num_episodes": 4,
-            "samples_per_task": 2,
-            "every_steps": 2,
-        },
-        run__steps=4,
-    )
-    address = config.controller.address
-    trainer = FakeTrainer(address, checkpoint_every=1)
-    found = []
-
-    def hold(lease, member, attempt):
-        # What is measured first is worse.
-        is_measured = lease.purpose == trajectory_pb2.EPISODE_PURPOSE_EVALUATION
-        return 0.25 if is_measured and not found else 1.0
-
-    async def look(controller, tasks):
-        trainer.gate.clear()
-        while (first := await newest_round(config)) is None:
-            await asyncio.sleep(0.01)
-        found.append(first)
-        trainer.gate.set()
-        await until(lambda: controller._books.state.evaluations[-1].version >= 2)
-        controller.stop("test")
-
-    await play(config, FakeServer(address, judge=hold), trainer=trainer, during=look)
-    assert found[0].step == 0
-    assert found[0].numbers["reward_mean"] == 0.25
-    assert (found[0].numbers["pass_at_2"], found[0].numbers["num_episodes"]) == (0.0, 4)
-    rows = evaluation_rows(config)
-
-    resumed = FakeTrainer(address, checkpoint=trainer.newest_checkpoint)
-    resumed.gate.clear()
-
-    async def look_again(controller, tasks):
-        found.append(await newest_round(config))
-        resumed.gate.set()
-
-    await play(config, FakeServer(address, judge=hold), trainer=resumed, during=look_again)
-    assert found[1].step == rows[-1]["evaluation_step"] >= 2
-    assert found[1].numbers["reward_mean"] == rows[-1]["held/reward_mean"] == 1.0
 
 
 async def test_training_goes_on_while_a_round_runs_and_the_round_keeps_its_version(tmp_path):

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import AsyncIterator
 
 import pytest
+from slipstream.client.status import environment_from_pb
 from slipstream.core.types import ServerId
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.state import RunState
@@ -166,7 +167,7 @@ def test_an_evaluation_tells_its_newest_round_only():
     for version, found in ((0, first), (50, {"held": {"reward_mean": 0.75}})):
         record = kinds.Evaluation(version=version, episodes=1, failed=0, evaluations=found)
         book._state.apply(record)
-    newest = held.describe().newest_round
+    newest = environment_from_pb(held.describe()).newest_round
     assert (newest.step, dict(newest.numbers)) == (50, {"reward_mean": 0.75})
     assert not book.entries["e0"].describe().HasField("newest_round")
 

@@ -54,19 +54,6 @@ def test_leases_stop_where_a_group_could_expire(book):
     assert book.may_lease(1)
 
 
-def test_a_server_that_lags_too_far_is_leased_nothing(book):
-    book.step = 3
-    assert not book.may_lease(1)
-    assert book.may_lease(2)
-
-
-def test_the_last_step_bounds_what_is_leased():
-    book = make_book(num_steps=1)
-    lease(book)
-    lease(book)
-    assert not book.may_lease(0)
-
-
 def test_groups_overtake_each_other_while_the_slow_one_can_wait(book):
     slow, *others = [lease(book) for _ in range(3)]
     for group in others:
@@ -138,19 +125,6 @@ def test_a_task_of_which_no_member_finishes_is_over_after_a_quarter_of_them(size
     assert book.give_up(group, [most])
 
 
-def test_a_member_that_is_given_up_keeps_its_slot_until_its_server_has_ended_it():
-    book = make_book(group_size=3)
-    group = lease(book)
-    book.add(reply(group, 0))
-    book.add(reply(group, 1))
-    assert book.give_up(group, [2])
-    assert group.is_complete
-    assert book.episodes_by_holder()[A] == 1
-    book.closed(group.group_id, A, [2], next_attempt=1)
-    assert book.episodes_by_holder()[A] == 0
-    assert book.orphans() == []
-
-
 def test_the_oldest_open_group_is_the_first_leased_of_its_environment_that_waits_for_members():
     book = make_book(max_staleness=8)
     groups = [lease(book) for _ in range(3)]
@@ -185,44 +159,6 @@ def test_evaluation_leases_do_not_count_for_the_invariant():
     assert book.training_groups() == []
 
 
-def test_a_lease_that_is_taken_back_keeps_slots_and_bytes_until_its_server_has_closed_it(
-    book, group
-):
-    book.add(reply(group, 0))
-    assert (book.episodes_by_holder()[A], book.promised_episodes) == (1, 1)
-    book.remove(group.group_id)
-    assert (book.episodes_by_holder()[A], book.promised_episodes) == (1, 1)
-    assert book.episodes_by_environment() == {"e": 1}
-    book.closed(group.group_id, B, [])
-    assert book.episodes_by_holder()[A] == 1
-    book.closed(group.group_id, A, [])
-    assert (book.episodes_by_holder()[A], book.promised_episodes) == (0, 0)
-
-
-def test_a_lost_server_closes_what_it_was_ending(book):
-    book.remove(lease(book).group_id)
-    book.remove(lease(book, server=B).group_id)
-    book.orphan(A)
-    assert (book.episodes_by_holder()[A], book.episodes_by_holder()[B]) == (0, 2)
-
-
-def test_a_member_that_failed_for_good_has_no_slot_and_a_retried_one_has(book, group):
-    failure = Failure(FailureKind.ENVIRONMENT, "x")
-    book.add(reply(group, 0, status=Status.FAILED, failure=failure, will_retry=True))
-    assert book.episodes_by_holder()[A] == 2
-    book.add(reply(group, 0, attempt=1, status=Status.FAILED, failure=failure))
-    assert book.episodes_by_holder()[A] == 1
-    book.remove(group.group_id)
-    assert book.episodes_by_holder()[A] == 1
-
-
-def test_an_orphan_keeps_the_bytes_that_its_next_server_will_need(book, group):
-    book.orphan(A)
-    assert (book.episodes_by_holder()[A], book.promised_episodes) == (0, 2)
-    book.reassign(group, B)
-    assert (book.episodes_by_holder()[B], book.promised_episodes) == (2, 2)
-
-
 def test_a_server_that_closes_a_lease_unfinished_hands_its_group_back(book, group):
     book.add(reply(group, 0))
     book.closed(group.group_id, B, [1])
@@ -234,13 +170,6 @@ def test_a_server_that_closes_a_lease_unfinished_hands_its_group_back(book, grou
     book.reassign(group, B)
     assert (book.orphans(), book.episodes_by_holder()[B]) == ([], 1)
     assert book.add(reply(group, 1)) is Fate.COMPLETED_GROUP
-
-
-def test_a_closed_lease_waits_for_what_is_still_on_its_way(book, group):
-    book.closed(group.group_id, A, [1])
-    assert book.orphans() == []
-    book.add(reply(group, 0))
-    assert book.orphans() == [group]
 
 
 def test_a_cancelled_episode_runs_again_when_the_rest_of_its_lease_is_over(book, group):
@@ -299,14 +228,6 @@ def test_each_lease_of_a_group_allows_as_many_attempts_again(book, group):
     assert [group.excess(1, attempt) == "" for attempt in (0, 9, 10)] == [True, True, False]
 
 
-def test_a_closed_lease_of_a_complete_group_is_over(book, group):
-    book.closed(group.group_id, A, [])
-    for member in range(2):
-        book.add(reply(group, member))
-    assert book.orphans() == []
-    assert group.holder == A
-
-
 def test_every_lost_server_counts_for_the_members_that_it_ran(book, group):
     book.add(reply(group, 0))
     book.orphan(A)
@@ -323,12 +244,6 @@ def test_the_member_of_a_quarantined_trajectory_runs_again(book, group):
     assert book.orphans() == []
     book.closed(group.group_id, A, [])
     assert book.orphans() == [group]
-
-
-def test_a_quarantined_attempt_that_its_server_repeats_is_waited_for(book, group):
-    name = TrajectoryName(group.group_id, 1, 0, 1)
-    assert book.quarantined(name, will_retry=True) is group
-    assert book.episodes_by_holder()[A] == 2
 
 
 def test_what_is_quarantined_for_a_place_that_is_filled_changes_nothing(book, group):
@@ -361,27 +276,6 @@ def test_what_a_lost_server_cancelled_or_failed_ends_nothing_on_the_next_one(boo
     assert group.running == [0, 1]
 
 
-def test_a_late_reply_of_a_lost_server_leaves_the_next_one_its_slot_until_it_is_done(book):
-    group = leased_again(book)
-    assert book.add(reply(group, 0)) is Fate.HELD
-    assert (book.episodes_by_holder()[NEXT], book.promised_episodes) == (2, 2)
-    book.remove(group.group_id)
-    assert (book.episodes_by_holder()[NEXT], book.promised_episodes) == (2, 2)
-    book.closed(group.group_id, NEXT, [0, 1])
-    assert (book.episodes_by_holder()[NEXT], book.promised_episodes) == (0, 0)
-
-
-def test_an_attempt_of_a_withdrawn_lease_that_is_repeated_keeps_its_slot(book, group):
-    book.remove(group.group_id)
-    failure = Failure(FailureKind.TIMEOUT, "slow")
-    book.add(reply(group, 0, status=Status.FAILED, failure=failure, will_retry=True))
-    book.quarantined(TrajectoryName(group.group_id, 1, 0, 1), will_retry=True)
-    assert book.episodes_by_holder()[A] == 2
-    # What a lost server had of the same lease is not this one's.
-    book.quarantined(TrajectoryName(group.group_id, 1, 0, 7), will_retry=False)
-    assert book.episodes_by_holder()[A] == 2
-
-
 def test_members_that_a_closed_lease_left_without_a_word_run_again_once_all_sent_has_arrived():
     book = make_book(group_size=3)
     group = lease(book)
@@ -403,17 +297,6 @@ def test_members_that_a_closed_lease_left_without_a_word_run_again_once_all_sent
     assert book.short_leases(B, 5, 5) == [group]
 
 
-def test_a_closed_lease_whose_members_all_arrive_is_never_short():
-    book = make_book(group_size=2)
-    group = lease(book)
-    book.closed(group.group_id, A, [], next_attempt=1)
-    assert book.short_leases(A, 2, 0) == []
-    for member in range(2):
-        book.add(reply(group, member))
-    assert book.short_leases(A, 2, 2) == []
-    assert group.is_complete
-
-
 def test_a_second_lease_may_be_closed_before_any_of_its_attempts_has_begun():
     book = make_book(group_size=2)
     group = lease(book)
@@ -424,3 +307,23 @@ def test_a_second_lease_may_be_closed_before_any_of_its_attempts_has_begun():
     book.closed(group.group_id, other, [0, 1], next_attempt=1)
     assert book.orphans() == [group]
     assert group.next_attempt == 1
+
+
+def test_a_member_of_a_withdrawn_lease_keeps_its_slot_until_its_last_attempt_has_ended(book, group):
+    book.remove(group.group_id)
+    failure = Failure(FailureKind.TIMEOUT, "slow")
+    book.add(reply(group, 0, status=Status.FAILED, failure=failure, will_retry=True))
+    book.quarantined(TrajectoryName(group.group_id, 1, 0, 1), will_retry=True)
+    # What a lost server had of the same lease is not this one's.
+    book.quarantined(TrajectoryName(group.group_id, 1, 0, 7), will_retry=False)
+    assert book.episodes_by_holder()[A] == 2
+    book.add(reply(group, 0, attempt=1))
+    assert book.episodes_by_holder()[A] == 1
+    book.quarantined(TrajectoryName(group.group_id, 1, 1, 1), will_retry=False)
+    assert book.closing == {}
+
+
+def test_a_late_reply_of_a_lost_server_leaves_the_next_one_its_slot_until_it_is_done(book):
+    group = leased_again(book)
+    assert book.add(reply(group, 0)) is Fate.HELD
+    assert (book.episodes_by_holder()[NEXT], book.promised_episodes) == (2, 2)

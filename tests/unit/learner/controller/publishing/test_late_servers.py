@@ -393,26 +393,6 @@ async def test_a_fetch_that_fails_leaves_the_server_its_version(run: Run) -> Non
         assert (scene.far.version, scene.far.failed_publishes) == (PolicyVersion(0, 1), 0)
 
 
-async def test_a_fetch_that_fails_makes_a_server_that_serves_nothing_stale(run: Run) -> None:
-    async with far_away(run) as scene:
-        scene.write()
-        question = await scene.asked(scene.far)
-        scene.say(question.publish_id, FAILED, scene.far, message="the link is down")
-        await until(lambda: scene.far.state == STALE)
-
-
-async def test_wrong_digests_make_a_server_stale_whatever_it_fetched(run: Run) -> None:
-    async with far_away(run) as scene:
-        await scene.serve()
-        scene.scene.make_version(1)
-        scene.write()
-        publish_id = (await scene.asked(scene.far)).publish_id
-        scene.say(publish_id, READY, scene.far)
-        assert (await next_order(scene.far)).HasField("receive")
-        scene.say(publish_id, FAILED, scene.far, message="the digests differ")
-        await until(lambda: scene.far.state == STALE)
-
-
 async def test_a_server_that_never_answers_costs_no_other_anything(run: Run) -> None:
     run = run_of(
         weights={
