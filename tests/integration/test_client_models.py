@@ -1,10 +1,11 @@
 """Several clients' models in one run over HTTP: real controller and front, and fakes."""
 
-from support.fakes.fake_server import FakeServer
+import pytest
 from support.fakes.fake_trainer import FakeTrainer
 from support.fakes.small_checkpoints import save_checkpoint
-from support.rigs.loop_client import LoopClient, logprobs_of, replies
-from support.rigs.loop_runs import DATUM, loop_config, played, started
+from support.rigs.loop_client import logprobs_of, replies
+from support.rigs.loop_runs import DATUM, loop_config, started
+from support.rigs.run_processes import summary_of
 from support.rigs.waiting import until
 
 LORA = {
@@ -15,13 +16,18 @@ LORA = {
 }
 
 
+@pytest.fixture
+def config(tmp_path):
+    return loop_config(tmp_path, **LORA)
+
+
 def kinds(trainer: FakeTrainer) -> list[tuple[str, str]]:
     """Kind and adapter of each step that the trainer was ordered."""
     return [(one.WhichOneof("step"), one.adapter.name) for one, _ in trainer.ordered]
 
 
-async def test_each_client_has_an_adapter_of_its_own_rank_and_passes(tmp_path) -> None:
-    async def script(one: LoopClient, server: FakeServer, trainer: FakeTrainer) -> None:
+async def test_each_client_has_an_adapter_of_its_own_rank_and_passes(config) -> None:
+    async with started(config) as (one, _, trainer):
         other, third = one.another(), one.another()
         await one.begin(rank=1)
         await other.begin(rank=8, user_metadata={"lora_alpha": "4"})
@@ -48,11 +54,9 @@ async def test_each_client_has_an_adapter_of_its_own_rank_and_passes(tmp_path) -
         assert kinds(trainer)[-1] == ("begin", "a")
         assert "is not trained by this run any more" in (await one.step())["error"]
 
-    assert (await played(loop_config(tmp_path, **LORA), script))["code"] == 0
 
-
-async def test_a_publish_leaves_the_sessions_of_other_models_as_they_are(tmp_path) -> None:
-    async def script(one: LoopClient, server: FakeServer, trainer: FakeTrainer) -> None:
+async def test_a_publish_leaves_the_sessions_of_other_models_as_they_are(config) -> None:
+    async with started(config) as (one, server, _):
         other = one.another()
         await one.begin(rank=1)
         await other.begin(rank=8)
@@ -83,11 +87,12 @@ async def test_a_publish_leaves_the_sessions_of_other_models_as_they_are(tmp_pat
         environments = [lease.environment for lease in server.leases]
         assert environments == ["client-a", "client-a", "client-b", "client"]
 
-    assert (await played(loop_config(tmp_path, **LORA), script))["ledger"]["difference"] == 0
+    assert summary_of(config.run_dir)["ledger"]["difference"] == 0
 
 
 async def test_one_client_that_fails_again_and_again_stops_no_other(tmp_path) -> None:
-    async def script(one: LoopClient, server: FakeServer, trainer: FakeTrainer) -> None:
+    config = loop_config(tmp_path, **LORA, controller__max_set_aside_batches=1)
+    async with started(config) as (one, _, trainer):
         other = one.another()
         await one.begin(rank=1)
         await other.begin(rank=8)
@@ -100,15 +105,13 @@ async def test_one_client_that_fails_again_and_again_stops_no_other(tmp_path) ->
         assert (await other.step())["type"] == "optim_step"
         assert [len(passes) for _, passes in trainer.ordered] == [0, 0, 1]
 
-    config = loop_config(tmp_path, **LORA, controller__max_set_aside_batches=1)
-    found = await played(config, script)
+    found = summary_of(config.run_dir)
     assert (found["steps"], found["set_aside_batches"]) == (3, 3)
 
 
-async def test_a_state_goes_to_a_new_model_of_its_rank_and_to_no_other(tmp_path) -> None:
-    config = loop_config(tmp_path, **LORA)
+async def test_a_state_goes_to_a_new_model_of_its_rank_and_to_no_other(config) -> None:
 
-    async def script(one: LoopClient, server: FakeServer, trainer: FakeTrainer) -> None:
+    async with started(config) as (one, _, trainer):
         other = one.another()
         await one.begin(rank=2)
         await one.step()
@@ -127,11 +130,8 @@ async def test_a_state_goes_to_a_new_model_of_its_rank_and_to_no_other(tmp_path)
         await one.step()
         assert trainer.ordered[-1][0].adapter.name == "b"
 
-    await played(config, script)
 
-
-async def test_all_models_go_on_after_kills_of_controller_and_trainer(tmp_path) -> None:
-    config = loop_config(tmp_path, **LORA)
+async def test_all_models_go_on_after_kills_of_controller_and_trainer(config) -> None:
     async with started(config, is_killed=True) as (one, _, trainer):
         other = one.another()
         await one.begin(rank=1)

@@ -11,8 +11,9 @@ from slipstream.learner.controller.application import Controller
 
 from support.fakes.fake_server import OPEN, FakeServer
 from support.fakes.fake_trainer import FakeTrainer
-from support.rigs.controller_runs import make_config, play
+from support.rigs.controller_runs import make_config
 from support.rigs.loop_client import LoopClient
+from support.rigs.run_processes import summary_of
 from support.rigs.waiting import LIMIT_S
 
 DATUM = ([1, 2, 3], [2, 3, 4], {"weights": [0.0, 1.0, 1.0]})
@@ -39,33 +40,22 @@ async def fronted(config: Config, *, in_flight: bool = False) -> AsyncIterator[L
 
 @contextlib.asynccontextmanager
 async def started(
-    config: Config, *, is_killed: bool
+    config: Config, *, is_killed: bool = False, in_flight: bool = False
 ) -> AsyncIterator[tuple[LoopClient, FakeServer, FakeTrainer]]:
     """A client of a controller and its fakes, which are killed behind it, or end well."""
     server, trainer = (kind(config.controller.address) for kind in (FakeServer, FakeTrainer))
     controller = Controller(config, OPEN)
     tasks = [asyncio.ensure_future(one.run()) for one in (controller, server, trainer)]
-    async with asyncio.timeout(LIMIT_S):
-        async with fronted(config) as client:
-            yield client, server, trainer
-        if is_killed:
-            for task in tasks:
-                task.cancel()
-        else:
-            controller.stop("the client has done")
-            assert await tasks[0] == 0
+    try:
+        async with asyncio.timeout(LIMIT_S):
+            async with fronted(config, in_flight=in_flight) as client:
+                yield client, server, trainer
+            if not is_killed:
+                controller.stop("the client has done")
+                assert await tasks[0] == 0
+                await tasks[2]
+    finally:
+        for task in tasks:
+            task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def played(config: Config, script, *, in_flight: bool = False, **options: object) -> dict:
-    """Runs `script(client)` against a whole controller; returns the summary and the fakes."""
-    server = FakeServer(config.controller.address, **options)
-    trainer = FakeTrainer(config.controller.address)
-
-    async def during(controller: Controller, _tasks) -> None:
-        async with fronted(config, in_flight=in_flight) as client:
-            await script(client, server, trainer)
-        controller.stop("the client has done")
-
-    summary = await play(config, server, trainer=trainer, during=during)
-    return summary | {"server": server, "trainer": trainer}
+    assert is_killed or summary_of(config.run_dir)["ledger"]["gaps"] == []

@@ -10,17 +10,16 @@ import asyncio
 import re
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from slipstream.client.launch.launcher import run_export
 from slipstream.core.errors import SlipstreamError
 from slipstream.core.run_folder import CHECKPOINTS
 from slipstream.core.settings.config import Config
 from slipstream.extensions.tinker.operations import NotReady, Refused
-from slipstream.extensions.tinker.store import Ended, OperationStore
+from slipstream.extensions.tinker.store import OperationStore
 from slipstream.protocol.checkpoints import complete_steps
 
 # Seconds for which an answer is held back until files are exported.
@@ -29,21 +28,19 @@ HOLD_S = 20.0
 ADDRESS_LIFE = timedelta(hours=1)
 FILES = "files"
 _KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
+# The key of a training run for its newest checkpoint of a type.
+_NEWEST = {"training": "last_checkpoint", "sampler": "last_sampler_checkpoint"}
 
 Body: TypeAlias = dict[str, Any]
 
 
-@dataclass
-class _Run:
-    """The model of a client, with what can be loaded or sampled of it by its path."""
+class _Checkpoint(NamedTuple):
+    """What can be loaded, sampled or downloaded by its path."""
 
-    stream: str
-    adapter: str = ""
-    rank: int | None = None
-    user_metadata: dict[str, str] = field(default_factory=dict)
-    ended_s: float = 0.0
-    # Version and JSON by path; of publishes the newest alone, since engines hold one.
-    checkpoints: dict[str, tuple[int, Body]] = field(default_factory=dict)
+    run: str
+    step: int
+    adapter: str
+    told: Body
 
 
 class Archives:
@@ -51,11 +48,8 @@ class Archives:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._operations = config.run_dir / "operations"
+        self._store = OperationStore(config.run_dir / "operations")
         self._checkpoints = config.run_dir / CHECKPOINTS
-        # The operations that have ended, which one request at a time brings up to date.
-        self._ended: dict[str, Ended] = {}
-        self._reading = asyncio.Lock()
         self._exports: dict[int, asyncio.Task[int]] = {}
         # The folders whose files are served, by the secret part of their address.
         self._folders: dict[str, Path] = {}
@@ -65,35 +59,24 @@ class Archives:
 
         Raises Refused if a checkpoint cannot be exported, NotReady while it is.
         """
-        async with self._reading:
-            runs = await asyncio.to_thread(self._runs)
+        runs, checkpoints = await asyncio.to_thread(self._read)
         match path.split("/", 2):
-            case ["weights_info"]:
-                run = runs.get(query["tinker_path"].removeprefix("tinker://").partition("/")[0])
-                if run is not None and query["tinker_path"] in run.checkpoints:
-                    told = self._told(run)
-                    return {key: told[key] for key in ("base_model", "is_lora", "lora_rank")}
+            case ["weights_info"] if one := checkpoints.get(query["tinker_path"]):
+                return {key: runs[one.run][key] for key in ("base_model", "is_lora", "lora_rank")}
             case ["training_runs"]:
-                return _page("training_runs", [self._told(run) for run in runs.values()], query)
+                return _page("training_runs", [*runs.values()], query)
             case ["checkpoints"]:
-                found = [one for run in runs.values() for _, one in run.checkpoints.values()]
-                return _page("checkpoints", found, query)
-            case ["training_runs", name, *rest] if run := runs.get(name):
-                if not rest:
-                    return self._told(run)
-                if rest == ["checkpoints"]:
-                    return {"checkpoints": [one for _, one in run.checkpoints.values()]}
-                saved, _, asked = rest[0].removeprefix("checkpoints/").rpartition("/")
-                step, _ = run.checkpoints.get(f"tinker://{name}/{saved}", (0, None))
-                if step and asked == "external_weights_urls":
-                    return await self._addresses(step, run.adapter, address)
+                return _page("checkpoints", [one.told for one in checkpoints.values()], query)
+            case ["training_runs", name]:
+                return runs.get(name)
+            case ["training_runs", name, "checkpoints"] if name in runs:
+                return {"checkpoints": [c.told for c in checkpoints.values() if c.run == name]}
+            case ["training_runs", name, rest]:
+                saved, _, asked = rest.removeprefix("checkpoints/").rpartition("/")
+                one = checkpoints.get(f"tinker://{name}/{saved}")
+                if one and one.step and asked == "external_weights_urls":
+                    return await self._addresses(one, address)
         return None
-
-    def forget(self, name: str) -> None:
-        """Reads again what gave a checkpoint its name: it holds for another time, or is deleted."""
-        for number, (_, _, result) in list(self._ended.items()):
-            if result.name == name:
-                del self._ended[number]
 
     def file(self, path: str) -> Path | None:
         """Returns the file of an address that `answer` has told, or None if there is none."""
@@ -103,71 +86,73 @@ class Archives:
                 return found if found.is_file() and found.is_relative_to(folder) else None
         return None
 
-    def _runs(self) -> dict[str, _Run]:
-        steps = complete_steps(self._checkpoints)
-        runs: dict[str, _Run] = {}
-        OperationStore.read_ended(self._operations, self._ended)
-        for _, (ended_s, operation, result) in sorted(self._ended.items()):
-            if result.error or not operation.number and operation.HasField("finish"):
+    def _read(self) -> tuple[dict[str, Body], dict[str, _Checkpoint]]:
+        """Returns training runs by their models' ids, and checkpoints by path, the newest last."""
+        steps, lora = complete_steps(self._checkpoints), self._config.lora
+        ended = [one for one in self._store.read(only_ended=True) if not one.result.error]
+        publishes = (one.operation for one in ended if one.operation.HasField("publish"))
+        # Engines hold the newest one.
+        served = {one.stream: one.number for one in publishes}
+        runs: dict[str, Body] = {}
+        adapters: dict[str, str] = {}
+        checkpoints: dict[str, _Checkpoint] = {}
+        for _, operation, result, ended_s in ended:
+            stream, name = operation.stream, result.name
+            if operation.HasField("finish"):
                 continue
-            stream = operation.stream
-            run = runs.setdefault(stream, _Run(stream))
-            run.ended_s = ended_s
+            new = {
+                "training_run_id": stream,
+                "base_model": str(self._config.model.path),
+                "model_owner": self._config.run.name,
+                "is_lora": bool(lora.rank),
+                "lora_rank": lora.rank or None,
+                "user_metadata": {},
+                "last_checkpoint": None,
+                "last_sampler_checkpoint": None,
+            }
+            run = runs.setdefault(stream, new)
+            run["last_request_time"] = _time(ended_s)
             if result.HasField("adapter"):
-                run.adapter, run.rank = result.adapter.name, result.adapter.rank or None
+                adapters[stream] = result.adapter.name
+                run["lora_rank"] = result.adapter.rank or run["lora_rank"]
             if not operation.number:
-                run.user_metadata = dict(operation.user_metadata)
-            is_there = result.step in steps
-            if operation.HasField("publish"):
-                is_there = True
-                for name, (_, one) in list(run.checkpoints.items()):
-                    if one["checkpoint_type"] == "sampler":
-                        del run.checkpoints[name]
-            kind, _, _ = result.name.removeprefix(f"tinker://{stream}/").partition("/")
-            if kind == "external_weights":
-                # Exported files outlive the checkpoint.
-                is_there |= self._exported(result.step, run.adapter).exists()
+                run["user_metadata"] = dict(operation.user_metadata)
+            checkpoint_id = name.removeprefix(f"tinker://{stream}/")
+            kind, _, _ = checkpoint_id.partition("/")
             # A load has the name of what another model may have saved.
-            is_there &= not operation.HasField("load")
-            if operation.kept.is_deleted:
-                run.checkpoints.pop(result.name, None)
-            elif kind in _KINDS and is_there:
-                until_s = operation.kept.until_unix_s
+            if kind not in _KINDS or operation.HasField("load"):
+                continue
+            adapter, until_s = adapters.get(stream, ""), operation.kept.until_unix_s
+            is_there = result.step in steps
+            if kind == "sampler_weights":
+                is_there = served[stream] == operation.number
+            elif kind == "external_weights":
+                # Exported files outlive the checkpoint.
+                is_there |= self._exported(result.step, adapter).exists()
+            if operation.kept.is_deleted or is_there:
+                checkpoints.pop(name, None)
+            if is_there and not operation.kept.is_deleted:
                 told = {
-                    "checkpoint_id": result.name.removeprefix(f"tinker://{stream}/"),
+                    "checkpoint_id": checkpoint_id,
                     "checkpoint_type": _KINDS[kind],
                     "time": _time(ended_s),
-                    "tinker_path": result.name,
+                    "tinker_path": name,
                     "expires_at": _time(until_s) if until_s else None,
                 }
-                # The newest is the last.
-                run.checkpoints.pop(result.name, None)
-                run.checkpoints[result.name] = result.step, told
-        return runs
-
-    def _told(self, run: _Run) -> Body:
-        lora = self._config.lora
-        newest = {one["checkpoint_type"]: one for _, one in run.checkpoints.values()}
-        return {
-            "training_run_id": run.stream,
-            "base_model": str(self._config.model.path),
-            "model_owner": self._config.run.name,
-            "is_lora": bool(lora.rank),
-            "lora_rank": run.rank or lora.rank or None,
-            "user_metadata": run.user_metadata,
-            "last_request_time": _time(run.ended_s),
-            "last_checkpoint": newest.get("training"),
-            "last_sampler_checkpoint": newest.get("sampler"),
-        }
+                checkpoints[name] = _Checkpoint(stream, result.step, adapter, told)
+        for one in checkpoints.values():
+            if key := _NEWEST.get(one.told["checkpoint_type"]):
+                runs[one.run][key] = one.told
+        return runs, checkpoints
 
     def _exported(self, step: int, adapter: str) -> Path:
         whole = self._checkpoints / f"hf-{step:06d}"
         has_adapters = bool(self._config.lora.rank)
         return whole.with_name(f"{whole.name}-adapters") / adapter if has_adapters else whole
 
-    async def _addresses(self, step: int, adapter: str, address: str) -> Body:
+    async def _addresses(self, one: _Checkpoint, address: str) -> Body:
         """Returns the address of each file of a version: a Hugging Face folder, or PEFT's."""
-        folder = self._exported(step, adapter)
+        step, folder = one.step, self._exported(one.step, one.adapter)
         if not folder.exists():
             if step not in self._exports:
                 export = run_export(self._config.run_dir, step, None)
@@ -184,7 +169,7 @@ class Archives:
                     # Its failure is told once; whoever asks again lets it be tried again.
                     self._exports.pop(step, None)
             if not folder.exists():
-                raise Refused(f"version {step} has no rank of a client for adapter {adapter}")
+                raise Refused(f"version {step} has no rank of a client for adapter {one.adapter}")
         folder = folder.resolve()
         known = {found: secret for secret, found in self._folders.items()}
         secret = known.get(folder) or secrets.token_urlsafe(24)

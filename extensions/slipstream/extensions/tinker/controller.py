@@ -16,13 +16,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
 
 import grpc
 import grpc.aio
 from slipstream.core.errors import ProtocolError
 from slipstream.core.run_folder import CHECKPOINTS
-from slipstream.extensions.tinker.models import NEWEST, Entry, Model, Models, Named, adam_step
-from slipstream.extensions.tinker.samples import Samples, tell
+from slipstream.extensions.tinker.models import Entry, Model, Models, Named
+from slipstream.extensions.tinker.samples import Samples
 from slipstream.extensions.tinker.store import OperationStore
 from slipstream.learner.controller.leasing.scheduler import Books, Scheduler
 from slipstream.learner.controller.loop import BatchFormer
@@ -70,27 +72,33 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
         self._former = former
         self._store = OperationStore(run.config.run_dir / "operations")
         self._checkpoints = run.config.run_dir / CHECKPOINTS
-        self._entries: dict[str, Entry] = {}
-        self._num_stored = 0
         self._models = Models(run.config.lora)
+        self._entries: dict[str, Entry] = {}
+        self._samples = Samples(
+            run, books, intake, scheduler, self._models, self._entries, end=self._end
+        )
+        self._num_stored = 0
+        self._lock = asyncio.Lock()
         # Operations whose turn has not come, by stream and number, and first ones of new streams.
         self._waiting: dict[tuple[str, int], Entry] = {}
         self._first: list[Entry] = []
+        # That whose turn it is, and that which the trainer had when the controller started.
         self._current: Entry | None = None
-        # The operation that the trainer had when the controller started.
         self._resumed: Entry | None = None
         # The operation that ended last; its result may not be on the disk yet.
         self._before: Entry | None = None
-        self._samples = Samples(run, books, intake, scheduler, self._models, self._end)
-        # Operations that have ended, and how many of them are looked through.
-        self._over: list[Entry] = []
-        self._look_through = 2 * KEPT
-        self._lock = asyncio.Lock()
+        # What is to be written: results, and operations that have lost their sequences.
         self._ends: asyncio.Queue[Entry] = asyncio.Queue()
+        # Operations that have ended since this start.
+        self._num_over = 0
 
     def serve(self, server: grpc.aio.Server) -> None:
         """Adds the service that the HTTP process calls."""
         operations_pb2_grpc.add_OperationServiceServicer_to_server(self, server)
+
+    def tasks(self) -> Tasks:
+        """Returns the tasks that give turns and write results."""
+        return {"operations": self._turns(), "results": self._write_results()}
 
     async def Submit(self, request: pb.Operation, context: CallContext) -> pb.OperationReceipt:  # noqa: N802
         """Adds a training operation, which is on the disk then, unless its id is known."""
@@ -105,16 +113,15 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
         """Adds an operation unless its id is known; returns why its client must wait, or ""."""
         session = request.stream.partition(":")[0]
         async with self._lock:
-            number = sum(stream.partition(":")[0] == session for stream, _ in self._waiting)
             if request.id in self._entries:
                 return ""
+            number = sum(stream.partition(":")[0] == session for stream, _ in self._waiting)
             if number >= MAX_WAITING:
                 return f"{number} requests of session {session} wait: send more when some are done"
             place, self._num_stored = self._num_stored, self._num_stored + 1
             await asyncio.to_thread(self._store.write, place, request)
-            entry = Entry(request, place)
+            entry = self._entries[request.id] = Entry(request, place)
             self._queue(entry)
-            self._entries[request.id] = entry
             self._write_ahead()
             self._run.signal.notify()
         return ""
@@ -133,7 +140,9 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
         return pb.KeepReceipt()
 
     async def Beat(self, request: pb.BeatRequest, context: CallContext) -> pb.OperationReceipt:  # noqa: N802
-        self._models.beat(request.session)
+        for model in self._models.by_stream.values():
+            if model.session == request.session:
+                model.touch()
         return pb.OperationReceipt()
 
     async def Sample(  # noqa: N802
@@ -141,7 +150,7 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
     ) -> AsyncIterator[pb.OperationResult]:
         """Takes samples, and yields their results as they come, until the caller goes."""
         outbox = Outbox[pb.OperationResult]()
-        reader = asyncio.create_task(self._samples.take(request_iterator, outbox, self._entries))
+        reader = asyncio.create_task(self._samples.take(request_iterator, outbox))
         try:
             async for result in outbox.messages():
                 yield result
@@ -172,42 +181,40 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
         waiting = (batch for batch in history.set_aside if batch.step == history.next_step)
         aside = {self._given_of(batch).id: batch.batch_id for batch in waiting}
         entries = []
-        for place, operation, result in self._store.read():
-            entry = Entry(operation, place, result)
-            self._num_stored = place + 1
-            self._entries[operation.id] = entry
+        self._store.clean()
+        for place, operation, result, _ in self._store.read():
+            entry = self._entries[operation.id] = Entry(operation, place, result)
             entries.append(entry)
+            self._num_stored = place + 1
             # The trainer has, or gets, the batch of this step; the step may be journaled.
             entry.is_begun = operation.id == formed.id
             if result.is_done:
                 entry.ended.set()
             elif operation.id in aside:
-                result.error = f"batch {aside[operation.id]} was set aside"
-                self._store_end(entry)
+                self._end(entry, error=f"batch {aside[operation.id]} was set aside")
             elif entry.is_begun and is_made:
-                result.step, entry.is_made = history.version.step, True
+                entry.is_made = True
                 if entry.kind != "publish":
-                    if operation.number == 0:
-                        result.adapter.CopyFrom(formed.adapter)
-                    result.metrics.update(history.metrics)
-                    self._store_end(entry)
-        # Models, in the order in which they came.
-        done = [entry for entry in entries if entry.result.is_done]
-        by_number = sorted(done, key=lambda one: one.operation.number)
-        for first in done:
-            if first.kind == "finish":
-                self._models.finish(first)
-            elif first.operation.number == 0 and not first.result.error:
-                model = self._models.take(first.operation.stream, first.result.adapter)
-                for entry in by_number:
-                    if entry.operation.stream == model.stream:
-                        self._note_end(model, entry)
+                    adapter = None if operation.number else formed.adapter
+                    made = {"step": history.version.step, "metrics": history.metrics}
+                    self._end(entry, adapter=adapter, **made)
+        # Models in the order in which they came, then their operations in that of their numbers.
+        models: dict[str, Model] = {}
+        done = (entry for entry in entries if entry.result.is_done)
+        for entry in sorted(done, key=lambda one: one.operation.number):
+            stream = entry.operation.stream
+            if entry.kind == "finish":
+                self._models.finished[entry.operation.stream] = entry
+                continue
+            if entry.operation.number == 0 and not entry.result.error:
+                models[stream] = self._models.take(stream, entry.result.adapter)
+            if model := models.get(stream):
+                self._note_end(model, entry)
         for entry in entries:
             if entry.ended.is_set():
                 # A client that was not told of it asks soon.
                 entry.step, entry.is_told = entry.result.step, True
                 entry.result = pb.OperationResult()
-                self._over.append(entry)
             elif entry.is_begun and not entry.result.is_done:
                 self._resumed = entry
                 if entry.operation.number == 0:
@@ -222,38 +229,33 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
         return self._journal.read_batch(batch.step, batch.crc32, batch.attempt).header.given
 
     def _queue(self, entry: Entry) -> None:
+        """Lets an operation wait for its turn, or ends it if that does not come."""
         operation = entry.operation
-        model = self._models.of(operation.stream)
+        model = self._models.by_stream.get(operation.stream)
         if entry.kind == "finish":
-            self._models.finish(entry)
+            self._models.finished[entry.operation.stream] = entry
             # Nobody asks for its result.
             entry.is_told = True
-            self._end(entry, pb.OperationResult())
+            self._end(entry)
         elif operation.number == 0:
             self._first.append(entry)
-        elif model is None and operation.stream not in self._coming:
-            self._fail(
-                entry,
-                f"model {operation.stream} is not trained by this run any more: a newer one is",
-            )
+        elif model is None and all(one.operation.stream != operation.stream for one in self._first):
+            cause = f"model {operation.stream} is not trained by this run any more: a newer one is"
+            self._end(entry, error=cause)
         elif model is not None and operation.number < model.next:
-            self._fail(entry, f"{operation.id} was carried out; its result is not kept any more")
+            cause = f"{operation.id} was carried out; its result is not kept any more"
+            self._end(entry, error=cause)
         else:
             self._waiting[operation.stream, operation.number] = entry
             if model is not None:
                 model.touch()
-
-    @property
-    def _coming(self) -> set[str]:
-        """The streams that wait for a model."""
-        return {entry.operation.stream for entry in self._first}
 
     def _take_turn(self) -> None:
         """Begins the next operation of a stream, or of a new one, which gets a model."""
         entry, self._resumed = self._resumed, None
         if entry is None and self._models.are_several:
             entry = self._take_first()
-        for model in self._models.in_turn():
+        for model in self._models.by_stream.values():
             entry = entry or self._waiting.pop((model.stream, model.next), None)
         entry = entry or self._take_first()
         if entry is None:
@@ -273,61 +275,64 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
         """Returns the first operation of a stream that gets a model, or None if there is none."""
         if not self._first:
             return None
-        for model in self._models.in_turn():
+        for model in self._models.by_stream.values():
             if (model.stream, model.next) in self._waiting:
                 # It waits for its turn, so it is not silent.
                 model.touch()
         entry = self._first.pop(0)
         operation, version = entry.operation, self._progress.version.step
-        newest, cause = self._models.newest(operation.load.name), ""
-        if entry.kind not in ("begin", "load", "refused"):
-            cause = f"{operation.id} has number 0, which is that of a model's beginning"
-        elif entry.kind == "begin" and version and not self._models.are_several:
-            cause = (
-                f"the model was trained for {version} steps already: load a saved state, or start "
-                "a run with another run.name"
-            )
-        elif entry.kind == "load":
-            cause = self._unloadable(operation.load.name)
-        if not cause and newest is None:
-            cause = operation.refused.cause or self._models.refusal()
+        adapter, cause = operation.begin.adapter, ""
+        match entry.kind:
+            case "begin":
+                if version and not self._models.are_several:
+                    cause = (
+                        f"the model was trained for {version} steps already: load a saved state, "
+                        "or start a run with another run.name"
+                    )
+            case "load":
+                name = operation.load.name
+                cause = self._unloadable(name)
+                if newest := self._models.newest(name):
+                    adapter, entry.is_made = newest.adapter, True
+                elif not cause and (of := self._models.named[name].model):
+                    adapter = trainer_pb2.Adapter(rank=of.adapter.rank, alpha=of.adapter.alpha)
+            case "refused":
+                cause = operation.refused.cause
+            case _:
+                cause = f"{operation.id} has number 0, which is that of a model's beginning"
+        if not cause and not entry.is_made:
+            cause = self._models.refusal()
         if cause:
-            self._fail(entry, cause)
+            self._end(entry, error=cause)
         else:
-            adapter = operation.begin.adapter
-            if newest is not None:
-                adapter, entry.is_made = newest.adapter, True
-            elif entry.kind == "load" and (of := self._models.named[operation.load.name].model):
-                adapter = trainer_pb2.Adapter(rank=of.adapter.rank, alpha=of.adapter.alpha)
             self._models.take(operation.stream, adapter)
         self._queue_anew()
         return None if cause else entry
 
     def _queue_anew(self) -> None:
         """Ends the operations whose stream has no model any more."""
-        kept = {*(model.stream for model in self._models.in_turn()), *self._coming}
-        for stream, number in [key for key in self._waiting if key[0] not in kept]:
-            self._queue(self._waiting.pop((stream, number)))
+        coming = {entry.operation.stream for entry in self._first}
+        for stream, number in [*self._waiting]:
+            if stream not in self._models.by_stream and stream not in coming:
+                self._queue(self._waiting.pop((stream, number)))
 
     def _model_of(self, entry: Entry) -> Model:
-        model = self._models.of(entry.operation.stream)
-        assert model is not None
-        return model
+        return self._models.by_stream[entry.operation.stream]
 
     def _unloadable(self, name: str, model: Model | None = None) -> str:
         """Returns why `model`, or a new one, cannot load the state `name`, or "" if it can."""
-        if self._models.newest(name) in ((model,) if model else self._models.in_turn()):
+        newest = self._models.newest(name)
+        if newest is not None and model in (newest, None):
             return ""
         named = self._models.named.get(name)
         if named is None:
             return f"{name} is no state that this run saved"
-        step = named.step
-        if not step and self._progress.version.step:
+        if not named.step and self._progress.version.step:
             return f"{name} is version 0, with which only a run of another run.name begins"
-        if step and step not in complete_steps(self._checkpoints):
+        if named.step and named.step not in complete_steps(self._checkpoints):
             return f"the checkpoint of {name} is gone: its ttl was over, or somebody removed it"
         if model is not None and named.model is not None:
-            (theirs, ours) = named.model.adapter, model.adapter
+            theirs, ours = named.model.adapter, model.adapter
             if (theirs.rank, theirs.alpha) != (ours.rank, ours.alpha):
                 return (
                     f"{name} has rank {theirs.rank} and alpha {theirs.alpha:g}, this model has "
@@ -335,11 +340,34 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
                 )
         return ""
 
+    def _end(self, entry: Entry, **result: Any) -> None:  # noqa: ANN401 - fields of a message
+        """Ends an operation with this result, which is told once it is on the disk."""
+        entry.result = pb.OperationResult(is_done=True, **result)
+        if entry.kind in ("publish", "save", "load"):
+            entry.result.name = getattr(entry.operation, entry.kind).name
+        self._ends.put_nowait(entry)
+        if entry is self._current:
+            self._current, model = None, self._model_of(entry)
+            is_first, held = entry.operation.number == 0, model.passes
+            if is_first:
+                entry.result.adapter.CopyFrom(model.adapter)
+            self._note_end(model, entry)
+            if is_first and entry.result.error:
+                del self._models.by_stream[model.stream]
+                self._queue_anew()
+            model.touch()
+            for each in held if entry.kind in ("step", "load") else [entry]:
+                if each.kind == "compute" and each not in model.passes:
+                    # A step's batch holds the sequences of its passes.
+                    each.operation.compute.ClearField("sequences")
+                    self._ends.put_nowait(each)
+        self._run.signal.notify()
+
     def _note_end(self, model: Model, entry: Entry) -> None:
         """Moves on behind the operation whose turn it was, which is done."""
-        operation, result = entry.operation, entry.result
+        operation, result, is_new = entry.operation, entry.result, not entry.ended.is_set()
         model.next, model.last = operation.number + 1, entry
-        if not entry.ended.is_set():
+        if is_new:
             self._before = entry
         if operation.number == 0:
             model.first = entry
@@ -357,53 +385,17 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
             operation.compute.adapter.CopyFrom(model.adapter)
             model.passes.append(entry)
         elif entry.kind in ("publish", "save"):
-            step = NEWEST if operation.publish.in_flight else result.step
             name = getattr(operation, entry.kind).name
             if operation.kept.is_deleted:
                 self._models.named.pop(name, None)
             else:
-                self._models.named[name] = Named(step, model, entry, result.step)
+                in_flight = operation.publish.in_flight
+                self._models.named[name] = Named(result.step, model, entry, in_flight=in_flight)
             if entry.kind == "publish":
-                model.note_publish(result.step)
-            elif not entry.ended.is_set():
+                model.publish(result.step)
+            elif is_new:
                 # Before another checkpoint is written, which removes old ones.
                 write_kept(self._checkpoints, self._models.kept())
-
-    def _end(self, entry: Entry, result: pb.OperationResult) -> None:
-        """Ends an operation, whose result is told once it is on the disk."""
-        entry.result = result
-        is_current = entry is self._current
-        if is_current and entry.operation.number == 0:
-            result.adapter.CopyFrom(self._model_of(entry).adapter)
-        self._store_end(entry)
-        if is_current:
-            self._current, model = None, self._model_of(entry)
-            held = model.passes
-            self._note_end(model, entry)
-            if entry.operation.number == 0 and result.error:
-                self._models.drop(model)
-                self._queue_anew()
-            model.touch()
-            over = held if entry.kind in ("step", "load") else [entry]
-            for each in over:
-                if each.kind == "compute" and each not in model.passes:
-                    # A step's batch holds the sequences of its passes.
-                    each.operation.compute.ClearField("sequences")
-                    self._ends.put_nowait(each)
-        self._run.signal.notify()
-
-    def _store_end(self, entry: Entry) -> None:
-        entry.result.is_done = True
-        if entry.kind in ("publish", "save", "load"):
-            entry.result.name = getattr(entry.operation, entry.kind).name
-        self._ends.put_nowait(entry)
-
-    def _fail(self, entry: Entry, cause: str) -> None:
-        self._end(entry, pb.OperationResult(error=cause))
-
-    def tasks(self) -> Tasks:
-        """Returns the tasks that give turns and write results."""
-        return {"operations": self._turns(), "results": self._write_results()}
 
     async def _write_results(self) -> None:
         while True:
@@ -417,11 +409,13 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
             if entry.place is not None:
                 await asyncio.to_thread(self._store.end, entry.place, entry.result)
                 entry.step, entry.result = entry.result.step, pb.OperationResult()
-            self._over.append(entry)
-            if len(self._over) >= self._look_through:
-                await self._forget()
+            # Behind those that ended before it.
+            self._entries[entry.operation.id] = self._entries.pop(entry.operation.id)
             entry.ended.set()
-            tell(entry)
+            entry.tell()
+            self._num_over += 1
+            if self._num_over % KEPT == 0:
+                await self._forget()
             self._run.signal.notify()
 
     async def _forget(self) -> None:
@@ -429,21 +423,15 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
 
         A sample need not be covered; of those that nobody has asked for the oldest go.
         """
-        old, new = self._over[:-KEPT], self._over[-KEPT:]
+        old = [entry for entry in self._entries.values() if entry.ended.is_set()][:-KEPT]
         covered = self._state.checkpoint.step
         lasting = self._models.lasting(complete_steps(self._checkpoints))
-        spent = {
-            entry
-            for entry in old
-            if entry.is_told and entry.step <= covered and entry not in lasting
-        }
-        spent.update([e for e in old if e.place is None and not e.is_told][:-MAX_KEPT])
+        spent = [e for e in old if e.is_told and e.step <= covered and e not in lasting]
+        spent += [e for e in old if e.place is None and not e.is_told][:-MAX_KEPT]
         for entry in spent:
             del self._entries[entry.operation.id]
         places = [entry.place for entry in spent if entry.place is not None]
         await asyncio.to_thread(self._store.remove, places)
-        self._over = [entry for entry in old if entry not in spent] + new
-        self._look_through = len(self._over) + KEPT
 
     async def _turns(self) -> None:
         while True:
@@ -452,29 +440,27 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
             await self._run.signal.changes(LOOK_S)
 
     def _look(self) -> None:
+        """Begins an operation, carries out what needs no trainer, and looks after samples."""
         if self._current is None:
             self._take_turn()
-        self._carry_out()
+        if self._current is not None and self._progress.has_trainer:
+            self._carry_out(self._current)
         self._samples.collect()
-        publishes = self._current is not None and self._current.kind == "publish"
-        publisher = self._model_of(self._current) if self._current and publishes else None
-        self._samples.lease(publisher)
-        if publisher is None:
-            for session in self._fleet.serving():
-                if session.key not in self._publisher.pinned:
-                    self._publisher.pin(session)
-
-    def _carry_out(self) -> None:
-        """Carries out what needs no trainer, and looks after a publish."""
-        entry = self._current
-        if entry is None or not self._progress.has_trainer:
+        if self._current is not None and self._current.kind == "publish":
+            self._samples.lease(self._model_of(self._current))
             return
-        version = self._progress.version.step
+        self._samples.lease(None)
+        for session in self._fleet.serving():
+            if session.key not in self._publisher.pinned:
+                self._publisher.pin(session)
+
+    def _carry_out(self, entry: Entry) -> None:
+        version, model = self._progress.version.step, self._model_of(entry)
         match entry.kind:
             case "begin" if not self._models.are_several:
-                self._end(entry, pb.OperationResult(step=version))
+                self._end(entry, step=version)
             case "refused":
-                self._fail(entry, entry.operation.refused.cause)
+                self._end(entry, error=entry.operation.refused.cause)
             # Among several models the trainer makes a version with the newest values of this one.
             case "publish" if entry.is_made or not self._models.are_several:
                 if self._samples.are_awaited:
@@ -483,18 +469,16 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
                 self._publisher.pinned.clear()
                 newest = self._progress.version
                 if sessions and all(s.is_serving and s.version == newest for s in sessions):
-                    self._end(entry, pb.OperationResult(step=version))
+                    self._end(entry, step=version)
             # Nothing is written of version 0, the model of the settings.
             case "save" if self._state.checkpoint.step == version:
-                self._end(entry, pb.OperationResult(step=version))
+                self._end(entry, step=version)
             case "load" if entry.is_made:
-                self._end(entry, pb.OperationResult(step=version))
+                self._end(entry, step=version)
             case "load" if not entry.is_begun:
-                model = self._model_of(entry)
-                if cause := self._unloadable(entry.operation.load.name, model):
-                    self._fail(entry, cause)
-                elif not version:
-                    self._end(entry, pb.OperationResult())
+                cause = self._unloadable(entry.operation.load.name, model)
+                if cause or not version:
+                    self._end(entry, error=cause)
 
     def order(self, trainer: trainer_pb2.NextRequest) -> trainer_pb2.Directive | None:
         """Returns the pass, or the save, whose turn it is; a trainer that asks has none."""
@@ -518,13 +502,13 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
             step = self._waiting.get((model.stream, last.operation.number + 1))
             if step is not None and step.kind == "step":
                 passes = [*model.passes, last] if last.operation.compute.backward else model.passes
-                self._former.write_ahead(StepOrder(*adam_step(step, model, passes)))
+                self._former.write_ahead(model.order(step, passes))
 
     def waits_for(self) -> str:
         if self._current is not None:
             return f"the end of the operation {self._current.operation.id}"
         for stream, _ in self._waiting:
-            if model := self._models.of(stream):
+            if model := self._models.by_stream.get(stream):
                 return f"operation {model.next} of {stream}, behind which later ones wait"
         return "the next training operation of the client"
 
@@ -533,13 +517,13 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
         entry = self._current
         if entry is not None and entry.kind == "compute" and entry.operation.id == report.id:
             step = self._progress.version.step
-            self._end(entry, pb.OperationResult(compute=report, error=report.error, step=step))
+            self._end(entry, compute=report, error=report.error, step=step)
 
     def saved(self, step: int) -> None:
         """Ends the save whose turn it is."""
         entry = self._current
         if entry is not None and entry.kind == "save" and step == self._progress.version.step:
-            self._end(entry, pb.OperationResult(step=step))
+            self._end(entry, step=step)
 
     def next_step(self) -> StepOrder | None:
         """Returns the step whose turn it is, once; the journal has it from then on."""
@@ -549,17 +533,20 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
         version, several = self._progress.version, self._models.are_several
         # Servers that start again get the newest version; clients may still sample by the publish
         # of this one, which the step would replace.
-        names = self._models.named.values()
-        published = {one.step for one in names if one.entry and one.entry.kind == "publish"}
-        served = {session.version for session in self._fleet.serving()}
-        if not several and version.step in published and version not in served:
+        published = [
+            one.step == version.step and not one.in_flight
+            for one in self._models.named.values()
+            if one.entry and one.entry.kind == "publish"
+        ]
+        served = (session.version for session in self._fleet.serving())
+        if not several and any(published) and version not in served:
             return None
         operation, model = entry.operation, self._model_of(entry)
-        passes: tuple[trainer_pb2.Pass, ...] = ()
-        given = trainer_pb2.GivenStep(id=operation.id, adapter=model.adapter)
+        order = StepOrder(trainer_pb2.GivenStep(id=operation.id, adapter=model.adapter))
+        given = order.message
         match entry.kind:
             case "step":
-                given, passes = adam_step(entry, model, model.passes)
+                order = model.order(entry, model.passes)
             case "begin" if several:
                 given.begin.CopyFrom(operation.begin.values)
             case "publish" if several:
@@ -576,8 +563,7 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
                 return None
         entry.is_begun = True
         # After a kill the journal tells the result of its newest step alone.
-        after = None if self._before is None else self._before.ended
-        return StepOrder(given, passes, after)
+        return replace(order, after=self._before.ended if self._before else None)
 
     def stepped(
         self, trained: Trained, report: trainer_pb2.StepReport, given_s: float | None
@@ -588,12 +574,11 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
             return
         entry.is_made = True
         if entry.kind != "publish":
-            result = pb.OperationResult(step=trained.version.step, metrics=report.metrics)
-            self._end(entry, result)
+            self._end(entry, step=trained.version.step, metrics=report.metrics)
         self._run.signal.notify()
 
     def set_aside(self, found: SetAside) -> None:
         """Ends the step that could not be made; its passes are gone."""
         entry, given = self._current, found.batch.given
         if entry is not None and given is not None and entry.operation.id == given.id:
-            self._fail(entry, found.cause)
+            self._end(entry, error=found.cause)

@@ -16,6 +16,7 @@ from slipstream.core.settings.role_sections import LoraSection
 from slipstream.core.types import GroupId, Trajectory
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.servers.session import Outbox
+from slipstream.learner.controller.trajectories.batch import StepOrder
 from slipstream.v1 import operations_pb2 as pb
 from slipstream.v1 import trainer_pb2
 
@@ -23,8 +24,6 @@ from slipstream.v1 import trainer_pb2
 IDLE_S = 600.0
 # Publishes of a model whose steps are known; servers have the newest one or two.
 KEPT_PUBLISHES = 64
-# The version of names that stand for whatever is served.
-NEWEST = -1
 
 
 @dataclass(eq=False)
@@ -43,19 +42,30 @@ class Entry:
     # The version after it, and whether a client has been told of its end.
     step: int = 0
     is_told: bool = False
-    # Whether the trainer, or a server, has it.
+    # Whether the trainer has it, and whether nothing is left for it: of a publish, or of a load of
+    # what it has.
     is_begun: bool = False
+    is_made: bool = False
+    # The replies to a sample that servers have, and those that have come.
     groups: dict[GroupId, Group] = field(default_factory=dict)
     finished: list[Trajectory] = field(default_factory=list)
-    num_wanted: int = 0
-    num_leased: int = 0
-    # Whether nothing is left for the trainer: of a publish, or of a load of what it has.
-    is_made: bool = False
 
     @property
     def kind(self) -> str:
         """The name of the operation's field."""
         return self.operation.WhichOneof("operation") or ""
+
+    @property
+    def num_missing(self) -> int:
+        """The number of replies to a sample that no server has yet."""
+        return self.operation.sample.num_samples - len(self.groups) - len(self.finished)
+
+    def tell(self) -> None:
+        """Gives the result of a sample to the stream that asked for it."""
+        if self.outbox is not None and not self.outbox.put(self.result):
+            # Its reader does not read; whoever asks by id gets the result.
+            self.outbox.close()
+        self.outbox = None
 
 
 @dataclass(eq=False)
@@ -72,8 +82,6 @@ class Model:
     last: Entry | None = None
     # The passes since its newest step whose gradients the trainer holds.
     passes: list[Entry] = field(default_factory=list)
-    # The version of its newest publish; older ones are not served.
-    served: int = 0
     # Its steps and loads so far, and by version how many there were at its newest publishes.
     steps: int = 0
     published: dict[int, int] = field(default_factory=dict)
@@ -85,6 +93,17 @@ class Model:
     def session(self) -> str:
         return self.stream.partition(":")[0]
 
+    @property
+    def served(self) -> int:
+        """The version of its newest publish; older ones are not served."""
+        return max(self.published, default=0)
+
+    def publish(self, version: int) -> None:
+        """Notes that servers get its newest values as `version`."""
+        self.published[version] = self.steps
+        for old in sorted(self.published)[:-KEPT_PUBLISHES]:
+            del self.published[old]
+
     def is_stale(self, version: int) -> bool:
         """Whether what servers of a version sample is too far behind the steps of this model."""
         if self.max_staleness is None:
@@ -93,26 +112,21 @@ class Model:
         before = 0 if newest is None else self.published[newest]
         return self.steps - before > self.max_staleness
 
-    def note_publish(self, version: int) -> None:
-        """Notes that servers get its newest values as `version`."""
-        self.served = version
-        self.published[version] = self.steps
-        for old in sorted(self.published)[:-KEPT_PUBLISHES]:
-            del self.published[old]
-
     def touch(self) -> None:
         """Notes that its client uses it."""
         self.used_s = time.monotonic()
 
-
-def adam_step(
-    step: Entry, model: Model, passes: Sequence[Entry]
-) -> tuple[trainer_pb2.GivenStep, tuple[trainer_pb2.Pass, ...]]:
-    """Returns what a step of Adam asks of the trainer, and its passes."""
-    found, operation = tuple(one.operation.compute for one in passes), step.operation
-    return trainer_pb2.GivenStep(
-        id=operation.id, adapter=model.adapter, num_passes=len(found), adam=operation.step
-    ), found
+    def order(self, step: Entry, passes: Sequence[Entry]) -> StepOrder:
+        """Returns what a step of Adam asks of the trainer."""
+        return StepOrder(
+            trainer_pb2.GivenStep(
+                id=step.operation.id,
+                adapter=self.adapter,
+                num_passes=len(passes),
+                adam=step.operation.step,
+            ),
+            tuple(one.operation.compute for one in passes),
+        )
 
 
 @dataclass(frozen=True)
@@ -123,8 +137,8 @@ class Named:
     model: Model | None = None
     # The operation that gave the name.
     entry: Entry | None = None
-    # The version of the publish, also if `step` is NEWEST.
-    since: int = 0
+    # Whether samples of the name are by whatever is served.
+    in_flight: bool = False
 
 
 class Models:
@@ -133,25 +147,39 @@ class Models:
     def __init__(self, lora: LoraSection) -> None:
         self._places = lora.adapters or ("",)
         self.are_several = bool(lora.adapters)
-        # That whose turn was last is the last.
-        self._by_stream: dict[str, Model] = {}
+        # First those whose turn was longest ago.
+        self.by_stream: dict[str, Model] = {}
         # The operations that ended sessions.
-        self._finished: dict[str, Entry] = {}
+        self.finished: dict[str, Entry] = {}
         # Publishes and saved states by their names.
         self.named: dict[str, Named] = {"": Named(0)}
 
-    def of(self, stream: str) -> Model | None:
-        """Returns the model of a stream, or None if it has none."""
-        return self._by_stream.get(stream)
-
-    def in_turn(self) -> Sequence[Model]:
-        """Returns the models, first those whose turn was longest ago."""
-        return list(self._by_stream.values())
+    def is_there(self, model: Model) -> bool:
+        """Whether a model has its place."""
+        return self.by_stream.get(model.stream) is model
 
     def turn(self, model: Model) -> None:
         """Notes that it is the turn of `model`."""
         model.touch()
-        self._by_stream[model.stream] = self._by_stream.pop(model.stream)
+        self.by_stream[model.stream] = self.by_stream.pop(model.stream)
+
+    def newest(self, name: str) -> Model | None:
+        """Returns the model whose newest state, saved or not, is meant by the path `name`."""
+        only = () if self.are_several else ("tinker://newest",)
+        for stream, model in self.by_stream.items():
+            if name in (f"tinker://{stream}/newest", *only):
+                return model
+        return None
+
+    def take(self, stream: str, adapter: trainer_pb2.Adapter) -> Model:
+        """Returns the model of a new stream, in the place that `adapter` names, or a free one."""
+        own = trainer_pb2.Adapter()
+        own.CopyFrom(adapter)
+        own.name = own.name or self._free()
+        for taken in [one for one in self.by_stream.values() if one.adapter.name == own.name]:
+            del self.by_stream[taken.stream]
+        model = self.by_stream[stream] = Model(stream, own)
+        return model
 
     def refusal(self) -> str:
         """Returns why there is no place for one more model, or "" if there is one."""
@@ -162,38 +190,19 @@ class Models:
             "when the session of its model has finished, or was silent for ten minutes"
         )
 
-    def take(self, stream: str, adapter: trainer_pb2.Adapter) -> Model:
-        """Returns the model of a new stream, in the place that `adapter` names, or a free one."""
-        own = trainer_pb2.Adapter()
-        own.CopyFrom(adapter)
-        own.name = own.name or self._free()
-        for model in self.in_turn():
-            if model.adapter.name == own.name:
-                self.drop(model)
-        model = self._by_stream[stream] = Model(stream, own)
-        return model
-
-    def beat(self, session: str) -> None:
-        """Notes that the client of a session is alive."""
-        for model in self._by_stream.values():
-            if model.session == session:
-                model.touch()
-
-    def drop(self, model: Model) -> None:
-        """Takes the place of a model away."""
-        self._by_stream.pop(model.stream, None)
-
-    def finish(self, entry: Entry) -> None:
-        """Notes that the models of a session are not used any more."""
-        self._finished[entry.operation.stream] = entry
-
-    def newest(self, name: str) -> Model | None:
-        """Returns the model whose newest state, saved or not, is meant by the path `name`."""
-        for stream, model in self._by_stream.items():
-            only = () if self.are_several else ("tinker://newest",)
-            if name in (f"tinker://{stream}/newest", *only):
-                return model
-        return None
+    def _free(self) -> str:
+        """Returns a place without a model, or that of a model which is not used, or ""."""
+        taken = {model.adapter.name: model for model in self.by_stream.values()}
+        for place in self._places:
+            if place not in taken:
+                return place
+        idle_s = time.monotonic() - IDLE_S
+        unused = [
+            model
+            for model in taken.values()
+            if model.session in self.finished or model.used_s < idle_s
+        ]
+        return min(unused, key=lambda model: model.used_s).adapter.name if unused else ""
 
     def lasting(self, steps: Collection[int]) -> set[Entry | None]:
         """Returns the operations that a restart needs, and drops names of what is not there.
@@ -201,16 +210,19 @@ class Models:
         `steps` are those with a checkpoint.
         """
         for name, one in list(self.named.items()):
-            served = (NEWEST, one.model.served) if one.model and self.is_there(one.model) else ()
-            if one.step and one.step not in (*served, *steps):
+            model, is_saved = one.model, not one.step or one.step in steps
+            is_served = (
+                model and self.is_there(model) and (one.in_flight or one.step == model.served)
+            )
+            if not is_saved and not is_served:
                 del self.named[name]
-        own = {model.session for model in self.in_turn()}
-        self._finished = {name: one for name, one in self._finished.items() if name in own}
-        owners = {one.model for one in self.named.values() if one.model} | {*self.in_turn()}
-        passes = [entry for model in owners for entry in model.passes]
+        there = self.by_stream.values()
+        own = {model.session for model in there}
+        self.finished = {name: one for name, one in self.finished.items() if name in own}
+        owners = {one.model for one in self.named.values() if one.model} | {*there}
+        of_models = [[model.first, model.last, *model.passes] for model in owners]
         named = [one.entry for one in self.named.values()]
-        ends = [entry for model in owners for entry in (model.first, model.last)]
-        return {*named, *passes, *self._finished.values(), *ends}
+        return {*named, *self.finished.values(), *(entry for each in of_models for entry in each)}
 
     def kept(self) -> dict[int, float]:
         """Returns until when, in seconds since 1970, each version stays that a client has saved."""
@@ -220,21 +232,3 @@ class Models:
                 until_s = one.entry.operation.kept.until_unix_s or math.inf
                 found[one.step] = max(until_s, found.get(one.step, 0.0))
         return found
-
-    def is_there(self, model: Model) -> bool:
-        """Whether a model has its place."""
-        return self._by_stream.get(model.stream) is model
-
-    def _free(self) -> str:
-        """Returns a place without a model, or that of a model which is not used, or ""."""
-        taken = {model.adapter.name: model for model in self._by_stream.values()}
-        for place in self._places:
-            if place not in taken:
-                return place
-        idle_s = time.monotonic() - IDLE_S
-        unused = [
-            model
-            for model in taken.values()
-            if model.session in self._finished or model.used_s < idle_s
-        ]
-        return min(unused, key=lambda model: model.used_s).adapter.name if unused else ""

@@ -9,31 +9,35 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.role_sections import ATTENTION, MLP
 from slipstream.extensions.tinker import wire_pb2 as wire
-from slipstream.v1 import fleet_pb2, trainer_pb2
 from slipstream.v1 import operations_pb2 as pb
+from slipstream.v1 import trainer_pb2
+
+Body: TypeAlias = Mapping[str, Any]
+# By the name of a loss's setting: the argument of its loss for a value.
+_Settings: TypeAlias = Mapping[str, Callable[[float], tuple[str, float]]]
 
 OWN = "slipstream.extensions.tinker.trainer"
-# The loss of each loss_fn: its name, its fixed arguments, and the argument of each of its settings
-# with the number that the setting is subtracted from, or that is subtracted from it.
-_CLIPPED = {"ratio": "behavior"}
-LOSSES: Mapping[str, tuple[str, dict[str, str]]] = {
-    "cross_entropy": ("reinforce", {}),
-    "importance_sampling": (f"{OWN}:importance_sampling", {}),
-    "ppo": ("ppo", _CLIPPED),
-    "cispo": ("cispo", _CLIPPED),
-    "gspo": ("gspo", _CLIPPED),
-    "dro": (f"{OWN}:dro", {}),
+_CLIP: _Settings = {
+    "clip_low_threshold": lambda value: ("clip_low", 1.0 - value),
+    "clip_high_threshold": lambda value: ("clip_high", value - 1.0),
 }
-_INPUTS = {"cross_entropy": ("weights", None)}
-_RL_INPUTS = ("advantages", "logprobs")
+_BEHAVIOR = {"ratio": "behavior"}
+# The loss of each loss_fn: its name, its fixed arguments, and its settings.
+LOSSES: Mapping[str, tuple[str, dict[str, str], _Settings]] = {
+    "cross_entropy": ("reinforce", {}, {}),
+    "importance_sampling": (f"{OWN}:importance_sampling", {}, {}),
+    "ppo": ("ppo", _BEHAVIOR, _CLIP),
+    "cispo": ("cispo", _BEHAVIOR, _CLIP),
+    "gspo": ("gspo", _BEHAVIOR, _CLIP),
+    "dro": (f"{OWN}:dro", {}, {"beta": lambda value: ("beta", value)}),
+}
 _DTYPES = {wire.FLOAT32: "<f4", wire.INT64: "<i8"}
 # Settings of a sample without which a client would get something else.
 _UNSERVED = (
@@ -50,7 +54,6 @@ _TOKENS = 1 << 32
 # The largest seed of a sample; each further reply to its prompt has the next number.
 _LARGEST_SEED = 1 << 52
 _MAX_TTL_S = 10**10
-_NAME = re.compile(r"[A-Za-z0-9._:/+-]{1,200}")
 # The key of a model's metadata that has its alpha, which the SDK has no word for.
 ALPHA = "lora_alpha"
 # The key that has the most steps behind which its replies may be.
@@ -59,6 +62,13 @@ MAX_STALENESS = "max_staleness"
 _OF = "+"
 # Ends the name of weights that every publish in flight of a model replaces.
 _IN_FLIGHT = ":inflight"
+# The calls that save, by the kind of path under which others find what they save. The REST calls
+# export the files of external weights.
+SAVES = {
+    "save_weights": "weights",
+    "save_weights_external": "external_weights",
+    "save_weights_for_sampler": "sampler_weights",
+}
 
 
 class Refused(ValueError):
@@ -69,17 +79,17 @@ class NotReady(Exception):
     """Raised for a request that is to be sent again: the controller or a file is not there yet."""
 
 
-def training_run(body: Mapping[str, Any]) -> str:
+def training_run(body: Body) -> str:
     """Returns the id of the model that a request creates, as the SDK makes it."""
     return f"{body['session_id']}:train:{body['model_seq_id']}"
 
 
-def sampling_session(body: Mapping[str, Any], config: Config) -> str:
+def sampling_session(body: Body, config: Config) -> str:
     """Returns the id of a sampling session, which holds the name of its weights."""
     begin = f"{body['session_id']}:sample:{body['sampling_session_seq_id']}"
     if path := body.get("model_path"):
-        return f"{begin}{_OF}{_checked_name(path)}"
-    check_model(body.get("base_model"), config)
+        return f"{begin}{_OF}{path}"
+    _check_model(body, config)
     return f"{begin}{_OF}"
 
 
@@ -89,113 +99,110 @@ def weights_of(session: str) -> str:
     return name if of else session
 
 
-def check_model(name: str | None, config: Config) -> None:
-    """Raises Refused unless `name` is the run's model."""
-    path = config.model.path
-    if name not in (str(path), path.name):
-        raise Refused(f"this server has {path} only, not {name}")
-
-
-def create_model(body: Mapping[str, Any], config: Config) -> pb.Operation:
+def create_model(body: Body, config: Config) -> pb.Operation:
     """Returns the operation of create_model."""
-    check_model(body.get("base_model"), config)
-    asked, lora = body.get("lora_config"), config.lora
+    _check_model(body, config)
+    asked, lora, begin = body.get("lora_config"), config.lora, pb.Begin()
     # The SDK has no word for training the whole model; `create_session` has told of it.
-    if lora.rank and not lora.adapters:
-        if asked is None or asked["rank"] != lora.rank:
-            wanted = "the whole model" if asked is None else f"an adapter of rank {asked['rank']}"
-            raise Refused(
-                f"this run trains an adapter of rank {lora.rank} (lora.rank), not {wanted}"
-            )
-        if (targets := _targets(asked, config)) != list(lora.modules):
-            raise Refused(
-                f"this run trains {', '.join(lora.modules)} (lora.target_modules), not "
-                f"{' and '.join(targets)} alone, which a model of lora.adapters can"
-            )
-    _check_optimizer(body.get("optimizer_config"))
-    model = training_run(body)
-    begin = _begin(body, config) if lora.adapters else pb.Begin()
-    return pb.Operation(id=f"{model}:0:create_model", stream=model, begin=begin, **_said(body))
-
-
-def _said(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a new model's metadata, and the bound on staleness that they ask for."""
-    metadata = body.get("user_metadata") or {}
-    found: dict[str, Any] = {"user_metadata": metadata}
-    if (asked := metadata.get(MAX_STALENESS)) is not None:
-        if not re.fullmatch("[0-9]{1,6}", str(asked)):
-            raise Refused(f"{MAX_STALENESS} is a number of steps from 0 to 999999, got {asked!r}")
-        found[MAX_STALENESS] = int(asked)
-    return found
-
-
-def _begin(body: Mapping[str, Any], config: Config) -> pb.Begin:
-    """Returns how one of several adapters begins."""
-    asked, lora = body["lora_config"], config.lora
-    rank = int(asked["rank"])
-    if not 1 <= rank <= lora.rank:
-        raise Refused(f"an adapter has a rank of 1 to {lora.rank} (lora.rank), got {rank}")
-    alpha = (body.get("user_metadata") or {}).get(ALPHA)
-    targets = _targets(asked, config)
-    seed = asked.get("seed")
-    return pb.Begin(
-        adapter=trainer_pb2.Adapter(rank=rank, alpha=lora.alpha if alpha is None else float(alpha)),
-        values=trainer_pb2.NewAdapter(
-            seed=config.run.seed if seed is None else seed, targets=targets
-        ),
-    )
-
-
-def _targets(asked: Mapping[str, Any], config: Config) -> list[str]:
-    """Returns the matrices of `lora.target_modules` that a client wants to train."""
-    parts, modules = {"train_attn": ATTENTION, "train_mlp": MLP}, config.lora.modules
+    if not lora.rank:
+        return _first(body, "create_model", begin=begin)
+    if asked is None:
+        raise Refused(f"this run trains an adapter of rank {lora.rank}, not the whole model")
+    rank, parts = int(asked["rank"]), {"train_attn": ATTENTION, "train_mlp": MLP}
     left_out = {name for key, of in parts.items() if not asked.get(key, True) for name in of}
-    targets = [name for name in modules if name not in left_out]
+    modules = ", ".join(lora.modules)
+    targets = [name for name in lora.modules if name not in left_out]
     if not targets:
-        raise Refused(f"nothing is trained: lora.target_modules has {', '.join(modules)}")
-    return targets
+        raise Refused(f"nothing is trained: lora.target_modules has {modules}")
+    if lora.adapters:
+        if not 1 <= rank <= lora.rank:
+            raise Refused(f"an adapter has a rank of 1 to {lora.rank} (lora.rank), got {rank}")
+        alpha = (body.get("user_metadata") or {}).get(ALPHA, lora.alpha)
+        begin.adapter.rank, begin.adapter.alpha = rank, float(alpha)
+        seed = asked.get("seed")
+        begin.values.seed = config.run.seed if seed is None else seed
+        begin.values.targets.extend(targets)
+    elif rank != lora.rank:
+        raise Refused(
+            f"this run trains an adapter of rank {lora.rank} (lora.rank), not an adapter of rank "
+            f"{rank}"
+        )
+    elif targets != list(lora.modules):
+        raise Refused(
+            f"this run trains {modules} (lora.target_modules), not {' and '.join(targets)} alone, "
+            "which a model of lora.adapters can"
+        )
+    return _first(body, "create_model", begin=begin)
 
 
-def finish(session: str) -> pb.Operation:
-    """Returns the operation of the end of a session."""
-    return pb.Operation(id=f"{session}:finish", stream=session, finish=pb.Finish())
-
-
-def load_weights(body: Mapping[str, Any]) -> pb.Operation:
+def load_weights(body: Body) -> pb.Operation:
     """Returns the operation of load_weights, of a model or as the first of a new one."""
-    has_model = body.get("model_id") is not None
-    model = str(body["model_id"]) if has_model else training_run(body)
-    number = int(body["seq_id"]) if has_model else 0
-    _check_optimizer(body.get("optimizer_config"))
-    load = pb.Load(name=_checked_name(body["path"]), without_optimizer=not body["optimizer"])
+    load = pb.Load(name=body["path"], without_optimizer=not body["optimizer"])
     if load.without_optimizer and load.name.endswith("/newest"):
         raise Refused(f"{load.name} goes on with its optimizer: load it with the optimizer")
-    own = {} if has_model else _said(body)
-    return _operation(model, number, "load_weights", load=load, **own)
+    if body.get("model_id") is None:
+        return _first(body, "load_weights", load=load)
+    _check_optimizer(body)
+    return _operation(str(body["model_id"]), int(body["seq_id"]), "load_weights", load=load)
 
 
 def forward_backward(request: wire.ForwardBackwardRequest) -> pb.Operation:
     """Returns the operation of forward_backward, or of forward."""
-    config = {name: value for name, value in request.loss_fn_config.items()}
-    for name, value in request.loss_fn_config_v2.items():
+    name, numbers = request.loss_fn, dict(request.loss_fn_config)
+    for key, value in request.loss_fn_config_v2.items():
         if value.WhichOneof("value") != "number":
-            raise Refused(f"loss_fn_config has {name} = {value.text!r}; all settings are numbers")
-        config[name] = value.number
-    loss, arguments = _loss(request.loss_fn, config)
-    sequences = [
-        _sequence(place, datum, request.loss_fn) for place, datum in enumerate(request.data)
-    ]
+            raise Refused(f"loss_fn_config has {key} = {value.text!r}; all settings are numbers")
+        numbers[key] = value.number
+    if name not in LOSSES:
+        raise Refused(f"loss_fn {name} is not served; there are {', '.join(LOSSES)}")
+    loss, fixed, settings = LOSSES[name]
+    if strange := sorted(numbers.keys() - settings.keys()):
+        raise Refused(f"loss_fn {name} has no setting {strange[0]}")
+    own = dict(settings[key](value) for key, value in numbers.items())
     compute = trainer_pb2.Pass(
         id=f"{request.model_id}:{request.seq_id}:forward_backward",
         backward=not request.forward_only,
         loss=loss,
-        loss_args_json=json.dumps(arguments),
-        sequences=sequences,
+        loss_args_json=json.dumps(fixed | own),
+        sequences=[_sequence(place, datum, name) for place, datum in enumerate(request.data)],
     )
     return _operation(request.model_id, request.seq_id, "forward_backward", compute=compute)
 
 
-def optim_step(body: Mapping[str, Any]) -> pb.Operation:
+def _sequence(place: int, datum: wire.Datum, loss_fn: str) -> trainer_pb2.PassSequence:
+    if not all(chunk.HasField("encoded_text") for chunk in datum.model_input):
+        raise Refused(f"datum {place} has an image or sound; this server takes text")
+    known = ["target_tokens", "advantages", "logprobs"]
+    if loss_fn == "cross_entropy":
+        known = ["target_tokens", "weights"]
+    advantages = known[1]
+    arrays = {}
+    for name, tensor in datum.loss_fn_inputs.items():
+        if name not in known:
+            raise Refused(f"datum {place}: loss_fn {loss_fn} has no input {name}")
+        if tensor.dtype not in _DTYPES or tensor.sparse_csr or len(tensor.shape) > 1:
+            raise Refused(f"datum {place}: {name} must be a dense tensor of one dimension")
+        arrays[name] = np.frombuffer(tensor.dense, dtype=_DTYPES[tensor.dtype])
+    for name in known:
+        if name not in arrays:
+            raise Refused(f"datum {place}: loss_fn {loss_fn} needs {name}")
+    targets, behavior = arrays["target_tokens"], arrays.get("logprobs")
+    if targets.dtype.kind != "i":
+        raise Refused(f"datum {place}: target_tokens must be integers")
+    if strange := targets[(targets < 0) | (targets >= _TOKENS)].tolist():
+        raise Refused(
+            f"datum {place}: target_tokens has {strange[0]}, which is no token; {advantages} of 0 "
+            "leave a token out"
+        )
+    return trainer_pb2.PassSequence(
+        token_ids=b"".join(chunk.encoded_text.tokens for chunk in datum.model_input),
+        targets=targets.astype("<u4").tobytes(),
+        advantages=arrays[advantages].astype("<f4").tobytes(),
+        behavior_logprobs=b"" if behavior is None else behavior.astype("<f4").tobytes(),
+    )
+
+
+def optim_step(body: Body) -> pb.Operation:
     """Returns the operation of optim_step."""
     given = body.get("adam_params")
     if given is None:
@@ -220,39 +227,28 @@ def optim_step(body: Mapping[str, Any]) -> pb.Operation:
     return _operation(body["model_id"], body["seq_id"], "optim_step", step=numbers)
 
 
-def save_weights_for_sampler(body: Mapping[str, Any], *, in_flight: bool = False) -> pb.Operation:
-    """Returns the publish of save_weights_for_sampler; each may be said to be `in_flight`."""
-    model, path = str(body["model_id"]), body.get("path")
-    if body.get("kind") == "inflight":
-        in_flight = True
-        # One target of all publishes of the model; each of them makes a session.
-        name = f"{model}{_IN_FLIGHT}"
-    elif path is None:
-        session = model.partition(":")[0]
-        name = f"{session}:sample:{body['sampling_session_seq_id']}"
-    else:
-        name = _checked_name(f"tinker://{model}/sampler_weights/{path}")
-    publish = pb.Publish(name=name, in_flight=in_flight)
-    return _operation(
-        model, body["seq_id"], "save_weights_for_sampler", publish=publish, kept=_kept(body)
-    )
+def save(kind: str, body: Body, *, in_flight: bool = False) -> pb.Operation:
+    """Returns the publish of save_weights_for_sampler, or the checkpoint of another of `SAVES`.
 
-
-def save_weights(body: Mapping[str, Any], kind: str = "weights") -> pb.Operation:
-    """Returns the checkpoint of save_weights.
-
-    With the kind "external_weights" it is that of save_weights_external, whose files the REST calls
-    export.
+    Each publish may be said to be `in_flight`.
     """
     if body.get("age_encryption_recipients"):
         raise Refused("files are not encrypted here: leave age_encryption_recipients out")
-    model, path = str(body["model_id"]), body.get("path") or f"step-{body['seq_id']}"
-    save = pb.Save(name=_checked_name(f"tinker://{model}/{kind}/{path}"))
-    name = "save_weights" if kind == "weights" else "save_weights_external"
-    return _operation(model, body["seq_id"], name, save=save, kept=_kept(body))
+    model, number, path, kept = str(body["model_id"]), body["seq_id"], body.get("path"), _kept(body)
+    if kind != "save_weights_for_sampler":
+        saved = pb.Save(name=f"tinker://{model}/{SAVES[kind]}/{path or f'step-{number}'}")
+        return _operation(model, number, kind, save=saved, kept=kept)
+    name = f"tinker://{model}/{SAVES[kind]}/{path}"
+    if body.get("kind") == "inflight":
+        # One target of all publishes of the model; each of them makes a session.
+        name, in_flight = f"{model}{_IN_FLIGHT}", True
+    elif path is None:
+        name = f"{model.partition(':')[0]}:sample:{body['sampling_session_seq_id']}"
+    publish = pb.Publish(name=name, in_flight=in_flight)
+    return _operation(model, number, kind, publish=publish, kept=kept)
 
 
-def keep(method: str, path: str, body: Mapping[str, Any]) -> pb.KeepRequest:
+def keep(method: str, path: str, body: Body) -> pb.KeepRequest:
     """Returns what a DELETE of a checkpoint's path, or a PUT of its ttl, asks for."""
     match method, path.split("/"):
         case "DELETE", ["training_runs", model, "checkpoints", kind, name]:
@@ -264,17 +260,7 @@ def keep(method: str, path: str, body: Mapping[str, Any]) -> pb.KeepRequest:
                 f"{method} {path} is not served: a checkpoint can be deleted and have another ttl; "
                 "it is not published, since all clients of this server load it by its path"
             )
-    return pb.KeepRequest(name=_checked_name(f"tinker://{model}/{kind}/{name}"), kept=kept)
-
-
-def _kept(body: Mapping[str, Any]) -> pb.Kept:
-    """Returns how long what is saved holds."""
-    ttl_s = body.get("ttl_seconds")
-    if ttl_s is None:
-        return pb.Kept()
-    if not 0 < ttl_s < _MAX_TTL_S:
-        raise Refused(f"ttl_seconds is between 0 and {_MAX_TTL_S}, got {ttl_s}")
-    return pb.Kept(until_unix_s=time.time() + ttl_s)
+    return pb.KeepRequest(name=f"tinker://{model}/{kind}/{name}", kept=kept)
 
 
 def refused(model: str, number: int, kind: str, cause: str) -> pb.Operation:
@@ -282,7 +268,7 @@ def refused(model: str, number: int, kind: str, cause: str) -> pb.Operation:
     return _operation(model, number, kind, refused=pb.Refused(cause=cause))
 
 
-def sample(body: Mapping[str, Any], config: Config, vocabulary: int) -> pb.Operation:
+def sample(body: Body, config: Config, vocabulary: int) -> pb.Operation:
     """Returns the operation of asample; `vocabulary` is 0 if it is unknown."""
     session = body.get("sampling_session_id")
     if session is None:
@@ -290,17 +276,45 @@ def sample(body: Mapping[str, Any], config: Config, vocabulary: int) -> pb.Opera
     for name in _UNSERVED:
         if body.get(name):
             raise Refused(f"{name} is not served; prompt_logprobs has those of the whole prompt")
-    prompt = [token for chunk in body["prompt"]["chunks"] for token in _tokens(chunk)]
+    prompt: list[int] = []
+    for chunk in body["prompt"]["chunks"]:
+        if chunk.get("type", "encoded_text") != "encoded_text":
+            raise Refused(f"a prompt is text here, got a chunk of type {chunk['type']}")
+        prompt += chunk["tokens"]
+    if not prompt:
+        raise Refused("a prompt has one token at least, got none")
     if strange := [token for token in prompt if not 0 <= token < (vocabulary or _TOKENS)]:
         raise Refused(f"a prompt has token {strange[0]}, the vocabulary has {vocabulary}")
-    settings = _sampling(body.get("sampling_params") or {}, config, len(prompt))
-    settings.prompt_logprobs = bool(body.get("prompt_logprobs"))
+    asked, sampling = body.get("sampling_params") or {}, config.sampling.to_pb()
+    if (seed := asked.get("seed")) is not None:
+        if not 0 <= seed <= _LARGEST_SEED:
+            raise Refused(f"a seed is a number from 0 to {_LARGEST_SEED}, got {seed}")
+        sampling.seed = seed
+    most = min(config.sampling.max_reply_tokens, config.sampling.max_episode_tokens - len(prompt))
+    wanted = asked.get("max_tokens")
+    if most < 1 or (wanted or 0) > most:
+        raise Refused(
+            f"a prompt of {len(prompt)} tokens leaves room for {max(0, most)} of a reply, got "
+            f"max_tokens = {wanted}: set sampling.max_reply_tokens and sampling.max_episode_tokens"
+        )
+    sampling.max_reply_tokens = most if wanted is None else wanted
+    sampling.temperature = asked.get("temperature", 1.0)
+    sampling.top_p, sampling.top_k = asked.get("top_p", 1.0), max(0, asked.get("top_k", -1))
+    sampling.prompt_logprobs = bool(body.get("prompt_logprobs"))
+    del sampling.stop[:], sampling.stop_token_ids[:]
+    stop = asked.get("stop")
+    sampling.ignore_eos = stop == []
+    for each in [stop] if isinstance(stop, str) else stop or ():
+        if isinstance(each, str):
+            sampling.stop.append(each)
+        else:
+            sampling.stop_token_ids.append(each)
     return pb.Operation(
         id=f"{session}:{body['seq_id']}:sample",
         sample=pb.Sample(
             prompt_token_ids=np.asarray(prompt, dtype="<u4").tobytes(),
             num_samples=body.get("num_samples", 1),
-            sampling=settings,
+            sampling=sampling,
             name=weights_of(session),
         ),
     )
@@ -346,105 +360,38 @@ def answer(request_id: str, result: pb.OperationResult) -> dict[str, Any]:
     return found | ({where: name} if name else {})
 
 
+def _first(body: Body, kind: str, **operation: Any) -> pb.Operation:  # noqa: ANN401
+    """Returns the first operation of a new model, with what its client says of the model."""
+    _check_optimizer(body)
+    metadata = body.get("user_metadata") or {}
+    if (asked := metadata.get(MAX_STALENESS)) is not None:
+        if not re.fullmatch("[0-9]{1,6}", str(asked)):
+            raise Refused(f"{MAX_STALENESS} is a number of steps from 0 to 999999, got {asked!r}")
+        operation[MAX_STALENESS] = int(asked)
+    return _operation(training_run(body), 0, kind, user_metadata=metadata, **operation)
+
+
 def _operation(model: str, number: int, kind: str, **operation: Any) -> pb.Operation:  # noqa: ANN401
     return pb.Operation(id=f"{model}:{number}:{kind}", stream=model, number=number, **operation)
 
 
-def _checked_name(path: str) -> str:
-    if not _NAME.fullmatch(path):
-        raise Refused(f"a path has letters, digits and . _ : / + -, at most 200, got {path[:80]!r}")
-    return path
+def _kept(body: Body) -> pb.Kept:
+    """Returns how long what is saved holds."""
+    ttl_s = body.get("ttl_seconds")
+    if ttl_s is None:
+        return pb.Kept()
+    if not 0 < ttl_s < _MAX_TTL_S:
+        raise Refused(f"ttl_seconds is between 0 and {_MAX_TTL_S}, got {ttl_s}")
+    return pb.Kept(until_unix_s=time.time() + ttl_s)
 
 
-def _check_optimizer(asked: Mapping[str, Any] | None) -> None:
+def _check_model(body: Body, config: Config) -> None:
+    path, name = config.model.path, body.get("base_model")
+    if name not in (str(path), path.name):
+        raise Refused(f"this server has {path} only, not {name}")
+
+
+def _check_optimizer(body: Body) -> None:
+    asked = body.get("optimizer_config")
     if asked is not None and asked.get("type", "adamw") != "adamw":
         raise Refused(f"this server has the optimizer adamw only, not {asked['type']}")
-
-
-def _loss(name: str, config: Mapping[str, float]) -> tuple[str, dict[str, float | str]]:
-    if name not in LOSSES:
-        raise Refused(f"loss_fn {name} is not served; there are {', '.join(LOSSES)}")
-    loss, fixed = LOSSES[name]
-    found: dict[str, float | str] = dict(fixed)
-    for key, value in config.items():
-        if key == "clip_low_threshold" and fixed:
-            found["clip_low"] = 1.0 - value
-        elif key == "clip_high_threshold" and fixed:
-            found["clip_high"] = value - 1.0
-        elif key == "beta" and name == "dro":
-            found["beta"] = value
-        else:
-            raise Refused(f"loss_fn {name} has no setting {key}")
-    return loss, found
-
-
-def _sequence(place: int, datum: wire.Datum, loss_fn: str) -> trainer_pb2.PassSequence:
-    tokens = []
-    for chunk in datum.model_input:
-        if not chunk.HasField("encoded_text"):
-            raise Refused(f"datum {place} has an image or sound; this server takes text")
-        tokens.append(chunk.encoded_text.tokens)
-    advantages, behavior = _INPUTS.get(loss_fn, _RL_INPUTS)
-    known = {"target_tokens", advantages, behavior}
-    if strange := sorted(datum.loss_fn_inputs.keys() - known):
-        raise Refused(f"datum {place}: loss_fn {loss_fn} has no input {strange[0]}")
-    arrays = {name: _array(place, name, one) for name, one in datum.loss_fn_inputs.items()}
-    for name in sorted(filter(None, known)):
-        if name not in arrays:
-            raise Refused(f"datum {place}: loss_fn {loss_fn} needs {name}")
-    targets = arrays["target_tokens"]
-    if targets.dtype.kind != "i":
-        raise Refused(f"datum {place}: target_tokens must be integers")
-    if strange := targets[(targets < 0) | (targets >= _TOKENS)].tolist():
-        raise Refused(
-            f"datum {place}: target_tokens has {strange[0]}, which is no token; {advantages} of 0 "
-            "leave a token out"
-        )
-    return trainer_pb2.PassSequence(
-        token_ids=b"".join(tokens),
-        targets=targets.astype("<u4").tobytes(),
-        advantages=arrays[advantages].astype("<f4").tobytes(),
-        behavior_logprobs=b"" if behavior is None else arrays[behavior].astype("<f4").tobytes(),
-    )
-
-
-def _array(place: int, name: str, tensor: wire.Tensor) -> npt.NDArray[Any]:
-    if tensor.dtype not in _DTYPES or tensor.sparse_csr or len(tensor.shape) > 1:
-        raise Refused(f"datum {place}: {name} must be a dense tensor of one dimension")
-    return np.frombuffer(tensor.dense, dtype=_DTYPES[tensor.dtype])
-
-
-def _tokens(chunk: Mapping[str, Any]) -> list[int]:
-    if chunk.get("type", "encoded_text") != "encoded_text":
-        raise Refused(f"a prompt is text here, got a chunk of type {chunk['type']}")
-    found: list[int] = chunk["tokens"]
-    return found
-
-
-def _sampling(asked: Mapping[str, Any], config: Config, prompt: int) -> fleet_pb2.SamplingSettings:
-    settings = config.sampling.to_pb()
-    if (seed := asked.get("seed")) is not None:
-        if not 0 <= seed <= _LARGEST_SEED:
-            raise Refused(f"a seed is a number from 0 to {_LARGEST_SEED}, got {seed}")
-        settings.seed = seed
-    most = min(config.sampling.max_reply_tokens, config.sampling.max_episode_tokens - prompt)
-    wanted = asked.get("max_tokens")
-    if not prompt:
-        raise Refused("a prompt has one token at least, got none")
-    if most < 1 or (wanted or 0) > most:
-        raise Refused(
-            f"a prompt of {prompt} tokens leaves room for {max(0, most)} of a reply, got "
-            f"max_tokens = {wanted}: set sampling.max_reply_tokens and sampling.max_episode_tokens"
-        )
-    settings.max_reply_tokens = most if wanted is None else wanted
-    settings.temperature = asked.get("temperature", 1.0)
-    settings.top_p, settings.top_k = asked.get("top_p", 1.0), max(0, asked.get("top_k", -1))
-    del settings.stop[:], settings.stop_token_ids[:]
-    stop = asked.get("stop")
-    settings.ignore_eos = stop == []
-    for each in [stop] if isinstance(stop, str) else stop or ():
-        if isinstance(each, str):
-            settings.stop.append(each)
-        else:
-            settings.stop_token_ids.append(each)
-    return settings

@@ -1,19 +1,27 @@
 """Operations of clients on the disk: requests before they begin, results before they are told.
 
-Consumes: operations and results. Produces: files, and all of them again after a restart.
+Consumes: operations and results. Produces: files, and all of them again, after a restart and for a
+reader beside the writer.
 """
 
 import contextlib
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TypeAlias
+from typing import NamedTuple
 
-from google.protobuf.message import Message
 from slipstream.protocol.checkpoints import sync_folder
 from slipstream.v1 import operations_pb2 as pb
 
-Ended: TypeAlias = tuple[float, pb.Operation, pb.OperationResult]
+
+class Stored(NamedTuple):
+    """An operation with its number; the result is not done before it has ended."""
+
+    number: int
+    operation: pb.Operation
+    result: pb.OperationResult
+    # Seconds since 1970.
+    ended_s: float
 
 
 class OperationStore:
@@ -24,19 +32,23 @@ class OperationStore:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
 
-    def read(self) -> Iterator[tuple[int, pb.Operation, pb.OperationResult]]:
-        """Yields number, operation and result of each; the result is not done if there is none."""
-        for path in self._folder.glob("*.result"):
-            # A kill came between its request and this.
-            if not path.with_suffix(".request").exists():
+    def clean(self) -> None:
+        """Removes what a kill has cut: requests that are not whole, and results without one."""
+        for path in self._folder.glob("*"):
+            if path.name.startswith(".") or not path.with_suffix(".request").exists():
                 path.unlink()
-        for path in self._folder.glob(".*.request"):
-            # A kill came before it was whole.
-            path.unlink()
-        for path in sorted(self._folder.glob("*.request")):
-            has_ended = path.with_suffix(".result").exists()
-            result = self.result(int(path.stem)) if has_ended else pb.OperationResult()
-            yield int(path.stem), pb.Operation.FromString(path.read_bytes()), result
+
+    def read(self, *, only_ended: bool = False) -> Iterator[Stored]:
+        """Yields operations in the order of their numbers, but for those that go meanwhile."""
+        for path in sorted(self._folder.glob("[0-9]*.request")):
+            result, ended_s = pb.OperationResult(), 0.0
+            with contextlib.suppress(FileNotFoundError):
+                ended_s = path.with_suffix(".result").stat().st_mtime
+                result = self.result(int(path.stem))
+            if ended_s or not only_ended:
+                with contextlib.suppress(FileNotFoundError):
+                    operation = pb.Operation.FromString(path.read_bytes())
+                    yield Stored(int(path.stem), operation, result, ended_s)
 
     def result(self, number: int) -> pb.OperationResult:
         """Returns the result of an operation that has ended."""
@@ -51,6 +63,15 @@ class OperationStore:
         """Writes the result of an operation."""
         self._write(f"{number:09d}.result", result)
 
+    def _write(self, name: str, message: pb.Operation | pb.OperationResult) -> None:
+        partial = self._folder / f".{name}"
+        with partial.open("wb") as file:
+            file.write(message.SerializeToString())
+            file.flush()
+            os.fsync(file.fileno())
+        partial.rename(self._folder / name)
+        sync_folder(self._folder)
+
     def remove(self, numbers: Iterable[int]) -> None:
         """Removes operations that have ended, with their results."""
         for number in numbers:
@@ -58,32 +79,3 @@ class OperationStore:
             # Without its result it would begin again.
             path.unlink()
             path.with_suffix(".result").unlink()
-
-    @staticmethod
-    def read_ended(folder: Path, known: dict[str, Ended]) -> None:
-        """Brings what a reader beside the writer has `known` of ended operations up to date.
-
-        By the name of its file each has when it ended, and operation and result without tensors.
-        """
-        names = {path.name for path in folder.glob("[0-9]*.result")}
-        for gone in known.keys() - names:
-            del known[gone]
-        for name in sorted(names - known.keys()):
-            path = folder / name
-            with contextlib.suppress(FileNotFoundError):
-                operation = pb.Operation.FromString(path.with_suffix(".request").read_bytes())
-                result = pb.OperationResult.FromString(path.read_bytes())
-                if operation.HasField("compute"):
-                    operation.compute.ClearField("sequences")
-                    result.compute.ClearField("logprobs")
-                known[name] = path.stat().st_mtime, operation, result
-
-    def _write(self, name: str, message: Message) -> None:
-        path = self._folder / name
-        partial = path.with_name(f".{name}")
-        with partial.open("wb") as file:
-            file.write(message.SerializeToString())
-            file.flush()
-            os.fsync(file.fileno())
-        partial.rename(path)
-        sync_folder(self._folder)

@@ -30,79 +30,67 @@ def config(tmp_path: Path) -> Config:
     config = small_config(run={"name": "r", "dir": str(tmp_path)})
     save_checkpoint(config.run_dir / "checkpoints", 2)
     store = OperationStore(config.run_dir / "operations")
-    adapter = trainer_pb2.Adapter(name="a", rank=4)
-    ended: list[tuple[dict[str, Any], dict[str, Any]]] = [
-        ({"begin": pb.Begin()}, {"adapter": adapter}),
-        ({"save": pb.Save(name=named("weights", "old"))}, {"step": 1}),
-        ({"publish": pb.Publish(name=named("sampler_weights", "old"))}, {"step": 1}),
-        ({"save": pb.Save(name=named("external_weights", "old"))}, {"step": 1}),
-        ({"save": pb.Save(name=named("weights", "x"))}, {"step": 2}),
-        ({"save": pb.Save(name=named("external_weights", "x"))}, {"step": 2}),
-        ({"publish": pb.Publish(name=named("sampler_weights", "x"))}, {"step": 2}),
-        ({"save": pb.Save(name=named("weights", "bad"))}, {"step": 2, "error": "it failed"}),
-    ]
-    for number, (operation, result) in enumerate(ended):
-        told_of = {"user_metadata": {"renderer_name": "own"}} if number == 0 else {}
-        store.write(number, pb.Operation(stream=RUN, number=number, **operation, **told_of))
-        name = next(iter(operation.values()))
-        told = {} if isinstance(name, pb.Begin) else {"name": name.name}
-        store.end(number, pb.OperationResult(is_done=True, **told, **result))
-    finish = pb.Operation(stream="s1", finish=pb.Finish())
-    store.write(8, finish)
-    store.end(8, pb.OperationResult(is_done=True))
-    store.write(9, pb.Operation(stream=RUN, number=8, save=pb.Save(name=named("weights", "y"))))
+
+    def end(operation: pb.Operation, **result: Any) -> None:
+        store.write(operation.number, operation)
+        store.end(operation.number, pb.OperationResult(is_done=True, **result))
+
+    metadata = {"renderer_name": "own"}
+    begin = pb.Operation(stream=RUN, begin=pb.Begin(), user_metadata=metadata)
+    end(begin, adapter=trainer_pb2.Adapter(name="a", rank=4))
+    ended = [("weights", "old", 1), ("sampler_weights", "old", 1), ("external_weights", "old", 1)]
+    ended += [("weights", "x", 2), ("external_weights", "x", 2), ("sampler_weights", "x", 2)]
+    for number, (kind, path, step) in enumerate([*ended, ("weights", "bad", 2)], 1):
+        name = named(kind, path)
+        own: dict[str, Any] = {"save": pb.Save(name=name)}
+        if kind == "sampler_weights":
+            own = {"publish": pb.Publish(name=name)}
+        error = "it failed" if path == "bad" else ""
+        end(pb.Operation(stream=RUN, number=number, **own), name=name, step=step, error=error)
+    end(pb.Operation(stream="s1", number=8, finish=pb.Finish()))
+    store.write(9, pb.Operation(stream=RUN, number=9, save=pb.Save(name=named("weights", "y"))))
     return config
+
+
+async def asked(served: Archives, path: str, **query: str) -> Any:
+    return await served.answer(path, query, ADDRESS)
 
 
 async def test_runs_have_the_checkpoints_that_can_be_loaded_and_sampled(config: Config) -> None:
     served = Archives(config)
-    listed = await served.answer(f"training_runs/{RUN}/checkpoints", {}, ADDRESS)
-    assert listed is not None
+    listed = await asked(served, f"training_runs/{RUN}/checkpoints")
     told = [(one["checkpoint_id"], one["checkpoint_type"]) for one in listed["checkpoints"]]
     assert told == [
         ("weights/x", "training"),
         ("external_weights/x", "external"),
         ("sampler_weights/x", "sampler"),
     ]
-    run = await served.answer(f"training_runs/{RUN}", {}, ADDRESS)
-    assert run is not None
+    run = await asked(served, f"training_runs/{RUN}")
     assert (run["lora_rank"], run["base_model"]) == (4, str(config.model.path))
     assert run["user_metadata"] == {"renderer_name": "own"}
-    info = await served.answer("weights_info", {"tinker_path": named("weights", "x")}, ADDRESS)
-    assert info == {key: run[key] for key in ("base_model", "is_lora", "lora_rank")}
-    for path in (named("weights", "old"), "tinker://other/weights/x"):
-        assert await served.answer("weights_info", {"tinker_path": path}, ADDRESS) is None
     assert run["last_checkpoint"]["tinker_path"] == named("weights", "x")
     assert run["last_sampler_checkpoint"]["tinker_path"] == named("sampler_weights", "x")
-    runs = await served.answer("training_runs", {}, ADDRESS)
-    assert runs == {
-        "training_runs": [run],
-        "cursor": {"offset": 0, "limit": 100, "total_count": 1},
-    }
-    page = await served.answer("checkpoints", {"limit": "1", "offset": "1"}, ADDRESS)
-    assert page is not None
+    info = await asked(served, "weights_info", tinker_path=named("weights", "x"))
+    assert info == {key: run[key] for key in ("base_model", "is_lora", "lora_rank")}
+    for path in (named("weights", "old"), "tinker://other/weights/x"):
+        assert await asked(served, "weights_info", tinker_path=path) is None
+    runs = await asked(served, "training_runs")
+    cursor = {"offset": 0, "limit": 100, "total_count": 1}
+    assert runs == {"training_runs": [run], "cursor": cursor}
+    page = await asked(served, "checkpoints", limit="1", offset="1")
     assert (page["checkpoints"], page["cursor"]["total_count"]) == (listed["checkpoints"][1:2], 3)
     for nothing in ("training_runs/other", f"training_runs/{RUN}/checkpoints/weights/x", "x"):
-        assert await served.answer(nothing, {}, ADDRESS) is None
-
-
-async def test_what_has_ended_is_read_once_and_what_is_removed_goes(config: Config) -> None:
-    served, folder = Archives(config), config.run_dir / "operations"
-    before = await served.answer("checkpoints", {}, ADDRESS)
-    for path in folder.glob("*.result"):
-        path.write_bytes(b"another reader would fail")
-    assert await served.answer("checkpoints", {}, ADDRESS) == before
-    for path in folder.glob("*.result"):
-        path.unlink()
-    gone = await served.answer("checkpoints", {}, ADDRESS)
-    assert gone is not None
-    assert gone["checkpoints"] == []
+        assert await asked(served, nothing) is None
 
 
 @pytest.mark.parametrize("query", [{"limit": "-1"}, {"offset": "-2"}, {"limit": "x"}])
 async def test_a_page_is_of_whole_numbers(config: Config, query: dict[str, str]) -> None:
     with pytest.raises(Refused, match="is a whole number from 0, got"):
-        await Archives(config).answer("training_runs", query, ADDRESS)
+        await asked(Archives(config), "training_runs", **query)
+
+
+def files_of(name: str) -> str:
+    return f"training_runs/{RUN}/checkpoints/external_weights/{name}/external_weights_urls"
 
 
 async def test_files_of_a_checkpoint_have_secret_addresses(config: Config) -> None:
@@ -111,34 +99,28 @@ async def test_files_of_a_checkpoint_have_secret_addresses(config: Config) -> No
     (folder / "sub" / "weights").write_bytes(b"w")
     (config.run_dir / "secret").write_text("no")
     served = Archives(config)
-    asked = f"training_runs/{RUN}/checkpoints/external_weights/x/external_weights_urls"
-    found = await served.answer(asked, {}, ADDRESS)
-    assert found is not None
-    assert list(found["urls"]) == ["sub/weights"]
-    path = found["urls"]["sub/weights"].removeprefix(f"{ADDRESS}/")
+    urls = (await asked(served, files_of("x")))["urls"]
+    assert list(urls) == ["sub/weights"]
+    path = urls["sub/weights"].removeprefix(f"{ADDRESS}/")
     file = served.file(path)
     assert file is not None
     assert file.read_bytes() == b"w"
-    again = await served.answer(asked, {}, ADDRESS)
-    assert again is not None
-    assert again["urls"] == found["urls"]
+    assert (await asked(served, files_of("x")))["urls"] == urls
     secret = path.split("/")[1]
     for other in (f"files/{secret}/../../secret", f"files/{secret}/sub", "files/x/sub/weights"):
         assert served.file(other) is None
 
 
 async def test_files_that_are_exported_outlive_their_checkpoint(config: Config) -> None:
-    asked = f"training_runs/{RUN}/checkpoints/external_weights/old/external_weights_urls"
     served = Archives(config)
-    assert await served.answer(asked, {}, ADDRESS) is None
+    assert await asked(served, files_of("old")) is None
     (config.run_dir / "checkpoints" / "hf-000001").mkdir()
-    assert await served.answer(asked, {}, ADDRESS) is not None
+    assert await asked(served, files_of("old")) is not None
 
 
 async def test_an_export_that_fails_later_is_told_and_then_tried_again(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = f"training_runs/{RUN}/checkpoints/external_weights/x/external_weights_urls"
     started: list[int] = []
     fails = asyncio.Event()
 
@@ -151,12 +133,12 @@ async def test_an_export_that_fails_later_is_told_and_then_tried_again(
     monkeypatch.setattr(archives, "HOLD_S", 0)
     served = Archives(config)
     with pytest.raises(NotReady):
-        await served.answer(asked, {}, ADDRESS)
+        await asked(served, files_of("x"))
     (task,) = served._exports.values()
     fails.set()
     await asyncio.wait([task])
     with pytest.raises(Refused, match="the disk is full"):
-        await served.answer(asked, {}, ADDRESS)
+        await asked(served, files_of("x"))
     with pytest.raises(NotReady):
-        await served.answer(asked, {}, ADDRESS)
+        await asked(served, files_of("x"))
     assert len(started) == 2

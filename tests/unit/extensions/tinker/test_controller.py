@@ -16,18 +16,24 @@ from slipstream.core.errors import ProtocolError
 from slipstream.core.types import PolicyVersion, ServerId, VersionSpan
 from slipstream.extensions.tinker import controller, models
 from slipstream.extensions.tinker.controller import KEPT, Operations
-from slipstream.extensions.tinker.models import Entry
+from slipstream.extensions.tinker.models import Entry, Named
 from slipstream.learner.controller.loop import BatchFormer
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.history import read_history
 from slipstream.learner.controller.records.journal import Journal, read_records
 from slipstream.learner.controller.servers.session import ServerKey
-from slipstream.learner.controller.trajectories.batch import FormedBatch, SetAside, Trained
-from slipstream.v1 import operations_pb2, trainer_pb2
+from slipstream.learner.controller.trajectories.batch import FormedBatch, SetAside
+from slipstream.v1 import operations_pb2 as pb
+from slipstream.v1 import trainer_pb2
 from slipstream.v1.operations_pb2 import Operation
 from support.rigs.lease_rig import books_of
 from support.rigs.publishing_scene import run_of
 from support.rigs.waiting import LIMIT_S, until
+
+ADAM = trainer_pb2.AdamNumbers(learning_rate=0.1)
+STEPS = ["step1", "step2", "step3"]
+TWO = {"rank": 8, "publish": "adapters", "adapters": ["a", "b"]}
+ASKS = trainer_pb2.NextRequest()
 
 
 class Refused(Exception):
@@ -41,15 +47,31 @@ class Refusing:
         raise Refused(text)
 
 
-ADAM = trainer_pb2.AdamNumbers(learning_rate=0.1)
-STEPS = ["step1", "step2", "step3"]
+def of(name: str, number: int = 0, stream: str = "s", **operation: Any) -> Operation:
+    """An operation, which is a step of Adam unless it is said to be something else."""
+    return Operation(id=name, stream=stream, number=number, **(operation or {"step": ADAM}))
+
+
+def begin(stream: str = "s", rank: int = 1) -> Operation:
+    adapter = trainer_pb2.Adapter(rank=rank, alpha=1.0)
+    return of(f"{stream}:begin", 0, stream, begin=pb.Begin(adapter=adapter))
+
+
+def passed(name: str, number: int, stream: str = "s", data: bytes = b"", backward: bool = True):
+    sequences = [trainer_pb2.PassSequence(token_ids=data)] if data else []
+    compute = trainer_pb2.Pass(id=name, backward=backward, sequences=sequences)
+    return of(name, number, stream, compute=compute)
+
+
+def refused(name: str, number: int, stream: str = "s") -> Operation:
+    return of(name, number, stream, refused=pb.Refused(cause="no"))
 
 
 class Loop:
     """The operations of one start of a controller, whose trainer makes each step at once."""
 
     def __init__(self, journal: Journal, folder: Path, **settings: dict) -> None:
-        self._context: Any = Refusing()
+        self.context: Any = Refusing()
         self.run = run_of(run={"name": "r", "steps": 9, "dir": str(folder)}, **settings)
         self.history = read_history(read_records(folder / "r" / "journal"))
         self.run.progress.reached(self.history.version)
@@ -60,31 +82,41 @@ class Loop:
         self.former = BatchFormer(books, tasks)
         self.operations = Operations(self.run, books, unused, unused, unused, self.former)
         self.operations.restore(self.history)
+        self.entries, self.models = self.operations._entries, self.operations._models
+        self.samples: Any = self.operations._samples
 
-    async def give(self, operation: Operation) -> None:
-        await self.operations.Submit(operation, self._context)
+    async def give(self, *operations: Operation) -> None:
+        for each in operations:
+            await self.operations.Submit(each, self.context)
 
-    async def begin(self, operations: Sequence[Operation] = ()) -> None:
-        """Gives these operations, or three steps, behind that which begins."""
-        steps = [Operation(id=name, step=ADAM) for name in STEPS]
-        begin = Operation(id="begin", begin=operations_pb2.Begin())
-        for number, operation in enumerate([begin, *(operations or steps)]):
-            operation.stream, operation.number = "s", number
-            await self.give(operation)
+    async def begin(self, *operations: Operation) -> None:
+        """Gives these operations, or three steps, behind the beginning, which is over then."""
+        steps = [of(name, number) for number, name in enumerate(STEPS, 1)]
+        await self.give(begin(), *(operations or steps))
         self.operations._look()
+
+    async def begun(self, *operations: Operation) -> None:
+        await self.begin(*operations)
+        await self.write_results()
+
+    def computes(self, name: str, **result: Any) -> None:
+        """Lets the trainer compute the pass whose turn it is."""
+        self.operations._look()
+        self.operations.computed(trainer_pb2.PassReport(id=name, **result))
 
     async def write_results(self) -> None:
         """Lets all that is to be written reach the disk."""
         written = asyncio.create_task(self.operations._write_results())
-        last = Entry(Operation())
+        last = self.entries["last"] = Entry(Operation(id="last"))
         self.operations._ends.put_nowait(last)
         async with asyncio.timeout(LIMIT_S):
             await last.ended.wait()
         written.cancel()
+        del self.entries["last"]
 
-    async def result(self, name: str) -> operations_pb2.OperationResult:
-        asked = operations_pb2.AwaitRequest(id=name, limit_s=LIMIT_S)
-        return await self.operations.Await(asked, self._context)
+    async def result(self, name: str) -> pb.OperationResult:
+        asked = pb.AwaitRequest(id=name, limit_s=LIMIT_S)
+        return await self.operations.Await(asked, self.context)
 
     def form(self) -> FormedBatch | None:
         """Journals the batch of the step whose turn it is; None if there is no such step."""
@@ -118,12 +150,6 @@ class Loop:
             assert self.step() == name
             await self.write_results()
 
-    def model(self, stream: str) -> models.Model:
-        """The model of a stream, which has one."""
-        model = self.operations._models.of(stream)
-        assert model is not None
-        return model
-
     def made(self, batch: FormedBatch, **metrics: float) -> str:
         """Journals and reports the step of a batch; returns its id."""
         assert batch.given is not None
@@ -155,9 +181,7 @@ async def writing(folder: Path) -> AsyncIterator[Loop]:
         writes.cancel()
 
 
-async def test_the_journal_has_a_step_when_the_result_before_it_is_on_the_disk(
-    tmp_path: Path,
-) -> None:
+async def test_the_journal_has_a_step_when_the_result_before_it_is_on_the_disk(tmp_path) -> None:
     with opened(tmp_path) as loop:
         await loop.begin()
         loop.operations._look()
@@ -174,26 +198,25 @@ async def test_the_journal_has_a_step_when_the_result_before_it_is_on_the_disk(
 
 
 @pytest.mark.parametrize("error", ["", "the loss is inf"])
-async def test_the_passes_of_a_step_are_written_while_the_last_one_is_computed(
-    tmp_path: Path, error: str
-) -> None:
+async def test_the_passes_of_a_step_are_written_while_the_last_one_is_computed(tmp_path, error):
     with opened(tmp_path) as loop:
-        data, names = [trainer_pb2.PassSequence(token_ids=bytes(4))], ("first", "last")
-        passes = [trainer_pb2.Pass(id=name, backward=True, sequences=data) for name in names]
-        given = [Operation(id=one.id, compute=one) for one in passes]
-        await loop.begin([*given, Operation(id="step", step=ADAM)])
-        operations, asks = loop.operations, trainer_pb2.NextRequest()
-        assert operations.order(asks) is not None
+        passes = [passed(name, n, data=bytes(4)) for n, name in enumerate(("first", "last"), 1)]
+        await loop.begin(*passes, of("step", 3))
+        operations = loop.operations
+        # A trainer that wakes before the loop of the operations has the pass whose turn it is.
+        directive = operations.order(ASKS)
+        assert directive is not None
+        assert directive.compute.id == "first"
         operations.computed(trainer_pb2.PassReport(id="first"))
         folder = tmp_path / "r" / "journal" / "batches"
         assert not list(folder.iterdir())
-        assert operations.order(asks) is not None
+        assert operations.order(ASKS) is not None
         await until(lambda: list(folder.iterdir()))
         (path,) = folder.iterdir()
         (tmp_path / "ahead").hardlink_to(path)
         operations.computed(trainer_pb2.PassReport(id="last", error=error))
         await loop.write_results()
-        assert operations.order(asks) is None
+        assert operations.order(ASKS) is None
         batch = await loop.former.form(operations.next_step())
         assert batch is not None
         # A step without the pass that failed has a file of its own.
@@ -203,69 +226,39 @@ async def test_the_passes_of_a_step_are_written_while_the_last_one_is_computed(
         assert [one.id for one in found.passes] == (["first"] if error else ["first", "last"])
 
 
-async def test_a_trainer_that_wakes_before_the_loop_has_the_pass_whose_turn_it_is(
-    tmp_path: Path,
-) -> None:
-    with opened(tmp_path) as loop:
-        await loop.begin()
-        operations = loop.operations
-        compute = trainer_pb2.Pass(id="pass", backward=True)
-        for each in [Operation(id="pass", compute=compute), Operation(id="next", step=ADAM)]:
-            each.stream, each.number = "t", 1 + (each.id == "next")
-            operations._models.take("t", trainer_pb2.Adapter()).next = 1
-            await loop.give(each)
-        operations._current = None
-        directive = operations.order(trainer_pb2.NextRequest())
-        assert directive is not None
-        assert directive.compute.id == "pass"
-
-
 async def test_an_operation_whose_turn_has_come_wakes_the_trainer(tmp_path: Path) -> None:
     with opened(tmp_path) as loop:
         await loop.begin()
-        signal, loop.operations._current = loop.run.signal, None
-        trainer = asyncio.create_task(signal.wait(LIMIT_S))
+        trainer = asyncio.create_task(loop.run.signal.wait(LIMIT_S))
         await asyncio.sleep(0)
         loop.operations._take_turn()
         await asyncio.sleep(0)
         assert trainer.done()
 
 
-async def test_a_step_whose_result_a_kill_has_lost_is_made_once(tmp_path: Path) -> None:
-    made = []
-    for start in range(3):
+async def test_a_step_whose_result_a_kill_has_lost_is_made_once_and_told_whole(tmp_path) -> None:
+    metrics, told = {"loss": 0.1, "grad_norm": math.inf, "kl": math.nan}, {}
+    for start in range(4):
         with opened(tmp_path) as loop:
             if start == 0:
                 await loop.begin()
             await loop.write_results()
+            for name, whole in told.items():
+                found = await loop.result(name)
+                assert (found.step, found.metrics["loss"]) == (int(name[-1]), 0.1)
+                assert found.SerializeToString(deterministic=True) == whole
+            if batch := loop.form():
+                name = loop.made(batch, **metrics)
+                told[name] = loop.entries[name].result.SerializeToString(deterministic=True)
+            loop.journal.sync()
             # The controller is killed before the result is written.
-            made.append(loop.step())
-    assert made == STEPS
-
-
-async def test_a_result_that_a_kill_has_lost_comes_back_whole(tmp_path: Path) -> None:
-    metrics = {"loss": 0.1, "grad_norm": math.inf, "kl": math.nan}
-    with opened(tmp_path) as loop:
-        await loop.begin()
-        await loop.write_results()
-        batch = loop.formed()
-        loop.made(batch, **metrics)
-        told = loop.operations._entries["step1"].result
-        loop.journal.sync()
-        # The controller is killed before the result is written.
-    with opened(tmp_path) as loop:
-        await loop.write_results()
-        found = await loop.result("step1")
-    assert (found.step, found.metrics["loss"]) == (1, 0.1)
-    assert found.SerializeToString(deterministic=True) == told.SerializeToString(deterministic=True)
+    assert list(told) == STEPS
 
 
 async def test_a_step_that_a_user_sets_aside_fails(tmp_path: Path) -> None:
     with opened(tmp_path) as loop:
-        await loop.begin()
-        await loop.write_results()
-        batch = loop.formed()
-        loop.journal.append(SetAside.of(batch, (), "x", by="user").record())
+        await loop.begun()
+        loop.journal.append(SetAside.of(loop.formed(), (), "x", by="user").record())
     with opened(tmp_path) as loop:
         await loop.write_results()
         assert (await loop.result("step1")).error == "batch b000000 was set aside"
@@ -273,26 +266,19 @@ async def test_a_step_that_a_user_sets_aside_fails(tmp_path: Path) -> None:
 
 
 async def test_a_long_loop_keeps_neither_sequences_nor_results_in_memory(tmp_path: Path) -> None:
-    data = b"1234" * 1000
-    sequences = [trainer_pb2.PassSequence(token_ids=data)]
-    given = [
-        Operation(
-            id=name, compute=trainer_pb2.Pass(id=name, backward=backward, sequences=sequences)
-        )
-        for name, backward in (("forward", False), ("backward", True))
-    ]
+    data, names = b"1234" * 1000, ("forward", "backward")
 
     async def check(loop: Loop) -> None:
-        entries = loop.operations._entries.values()
-        assert max(e.operation.ByteSize() + e.result.ByteSize() for e in entries) < 100
-        for name in ("forward", "backward"):
+        sizes = (e.operation.ByteSize() + e.result.ByteSize() for e in loop.entries.values())
+        assert max(sizes) < 100
+        for name in names:
             assert (await loop.result(name)).compute.logprobs[0] == data
 
     with opened(tmp_path) as loop:
-        await loop.begin([*given, Operation(id="step", step=ADAM)])
-        for each in given:
-            loop.operations._look()
-            loop.operations.computed(trainer_pb2.PassReport(id=each.id, logprobs=[data]))
+        given = [passed(one, n, data=data, backward=n == 2) for n, one in enumerate(names, 1)]
+        await loop.begin(*given, of("step", 3))
+        for name in names:
+            loop.computes(name, logprobs=[data])
         await loop.write_results()
         batch = loop.formed()
         assert batch.given is not None
@@ -304,82 +290,53 @@ async def test_a_long_loop_keeps_neither_sequences_nor_results_in_memory(tmp_pat
         await check(loop)
 
 
-TWO = {"rank": 8, "publish": "adapters", "adapters": ["a", "b"]}
-
-
-def of_stream(stream: str, number: int, name: str, **operation: Any) -> Operation:
-    return Operation(id=f"{stream}:{name}", stream=stream, number=number, **operation)
-
-
-def begin_of(stream: str, rank: int) -> Operation:
-    adapter = trainer_pb2.Adapter(rank=rank, alpha=1.0)
-    return of_stream(stream, 0, "begin", begin=operations_pb2.Begin(adapter=adapter))
-
-
 async def test_streams_have_turns_however_much_one_of_them_sends(tmp_path: Path) -> None:
     with opened(tmp_path, lora=TWO) as loop:
-        for stream, rank in (("s", 1), ("t", 8)):
-            await loop.give(begin_of(stream, rank))
+        await loop.give(begin("s", 1), begin("t", 8))
         await loop.makes("s:begin", "t:begin")
-        for stream, numbers in (("s", range(1, 5)), ("t", range(1, 3))):
-            for number in numbers:
-                name = f"{stream}{number}"
-                compute = trainer_pb2.Pass(id=name, backward=True)
-                one = Operation(id=name, stream=stream, number=number, compute=compute)
-                await loop.give(one)
+        for stream, most in (("s", 4), ("t", 2)):
+            await loop.give(*(passed(f"{stream}{n}", n, stream) for n in range(1, most + 1)))
         order = []
         for _ in range(6):
-            loop.operations._look()
-            directive = loop.operations.order(trainer_pb2.NextRequest())
+            directive = loop.operations.order(ASKS)
             assert directive is not None
             order.append((directive.compute.id, directive.compute.adapter.name))
-            loop.operations.computed(trainer_pb2.PassReport(id=directive.compute.id))
+            loop.computes(directive.compute.id)
         names = [("s1", "a"), ("t1", "b"), ("s2", "a"), ("t2", "b"), ("s3", "a"), ("s4", "a")]
         assert order == names
 
 
-async def test_models_are_taken_over_whatever_the_order_in_which_operations_came(
-    tmp_path: Path,
-) -> None:
+async def test_models_are_taken_over_whatever_the_order_in_which_operations_came(tmp_path) -> None:
     with opened(tmp_path, lora=TWO) as loop:
-        late = [of_stream("s", n, f"step{n}", step=ADAM) for n in (2, 1)]
-        for one in (begin_of("t", 8), begin_of("s", 1), *late):
-            await loop.give(one)
-        await loop.makes("t:begin", "s:begin", "s:step1", "s:step2")
+        await loop.give(begin("t", 8), begin("s"), of("step2", 2), of("step1", 1))
+        await loop.makes("t:begin", "s:begin", "step1", "step2")
     with opened(tmp_path, lora=TWO) as loop:
-        await loop.give(of_stream("s", 3, "step3", step=ADAM))
-        batch = loop.formed()
-        assert batch.given is not None
-        assert (batch.given.id, batch.given.message.adapter.name) == ("s:step3", "b")
+        await loop.give(of("step3", 3))
+        given = loop.formed().given
+        assert given is not None
+        assert (given.id, given.message.adapter.name) == ("step3", "b")
 
 
 async def test_a_beginning_that_a_kill_has_cut_has_its_place_again(tmp_path: Path) -> None:
     with opened(tmp_path, lora=TWO) as loop:
-        for stream in ("s", "t"):
-            await loop.give(begin_of(stream, 1))
+        await loop.give(begin("s"), begin("t"))
         assert loop.form() is not None
     with opened(tmp_path, lora=TWO) as loop:
         loop.operations._look()
         # The trainer has the batch of the first.
         assert loop.operations.next_step() is None
-        assert loop.model("s").adapter.name == "a"
-        assert loop.operations._models.of("t") is None
+        assert [one.adapter.name for one in loop.models.by_stream.values()] == ["a"]
+        assert "s" in loop.models.by_stream
 
 
-async def test_a_session_that_sends_too_much_must_wait_and_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_session_that_sends_too_much_must_wait_and_no_other(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(controller, "MAX_WAITING", 2)
     with opened(tmp_path, lora=TWO) as loop:
-        for stream in ("s", "t"):
-            await loop.give(begin_of(stream, 1))
-        for number in (1, 2):
-            await loop.give(of_stream("s", number, str(number), step=ADAM))
+        await loop.give(begin("s"), begin("t"), of("1", 1), of("2", 2))
         with pytest.raises(Refused, match="2 requests of session s wait: "):
-            await loop.give(of_stream("s", 3, "3", step=ADAM))
-        await loop.give(of_stream("t", 1, "1", step=ADAM))
+            await loop.give(of("3", 3))
         # One that is sent again is known.
-        await loop.give(of_stream("s", 2, "2", step=ADAM))
+        await loop.give(of("t1", 1, "t"), of("2", 2))
 
 
 @pytest.fixture
@@ -395,28 +352,24 @@ class Client:
     def __init__(self, loop: Loop) -> None:
         self.loop, self.number = loop, 0
 
-    async def order(self, **operation: object) -> operations_pb2.OperationResult:
-        """Carries an operation out, its trainer's part too, and returns its result."""
-        operations = self.loop.operations
-        name = f"s:{self.number}"
-        if "compute" in operation:
-            data = [trainer_pb2.PassSequence(token_ids=bytes(400))]
-            operation["compute"] = trainer_pb2.Pass(id=name, backward=True, sequences=data)
-        given = Operation(id=name, stream="s", number=self.number, **operation)
+    async def order(self, **operation: Any) -> pb.OperationResult:
+        """Carries an operation, or a pass, out, its trainer's part too, and returns its result."""
+        loop, name, number = self.loop, f"s:{self.number}", self.number
         self.number += 1
-        await self.loop.give(given)
-        operations._look()
-        if "compute" in operation:
-            operations.computed(trainer_pb2.PassReport(id=name, logprobs=[bytes(400)]))
-        elif "step" in operation:
-            await until(lambda: operations._before.ended.is_set())
-            progress = self.loop.run.progress
-            version = PolicyVersion(0, progress.version.step + 1)
-            batch = FormedBatch(version.step - 1, "b", (), operations.next_step())
-            progress.reached(version)
-            trained = Trained(batch, version, again=False)
-            operations.stepped(trained, trainer_pb2.StepReport(), None)
-        return await self.loop.result(name)
+        data = bytes(400)
+        given = of(name, number, **operation) if operation else passed(name, number, data=data)
+        await loop.give(given)
+        loop.operations._look()
+        if given.HasField("compute"):
+            loop.computes(name, logprobs=[data])
+        elif given.HasField("step"):
+            await until(lambda: loop.operations._before.ended.is_set())
+            order, version = loop.operations.next_step(), loop.run.progress.version.step + 1
+            batch, made = SimpleNamespace(given=order), PolicyVersion(0, version)
+            loop.run.progress.reached(made)
+            trained: Any = SimpleNamespace(batch=batch, version=made)
+            loop.operations.stepped(trained, trainer_pb2.StepReport(), None)
+        return await loop.result(name)
 
 
 @pytest.mark.long
@@ -424,63 +377,61 @@ async def test_ten_thousand_operations_leave_few_on_the_disk_and_in_memory(in_me
     most, files = 2 * KEPT + 16, in_memory / "r" / "operations"
     async with writing(in_memory) as loop:
         client = Client(loop)
-        await client.order(begin=operations_pb2.Begin())
+        await client.order(begin=pb.Begin())
         while client.number < 10_000:
             for _ in range(9):
-                await client.order(compute=True)
+                await client.order()
             assert not (await client.order(step=ADAM)).error
             # A checkpoint every ten steps covers what was before it.
             covered = loop.run.progress.version.step // 10 * 10
             loop.history.checkpoint = loop.history.checkpoint._replace(step=covered)
-            assert len(loop.operations._entries) <= most
+            assert len(loop.entries) <= most
         assert len(list(files.iterdir())) <= 2 * most
-        pending = [await client.order(compute=True) for _ in range(2)]
-        assert not any(one.error for one in pending)
+        assert not any([(await client.order()).error for _ in range(2)])
     async with writing(in_memory) as loop:
         # It goes on behind the newest one, with the passes that no step has yet.
-        client.loop, (model,) = loop, loop.operations._models.in_turn()
+        client.loop, (model,) = loop, loop.models.by_stream.values()
         assert (model.next, len(model.passes)) == (client.number, 2)
-        assert not (await client.order(compute=True)).error
+        assert not (await client.order()).error
         client.number = 5
-        assert (await client.order(compute=True)).error == (
-            "s:5 was carried out; its result is not kept any more"
-        )
+        gone = "s:5 was carried out; its result is not kept any more"
+        assert (await client.order()).error == gone
 
 
 @pytest.mark.long
 async def test_what_went_with_the_step_of_very_many_passes_is_not_written_again(in_memory) -> None:
     async with writing(in_memory) as loop:
         client = Client(loop)
-        await client.order(begin=operations_pb2.Begin())
+        await client.order(begin=pb.Begin())
         while client.number < 3 * KEPT - 1:
-            await client.order(compute=True)
+            await client.order()
         # The operations are looked through when the step has ended.
         assert not (await client.order(step=ADAM)).error
         await until(loop.operations._ends.empty)
-        await client.order(refused=operations_pb2.Refused(cause="no"))
+        await client.order(refused=pb.Refused(cause="no"))
         files = list((in_memory / "r" / "operations").iterdir())
         assert len(files) < 3 * KEPT
         assert all(path.with_suffix(".result").exists() for path in files)
 
 
-async def test_operations_stay_as_long_as_their_names_are_known(in_memory: Path) -> None:
+async def test_operations_stay_as_long_as_their_names_are_known(in_memory, monkeypatch) -> None:
+    monkeypatch.setattr(controller, "KEPT", 4)
     async with writing(in_memory) as loop:
         client = Client(loop)
-        await client.order(begin=operations_pb2.Begin())
-        await client.order(save=operations_pb2.Save(name="start"))
-        for _ in range(2 * KEPT):
-            await client.order(refused=operations_pb2.Refused(cause="no"))
-        assert {"s:0", "s:1"} <= loop.operations._entries.keys()
-        assert "s:2" not in loop.operations._entries
-        assert "start" in Loop(loop.journal, in_memory).operations._models.named
+        await client.order(begin=pb.Begin())
+        await client.order(save=pb.Save(name="start"))
+        for _ in range(8):
+            await client.order(refused=pb.Refused(cause="no"))
+        assert {"s:0", "s:1"} <= loop.entries.keys()
+        assert "s:2" not in loop.entries
+        assert "start" in Loop(loop.journal, in_memory).models.named
 
 
 async def test_the_step_behind_a_publish_waits_for_a_server_of_it(tmp_path: Path) -> None:
     with opened(tmp_path) as loop:
-        await loop.begin()
-        await loop.write_results()
-        publish = Entry(Operation(publish=operations_pb2.Publish(name="x")))
-        loop.operations._models.named["x"] = models.Named(0, entry=publish)
+        await loop.begun()
+        publish = Entry(Operation(publish=pb.Publish(name="x")))
+        loop.models.named["x"] = Named(0, entry=publish)
         # Servers that join after a restart get the newest version.
         assert loop.form() is None
         loop.operations._fleet = Fleet(0)  # type: ignore[assignment]
@@ -489,20 +440,16 @@ async def test_the_step_behind_a_publish_waits_for_a_server_of_it(tmp_path: Path
 
 async def test_a_client_that_died_unsaved_goes_on_from_the_newest_state(tmp_path: Path) -> None:
     with opened(tmp_path) as loop:
-        await loop.begin([Operation(id="step1", step=ADAM)])
-        await loop.write_results()
+        await loop.begun(of("step1", 1))
         await loop.makes("step1")
-        for number, stream in enumerate(("t", "u")):
-            path = ("tinker://newest", "tinker://t/newest")[number]
-            load = operations_pb2.Load(name=path)
-            await loop.give(Operation(id=stream, stream=stream, load=load))
+        for stream, path in (("t", "tinker://newest"), ("u", "tinker://t/newest")):
+            await loop.give(of(stream, 0, stream, load=pb.Load(name=path)))
             # The trainer is asked for nothing.
             loop.operations._look()
             assert loop.operations.next_step() is None
             await loop.write_results()
             assert (await loop.result(stream)).step == 1
-        late = Operation(id="late", stream="s", number=2, step=ADAM)
-        await loop.give(late)
+        await loop.give(of("late", 2))
         await loop.write_results()
         assert "is not trained by this run any more" in (await loop.result("late")).error
 
@@ -512,13 +459,11 @@ async def test_a_request_that_a_kill_has_cut_is_none(tmp_path: Path) -> None:
         await loop.begin()
         torn = tmp_path / "r" / "operations" / ".000000004.request"
         torn.write_bytes(b"\n")
-        assert len(Loop(loop.journal, tmp_path).operations._entries) == 4
+        assert len(Loop(loop.journal, tmp_path).entries) == 4
         assert not torn.exists()
 
 
-async def test_a_caller_that_goes_and_comes_again_leaves_one_operation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_caller_that_goes_and_comes_again_leaves_one_operation(tmp_path, monkeypatch):
     with opened(tmp_path) as loop:
         await loop.begin()
         store, begins, may_write = loop.operations._store, threading.Event(), threading.Event()
@@ -529,83 +474,40 @@ async def test_a_caller_that_goes_and_comes_again_leaves_one_operation(
             write(number, operation)
 
         monkeypatch.setattr(store, "write", write)
-        late = Operation(id="late", stream="s", number=4, step=ADAM)
-        call = asyncio.create_task(loop.give(late))
+        call = asyncio.create_task(loop.give(of("late", 4)))
         await asyncio.to_thread(begins.wait, LIMIT_S)
         call.cancel()
-        again = asyncio.create_task(loop.give(late))
+        again = asyncio.create_task(loop.give(of("late", 4)))
         may_write.set()
         await again
         assert call.cancelled()
-        assert [one.id for _, one, _ in store.read()].count("late") == 1
+        assert [one.operation.id for one in store.read()].count("late") == 1
 
 
 async def test_an_operation_that_begins_no_model_does_not_take_one_over(tmp_path: Path) -> None:
     with opened(tmp_path) as loop:
-        await loop.begin()
-        strange = Operation(id="x", stream="s", step=ADAM)
-        await loop.give(strange)
-        await loop.write_results()
-        assert [loop.step(), loop.step()] == ["step1", ""]
-        await loop.write_results()
-        await loop.makes("step2", "step3")
+        await loop.begun()
+        await loop.give(of("x"))
+        await loop.makes(*STEPS)
         loop.operations._look()
         await loop.write_results()
         assert "x has number 0, which is that of a" in (await loop.result("x")).error
-        assert loop.model("s").next == 4
+        assert loop.models.by_stream["s"].next == 4
 
 
-async def test_a_model_that_waits_for_its_turn_is_not_silent(
+async def test_a_model_that_waits_for_its_turn_or_whose_client_beats_is_not_silent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with opened(tmp_path, lora=TWO) as loop:
-        for stream in ("s", "t"):
-            await loop.give(begin_of(stream, 1))
+        await loop.give(begin("s"), begin("t"))
         await loop.makes("s:begin", "t:begin")
-        for stream in ("s", "t"):
-            await loop.give(of_stream(stream, 1, "step1", step=ADAM))
+        await loop.give(of("step1", 1))
         later = itertools.count(models.time.monotonic() + models.IDLE_S + 1)
         monkeypatch.setattr(models.time, "monotonic", lambda: next(later))
-        await loop.give(begin_of("u", 1))
-        await loop.makes("s:step1", "t:step1")
+        await loop.operations.Beat(pb.BeatRequest(session="t"), loop.context)
+        await loop.give(begin("u"))
+        await loop.makes("step1")
         assert "all 2 places for models" in (await loop.result("u:begin")).error
-
-
-async def test_samples_go_once_told_and_the_oldest_untold_ones_at_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(controller, "KEPT", 2)
-    async with writing(tmp_path) as loop:
-        names = [str(number) for number in range(40)]
-        entries = loop.operations._entries
-
-        async def end(names: Sequence[str]) -> None:
-            for name in names:
-                entry = entries[name]
-                loop.operations._samples._over(entry)
-                await until(entry.ended.is_set)
-
-        results = await sampled(loop, names[:7])
-        await end(names[1:7])
-        assert [(await anext(results)).id for _ in names[1:7]] == names[1:7]
-        # The HTTP process had these, and is gone before their clients were told.
-        await results.aclose()
-        assert set(names[:7]) == entries.keys()
-        results = await sampled(loop, names[7:20])
-        await end(names[7:20])
-        await results.aclose()
-        results = await sampled(loop, names[20:30], told=names[7:20])
-        await end(names[20:30])
-        await results.aclose()
-        assert {*names[:7], "28", "29"} <= entries.keys()
-        assert not {*names[7:20]} & entries.keys()
-        monkeypatch.setattr(controller, "MAX_KEPT", 3)
-        results = await sampled(loop, names[30:])
-        await end(names[30:])
-        await results.aclose()
-        # The first is under way; of the others the newest stay.
-        assert {"0", *names[36:]} <= entries.keys()
-        assert not {*names[1:30]} & entries.keys()
 
 
 async def sampled(loop: Loop, names: Sequence[str], told: Sequence[str] = ()) -> Any:
@@ -613,14 +515,14 @@ async def sampled(loop: Loop, names: Sequence[str], told: Sequence[str] = ()) ->
 
     async def asked() -> AsyncIterator[Operation]:
         for name in names:
-            yield Operation(id=name, sample=operations_pb2.Sample(num_samples=1), told=told)
+            yield Operation(id=name, sample=pb.Sample(num_samples=1), told=told)
         await asyncio.Event().wait()
 
-    answers = loop.operations.Sample(asked(), loop._context)
+    answers = loop.operations.Sample(asked(), loop.context)
     first = asyncio.ensure_future(anext(answers))
-    await until(lambda: all(name in loop.operations._entries for name in names))
+    await until(lambda: all(name in loop.entries for name in names))
 
-    async def results() -> AsyncIterator[operations_pb2.OperationResult]:
+    async def results() -> AsyncIterator[pb.OperationResult]:
         yield await first
         async for each in answers:
             yield each
@@ -628,77 +530,97 @@ async def sampled(loop: Loop, names: Sequence[str], told: Sequence[str] = ()) ->
     return results()
 
 
+async def test_samples_go_once_told_and_the_oldest_untold_ones_at_last(tmp_path, monkeypatch):
+    monkeypatch.setattr(controller, "KEPT", 2)
+    names = [str(number) for number in range(40)]
+    async with writing(tmp_path) as loop:
+
+        async def sample(
+            asked: Sequence[str], told: Sequence[str] = (), under_way: int = 0
+        ) -> None:
+            """Samples, of which all but the first ones end; then the HTTP process is gone."""
+            results = await sampled(loop, asked, told)
+            for name in asked[under_way:]:
+                loop.samples._over(loop.entries[name])
+                await until(loop.entries[name].ended.is_set)
+                assert (await anext(results)).id == name
+            await results.aclose()
+
+        await sample(names[:7], under_way=1)
+        # Their clients were not told.
+        assert set(names[:7]) == loop.entries.keys()
+        await sample(names[7:20])
+        await sample(names[20:30], told=names[7:20])
+        assert {*names[:7], "28", "29"} <= loop.entries.keys()
+        assert not {*names[7:20]} & loop.entries.keys()
+        monkeypatch.setattr(controller, "MAX_KEPT", 3)
+        await sample(names[30:])
+        # The first is under way; of the others the newest stay.
+        assert {"0", *names[36:]} <= loop.entries.keys()
+        assert not {*names[1:30]} & loop.entries.keys()
+
+
 async def test_a_sample_whose_stream_broke_is_told_to_the_next_one(tmp_path: Path) -> None:
     async with writing(tmp_path) as loop:
         for _ in range(2):
             told = await sampled(loop, ["a"])
-            entry = loop.operations._entries["a"]
-            if not entry.ended.is_set():
-                loop.operations._samples._over(entry)
+            if not loop.entries["a"].ended.is_set():
+                loop.samples._over(loop.entries["a"])
             assert (await anext(told)).id == "a"
             await told.aclose()
         assert (await loop.result("a")).is_done
 
 
-async def test_the_records_of_samples_that_are_leased_together_are_written_together(
-    tmp_path: Path,
-) -> None:
-    class Leasing:
-        sent: list[int] = []
-
-        def room(self, _: object) -> int:
-            return 100
-
-        may_send = room
-
-        def send_evaluation(self, _: object, groups: Sequence[object]) -> None:
-            self.sent.append(len(groups))
-
+async def test_the_records_of_samples_that_are_leased_together_are_written_together(tmp_path):
+    sent: list[int] = []
     with opened(tmp_path) as loop:
         told = await sampled(loop, [str(number) for number in range(20)])
-        samples: Any = loop.operations._samples
-        samples._scheduler, samples._fleet = Leasing(), Fleet(0)
-        samples.lease(None)
-        samples.lease(None)
-        assert Leasing.sent == [20]
+        loop.samples._scheduler = SimpleNamespace(
+            room=lambda _: 100,
+            may_send=lambda _: True,
+            send_evaluation=lambda _, groups: sent.append(len(groups)),
+        )
+        loop.samples._fleet = Fleet(0)
+        loop.samples.lease(None)
+        loop.samples.lease(None)
+        assert sent == [20]
         await told.aclose()
 
 
 async def test_only_samples_go_on_their_stream(tmp_path: Path) -> None:
     async def asked() -> AsyncIterator[Operation]:
-        yield Operation(id="step", step=ADAM)
+        yield of("step")
 
     with opened(tmp_path) as loop:
         with pytest.raises(ProtocolError, match="step is no sample"):
-            await anext(loop.operations.Sample(asked(), loop._context))
+            await anext(loop.operations.Sample(asked(), loop.context))
         with pytest.raises(ProtocolError, match="x is a sample, which goes on the stream"):
-            await loop.give(Operation(id="x", sample=operations_pb2.Sample()))
+            await loop.give(of("x", sample=pb.Sample()))
+
+
+class Serving:
+    """A server of a version."""
+
+    def __init__(self, step: int) -> None:
+        self.version, self.key = PolicyVersion(0, step), ServerKey(ServerId("s"), 1)
 
 
 class Fleet:
     """A fleet of servers by their versions."""
 
     def __init__(self, *steps: int) -> None:
-        self._sessions = [Serving(PolicyVersion(0, step)) for step in steps]
+        self._sessions = [Serving(step) for step in steps]
 
-    def serving(self) -> list["Serving"]:
+    def serving(self) -> list[Serving]:
         return self._sessions
-
-
-class Serving:
-    """A server."""
-
-    def __init__(self, version: PolicyVersion) -> None:
-        self.version, self.key = version, ServerKey(ServerId("s"), 1)
 
 
 def test_a_session_in_flight_is_not_of_the_model_that_had_its_place_before(tmp_path: Path) -> None:
     with opened(tmp_path, lora=TWO) as loop:
-        model = loop.operations._models.take("s", trainer_pb2.Adapter(rank=1, alpha=1.0))
-        model.served, fleet = 5, Fleet(4, 5, 6)
-        samples: Any = loop.operations._samples
-        samples._fleet = fleet
-        found, gone = samples._sessions(models.Named(models.NEWEST, model))
+        model = loop.models.take("s", trainer_pb2.Adapter(rank=1, alpha=1.0))
+        model.publish(5)
+        loop.samples._fleet = Fleet(4, 5, 6)
+        found, gone = loop.samples._sessions(Named(0, model, in_flight=True))
         assert ([one.version.step for one in found], gone) == ([5, 6], "")
 
 
@@ -707,13 +629,11 @@ async def test_replies_that_became_too_stale_under_way_are_sampled_anew_or_refus
     tmp_path: Path, is_pinned: bool
 ) -> None:
     with opened(tmp_path, lora=TWO) as loop:
-        model = loop.operations._models.take("s", trainer_pb2.Adapter(rank=1, alpha=1.0))
+        model = loop.models.take("s", trainer_pb2.Adapter(rank=1, alpha=1.0))
         model.max_staleness, model.steps, model.published = 2, 5, {4: 2, 7: 3}
-        step = 4 if is_pinned else models.NEWEST
-        loop.operations._models.named["x"] = models.Named(step, model, since=4)
-        sample = operations_pb2.Sample(num_samples=2, name="x")
-        entry = Entry(Operation(id="s:0", sample=sample), num_wanted=2, num_leased=2)
-        samples: Any = loop.operations._samples
+        loop.models.named["x"] = Named(4, model, in_flight=not is_pinned)
+        entry = Entry(Operation(id="s:0", sample=pb.Sample(num_samples=2, name="x")))
+        samples = loop.samples
         samples._intake = SimpleNamespace(withdraw=lambda *_: None)
         samples.open[entry] = None
         # That of version 6 has the values of the publish before.
@@ -721,12 +641,12 @@ async def test_replies_that_became_too_stale_under_way_are_sampled_anew_or_refus
             span = VersionSpan(1, PolicyVersion(0, version))
             reply: Any = SimpleNamespace(version_spans=(span,), task_index=version)
             entry.finished.append(reply)
-        samples._finish(entry)
+        samples.collect()
         if is_pinned:
             assert entry not in samples.open
             assert "version 4 is more than max_staleness = 2 steps" in entry.result.error
         else:
-            assert (entry.num_leased, len(entry.finished), entry in samples.open) == (1, 1, True)
+            assert (entry.num_missing, len(entry.finished), entry in samples.open) == (1, 1, True)
 
 
 async def test_a_model_that_rests_goes_on_after_a_restart_however_much_others_did(
@@ -735,25 +655,18 @@ async def test_a_model_that_rests_goes_on_after_a_restart_however_much_others_di
     monkeypatch.setattr(controller, "KEPT", 2)
     with opened(tmp_path, lora=TWO) as loop:
         loop.history.checkpoint = loop.history.checkpoint._replace(step=9)
-        data = [trainer_pb2.PassSequence(token_ids=b"1234")]
-        compute = trainer_pb2.Pass(id="s:pass", backward=True, sequences=data)
-        no = operations_pb2.Refused(cause="no")
-        for one in (
-            *(begin_of(stream, 1) for stream in ("s", "t")),
-            of_stream("s", 1, "pass", compute=compute),
-            of_stream("s", 2, "step", step=ADAM),
-            of_stream("s", 3, "no", refused=no),
-            *(of_stream("t", number, f"no{number}", refused=no) for number in range(1, 20)),
-        ):
+        own = [passed("s:pass", 1, data=b"1234"), of("s:step", 2), refused("s:no", 3)]
+        others = [refused(f"t:no{number}", number, "t") for number in range(1, 20)]
+        for one in (begin("s"), begin("t"), *own, *others):
             await loop.give(one)
             if one.HasField("compute"):
-                loop.operations._look()
-                loop.operations.computed(trainer_pb2.PassReport(id="s:pass"))
+                loop.computes(one.id)
             loop.step()
             await loop.write_results()
             # Nobody asks for the pass alone.
             if not one.HasField("compute"):
                 assert (await loop.result(one.id)).is_done
-        assert "s:step" not in loop.operations._entries
+        assert "s:step" not in loop.entries
     with opened(tmp_path, lora=TWO) as loop:
-        assert (loop.model("s").next, loop.model("s").passes) == (4, [])
+        model = loop.models.by_stream["s"]
+        assert (model.next, model.passes) == (4, [])

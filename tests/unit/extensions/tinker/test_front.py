@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+from collections.abc import Sequence
 from typing import Any
 
+import pyarrow
 import pytest
 from slipstream.client.agent_gateway import LOOPBACK
 from slipstream.extensions.tinker import front, wire_pb2
@@ -31,22 +33,29 @@ class Controller:
 
 
 async def answered(
-    path: str, body: bytes, headers: list[tuple[bytes, bytes]] = KEY
-) -> tuple[int, dict[str, Any], Controller]:
-    """Status and answer of a request; without KEY its body would never come."""
+    path: str, body: bytes | dict = b"", headers: Sequence = KEY, *, packed: bool = False
+) -> tuple[int, str, list[pb.Operation]]:
+    """Status, error and operations of a request; without KEY its body would never come."""
     sent: list[dict[str, Any]] = []
     controller = Controller()
+    if isinstance(body, dict):
+        body = json.dumps(body).encode()
+    if packed:
+        body = pyarrow.compress(body, codec="zstd", asbytes=True)
+        assert len(body) < 100_000
+        headers = [*headers, (b"content-encoding", b"zstd")]
 
     async def receive() -> dict[str, Any]:
-        assert headers[: len(KEY)] == KEY
+        assert list(headers[: len(KEY)]) == KEY
         return {"type": "http.request", "body": body}
 
     async def send(message: dict[str, Any]) -> None:
         sent.append(message)
 
     served = Front(small_config(), controller, (), in_flight=False)
-    await served({"type": "http", "path": f"/api/v1/{path}", "headers": headers}, receive, send)
-    return sent[0]["status"], json.loads(sent[1]["body"]), controller
+    scope = {"type": "http", "method": "POST", "path": f"/api/v1/{path}", "headers": headers}
+    await served(scope, receive, send)
+    return sent[0]["status"], json.loads(sent[1]["body"]).get("error", ""), controller.taken
 
 
 @pytest.mark.parametrize(
@@ -54,23 +63,21 @@ async def answered(
     [
         ("create_session", b"[" * 200_000),
         ("optim_step", b'{"a":' * 100_000 + b"1" + b"}" * 100_000),
-        ("asample", json.dumps(SAMPLE | {"sampling_session_id": 5}).encode()),
-        ("asample", json.dumps(SAMPLE | {"prompt": {"chunks": ["text"]}}).encode()),
-        ("asample", json.dumps(SAMPLE | {"sampling_params": [1]}).encode()),
+        ("asample", SAMPLE | {"sampling_session_id": 5}),
+        ("asample", SAMPLE | {"prompt": {"chunks": ["text"]}}),
+        ("asample", SAMPLE | {"sampling_params": [1]}),
     ],
 )
-async def test_a_request_of_another_form_is_malformed(path: str, body: bytes) -> None:
-    status, answer, controller = await answered(path, body)
-    assert (status, controller.taken) == (400, [])
-    assert answer["error"].startswith("the request is malformed: ")
+async def test_a_request_of_another_form_is_malformed(path: str, body: bytes | dict) -> None:
+    status, error, taken = await answered(path, body)
+    assert (status, taken) == (400, [])
+    assert error.startswith("the request is malformed: ")
 
 
 @pytest.mark.parametrize("numbers", [[1], "x", 5])
 async def test_an_operation_of_another_form_fails_in_its_turn(numbers: object) -> None:
-    body = json.dumps(MODEL | {"adam_params": numbers}).encode()
-    status, _, controller = await answered("optim_step", body)
+    status, _, (operation,) = await answered("optim_step", MODEL | {"adam_params": numbers})
     assert status == 200
-    (operation,) = controller.taken
     assert "the request is malformed" in operation.refused.cause
 
 
@@ -79,8 +86,8 @@ async def test_an_operation_of_another_form_fails_in_its_turn(numbers: object) -
     [KEY[:1], KEY[1:], [(b"host", b"evil.example"), KEY[1]], [KEY[0], (b"x-api-key", b"\xff")]],
 )
 async def test_a_request_without_a_key_is_refused_before_its_body(headers: list) -> None:
-    status, answer, _ = await answered("forward", b"", headers)
-    assert (status, "a request needs an api_key" in answer["error"]) == (401, True)
+    status, error, _ = await answered("forward", headers=headers)
+    assert (status, "a request needs an api_key" in error) == (401, True)
 
 
 # The forward_backward of `test_operations.SENT`, as the SDK packs it if it is told to.
@@ -94,13 +101,10 @@ ZIPPED_PASS = bytes.fromhex(
 
 
 async def test_a_pass_in_zstd_is_the_pass() -> None:
-    status, _, controller = await answered(
-        "forward_backward", ZIPPED_PASS, [*KEY, (b"content-encoding", b"zstd")]
-    )
-    assert status == 200
-    (operation,) = controller.taken
+    headers = [*KEY, (b"content-encoding", b"zstd")]
+    status, _, (operation,) = await answered("forward_backward", ZIPPED_PASS, headers)
+    assert (status, operation.id) == (200, "s1:train:0:3:forward_backward")
     (sequence,) = operation.compute.sequences
-    assert operation.id == "s1:train:0:3:forward_backward"
     assert sequence.token_ids == b"\1\0\0\0\2\0\0\0\3\0\0\0"
 
 
@@ -110,56 +114,34 @@ async def test_a_pass_in_zstd_is_the_pass() -> None:
 )
 async def test_a_body_that_is_packed_otherwise_is_refused(encoding, body, said) -> None:
     headers = [*KEY, (b"content-encoding", encoding)]
-    status, answer, controller = await answered("forward_backward", body, headers)
-    assert (status, controller.taken) == (said[0], [])
-    assert said[1] in answer["error"]
+    status, error, taken = await answered("forward_backward", body, headers)
+    assert (status, said[1] in error, taken) == (said[0], True, [])
 
 
-async def test_zstd_of_more_than_a_request_has_fails_in_its_turn() -> None:
-    import pyarrow
-
-    sent = wire_pb2.ForwardBackwardRequest(model_id="m", seq_id=3, loss_fn="x" * MAX_BODY_BYTES)
-    packed = pyarrow.compress(sent.SerializeToString(), codec="zstd", asbytes=True)
-    assert len(packed) < 100_000
-    headers = [*KEY, (b"content-encoding", b"zstd")]
-    status, _, controller = await answered("forward_backward", packed, headers)
-    (operation,) = controller.taken
-    assert (status, operation.stream, operation.number) == (200, "m", 3)
-    assert "a request has at most" in operation.refused.cause
+LARGE_PASS = wire_pb2.ForwardBackwardRequest(model_id="m", seq_id=4, loss_fn="x" * MAX_BODY_BYTES)
+LARGE_SAVE = {"model_id": "m", "path": 'x"seq_id":7,' * (MAX_BODY_BYTES // 10), "seq_id": 4}
 
 
-@pytest.mark.parametrize("is_packed", [False, True])
-async def test_an_operation_of_json_that_is_too_large_fails_in_its_turn(is_packed: bool) -> None:
-    import pyarrow
-
-    body = {"model_id": "m", "path": 'x"seq_id":7,' * (MAX_BODY_BYTES // 10), "seq_id": 4}
-    data, headers = json.dumps(body).encode(), KEY
-    if is_packed:
-        data = pyarrow.compress(data, codec="zstd", asbytes=True)
-        headers = [*KEY, (b"content-encoding", b"zstd")]
-    status, _, controller = await answered("save_weights", data, headers)
-    (operation,) = controller.taken
-    assert (status, operation.id) == (200, "m:4:save_weights")
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("save_weights", LARGE_SAVE), ("forward_backward", LARGE_PASS.SerializeToString())],
+)
+async def test_an_operation_that_is_too_large_fails_in_its_turn(path, body, packed) -> None:
+    status, _, (operation,) = await answered(path, body, packed=packed)
+    assert (status, operation.id) == (200, f"m:4:{path}")
     assert operation.refused.cause.startswith("a request has at most 25165824 bytes, got")
 
 
-@pytest.mark.parametrize("is_packed", [False, True])
-async def test_a_body_is_read_up_to_a_size(
-    monkeypatch: pytest.MonkeyPatch, is_packed: bool
-) -> None:
-    import pyarrow
-
+@pytest.mark.parametrize("packed", [False, True])
+async def test_a_body_is_read_up_to_a_size(monkeypatch: pytest.MonkeyPatch, packed: bool) -> None:
     monkeypatch.setattr(front, "MAX_READ_BYTES", MAX_BODY_BYTES)
-    data, headers = bytes(MAX_BODY_BYTES + 1), KEY
-    if is_packed:
-        data = pyarrow.compress(data, codec="zstd", asbytes=True)
-        headers = [*KEY, (b"content-encoding", b"zstd")]
-    status, answer, controller = await answered("save_weights", data, headers)
-    assert (status, controller.taken) == (400, [])
-    assert "a request has at most 25165824 bytes, got 25" in answer["error"]
+    status, error, taken = await answered("save_weights", bytes(MAX_BODY_BYTES + 1), packed=packed)
+    assert (status, taken) == (400, [])
+    assert "a request has at most 25165824 bytes, got 25" in error
 
 
-async def test_a_body_that_never_ends_is_refused_and_its_connection_closed() -> None:
+async def test_a_body_that_never_ends_is_refused_and_its_connection_closed(monkeypatch) -> None:
     sent: list[dict[str, Any]] = []
 
     async def receive() -> dict[str, Any]:
@@ -169,7 +151,8 @@ async def test_a_body_that_never_ends_is_refused_and_its_connection_closed() -> 
     async def send(message: dict[str, Any]) -> None:
         sent.append(message)
 
-    served = Front(small_config(), Controller(), (), in_flight=False, limit_s=0.01)
+    monkeypatch.setattr(front, "REQUEST_LIMIT_S", 0.01)
+    served = Front(small_config(), Controller(), (), in_flight=False)
     await served({"type": "http", "path": "/api/v1/asample", "headers": KEY}, receive, send)
     assert (sent[0]["status"], (b"connection", b"close") in sent[0]["headers"]) == (408, True)
 
@@ -187,7 +170,7 @@ async def test_a_key_has_a_number_of_requests_at_once() -> None:
             statuses.append(message["status"])
 
     served = Front(small_config(), Controller(), (), in_flight=False)
-    scope = {"type": "http", "path": "/api/v1/healthz", "headers": KEY}
+    scope = {"type": "http", "method": "GET", "path": "/api/v1/healthz", "headers": KEY}
     async with asyncio.TaskGroup() as group:
         for _ in range(MAX_OPEN + 1):
             group.create_task(served(scope, receive, send))
