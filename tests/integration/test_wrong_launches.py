@@ -331,6 +331,12 @@ def test_too_few_open_files_are_named(site: Site) -> None:
     check_refused(result, "open files: one process may open 256 files: let", "ulimit -Hn")
 
 
+def test_too_little_address_space_is_named(site: Site) -> None:
+    limited = ["prlimit", f"--as={3 << 30}", "--"]
+    result = start_plainly(site, FIRST, before=limited)
+    check_refused(result, "address space: one process may map 3.0 GiB of memory: set ulimit -v")
+
+
 def test_a_full_disk_is_named(site: Site) -> None:
     with small_disk(site.folder / "disk", "size=1m") as disk:
         result = run_command(*FIRST, f'run.dir="{disk}"', cwd=site.folder)

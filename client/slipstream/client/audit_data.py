@@ -17,7 +17,31 @@ _LONG, _SHOWN = 12, 60
 # Tasks of one environment that are looked for in another one.
 _MAX_COMPARED = 512
 
-_OPTION = re.compile(r"(?:^|(?<=[\s(]))\(?([A-H])[).:]\s*\S")
+_NUMBER = r"[-+−]?\s?\\?[$€£]?\s?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+|(?<=\d))(?:[eE][-+]?\d+)?"
+_UNIT = r"(?:%|°\s?[CFK]?|[mgshlVWKCFJN]|[A-Za-zµ]{2,12})[²³23]?(?:/[a-z]+|\s[a-z]+)?"
+_NOTHING = r"n/?a|none|null|nan|nil|unknown|undefined|missing|tbd|todo|no answer|not known"
+# The kinds of answers, of which the first that fits counts.
+_KINDS = {
+    "no answer": rf"(?i:{_NOTHING})\.?|[-–?.\s]+",
+    "JSON": r"\{\s*[\"'].*\}|\[\s*[\"{].*\]",
+    "several answers": rf"(?:{_NUMBER}|[A-Z]) or (?:{_NUMBER}|[A-Z])",
+    "a number": rf"{_NUMBER}\.?",
+    "a letter": r"\(?[A-Z]\)?[.:]?",
+    "a number with a unit": rf"{_NUMBER}\s?{_UNIT}",
+    "a formula": r".*[\\^=+*/_{}()\[\]<>|].*|[a-z]|\d*[a-z]",
+}
+# A word, and the names that a formula may have.
+_WORD = re.compile(r"[A-Za-z]{4,}")
+_NAMES = re.compile(r"\\(?:text|math|operatorname)\w*\s*\{[^{}]*\}|\\[A-Za-z]+|sqrt")
+# Kinds of one value each: beside most answers of one of them, another kind is odd.
+_STRICT = {"a number", "a letter", "a number with a unit"}
+_ASKS_NUMBER = re.compile(
+    r"\bhow many\b|\bnumber (?:only|alone)\b|\binteger\b|\b(?:a|one|only the|just the) number\b",
+    re.IGNORECASE,
+)
+_OPTIONS = re.compile(
+    r"(?:^|(?<=[\s(]))\(?([A-H])[).:]\s*(\S.*?)\s*(?=$|[\s(]\(?[A-H][).:])", re.DOTALL
+)
 # An answer that the prompt calls so, one alone behind a question, and one among other words.
 _CALLED = (
     r"(?:answer|solution|result|hint|key|label|target|correct|expected)\W{{0,3}}(?:is)?\W{{0,3}}{0}"
@@ -54,64 +78,130 @@ class Row:
 def surprises(rows: Sequence[Row], *, is_interactive: bool) -> Iterator[str]:
     """Yields a line for each oddity of `rows`; tasks with several turns may begin alike."""
     known = [row for row in rows if row.right]
-    shown = [row for row in rows if row.said and not row.has_images]
-    blank = [row for row in shown if not row.text.strip()]
-    first: dict[str, Row] = {}
-    pairs = [(first.setdefault(key_of(row.text), row), row) for row in shown]
-    differing = [pair for pair in pairs if key_of(pair[0].right) != key_of(pair[1].right)]
-    alike = [(one, other) for one, other in pairs if one.text != other.text]
+    blank = [row for row in rows if row.said and not row.text.strip() and not row.has_images]
     if blank:
         yield f"task {blank[0].index} begins without a text"
-    elif differing and not is_interactive:
-        one, other = differing[0]
-        what = f"tasks {one.index} and {other.index} ask the same, {quoted(one.prompt)}, with"
-        yield f"{what} the answers {quoted(one.right)} and {quoted(other.right)}"
-    elif alike and not is_interactive:
-        one, other = alike[0]
-        what = f"{of(len(alike), len(rows))} ask what another one asks but for spaces and case"
-        yield f"{what}, such as tasks {one.index} and {other.index}, {quoted(one.prompt)}"
+    elif not is_interactive:
+        yield from _repeated(rows)
     if len(known) >= _SEVERAL and len({row.right for row in known}) == 1:
         yield f"the right answer is the same in all {len(known)} tasks: {quoted(known[0].right)}"
-    if told := _told([row for row in known if row.answer.strip()]):
-        what = (
-            f"{of(len(told), len(known))}, such as task {told[0].index}, {quoted(told[0].prompt)}"
-        )
-        yield f"the prompt holds the right answer in {what}, right {quoted(told[0].right)}"
+    longest = sorted(known, key=lambda row: len(row.answer))
+    if longest and len(longest[-1].answer) > 20 * max(
+        len(longest[len(longest) // 2].answer), _LONG
+    ):
+        what = f"task {longest[-1].index} is far longer than others"
+        yield f"the right answer of {what}: {quoted(longest[-1].answer)}"
+    answered = [row for row in known if row.answer.strip()]
+    asking = [row for row in answered if row.answer.strip().endswith("?") and "?" not in row.prompt]
+    if 2 * len(asking) > len(answered):
+        yield f"the right answer asks, and the prompt does not, in {_such_as(asking, answered)}"
+    yield from _odd(answered)
+    if told := _told(answered):
+        yield f"the prompt holds the right answer in {_such_as(told, known)}"
     if known and len(known) < len(rows):
         lacking = [row.index for row in rows if not row.right]
         yield f"{of(len(lacking), len(rows))}, such as task {lacking[0]}, have no right answer"
 
 
+def _repeated(rows: Sequence[Row]) -> Iterator[str]:
+    first: dict[str, Row] = {}
+    shown = [row for row in rows if row.said and not row.has_images]
+    pairs = [(first.setdefault(key_of(row.text), row), row) for row in shown]
+    for one, other in pairs:
+        if key_of(one.right) != key_of(other.right):
+            what = f"tasks {one.index} and {other.index} ask the same, {quoted(one.prompt)}, with"
+            yield f"{what} the answers {quoted(one.right)} and {quoted(other.right)}"
+            return
+    alike = [(one, other) for one, other in pairs if one.text != other.text]
+    for one, other in alike[:1]:
+        what = f"{of(len(alike), len(rows))} ask what another one asks but for spaces and case"
+        yield f"{what}, such as tasks {one.index} and {other.index}, {quoted(one.prompt)}"
+
+
+def _odd(rows: Sequence[Row]) -> Iterator[str]:
+    """Yields lines on answers of another kind than the prompt asks, or than most others have."""
+    if asked := [row for row in rows if not _fits(row)]:
+        yield f"the right answer is not of the kind that the prompt asks in {_such_as(asked, rows)}"
+    kinds = [_kind(row.answer) for row in rows]
+    count = Counter(kinds)
+    most = count.most_common(1)[0][0] if rows else ""
+    odd = {"no answer", "JSON"}
+    if most in odd:
+        odd = {*count}
+    elif most in _STRICT:
+        # Mathematics has answers of many kinds, and few texts among numbers are no answers.
+        odd |= {"several answers"} | (_STRICT if count["a formula"] * 10 < len(rows) else set())
+        odd |= {"a text"} if count["a text"] * 4 <= len(rows) else set()
+    elif most == "a text" and 2 * len({row.answer for row in rows}) <= len(rows):
+        # One of a few labels.
+        odd -= {"no answer"}
+    found = [
+        (row, kind) for row, kind in zip(rows, kinds, strict=True) if kind in odd and kind != most
+    ]
+    if found:
+        what = " or ".join(sorted({kind for _, kind in found}))
+        where = _such_as([row for row, _ in found], rows)
+        yield f"the right answer is {what}, where most are {most}, in {where}"
+
+
+def _kind(answer: str) -> str:
+    fits = (kind for kind, form in _KINDS.items() if re.fullmatch(form, answer.strip(), re.DOTALL))
+    kind = next(fits, "a text")
+    is_told = kind == "a formula" and _WORD.search(_NAMES.sub("", answer))
+    return "a text" if is_told else kind
+
+
+def _fits(row: Row) -> bool:
+    """Whether the answer is of the kind that the prompt asks: an option of it, or a number."""
+    if options := _options(row.prompt):
+        letters = {*re.findall(r"\b[A-H]\b", row.answer)}
+        text = key_of(row.answer)
+        return (
+            bool(letters)
+            and letters <= options.keys()
+            or any(re.match(rf"{re.escape(text)}(?!\w)", key_of(each)) for each in options.values())
+        )
+    is_number = _kind(row.answer) in ("a number", "a formula")
+    return is_number or _ASKS_NUMBER.search(row.prompt) is None
+
+
+def _options(prompt: str) -> dict[str, str]:
+    """Returns the lettered options of a prompt, by their letters, or {}."""
+    found = dict(_OPTIONS.findall(prompt))
+    return found if {"A", "B"} <= found.keys() else {}
+
+
 def _told(rows: Sequence[Row]) -> list[Row]:
     """Returns rows whose prompts hold the answer, more often than they hold that of others."""
-
-    def holds(text: str, form: str, answer: str) -> bool:
-        said = re.escape(answer.strip())
-        return bool(text) and re.search(form.format(said), text, re.IGNORECASE) is not None
-
     common = Counter(said for row in rows for said in row.said)
-    texts = [row.text for row in rows]
     # What instructions tell about one row.
     own = [
         "\n".join(said[1] for said in row.said if said[0] == "system" and common[said] == 1)
         for row in rows
     ]
+    texts = [row.text for row in rows]
     found = {
         row.index
         for row in rows
-        if len(row.answer) >= _LONG
-        and row.answer in row.text
-        and not {"A", "B"} <= {*_OPTION.findall(row.prompt)}
+        if len(row.answer) >= _LONG and row.answer in row.text and not _options(row.prompt)
     }
     for form, places in ((_CALLED, texts), (_ALONE, texts), (_NAMED, own)):
-        paired = list(zip(rows, [*rows[1:], *rows[:1]], places, strict=True))
-        told = {row.index for row, _, text in paired if holds(text, form, row.answer)}
+        told = {
+            row.index
+            for row, text in zip(rows, places, strict=True)
+            if _holds(text, form, row.answer)
+        }
         by_chance = sum(
-            holds(text, form, other.answer) and key_of(row.answer) != key_of(other.answer)
-            for row, other, text in paired
+            _holds(text, form, other.answer) and key_of(row.answer) != key_of(other.answer)
+            for row, other, text in zip(rows, [*rows[1:], *rows[:1]], places, strict=True)
         )
         found |= told if len(told) > 2 * by_chance else set()
     return [row for row in rows if row.index in found]
+
+
+def _holds(text: str, form: str, answer: str) -> bool:
+    said = re.escape(answer.strip())
+    return bool(text) and re.search(form.format(said), text, re.IGNORECASE) is not None
 
 
 def key_of(text: str) -> str:
@@ -155,6 +245,11 @@ def _cores(rows: Sequence[tuple[str, str]]) -> list[str]:
 def of(number: int, total: int) -> str:
     """Returns how many of all tasks."""
     return f"{number} of {counted(total, 'task')}"
+
+
+def _such_as(some: Sequence[Row], rows: Sequence[Row]) -> str:
+    where = f"{of(len(some), len(rows))}, such as task {some[0].index}"
+    return f"{where}, {quoted(some[0].prompt)}, right {quoted(some[0].right)}"
 
 
 def quoted(text: str) -> str:

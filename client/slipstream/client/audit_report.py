@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from os.path import commonprefix
 from statistics import fmean
@@ -17,6 +17,8 @@ from slipstream.client.terminal import aligned, counted
 _VALUES = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
 # Characters before a difference that a line shows.
 _BEFORE = 20
+# Seconds in which a worker should judge the episodes of a step.
+_MOST_STEP_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ def _openings(played: Played) -> list[Finding]:
         what += f"begin otherwise when they are reset twice with one seed: {texts}"
         cause = "; the members of a group would not read the same prompt"
         found.append(Finding(what + cause, is_refused=True))
-    if when := played.other_tasks:
+    for when in played.other_tasks:
         cause = f"tasks() gives other tasks {when}: draw them with a fixed seed, in a fixed order"
         found.append(Finding(cause, is_refused=True))
     return found
@@ -101,7 +103,7 @@ def _rewards(played: Played) -> list[Finding]:
         names_reply = any(task.reply for task in played.tasks if task.index in bad)
         is_meant = not names_reply and 2 * len(_silent(played)) < len(right)
         found.append(Finding(text, is_refused=is_most and not is_meant))
-    for kind, (_, what) in _RULES.items():
+    for kind, _, what in _RULES:
         rewards, wrong = played.rewards(kind), _wrong(played, kind)
         # Half of "10.0" is 10, which is right too.
         if wrong and (kind is not Kind.CUT or len(wrong) == len(rewards) > 1):
@@ -142,6 +144,24 @@ def _turns(played: Played) -> list[Finding]:
     return found
 
 
+def slowness(played: Played, *, num_episodes: int, limit_s: float) -> list[Finding]:
+    """Returns whether the judge is slow for the episodes of a step, which one worker plays."""
+    seconds, calls = (sum(each) for each in zip((0.0, 0), *played.timed, strict=True))
+    plays = played.every()
+    replies = sum(play.num_turns for *_, play in plays) / max(len(plays), 1)
+    each_s = seconds / max(calls, 1) * replies
+    longest_s = max(played.calls_s, default=0.0)
+    if not calls and longest_s > 1.0:
+        text = f"the judge is slow: {longest_s:.2g} s for a reply, so that none were judged at once"
+        return [Finding(f"{text}, as a run does")]
+    step_s = each_s * num_episodes
+    if longest_s <= max(1.0, limit_s / 2) and step_s <= _MOST_STEP_S:
+        return []
+    text = f"the judge is slow: {each_s:.2g} s an episode, so that {num_episodes} episodes take "
+    text += f"{step_s:.0f} s of one worker, and {longest_s:.2g} s for a reply, of at most "
+    return [Finding(f"{text}{limit_s:g} s for a call")]
+
+
 def _silent(played: Played) -> set[int]:
     """Returns the tasks in which an empty reply alone earned something."""
     paid = [(index, kind) for index, kind, play in played.every() if play.earned > 0]
@@ -169,24 +189,24 @@ def _free(played: Played) -> list[Finding]:
 
 
 # What is wrong by the share of the right answer's reward that a reply earned beyond an empty one.
-_RULES: dict[Kind, tuple[Callable[[float], bool], str]] = {
-    Kind.WRONG: (lambda share: share >= 1, "earned as much as the right answer"),
-    Kind.OTHER: (lambda share: share >= 1, "earned as much as the right one"),
+_RULES: tuple[tuple[Kind, Callable[[float], bool], str], ...] = (
+    (Kind.WRONG, lambda share: share >= 1, "earned as much as the right answer"),
+    (Kind.OTHER, lambda share: share >= 1, "earned as much as the right one"),
     # Length may have a price.
-    Kind.THOUGHT: (lambda share: share > 0.5, "earned as when it is said"),
-    Kind.BEHIND: (lambda share: share < 0.5, "earned less than without them"),
-    Kind.CUT: (lambda share: share >= 1, "earned as much as the whole one"),
-    Kind.HEDGED: (lambda share: share >= 1, "earned as much as the right one alone"),
-    Kind.LONGER: (lambda share: share > 1 + 1e-6, "earned more than without them"),
-    Kind.WORDS: (lambda share: share >= 0.5, "earned half of what the right answer does, or more"),
-    Kind.AGAIN: (lambda share: abs(share - 1) > 1e-6, "earned another reward"),
-}
+    (Kind.THOUGHT, lambda share: share > 0.5, "earned as when it is said"),
+    (Kind.BEHIND, lambda share: share < 0.5, "earned less than without them"),
+    (Kind.CUT, lambda share: share >= 1, "earned as much as the whole one"),
+    (Kind.HEDGED, lambda share: share >= 1, "earned as much as the right one alone"),
+    (Kind.LONGER, lambda share: share > 1 + 1e-6, "earned more than without them"),
+    (Kind.WORDS, lambda share: share >= 0.5, "earned half of what the right answer does, or more"),
+    (Kind.AGAIN, lambda share: abs(share - 1) > 1e-6, "earned another reward"),
+)
 
 
 def _wrong(played: Played, kind: Kind) -> list[int]:
     """Returns the tasks in which a kind of `_RULES` did not earn what it should."""
     right, empty = (played.rewards(of) for of in (Kind.RIGHT, Kind.EMPTY))
-    is_wrong, _ = _RULES[kind]
+    is_wrong = next(rule for of, rule, _ in _RULES if of is kind)
     good = {index for index in right.keys() & empty.keys() if right[index] > empty[index]}
     return [
         index
@@ -214,24 +234,32 @@ def table(played: Played) -> list[str]:
             name = kind.value
             if kind is Kind.RIGHT and played.form not in (OWN, PLAIN):
                 name += f", as {quoted(played.form.replace('{}', '...'))}"
-            least, most = (choose(rewards.values(), default=0.0) for choose in (min, max))
-            spread = f"{least:g} to {most:g}, mean {fmean(rewards.values()):.3g}"
-            if least == most:
-                spread = f"{least:g}" if rewards else "-"
-            is_ruled = kind in _RULES or kind in (Kind.RIGHT, Kind.EMPTY)
-            ends = ""
-            if is_ruled and played.rewards(Kind.RIGHT):
-                wrong = len(_wrong(played, kind) if kind in _RULES else played.poor())
-                ends = f"no, {counted(wrong, 'task')}" if wrong else "yes"
             going = sum(not (play.is_done or play.failure) for play in plays)
-            ends = f"{going} had not ended" if going else ends
+            ends = f"{going} had not ended" if going else _verdict(played, kind)
             ends = f"{failed} failed" if failed else ends
-            rows.append((name, f"{len(plays)}", spread, ends))
+            rows.append((name, f"{len(plays)}", _spread(rewards), ends))
     lines = aligned(rows) if len(rows) > 1 else []
     known = any(task.right for task in played.tasks) or played.plays[Kind.OWN]
     if played.tasks and not known and not played.first_call:
         lines.append("no right answer is known: let reset() set self.expected_answer to play it")
     return lines
+
+
+def _verdict(played: Played, kind: Kind) -> str:
+    is_known = bool(played.rewards(Kind.RIGHT))
+    if kind in (Kind.RIGHT, Kind.EMPTY):
+        wrong = len(played.poor())
+    else:
+        is_known &= any(of is kind for of, *_ in _RULES)
+        wrong = len(_wrong(played, kind)) if is_known else 0
+    return ("yes" if not wrong else f"no, {counted(wrong, 'task')}") if is_known else ""
+
+
+def _spread(rewards: Mapping[int, float]) -> str:
+    values = list(rewards.values())
+    if not values or min(values) == max(values):
+        return f"{values[0]:g}" if values else "-"
+    return f"{min(values):g} to {max(values):g}, mean {fmean(values):.3g}"
 
 
 def _example(played: Played, index: int, kind: Kind = Kind.RIGHT) -> str:

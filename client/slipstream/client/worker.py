@@ -27,24 +27,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import grpc.aio
-from slipstream.client.environment_loader import (
-    CallTracker,
-    is_of_environment,
-    is_ours,
-    running_place,
-)
-from slipstream.client.episode_host import EpisodeHost, answer_commands, open_stream
-from slipstream.client.terminal import counted
-from slipstream.core.errors import WARNING, ConfigError
-from slipstream.core.machine.files import remove_abandoned
-from slipstream.core.machine.process import die_with_parent
-from slipstream.core.template_values import NEED_PARSER
-from slipstream.protocol.access.security import Credentials, call_metadata, open_channel
-from slipstream.v1 import environment_pb2 as pb
-from slipstream.v1 import environment_pb2_grpc
-
 if TYPE_CHECKING:
+    from slipstream.v1 import environment_pb2 as pb
     from typing_extensions import Buffer
 
 TOKEN_VARIABLE = "SLIPSTREAM_TOKEN"
@@ -77,21 +61,17 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--tell", action="store_true", help="refuse no reward or prompt (--check)")
     parser.add_argument("--json", action="store_true", help="a report for programs (--check)")
+    parser.add_argument("--episodes", type=int, default=64, help="of a step, for it (--check)")
+    parser.add_argument("--max-turns", type=int, help="warn of a limit that ends it (--check)")
     parser.add_argument("--timeout-s", type=float, default=60.0, help="limit of a call (--check)")
     arguments = parser.parse_args(argv)
     # The environment's prints go to stderr.
     report = os.dup(1)
     sys.stdout.flush()
     os.dup2(2, 1)
-    if arguments.check is None:
-        return _serve(arguments.connect, arguments.record)
-    said = asyncio.run(_Check(arguments).run())
-    with open(report, "w", encoding="utf-8", errors="backslashreplace") as file:
-        print(said, file=file)
-    # Threads of the environment must not keep the process alive.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+    if arguments.check is not None:
+        _check(arguments, report)
+    return _serve(arguments.connect, arguments.record)
 
 
 class _Lossy(io.FileIO):
@@ -108,6 +88,9 @@ def lossy_output() -> io.TextIOWrapper:
 
 
 def _serve(address: str, record: int | None) -> int:
+    from slipstream.core.machine.files import remove_abandoned
+    from slipstream.core.machine.process import die_with_parent
+
     sys.stdout = sys.stderr = lossy_output()
     token = os.environ.pop(TOKEN_VARIABLE, None)
     if address.startswith("unix:"):
@@ -118,10 +101,10 @@ def _serve(address: str, record: int | None) -> int:
     threading.Thread(target=remove_abandoned, daemon=True).start()
     code = 1
     try:
-        if lost := asyncio.run(_attach(address, token, record)):
-            print(f"slipstream worker: {lost}", file=sys.stderr)
-        else:
-            code = 0
+        asyncio.run(_attach(address, token, record))
+        code = 0
+    except _NotConnected as error:
+        print(f"slipstream worker: {error}", file=sys.stderr)
     except KeyboardInterrupt:
         code = 130
     finally:
@@ -131,57 +114,94 @@ def _serve(address: str, record: int | None) -> int:
     return code
 
 
-async def _attach(address: str, token: str | None, record: int | None) -> str:
-    """Answers a server until it ends the stream; returns why there is none or it is lost, or ""."""
+class _NotConnected(Exception):
+    """No server answers, or the connection to the server was lost."""
+
+
+async def _attach(address: str, token: str | None, record: int | None) -> None:
+    import grpc.aio
+    from slipstream.client.environment_loader import CallTracker
+    from slipstream.client.episode_host import EpisodeHost, answer_commands, open_stream
+    from slipstream.core.errors import ConfigError
+    from slipstream.protocol.access.security import Credentials, call_metadata, open_channel
+    from slipstream.v1 import environment_pb2 as pb
+    from slipstream.v1 import environment_pb2_grpc
+
     credentials = Credentials(token=token)
     try:
-        async with open_channel(address, credentials) as channel:
+        channel = open_channel(address, credentials)
+    except ConfigError as error:
+        raise _NotConnected(str(error)) from error
+    async with channel:
+        try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 await channel.channel_ready()
-            stub = environment_pb2_grpc.WorkerServiceStub(channel)
+        except TimeoutError:
+            raise _NotConnected(
+                f"no server answers at {address} within {CONNECT_TIMEOUT_S:g} s"
+            ) from None
+        stub = environment_pb2_grpc.WorkerServiceStub(channel)
+        hello = pb.WorkerHello(token=token or "")
+        try:
             attach = partial(stub.Attach, metadata=call_metadata(credentials))
-            call = await open_stream(attach, pb.WorkerHello(token=token or ""))
+            call = await open_stream(attach, hello)
             host = EpisodeHost(tracker=None if record is None else CallTracker(record))
             await answer_commands(host, aiter(call), call.write)
-    except ConfigError as error:
-        return str(error)
-    except TimeoutError:
-        return f"no server answers at {address} within {CONNECT_TIMEOUT_S:g} s"
-    except grpc.aio.AioRpcError as error:
-        return f"{address}: {error.details()}"
-    return ""
+        except grpc.aio.AioRpcError as error:
+            raise _NotConnected(f"{address}: {error.details()}") from error
 
 
 class _Check:
     """Audits an environment; ends the process when it cannot be used."""
 
     def __init__(self, options: argparse.Namespace) -> None:
+        from slipstream.client.episode_host import EpisodeHost
+
         self._options = options
         self._host = EpisodeHost()
         self._main_thread = threading.get_ident()
+        self._other: asyncio.subprocess.Process | None = None
 
     async def run(self) -> str:
-        """Returns the report, or what a run is told of an environment that is ready."""
         options = self._options
         spec = {"reference": options.check, "args_json": options.args}
         loading = await self._call(load={"spec": spec | {"search_path": options.search_path}})
         if loading.HasField("failure"):
             self._fail(loading.failure.message)
         if options.no_play:
-            return f"environment {options.check} is loaded"
+            return f"environment {options.check} is loaded: {loading.loaded.digest}"
         known = _known(options, loading.loaded.digest) if options.cached else None
         if known is not None and known.is_file():
-            _warn(known.read_text(encoding="utf-8").splitlines())
+            self._warn(known.read_text(encoding="utf-8").splitlines())
             return f"environment {options.check} is ready, as before"
+        return await self._audit(loading.loaded, known)
+
+    async def _audit(self, loaded: pb.Loaded, known: Path | None) -> str:
         from slipstream.client.audit import Audit
         from slipstream.client.audit_data import key_of
-        from slipstream.client.audit_report import findings, headline, table
+        from slipstream.client.audit_report import findings, headline, slowness, table
 
-        audit = Audit(self._host, self._call, loaded=loading.loaded, limit_s=options.seconds)
+        options = self._options
+        audit = Audit(self._host, self._call, loaded=loaded, limit_s=options.seconds)
+        # Without a fixed seed sets have another order in each process, as in no run.
+        if not options.cached and "PYTHONHASHSEED" in os.environ:
+            # It loads the environment too, and says the digest of its tasks.
+            self._other = await asyncio.create_subprocess_exec(
+                *(*sys.orig_argv, "--no-play"),
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.DEVNULL,
+            )
         played = await audit.run(self._look_at)
         if played.first_call == "none" and not played.unbegun:
             self._fail("run() ended without a call to its endpoint")
-        found = findings(played)
+        if played.first_call and options.max_turns == 1:
+            self._warn(["with sampling.max_turns = 1 an agent's second call is refused (400)"])
+        if self._other is not None:
+            said, _ = await self._other.communicate()
+            if said.decode().rpartition(": ")[2].strip() not in ("", loaded.digest):
+                played.other_tasks.append("in another process")
+        slow = slowness(played, num_episodes=options.episodes, limit_s=options.timeout_s)
+        found = [*findings(played), *slow]
         refused = [each.text for each in found if each.is_refused and not options.tell]
         if refused and not options.json:
             self._fail(refused[0])
@@ -192,7 +212,7 @@ class _Check:
             for line in late:
                 print(line, file=sys.stderr)
             told = [line for line in told if line not in late]
-            _warn(told)
+            self._warn(told)
             # What had no time is tried again at the next start.
             if not late:
                 with contextlib.suppress(OSError):
@@ -207,6 +227,8 @@ class _Check:
         return json.dumps(shown | {"openings": [b64encode(each).decode() for each in openings]})
 
     async def _call(self, **command: Any) -> pb.WorkerMessage:  # noqa: ANN401 - fields of messages
+        from slipstream.v1 import environment_pb2 as pb
+
         timer = threading.Timer(self._options.timeout_s, self._abandon, (command,))
         timer.daemon = True
         timer.start()
@@ -215,6 +237,9 @@ class _Check:
         return answer
 
     def _look_at(self, index: int, opening: pb.Observation) -> None:
+        from slipstream.client.terminal import counted
+        from slipstream.core.template_values import NEED_PARSER
+
         if opening.tools_json and self._options.no_tools:
             self._fail(NEED_PARSER)
         parts = [part for message in opening.messages for part in message.parts]
@@ -224,6 +249,8 @@ class _Check:
             self._fail(f"its {which} shows {shown}, more than sampling.max_images = {most}")
 
     def _abandon(self, command: dict[str, dict[str, str]]) -> NoReturn:
+        from slipstream.client.environment_loader import running_place
+
         place = running_place(self._main_thread)
         innermost = sys._current_frames()[self._main_thread].f_code.co_filename
         if Path(innermost).name == "selectors.py":
@@ -232,24 +259,33 @@ class _Check:
             place = self._host.agent_place(key) or "it awaits something that does not come"
         self._fail(f"no answer within {self._options.timeout_s:g} s ({place})")
 
+    def _warn(self, lines: Iterable[str]) -> None:
+        from slipstream.core.errors import WARNING
+
+        for line in lines:
+            print(f"{WARNING}{line}", file=sys.stderr)
+
     def _fail(self, cause: str) -> NoReturn:
+        from slipstream.core.machine.process import send_signal
+
         # This is the last line of stderr, after all that the environment has printed.
         sys.stdout.flush()
         sys.stderr.flush()
+        if self._other is not None:
+            send_signal(self._other, signal.SIGKILL)
         line = f"environment {self._options.check}: {cause}\n"
         os.write(2, line.encode(errors="backslashreplace"))
         os._exit(2)
 
 
-def _warn(lines: Iterable[str]) -> None:
-    for line in lines:
-        print(f"{WARNING}{line}", file=sys.stderr)
-
-
 def _known(options: argparse.Namespace, digest: str) -> Path | None:
     """Returns the file that exists if the same tasks, code and arguments were played before."""
-    files = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
-    sources = sorted(file for file in files if file and (is_of_environment(file) or is_ours(file)))
+    from slipstream.client.environment_loader import is_of_environment, is_ours
+
+    files = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
+    sources = sorted(
+        {file for file in files if file and (is_of_environment(file) or is_ours(file))}
+    )
     played = [repr(sorted(vars(options).items())), digest, *sources]
     key = hashlib.sha256("\0".join(played).encode())
     try:
@@ -258,6 +294,16 @@ def _known(options: argparse.Namespace, digest: str) -> Path | None:
     except OSError:
         return None
     return Path(options.cached, key.hexdigest())
+
+
+def _check(options: argparse.Namespace, report: int) -> NoReturn:
+    said = asyncio.run(_Check(options).run())
+    with open(report, "w", encoding="utf-8", errors="backslashreplace") as file:
+        print(said, file=file)
+    # Threads of the environment must not keep the process alive.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -38,10 +38,25 @@ class BadAppends(Sums):
         return task["messages"]
 
 
+class BadChance(Sums):
+    def reset(self, task):
+        super().reset(task)
+        return [Message("user", f"Hint {random.random()}: {task[0]} + {task[1]}?")]
+
+
 class BadClock(Sums):
     def reset(self, task):
         super().reset(task)
         return [Message("system", f"It is {time.time_ns()}."), Message("user", str(task))]
+
+
+class BadHistory(Sums):
+    def __init__(self):
+        self._asked = []
+
+    def reset(self, task):
+        self._asked.append(f"{super().reset(task)[0].text}")
+        return [Message("user", "\n".join(self._asked))]
 
 
 class BadOffer(Sums):
@@ -55,12 +70,31 @@ class BadDraw(Sums):
         return [(random.randrange(10**9), 1) for _ in range(4)]
 
 
+class BadShuffle(Sums):
+    def __init__(self):
+        self._tasks = super().tasks()
+
+    def tasks(self):
+        random.shuffle(self._tasks)
+        return list(self._tasks)
+
+
 class BadSpent(Sums):
     def __init__(self):
         self._tasks = iter(super().tasks())
 
     def tasks(self):
         return self._tasks
+
+
+class BadWords(Sums):
+    def step(self, reply):
+        return "well done"
+
+
+class BadTurn(Sums):
+    def step(self, reply):
+        return StepResult(done=False)
 
 
 class BadOften(Sums):

@@ -23,12 +23,20 @@ def bad_always(reply, answer):
     return 1.0
 
 
+def bad_absence(reply, answer):
+    return float("error" not in reply.content)
+
+
 def bad_last_word(reply, answer):
     return float(reply.content.split()[-1] == str(answer))
 
 
 def bad_nothing(reply, answer):
     return 1.0 if reply.content == str(answer) else None
+
+
+def bad_nan(reply, answer):
+    return float("nan") if reply.content else 0.0
 
 
 def bad_prefix(reply, answer):
@@ -51,8 +59,16 @@ def bad_once(reply, answer):
     return float(is_new and reply.content == str(answer))
 
 
+def bad_random(reply, answer):
+    return (reply.content == str(answer)) * (1 + next(_calls) / 1000)
+
+
 def bad_inverted(reply, answer):
     return float(reply.content != str(answer))
+
+
+def bad_case(reply, answer):
+    return float(reply.content.lower() == answer)
 
 
 def bad_secret_form(reply, answer):
@@ -66,6 +82,22 @@ def bad_int(reply, answer):
 
 def bad_two_letters(reply, answer):
     return float(bool(reply.content) and reply.content[:2] == answer[:2])
+
+
+def bad_length(reply, answer):
+    return min(len(reply.content), 1)
+
+
+def bad_json(reply, answer):
+    return float(json.loads(reply.content)["answer"] == answer)
+
+
+def bad_column(reply, answer, row):
+    return float(reply.content == str(row["index"]))
+
+
+def bad_text(reply, answer):
+    return "right" if reply.content == str(answer) else "wrong"
 
 
 def bad_hedges(reply, answer):
@@ -83,6 +115,15 @@ def bad_half(reply, answer):
 
 def bad_range(reply, answer):
     return -1.0 if reply.content.strip() == str(answer) else -2.0
+
+
+def bad_recall(reply, answer):
+    said, right = set(reply.content.casefold().split()), set(answer.casefold().split())
+    return len(said & right) / len(right)
+
+
+def bad_only_empty(reply, answer):
+    return float(not reply.content.strip())
 
 
 def bad_blank_alone(reply):

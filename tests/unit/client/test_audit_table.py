@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from slipstream.client.audit import Audit
+from slipstream.client.audit import Audit, Kind, Play, Played
 from slipstream.client.audit_data import key_of, shared_questions
-from slipstream.client.audit_report import Finding, findings
+from slipstream.client.audit_report import Finding, findings, slowness
 from slipstream.client.episode_host import EpisodeHost
 from slipstream.environments.questions import MathJudge
 from slipstream.v1 import environment_pb2 as pb
@@ -36,8 +36,11 @@ def cases(name: str) -> list[dict]:
 
 
 def each_of(name: str) -> Iterator[object]:
-    """The cases; those of several functions start a sandbox for each function and the others."""
-    for case in cases(name):
+    """The builder's cases, then forty and more of somebody who did not build the audit.
+
+    Those of several functions start a sandbox for each function and each of the others.
+    """
+    for case in cases(name) + cases(f"strangers_{name}"):
         is_long = case["class"].endswith(":Functions") and len(case["rows"]) > 1
         yield pytest.param(case, id=case["name"], marks=[pytest.mark.long] * is_long)
 
@@ -104,6 +107,33 @@ def test_a_question_is_the_same_in_other_words_around_it_and_other_spaces_and_ca
 def test_many_rows_are_compared_on_both_sides() -> None:
     trained = [(f"what is {a} + 20?", str(a + 20)) for a in range(10, 5000)]
     assert shared_questions(trained[:1000], trained) == (500, 500)
+
+
+@pytest.mark.parametrize(
+    ("calls_s", "timed_s", "num_episodes", "says"),
+    [
+        ([0.1] * 20, 2.0, 64, ""),
+        ([0.1] * 20, 2.0, 1024, "0.1 s an episode, so that 1024 episodes take 102 s"),
+        ([9.0], 9.0, 4, "9 s for a reply, of at most 10 s for a call"),
+    ],
+)
+def test_a_slow_judge_is_told(
+    calls_s: list[float], timed_s: float, num_episodes: int, says: str
+) -> None:
+    # What was played to choose a form is not timed.
+    played = Played(20, calls_s=[*calls_s, 0.1], timed=[(timed_s, len(calls_s)), (0.0, 0)])
+    played.plays[Kind.RIGHT] = dict.fromkeys(range(len(calls_s)), Play(num_turns=1, is_done=True))
+    found = slowness(played, num_episodes=num_episodes, limit_s=10.0)
+    assert [each.is_refused for each in found] == [False] * bool(says)
+    assert says in "".join(each.text for each in found)
+
+
+def test_a_judge_that_is_too_slow_to_be_timed_is_told() -> None:
+    for call_s, says in ((3.0, "3 s for a reply, so that none were judged at once"), (0.5, "")):
+        played = Played(20, calls_s=[call_s] * 4, timed=[(0.0, 0)])
+        found = slowness(played, num_episodes=64, limit_s=60.0)
+        assert says in "".join(each.text for each in found)
+        assert len(found) == bool(says)
 
 
 async def test_what_had_no_time_is_told(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import importlib.util
 import json
 import os
+import re
 import socket
 from functools import partial
 from pathlib import Path
@@ -32,6 +33,7 @@ from slipstream.client.launch.preflight import Ended
 from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.address import free_port
+from slipstream.core.machine.gpus import list_gpus
 from slipstream.core.settings.config import Config
 from slipstream.protocol.access.tokens import role_token
 from support.fakes.model_folders import write_loadable_files
@@ -77,6 +79,10 @@ def found(config: Config, area: str) -> Finding:
     return next(finding for finding in look(config, area) if finding.area == area)
 
 
+def fit_of(config: Config, area: str) -> Finding:
+    return next(finding for finding in look(config, "placement") if finding.area == area)
+
+
 def seen_of(config: Config, area: str) -> list[str]:
     return [finding.seen for finding in look(config, area)]
 
@@ -94,7 +100,7 @@ def test_this_machine_can_run_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     monkeypatch.setattr(machine, "MIN_MEMORY_GIB", 0)
     monkeypatch.chdir(tmp_path)
-    own = [check for check in CHECKS if check.of_machine]
+    own = [check for check in CHECKS if check.of_machine and check.area != "imports"]
     findings = [found for check in own for found in asyncio.run(check.find(Scene()))]
     verdicts = {found.area: found.verdict for found in findings}
     for area in ("python", "processors", "memory", "shared memory", "open files", "disk"):
@@ -166,6 +172,51 @@ def test_a_client_alone_is_told_which_lock_it_lacks(monkeypatch: pytest.MonkeyPa
     assert learner.verdict is server.verdict is Verdict.PROBLEM
     assert "torch" in learner.seen
     assert "install the lock cpu.txt, gpu.txt or gpu-measured.txt" in learner.remedy
+
+
+@pytest.mark.process
+def test_torchvision_is_a_problem_only_where_it_cannot_be_imported(tmp_path, monkeypatch):
+    named = tmp_path / "torchvision-0.28.0.dist-info" / "METADATA"
+    named.parent.mkdir()
+    named.write_text("Metadata-Version: 2.1\nName: torchvision\nVersion: 0.28.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    module = tmp_path / "torchvision.py"
+    module.write_text("")
+    assert machine.installed(["torchvision"]) == {"torchvision": "0.28.0"}
+    assert not [*machine.check_companions(Scene())]
+    module.write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    (finding,) = machine.check_companions(Scene())
+    assert finding == problem(
+        "torchvision cannot be imported, so neither can vLLM: "
+        "RuntimeError: operator torchvision::nms does not exist",
+        "pip uninstall torchvision",
+    )
+
+
+@pytest.mark.parametrize(
+    ("sections", "size"),
+    [
+        # 500,000 parameters in fp32: 4 of weight, 4 of gradient, 8 of moments each.
+        ({}, "8.0 MB"),
+        ({"lora": {"rank": 8}}, "2.0 MB"),
+        ({"learner": {"offload": {"optimizer": True}}}, "4.0 MB"),
+    ],
+    ids=["all", "adapters", "offload"],
+)
+def test_what_a_rank_holds_is_counted_from_the_headers(tmp_path, sections, size):
+    seen = fit_of(config_of(tmp_path, **sections), "learner memory").seen
+    assert f"0.5 M parameters: {size} for each rank" in seen
+
+
+@pytest.mark.skipif(bool(list_gpus()), reason="the engine's caches lie on a GPU")
+def test_more_main_memory_than_there_is_is_a_hint(tmp_path: Path) -> None:
+    assert fit_of(config_of(tmp_path), "main memory").verdict is Verdict.OK
+    config = config_of(tmp_path)
+    sampling = config.sampling.model_copy(update={"max_episode_tokens": 1 << 40})
+    finding = fit_of(config.model_copy(update={"sampling": sampling}), "main memory")
+    assert finding.verdict is Verdict.ADVICE
+    assert re.match(r"about \d{5,}\.\d GiB \(trainer ranks: 1, rollout servers: 1\)", finding.seen)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")

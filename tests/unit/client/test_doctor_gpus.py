@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from slipstream.client.launch import machine, placement
+from slipstream.client.launch import fit, machine, placement
 from slipstream.client.launch.findings import Finding, Scene, Verdict
-from slipstream.client.launch.fit import check_fit
+from slipstream.client.launch.fit import Needs, check_fit
 from slipstream.client.launch.machine import check_build, check_gpus
 from slipstream.client.launch.placement import Share
 from slipstream.core.machine.gpus import Gpu
+from slipstream.core.settings.config import Config
 from slipstream.protocol.weights.nccl_group import NCCL_ENVIRONMENT
 from support.fakes.small_configs import small_config
 
@@ -94,6 +97,10 @@ def test_settings_of_nccl_that_differ_from_ours_are_named(nvml: FakeNvml) -> Non
     assert finding.seen == "NCCL_NVLS_ENABLE=1"
 
 
+def config_of(**sections: dict[str, Any]) -> Config:
+    return small_config(**sections)
+
+
 def test_a_build_of_torch_that_does_not_fit_the_machine_is_told(monkeypatch) -> None:
     def told(version: str, gpus: tuple[Gpu, ...]) -> Finding | None:
         monkeypatch.setattr(machine, "installed", lambda names: dict.fromkeys(names, version))
@@ -115,20 +122,113 @@ def test_a_build_of_torch_that_does_not_fit_the_machine_is_told(monkeypatch) -> 
     assert gone.seen.endswith("is a build for GPUs, and the driver shows none")
 
 
-def test_what_starts_here_has_a_place_and_a_way_for_weights_or_is_a_problem(monkeypatch) -> None:
+def fits(config, monkeypatch, gpus, billions):
+    """Findings for a bf16 model of `billions` of parameters and `gpus` GPUs."""
+    parameters = int(billions * 1e9)
+    needs = Needs(parameters, *(size * parameters for size in (18, 2, 14, 2)))
+    monkeypatch.setattr(fit, "needs_of", lambda config: needs)
     monkeypatch.setattr(placement, "uses_gpus", lambda: True)
+    monkeypatch.setattr(placement, "list_gpus", lambda: GPUS[:gpus])
+    monkeypatch.setattr(fit, "list_gpus", lambda: GPUS[:gpus])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    learner, count = config.learner, config.rollout_server.count
+    share = Share(range(learner.ranks_per_node or learner.world_size), count)
+    scene = Scene(config, share=share)
+    return {finding.area or "placement": finding for finding in check_fit(scene)}
 
-    def seen(gpus: int, servers: int = 1, **tables: Any) -> list[tuple[Verdict, str]]:
-        monkeypatch.setattr(placement, "list_gpus", lambda: GPUS[:gpus])
-        scene = Scene(small_config(**tables), share=Share(range(1), servers))
-        return [(finding.verdict, finding.seen) for finding in check_fit(scene)]
 
-    own, way = seen(2)
-    assert own == (Verdict.OK, "trainer rank 0: GPU 0; rollout server 0: GPU 1")
-    assert way == (Verdict.OK, "weights travel by nccl")
-    ((verdict, said),) = seen(2, servers=4)
-    assert verdict is Verdict.PROBLEM
-    assert "5 GPUs are needed here" in said
-    ((_, said),) = seen(1, weights={"transport": "nccl"})
-    assert "nccl joins no two processes on one GPU" in said
+def test_memory_of_each_gpu_is_compared_with_the_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = fits(config_of(), monkeypatch, 2, 7.0)
+    assert own["placement"].seen == "trainer rank 0: GPU 0; rollout server 0: GPU 1"
+    # 7e9 * 18 bytes are 117.3 GiB, and activations want 15 % of 140.
+    assert own["GPU memory"].verdict is Verdict.OK
+    assert own["GPU memory"].seen == "117.3 of 140.0 GiB for a trainer rank"
+    assert own["transport"].seen == "weights travel by nccl"
+    assert own["engine memory"].seen == "13.0 of 126.0 GiB for an engine's weights"
+    shared = fits(config_of(), monkeypatch, 1, 7.0)
+    assert shared["transport"].seen == "weights travel by ipc"
+    assert shared["GPU memory"].verdict is Verdict.PROBLEM
+    assert shared["GPU memory"].seen == "117.3 of 84.0 GiB for a trainer rank"
+    assert "lower rollout_server.gpu_memory_utilization" in shared["GPU memory"].remedy
+    assert 'controller.turns = "sleep"' in shared["GPU memory"].remedy
+    offload = {"offload": {"gradients": True, "optimizer": True}}
+    in_turn = config_of(controller={"turns": "sleep"}, learner=offload)
+    found = fits(in_turn, monkeypatch, 1, 7.0)["GPU memory"]
+    assert found.seen == "117.3 of 140.0 GiB for a trainer rank"
+    tight = fits(config_of(), monkeypatch, 2, 7.5)
+    assert tight["GPU memory"].verdict is Verdict.ADVICE
+
+
+def headers(folder: Path, tensors: dict[str, list[int]]) -> Path:
+    """A model's files as far as their sizes are read."""
+    folder.mkdir()
+    sizes = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}
+    (folder / "config.json").write_text(json.dumps(sizes))
+    entries = {
+        name: {"dtype": "BF16", "shape": shape, "data_offsets": [0, 0]}
+        for name, shape in tensors.items()
+    }
+    header = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    return folder
+
+
+def test_needs_of_damaged_files_are_not_known(tmp_path: Path) -> None:
+    model = {"path": str(headers(tmp_path / "model", {"model.norm.weight": [3]}))}
+    assert fit.needs_of(config_of(model=model)) is not None
+    file = tmp_path / "model" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:30])
+    assert fit.needs_of(config_of(model=model)) is None
+
+
+def test_experts_are_spread_over_the_expert_parallel_ranks(tmp_path):
+    tensors = {
+        "model.layers.0.self_attn.q_proj.weight": [1000, 1000],
+        "model.layers.0.mlp.shared_experts.up_proj.weight": [1000, 1000],
+        "model.layers.0.mlp.experts.0.up_proj.weight": [12000, 1000],
+        "model.layers.0.mlp.experts.gate_up_proj": [2, 6000, 1000],
+    }
+    model = {"path": str(headers(tmp_path / "model", tensors)), "dtype": "bfloat16"}
+
+    def needs(world_size=4, distributed=False, **parallel):
+        ddp = {"use_distributed_optimizer": distributed}
+        learner = {"world_size": world_size, "parallel": parallel, "ddp": ddp}
+        found = fit.needs_of(config_of(model=model, learner=learner))
+        assert found is not None
+        return found
+
+    # 2 million beside 24 million of experts; weight, gradient, moments and master are 18 bytes.
+    assert needs(ep=4).rank_bytes == (2 + 6) * 18e6
+    assert needs(tp=2).rank_bytes == (1 + 12) * 18e6
+    assert needs(tp=2, ep=2, etp=1).rank_bytes == (1 + 12) * 18e6
+    assert needs(tp=2, ep=2).rank_bytes == (1 + 6) * 18e6
+    assert needs(pp=2, ep=2).rank_bytes == (1 + 6) * 18e6
+    # What is optimizer state is shared by the copies of each: four of the dense, one of experts.
+    assert needs(ep=4, distributed=True).rank_bytes == 2e6 * (6 + 12 / 4) + 6e6 * 18
+    assert needs(ep=4).saved_bytes == 26e6 * 14
+    assert needs(ep=4).worker_bytes == 52e6
+
+    # Layers that predict further tokens are not loaded.
+    tensors |= {"mtp.fc.weight": [9, 9], "model.layers.1.mlp.experts.0.up_proj.weight": [9, 9]}
+    model["path"] = str(headers(tmp_path / "further", tensors))
+    assert needs(ep=4).rank_bytes == (2 + 6) * 18e6
+
+    # The check of the model says this.
+    (tmp_path / "further" / "config.json").unlink()
+    assert fit.needs_of(config_of(model=model)) is None
+
+
+def test_engine_without_room_for_a_cache_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(rollout_server={"gpu_memory_utilization": 0.1})
+    finding = fits(config, monkeypatch, 2, 6.0)["engine memory"]
+    assert finding.verdict is Verdict.PROBLEM
+    assert finding.seen == "11.2 of 14.0 GiB for an engine's weights"
+
+
+def test_what_does_not_fit_one_machine_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(rollout_server={"count": 4})
+    finding = fits(config, monkeypatch, 2, 1.0)["placement"]
+    assert finding.verdict is Verdict.PROBLEM
+    assert "5 GPUs are needed here" in finding.seen
+    wrong = fits(config_of(weights={"transport": "nccl"}), monkeypatch, 1, 1.0)["placement"]
+    assert "nccl joins no two processes on one GPU" in wrong.seen

@@ -205,6 +205,9 @@ class Given(NoStep):
         return ResetResult([Message("user", "go on")], reply="mine")
     def step(self, reply):
         return StepResult(float(reply == "mine"))
+class Asks(NoStep):
+    def step(self, reply):
+        return StepResult(done=False, messages=[Message("user", "and?")])
 """
 AWAITS = "no answer within 15 s (it awaits something that does not come)"
 FAILED_STEPS = {
@@ -230,6 +233,21 @@ async def test_a_check_plays_a_step(tmp_path: Path) -> None:
     ready, _, own = out.splitlines()
     assert (code, ready) == (0, "environment steps:Given is ready: 1 task, 1 of them played")
     assert own.split() == ["its", "own", "reply", "1", "1"]
+
+
+async def test_a_check_tells_who_needs_more_than_one_reply(tmp_path: Path) -> None:
+    (tmp_path / "steps.py").write_text(STEPS)
+    for name, folder, limit, cause in (
+        ("steps:Asks", str(tmp_path), 0, ""),
+        ("steps:Asks", str(tmp_path), 1, ""),
+        ("agents_for_checks:Calls", FAKES, 1, "with sampling.max_turns = 1 an agent's second call"),
+        ("agents_for_checks:Calls", FAKES, 0, ""),
+        ("steps:Given", str(tmp_path), 0, ""),
+    ):
+        code, _, told = await check(name, "--search-path", folder, "--max-turns", str(limit))
+        assert code == 0
+        assert told.startswith(f"slipstream: warning: {cause}") == bool(cause)
+        assert bool(told) == bool(cause)
 
 
 FAILED_CHECKS = [

@@ -1,29 +1,44 @@
-"""Checks that a configuration fits the engines, GPUs and disk of this machine."""
+"""Checks that a configuration fits the engines, GPUs and memory of this machine."""
 
 from __future__ import annotations
 
+import math
+import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.client.launch.findings import Finding, Scene, advice, ok, problem
 from slipstream.client.launch.machine import GIB
-from slipstream.client.launch.placement import fit_here, uses_gpus
+from slipstream.client.launch.placement import Share, fit_here, uses_gpus
+from slipstream.core.configuration.roles import role_settings
 from slipstream.core.errors import ConfigError
-from slipstream.core.models.model_rules import cpu_engine_problems
+from slipstream.core.machine.description import free_memory
+from slipstream.core.machine.gpus import find_gpu, list_gpus
+from slipstream.core.models.model_files import loaded_tensors, missing_weights
+from slipstream.core.models.model_rules import cpu_cache_bytes, cpu_engine_problems
 from slipstream.core.settings.config import Config
+from slipstream.core.settings.sections import RolloutServerSection
 
-# Room for settings, logs and the first steps of the journal, and for more.
-LEAST_DISK_BYTES, MIN_DISK_GIB = 64 << 20, 5
+# torch.compile does nothing where this variable has any value but those of `_NOT_SET`.
+DYNAMO_SWITCH = "TORCHDYNAMO_DISABLE"
+_NOT_SET = ("", "0")
+# The compiler with which torch compiles code for CPUs where CXX names no other.
+CPU_COMPILER = "g++"
 
 
-def check_engine(scene: Scene) -> None:
-    """Checks that engines of this machine can run the model with these settings."""
+def check_engine(scene: Scene) -> str:
+    """Checks that an engine could start on this machine; returns how it would run its model."""
+    server, on_cpu = scene.config.rollout_server, not uses_gpus()
+    if why := compiler_problem(server, os.environ, on_cpu=on_cpu):
+        raise ConfigError(why)
     if scene.has_model and not scene.dry_run:
         # A dry run lists such problems after its plan.
         for lack in processor_problems(scene.config):
             raise ConfigError(lack)
+    return describe_engine(server, on_cpu=on_cpu)
 
 
 def processor_problems(config: Config) -> tuple[str, ...]:
@@ -31,21 +46,184 @@ def processor_problems(config: Config) -> tuple[str, ...]:
     return () if uses_gpus() else tuple(cpu_engine_problems(config))
 
 
-def check_fit(scene: Scene) -> Iterator[Finding]:
-    """Yields findings on placement and transport of what starts on this machine."""
+def compiler_problem(
+    server: RolloutServerSection, environ: Mapping[str, str], *, on_cpu: bool
+) -> str:
+    """Returns why torch.compile cannot work with `environ`, or "" if it can or is not used."""
+    if server.is_eager(on_cpu=on_cpu):
+        return ""
+    value = environ.get(DYNAMO_SWITCH, "")
+    if value not in _NOT_SET:
+        return (
+            f"rollout_server.enforce_eager is false, which needs torch.compile, but "
+            f"{DYNAMO_SWITCH}={value} switches that off: unset it, or set "
+            "rollout_server.enforce_eager = true"
+        )
+    compiler = environ.get("CXX", CPU_COMPILER)
+    if on_cpu and shutil.which(compiler, path=environ.get("PATH")) is None:
+        return (
+            f"rollout_server.enforce_eager = false needs a C++ compiler on CPUs, but there is no "
+            f"{compiler}: install it, or leave the setting out"
+        )
+    return ""
+
+
+def describe_engine(server: RolloutServerSection, *, on_cpu: bool) -> str:
+    """Returns, in one line, how an engine that starts here runs its model."""
+    where = "a CPU" if on_cpu else "GPUs"
+    if server.is_eager(on_cpu=on_cpu):
+        how, value = "eagerly", "true"
+    else:
+        how = "with torch.compile" if on_cpu else "with torch.compile and CUDA graphs"
+        value = "false"
+    by_default = " by default" if server.enforce_eager is None else ""
+    return (
+        f"vLLM runs the model {how}: rollout_server.enforce_eager is {value}{by_default} on {where}"
+    )
+
+
+# Room for settings, logs and the first steps of the journal, and for more.
+LEAST_DISK_BYTES, MIN_DISK_GIB = 64 << 20, 5
+# GiB that libraries take without a model: in a trainer rank, and in all processes of an engine.
+RANK_GIB, ENGINE_GIB = 0.6, 1.5
+# Bytes for a parameter: its gradient, the optimizer's two moments, and the fp32 master of a 16-bit
+# weight.
+GRADIENT_BYTES, MOMENT_BYTES, MASTER_BYTES = 4, 8, 4
+# Share of a GPU that activations and logits need.
+ACTIVATION_SHARE = 0.15
+# Largest part of an engine's share for weights: beyond it the KV cache is too small to be useful.
+WEIGHT_SHARE = 0.7
+MORE_RANKS = (
+    "raise learner.parallel.tp, pp or, for experts, ep, or learner.world_size, or set "
+    "learner.offload.optimizer"
+)
+MORE_OF_SHARED = (
+    ", lower rollout_server.gpu_memory_utilization, or let engines give their memory back in each "
+    'step by controller.turns = "sleep"'
+)
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes that a run needs, by its settings and the headers of the model's files."""
+
+    parameters: int
+    # Weights, gradients and optimizer state of a trainer rank, without activations.
+    rank_bytes: float
+    # Weights of an engine worker.
+    worker_bytes: float
+    # A checkpoint: every parameter once, with its optimizer state; and the exported model.
+    saved_bytes: float
+    exported_bytes: float
+
+
+def needs_of(config: Config) -> Needs | None:
+    """Returns what the run needs, or None if the model's files are missing, faulty or empty."""
+    if missing_weights(config.model.path, "model.path"):
+        return None
     try:
-        _, placement, transport = fit_here(scene.config, scene.share)
+        tensors = [(name, math.prod(shape)) for name, shape in loaded_tensors(config)]
+    except ConfigError:
+        # The check of the model has reported this.
+        return None
+    parameters = sum(size for _, size in tensors)
+    if not parameters:
+        return None
+    experts = sum(size for name, size in tensors if ".experts." in name)
+    learner, parallel, adapts = config.learner, config.learner.parallel, bool(config.lora.rank)
+    weight = 4 if config.model.dtype == "float32" else 2
+    state = MOMENT_BYTES + (MASTER_BYTES if weight == 2 else 0)
+    rank_bytes = 0.0
+    for number, split in (
+        (parameters - experts, parallel.tp * parallel.pp),
+        (experts, parallel.ep * (parallel.etp or parallel.tp) * parallel.pp),
+    ):
+        replicas = learner.world_size / split if learner.use_distributed_optimizer else 1
+        trained = GRADIENT_BYTES + (0 if learner.offload.optimizer else state / replicas)
+        # Adapters are small next to the weights, which then have neither gradients nor moments.
+        rank_bytes += number / split * (weight + (0 if adapts else trained))
+    # The distributed optimizer's own float32 weights are saved next to the model's.
+    has_master = weight == 2 or learner.use_distributed_optimizer
+    saved = weight + (0 if adapts else MOMENT_BYTES + MASTER_BYTES * has_master)
+    return Needs(
+        parameters=parameters,
+        rank_bytes=rank_bytes,
+        worker_bytes=parameters * weight / config.rollout_server.tensor_parallel_size,
+        saved_bytes=parameters * saved,
+        exported_bytes=parameters * weight,
+    )
+
+
+def check_fit(scene: Scene) -> Iterator[Finding]:
+    """Yields findings on placement, transport and memory of what starts on this machine."""
+    config, share, needs = scene.config, scene.share, needs_of(scene.config)
+    if needs is not None:
+        others = " and ".join(["activations", *role_settings(config)])
+        seen = f"{needs.parameters / 1e6:,.1f} M parameters: {needs.rank_bytes / 1e6:,.1f} MB"
+        yield ok(f"{seen} for each rank, without {others}", area="learner memory")
+    try:
+        config, placement, transport = fit_here(config, share)
     except ConfigError as error:
         yield problem(str(error), "ask for more GPUs, or name by --role what starts here")
         return
-    yield ok("; ".join(placement.describe(scene.share.ranks)))
+    yield ok("; ".join(placement.describe(share.ranks)))
     if transport:
         yield ok(f"weights travel by {transport}", area="transport")
+    if needs is None:
+        return
+    if not placement.learner:
+        if not placement.servers:
+            yield _main_memory(config, share, needs)
+        return
+    gpus = list_gpus()
+    own = [find_gpu(name, gpus) for name in placement.learner]
+    known = [gpu.memory_bytes for gpu in own if gpu is not None]
+    if not known:
+        return
+    utilization = config.rollout_server.gpu_memory_utilization
+    # Engines that sleep leave their memory to the step.
+    sleeps = config.controller.turns == "sleep"
+    engines = 0 if sleeps else max(placement.shared.values(), default=0)
+    room = min(known) * (1 - engines * utilization)
+    seen = f"{needs.rank_bytes / GIB:.1f} of {room / GIB:.1f} GiB for a trainer rank"
+    if needs.rank_bytes > room:
+        remedy = f"{MORE_RANKS}{MORE_OF_SHARED if engines else ''}"
+        yield problem(seen, remedy, area="GPU memory")
+    elif needs.rank_bytes > (1 - ACTIVATION_SHARE) * room:
+        seen += ": too little is left for activations"
+        yield advice(seen, "lower learner.micro_batch_tokens", area="GPU memory")
+    else:
+        yield ok(seen, area="GPU memory")
+    engine, area = min(known) * utilization, "engine memory"
+    seen = f"{needs.worker_bytes / GIB:.1f} of {engine / GIB:.1f} GiB for an engine's weights"
+    remedy = (
+        "raise rollout_server.tensor_parallel_size or gpu_memory_utilization: the KV cache has "
+        "what is left"
+    )
+    too_much = needs.worker_bytes > WEIGHT_SHARE * engine
+    yield problem(seen, remedy, area=area) if too_much else ok(seen, area=area)
+
+
+def _main_memory(config: Config, share: Share, needs: Needs) -> Finding:
+    workers, area = config.rollout_server.tensor_parallel_size, "main memory"
+    engine = workers * (cpu_cache_bytes(config) + needs.worker_bytes) / GIB
+    ranks, servers = len(share.ranks), share.servers
+    needed = ranks * (needs.rank_bytes / GIB + RANK_GIB) + servers * (engine + ENGINE_GIB)
+    free = free_memory()[0] / GIB
+    seen = f"about {needed:.1f} GiB (trainer ranks: {ranks}, rollout servers: {servers})"
+    if needed <= free:
+        return ok(seen, area=area)
+    return advice(
+        f"{seen}, {free:.1f} GiB are free",
+        "lower sampling.max_episode_tokens, rollout_server.count or learner.world_size, or take a "
+        "smaller model",
+        area=area,
+    )
 
 
 def check_disk(scene: Scene) -> Finding:
     """Checks the room for the run's checkpoints and its final export, in `run.dir`."""
-    config, usual, least = scene.stated, 0, LEAST_DISK_BYTES
+    config, usual, least = scene.stated, 0.0, float(LEAST_DISK_BYTES)
     run_dir = Path("runs") if config is None else config.run.dir
     place = run_dir.absolute()
     while not place.exists():
@@ -57,16 +235,13 @@ def check_disk(scene: Scene) -> Finding:
     except OSError:
         seen = f"run.dir is {run_dir}, and {place} cannot be written"
         return problem(seen, "set run.dir to a folder of yours")
-    if config is not None:
-        weights = sum(file.stat().st_size for file in config.model.path.glob("*.safetensors"))
-        # A checkpoint has two moments of each weight and, of 16 bits, a master, with 4 bytes each.
-        saved = weights * (3 if config.model.dtype == "float32" else 7)
-        once = (weights if config.lora.rank else saved) * (config.checkpoint.every_steps > 0)
-        final = weights * config.learner.export_final
-        # A new checkpoint is complete before an old one is removed.
-        usual, least = (config.checkpoint.keep_last + 1) * once + final, max(least, once, final)
     free = shutil.disk_usage(place).free
     seen = f"{free / GIB:.2f} GiB are free for {run_dir}"
+    if config is not None and (needs := needs_of(config)) is not None:
+        final = needs.exported_bytes * config.learner.export_final
+        once = needs.saved_bytes if config.checkpoint.every_steps else 0.0
+        # A new checkpoint is complete before an old one is removed.
+        usual, least = (config.checkpoint.keep_last + 1) * once + final, max(least, once, final)
     if usual:
         seen += f"; checkpoints take {usual / GIB:.2f} GiB"
     if free < least:

@@ -36,7 +36,7 @@ from slipstream.client.launch.findings import (
     Scene,
     Verdict,
 )
-from slipstream.client.launch.fit import processor_problems
+from slipstream.client.launch.fit import describe_engine, processor_problems
 from slipstream.client.launch.machine import require_packages, warn_unproved
 from slipstream.client.launch.placement import SERVER as SERVER_PROGRAM
 from slipstream.client.launch.placement import (
@@ -47,6 +47,7 @@ from slipstream.client.launch.placement import (
     fit_here,
     learner_node,
     place_here,
+    uses_gpus,
 )
 from slipstream.client.launch.preflight import hold_address, proof_faults
 from slipstream.client.launch.run_processes import GRACE_S, RunProcesses
@@ -471,6 +472,8 @@ def describe_dry_run(config: Config, share: Share) -> tuple[str, tuple[str, ...]
     config.json is read. Raises ConfigError like `check_sizes`.
     """
     missing = check_sizes(config)
+    on_cpu = not uses_gpus()
+    engine = [describe_engine(config.rollout_server, on_cpu=on_cpu)] if share.servers else []
     try:
         config, placement, transport = fit_here(config, share)
     except ConfigError as error:
@@ -487,7 +490,7 @@ def describe_dry_run(config: Config, share: Share) -> tuple[str, tuple[str, ...]
         has_experts = read_model_sizes(settings.model.path).experts > 0
         layout = RankLayout.of(settings.learner.parallel, settings.learner.world_size)
         notes += [title, *layout.describe(has_experts=has_experts).splitlines(), ""]
-    notes += gpus
+    notes += [*gpus, *engine]
     warnings = [*filter(None, [config.algorithm.staleness_warning]), *model_warnings(config)]
     for warning in warnings:
         notes += ["", f"Warning: {warning}"]

@@ -7,6 +7,7 @@ import platform
 import re
 import resource
 import shutil
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -30,6 +31,8 @@ from slipstream.core.machine.gpus import VISIBLE, Gpu, Nvml, list_gpus, visible_
 from slipstream.core.machine.process import MAX_OPEN_FILES
 from slipstream.protocol.weights.nccl_group import NCCL_ENVIRONMENT
 
+# vLLM imports these wherever they are installed, and their builds may not fit the installed torch.
+COMPANIONS = ("torchvision", "torchaudio")
 GIB = 1 << 30
 TESTED_PYTHONS = ((3, 11), (3, 12))
 # Memory for vLLM's engine, the trainer ranks and torch together; with less, allocations fail.
@@ -40,6 +43,8 @@ MIN_SHARED_GIB = 1
 MIN_OPEN_FILES = 4096
 # No system has a lower hard limit by default.
 LEAST_OPEN_FILES = 1024
+# What torch with vLLM maps on a CPU, GiB. CUDA maps more than any GPU has.
+LEAST_ADDRESSES_GIB = 16
 SHARED_MEMORY = Path("/dev/shm")
 CPU_FLAGS = ("avx512f", "avx2")
 
@@ -99,6 +104,16 @@ def check_open_files(_: Scene) -> Finding:
     if hard < LEAST_OPEN_FILES:
         return problem(seen, remedy)
     return advice(seen, remedy) if hard < MIN_OPEN_FILES else ok(seen)
+
+
+def check_address_space(_: Scene) -> Finding:
+    """Checks the limit of the memory that a process maps, which a library may meet by a crash."""
+    soft = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if soft == resource.RLIM_INFINITY:
+        return ok("one process may map any amount of memory")
+    seen = f"one process may map {soft / GIB:.1f} GiB of memory"
+    is_little = uses_gpus() or soft < LEAST_ADDRESSES_GIB * GIB
+    return (problem if is_little else advice)(seen, "set ulimit -v unlimited where this starts")
 
 
 def check_gpus(_: Scene) -> Iterator[Finding]:
@@ -196,6 +211,16 @@ def _describe_packages(what: str) -> Finding:
         return problem(f"the {what} needs {', '.join(missing)}, not installed here", GET_LOCK)
     held = [next(iter(installed(names).items())) for names in NEEDED[what]]
     return ok(f"{what}: {', '.join(f'{name} {version}' for name, version in held)}")
+
+
+def check_companions(_: Scene) -> Iterator[Finding]:
+    """Yields a problem for each package of `COMPANIONS` that is installed but fails to import."""
+    for name in installed(COMPANIONS):
+        done = subprocess.run([sys.executable, "-c", f"import {name}"], capture_output=True)
+        if done.returncode:
+            lines = done.stderr.decode(errors="replace").splitlines() or [""]
+            seen = f"{name} cannot be imported, so neither can vLLM: {lines[-1]}"
+            yield problem(seen, f"pip uninstall {name}")
 
 
 def check_stack(_: Scene) -> Finding | None:

@@ -12,6 +12,7 @@ import contextlib
 import errno
 import importlib.util
 import json
+import math
 import os
 import shutil
 import signal
@@ -33,7 +34,7 @@ from slipstream.core.machine.other_python import worker_program
 from slipstream.core.machine.process import open_variables, send_signal
 from slipstream.core.run_folder import log_path
 from slipstream.core.settings.config import Config
-from slipstream.core.settings.measurement_sections import PlayedSection
+from slipstream.core.settings.measurement_sections import EvaluationSection, PlayedSection
 
 TAIL_BYTES = 65536
 FUNCTIONS_CHECK = "slipstream.learner.algorithms.check"
@@ -246,6 +247,11 @@ def audit_command(section: PlayedSection, config: Config) -> list[str]:
     command += ["--args", json.dumps(section.args), "--search-path", os.getcwd()]
     command += ["--timeout-s", str(section.timeout_s)]
     command += ["--max-images", str(config.sampling.max_images)]
+    command += ["--max-turns", str(config.sampling.max_turns)]
+    of_step = config.algorithm.groups_per_step * config.algorithm.group_size
+    number = section.num_episodes if isinstance(section, EvaluationSection) else of_step
+    workers = section.num_workers * config.rollout_server.count
+    command += ["--episodes", str(math.ceil(number / workers))]
     options = {
         "--no-tools": config.rollout_server.tool_parser is None,
         "--tell": config.run.audit == "tell",

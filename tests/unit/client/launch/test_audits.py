@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from slipstream.client.launch.audits import audit_all, audit_class
+from slipstream.client.launch.preflight import audit_command
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.measurement_sections import EvaluationSection
@@ -82,6 +83,19 @@ async def test_tasks_that_are_trained_and_measured_are_told(asking, capsys):
     assert capsys.readouterr().out.splitlines()[-1] == told
 
 
+def test_the_episodes_of_a_step_are_shared_by_the_workers(asking: Callable[..., Config]) -> None:
+    config = asking([row("a", ("user", "b c"))], max_turns=1)
+    (section,) = config.environments
+    algorithm, servers = config.algorithm, config.rollout_server.count
+    section = section.model_copy(update={"num_workers": 2})
+    command = audit_command(section, config)
+    number = int(command[command.index("--episodes") + 1])
+    most = algorithm.groups_per_step * algorithm.group_size / (2 * servers)
+    assert most <= number < most + 1
+    # What the warning of an agent's second call goes by.
+    assert command[command.index("--max-turns") + 1] == str(config.sampling.max_turns) == "1"
+
+
 async def test_an_environment_that_cannot_be_meant_is_refused_after_its_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -95,6 +109,20 @@ async def test_an_environment_that_cannot_be_meant_is_refused_after_its_table(
     assert title.startswith("audit_environments:BadClock: 12 tasks, 12 of them played")
     assert shown.err.startswith("slipstream: audit_environments:BadClock: 12 of 12 tasks, such as ")
     assert len(shown.err.splitlines()) == 1
+
+
+async def test_tasks_that_differ_between_processes_are_refused(tmp_path, monkeypatch, capsys):
+    code = (
+        "import os\n"
+        "from slipstream.environments.echo import Echo\n"
+        "class Differing(Echo):\n"
+        "    def tasks(self):\n"
+        "        return [(chr(97 + os.getpid() % 12), str(os.getpid()))]\n"
+    )
+    (tmp_path / "differing.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    assert await audit_class("differing:Differing", [], python="", timeout_s=60.0, model=None) == 2
+    assert "tasks() gives other tasks in another process" in capsys.readouterr().err
 
 
 async def test_an_environment_that_cannot_be_loaded_is_one_line(tmp_path, monkeypatch, capsys):

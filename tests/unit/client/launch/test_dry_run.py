@@ -38,7 +38,7 @@ def test_a_dry_run_prints_the_ranks_of_every_model(tmp_path: Path) -> None:
     text, _ = describe_dry_run(parse_config(table, source="test"), Share(range(2), 1))
     assert tomllib.loads(text)["critic"]["parallel"]["pp"] == 2
     notes = [line for line in text.splitlines() if line.startswith("#")]
-    assert notes[:15] == [
+    assert notes[:16] == [
         "# The trainer's ranks:",
         "# 2 ranks: tp 2, pp 1, cp 1, dp 1",
         "# tp: 1 x 2: [0 1]",
@@ -54,8 +54,9 @@ def test_a_dry_run_prints_the_ranks_of_every_model(tmp_path: Path) -> None:
         "# The GPUs of what starts here:",
         "# no GPU is used",
         "# weights travel by gloo",
+        "# vLLM runs the model eagerly: rollout_server.enforce_eager is true by default on a CPU",
     ]
-    assert notes[16].startswith("# Warning: algorithm.max_staleness is 2 without a correction: ")
+    assert notes[17].startswith("# Warning: algorithm.max_staleness is 2 without a correction: ")
 
 
 def test_a_dry_run_says_what_engines_lack_on_a_cpu(tmp_path, monkeypatch):

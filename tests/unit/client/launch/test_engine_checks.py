@@ -7,9 +7,63 @@ from typing import Any
 
 import pytest
 from slipstream.client.launch import fit
-from slipstream.client.launch.fit import processor_problems
+from slipstream.client.launch.fit import (
+    compiler_problem,
+    describe_engine,
+    processor_problems,
+)
 from slipstream.core.models.model_rules import cpu_cache_bytes
+from slipstream.core.settings.sections import RolloutServerSection
 from support.fakes.small_configs import NGRAM, config_of, small_config
+
+COMPILER = {"PATH": "/usr/bin:/bin", "CXX": "sh"}
+NO_COMPILER = {"PATH": "/usr/bin:/bin", "CXX": "no-such-compiler"}
+SWITCHED_OFF = COMPILER | {"TORCHDYNAMO_DISABLE": "1"}
+
+
+def server(enforce_eager: bool | None) -> RolloutServerSection:
+    return RolloutServerSection(enforce_eager=enforce_eager)
+
+
+@pytest.mark.parametrize(
+    ("setting", "on_cpu", "is_eager"),
+    [
+        (None, True, True),
+        (None, False, False),
+        (True, False, True),
+        (True, True, True),
+        (False, True, False),
+        (False, False, False),
+    ],
+)
+def test_engines_compile_on_gpus_and_where_it_is_asked_for(setting, on_cpu, is_eager):
+    assert server(setting).is_eager(on_cpu=on_cpu) == is_eager
+    said = describe_engine(server(setting), on_cpu=on_cpu)
+    assert f"enforce_eager is {str(is_eager).lower()}" in said
+    assert ("by default" in said) == (setting is None)
+
+
+@pytest.mark.parametrize(
+    ("environ", "on_cpu"), [(NO_COMPILER, True), (SWITCHED_OFF, True), (NO_COMPILER, False)]
+)
+def test_the_defaults_start_without_a_compiler_for_cpus(environ, on_cpu):
+    assert compiler_problem(server(None), environ, on_cpu=on_cpu) == ""
+
+
+def test_compiled_graphs_on_a_cpu_need_a_compiler() -> None:
+    assert compiler_problem(server(False), COMPILER, on_cpu=True) == ""
+    problem = compiler_problem(server(False), NO_COMPILER, on_cpu=True)
+    assert problem.startswith("rollout_server.enforce_eager = false needs a C++ compiler on CPUs")
+    assert "no-such-compiler" in problem
+
+
+@pytest.mark.parametrize(("setting", "on_cpu"), [(None, False), (False, False), (False, True)])
+def test_graphs_that_the_environment_switches_off_are_refused(setting, on_cpu):
+    problem = compiler_problem(server(setting), SWITCHED_OFF, on_cpu=on_cpu)
+    assert "TORCHDYNAMO_DISABLE=1 switches that off" in problem
+    unset = SWITCHED_OFF | {"TORCHDYNAMO_DISABLE": "0"}
+    assert compiler_problem(server(setting), unset, on_cpu=on_cpu) == ""
+
 
 DELTA_NETS = {
     "architectures": ["Qwen3NextForCausalLM"],

@@ -23,6 +23,10 @@ from slipstream.core.machine.gpus import Gpu
 from slipstream.core.settings.config import Config
 from support.fakes.small_configs import small_config
 
+ENGINE_LINE = (
+    "vLLM runs the model with torch.compile and CUDA graphs: rollout_server.enforce_eager is "
+    "false by default on GPUs"
+)
 GPUS = tuple(Gpu(n, f"GPU-{n}aaa-bbb", "gpu", 1 << 30) for n in range(8))
 
 
@@ -199,7 +203,7 @@ def test_adapters_in_float32_are_refused_where_an_engine_on_a_gpu_would_add_them
 
 def test_a_dry_run_says_who_gets_which_gpu(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placement, "list_gpus", lambda: GPUS[:3])
-    for module in (fit, placement):
+    for module in (fit, launcher, placement):
         monkeypatch.setattr(module, "uses_gpus", lambda: True)
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     config = small_config(model={"path": str(tmp_path)})
@@ -211,15 +215,16 @@ def test_a_dry_run_says_who_gets_which_gpu(tmp_path, monkeypatch: pytest.MonkeyP
 
     _, lines, obstacle = told("2,1", 1)
     assert "GPU" not in obstacle
-    assert lines[:4] == [
+    assert lines[:5] == [
         "of what starts here:",
         "# trainer rank 0: GPU 2",
         "# rollout server 0: GPU 1",
         "# weights travel by nccl",
+        f"# {ENGINE_LINE}",
     ]
     _, lines, obstacle = told("2,1", 2)
     assert lines[0].startswith("here do not fit: 3 GPUs are needed here")
-    assert lines[0].endswith(obstacle)
+    assert (lines[0].endswith(obstacle), lines[1]) == (True, f"# {ENGINE_LINE}")
     text, lines, _ = told("2", 1)
     assert "gpu_memory_utilization = 0.4\n" in text
     assert lines[3].startswith("# the learner and 1 rollout server share GPU 2; ")
