@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from slipstream.core.configuration.config_file import load_config
 from slipstream.core.models.model_rules import cpu_cache_bytes
 from slipstream.core.settings.config import Config
 from slipstream.rollout_server import process
@@ -36,69 +37,70 @@ Own.cmd(parser.parse_args())
 """
 
 
-class EntryPoint:
-    """Runs it with the server's model, sizes and share of the device, and its own defaults else."""
+def command(config: Config, sizes: Sizes, mode: str, turn: Turn, result: Path) -> list[str]:
+    """Has the server's model, sizes and share of the device, and the program's defaults else.
 
-    def __init__(self, config: Config, sizes: Sizes, log: Path) -> None:
-        """`log`: what it prints."""
-        self._config, self._sizes, self._log = config, sizes, log
+    All requests start together; none is told to return log-probabilities or text.
+    """
+    server, model = config.rollout_server, config.model
+    options: dict[str, object] = {
+        "model": model.path,
+        "dtype": model.dtype,
+        "load-format": "dummy",
+        "seed": turn.first_seed,
+        "dataset-name": "random",
+        "random-input-len": sizes.prompt_tokens,
+        "random-output-len": turn.most_tokens,
+        "num-prompts": turn.requests,
+        "num-warmups": WARM_UP_REQUESTS,
+        "max-model-len": config.sampling.max_episode_tokens,
+        "max-num-seqs": turn.slots,
+        "gpu-memory-utilization": server.gpu_memory_utilization,
+        "tensor-parallel-size": server.tensor_parallel_size,
+        "output-json": result,
+    }
+    if process.is_cpu_build():
+        options["kv-cache-memory-bytes"] = cpu_cache_bytes(config)
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    switches = ["--disable-detokenize", *MODES[mode]]
+    switches += ["--enforce-eager"] if server.enforce_eager else []
+    return [sys.executable, "-c", COMMAND, *words, *switches]
 
-    def command(self, mode: str, turn: Turn, result: Path) -> list[str]:
-        """All requests start together; none is told to return log-probabilities or text."""
-        server, model = self._config.rollout_server, self._config.model
-        options: dict[str, object] = {
-            "model": model.path,
-            "dtype": model.dtype,
-            "load-format": "dummy",
-            "seed": turn.first_seed,
-            "dataset-name": "random",
-            "random-input-len": self._sizes.prompt_tokens,
-            "random-output-len": turn.most_tokens,
-            "num-prompts": turn.requests,
-            "num-warmups": WARM_UP_REQUESTS,
-            "max-model-len": self._config.sampling.max_episode_tokens,
-            "max-num-seqs": turn.slots,
-            "gpu-memory-utilization": server.gpu_memory_utilization,
-            "tensor-parallel-size": server.tensor_parallel_size,
-            "output-json": result,
-        }
-        if process.is_cpu_build():
-            options["kv-cache-memory-bytes"] = cpu_cache_bytes(self._config)
-        words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-        switches = ["--disable-detokenize", *MODES[mode]]
-        switches += ["--enforce-eager"] if server.enforce_eager else []
-        return [sys.executable, "-c", COMMAND, *words, *switches]
 
-    async def run(self, mode: str, turn: Turn) -> dict[str, Any]:
-        """Tokens sampled, and seconds; RuntimeError with its last words."""
-        assert turn.least_tokens == turn.most_tokens
-        assert turn.requests == turn.slots
-        on_cpu = process.is_cpu_build()
-        own = process.engine_environment(self._config, on_cpu=on_cpu)
-        with tempfile.TemporaryDirectory() as folder, self._log.open("ab") as log:
-            result = Path(folder) / "result.json"
-            child = await asyncio.create_subprocess_exec(
-                *self.command(mode, turn, result),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env={**os.environ, **own},
-                start_new_session=True,
-            )
-            try:
-                async with asyncio.timeout(START_LIMIT_S):
-                    await child.wait()
-            finally:
-                # The engine is a process of its own, which may outlive the program.
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(child.pid, signal.SIGKILL)
+async def run(folder: Path, sizes: Sizes, mode: str, turn: Turn) -> dict[str, Any]:
+    """Tokens sampled, and seconds; RuntimeError with its last words.
+
+    `folder` has the config.toml of the server, and gets bench.log.
+    """
+    config, log_path = load_config(folder / "config.toml"), folder / "bench.log"
+    assert turn.least_tokens == turn.most_tokens
+    assert turn.requests == turn.slots
+    on_cpu = process.is_cpu_build()
+    own = process.engine_environment(config, on_cpu=on_cpu)
+    with tempfile.TemporaryDirectory() as made, log_path.open("ab") as log:
+        result = Path(made) / "result.json"
+        child = await asyncio.create_subprocess_exec(
+            *command(config, sizes, mode, turn, result),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env={**os.environ, **own},
+            start_new_session=True,
+        )
+        try:
+            async with asyncio.timeout(START_LIMIT_S):
                 await child.wait()
-            if child.returncode != 0 or not result.exists():
-                said = self._log.read_text(errors="replace")[-2000:]
-                raise RuntimeError(f"vllm bench throughput ended with {child.returncode}: {said}")
-            found = json.loads(result.read_text())
-        tokens = turn.requests * turn.most_tokens
-        wanted = tokens + turn.requests * self._sizes.prompt_tokens
-        if found["total_num_tokens"] != wanted:
-            raise RuntimeError(f"{found['total_num_tokens']} tokens in all, not {wanted}")
-        return {"tokens": tokens, "seconds": found["elapsed_time"]}
+        finally:
+            # The engine is a process of its own, which may outlive the program.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            await child.wait()
+        if child.returncode != 0 or not result.exists():
+            said = log_path.read_text(errors="replace")[-2000:]
+            raise RuntimeError(f"vllm bench throughput ended with {child.returncode}: {said}")
+        found = json.loads(result.read_text())
+    tokens = turn.requests * turn.most_tokens
+    wanted = tokens + turn.requests * sizes.prompt_tokens
+    if found["total_num_tokens"] != wanted:
+        raise RuntimeError(f"{found['total_num_tokens']} tokens in all, not {wanted}")
+    return {"tokens": tokens, "seconds": found["elapsed_time"]}

@@ -114,9 +114,9 @@ class Benchmark(Found):
         with part(f"{'warm up ' if warm_up else ''}{row}", self.failures):
             server = self.servers[name]
             await server.ask(lever)
-            before = server.process.cpu_s()
+            before = server.cpu_s()
             found = await (self._wave if wave else self._flow)(server, short=warm_up)
-            after = server.process.cpu_s()
+            after = server.cpu_s()
             found["cpu_s"] = {party: seconds - before[party] for party, seconds in after.items()}
             speed = found["tokens"] / found["window_s"]
             progress(f"{speed:,.0f} tokens/s {json.dumps(found)}")
@@ -127,7 +127,7 @@ class Benchmark(Found):
         slots, length = self.arguments.concurrent, 32 if short else self.arguments.reply_tokens
         await server.ask("mark")
         turn = Turn(self.seeds(slots), slots, slots, length, length)
-        result = await server.episodes.run(turn, TURN_LIMIT_S)
+        result = await server.episodes(turn, TURN_LIMIT_S)
         found = await server.ask("report")
         return found | {"tokens": result["tokens"], "window_s": result["seconds"]}
 
@@ -139,7 +139,7 @@ class Benchmark(Found):
         # The turn would clear it later than it is looked at.
         server.fleet.trajectories.clear()
         async with asyncio.TaskGroup() as group:
-            whole = group.create_task(server.episodes.run(turn, TURN_LIMIT_S))
+            whole = group.create_task(server.episodes(turn, TURN_LIMIT_S))
             # A place that is free is taken again from here on, and until the last one is leased.
             await _arrived(server, slots // 4, whole)
             await server.ask("mark")

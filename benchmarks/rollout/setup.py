@@ -7,8 +7,9 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,12 @@ from benchmarks.common.measure import (
     toml_of,
     write_result,
 )
-from benchmarks.rollout.engines import REPLY, START_LIMIT_S, Sizes, Turn
-from benchmarks.rollout.episodes import Episodes
+from benchmarks.rollout.engines import REPLY, START_LIMIT_S, Sizes, Turn, reply_tokens
+from benchmarks.rollout.episodes import SPECIAL_TOKENS
 
 RUN_LIMIT_S = 240.0
+# What a command has that needs none.
+NO_TURN = Turn(0, 0, 0, 0, 0)
 # Name here, and the shape of `benchmarks.common.shapes`.
 SHAPES = {"qwen3-0.6b": "0.6B", "qwen3-8b": "8B", "tiny": "tiny"}
 
@@ -113,54 +116,80 @@ heartbeat_timeout_s = 20
 """
 
 
-@dataclass
-class EngineProcess:
-    """A child with an engine."""
+class Server:
+    """A child with an engine, and the controller's side of it, a fleet of its own."""
 
-    child: asyncio.subprocess.Process
+    def __init__(
+        self,
+        child: asyncio.subprocess.Process,
+        fleet: Any,  # noqa: ANN401 - of the tests, which are no package
+        arguments: argparse.Namespace,
+    ) -> None:
+        """`fleet` serves already."""
+        self._child, self.fleet, self._arguments = child, fleet, arguments
+        self._connection: Any = None
 
     @classmethod
     @contextlib.asynccontextmanager
     async def start(
-        cls, command: Sequence[str], folder: Path, address: str, sizes: Sizes
-    ) -> AsyncIterator[EngineProcess]:
+        cls, command: Sequence[str], folder: Path, arguments: argparse.Namespace
+    ) -> AsyncIterator[Server]:
         """Ready, or RuntimeError."""
-        child = await asyncio.create_subprocess_exec(
-            *(*command, str(folder), address),
-            json.dumps(dataclasses.asdict(sizes)),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            cwd=ROOT,
-        )
-        engine = cls(child)
-        try:
-            await engine._answer(START_LIMIT_S)
-            yield engine
-        finally:
-            if child.stdin is not None:
-                child.stdin.close()
-            try:
-                await asyncio.wait_for(child.wait(), 60)
-            except TimeoutError:
-                child.kill()
+        from support.fakes.fake_fleet import FakeFleet
 
-    async def run(self, what: str, turn: Turn) -> dict[str, Any]:
+        sizes = Sizes(arguments.prompt_tokens, arguments.reply_tokens)
+        async with FakeFleet(heartbeat_s=0.5, heartbeat_timeout_s=20) as fleet:
+            child = await asyncio.create_subprocess_exec(
+                *(*command, str(folder), fleet.address),
+                json.dumps(dataclasses.asdict(sizes)),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                cwd=ROOT,
+            )
+            server = cls(child, fleet, arguments)
+            try:
+                await server._answer(START_LIMIT_S)
+                yield server
+            finally:
+                if child.stdin is not None:
+                    child.stdin.close()
+                try:
+                    await asyncio.wait_for(child.wait(), 60)
+                except TimeoutError:
+                    child.kill()
+
+    async def join(self) -> None:
+        """Waits for the server, gives it a version and the environment."""
+        from slipstream.v1 import environment_pb2, fleet_pb2
+
+        self._connection = await self.fleet.joined(60.0)
+        await self._connection.serve_version(1, digests=())
+        words = self._arguments.prompt_tokens - SPECIAL_TOKENS
+        spec = environment_pb2.EnvironmentSpec(
+            name="words",
+            reference="benchmarks.rollout.episodes:RandomWords",
+            args_json=json.dumps({"num_words": words}),
+            timeout_s=60,
+            num_workers=self._arguments.workers,
+        )
+        self._connection.send(environment=fleet_pb2.EnvironmentOrder(spec=spec))
+        report = await self._connection.wait_for("environment")
+        if not report.num_tasks:
+            raise RuntimeError(report.failure.message)
+
+    async def ask(self, what: str, turn: Turn = NO_TURN) -> dict[str, Any]:
         """What one run found: its tokens and seconds."""
-        assert self.child.stdin is not None
-        self.child.stdin.write(f"{what} {json.dumps(dataclasses.asdict(turn))}\n".encode())
+        assert self._child.stdin is not None
+        self._child.stdin.write(f"{what} {json.dumps(dataclasses.asdict(turn))}\n".encode())
         return await self._answer(RUN_LIMIT_S)
 
-    def cpu_s(self) -> dict[str, float]:
-        """CPU seconds of its own process, and of vLLM's below it."""
-        process = psutil.Process(self.child.pid)
-        below = process.children(recursive=True)
-        engine = [each for each in below if "slipstream.client" not in " ".join(each.cmdline())]
-        return {"server": _cpu_s([process]), "engine": _cpu_s(engine)}
+    async def episodes(self, turn: Turn, limit_s: float) -> dict[str, Any]:
+        """Runs `turn.requests` episodes: as many as the other rows send requests.
 
-    async def meanwhile(self, work: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
-        """What `work` finds; RuntimeError when the child ends before."""
-        working = asyncio.ensure_future(work)
-        ending = asyncio.ensure_future(self.child.wait())
+        RuntimeError when the child ends before.
+        """
+        working = asyncio.ensure_future(self._episodes(turn, limit_s))
+        ending = asyncio.ensure_future(self._child.wait())
         await asyncio.wait((working, ending), return_when=asyncio.FIRST_COMPLETED)
         ending.cancel()
         if not working.done():
@@ -168,10 +197,54 @@ class EngineProcess:
             raise RuntimeError("the engine's process ended; its own message stands above")
         return await working
 
+    async def _episodes(self, turn: Turn, limit_s: float) -> dict[str, Any]:
+        from slipstream.v1 import fleet_pb2
+
+        fleet = self.fleet
+        fleet.trajectories.clear()
+        started_s = time.perf_counter()
+        leased = 0
+        while leased < turn.requests:
+            # A controller does the same: one lease for every free place; each trajectory frees one.
+            for number in range(leased, min(turn.slots + len(fleet.trajectories), turn.requests)):
+                seed = turn.first_seed + number
+                num_tokens = reply_tokens(seed, turn)
+                self._connection.lease(
+                    f"g{seed}",
+                    environment="words",
+                    task_index=seed,
+                    members=[0],
+                    sampling=fleet_pb2.SamplingSettings(
+                        temperature=1.0,
+                        top_p=1.0,
+                        max_reply_tokens=num_tokens,
+                        max_turns=1,
+                        max_episode_tokens=self._arguments.prompt_tokens + num_tokens,
+                        ignore_eos=True,
+                    ),
+                    timeout_s=60.0,
+                )
+                leased += 1
+            if leased < turn.requests:
+                await fleet.wait_trajectories(leased - turn.slots + 1, limit_s)
+        trajectories = await fleet.wait_trajectories(turn.requests, limit_s)
+        seconds = time.perf_counter() - started_s
+        failed = {t.failure.message for t in trajectories if t.failure is not None}
+        if failed:
+            raise RuntimeError(f"episodes failed: {sorted(failed)[:2]}")
+        return {"tokens": sum(t.num_sampled_tokens for t in trajectories), "seconds": seconds}
+
+    def cpu_s(self) -> dict[str, float]:
+        """CPU seconds of its own process, and of vLLM's below it."""
+        process = psutil.Process(self._child.pid)
+        below = process.children(recursive=True)
+        engine = [each for each in below if "slipstream.client" not in " ".join(each.cmdline())]
+        return {"server": _cpu_s([process]), "engine": _cpu_s(engine)}
+
     async def _answer(self, limit_s: float) -> dict[str, Any]:
-        assert self.child.stdout is not None
+        assert self._child.stdout is not None
         async with asyncio.timeout(limit_s):
-            while line := (await self.child.stdout.readline()).decode():
+            while line := (await self._child.stdout.readline()).decode():
                 if line.startswith(REPLY):
                     record: dict[str, Any] = json.loads(line.removeprefix(REPLY))
                     if "error" in record:
@@ -183,19 +256,6 @@ class EngineProcess:
 def _cpu_s(processes: Sequence[psutil.Process]) -> float:
     times = [process.cpu_times() for process in processes]
     return sum(each.user + each.system for each in times)
-
-
-@dataclass
-class Server:
-    """An engine's process, and the controller's side of it, a fleet of its own."""
-
-    process: EngineProcess
-    episodes: Episodes
-    fleet: Any
-
-    async def ask(self, what: str) -> dict[str, Any]:
-        """A command without a turn."""
-        return await self.process.run(what, Turn(0, 0, 0, 0, 0))
 
 
 @dataclass
@@ -213,18 +273,12 @@ class Found:
         self, stack: contextlib.AsyncExitStack, name: str, command: Sequence[str], folder: Path
     ) -> None:
         """Starts one engine with `folder`'s config.toml; all but the bare one join."""
-        from support.fakes.fake_fleet import FakeFleet
-
-        arguments = self.arguments
-        sizes = Sizes(arguments.prompt_tokens, arguments.reply_tokens)
-        fleet = await stack.enter_async_context(FakeFleet(heartbeat_s=0.5, heartbeat_timeout_s=20))
-        starting = EngineProcess.start(command, folder, fleet.address, sizes)
-        process = await stack.enter_async_context(starting)
-        episodes = Episodes(fleet, process.meanwhile, arguments)
+        starting = Server.start(command, folder, self.arguments)
+        server = await stack.enter_async_context(starting)
         if name != "bare":
             async with asyncio.timeout(START_LIMIT_S):
-                await episodes.join()
-        self.servers[name] = Server(process, episodes, fleet)
+                await server.join()
+        self.servers[name] = server
 
     async def prove(self, name: str) -> None:
         """An engine's log-probabilities are vLLM's, and a change of version pauses it shortly."""

@@ -35,8 +35,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slipstream.core.configuration.config_file import load_config
-
 from benchmarks.common.measure import (
     ROOT,
     Spread,
@@ -45,8 +43,8 @@ from benchmarks.common.measure import (
     progress,
     table,
 )
+from benchmarks.rollout import entry_point
 from benchmarks.rollout.engines import Sizes, Turn
-from benchmarks.rollout.entry_point import MODES, EntryPoint
 from benchmarks.rollout.setup import (
     RUN_LIMIT_S,
     Found,
@@ -92,39 +90,37 @@ FLOWS = (
 # A flow is long, and this is slow: they alternate.
 WITH_LOGPROBS = (Row("bare vLLM with log-probabilities", "bare", "logprobs"),)
 # vLLM's own benchmark; it starts anew for each turn.
-ENTRY_POINTS = tuple(Row(f"vllm bench throughput, {mode}", "bench", mode) for mode in MODES)
+ENTRY_POINTS = tuple(
+    Row(f"vllm bench throughput, {mode}", "bench", mode) for mode in entry_point.MODES
+)
 ENGINES = ("ours", "bare", "bench")
 DEFAULT_ENGINES = ("ours", "bare")
 
 
-@dataclass
 class Benchmark(Found):
     """Our engine, the bare one and vLLM's own benchmark."""
-
-    entry_point: EntryPoint | None = None
 
     async def take(self, row: Row, turn: Turn, *, warm_up: bool = False) -> None:
         if row.process not in self.servers:
             return
         with part(f"{'warm up ' if warm_up else ''}{row.name}", self.failures):
             server = self.servers[row.process]
-            before = server.process.cpu_s()
+            before = server.cpu_s()
             if row.what == "episodes":
-                result = await server.episodes.run(turn, RUN_LIMIT_S)
+                result = await server.episodes(turn, RUN_LIMIT_S)
             else:
-                result = await server.process.run(row.what, turn)
+                result = await server.ask(row.what, turn)
             result["requests"] = turn.requests
-            after = server.process.cpu_s()
+            after = server.cpu_s()
             result["cpu_s"] = {name: s - before[name] for name, s in after.items()}
             progress(f"{result['tokens'] / result['seconds']:,.0f} tokens/s, cpu {result['cpu_s']}")
             if not warm_up:
                 self.keep(row.name, result)
 
     async def take_entry_point(self, row: Row, turn: Turn) -> None:
-        if self.entry_point is None:
-            return
+        sizes = Sizes(self.arguments.prompt_tokens, self.arguments.reply_tokens)
         with part(row.name, self.failures):
-            result = await self.entry_point.run(row.what, turn)
+            result = await entry_point.run(self.arguments.folder, sizes, row.what, turn)
             progress(f"{result['tokens'] / result['seconds']:,.0f} tokens/s")
             self.keep(row.name, result)
 
@@ -139,7 +135,7 @@ class Benchmark(Found):
             slow = WITH_LOGPROBS if repeat % 2 else FLOWS
             for row in FLOWS if arguments.flow_only else (*WAVES, *slow):
                 await self.take(row, row.turn(arguments, self.seeds(2 * arguments.concurrent)))
-            for row in ENTRY_POINTS:
+            for row in ENTRY_POINTS if "bench" in arguments.engines else ():
                 turn = row.turn(arguments, self.seeds(arguments.concurrent))
                 await self.take_entry_point(row, turn)
 
@@ -155,10 +151,6 @@ async def benchmark(arguments: argparse.Namespace, folder: Path) -> None:
     sys.path.insert(0, str(ROOT / "tests"))
     found = Benchmark(arguments)
     async with contextlib.AsyncExitStack() as stack:
-        if "bench" in arguments.engines:
-            config = load_config(folder / "config.toml")
-            sizes = Sizes(arguments.prompt_tokens, arguments.reply_tokens)
-            found.entry_point = EntryPoint(config, sizes, folder / "bench.log")
         for role in [role for role in arguments.engines if role in ("ours", "bare")]:
             with part(f"start {role}", found.failures):
                 await found.serve(stack, role, [*program("rollout.engines"), role], folder)
@@ -213,7 +205,7 @@ def main() -> None:
         arguments.name = f"{NAME}-fp8"
     fill_sizes(arguments)
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+        arguments.folder = folder = Path(name)
         make_model(folder / "model", arguments.shape, arguments.dtype)
         (folder / "config.toml").write_text(config_text(arguments, folder))
         asyncio.run(benchmark(arguments, folder))
