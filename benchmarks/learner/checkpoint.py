@@ -150,7 +150,11 @@ def peer_s(models: list[StoredModel], folder: Path, device: torch.device) -> flo
     synchronize(device)
     started_s = time.monotonic()
     request: Any = dist_checkpointing.save(
-        stock_states(models), str(folder), async_sharded_save=True
+        # Its other strategy is a package of its own.
+        stock_states(models),
+        str(folder),
+        async_sharded_save=True,
+        async_strategy="mcore",
     )
     if request.preload_fn is not None:
         request.preload_fn()
