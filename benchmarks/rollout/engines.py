@@ -87,10 +87,11 @@ def prompt_of(seed: int, num_tokens: int) -> list[int]:
     return random.Random(seed).choices(WORD_IDS, k=num_tokens)
 
 
-class Served:
-    """A rollout server around an engine, which has joined the controller at `address`."""
+class Ours:
+    """Our engine, asked directly or by a rollout server around it, which joins a controller."""
 
-    def __init__(self, engine: VllmEngine, config: Config, address: str, name: str) -> None:
+    def __init__(self, engine: VllmEngine, config: Config, sizes: Sizes, address: str) -> None:
+        """`address` is the controller's."""
         from slipstream.core.types import ServerId
         from slipstream.rollout_server.episodes.play import Model
         from slipstream.rollout_server.episodes.renderer import Renderer
@@ -98,31 +99,19 @@ class Served:
         from slipstream.rollout_server.service import RolloutServer
         from slipstream.rollout_server.vllm.agent_services import AgentServices
 
-        self._engine = engine
+        self._vllm, self._sizes, self._config = engine, sizes, config
         self._stop = asyncio.Event()
-        gateway = WorkerGateway(config.run_dir / f"logs-{name}", log_bytes=1 << 20)
+        gateway = WorkerGateway(config.run_dir / "logs-ours", log_bytes=1 << 20)
         agents = AgentServices(engine.parts, config.rollout_server)
         model = Model(engine, Renderer(config.model.path), agents)
-        server = RolloutServer(config, address, ServerId(name), model, gateway)
+        server = RolloutServer(config, address, ServerId("ours"), model, gateway)
         self._serving = asyncio.create_task(server.run(self._stop))
         self._serving.add_done_callback(_give_up)
-
-    def runs(self) -> dict[str, Run]:
-        """Nothing but what the controller leases."""
-        return {}
 
     async def close(self) -> None:
         self._stop.set()
         await asyncio.wait([self._serving], timeout=20)
-        await self._engine.aclose_fully()
-
-
-class Ours(Served):
-    """Our engine, asked directly or by its server."""
-
-    def __init__(self, engine: VllmEngine, config: Config, sizes: Sizes, address: str) -> None:
-        super().__init__(engine, config, address, "ours")
-        self._vllm, self._sizes, self._config = engine, sizes, config
+        await self._vllm.aclose_fully()
 
     @classmethod
     async def start(cls, config: Config, sizes: Sizes, address: str) -> Self:
@@ -297,7 +286,7 @@ class Bare:
         return run
 
 
-Start = Callable[[Config, Sizes, str], Coroutine[Any, Any, Served | Bare]]
+Start = Callable[[Config, Sizes, str], Coroutine[Any, Any, Ours | Bare]]
 
 
 async def main(start: Start, folder: Path, address: str, sizes: Sizes) -> None:

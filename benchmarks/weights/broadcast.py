@@ -141,8 +141,25 @@ class Measurement:
                     await raw.spawn()
                 if self._has_peer:
                     await native.spawn()
-                await self._start_ours(rig)
-                await self._join_others(raw, native)
+                rig.controller.bound(0)
+                await rig.start_trainers()
+                for index in range(self._arguments.servers):
+                    await rig.start_server(index)
+                starts = self._found.starts
+                starts["ours"] = await rig.until_serving(START_LIMIT_S)
+                times = rig.controller.publishes[-1]
+                self._found.num_bytes = int(times.trainer["bytes_sent"])
+                first = times.row()
+                note(self._name, {"what": "first publish", **first})
+                progress(f"ours serve after {starts['ours']:.0f} s; {first}")
+                if not self._arguments.without_limit:
+                    with part("start of the limit", self._found.failures):
+                        await raw.join()
+                if self._has_peer:
+                    started = time.monotonic()
+                    with part("start of the peer", self._found.failures):
+                        await native.join()
+                    starts["peer"] = time.monotonic() - started
                 await self._idle(rig, raw, native)
                 write(self._arguments, self._found)
                 with part("ours with requests running", self._found.failures):
@@ -154,28 +171,6 @@ class Measurement:
             finally:
                 await raw.close()
                 await native.close()
-
-    async def _start_ours(self, rig: Rig) -> None:
-        rig.controller.bound(0)
-        await rig.start_trainers()
-        for index in range(self._arguments.servers):
-            await rig.start_server(index)
-        self._found.starts["ours"] = await rig.until_serving(START_LIMIT_S)
-        times = rig.controller.publishes[-1]
-        self._found.num_bytes = int(times.trainer["bytes_sent"])
-        first = times.row()
-        note(self._name, {"what": "first publish", **first})
-        progress(f"ours serve after {self._found.starts['ours']:.0f} s; {first}")
-
-    async def _join_others(self, raw: RawBroadcast, native: NativeTransfer) -> None:
-        if not self._arguments.without_limit:
-            with part("start of the limit", self._found.failures):
-                await raw.join()
-        if self._has_peer:
-            started = time.monotonic()
-            with part("start of the peer", self._found.failures):
-                await native.join()
-            self._found.starts["peer"] = time.monotonic() - started
 
     async def _idle(self, rig: Rig, raw: RawBroadcast, native: NativeTransfer) -> None:
         found = self._found

@@ -52,8 +52,17 @@ def summary(found: Found) -> tuple[list[str], dict[str, float]]:
         return [spread.text(2, 1000), of_raw(name, spread)]
 
     def add(name: str, measured: list[Row], *, whole: str, is_ours: bool) -> None:
-        wire = [wire_seconds(row) for row in measured] if is_ours else []
-        receive = [receive_seconds(row) for row in measured] if is_ours else []
+        # Seconds from all members' start of the first broadcast to the end of the last; 0: nothing
+        # was timed. Trainer and servers each count from their own start of the first broadcast, in
+        # which they wait for each other (the trainer for the servers' pause). The member that came
+        # last has the shortest time. The slowest server receives from its pause until its
+        # parameters were checked.
+        own = [(row["trainer"], [*row["servers"].values()]) for row in measured if is_ours]
+        wire = [
+            min((one["wire_s"] for one in (trainer, *servers) if one.get("wire_s")), default=0.0)
+            for trainer, servers in own
+        ]
+        receive = [max((s.get("receive_s", 0.0) for s in each), default=0.0) for _, each in own]
         wholes = Spread.of([row[whole] for row in measured])
         pauses = Spread.of([row["paused_s"] for row in measured])
         ratios[f"{name}: pause_s"] = pauses.median
@@ -68,7 +77,11 @@ def summary(found: Found) -> tuple[list[str], dict[str, float]]:
         cells += [*times(f"{name}: receive", receive), *end_to_end]
         waits = ""
         if is_ours:
-            spread = Spread.of([wait_seconds(row) for row in measured])
+            # The slowest server's pause without the steps under way, which sample tokens.
+            pauses_alone = (
+                [one["paused_s"] - one.get("steps_s", 0.0) for one in servers] for _, servers in own
+            )
+            spread = Spread.of([max(each, default=0.0) for each in pauses_alone])
             ratios[f"{name}: wait_s"], waits = spread.median, spread.text(1, 1000)
         rows.append([name, speed, *cells, pauses.text(1, 1000), multiple, waits])
 
@@ -85,28 +98,6 @@ def summary(found: Found) -> tuple[list[str], dict[str, float]]:
         limits += [raw.text(2, 1000), "1.00", raw.text(1, 1000), "1.00"]
         rows.append(["one buffer (limit)", speed, *limits, "", "", ""])
     return table(header, rows), ratios
-
-
-def wire_seconds(row: Row) -> float:
-    """Returns the seconds from all members' start of the first broadcast to the end of the last.
-
-    0: nothing was timed. Trainer and servers each count from their own start of the first
-    broadcast, in which they wait for each other (the trainer for the servers' pause). The member
-    that came last has the shortest time.
-    """
-    sides = [row["trainer"], *row["servers"].values()]
-    return min((side["wire_s"] for side in sides if side.get("wire_s")), default=0.0)
-
-
-def receive_seconds(row: Row) -> float:
-    """Returns the slowest server's seconds from its pause until its parameters were checked."""
-    return max((server.get("receive_s", 0.0) for server in row["servers"].values()), default=0.0)
-
-
-def wait_seconds(row: Row) -> float:
-    """Returns the slowest server's pause without the steps under way, which sample tokens."""
-    servers = row["servers"].values()
-    return max((one["paused_s"] - one.get("steps_s", 0.0) for one in servers), default=0.0)
 
 
 def stages(found: Found) -> list[str]:

@@ -1,4 +1,4 @@
-"""The page of figures is made from the results."""
+"""The pages of figures and their plots are made from the results."""
 
 import json
 import re
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.common import report
+from benchmarks.common import plots, report
 
 PAGES = sorted(report.RESULTS.glob("*.md"))
 
@@ -56,3 +56,17 @@ def test_figures_of_the_short_page_are_those_of_the_results() -> None:
         known = set(FIGURE.findall((page.parent / link).read_text()))
         wrong += [f"{figure} in: {row}" for figure in figures if figure not in known]
     assert wrong == []
+
+
+def test_plots_are_drawn_from_the_results(tmp_path: Path) -> None:
+    plots.draw(tmp_path)
+    for name in plots.PLOTS:
+        made = tmp_path / f"plot-{name}.svg"
+        assert made.stat().st_size < 40_000
+        assert made.read_text() == (plots.IMAGES / made.name).read_text(), "run make plots"
+
+
+@pytest.mark.parametrize("name", plots.PLOTS)
+def test_the_page_shows_every_plot(name: str) -> None:
+    page = plots.IMAGES.parent / "performance.md"
+    assert f"(images/plot-{name}.svg)" in page.read_text()
