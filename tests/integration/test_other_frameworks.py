@@ -208,54 +208,34 @@ def test_verifiers_plays_environments_of_openenv(tmp_path: Path) -> None:
     assert episode["reward"] == pytest.approx(0.2)
 
 
-def sizes(**changes: object) -> dict[str, object]:
-    """Settings under which a tiny model plays twenty steps within minutes."""
-    return {
-        "run__steps": 20,
-        "evaluations": [],
-        "algorithm__group_size": 2,
-        "algorithm__groups_per_step": 4,
-        "sampling__max_reply_tokens": 12,
-        "sampling__max_turns": 4,
-        "sampling__max_episode_tokens": 2000,
-        "sampling__max_total_tokens": 4000,
-        "learner__micro_batch_tokens": 4096,
-        "rollout_server__max_episodes": 16,
-        "rollout_server__tool_parser": "hermes",
-        **changes,
-    }
-
-
-async def trained(folder: Path, entries: list[dict], **changes: object) -> Path:
-    """A run of twenty steps whose ledger is closed and in which no episode failed."""
-    model = make_chat_model(folder / "model")
-    run_processes.write_config(folder, model, environments=entries, **sizes(**changes))
-    async with run_processes.command(folder, "run", "config.toml", cwd=folder) as run:
-        assert await run.wait(RUN_LIMIT_S) == 0, run.out + run.err
-    summary = run_processes.summary_of(folder / "run")
-    assert summary["steps"] == 20
-    assert summary["ledger"]["failed"] == 0
-    run_processes.check_ledger(summary)
-    return folder / "run"
-
-
-def were_trained(run: Path) -> set[str]:
-    """The environments whose trajectories were trained."""
-    return {trajectory.environment for trajectory in run_processes.trained_trajectories(run)}
-
-
 @pytest.mark.slow
 @needs("verifiers")
 async def test_environments_of_verifiers_train_twenty_steps(tmp_path: Path) -> None:
     names = ["echo-v1", "echo-user-sim-v1", "duet-v1", "counter-tool-v1"]
-    entries = [
-        {
-            "name": name,
-            "reference": VERIFIERS,
-            "python": str(python_of("verifiers")),
-            "args": {"taskset": name},
-            "timeout_s": 120.0,
-        }
-        for name in names
-    ]
-    assert were_trained(await trained(tmp_path, entries)) == set(names)
+    own = {"reference": VERIFIERS, "python": str(python_of("verifiers")), "timeout_s": 120.0}
+    entries = [own | {"name": name, "args": {"taskset": name}} for name in names]
+    # A tiny model plays twenty steps within minutes.
+    run_processes.write_config(
+        tmp_path,
+        make_chat_model(tmp_path / "model"),
+        environments=entries,
+        evaluations=[],
+        run__steps=20,
+        algorithm__group_size=2,
+        algorithm__groups_per_step=4,
+        sampling__max_reply_tokens=12,
+        sampling__max_turns=4,
+        sampling__max_episode_tokens=2000,
+        sampling__max_total_tokens=4000,
+        learner__micro_batch_tokens=4096,
+        rollout_server__max_episodes=16,
+        rollout_server__tool_parser="hermes",
+    )
+    async with run_processes.command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
+        assert await run.wait(RUN_LIMIT_S) == 0, run.out + run.err
+    summary = run_processes.summary_of(tmp_path / "run")
+    assert summary["steps"] == 20
+    assert summary["ledger"]["failed"] == 0
+    run_processes.check_ledger(summary)
+    trained = run_processes.trained_trajectories(tmp_path / "run")
+    assert {trajectory.environment for trajectory in trained} == set(names)

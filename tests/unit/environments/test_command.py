@@ -240,20 +240,21 @@ def test_what_cannot_work_is_refused(arguments: tuple, given: dict, cause: str) 
 
 
 @pytest.mark.process
-async def test_variables_of_the_program_do_not_reach_what_watches_it() -> None:
-    given = {"PYTHONHOME": "/nowhere", "PYTHONPATH": "{task}"}
-    command = Command(["sh", "-c", 'test "$PYTHONPATH" = a'], ["a"], variables=given, **SCORED)
-    assert (await played(command)).agent_result.metrics["exit_0"] == 1.0
-
-
-@pytest.mark.process
-async def test_a_file_in_the_folder_is_not_imported_by_what_watches_the_program() -> None:
-    command = Command(
-        python("import sys; sys.exit(0)", "{task}"),
-        ["a"],
-        files={"argparse.py": "raise SystemExit(9)", "slipstream/__init__.py": "raise KeyError"},
-        **SCORED,
-    )
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"variables": {"PYTHONHOME": "/nowhere", "PYTHONPATH": "{task}"}},
+        {
+            "files": {
+                "argparse.py": "raise SystemExit(9)",
+                "slipstream/__init__.py": "raise KeyError",
+            }
+        },
+    ],
+)
+async def test_what_is_the_programs_does_not_reach_what_watches_it(given: dict) -> None:
+    code = 'test "$PYTHONPATH" = a' if "variables" in given else 'test -f argparse.py -a "$0" = a'
+    command = Command(["sh", "-c", code, "{task}"], ["a"], **given, **SCORED)
     assert (await played(command)).agent_result.metrics["exit_0"] == 1.0
 
 

@@ -60,7 +60,9 @@ def block(code: str) -> str:
     return f"Here it is:\n```python\n{code}\n```\nDone."
 
 
-async def test_the_reward_is_the_share_of_tests_that_pass(tmp_path: Path) -> None:
+async def test_the_reward_is_the_share_of_tests_that_pass_or_for_all_or_none(
+    tmp_path: Path,
+) -> None:
     mbpp = functions(tmp_path, MBPP, **MBPP_COLUMNS)
     assert mbpp.reset(mbpp.tasks()[0])[0].content == "Write a function to add two numbers."
     right = await judged(mbpp, block("def add(a, b):\n    return a + b"))
@@ -69,9 +71,6 @@ async def test_the_reward_is_the_share_of_tests_that_pass(tmp_path: Path) -> Non
     half = await judged(mbpp, block("def add(a, b):\n    return int(a) + int(b)"))
     assert half.reward == 0.5
     assert half.metrics == {"passed": 0.5, "all_passed": 0, "errors": 0.25, "timeouts": 0}
-
-
-async def test_the_reward_may_be_for_all_tests_or_none(tmp_path: Path) -> None:
     mbpp = functions(tmp_path, MBPP, **MBPP_COLUMNS, reward="all")
     assert (await judged(mbpp, block("def add(a, b):\n    return a + b"))).reward == 1
     half = await judged(mbpp, block("def add(a, b):\n    return int(a) + int(b)"))

@@ -123,6 +123,8 @@ async def test_a_judge_reads_the_prompt_with_its_fields_and_gives_a_number(endpo
     ]
     assert (asked["model"], asked["temperature"]) == ("judge", 0)
     assert endpoint.keys == ["Bearer a key"]
+    # Few compressed bytes may stand for any number of others.
+    assert endpoint.encodings == ["identity"]
 
 
 @pytest.mark.parametrize(
@@ -241,11 +243,6 @@ async def test_a_judge_that_answers_with_anything_is_a_failure_with_its_name(
     assert "\n" not in str(failed.value)
 
 
-async def test_a_judge_is_asked_for_plain_bytes(endpoint: Endpoint) -> None:
-    assert await score(endpoint, "7") == 7
-    assert endpoint.encodings == ["identity"]
-
-
 async def test_a_redirection_is_not_followed(endpoint: Endpoint) -> None:
     other = Endpoint()
     try:
@@ -337,23 +334,22 @@ async def test_thoughts_of_a_judge_are_no_score(endpoint: Endpoint) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("kind", "options", "said"),
     [
-        ({"rubric": "x"}, "rubric must contain {reply}, got 'x'"),
-        ({"rubric": "{reply} {queston}"}, "rubric names {queston}; did you mean 'question'?"),
-        ({"instruction": "x"}, "instruction must contain {question}, got 'x'"),
-        (
-            {"question": "q"},
-            "row 1 has no column 'q'; its columns are 'question'",
-        ),
-        ({"api_key_file": "/missing"}, "api_key_file /missing cannot be read"),
-        ({"api_key_file": "/dev/null"}, "api_key_file /dev/null cannot be read: "),
+        (Judged, {"rubric": "x"}, "rubric must contain {reply}, got 'x'"),
+        (Judged, {"rubric": "{reply} {queston}"}, "rubric names {queston}; did you mean 'questi"),
+        (Judged, {"instruction": "x"}, "instruction must contain {question}, got 'x'"),
+        (Judged, {"question": "q"}, "row 1 has no column 'q'; its columns are 'question'"),
+        (Rewarded, {"question": "q"}, "row 1 has no column 'q'; its columns are 'question'"),
+        (Rewarded, {"label": -1}, "label must be at least 0, got -1"),
+        (Judged, {"api_key_file": "/missing"}, "api_key_file /missing cannot be read"),
+        (Judged, {"api_key_file": "/dev/null"}, "api_key_file /dev/null cannot be read: "),
     ],
 )
-def test_a_judged_environment_says_what_cannot_work(tmp_path, options, said):
-    given: dict[str, Any] = {"rubric": "{reply}", **options}
+def test_an_environment_with_a_judge_says_what_cannot_work(kind, options, said, tmp_path):
+    given = options if kind is Rewarded else {"rubric": "{reply}", **options}
     with pytest.raises(ConfigError) as refused:
-        Judged(questions(tmp_path), "http://127.0.0.1:1/v1", "m", **given)
+        kind(questions(tmp_path), "http://127.0.0.1:1/v1", "m", **given)
     assert said in str(refused.value)
 
 
@@ -415,21 +411,3 @@ async def test_a_rewarded_environment_scores_question_and_reply(endpoint, tmp_pa
         {"role": "user", "content": "What is red?"},
         {"role": "assistant", "content": "a colour"},
     ]
-
-
-@pytest.mark.parametrize(
-    ("options", "cause"),
-    [
-        ({"label": -1}, "label must be at least 0, got -1"),
-        (
-            {"question": "q"},
-            "row 1 has no column 'q'; its columns are 'question'",
-        ),
-    ],
-)
-def test_a_rewarded_environment_says_what_cannot_work(options, cause, tmp_path):
-    path = tmp_path / "q.jsonl"
-    path.write_text('{"question": "a"}\n')
-    with pytest.raises(ConfigError) as refused:
-        Rewarded(str(path), "http://127.0.0.1:1/v1", "reward", **options)
-    assert cause in str(refused.value)

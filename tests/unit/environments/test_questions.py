@@ -9,7 +9,6 @@ import psutil
 import pytest
 from make_question_files import main as make_question_files
 from slipstream.client.environment import Message, Reply, StepResult, ToolCall
-from slipstream.client.environment_loader import load_environment
 from slipstream.core.errors import ConfigError, EnvironmentFailed
 from slipstream.environments.arguments import Split
 from slipstream.environments.question_files import cell_in, check_read, text_of
@@ -317,6 +316,12 @@ def test_what_is_wrong_with_a_file_is_one_line(tmp_path: Path, monkeypatch):
         "data.jsonl, row 2: column 'answer' must hold a text or a number, got {'text': ['b']}"
         ": write its text"
     )
+    (tmp_path / "data.jsonl").write_text('{"question": "Größe", "answer": "1"}\n', "latin-1")
+    assert refusal("data.jsonl") == "data.jsonl must be UTF-8, but line 1 is not"
+    pytest.importorskip("pyarrow")
+    (tmp_path / "data.parquet").write_text("no parquet")
+    assert refusal("data.parquet").startswith("data.parquet cannot be read: ")
+    assert "\n" not in refusal("data.parquet")
     (tmp_path / "data.csv").write_text("question,answer\n")
     assert refusal("data.csv") == (
         "the name of a file of questions ends in .jsonl or .parquet, got data.csv"
@@ -327,21 +332,6 @@ def test_a_byte_order_mark_is_no_part_of_a_question_file(tmp_path: Path):
     path = tmp_path / "data.jsonl"
     path.write_text(Path(json_lines(tmp_path, SUMS)).read_text(), encoding="utf-8-sig")
     assert len(Questions(str(path), judge="exact").tasks()) == len(SUMS)
-
-
-def test_a_question_file_in_another_encoding_is_named(tmp_path: Path):
-    path = tmp_path / "data.jsonl"
-    path.write_text('{"question": "Größe", "answer": "1"}\n', encoding="latin-1")
-    assert refusal(str(path)) == f"{path} must be UTF-8, but line 1 is not"
-
-
-def test_a_broken_parquet_file_is_one_line(tmp_path: Path):
-    pytest.importorskip("pyarrow")
-    path = tmp_path / "data.parquet"
-    path.write_text("no parquet")
-    text = refusal(str(path))
-    assert text.startswith(f"{path} cannot be read: ")
-    assert "\n" not in text
 
 
 def test_duplicates_may_be_dropped(tmp_path: Path):
@@ -381,16 +371,6 @@ def test_a_split_that_holds_no_question_is_named(tmp_path: Path):
     (only,) = Questions(path, judge="exact").tasks()
     split = "heldout" if Split("train", 10).has(only.identity) else "train"
     assert refusal(path, split=split) == f"{path} has no questions in split {split!r}"
-
-
-def test_the_line_reaches_whoever_loads_the_environment(tmp_path: Path):
-    path = json_lines(tmp_path, [{"prompt": "a", "answer": "b"}])
-    with pytest.raises(EnvironmentFailed) as caught:
-        load_environment(REFERENCE, json.dumps({"path": path, "judge": "exact"}), "")
-    assert (
-        str(caught.value)
-        == f"{path}, row 1 has no column 'question'; its columns are 'prompt', 'answer'"
-    )
 
 
 def test_train_and_heldout_questions_are_apart_whatever_the_order(tmp_path: Path):
@@ -440,38 +420,10 @@ def blind(row):
     return 0.0
 
 
-def longest(reply, *, power=1):
-    return len(reply) ** power
-
-
 async def all_four(question, reply, answer, row):
     await asyncio.sleep(0)
     right = reply == str(answer)
     return {"reward": right - 0.5, "right": right, "level": row["level"], "asked": len(question)}
-
-
-def whatever(**given):
-    return sorted(given) == ["answer", "question", "reply", "row"]
-
-
-def by_token(reply):
-    return {"reward": 1, "token_rewards": [token / 4 for token in reply.token_ids], "good": 1}
-
-
-def reads_parts(reply):
-    return {
-        "reward": reply == reply.content == "2",
-        "token_rewards": [0.0 for _ in reply.token_ids],
-    }
-
-
-def changes(row, reply):
-    row["seen"].append(reply)
-    return len(row["seen"])
-
-
-def wordy(reply):
-    return {"none": None, "text": "good", "list": [], "nan": float("nan")}[reply]
 
 
 @pytest.mark.parametrize("write", [json_lines, parquet])
@@ -480,35 +432,47 @@ async def test_a_function_judges_by_the_arguments_that_it_takes(tmp_path: Path, 
     path = write(tmp_path, [row])
     columns = {"question": "prompt", "answer": "truth.value", "instruction": "{question} Now."}
 
-    async def verdict(judge: str, reply: str, **settings: object) -> StepResult:
-        environment = Questions(path, judge=f"{__name__}:{judge}", **{**columns, **settings})
+    async def verdict(judge, reply: str, **settings: object) -> StepResult:
+        environment = Questions(path, judge=judge, **{**columns, **settings})
         environment.reset(environment.tasks()[0])
         return await environment.step(reply if isinstance(reply, Reply) else Reply(reply))
 
-    assert (await verdict("longest", "four")).reward == 4.0
-    assert (await verdict("whatever", "x")).reward == 1.0
+    def longest(reply, *, power=1):
+        return len(reply) ** power
+
+    assert (await verdict(longest, "four")).reward == 4.0
+    assert (await verdict(lambda **given: len(given), "x")).reward == 4.0
     told = StepResult(1, metrics={"good": 1}, token_rewards=[0.25, 0.5])
-    assert await verdict("by_token", Reply("x", token_ids=(1, 2))) == told
+    by_token = {"reward": 1, "token_rewards": [0.25, 0.5], "good": 1}
+    assert await verdict(lambda reply: by_token, Reply("x", token_ids=(1, 2))) == told
     # The question is the file's: an instruction is no part of it.
     # Neither is the answer changed: a number stays one.
-    found = await verdict("all_four", "2")
+    found = await verdict(f"{__name__}:all_four", "2")
     assert (found.reward, found.metrics) == (0.5, {"right": True, "level": 3, "asked": 6})
-    assert (await verdict("all_four", "so 2", answer_after="so ")).metrics["right"]
+    assert (await verdict(all_four, "so 2", answer_after="so ")).metrics["right"]
     marked = Reply("<think>so 3</think>so 2", token_ids=(1, 2))
-    found = await verdict("reads_parts", marked, answer_after="so ")
-    assert (found.reward, found.token_rewards) == (1.0, [0.0, 0.0])
+    parts = await verdict(
+        lambda reply: {"reward": reply == reply.content == "2", "seen": len(reply.token_ids)},
+        marked,
+        answer_after="so ",
+    )
+    assert (parts.reward, parts.metrics) == (1.0, {"seen": 2})
     # What does not take the answer needs no column of answers.
-    assert (await verdict("longest", "ab", answer="none")).reward == 2.0
+    assert (await verdict(longest, "ab", answer="none")).reward == 2.0
     with pytest.raises(ConfigError, match="has no column 'none'"):
-        await verdict("all_four", "2", answer="none")
-    for reply in ("none", "text", "list"):
+        await verdict(all_four, "2", answer="none")
+    for wrong in (None, "good", []):
         with pytest.raises(EnvironmentFailed, match="must return a number, or metrics with 'rew"):
-            await verdict("wordy", reply)
+            await verdict(lambda reply, said=wrong: said, "x")
 
 
 async def test_a_function_that_changes_its_row_changes_it_for_one_reply(tmp_path: Path):
+    def changes(row, reply):
+        row["seen"].append(reply)
+        return len(row["seen"])
+
     path = json_lines(tmp_path, [{"question": "?", "seen": []}])
-    environment = Questions(path, judge=f"{__name__}:changes")
+    environment = Questions(path, judge=changes)
     environment.reset(environment.tasks()[0])
     assert [(await environment.step(Reply("a"))).reward for _ in range(2)] == [1.0, 1.0]
 

@@ -184,8 +184,17 @@ class PixtralProcessor(ImageProcessor):
 
     def tokens(self, token_id: int, data: bytes) -> list[int]:
         """Returns rows of `token_id`, each ended by `break_id`, the last one by `end_id`."""
-        height, width = self._squares(data)
-        found = ([token_id] * width + [self.break_id]) * height
+        width, height = size_of(data)
+        ratio = max(1.0, height / self._longest, width / self._longest)
+        rows, columns = (
+            math.ceil(math.floor(side / ratio) / self._square) for side in (height, width)
+        )
+        if not rows * columns:
+            raise ValueError(
+                f"an image must keep a row and a column of pixels when its longer side is made "
+                f"{self._longest}, got {width} * {height}"
+            )
+        found = ([token_id] * columns + [self.break_id]) * rows
         found[-1] = self.end_id
         return found
 
@@ -212,19 +221,6 @@ class PixtralProcessor(ImageProcessor):
     @property
     def _longest(self) -> int:
         return int(self.inner.size["longest_edge"])
-
-    def _squares(self, data: bytes) -> tuple[int, int]:
-        width, height = size_of(data)
-        ratio = max(1.0, height / self._longest, width / self._longest)
-        rows, columns = (
-            math.ceil(math.floor(side / ratio) / self._square) for side in (height, width)
-        )
-        if not rows * columns:
-            raise ValueError(
-                f"an image must keep a row and a column of pixels when its longer side is made "
-                f"{self._longest}, got {width} * {height}"
-            )
-        return rows, columns
 
 
 def row_tokens(names: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> dict[str, int]:

@@ -92,20 +92,22 @@ async def run_program(
         start_new_session=True,
     )
     assert process.stdout is not None
-    output = _Output(process.stdout, limits.output_bytes)
-    limit = ""
+    kept, left, limit = bytearray(), limits.output_bytes, ""
     try:
         async with asyncio.timeout(limits.seconds):
-            if await output.read():
-                limit = f"it wrote more than {limits.output_bytes} bytes"
-            else:
+            while not limit and (chunk := await process.stdout.read(_CHUNK_BYTES)):
+                left -= len(chunk)
+                kept += chunk
+                del kept[:-KEPT_BYTES]
+                limit = f"it wrote more than {limits.output_bytes} bytes" if left < 0 else ""
+            if not limit:
                 await process.wait()
     except TimeoutError:
         limit = f"it did not end within {limits.seconds:g} s"
     finally:
-        await asyncio.shield(_end(process, output))
+        await asyncio.shield(_end(process, process.stdout))
     assert process.returncode is not None
-    text = bytes(output.kept).decode(errors="replace")
+    text = kept.decode(errors="replace")
     if not limit and process.returncode == -signal.SIGKILL:
         # The keeper wrote the cause into the output.
         limit = ProgramEnd(0, text).last_line or "it was killed"
@@ -122,37 +124,14 @@ def own_program(module: str) -> list[str]:
     return [sys.executable, "-I", "-c", begin, path]
 
 
-class _Output:
-    """Reads the output of a program; `kept` has its last `KEPT_BYTES` bytes."""
-
-    def __init__(self, stream: asyncio.StreamReader, most: int) -> None:
-        self._stream = stream
-        self._left = most
-        self.kept = bytearray()
-
-    async def read(self) -> bool:
-        """Reads until the output ends or is too long; returns whether it is too long."""
-        while self._left >= 0:
-            chunk = await self._stream.read(_CHUNK_BYTES)
-            if not chunk:
-                return False
-            self._left -= len(chunk)
-            self.kept += chunk
-            del self.kept[:-KEPT_BYTES]
-        return True
-
-    async def drop(self) -> None:
-        """Reads and discards the rest, so that a program that is still writing can end."""
-        while await self._stream.read(_CHUNK_BYTES):
-            pass
-
-
-async def _end(process: asyncio.subprocess.Process, output: _Output) -> None:
+async def _end(process: asyncio.subprocess.Process, output: asyncio.StreamReader) -> None:
     """Ends the program, if it still runs, and all processes below it."""
     send_signal(process, signal.SIGTERM)
     try:
         async with asyncio.timeout(_END_LIMIT_S):
-            await output.drop()
+            # A program that is still writing can end only when its output is read.
+            while await output.read(_CHUNK_BYTES):
+                pass
             await process.wait()
     except TimeoutError:
         send_signal(process, signal.SIGKILL)
