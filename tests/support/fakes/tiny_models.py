@@ -5,15 +5,6 @@ from pathlib import Path
 import make_tiny_vision_model
 from slipstream.learner.trainer.tiny_model import make_model, make_tokenizer
 
-# The quickstart's.
-SIZES = {
-    "num_layers": 2,
-    "hidden_size": 64,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "tie_word_embeddings": False,
-    "seed": 0,
-}
 # The smallest one that vLLM takes settings for.
 SMALLEST = {
     "num_layers": 1,
@@ -27,7 +18,7 @@ def make_model_folder(folder: Path, **sizes: int) -> Path:
     """A Llama in float32 of the quickstart's sizes, but for `sizes`; returns `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     make_tokenizer(folder)
-    make_model(folder, **SIZES | sizes)
+    make_model(folder, **sizes)
     return folder
 
 

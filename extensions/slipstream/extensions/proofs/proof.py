@@ -36,7 +36,7 @@ class Disproved(RunFailed):
     """Raised when a property does not hold; its text is an example that shows it."""
 
 
-def faults(function: Function, properties: Mapping[str, Callable[[], None]]) -> list[str]:
+def faults(function: Function, properties: Mapping[str, Callable[[], object]]) -> list[str]:
     """Returns one line for each of `properties` whose check raises an error.
 
     If one of the first two fails, the others are not checked. If all hold, a change of the globals
@@ -66,10 +66,16 @@ def implementation(function: Function) -> Callable[..., object]:
 
 
 def check_state(scenes: Sequence[Scene], compute: Callable[[Scene], Mapping[str, Tensor]]) -> None:
-    """Raises Disproved if `compute` differs in later calls, which have other random seeds.
+    """Raises Disproved if `compute` differs in later calls, or on the second of two ranks.
 
-    Between two calls with a scene there is one with another scene.
+    Later calls have other random seeds. Between two calls with a scene there is one with another.
     """
+    environ = dict.fromkeys(("RANK", "LOCAL_RANK"), "1") | {"WORLD_SIZE": "2"}
+    ranks: dict[str, Any] = {
+        "is_initialized": lambda: True,
+        "get_rank": lambda *_: 1,
+        "get_world_size": lambda *_: 2,
+    }
     for place, scene in enumerate(scenes):
         results = []
         for seed in range(3):
@@ -78,27 +84,15 @@ def check_state(scenes: Sequence[Scene], compute: Callable[[Scene], Mapping[str,
             np.random.seed(seed)
             results.append(compute(scene))
             compute(scenes[place - 1])
-        for again in results[1:]:
-            if found := difference(results[0], again, exactly=True):
-                raise Disproved(
-                    f"{found}, in a later call with the same inputs and other random seeds: {scene}"
-                )
-
-
-def check_rank(scenes: Sequence[Scene], compute: Callable[[Scene], Mapping[str, Tensor]]) -> None:
-    """Raises Disproved if `compute` gives other results on the second of two ranks."""
-    environ = dict.fromkeys(("RANK", "LOCAL_RANK"), "1") | {"WORLD_SIZE": "2"}
-    ranks: dict[str, Any] = {
-        "is_initialized": lambda: True,
-        "get_rank": lambda *_: 1,
-        "get_world_size": lambda *_: 2,
-    }
-    for scene in scenes:
-        alone = compute(scene)
         with mock.patch.dict(os.environ, environ), mock.patch.multiple(dist, **ranks):
-            found = difference(alone, compute(scene), exactly=True)
-        if found:
-            raise Disproved(f"{found}, on the second of two ranks: {scene}")
+            elsewhere = compute(scene)
+        later = "in a later call with the same inputs and other random seeds"
+        for what, again in (
+            *((later, result) for result in results[1:]),
+            ("on the second of two ranks", elsewhere),
+        ):
+            if found := difference(results[0], again, exactly=True):
+                raise Disproved(f"{found}, {what}: {scene}")
 
 
 def difference(
@@ -201,10 +195,10 @@ class EpisodeProof:
 
     def faults(self) -> list[str]:
         """Returns one line for each required property that the function lacks."""
-        properties: dict[str, Callable[[], None]] = {
-            "result": self._check_result,
+        properties: dict[str, Callable[[], object]] = {
+            # Inputs are read-only, so a function that changes one in place raises an error here.
+            "result": lambda: [*self._scenes()],
             "state": lambda: check_state([*self._scenes()], self._numbers),
-            "rank": lambda: check_rank([*self._scenes()], self._numbers),
             "order of episodes": self._check_order,
             "finite": self._check_finite,
         }
@@ -272,11 +266,6 @@ class EpisodeProof:
             f"episode {place}, number": torch.tensor(numbers, dtype=torch.float64)
             for place, numbers in enumerate(found)
         }
-
-    def _check_result(self) -> None:
-        # Inputs are read-only, so a function that changes one in place raises an error here.
-        for _ in self._scenes():
-            pass
 
     def _check_order(self) -> None:
         for scene in self._scenes():

@@ -31,7 +31,6 @@ import torch
 from slipstream.core.errors import RunFailed
 from slipstream.extensions.proofs.proof import (
     Disproved,
-    check_rank,
     check_state,
     difference,
     faults,
@@ -181,10 +180,9 @@ class TokenProof:
 
     def faults(self) -> list[str]:
         """Returns one line for each required property that the function lacks."""
-        properties: dict[str, Callable[[], None]] = {
+        properties: dict[str, Callable[[], object]] = {
             "result": self._check_result,
             "state": lambda: check_state(self._scenes(), self._trained),
-            "rank": lambda: check_rank(self._scenes(), self._trained),
             "masked tokens": self._check_masked,
             "layout": self._check_layouts,
             "empty mask": self._check_empty,

@@ -38,13 +38,13 @@ def make_tokenizer(folder: Path) -> None:
 def make_model(
     folder: Path,
     *,
-    num_layers: int,
-    hidden_size: int,
-    num_attention_heads: int,
-    num_key_value_heads: int,
-    tie_word_embeddings: bool,
+    num_layers: int = 2,
+    hidden_size: int = 64,
+    num_attention_heads: int = 2,
+    num_key_value_heads: int = 1,
+    tie_word_embeddings: bool = False,
     max_position_embeddings: int = 256,
-    seed: int,
+    seed: int = 0,
 ) -> None:
     """Saves a random float32 Llama, whose heads of 32 dimensions vLLM's CPU attention supports."""
     import torch
@@ -78,17 +78,11 @@ def main() -> None:
     """Writes the model and its tokenizer to the folder that the first argument names."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--num-layers", type=int, default=2)
-    parser.add_argument("--hidden-size", type=int, default=64)
-    parser.add_argument("--num-attention-heads", type=int, default=2)
-    parser.add_argument("--num-key-value-heads", type=int, default=1)
-    parser.add_argument("--max-position-embeddings", type=int, default=256)
-    parser.add_argument("--tie-word-embeddings", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
     make_tokenizer(arguments.folder)
-    make_model(**vars(arguments))
+    make_model(arguments.folder, seed=arguments.seed)
 
 
 if __name__ == "__main__":
