@@ -76,7 +76,7 @@ class StoredVersions:
         links, digests = [], digests_of(content, self.buckets)
         for writer in self.writers:
             for place, (bucket, data) in enumerate(zip(self.buckets, content, strict=True)):
-                writer.take(place, bucket, torch.from_numpy(data))()
+                writer.take(place, bucket, torch.from_numpy(data))
             links.append(writer.write(f"run/v{step}", digests, whole=whole, until=soon()))
         link = weights_pb2.StoredLink(
             version=trajectory_pb2.PolicyVersion(step=step), bucket_digests=digests

@@ -14,7 +14,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -113,7 +113,7 @@ class VersionWriter:
         sender = self._published.weights.sender
         if sender is None:
             # Ranks that send nothing take part in the same pass.
-            self._published.run(lambda *_: nothing)
+            self._published.run(lambda *_: None)
             return
         if self._objects is None:
             self._objects = RankObjects(
@@ -305,11 +305,10 @@ class RankObjects:
         self._written = {place: np.zeros_like(data.numpy()) for place, data in self._taken.items()}
         self._gaps = {place: gap_bytes(bucket) for place, bucket in own.items()}
 
-    def take(self, place: int, bucket: Bucket, data: Tensor) -> Callable[[], None]:
-        """Implements `Send`: copies a bucket of this rank to main memory on the current stream."""
+    def take(self, place: int, bucket: Bucket, data: Tensor) -> None:
+        """Copies a bucket of this rank to main memory on the current stream; this is a `Send`."""
         if bucket.root == self._sender:
             self._taken[place].copy_(data, non_blocking=True)
-        return nothing
 
     def write(
         self, folder: str, digests: Sequence[bytes], *, whole: bool, until: Until
@@ -352,7 +351,3 @@ class RankObjects:
         return weights_pb2.StoredObject(
             key=key, num_bytes=len(data), digest=object_digest(data), buckets=parts
         )
-
-
-def nothing() -> None:
-    """Does nothing; this is the `Release` of a copy whose lane is refilled on the same stream."""

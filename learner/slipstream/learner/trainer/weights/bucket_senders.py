@@ -95,7 +95,7 @@ class BucketSender(ABC):
     def send(self, bucket: Bucket, data: Tensor) -> Release:
         """Begins the broadcast of a bucket from its root rank to all other members.
 
-        The caller must not change `data` until it has called the returned `Release`. Raises
+        The caller must not change `data` until it has called the returned `Release`, if any. Raises
         WeightSyncError if this bucket or an earlier one is not sent within `bucket_deadline_s`.
         """
 
@@ -288,7 +288,7 @@ class IpcSender(BucketSender):
         self._filling = self._number, done
         self._number += 1
         self._sent_bytes += bucket.num_bytes
-        return lambda: None
+        return None
 
     def finish(self) -> Wire:
         handover, deadline_s = live(self._handover), self.bucket_deadline_s

@@ -209,7 +209,7 @@ class _Sends:
     def __call__(self, place: int, bucket: Bucket, data: Tensor) -> Release:
         where = f"bucket {place}: "
         release = self._tried(lambda: self._sender.send(bucket, data), where)
-        return (lambda: None) if release is None else lambda: self._tried(release, where)
+        return None if release is None else lambda: self._tried(release, where)
 
     def finish(self) -> Wire:
         """Waits until every bucket is sent; the result is empty on failure."""

@@ -11,6 +11,7 @@ import io
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -45,8 +46,9 @@ logger = logging.getLogger(__name__)
 NUM_LANES = 2
 _DIGEST_BYTES = 16
 
-# Function that makes the current stream wait until the lane may be filled again.
-Release = Callable[[], None]
+# Function that makes the current stream wait until the lane may be filled again; None if work that
+# follows on that stream may fill it.
+Release = Callable[[], None] | None
 # Function that every sender calls for every bucket: (number, bucket, memory for it) -> Release.
 # On the bucket's own sender the memory is filled once the current stream reaches this call.
 Send = Callable[[int, Bucket, Tensor], Release]
@@ -103,11 +105,9 @@ class WeightStream:
     def tensors(self) -> tuple[TensorSpec, ...]:
         return self._filling.tensors
 
-    @contextlib.contextmanager
-    def resident(self) -> Iterator[None]:
+    def resident(self) -> AbstractContextManager[None]:
         """Keeps the parameters on the device inside the context; a pass then begins at once."""
-        with self._policy.memory.resident(Part.PARAMETERS):
-            yield
+        return self._policy.memory.resident(Part.PARAMETERS)
 
     @torch.no_grad()
     def fill_ahead(self) -> None:
@@ -131,7 +131,7 @@ class WeightStream:
         Without `send`, the pass only computes the digests.
         """
         ahead, self._ahead = self._ahead if send is not None else 0, 0
-        releases: list[Release | None] = [None] * len(self._lanes)
+        releases: list[Release] = [None] * len(self._lanes)
         with self.resident():
             if not ahead:
                 self._policy.gather_parameters()
