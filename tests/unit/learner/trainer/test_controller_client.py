@@ -1,5 +1,7 @@
+import contextlib
 import threading
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -25,31 +27,39 @@ def config(address: str, tmp_path: Path, **sections: object) -> Config:
     )
 
 
+@contextlib.contextmanager
+def connected(
+    tmp_path: Path, orders: Sequence[list[pb.Directive]] = (), **sections: object
+) -> Iterator[tuple[FakeController, ControllerClient]]:
+    """A controller and a client of it, both closed at the end."""
+    token = "t" * 40 if sections else None
+    with FakeController(orders, token=token) as controller:
+        client = ControllerClient(config(controller.address, tmp_path, **sections))
+        yield controller, client
+        client.close()
+
+
 def ask(client: ControllerClient) -> list[pb.Directive]:
     return client.next(PolicyVersion(0, 3), communicator_id="c-1", bucket_digests=[b"one", b"two"])
 
 
 def test_next_hands_out_all_messages_of_an_order(tmp_path: Path) -> None:
     order = batch_order(make_batch(0, num_groups=2, group_size=3, vocab_size=9, max_tokens=8))
-    with FakeController([order]) as controller:
-        client = ControllerClient(config(controller.address, tmp_path))
+    with connected(tmp_path, [order]) as (controller, client):
         assert ask(client) == order
         (request,) = controller.requests
         assert (request.version.step, request.communicator_id) == (3, "c-1")
         assert list(request.bucket_digests) == [b"one", b"two"]
-        client.close()
 
 
 def test_stop_ends_a_call_of_next_that_waits(tmp_path: Path) -> None:
-    with FakeController([]) as controller:
-        client = ControllerClient(config(controller.address, tmp_path))
+    with connected(tmp_path) as (controller, client):
         asked = controller.asked
         waiter = threading.Thread(target=lambda: (asked.wait(LIMIT_S), client.stop("now")))
         waiter.start()
         assert ask(client) == stop_order("now", without_model=True)
         assert ask(client) == stop_order("now", without_model=True)
         waiter.join()
-        client.close()
 
 
 def test_controller_that_comes_late_is_waited_for(tmp_path: Path) -> None:
@@ -83,9 +93,8 @@ def report(step: int) -> pb.StepReport:
 @pytest.mark.parametrize("ends_in_order", [False, True])
 def test_a_trainer_registers_again_with_its_version_while_it_trains(tmp_path, ends_in_order):
     hello = pb.TrainerHello(world_size=1, weight_digest=b"d0")
-    with FakeController([]) as controller:
+    with connected(tmp_path) as (controller, client):
         controller.ends_in_order = ends_in_order
-        client = ControllerClient(config(controller.address, tmp_path))
         client.register(hello)
         assert client.report_step(report(0)) == PolicyVersion(0, 1)
         until_places(controller, 1)
@@ -98,12 +107,10 @@ def test_a_trainer_registers_again_with_its_version_while_it_trains(tmp_path, en
         # A call that comes before the trainer is registered again waits for that.
         assert client.report_step(report(1)) == PolicyVersion(0, 2)
         assert [hello.version.step for hello in controller.hellos] == [0, 1, 1]
-        client.close()
 
 
 def test_a_trainer_of_another_version_than_the_run_starts_again(tmp_path: Path) -> None:
-    with FakeController([]) as controller:
-        client = ControllerClient(config(controller.address, tmp_path))
+    with connected(tmp_path) as (controller, client):
         client.register(pb.TrainerHello(world_size=1))
         until_places(controller, 1)
         controller.incarnation = 1
@@ -113,16 +120,14 @@ def test_a_trainer_of_another_version_than_the_run_starts_again(tmp_path: Path) 
         with pytest.raises(RuntimeError, match="the run calls the trainer's version 0 0/1 now"):
             client.report_step(report(0))
         assert controller.steps == []
-        client.close()
 
 
 def test_every_call_carries_the_token(tmp_path: Path) -> None:
-    token = "t" * 40
-    (tmp_path / "token").write_text(token)
+    (tmp_path / "token").write_text("t" * 40)
     security = {"token_file": str(tmp_path / "token")}
     methods = pb.DESCRIPTOR.services_by_name["TrainerService"].methods_by_name
-    with FakeController([[pb.Directive(wait=pb.WaitOrder())]], token=token) as controller:
-        client = ControllerClient(config(controller.address, tmp_path, security=security))
+    orders = [[pb.Directive(wait=pb.WaitOrder())]]
+    with connected(tmp_path, orders, security=security) as (controller, client):
         client.register(pb.TrainerHello(world_size=1))
         ask(client)
         client.report_step(pb.StepReport())
@@ -139,6 +144,5 @@ def test_every_call_carries_the_token(tmp_path: Path) -> None:
         until_s = time.monotonic() + LIMIT_S
         while controller.guard.admitted < set(methods) and time.monotonic() < until_s:
             time.sleep(0.005)
-        client.close()
     assert controller.guard.refused == set()
     assert controller.guard.admitted == set(methods)

@@ -43,44 +43,41 @@ def attribute(module: str, name: str, attribute: str) -> bytes:
     return f"cbuiltins\ngetattr\n(c{module}\n{name}\nV{attribute}\ntR.".encode()
 
 
-def test_members_of_enums_are_read_as_any_python_writes_them(tmp_path: Path) -> None:
-    path = tmp_path / ".metadata"
-    enum = "torch.distributed.checkpoint.planner", "WriteItemType"
-    path.write_bytes(attribute(*enum, "TENSOR"))
-    with pytest.raises(CheckpointError, match="holds a WriteItemType, not the index"):
-        read_index(path)
-    path.write_bytes(attribute(*enum, "mro"))
-    with pytest.raises(CheckpointError, match="cannot be read: 'mro'"):
-        read_index(path)
+ENUM = "torch.distributed.checkpoint.planner", "WriteItemType"
+METADATA = "torch.distributed.checkpoint.metadata", "Metadata"
 
 
-def test_attributes_of_anything_else_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / ".metadata"
-    path.write_bytes(attribute("torch.distributed.checkpoint.metadata", "Metadata", "__init__"))
-    with pytest.raises(CheckpointError, match="builtins.getattr has no place in the index"):
-        read_index(path)
-
-
-def test_a_plain_value_is_no_index(tmp_path: Path) -> None:
-    path = tmp_path / ".metadata"
-    path.write_bytes(b"I1\n.")
-    with pytest.raises(CheckpointError, match="holds a int, not the index"):
-        read_index(path)
-
-
-@pytest.mark.parametrize("data", [b"", b"\x80\x05", struct.pack("<q", 7)])
-def test_a_torn_index_is_refused(tmp_path: Path, data: bytes) -> None:
+@pytest.mark.parametrize(
+    ("data", "cause"),
+    [
+        # Members of enums are read as any Python writes them.
+        (attribute(*ENUM, "TENSOR"), "holds a WriteItemType, not the index"),
+        (attribute(*ENUM, "mro"), "cannot be read: 'mro'"),
+        (attribute(*METADATA, "__init__"), "builtins.getattr has no place in the index"),
+        (b"I1\n.", "holds a int, not the index"),
+        (b"", "cannot be read"),
+        (b"\x80\x05", "cannot be read"),
+        (struct.pack("<q", 7), "cannot be read"),
+    ],
+)
+def test_what_is_no_index_is_refused(tmp_path: Path, data: bytes, cause: str) -> None:
     path = tmp_path / ".metadata"
     path.write_bytes(data)
-    with pytest.raises(CheckpointError, match="cannot be read"):
+    with pytest.raises(CheckpointError, match=cause):
         read_index(path)
 
 
-def test_an_index_of_torchs_own_writer_is_read(tmp_path: Path) -> None:
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    """An index of torch's own writer."""
     state = {"a": torch.ones(3, dtype=torch.bfloat16), "b": {"c": torch.zeros(2, 2)}, "n": 3}
     with pytest.warns(UserWarning, match="save in a single process"):
         save(state, storage_writer=FileSystemWriter(tmp_path), no_dist=True)
-    index = read_index(tmp_path / ".metadata")
+    return tmp_path / ".metadata"
+
+
+def test_an_index_of_torchs_own_writer_is_read(written: Path) -> None:
+    index = read_index(written)
     assert set(index.state_dict_metadata) == {"a", "b.c", "n"}
     assert index.state_dict_metadata["b.c"].size == torch.Size([2, 2])
 
@@ -97,19 +94,14 @@ def damaged(data: bytes, seed: int) -> bytes:
     ][seed % 4]
 
 
-def test_a_damaged_index_is_read_or_refused_in_one_line(tmp_path: Path) -> None:
-    state = {"a": torch.ones(3, dtype=torch.bfloat16), "b": {"c": torch.zeros(2, 2)}, "n": 3}
-    with pytest.warns(UserWarning, match="save in a single process"):
-        save(state, storage_writer=FileSystemWriter(tmp_path), no_dist=True)
-    path = tmp_path / ".metadata"
-    data = path.read_bytes()
-    refused = 0
+def test_a_damaged_index_is_read_or_refused_in_one_line(written: Path) -> None:
+    data, refused = written.read_bytes(), 0
     for seed in range(times(4000)):
-        path.write_bytes(damaged(data, seed))
+        written.write_bytes(damaged(data, seed))
         try:
-            read_index(path)
+            read_index(written)
         except CheckpointError as error:
             refused += 1
             assert "\n" not in str(error)
-            assert str(path) in str(error)
+            assert str(written) in str(error)
     assert refused > times(1000)
