@@ -5,8 +5,6 @@ import json
 
 import numpy as np
 from slipstream.core.types import Branch, Trajectory
-from slipstream.learner.controller.records.journal import read_batch, read_records
-from slipstream.protocol.codec import trajectory_from_pb
 from support.fakes.fake_server import FakeServer
 from support.fakes.fake_trainer import FakeTrainer
 from support.rigs.controller_runs import make_config, play
@@ -48,35 +46,6 @@ async def test_trees_are_trained_once_told_as_trees_and_kept_in_the_ledger(tmp_p
         first, second = line["branches"]
         assert (second["name"], second["share"], second["reward"]) == ("reviewer", 0.5, -2.5)
         assert (first["reward"], second["sampled_tokens"]) == (None, 2)
-
-
-async def test_the_journal_gives_back_the_branches_that_were_trained(tmp_path) -> None:
-    config = make_config(tmp_path, **SAMPLING, run__steps=3)
-    server = FakeServer(config.controller.address, reply_tokens=TOKENS)
-    server.spoil = as_tree
-    trainer = FakeTrainer(config.controller.address)
-    await play(config, server, trainer=trainer)
-    folder = config.run_dir / "journal"
-    batches = [r for r in read_records(folder) if r["kind"] == "batch"]
-    for record, trained in zip(batches, trainer.batches, strict=True):
-        recorded = read_batch(folder, record["step"], record["crc32"])
-        found = [trajectory_from_pb(message) for message in recorded.trajectories]
-        assert [t.branches for t in found] == [BRANCHES] * len(trained)
-        assert [t.sequences() for t in found] == [t.sequences() for t in trained]
-
-
-async def test_a_tree_beyond_the_limits_of_the_run_is_quarantined_with_the_rule(tmp_path) -> None:
-    config = make_config(tmp_path, **SAMPLING, sampling__max_branches=1, run__steps=2)
-    address = config.controller.address
-    strange, honest = FakeServer(address, "strange"), FakeServer(address, "honest")
-    strange.spoil = as_tree
-    summary = await play(config, strange, honest)
-    assert summary["steps"] == 2
-    assert summary["ledger"]["quarantined"] > 0
-    assert summary["ledger"]["difference"] == 0
-    ends = [r for r in read_records(config.run_dir / "journal") if r["kind"] == "end"]
-    causes = {r["cause"] for r in ends if r["end"] == "quarantined"}
-    assert causes == {"it has 2 branches, sampling.max_branches is 1"}
 
 
 async def test_a_lease_reserves_room_for_all_branches_together(tmp_path) -> None:

@@ -8,7 +8,6 @@ from slipstream.learner.controller.trajectories.intake import MOST_FILTERED_BATC
 from support.fakes.fake_server import FakeServer
 from support.fakes.fake_trainer import FakeTrainer
 from support.rigs.controller_runs import make_config, play
-from support.rigs.waiting import until
 
 FILTER = {"algorithm__filter": "unequal_rewards"}
 
@@ -73,26 +72,3 @@ async def test_a_run_whose_task_is_solved_stops_with_its_model(tmp_path):
     assert f"(e: {limit} of {limit} solved, mean reward 1)" in summary["cause"]
     assert trainer.stop_reason == summary["cause"]
     assert summary["ledger"]["difference"] == 0
-
-
-async def test_a_slow_trainer_does_not_make_a_task_solved(tmp_path):
-    config = make_config(tmp_path, run__steps=4, algorithm__groups_per_step=1, **FILTER)
-    trainer = FakeTrainer(config.controller.address)
-    # While the trainer stands still in the first step, all groups but each twelfth are filtered.
-    trainer.gate.clear()
-
-    def judge(lease, member, attempt):
-        return 1.0 if int(lease.group_id[1:]) % 12 else float(member % 2)
-
-    server = FakeServer(config.controller.address, judge=judge)
-
-    async def until_many_are_filtered(controller, tasks):
-        def filtered():
-            records = read_records(config.run_dir / "journal")
-            return sum(r["kind"] == "closed" and r["how"] == "filtered" for r in records)
-
-        await until(lambda: filtered() > MOST_FILTERED_BATCHES)
-        trainer.gate.set()
-
-    summary = await play(config, server, trainer=trainer, during=until_many_are_filtered)
-    assert (summary["code"], summary["steps"]) == (0, 4)

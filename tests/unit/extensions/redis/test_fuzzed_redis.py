@@ -8,7 +8,6 @@ import random
 
 import pytest
 import redis.asyncio
-from slipstream.core.errors import QueueError
 from slipstream.core.types import TrajectoryId
 from slipstream.extensions.redis.connection import DELIVERY
 from slipstream.extensions.redis.receiver import RedisReceiver
@@ -93,22 +92,3 @@ async def test_what_nobody_sealed_is_removed_and_the_others_arrive(server, admin
 
 def seal_of(delivery) -> bytes:
     return seal(server_key(KEY, 7), delivery.trajectory_id, delivery.data)
-
-
-@pytest.mark.parametrize("value", [b"abc", b"9" * 40, b"1.5"])
-async def test_a_counter_that_is_no_number_ends_the_queue_in_one_line(server, administrator, value):
-    def errors(error: BaseException) -> list[BaseException]:
-        if not isinstance(error, BaseExceptionGroup):
-            return [error]
-        return [each for inner in error.exceptions for each in errors(inner)]
-
-    with pytest.raises(ExceptionGroup) as caught:
-        async with (
-            RedisReceiver(server.url(), "run", opener(KEY)) as receiver,
-            asyncio.timeout(LIMIT_S),
-        ):
-            await administrator.set(BYTES, value)
-            await receiver.get()
-    for error in errors(caught.value):
-        assert isinstance(error, QueueError)
-        assert "\n" not in str(error)

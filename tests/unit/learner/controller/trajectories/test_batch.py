@@ -334,15 +334,20 @@ def test_what_a_group_holds_ends_when_its_environment_does_not_come_again(tmp_pa
     assert [end["id"] for end in ends] == [held.trajectory_id]
 
 
-def test_groups_that_are_left_out_while_a_batch_is_written_do_not_end_the_run() -> None:
+def test_groups_that_are_left_out_while_a_batch_waits_or_is_written_do_not_end_the_run() -> None:
     run = run_of(algorithm={"group_size": 2, "groups_per_step": 1, "max_staleness": 1})
     books = books_of(run)
     endings: Any = None
     group_filter = GroupFilter(run, books, endings)
     for _ in range(MOST_FILTERED_BATCHES):
         books.state.filtered.add("e", 0.0, solved=False)
-    # The batch of the first step has its groups and no record yet.
-    books.leases.step = 1
+    # The batch of the first step waits for a slow trainer.
+    waiting = books.leases.lease("e", 0, 0, SERVER, 0)
+    waiting.finished = dict(make_group(0).finished)
+    group_filter.judge()
+    assert not run.progress.has_failed
+    # It has its groups and no record yet.
+    assert books.leases.take_batch() == [waiting]
     group_filter.judge()
     assert not run.progress.has_failed
     books.state.next_step = 1
