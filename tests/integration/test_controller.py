@@ -215,31 +215,6 @@ async def test_evaluations_run_before_between_and_after(tmp_path):
     assert summary["ledger"]["difference"] == 0
 
 
-async def test_a_queue_that_holds_one_batch_makes_leases_wait_and_trains_every_step(tmp_path):
-    # 4 groups of 4 trajectories of at most 2048 + 64 * 24 bytes.
-    one_batch = 16 * 3584
-    config = make_config(tmp_path, queue__max_bytes=one_batch)
-    address = config.controller.address
-    trainer = FakeTrainer(address, step_s=0.02)
-    servers = [FakeServer(address, f"s{i}", delay_s=0.02, queue_bytes=one_batch) for i in range(2)]
-    reserved, waits = [], set()
-
-    async def look(controller, tasks):
-        while trainer.version.step < 10:
-            if controller._progress.has_trainer:
-                reserved.append(controller._parts.scheduler.reserved_bytes)
-                waits.add(controller._parts.scheduler.lease_wait)
-            await asyncio.sleep(0)
-
-    summary = await play(config, *servers, trainer=trainer, during=look)
-    assert summary["steps"] == 12
-    assert summary["ledger"]["difference"] == 0
-    assert one_batch - 4 * 3584 < max(reserved) <= one_batch
-    assert "room in the queue (queue.max_bytes)" in waits
-    rows = [json.loads(x) for x in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert sum(row["lease_wait_queue_s"] for row in rows) > 0
-
-
 async def test_an_evaluation_finds_room_in_a_queue_that_holds_one_batch(tmp_path):
     one_batch = 16 * 3584
     evaluation = {"name": "held", "num_episodes": 40, "samples_per_task": 4, "every_steps": 3}
@@ -357,26 +332,6 @@ async def test_a_server_that_nobody_knows_cannot_be_drained(tmp_path):
 
     summary = await play(config, trainer=trainer, during=ask)
     assert summary["steps"] == 2
-
-
-async def test_time_in_which_no_server_serves_is_no_stall(tmp_path):
-    # Longer than a disk or a busy machine holds up a step.
-    stall_s = 4.0
-    config = make_config(tmp_path, run__steps=4, controller__stall_timeout_s=stall_s)
-    server = FakeServer(config.controller.address)
-    trainer = FakeTrainer(config.controller.address)
-    trainer.hold_at(1)
-
-    async def hold_weights(controller, tasks):
-        await trainer.until_held()
-        server.buckets.clear()
-        trainer.gate.set()
-        await until(lambda: not controller._fleet.serving())
-        await asyncio.sleep(1.5 * stall_s)
-        server.buckets.set()
-
-    summary = await play(config, server, trainer=trainer, during=hold_weights)
-    assert (summary["code"], summary["steps"]) == (0, 4)
 
 
 async def test_a_run_whose_episodes_all_fail_for_machines_stops_and_says_why(tmp_path):

@@ -17,8 +17,6 @@ GroupId = NewType("GroupId", str)
 TrajectoryId = NewType("TrajectoryId", str)
 ServerId = NewType("ServerId", str)
 
-# Longest id whose parts are cached; servers make no longer ids.
-MAX_KEPT = 200
 _NAME = re.compile(r"([^.]+)\.([0-9]{1,9})\.([0-9]{1,9})\.([0-9a-f]{1,16})")
 
 # Reward of an episode from which on a reply passes an evaluation and a task counts as solved: 1 but
@@ -64,19 +62,17 @@ class TrajectoryName(NamedTuple):
     @classmethod
     def parse(cls, trajectory_id: str) -> TrajectoryName | None:
         """Returns the parts of an id, or None if the text is not a trajectory's id."""
-        return _parse(trajectory_id) if len(trajectory_id) <= MAX_KEPT else _split(trajectory_id)
+        return _parse(trajectory_id)
 
 
-def _split(trajectory_id: str) -> TrajectoryName | None:
+# Several parts of the controller parse the id of one delivery, one after the other.
+@functools.lru_cache(maxsize=32)
+def _parse(trajectory_id: str) -> TrajectoryName | None:
     found = _NAME.fullmatch(trajectory_id)
     if found is None:
         return None
     group_id, member, attempt, epoch = found.groups()
     return TrajectoryName(GroupId(group_id), int(member), int(attempt), int(epoch, 16))
-
-
-# Several parts of the controller parse the id of one delivery, one after the other.
-_parse = functools.lru_cache(maxsize=32)(_split)
 
 
 class PolicyVersion(NamedTuple):

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from pydantic import JsonValue
 from slipstream.core.errors import ProtocolError
-from slipstream.core.types import MAX_KEPT, GroupId, ServerId, TrajectoryId, TrajectoryName
+from slipstream.core.types import GroupId, ServerId, TrajectoryId, TrajectoryName
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.kinds import Record, ServerTokens, parsed
 from slipstream.learner.controller.records.state import RunState
@@ -105,14 +105,10 @@ class GroupSteps:
         return self._steps[number]
 
 
-def _place(trajectory_id: str) -> tuple[tuple[str, int, int], int, int, int] | None:
-    """Returns (page, index in the page, epoch, bit) of a first attempt's id, or None for others."""
-    return _find_place(trajectory_id) if len(trajectory_id) <= MAX_KEPT else None
-
-
 # A delivered id is looked up in several sets, one after the other.
 @functools.lru_cache(maxsize=32)
-def _find_place(trajectory_id: str) -> tuple[tuple[str, int, int], int, int, int] | None:
+def _place(trajectory_id: str) -> tuple[tuple[str, int, int], int, int, int] | None:
+    """Returns (page, index in the page, epoch, bit) of a first attempt's id, or None for others."""
     name = TrajectoryName.parse(trajectory_id)
     if name is None or name.attempt:
         return None

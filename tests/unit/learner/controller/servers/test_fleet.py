@@ -1,6 +1,6 @@
 import pytest
 from slipstream.learner.controller.servers.fleet import MAX_DEPARTED, Fleet
-from slipstream.learner.controller.servers.session import DEAD, LEFT
+from slipstream.learner.controller.servers.session import DEAD, LEFT, ServerEvent
 from slipstream.v1 import fleet_pb2
 from support.rigs.publishing_scene import joined, run_of
 
@@ -75,3 +75,17 @@ def test_servers_that_leave_at_the_end_of_a_run_are_missed_by_nobody() -> None:
     run.progress.stop("enough")
     fleet.order_drain(session, "enough", finish=False)
     assert fleet.warn_without(session) == ""
+
+
+def test_the_idle_time_of_a_run_stands_still_while_no_server_serves(monkeypatch) -> None:
+    run, now_s = run_of(), 0.0
+    monkeypatch.setattr(run.clock, "now_s", lambda: now_s)
+    session, idle_s = joined(Fleet(run), "a"), []
+    for event in (None, ServerEvent.RECEIVE, ServerEvent.PUBLISHED, ServerEvent.FAILED):
+        if event is not None:
+            session.on(event)
+        now_s += 10.0
+        idle_s.append(run.progress.idle_s)
+    assert idle_s == [0.0, 0.0, 10.0, 10.0]
+    run.progress.moved()
+    assert run.progress.idle_s == 0.0
