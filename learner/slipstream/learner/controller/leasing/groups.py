@@ -52,6 +52,8 @@ class Group:
     ended: set[int] = field(default_factory=set)
     # Whether the holder has closed the lease; trajectories of the lease may still arrive.
     closed: bool = False
+    # Number of trajectories that the holder had sent when it had closed the lease, if known.
+    sent_at_close: int | None = None
     # The server whose lease lost members or was taken back: others come first.
     shunned: ServerKey | None = None
     # By member: number of its lost servers, leases taken back and quarantined trajectories.

@@ -52,6 +52,8 @@ class LeaseBook:
         self._deadlines: Counter[int] = Counter()
         self.closing: dict[GroupId, ClosingLease] = {}
         self.awaited = Awaited()
+        # Groups whose holder has closed the lease, and whose trajectories have not all arrived.
+        self._closed: set[GroupId] = set()
         # Numbers of the next group and of the next evaluation, and of this controller's start. A
         # restart numbers evaluations from 0 again, so their ids contain the number of the start.
         self._next_group = self._next_evaluation = 0
@@ -182,11 +184,12 @@ class LeaseBook:
 
     def reassign(self, group: Group, holder: ServerKey) -> None:
         """Gives an orphan, a group without a server, to another server."""
-        group.holder, group.closed = holder, False
+        group.holder, group.closed, group.sent_at_close = holder, False, None
         group.num_leases += 1
         group.first_attempt = group.next_attempt
         group.allow(holder.epoch, group.first_attempt, self._attempts_per_lease)
         group.ended.clear()
+        self._closed.discard(group.group_id)
 
     def orphan(self, holder: ServerKey) -> list[Group]:
         """Takes all leases from a lost server; returns its unfinished groups.
@@ -311,6 +314,24 @@ class LeaseBook:
             group.unused_attempt = max(group.unused_attempt, next_attempt)
             group.ended.update(unfinished)
             self._hand_back(group)
+            if group.holder is not None:
+                self._closed.add(group_id)
+
+    def short_leases(self, holder: ServerKey, num_sent: int, num_arrived: int) -> list[Group]:
+        """Returns the groups whose members `holder` neither delivered nor named unfinished.
+
+        It has closed their leases. `num_sent` is the number of trajectories that it has sent by
+        now, `num_arrived` that up to the newest that arrived: they arrive in order. So a member is
+        lost once all that was sent before the close has arrived.
+        """
+        short = []
+        for group in [self.groups[group_id] for group_id in self._closed]:
+            if group.holder == holder and group.running:
+                if group.sent_at_close is None:
+                    group.sent_at_close = num_sent
+                if num_arrived >= group.sent_at_close:
+                    short.append(group)
+        return short
 
     def run_again(self, group: Group) -> list[int]:
         """Ends the running members of a closed lease, and returns them: others run them again."""
@@ -324,6 +345,7 @@ class LeaseBook:
         """Removes the holder of an incomplete group if its lease is closed and no member runs."""
         if group.closed and not group.running and not group.is_complete:
             group.holder = None
+            self._closed.discard(group.group_id)
 
     @property
     def has_whole_batch(self) -> bool:
@@ -378,6 +400,7 @@ class LeaseBook:
 
     def _take(self, group_id: GroupId) -> Group:
         group = self.groups.pop(group_id)
+        self._closed.discard(group_id)
         if group.purpose is Purpose.TRAINING:
             self._deadlines[group.deadline_step] -= 1
             # Drops deadlines that no group has.

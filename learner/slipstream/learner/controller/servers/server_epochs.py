@@ -33,6 +33,8 @@ class EpochCount:
     # Tokens of received trajectories, and number of trajectories that this start received.
     received: int = 0
     num_received: int = 0
+    # Number of trajectories that the server had sent up to the newest received one.
+    num_sent: int = 0
     # Losses at the hand-overs: tokens that the engine generated and no record has, ended episodes
     # that were not sent, and trajectories that were sent before the newest received one and did
     # not arrive. A negative number means that something was counted twice.
@@ -61,6 +63,7 @@ class EpochCount:
         `sent` is `Delivery.sent`: the trajectories and tokens that the server has sent so far.
         """
         self.received, self.num_received = self.received + tokens, self.num_received + 1
+        self.num_sent = max(self.num_sent, sent.trajectories)
         missing = sent.less(Amount(self.num_received, self.received))
         if self.is_earlier:
             # The journal has the tokens of all trajectories, and of some that were sent later.

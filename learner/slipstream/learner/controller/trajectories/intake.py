@@ -76,6 +76,11 @@ class Intake(ServerListener):
     def joined(self, session: ServerSession) -> None:
         self._book.awaited.joined(session.name, session.hello.undelivered)
 
+    def reported(self, session: ServerSession, report: fleet_pb2.ServerReport) -> None:
+        num_sent, arrived = report.sent.trajectories, self._fleet.epochs.count(session.key).num_sent
+        for group in self._book.short_leases(session.key, num_sent, arrived):
+            self.run_again(group, "neither delivered them nor named them unfinished")
+
     def lease_reported(self, session: ServerSession, report: fleet_pb2.LeaseReport) -> None:
         group_id, unused = GroupId(report.group_id), report.next_attempt
         self._book.closed(group_id, session.key, report.unfinished, next_attempt=unused)
@@ -154,20 +159,12 @@ class Intake(ServerListener):
     def take_back(self, group: Group, cause: str) -> None:
         """Ends a lease that makes no progress; its group then waits for another server.
 
-        A server that has closed the lease left members without a trajectory or a word. Members with
-        `controller.max_attempts` setbacks get no further attempt.
+        Members with `controller.max_attempts` setbacks get no further attempt.
         """
-        session = self._fleet.find(group.holder)
         if group.closed:
-            members = self._book.run_again(group)
-            name = "a rollout server that is gone" if session is None else session.name
-            self._run.events.warn(
-                f"{len(members)} episodes of group {group.group_id} run again: {name} closed their "
-                f"lease, and {cause}"
-            )
-            self._give_up_spent(group, members, Failure(FailureKind.INFRASTRUCTURE, cause))
-            self._run.signal.notify()
+            self.run_again(group, cause)
             return
+        session = self._fleet.find(group.holder)
         group.shunned = group.holder
         group.setbacks.update(group.running)
         self._give_up_spent(group, group.running, Failure(FailureKind.TIMEOUT, cause))
@@ -181,6 +178,20 @@ class Intake(ServerListener):
         # Members that the server reports as unfinished are leased again.
         order = fleet_pb2.CancelLease(group_id=group.group_id, reason=cause)
         session.send(fleet_pb2.ControllerMessage(cancel=order))
+
+    def run_again(self, group: Group, cause: str) -> None:
+        """Runs the members again that a closed lease left without a trajectory or a word.
+
+        Members with `controller.max_attempts` setbacks get no further attempt.
+        """
+        session, members = self._fleet.find(group.holder), self._book.run_again(group)
+        name = "a rollout server that is gone" if session is None else session.name
+        self._run.events.warn(
+            f"{len(members)} episodes of group {group.group_id} run again: {name} closed their "
+            f"lease, and {cause}"
+        )
+        self._give_up_spent(group, members, Failure(FailureKind.INFRASTRUCTURE, cause))
+        self._run.signal.notify()
 
     def _give_up_spent(self, group: Group, members: Sequence[int], failure: Failure) -> None:
         """Gives up those of `members` that have `controller.max_attempts` setbacks."""

@@ -276,6 +276,27 @@ def test_what_a_lost_server_cancelled_or_failed_ends_nothing_on_the_next_one(boo
     assert group.running == [0, 1]
 
 
+def test_members_that_a_closed_lease_left_without_a_word_run_again_once_all_sent_has_arrived():
+    book = make_book(group_size=3)
+    group = lease(book)
+    assert book.short_leases(A, 0, 0) == []
+    book.closed(group.group_id, A, [2], next_attempt=1)
+    # What was sent before the close may still be on its way; what is sent later does not matter.
+    assert book.short_leases(A, 7, 6) == []
+    book.add(reply(group, 0))
+    assert book.short_leases(B, 7, 7) == []
+    assert book.short_leases(A, 9, 7) == [group]
+    assert book.run_again(group) == [1]
+    assert group.setbacks == {1: 1}
+    assert book.short_leases(A, 9, 9) == []
+    assert book.orphans() == [group]
+    book.reassign(group, B)
+    assert (group.missing, group.first_attempt) == ([1, 2], 1)
+    assert book.short_leases(B, 5, 5) == []
+    book.closed(group.group_id, B, [])
+    assert book.short_leases(B, 5, 5) == [group]
+
+
 def test_a_second_lease_may_be_closed_before_any_of_its_attempts_has_begun():
     book = make_book(group_size=2)
     group = lease(book)
