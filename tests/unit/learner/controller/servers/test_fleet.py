@@ -1,4 +1,5 @@
 import pytest
+from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.servers.fleet import MAX_DEPARTED, Fleet
 from slipstream.learner.controller.servers.session import DEAD, LEFT, ServerEvent
 from slipstream.v1 import fleet_pb2
@@ -81,6 +82,7 @@ def test_the_idle_time_of_a_run_stands_still_while_no_server_serves(monkeypatch)
     run, now_s = run_of(), 0.0
     monkeypatch.setattr(run.clock, "now_s", lambda: now_s)
     session, idle_s = joined(Fleet(run), "a"), []
+    session.version = PolicyVersion(0, 0)
     for event in (None, ServerEvent.RECEIVE, ServerEvent.PUBLISHED, ServerEvent.FAILED):
         if event is not None:
             session.on(event)
