@@ -18,6 +18,7 @@ from support.ranks.parity_layouts import (
     LAYOUTS,
     LONG,
     PARITY_STEPS,
+    SLOW,
     batches,
     config_of,
     each_layout_of,
@@ -223,33 +224,11 @@ def test_replica_without_a_sequence_has_a_micro_batch_of_filler(layout, folder, 
     assert sizes[1] > 1
 
 
-FAMILIES = [
-    "one-mistral",
-    "one-ministral3",
-    "one-olmo2",
-    "one-gemma3",
-    "one-gemma3-tower",
-    "one-ministral3-tower",
-    "one-glm",
-    "one-deepseek",
-    "one-moonlight",
-    "one-qwen3-next",
-    "one-qwen35",
-    "one-gpt-oss",
-    "one-kimi",
-    "one-mimo",
-    "one-glm-lite",
-    "one-minimax",
-    "one-exaone4",
-    "one-seed-oss",
-    "one-smollm3",
-    "one-k-exaone",
-]
+# One for each model.
+MODELS = ["one", *(name for name, own in LAYOUTS.items() if name == f"one-{own.model}")]
 
 
-@pytest.mark.parametrize(
-    "layout", each_job(["one", "one-tied", "one-qwen3", "one-moe", *FAMILIES], (), LONG.split())
-)
+@pytest.mark.parametrize("layout", each_job(MODELS, SLOW.split(), LONG.split()))
 def test_exported_folder_has_the_models_logits(layout, folder, one_rank):
     plain = PlainPolicy(folder / f"{layout}-final", config_of(layout, folder))
     torch.testing.assert_close(
@@ -257,7 +236,7 @@ def test_exported_folder_has_the_models_logits(layout, folder, one_rank):
     )
 
 
-@pytest.mark.parametrize("layout", each_job(["one", "one-moe", *FAMILIES], (), LONG.split()))
+@pytest.mark.parametrize("layout", each_job(MODELS, SLOW.split(), LONG.split()))
 def test_a_load_brings_every_tensor_of_the_folder_unchanged(layout, folder, one_rank):
     stored = load_file(folder / LAYOUTS[layout].model / "model.safetensors")
     stored = {name: tensor for name, tensor in stored.items() if not name.startswith(TOWERS)}
@@ -268,11 +247,7 @@ def test_a_load_brings_every_tensor_of_the_folder_unchanged(layout, folder, one_
 
 @pytest.mark.parametrize(
     "layout",
-    [
-        pytest.param("one-gemma3-tower", marks=pytest.mark.long),
-        pytest.param("one-ministral3-tower", marks=pytest.mark.long),
-        pytest.param("one-mistral-tower", marks=pytest.mark.slow),
-    ],
+    each_job([name for name in MODELS if "tower" in name], SLOW.split(), LONG.split()),
 )
 def test_an_exported_folder_has_the_tensors_of_an_untrained_tower(layout, folder, one_rank):
     stored = load_file(folder / LAYOUTS[layout].model / "model.safetensors")

@@ -231,9 +231,8 @@ def save(folder: Path, layout: str) -> None:
     from slipstream.core.types import PolicyVersion
     from slipstream.learner.trainer.model.model import Part
 
-    config = config_of_run(layout, folder, layout)
-    run = _Run(config)
-    for batch in batches(config)[:2]:
+    run = _Run(config_of_run(layout, folder, layout))
+    for batch in batches(run.config)[:2]:
         run.step.run(batch)
     with contextlib.ExitStack() as stack:
         for memory in (run.policy.memory, *(m.memory for m in run.roles.models().values())):
@@ -258,12 +257,11 @@ def load(folder: Path, saved: str, layout: str) -> None:
 def start(folder: Path, saved: str, layout: str) -> None:
     """A new run whose starting weights are the policy's of what `save` saved."""
     path = folder / "runs" / saved / "checkpoints" / "step-000002"
-    config = config_of_run(layout, folder, "new", load=str(path))
-    run = _Run(config)
+    run = _Run(config_of_run(layout, folder, "new", load=str(path)))
     reference, critic = run.roles.reference, run.roles.critic
     assert reference is not None
     assert critic is not None
-    first = batches(config)[0]
+    first = batches(run.config)[0]
     found = {
         "reference": _joined(_sampled(reference.logprobs(first))),
         "values": _joined(critic.values(first)),
@@ -328,19 +326,21 @@ def groups(folder: Path) -> None:
     before = dict(vars(parallel_state))
     made = len(parallel_state._global_process_group_list)
     again = ranks.placed(ParallelSection(tp=2))
+    tree = ast.walk(ast.parse(inspect.getsource(parallel_state)))
+    assigned = {name for node in tree if isinstance(node, ast.Global) for name in node.names}
     threads = [task.joinpath("comm").read_text() for task in Path("/proc/self/task").iterdir()]
     found = {
         "gloo_threads": threads.count("gloo_tcp_loop\n"),
-        "unknown_globals": sorted(_assigned_globals(parallel_state) - known_globals()),
+        "unknown_globals": sorted(assigned - known_globals()),
         "sizes_outside": (ranks.tp_size, ranks.dp_size),
-        "refused_outside": refused(lambda: replicas.dp_size),
+        # What is not in force.
+        "refused": [refused(lambda: replicas.dp_size)],
         "groups_again": len(parallel_state._global_process_group_list) - made,
     }
     found["tp_of_same_groups"] = again.tp_size
     with replicas.in_force():
         found["sizes_inside"] = (replicas.tp_size, replicas.dp_size)
-        found["refused_inside"] = refused(lambda: ranks.tp_size)
-        found["refused_nested"] = refused(stages.in_force)
+        found["refused"] += [refused(lambda: ranks.tp_size), refused(stages.in_force)]
         parallel_state._HYBRID_DP_CP_GROUPS[0] = "filled in place"
     with stages.in_force(), stages.in_force():
         found["is_last_stage"] = stages.is_last_stage
@@ -373,8 +373,3 @@ def refused(action: Callable[[], object]) -> bool:
     except RuntimeError:
         return True
     return False
-
-
-def _assigned_globals(module: object) -> set[str]:
-    tree = ast.parse(inspect.getsource(module))
-    return {name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names}
