@@ -22,27 +22,19 @@ from torch import Tensor, nn
 UNKNOWN = 255
 
 
-class Group:
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-
-    def rank(self) -> int:
-        return self._rank
-
-
 class Layer(nn.Module):
     """What `LayerReplay` sees of a transformer layer; its scores are its input."""
 
-    def __init__(self, number=1, *, num_experts=4, tp_rank=0, splits=False):
+    def __init__(self, number: int = 1) -> None:
         super().__init__()
         self.layer_number = number
         self.config = SimpleNamespace(
-            num_moe_experts=num_experts, sequence_parallel=splits, moe_router_fusion=False
+            num_moe_experts=4, sequence_parallel=False, moe_router_fusion=False
         )
         self.mlp = nn.Module()
         self.mlp.router = nn.Module()
         self.mlp.router.router_replay = None
-        self.mlp.tp_group = Group(tp_rank)
+        self.mlp.tp_group = None
 
     def forward(self, scores: Tensor, packed_seq_params: object) -> tuple[Tensor, Tensor]:
         return self.mlp.router.router_replay.get_replay_topk(
@@ -83,28 +75,12 @@ def test_a_token_whose_experts_are_not_known_goes_where_its_router_sends_it(give
     assert replay.take_counts().tolist() == [2, 2]
 
 
-def test_without_experts_and_after_them_routers_choose() -> None:
-    layer = Layer()
-    LayerReplay(layer)
-    assert route(layer, SCORES, None)[1].tolist() == [[3, 2], [0, 1]]
-    assert route(layer, SCORES, ids([0, 1], [2, 3]))[1].tolist() == [[0, 1], [2, 3]]
-    assert route(layer, SCORES, None)[1].tolist() == [[3, 2], [0, 1]]
-
-
 def test_each_layer_replays_its_own_part() -> None:
     given = torch.tensor([[[0, 1], [2, 3], [0, 3]]] * 2, dtype=torch.uint8)
     for number, expected in ((1, [0, 1]), (2, [2, 3]), (3, [0, 3])):
         layer = Layer(number)
         LayerReplay(layer)
         assert route(layer, SCORES, given)[1].tolist() == [expected] * 2
-
-
-def test_each_rank_replays_the_tokens_that_it_has() -> None:
-    given = ids([0, 1], [0, 2], [1, 2], [1, 3])
-    for rank, expected in ((0, [[0, 1], [0, 2]]), (1, [[1, 2], [1, 3]])):
-        layer = Layer(tp_rank=rank, splits=True)
-        LayerReplay(layer)
-        assert route(layer, SCORES, given)[1].tolist() == expected
 
 
 def metrics(chunks, ranks, unrecorded):

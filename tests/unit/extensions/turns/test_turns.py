@@ -86,13 +86,6 @@ async def test_the_time_of_leases_stands_still_while_an_engine_rests() -> None:
     assert counts() == [True, True]
 
 
-async def test_nothing_rests_where_both_compute_at_the_same_time() -> None:
-    scene = Scene("off")
-    await scene.begin()
-    scene.turns.trainer_asks(())
-    assert [sent(session) for session in scene.sessions] == [[], []]
-
-
 async def test_a_server_that_is_sent_weights_now_is_woken_by_them() -> None:
     scene = Scene()
     await scene.begin(*scene.sessions)

@@ -1,6 +1,5 @@
 """The algorithms of deploy/algorithms are those of their papers."""
 
-import itertools
 import math
 from pathlib import Path
 
@@ -123,25 +122,6 @@ def test_maxrl_divides_by_the_mean_of_the_group() -> None:
 def test_maxrl_refuses_rewards_below_0() -> None:
     with pytest.raises(ValueError, match="rewards of 0 or more, got -0.5"):
         maxrl.advantage([scored("one", 1), scored("one", 0, cost=0.5)])
-
-
-@pytest.mark.parametrize("chance", [0.1, 0.5, 0.8])
-def test_maxrl_climbs_the_papers_truncated_likelihood(chance: float) -> None:
-    """The mean of its gradient over all groups is that of the theorem for the centred estimator.
-
-    A reply is right with `chance` = sigmoid(x). The gradient is
-    (1 - (1 - chance)^(N - 1)) / chance times that of `chance`, for groups of N.
-    """
-    size, slope = 4, chance * (1 - chance)
-    gradient = 0.0
-    for rewards in itertools.product((0, 1), repeat=size):
-        probability = math.prod(chance if reward else 1 - chance for reward in rewards)
-        advantages = maxrl.advantage([scored("one", reward) for reward in rewards])
-        # The derivative of the logarithm of the probability of one reply.
-        scores = np.array([reward - chance for reward in rewards])
-        gradient += probability * float(np.mean(advantages * scores))
-    expected = (1 - (1 - chance) ** (size - 1)) / chance * slope
-    assert gradient == pytest.approx(expected, abs=1e-12)
 
 
 def test_alp_takes_more_for_a_token_of_an_easy_task() -> None:

@@ -2,17 +2,9 @@
 
 import torch
 from slipstream.learner.trainer.batches.training_sequence import ImageInputs
-from slipstream.learner.trainer.layers.vision_tower import PixtralTower, Tower, frequency_axes
+from slipstream.learner.trainer.layers.vision_tower import PixtralTower, Tower
 from transformers import Mistral3Config
 from transformers.models.pixtral import modeling_pixtral
-
-
-def test_frequencies_turn_by_time_height_and_width_in_sections_or_in_turns() -> None:
-    found = frequency_axes([2, 3, 3], False)
-    assert found.tolist() == [0, 0, 1, 1, 1, 2, 2, 2]
-    # Interleaved ones alternate as long as an axis has some left; the rest is time.
-    found = frequency_axes([4, 2, 2], True)
-    assert found.tolist() == [0, 1, 2, 0, 1, 2, 0, 0]
 
 
 def test_tables_of_angles_stay_float32_in_bfloat16() -> None:
