@@ -348,39 +348,30 @@ def _packed(
     *,
     max_tokens: int,
 ) -> list[MicroBatch]:
-    ranks, limit = model.ranks, max_tokens * model.ranks.cp_size
-    # A rank of an interleaved pipeline needs a multiple of `pp` micro batches.
-    multiple = model.parallel.pp if model.parallel.vpp else 1
-    shared = None
-    if model.sharing is not None:
-        shared = model.sharing.plan(
-            sequences,
-            members,
-            max_tokens=limit,
-            dp_size=ranks.dp_size,
-            multiple=multiple,
-            attention_length=model.attention_length,
-        )
-    if shared is None:
-        plan = plan_micro_batches(
-            [round_up(len(sequences[index]), model.sequence_multiple) for index in members],
-            max_tokens=limit,
-            dp_size=ranks.dp_size,
-            multiple=multiple,
-            attention_length=model.attention_length,
-        )
+    ranks = model.ranks
+    limits: dict[str, Any] = {
+        "max_tokens": max_tokens * ranks.cp_size,
+        "dp_size": ranks.dp_size,
+        # A rank of an interleaved pipeline needs a multiple of `pp` micro batches.
+        "multiple": model.parallel.pp if model.parallel.vpp else 1,
+        "attention_length": model.attention_length,
+    }
+    shared = None if model.sharing is None else model.sharing.plan(sequences, members, **limits)
+    if shared is not None:
         return [
-            build_micro_batch(
-                sequences,
-                [members[place] for place in places],
-                multiple=model.token_multiple,
-                sequence_multiple=model.sequence_multiple,
-            )
-            for places in plan[ranks.dp_rank]
+            build_tree_micro_batch(sequences, bundles, multiple=model.token_multiple)
+            for bundles in shared[ranks.dp_rank]
         ]
+    lengths = [round_up(len(sequences[index]), model.sequence_multiple) for index in members]
+    plan = plan_micro_batches(lengths, **limits)
     return [
-        build_tree_micro_batch(sequences, bundles, multiple=model.token_multiple)
-        for bundles in shared[ranks.dp_rank]
+        build_micro_batch(
+            sequences,
+            [members[place] for place in places],
+            multiple=model.token_multiple,
+            sequence_multiple=model.sequence_multiple,
+        )
+        for places in plan[ranks.dp_rank]
     ]
 
 
