@@ -10,7 +10,6 @@ import functools
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from enum import IntEnum
 
 import numpy as np
 import torch
@@ -48,6 +47,8 @@ from torch import Tensor
 
 # Standard deviation of the initial values for any hidden size: the states are normalised.
 INITIAL_SCALE = 0.1
+# Sums over tokens that `value_loss` returns.
+_NUM_SUMS = 4
 
 
 class Roles(StepPart):
@@ -289,15 +290,6 @@ def without_adapters(chunks: Sequence[Megatron]) -> Iterator[None]:
             adapter.is_enabled = True
 
 
-class ValueSum(IntEnum):
-    """Indices of the sums over the trained tokens that `value_loss` returns."""
-
-    LOSS = 0
-    TOKENS = 1
-    CLIPPED = 2
-    VALUE = 3
-
-
 class Critic:
     """The critic model; every method is collective and itself puts the model's layout in force."""
 
@@ -349,7 +341,7 @@ class Critic:
         `mini_batches` has the indices into `sequences` of each mini-batch. Raises UntrainableBatch
         for a loss or gradient that is not finite, before that mini-batch changes a weight.
         """
-        total = torch.zeros(len(ValueSum), dtype=torch.float64)
+        total = torch.zeros(_NUM_SUMS, dtype=torch.float64)
         norms = []
         self._num_passes = 0
         parts = self.model.memory.resident(Part.PARAMETERS, Part.GRADIENTS)
@@ -357,7 +349,7 @@ class Critic:
             for members in mini_batches:
                 gradients = functools.partial(self._accumulate, sequences, members)
                 sums = gradients()
-                loss = float(sums[ValueSum.LOSS])
+                loss = float(sums[0])
                 if not math.isfinite(loss):
                     raise UntrainableBatch(
                         f"the critic's loss is {loss}; its weights were not changed"
@@ -367,15 +359,16 @@ class Critic:
             # Otherwise the next forward pass gathers them, and a checkpoint before it would hold
             # old parameters.
             self.model.gather_parameters()
-        tokens = max(1.0, float(total[ValueSum.TOKENS]))
+        loss, num_tokens, clipped, value = total.tolist()
+        tokens = max(1.0, num_tokens)
         values, returns = (
             np.concatenate([getattr(each, name)[each.loss_mask] for each in sequences])
             for name in ("values", "returns")
         )
         found = {
-            "value_loss": float(total[ValueSum.LOSS]) / tokens,
-            "value_clip_fraction": float(total[ValueSum.CLIPPED]) / tokens,
-            "value_mean": float(total[ValueSum.VALUE]) / tokens,
+            "value_loss": loss / tokens,
+            "value_clip_fraction": clipped / tokens,
+            "value_mean": value / tokens,
             "critic_grad_norm": sum(norms) / len(norms),
             # The values before the step, over the trained tokens.
             "explained_variance": explained_variance(values, returns),
@@ -385,7 +378,7 @@ class Critic:
         return found
 
     def _accumulate(self, sequences: Sequence[TrainingSequence], members: Sequence[int]) -> Tensor:
-        """Accumulates one mini-batch's gradients; returns its `ValueSum`s over all ranks."""
+        """Accumulates one mini-batch's gradients; returns its sums over all ranks."""
 
         def finish(
             place: int, micro_batch: MicroBatch, output: Tensor
@@ -399,21 +392,21 @@ class Critic:
         self._num_passes += 1
         self.model.zero_grad()
         found = run_schedule(self.model, share, finish, forward_only=False)
-        sums = torch.zeros(len(ValueSum), dtype=torch.float64)
+        sums = torch.zeros(_NUM_SUMS, dtype=torch.float64)
         if self._ranks.counts:
             sums += sum(part.cpu() for part in found)
         return self._ranks.sum(sums)
 
 
 def value_loss(values: Tensor, micro_batch: MicroBatch, *, clip: float) -> tuple[Tensor, Tensor]:
-    """Returns the loss of `values` [tokens], summed over `loss_mask`, and the `ValueSum`s.
+    """Returns the loss of `values` [tokens], summed over `loss_mask`, and sums for metrics.
 
     The loss of a token is half the squared error of its value. If the value differs by more than
     `clip` from the old value, it is also clipped to this distance, and the larger error is used, so
     that a value gains nothing by a larger distance. `clip` 0 turns this off. The sums are detached
-    float64, indexed by `ValueSum`; CLIPPED counts tokens whose error was larger after clipping.
-    Source: PPO's reference implementation, Huang et al., "The 37 implementation details of PPO"
-    (2022), 9.
+    float64 [4]: of losses, of trained tokens, of tokens whose error was larger after clipping, and
+    of values. Source: PPO's reference implementation, Huang et al., "The 37 implementation details
+    of PPO" (2022), 9.
     """
     mask, old, returns = micro_batch.loss_mask, micro_batch.values, micro_batch.returns
     assert old is not None
@@ -424,13 +417,8 @@ def value_loss(values: Tensor, micro_batch: MicroBatch, *, clip: float) -> tuple
         bounded = (values.clamp(old - clip, old + clip) - returns).square()
     losses = torch.where(mask, 0.5 * torch.maximum(errors, bounded), 0.0)
     with torch.no_grad():
-        columns = {
-            ValueSum.LOSS: losses,
-            ValueSum.TOKENS: mask,
-            ValueSum.CLIPPED: (bounded > errors) & mask,
-            ValueSum.VALUE: torch.where(mask, values, 0.0),
-        }
-        sums = torch.stack([columns[name].sum(dtype=torch.float64) for name in ValueSum])
+        columns = (losses, mask, (bounded > errors) & mask, torch.where(mask, values, 0.0))
+        sums = torch.stack([column.sum(dtype=torch.float64) for column in columns])
     return losses.sum(), sums
 
 

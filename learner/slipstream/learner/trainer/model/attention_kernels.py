@@ -14,7 +14,6 @@ sequences. Unblocked by: their parts, or the limit of their group.
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -97,6 +96,7 @@ def kind_of(attention: Megatron) -> Kind:
 def _check(model: ParallelModel, kind: Kind, attention: Megatron, *, shares: bool) -> None:
     from slipstream.learner.trainer.layers.attention import (
         CoreAttention,
+        SharedSequences,
         kernel_and_remedy,
         packed_sequences,
     )
@@ -124,13 +124,19 @@ def _check(model: ParallelModel, kind: Kind, attention: Megatron, *, shares: boo
     is_compared = (places < low.start) | (places >= low.stop)
     own = [tensor[places].requires_grad_() for tensor in (query, key, value)]
     named = {"attn_mask_type": attention.attn_mask_type, "attention_bias": None}
+    cu_seqlens, longest = torch.tensor(bounds, dtype=torch.int32, device=ranks.device), max(lengths)
     with torch.enable_grad():
         if shares:
-            arguments, named = _shared(own, named, bounds, paths)
+            from slipstream.extensions.prefix_sharing.trainer import by_paths
+
+            keys = Paths.of([np.array(places) for _, places in paths], bounds[-1])
+            shared = SharedSequences(
+                bounds=cu_seqlens, max_queries=longest, paths=keys.to(ranks.device)
+            )
+            arguments, named = by_paths((*own, None), named, shared)
         else:
             arguments = (*own, None)
-            cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=ranks.device)
-            named["packed_seq_params"] = packed_sequences(cu_seqlens, max(lengths), ranks.cp_size)
+            named["packed_seq_params"] = packed_sequences(cu_seqlens, longest, ranks.cp_size)
         # Hooks of data parallelism run in `__call__`: they would gather the sinks.
         output = attention.core_attention.forward(*arguments, **named)
         # Parameters get no gradients here: training would collect them.
@@ -152,22 +158,6 @@ def _check(model: ParallelModel, kind: Kind, attention: Megatron, *, shares: boo
                 f"{where}: {kernel}: {name} are {wrong}, at most {MOST_ERROR:.0%} is rounding. "
                 f"Take {remedy}"
             )
-
-
-def _shared(
-    own: Sequence[Tensor], named: dict[str, Any], bounds: Sequence[int], paths: Sequence[Path]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    from slipstream.extensions.prefix_sharing.trainer import by_paths
-    from slipstream.learner.trainer.layers.attention import SharedSequences
-
-    device = own[0].device
-    keys = Paths.of([np.array(places) for _, places in paths], bounds[-1])
-    shared = SharedSequences(
-        bounds=torch.tensor(bounds, dtype=torch.int32, device=device),
-        max_queries=max(len(queries) for queries, _ in paths),
-        paths=keys.to(device),
-    )
-    return by_paths((*own, None), named | {"packed_seq_params": shared}, shared)
 
 
 def _plain(

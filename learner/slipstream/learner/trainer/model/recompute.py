@@ -11,7 +11,6 @@ import contextlib
 import logging
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -45,30 +44,18 @@ class GpuMemory:
         return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
 
 
-@dataclass(frozen=True)
-class Measured:
-    """The memory of a training pass in which all layers but one recompute.
-
-    The unit is bytes per token of the pass's largest micro batch.
-    """
-
-    # Activations of one micro batch in the layer that keeps most.
-    layer: float
-    # Everything else that is allocated only during the pass.
-    rest: float
-
-
 def recomputed_layers(
-    measured: Measured, *, layers: int, tokens: int, in_flight: int, free: float
+    measured: tuple[float, float], *, layers: int, tokens: int, in_flight: int, free: float
 ) -> int:
     """Returns how many of `layers` must recompute so that a pass fits into `free` bytes.
 
-    `tokens` is the limit of a micro batch, `in_flight` the number of micro batches whose
-    activations a pipeline stage holds at one time. `measured.rest` already includes the activations
-    of one layer.
+    `measured` has the bytes per token that the layer keeps which keeps most, and those of all else
+    in a pass in which one layer keeps its activations, these included. `tokens` is the limit of a
+    micro batch, `in_flight` the number of micro batches whose activations a pipeline stage holds at
+    one time.
     """
-    of_layer = measured.layer * tokens * in_flight
-    left = free - measured.rest * tokens
+    of_layer = measured[0] * tokens * in_flight
+    left = free - measured[1] * tokens
     if left < 0:
         return layers
     more = math.floor(left / of_layer) if of_layer else layers
@@ -91,8 +78,9 @@ class Recompute:
         self._stack = [layer for block in blocks for layer in block.layers]
         self._layers = max(len(block.layers) for block in blocks)
         self._learner, self._memory = learner, memory
-        # Memory of the first training pass; None before it.
-        self.measured: Measured | None = None
+        # Bytes per token of the largest micro batch of the first training pass: activations of the
+        # layer that keeps most, and all else that the pass alone allocates. None before it.
+        self.measured: tuple[float, float] | None = None
         self._is_planned = False
         for block in blocks:
             block.register_forward_pre_hook(_with_gradient, with_kwargs=True)
@@ -120,8 +108,8 @@ class Recompute:
                 "in a pass takes %.1f kB, and %.2f GB are free",
                 self.num_layers,
                 self._layers,
-                measured.layer / 1e3,
-                measured.rest / 1e3,
+                measured[0] / 1e3,
+                measured[1] / 1e3,
                 free / 1e9,
             )
         if self._is_planned:
@@ -151,7 +139,7 @@ class Recompute:
                 hook.remove()
         most = max(sizes)
         rest = self._memory.peak() - before
-        self.measured = Measured(max(kept, default=0) / most, rest / most)
+        self.measured = max(kept, default=0) / most, rest / most
 
     def _recompute(self, layers: int) -> None:
         """Makes the first `layers` layers of each chunk recompute, and no others."""

@@ -9,7 +9,6 @@ import pytest
 import torch
 from slipstream.core.settings.sections import LearnerSection, ParallelSection
 from slipstream.learner.trainer.model.recompute import (
-    Measured,
     Recompute,
     in_flight,
     recomputed_layers,
@@ -35,7 +34,7 @@ LAYER_BYTES, REST_BYTES = 1000, 50
 )
 def test_as_many_layers_keep_their_activations_as_fit(free, in_flight_count, expected):
     found = recomputed_layers(
-        Measured(LAYER_BYTES, REST_BYTES),
+        (LAYER_BYTES, REST_BYTES),
         layers=12,
         tokens=100,
         in_flight=in_flight_count,
@@ -45,7 +44,7 @@ def test_as_many_layers_keep_their_activations_as_fit(free, in_flight_count, exp
 
 
 def test_nothing_is_recomputed_for_layers_that_keep_nothing() -> None:
-    assert recomputed_layers(Measured(0, 1), layers=4, tokens=9, in_flight=1, free=10) == 0
+    assert recomputed_layers((0, 1), layers=4, tokens=9, in_flight=1, free=10) == 0
 
 
 @pytest.mark.parametrize(
