@@ -40,6 +40,13 @@ def make_case(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tenso
     return hidden, weight, targets, torch.tensor([0, 1, 2, 3, 4, 6, 7])
 
 
+def computed(hidden, weight, targets, rows=None, **settings):
+    """Log-probabilities and entropies at temperature 1, of all rows unless some are named."""
+    rows = torch.arange(len(targets)) if rows is None else rows
+    projection = Projection(1.0, len(weight), **settings)
+    return vocab_parallel_logprobs(hidden, weight, targets, rows, projection)
+
+
 def dense(hidden, weight, targets, rows, temperature):
     """The same by torch's own functions, from all logits at one time."""
     logs = (hidden @ weight.T / temperature).log_softmax(-1)
@@ -123,11 +130,9 @@ def test_memory_is_that_of_a_chunk_and_not_of_all_logits() -> None:
     tokens, vocab, hidden_size = 512, 1000, 16
     hidden = torch.randn(tokens, hidden_size, requires_grad=True)
     weight = torch.randn(vocab, hidden_size, requires_grad=True)
-    projection = Projection(1.0, vocab, chunk_logits=32 * vocab)
+    targets = torch.zeros(tokens, dtype=torch.int64)
     with torch.profiler.profile(profile_memory=True) as profile:
-        found, _ = vocab_parallel_logprobs(
-            hidden, weight, torch.zeros(tokens, dtype=torch.int64), torch.arange(tokens), projection
-        )
+        found, _ = computed(hidden, weight, targets, chunk_logits=32 * vocab)
         found.sum().backward()
     # All logits are 16 chunks.
     chunk_bytes, others = 4 * 32 * vocab, 4 * (vocab + tokens) * hidden_size
@@ -188,24 +193,15 @@ def test_positions_that_are_not_trained_are_zero_and_no_logits_are_made_for_them
     nothing = torch.tensor([], dtype=torch.int64)
     hidden.requires_grad_()
     weight.requires_grad_()
-    found, entropy = vocab_parallel_logprobs(
-        hidden, weight, targets, nothing, Projection(1.0, VOCAB)
-    )
+    found, entropy = computed(hidden, weight, targets, nothing)
     found.sum().backward()
-    assert not found.any()
-    assert not entropy.any()
     # Zeros rather than nothing: the hooks that wait for gradients must run.
-    assert hidden.grad is not None
-    assert weight.grad is not None
-    assert not hidden.grad.any()
-    assert not weight.grad.any()
+    assert not any(each.any() for each in (found, entropy, hidden.grad, weight.grad))
 
 
 def test_frozen_projection_gets_no_gradient() -> None:
     hidden, weight, targets, rows = make_case()
-    found, _ = vocab_parallel_logprobs(
-        hidden.requires_grad_(), weight, targets, rows, Projection(1.0, VOCAB)
-    )
+    found, _ = computed(hidden.requires_grad_(), weight, targets, rows)
     found.sum().backward()
     assert hidden.grad is not None
     assert weight.grad is None
@@ -219,14 +215,7 @@ def test_chunks_in_bfloat16_add_up_their_weight_gradient_in_float32() -> None:
     gradients = []
     for chunk_logits in (1 << 20, 16 * 16):
         part = weight.clone().requires_grad_()
-        found, _ = vocab_parallel_logprobs(
-            hidden,
-            part,
-            targets,
-            torch.arange(4096),
-            Projection(1.0, 16, chunk_logits=chunk_logits),
-        )
-        found.sum().backward()
+        computed(hidden, part, targets, chunk_logits=chunk_logits)[0].sum().backward()
         assert part.grad is not None
         assert part.grad.dtype == torch.bfloat16
         gradients.append(part.grad.float())
@@ -235,13 +224,8 @@ def test_chunks_in_bfloat16_add_up_their_weight_gradient_in_float32() -> None:
 
 
 def test_huge_logits_give_finite_logprobs() -> None:
-    found, entropy = vocab_parallel_logprobs(
-        torch.ones(1, 1),
-        torch.tensor([[1e4], [-1e4], [0.0]]),
-        torch.tensor([1]),
-        torch.tensor([0]),
-        Projection(1.0, 3),
-    )
+    weight = torch.tensor([[1e4], [-1e4], [0.0]])
+    found, entropy = computed(torch.ones(1, 1), weight, torch.tensor([1]))
     assert found.tolist() == [-2e4]
     assert entropy.tolist() == [0.0]
 
@@ -249,23 +233,22 @@ def test_huge_logits_give_finite_logprobs() -> None:
 def test_logits_in_float32_are_not_rounded_to_the_weights_type() -> None:
     torch.manual_seed(0)
     hidden, weight = torch.randn(64, 128).bfloat16(), torch.randn(200, 128).bfloat16()
-    targets, rows = torch.randint(200, (64,)), torch.arange(64)
+    targets = torch.randint(200, (64,))
     logs = (hidden.double() @ weight.double().T).log_softmax(-1)
     wanted = logs.gather(1, targets[:, None])[:, 0]
-    found, _ = vocab_parallel_logprobs(hidden, weight, targets, rows, Projection(1.0, 200))
+    found, _ = computed(hidden, weight, targets)
     assert float((found.double() - wanted).abs().max()) < 1e-4
 
 
 def test_gradients_of_float32_logits_have_the_types_of_states_and_weights() -> None:
     torch.manual_seed(0)
     hidden, weight = torch.randn(32, 64).bfloat16(), (torch.randn(50, 64) * 0.2).bfloat16()
-    targets, rows, outer = torch.randint(50, (32,)), torch.arange(32), torch.randn(32)
+    targets, outer = torch.randint(50, (32,)), torch.randn(32)
     exact = [tensor.double().requires_grad_() for tensor in (hidden, weight)]
     logs = (exact[0] @ exact[1].T).log_softmax(-1)
     (logs.gather(1, targets[:, None])[:, 0] * outer).sum().backward()
     ours = [tensor.requires_grad_() for tensor in (hidden, weight)]
-    projection = Projection(1.0, 50, chunk_logits=500)
-    found, _ = vocab_parallel_logprobs(*ours, targets, rows, projection)
+    found, _ = computed(*ours, targets, chunk_logits=500)
     (found * outer).sum().backward()
     for tensor, reference in zip(ours, exact, strict=True):
         assert tensor.grad is not None
