@@ -88,7 +88,7 @@ def handler(rig: AgentRig) -> Handler:
     """Answers calls as a rollout server does."""
 
     async def handle(call: pb.AgentCall) -> AsyncIterator[pb.ReplyPart]:
-        async for part in rig.api.answering.answer(rig.recorder, call):
+        async for part in rig.api.answer(rig.recorder, call):
             yield part
 
     return handle

@@ -5,8 +5,9 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import grpc.aio
 import psutil
@@ -16,6 +17,7 @@ from slipstream.core.machine.other_python import worker_program
 from slipstream.protocol.access.tokens import TOKEN_KEY
 from slipstream.rollout_server.chat import ChatMessage, chat_messages
 from slipstream.rollout_server.episodes import workers
+from slipstream.rollout_server.episodes.calls import StreamSession
 from slipstream.rollout_server.episodes.environments import ClientEnvironments, Environments
 from slipstream.rollout_server.episodes.worker_gateway import (
     NO_LIMITS,
@@ -23,7 +25,6 @@ from slipstream.rollout_server.episodes.worker_gateway import (
     WorkerLimits,
     WorkerStream,
 )
-from slipstream.rollout_server.process import worker_environment
 from slipstream.v1 import environment_pb2 as env_pb
 from slipstream.v1 import environment_pb2_grpc, fleet_pb2, trajectory_pb2
 from support.rigs import forked_programs
@@ -71,6 +72,11 @@ class Hosted:
 
     async def open(self, name: str, key: str = "episode", task: int = 0, timeout_s=LIMIT_S):
         return await self.environments.open(name, key, task, timeout_s)
+
+    async def begun(self, name: str, key: str = "episode", task: int = 0, timeout_s=LIMIT_S):
+        session = await self.open(name, key, task, timeout_s)
+        await session.reset(task, 0)
+        return session
 
 
 @contextlib.asynccontextmanager
@@ -146,8 +152,7 @@ async def test_an_interpreter_without_a_workers_packages_is_said_in_the_log(host
 async def test_the_last_lines_that_a_worker_printed_are_kept(tmp_path: Path) -> None:
     async with hosting(tmp_path) as hosted:
         await hosted.loaded("Loud")
-        session = await hosted.open("Loud")
-        await session.reset(1, 2)
+        session = await hosted.begun("Loud")
         for number in range(30):
             await session.step(f"reply {number}", truncated=False)
     log = tmp_path / "logs" / "rollout-server-environment-Loud-0.log"
@@ -184,8 +189,7 @@ async def test_a_worker_that_is_killed_while_loading_is_started_once_more(hosted
 
 async def test_a_call_without_an_answer_times_out_and_the_worker_stays(hosted) -> None:
     await hosted.loaded("Hanging")
-    session = await hosted.open("Hanging", timeout_s=2.0)
-    await session.reset(0, 0)
+    session = await hosted.begun("Hanging", timeout_s=2.0)
     with pytest.raises(
         EnvironmentFailed,
         match="no answer to step within 2 s, the environment's timeout_s "
@@ -194,9 +198,7 @@ async def test_a_call_without_an_answer_times_out_and_the_worker_stays(hosted) -
         await session.step("x", truncated=False)
     assert caught.value.kind == trajectory_pb2.FAILURE_KIND_TIMEOUT
     session.close()
-    other = await hosted.open("Hanging", "other")
-    await other.reset(0, 0)
-    other.close()
+    (await hosted.begun("Hanging", "other")).close()
 
 
 async def test_a_worker_that_does_not_answer_a_ping_is_replaced(impatient) -> None:
@@ -209,17 +211,14 @@ async def test_a_worker_that_does_not_answer_a_ping_is_replaced(impatient) -> No
         await stuck.reset(0, 0)
     assert caught.value.kind == trajectory_pb2.FAILURE_KIND_TIMEOUT
     stuck.close()
-    other = await impatient.open("Stuck", "other", 1)
-    await other.reset(1, 0)
-    other.close()
+    (await impatient.begun("Stuck", "other", 1)).close()
 
 
 async def test_who_waits_behind_a_hanging_episode_is_not_blamed(impatient) -> None:
     await impatient.loaded("Stuck")
     stuck = await impatient.open("Stuck", "stuck", 0, timeout_s=0.2)
     behind = await impatient.open("Stuck", "behind", 1, timeout_s=0.2)
-    idle = await impatient.open("Stuck", "idle", 2)
-    await idle.reset(2, 0)
+    idle = await impatient.begun("Stuck", "idle", 2)
     failures = await asyncio.gather(stuck.reset(0, 0), behind.reset(1, 0), return_exceptions=True)
     assert [failure.kind for failure in failures] == [
         trajectory_pb2.FAILURE_KIND_TIMEOUT,
@@ -237,18 +236,14 @@ async def test_who_waits_behind_a_hanging_episode_is_not_blamed(impatient) -> No
 @pytest.mark.long
 async def test_a_task_that_was_in_a_call_when_its_worker_ended_runs_alone_until_it_passes(hosted):
     await hosted.loaded("Exiting")
-    dying, bystander = await hosted.open("Exiting", "a"), await hosted.open("Exiting", "b", 1)
-    await dying.reset(0, 0)
-    await bystander.reset(1, 0)
+    dying, bystander = await hosted.begun("Exiting", "a"), await hosted.begun("Exiting", "b", 1)
     for session in (dying, bystander):
         with pytest.raises(EnvironmentFailed, match="worker exited with code 7; 2 ep") as caught:
             await session.step("x", truncated=False)
         assert caught.value.kind == trajectory_pb2.FAILURE_KIND_BYSTANDER
         session.close()
-    beside = await hosted.open("Exiting", "c", 1)
-    await beside.reset(1, 0)
-    alone = await hosted.open("Exiting", "d", 0)
-    await alone.reset(0, 0)
+    beside = await hosted.begun("Exiting", "c", 1)
+    alone = await hosted.begun("Exiting", "d", 0)
     with pytest.raises(EnvironmentFailed, match=r"^worker exited with code 7$") as caught:
         await alone.step("x", truncated=False)
     assert caught.value.kind == trajectory_pb2.FAILURE_KIND_ENVIRONMENT
@@ -268,14 +263,18 @@ async def test_a_task_that_was_in_a_call_when_its_worker_ended_runs_alone_until_
     beside.close()
 
 
+async def suspected(hosted: Hosted) -> StreamSession:
+    """A session of a task that runs alone."""
+    await hosted.loaded("Exiting")
+    hosted.environments._hosted["Exiting"][0]._suspects.lost([0], in_call=[0])
+    return await hosted.open("Exiting", "a", 0)
+
+
 @pytest.mark.long
 async def test_an_episode_that_leaves_while_it_waits_for_a_worker_of_its_own_holds_up_nobody(
     hosted,
 ) -> None:
-    await hosted.loaded("Exiting")
-    suspects = hosted.environments._hosted["Exiting"][0]._suspects
-    suspects.lost([0], in_call=[0])
-    first = await hosted.open("Exiting", "a", 0)
+    first = await suspected(hosted)
     leaving = asyncio.create_task(hosted.open("Exiting", "b", 0))
     waiting = asyncio.create_task(hosted.open("Exiting", "c", 0))
     done, _ = await asyncio.wait([leaving, waiting], timeout=0.1)
@@ -288,10 +287,7 @@ async def test_an_episode_that_leaves_while_it_waits_for_a_worker_of_its_own_hol
 
 @pytest.mark.long
 async def test_episodes_that_wait_for_a_worker_of_their_own_are_told_of_an_unload(hosted) -> None:
-    await hosted.loaded("Exiting")
-    suspects = hosted.environments._hosted["Exiting"][0]._suspects
-    suspects.lost([0], in_call=[0])
-    first = await hosted.open("Exiting", "a", 0)
+    first = await suspected(hosted)
     waiting = [asyncio.create_task(hosted.open("Exiting", name, 0)) for name in "bcd"]
     # Each begins to wait.
     await asyncio.sleep(0)
@@ -305,8 +301,7 @@ async def test_episodes_that_wait_for_a_worker_of_their_own_are_told_of_an_unloa
 async def test_a_worker_that_takes_too_much_memory_is_ended_with_the_cause(tmp_path: Path) -> None:
     async with hosting(tmp_path, limits=WorkerLimits(memory_bytes=400 << 20)) as hosted:
         await hosted.loaded("Greedy")
-        session = await hosted.open("Greedy", timeout_s=LIMIT_S)
-        await session.reset(0, 0)
+        session = await hosted.begun("Greedy")
         with pytest.raises(
             EnvironmentFailed,
             match=r"worker was ended: out of memory: it took 0\.\d+ GiB, more than "
@@ -407,8 +402,7 @@ async def test_unloading_ends_the_workers(hosted) -> None:
 async def scattered(session) -> list[int]:
     """The processes that an episode of `Scattering` has left behind."""
     (message,) = (await session.reset(0, 0)).messages
-    told = message.content
-    pids = [int(pid) for pid in told.split()]
+    pids = [int(pid) for pid in message.content.split()]
     assert all(map(psutil.pid_exists, pids))
     return pids
 
@@ -481,84 +475,48 @@ async def test_a_worker_has_neither_files_nor_secrets_of_its_server(hosted, tmp_
         await hosted.loaded("Curious")
         session = await hosted.open("Curious")
         (message,) = (await session.reset(0, 0)).messages
-        told = message.content
         session.close()
-    files, variables, arguments = json.loads(told)
+    files, variables, arguments = json.loads(message.content)
     # The null device, its log, the record of its calls, and what it has opened itself: sockets,
     # pipes, an event loop, its listing.
     own = ("/dev/null", "socket:", "anon_inode:", "pipe:", "/proc/", "/memfd:calls")
     own += (str(tmp_path / "logs" / "rollout-server-environment-Curious-0.log"),)
     assert [path for path in files.values() if not path.startswith(own)] == []
-    known = {"PATH", "HOME", "LANG", "PYTHONPATH", "VIRTUAL_ENV", "LC_CTYPE"}
-    known |= {
-        "HF_ENDPOINT",
-        "HF_HOME",
-        "HF_HUB_CACHE",
-        "HF_HUB_OFFLINE",
-        "DOCKER_HOST",
-        "PYTHONHASHSEED",
-    }
-    assert set(variables) <= known | {"GRPC_ENABLE_FORK_SUPPORT"}
+    known = {"PATH", "HOME", "LANG", "PYTHONPATH", "VIRTUAL_ENV", "LC_CTYPE", "DOCKER_HOST"}
+    known |= {"HF_ENDPOINT", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE"}
+    fixed = {"PYTHONHASHSEED": "0", "GRPC_ENABLE_FORK_SUPPORT": "false"}
+    assert set(variables) <= known | fixed.keys()
+    assert {name: variables[name] for name in fixed} == fixed
     # The process's token is gone when the environment is loaded, and was never an argument.
     assert arguments[1::2] == ["--connect", "--record"]
     assert len(arguments) == 5
 
 
-class _FailingCall:
-    """A stream that fails at the moment in which its reader is cancelled."""
-
-    def __init__(self) -> None:
-        self.is_read = asyncio.Event()
-
-    async def __aiter__(self) -> AsyncIterator[fleet_pb2.EnvironmentAnswer]:
-        self.is_read.set()
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.Event().wait()
-        raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), None)
-        yield
-
-    def cancel(self) -> None:
-        pass
-
-
-class _FailingChannel:
-    def __init__(self, call: _FailingCall) -> None:
-        self._call = call
-
-    def stream_stream(self, *_: object, **__: object) -> Callable[..., _FailingCall]:
-        return lambda *_, **__: self._call
-
-
 async def test_calls_to_clients_end_though_their_stream_fails_at_that_moment() -> None:
-    call = _FailingCall()
-    clients = ClientEnvironments(_FailingChannel(call), ())
+    is_read = asyncio.Event()
+
+    class FailingCall:
+        """A stream that fails at the moment in which its reader is cancelled."""
+
+        async def __aiter__(self) -> AsyncIterator[fleet_pb2.EnvironmentAnswer]:
+            is_read.set()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+            raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), None)
+            yield
+
+        def cancel(self) -> None:
+            pass
+
+    channel = SimpleNamespace(stream_stream=lambda *_, **__: lambda *_, **__: FailingCall())
+    clients = ClientEnvironments(channel, ())
     running = asyncio.create_task(clients.run())
     clients.open("served", "episode", 1.0)
-    await call.is_read.wait()
+    await is_read.wait()
     running.cancel()
     done, _ = await asyncio.wait([running], timeout=LIMIT_S)
     running.cancel()
     assert done == {running}
-
-
-def test_a_worker_sees_no_secrets() -> None:
-    seen = worker_environment(
-        {
-            "PATH": "/bin",
-            "HOME": "/root",
-            "AWS_SECRET": "x",
-            "HF_TOKEN": "x",
-            "SLIPSTREAM_TOKEN": "the run's",
-        },
-        "own",
-    )
-    assert seen == {
-        "PATH": "/bin",
-        "HOME": "/root",
-        "GRPC_ENABLE_FORK_SUPPORT": "false",
-        "PYTHONHASHSEED": "0",
-        "SLIPSTREAM_TOKEN": "own",
-    }
 
 
 async def test_a_worker_may_not_compress_what_it_says(tmp_path: Path) -> None:

@@ -41,21 +41,17 @@ class OneBucket:
     sent: weakref.ref[torch.Tensor]
 
     def prepare(self, incoming: Incoming) -> Sequence[torch.Tensor]:
-        """See `BucketReceiver`."""
         return []
 
     def receive(self, incoming: Incoming) -> Iterator[torch.Tensor]:
-        """See `BucketReceiver`."""
         buffer = torch.ones(BUCKETS[0].num_bytes // 2, dtype=torch.bfloat16).view(torch.uint8)
         self.sent = weakref.ref(buffer)
         yield buffer
 
     def digests(self) -> Sequence[bytes]:
-        """See `BucketReceiver`."""
         return [b"digest"]
 
     def take_wire(self) -> Wire:
-        """See `BucketReceiver`."""
         return Wire()
 
 

@@ -2,14 +2,19 @@
 
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 
 import pytest
 import torch
 from slipstream.core.errors import WeightSyncError
 from slipstream.protocol.weights.buckets import TensorSpec, plan_buckets
-from slipstream.protocol.weights.nccl_group import Wire
-from slipstream.rollout_server.weights.bucket_receiver import Incoming, Staging, Take, Update, room
+from slipstream.rollout_server.weights.bucket_receiver import (
+    BucketReceiver,
+    Incoming,
+    Staging,
+    Take,
+    Update,
+    room,
+)
 from slipstream.rollout_server.weights.copy_plan import Copy, CopyPlan, Replay, View
 from support.rigs.waiting import LIMIT_S
 
@@ -59,15 +64,23 @@ CPU = torch.device("cpu")
 INCOMING = Incoming(buckets=(), bucket_deadline_s=1.0, own_buffers=False)
 
 
-@dataclass
-class TwoBuckets:
-    """A transport whose buckets are one and two bytes; `seen` says what was asked of it."""
-
-    enqueues: bool
-    seen: list[str] = field(default_factory=list)
+class Transport(BucketReceiver):
+    def __init__(self) -> None:
+        super().__init__(CPU)
 
     def prepare(self, incoming: Incoming) -> Sequence[torch.Tensor]:
         return []
+
+    def close(self) -> None:
+        pass
+
+
+class TwoBuckets(Transport):
+    """A transport whose buckets are one and two bytes; `seen` says what was asked of it."""
+
+    def __init__(self, enqueues: bool) -> None:
+        super().__init__()
+        self.enqueues, self.seen = enqueues, list[str]()
 
     def receive(self, incoming: Incoming) -> Iterator[torch.Tensor]:
         self.seen.append("receive")
@@ -77,12 +90,6 @@ class TwoBuckets:
     def digests(self) -> list[bytes]:
         self.seen.append("digests")
         return [b"one", b"two"]
-
-    def take_wire(self) -> Wire:
-        return Wire()
-
-    def close(self) -> None:
-        pass
 
 
 def ready(transport: TwoBuckets, take: Take, staging: Staging | None = None) -> Update:
@@ -139,17 +146,13 @@ def incoming_of(*sizes: int) -> Incoming:
     )
 
 
-class Numbered:
+class Numbered(Transport):
     """A transport whose n-th bucket is full of n; it goes on when `may_go_on` is set."""
 
-    enqueues = False
-
     def __init__(self) -> None:
+        super().__init__()
         self.may_go_on = threading.Event()
         self.may_go_on.set()
-
-    def prepare(self, incoming: Incoming) -> Sequence[torch.Tensor]:
-        return []
 
     def receive(self, incoming: Incoming) -> Iterator[torch.Tensor]:
         for place, _ in enumerate(incoming.buckets):
@@ -158,12 +161,6 @@ class Numbered:
 
     def digests(self) -> list[bytes]:
         return [b"digest"]
-
-    def take_wire(self) -> Wire:
-        return Wire()
-
-    def close(self) -> None:
-        pass
 
 
 def stage(staging: Staging, incoming: Incoming) -> Sequence[torch.Tensor]:
