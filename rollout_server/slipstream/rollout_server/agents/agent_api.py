@@ -89,8 +89,7 @@ class Answering:
             elif path in (COUNT_PATH, MODELS_PATH):
                 model = {"model": self._model}
                 body = _encoded(_asked(http.body) | model) if http.body else b""
-                hung_up, context = asyncio.Event(), copy_context()
-                parts = _exchange(self._plain, context, http.method, path, body, hung_up)
+                parts = _exchange(self._plain, copy_context(), http.method, path, body)
             else:
                 known = (CHAT_PATH, RESPONSES_PATH, MESSAGES_PATH, COUNT_PATH, MODELS_PATH)
                 what = f"{http.method} {path} is no path of agents; there are {', '.join(known)}"
@@ -128,7 +127,7 @@ class Answering:
         context.run(self._current.set, (recorder, opened))
         application = self._with_tools if uses_tools else self._plain
         try:
-            async for part in _exchange(application, context, "POST", path, body, opened.hung_up):
+            async for part in _exchange(application, context, "POST", path, body):
                 if opened.refusal is not None:
                     raise opened.refusal
                 if part.status and ruled.told:
@@ -162,17 +161,13 @@ def _encoded(asked: dict[str, Any]) -> bytes:
 
 
 async def _exchange(
-    application: Application,
-    context: Context,
-    method: str,
-    path: str,
-    body: bytes,
-    hung_up: asyncio.Event,
+    application: Application, context: Context, method: str, path: str, body: bytes
 ) -> AsyncGenerator[ReplyPart, None]:
     """Runs an application in `context` with one request, and yields its answer in parts.
 
-    A part has the bytes that the application has sent since the previous part, up to a limit.
-    `hung_up` is set when the client hangs up. The application's own error is logged, not raised.
+    A part has the bytes that the application has sent since the previous part, up to a limit. The
+    application's own error is logged, not raised. If the client hangs up, close the generator: it
+    cancels the application.
     """
     scope = {
         "type": "http",
@@ -188,8 +183,8 @@ async def _exchange(
         "client": None,
         "server": None,
     }
-    # Set when the application sends or ends.
-    changed = asyncio.Event()
+    # Set when the application sends or ends; set when nobody takes its answer any more.
+    changed, ended = asyncio.Event(), asyncio.Event()
     first, waiting = ReplyPart(), bytearray()
     is_read = is_whole = False
 
@@ -198,7 +193,7 @@ async def _exchange(
         if not is_read:
             is_read = True
             return {"type": "http.request", "body": body, "more_body": False}
-        await hung_up.wait()
+        await ended.wait()
         return {"type": "http.disconnect"}
 
     async def send(message: Message) -> None:
@@ -233,6 +228,8 @@ async def _exchange(
                 return
             part = ReplyPart()
     finally:
+        # Tasks of the application's own hear of the end in this way alone.
+        ended.set()
         work.cancel()
         try:
             await work

@@ -2,7 +2,7 @@
 
 Consumes: requests of the agent, replies of the engine. Produces: the branches of an episode. Waits
 for: the engine; room within the limits of the episode. Unblocked by: the engine's answers, the end
-of another call, `hang_up`, `cancel`.
+of another call, `close`, `cancel`.
 
 Replies are read from the HTTP answers that the client got, in the form in which the client sends
 them back: a chat message, content blocks of Anthropic's messages, or output items of responses.
@@ -118,7 +118,7 @@ class Recorder:
         return self.was_refused or any(self._is_cut.values())
 
     def open(self, http: AgentCall, path: str, *, is_stream: bool) -> ServedCall:
-        """Registers an HTTP call that asks for a reply; `close` or `hang_up` ends it."""
+        """Registers an HTTP call that asks for a reply; `close` ends it."""
         opened = ServedCall(http, f"{self._key}.{http.call}", path, is_stream)
         self.open_calls[http.call] = opened
         return opened
@@ -129,20 +129,15 @@ class Recorder:
         del self.open_calls[opened.http.call]
         if opened.sampling is None:
             self._release(opened)
-        elif not opened.sampling.done():
-            self._hang_up(opened)
-
-    def hang_up(self, number: int) -> None:
-        """Ends call `number`, if open, after its client hung up; records its sampled tokens."""
-        opened = self.open_calls.get(number)
-        if opened is not None:
-            self._hang_up(opened)
+        else:
+            self._end_sampling(opened)
 
     def cancel(self) -> None:
         """Ends all calls, and refuses later ones."""
         self._is_cancelled = True
+        self._changed.set()
         for opened in self.open_calls.values():
-            self._hang_up(opened)
+            self._end_sampling(opened)
 
     async def settled(self) -> None:
         """Waits until no reply is being sampled."""
@@ -202,7 +197,7 @@ class Recorder:
             self._release(opened)
             raise LimitReached(str(error)) from error
         while True:
-            if self._is_cancelled or opened.hung_up.is_set():
+            if self._is_cancelled or opened.is_answered:
                 self._release(opened)
                 raise LimitReached("the episode is over")
             # Calls that began and have not ended reserve tokens, turns and branches.
@@ -241,9 +236,12 @@ class Recorder:
         """Starts to sample the reply to a call that has begun; returns a generator of its parts.
 
         The generator raises GenerationFailed if the engine cannot serve the call. The reply is
-        sampled and recorded until `close`, even if the client does not read it.
+        sampled and recorded until `close`, even if the client does not read it. Raises LimitReached
+        for a call that was closed, whose tokens could not be recorded.
         """
         assert opened.max_tokens is not None, "a call begins before it is sampled"
+        if opened.is_answered:
+            raise LimitReached("the client has hung up")
         parts: _Parts = asyncio.Queue()
         most = min(max_tokens, opened.max_tokens)
         opened.sampling = self._start(self._sample(opened, most, options, parts))
@@ -288,9 +286,7 @@ class Recorder:
             self.conversations.finish(opened.call, None)
         self._changed.set()
 
-    def _hang_up(self, opened: ServedCall) -> None:
-        opened.hung_up.set()
-        self._changed.set()
+    def _end_sampling(self, opened: ServedCall) -> None:
         if opened.sampling is not None and not opened.sampling.done():
             self._start(self._requests.cancel(opened.request_id))
 

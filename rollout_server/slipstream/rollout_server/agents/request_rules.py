@@ -118,7 +118,6 @@ class ServedCall:
     # Whether `body` has its last part; the end of a stream is seen by its events.
     is_whole: bool = False
     is_answered: bool = False
-    hung_up: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 SAMPLING_HEADER = "x-slipstream-sampling"

@@ -82,7 +82,6 @@ class AgentTalk:
 
     def _take(self, message: environment_pb2.AgentCall) -> None:
         if message.is_abandoned:
-            self._recorder.hang_up(message.call)
             if message.call in self._calls:
                 self._calls[message.call].cancel()
             return

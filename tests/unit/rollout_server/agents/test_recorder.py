@@ -128,7 +128,7 @@ async def test_a_call_waits_for_room_that_another_may_leave() -> None:
     assert third.max_tokens == 10
 
 
-@pytest.mark.parametrize("way", ["hang_up", "cancel"])
+@pytest.mark.parametrize("way", ["close", "cancel"])
 async def test_a_call_that_waits_for_room_can_be_ended(way: str) -> None:
     calls = Calls()
     opened = [calls.open() for _ in range(3)]
@@ -139,11 +139,21 @@ async def test_a_call_that_waits_for_room_can_be_ended(way: str) -> None:
     if way == "cancel":
         calls.recorder.cancel()
     else:
-        calls.recorder.hang_up(opened[2].http.call)
+        calls.recorder.close(opened[2])
     async with asyncio.timeout(LIMIT_S):
         with pytest.raises(LimitReached, match="the episode is over"):
             await waiting
     assert not calls.recorder.is_truncated
+
+
+async def test_a_call_that_was_closed_before_its_sample_samples_nothing() -> None:
+    calls = Calls()
+    opened = calls.open()
+    await calls.begin(opened, "u1")
+    calls.recorder.close(opened)
+    with pytest.raises(LimitReached, match="the client has hung up"):
+        await calls.sample(opened)
+    assert calls.told == []
 
 
 async def test_a_sample_that_nobody_reads_is_ended_and_recorded() -> None:
