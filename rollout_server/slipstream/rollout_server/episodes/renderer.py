@@ -75,8 +75,13 @@ class Renderer:
         from transformers import AutoTokenizer
 
         self._tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        self._backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if self._backend is not None:
+            # The tokenizer's own call would set these again for each text.
+            self._backend.no_truncation()
+            self._backend.no_padding()
         self._values = dict(values)
-        self._images = images
+        self.images = images
         if template is not None:
             self._tokenizer.chat_template = read_template(template)
         if not self._tokenizer.chat_template:
@@ -84,10 +89,12 @@ class Renderer:
                 f"model.path: the tokenizer in {folder} has no chat template: name a file with one "
                 "in rollout_server.chat_template"
             )
-        self._added = {token: text for text, token in self._tokenizer.get_added_vocab().items()}
+        # The texts of special and added tokens.
+        self.added = {token: text for text, token in self._tokenizer.get_added_vocab().items()}
         # Whether `decode` leaves out marks of thoughts.
         self._hides_thoughts = any(map(marks_thoughts, self._tokenizer.all_special_tokens))
-        self._longest_token = max(_LONG_TOKEN, *map(len, self._tokenizer.get_vocab()))
+        # The most characters that a token stands for.
+        self.longest_token = max(_LONG_TOKEN, *map(len, self._tokenizer.get_vocab()))
         # The members of a group have the same prompt.
         self._prompt = lru_cache(_CACHED_PROMPTS)(self._render)
         self._tokens = lru_cache(_CACHED_PROMPTS)(self._tokenise)
@@ -134,9 +141,13 @@ class Renderer:
             written = self._text(tuple(whole), inputs) if whole else tail
         if not written.endswith(tail):
             raise RenderingFailed("the chat template writes messages otherwise behind calls")
-        tokenise = self._tokens if len(tail) <= _CACHED_CHARACTERS else self._tokenise
-        said = self._num_said(history, tail, self._added.get(last_token, ""), inputs)
-        return list(tokenise(tail.lstrip()))[said:] if said else list(tokenise(tail))
+        said = self._num_said(history, tail, self.added.get(last_token, ""), inputs)
+        return self.tokens(tail.lstrip())[said:] if said else self.tokens(tail)
+
+    def tokens(self, text: str) -> list[int]:
+        """Returns the tokens of a rendered text, which has its special tokens already."""
+        is_short = len(text) <= _CACHED_CHARACTERS
+        return list(self._tokens(text) if is_short else self._tokenise(text))
 
     def _num_said(
         self, history: Sequence[ChatMessage], tail: str, last: str, inputs: TemplateInputs
@@ -180,7 +191,7 @@ class Renderer:
                 f"which ends with {prompt[-_SHOWN:]!r}: begin the reply as that ends, or name a "
                 "template in rollout_server.chat_template that continues it"
             )
-        marks = [place for token in self._added.values() if (place := closing.find(token)) >= 0]
+        marks = [place for token in self.added.values() if (place := closing.find(token)) >= 0]
         if marks and (words := closing[: min(marks)].strip()):
             raise RenderingFailed(
                 f"the chat template writes {words[:_SHOWN]!r} between a reply and its end: name a "
@@ -206,7 +217,7 @@ class Renderer:
             return list(self._tokenise(said + space + "".join(ends)))
         tokens, last = list(self._tokenise(said)), self._tokenizer.eos_token_id
         if following and following[0].role == "tool":
-            if tokens[-1] in self._added:
+            if tokens[-1] in self.added:
                 return tokens
             raise RenderingFailed(
                 "the chat template writes no special token between a reply and the result of a "
@@ -217,7 +228,7 @@ class Renderer:
     def _leading(self, text: str) -> list[str]:
         """Returns the special tokens side by side with which `text` begins behind white space."""
         found, text = [], text.lstrip()
-        while token := max(filter(text.startswith, self._added.values()), key=len, default=""):
+        while token := max(filter(text.startswith, self.added.values()), key=len, default=""):
             found.append(token)
             text = text.removeprefix(token)
         return found
@@ -230,7 +241,7 @@ class Renderer:
         Raises RenderingFailed for a model without vision, or for bytes that are no image.
         """
         images = [image for message in messages for image in message.images]
-        if self._images is None:
+        if self.images is None:
             if images:
                 raise RenderingFailed(
                     "a message has an image, but the model sees none: it has no vision tower, or "
@@ -238,9 +249,16 @@ class Renderer:
                 )
             return tokens, []
         try:
-            return self._images.expanded(tokens, images)
+            return self.images.expanded(tokens, images)
         except ValueError as error:
             raise RenderingFailed(str(error)) from error
+
+    @property
+    def image_text(self) -> str:
+        """The text that the template writes for an image."""
+        shown = ChatMessage("user", "", parts=(f"{_MARK}0", b"", f"{_MARK}1"))
+        text = self._text((shown,), NO_INPUTS)
+        return text.partition(f"{_MARK}0")[2].partition(f"{_MARK}1")[0]
 
     @property
     def writes_tools(self) -> bool:
@@ -257,7 +275,7 @@ class Renderer:
         The check is cheap; tokenising such a long text would delay all other episodes.
         """
         characters = sum(message.num_characters for message in messages)
-        return characters > num_tokens * self._longest_token
+        return characters > num_tokens * self.longest_token
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Returns the text of a reply, without special tokens."""
@@ -381,8 +399,9 @@ class Renderer:
         return None
 
     def _tokenise(self, text: str) -> tuple[int, ...]:
-        # The template has written the special tokens already.
-        return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        if self._backend is not None:
+            return tuple(self._backend.encode(text, add_special_tokens=False).ids)
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
 
 class RenderingFailed(Exception):

@@ -8,18 +8,16 @@ continues a conversation has the conversation's exact tokens and images.
 import argparse
 import asyncio
 import contextlib
-import copy
 import json
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
 from slipstream.core.errors import SlipstreamError
-from slipstream.core.models.vision import ImageTokens, PlacedImage, data_of_url, image_tokens
+from slipstream.core.models.vision import PlacedImage, data_of_url, image_tokens
 from slipstream.core.settings.sections import RolloutServerSection
 from slipstream.rollout_server.agents.agent_api import Answering
 from slipstream.rollout_server.agents.conversations import Found, message_key
@@ -37,7 +35,7 @@ from slipstream.rollout_server.engine_interface import (
     TextOptions,
     TextPart,
 )
-from slipstream.rollout_server.episodes.renderer import limited_time
+from slipstream.rollout_server.episodes.renderer import Renderer, limited_time
 from slipstream.rollout_server.vllm.vllm_requests import VllmParts
 from vllm.entrypoints.anthropic.api_router import attach_router as attach_messages
 from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
@@ -72,7 +70,6 @@ ONE_TOKEN_PARSERS = ("deepseek_v3", "deepseek_v31", "hunyuan_a13b", "xlam")
 # Stands for an image in the messages that are rendered; no template may change its text.
 MARK = "slipstreamimageplaceholder"
 _IMAGE_PARTS = {"image_url", "input_image"}
-_BEFORE, _AFTER = "slipstreambefore", "slipstreamafter"
 # Types of message parts whose text vLLM reads. vLLM would fetch the images and files of others.
 _TEXT_PARTS = {"text", "input_text", "output_text", "refusal", "thinking"}
 
@@ -81,12 +78,8 @@ CURRENT: ContextVar[tuple[Recorder, ServedCall] | None] = ContextVar("agent_call
 _REPLY, _RESULT = REPLY.for_template(), RESULT.for_template()
 # Texts with more characters are rendered in a thread, so that they do not hold up other episodes.
 _INLINE_CHARACTERS = 20_000
-_CACHED_TEXTS = 256
-_CACHED_CHARACTERS = 1000
 # Characters of a message that an error shows.
 _SHOWN = 40
-# Characters that a token may stand for even where no entry of the vocabulary is as long.
-_LONG_TOKEN = 128
 Message = Mapping[str, Any]
 
 
@@ -97,38 +90,12 @@ class PromptRenderer:
     reused.
     """
 
-    def __init__(
-        self,
-        renderer: BaseRenderer,
-        images: ImageTokens | None = None,
-        *,
-        template: str | None = None,
-    ) -> None:
-        """`images` is None for a model without vision.
-
-        With `template` None the tokenizer's own template is used.
-        """
-        self._inner = renderer
-        self._images = images
-        # vLLM truncates with its own tokenizer, which changes the tokenizer's state.
-        tokenizer: Any = copy.deepcopy(renderer.get_tokenizer())
-        self._backend = getattr(tokenizer, "backend_tokenizer", None)
-        if self._backend is not None:
-            self._backend.no_truncation()
-            self._backend.no_padding()
-        self._tokenizer = tokenizer
-        # The text that the template renders for an image.
-        self._image_text = ""
-        if images is not None:
-            marks = [{"type": "text", "text": text} for text in (_BEFORE, _AFTER)]
-            message = {"role": "user", "content": [marks[0], {"type": "image"}, marks[1]]}
-            text = tokenizer.apply_chat_template([message], chat_template=template, tokenize=False)
-            self._image_text = str(text).partition(_BEFORE)[2].partition(_AFTER)[0]
-        self._longest_token = max(_LONG_TOKEN, *map(len, tokenizer.get_vocab()))
-        self._added = frozenset(tokenizer.get_added_vocab().values())
+    def __init__(self, renderer: BaseRenderer, own: Renderer) -> None:
+        """`own` tokenizes: vLLM truncates with its tokenizer, which changes that one's state."""
+        self._inner, self._own = renderer, own
+        self._image_text = "" if own.images is None else own.image_text
         # Whether results of tools can follow a reply; None before the first result.
         self._has_place: bool | None = None
-        self._short = lru_cache(_CACHED_TEXTS)(self._encode)
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - everything else is vLLM's
         return getattr(self._inner, name)
@@ -169,9 +136,9 @@ class PromptRenderer:
         if values.get("continue_final_message") or values.get("add_generation_prompt") is False:
             found = None
         length = sum(len(each.get("content") or "") for each in messages)
-        most = recorder.sampling.max_episode_tokens * self._longest_token
+        most = recorder.sampling.max_episode_tokens * self._own.longest_token
         with _refusals():
-            marked, images = without_images(messages, sees_images=self._images is not None)
+            marked, images = without_images(messages, sees_images=self._own.images is not None)
 
         async def render(found: Found | None) -> list[int] | None:
             if length <= _INLINE_CHARACTERS:
@@ -184,10 +151,10 @@ class PromptRenderer:
             context = await render(None)
         assert context is not None
         placed: Sequence[PlacedImage] = ()
-        if self._images is not None:
-            new = images[found.num_messages if found else 0 :]
+        if self._own.images is not None:
+            new = [i for one in images[found.num_messages if found else 0 :] for i in one]
             with _refusals():
-                context, placed = self._images.expanded(context, [i for one in new for i in one])
+                context, placed = self._own.images.expanded(context, new)
         return await recorder.begin(opened, found.turn if found else None, context, placed)
 
     def _render(
@@ -222,7 +189,7 @@ class PromptRenderer:
                 if not self._text(messages, params).endswith(tail):
                     return None
         last = found.turn.branch.token_ids[found.turn.end - 1]
-        if last in self._added:
+        if last in self._own.added:
             # The reply has ended: what is left out of the template's end is the token itself, with
             # white space before it.
             tokens = self._tokens(tail.lstrip(), most)
@@ -286,15 +253,8 @@ class PromptRenderer:
     def _tokens(self, text: str, most_characters: int) -> list[int]:
         if len(text) > most_characters:
             # Tokenizing it would only delay the answer that it is too long.
-            return [0] * (most_characters // self._longest_token + 1)
-        encode = self._short if len(text) <= _CACHED_CHARACTERS else self._encode
-        return list(encode(text.replace(MARK, self._image_text)))
-
-    def _encode(self, text: str) -> tuple[int, ...]:
-        # The template has written the special tokens already.
-        if self._backend is not None:
-            return tuple(self._backend.encode(text, add_special_tokens=False).ids)
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+            return [0] * (most_characters // self._own.longest_token + 1)
+        return self._own.tokens(text.replace(MARK, self._image_text))
 
 
 @contextlib.contextmanager
@@ -427,12 +387,15 @@ def open_answering(parts: VllmParts, settings: RolloutServerSection) -> Answerin
     or two and needs no event loop.
     """
     model = parts.vllm_config.model_config
-    shown = model.multimodal_config
+    shown, folder = model.multimodal_config, Path(model.model)
     max_images = 0 if shown is None else shown.get_limit_per_prompt("image")
-    images = image_tokens(Path(model.model), max_images=max_images)
-    file = settings.chat_template
-    template = None if file is None else file.read_text(encoding="utf-8")
-    renderer = PromptRenderer(parts.renderer, images, template=template)
+    own = Renderer(
+        folder,
+        template=settings.chat_template,
+        values=settings.chat_template_kwargs,
+        images=image_tokens(folder, max_images=max_images),
+    )
+    renderer = PromptRenderer(parts.renderer, own)
     plain = _open_application(parts, settings.model_copy(update={"tool_parser": None}), renderer)
     has_tools = settings.tool_parser is not None
     return Answering(
