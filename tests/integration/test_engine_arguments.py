@@ -4,7 +4,6 @@ import dataclasses
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -33,11 +32,7 @@ from support.fakes.tiny_models import SMALLEST, make_model_folder, make_seeing_m
 from support.ranks.loader_ranks import in_ranks
 from support.rigs.forking_engine import image_questions
 from vllm import AsyncEngineArgs
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
-from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.scheduler import Scheduler
 
 
 @pytest.fixture(scope="module")
@@ -191,21 +186,6 @@ def test_few_arguments_have_a_type_that_only_vllm_knows() -> None:
 
 def test_every_name_that_is_refused_is_one_of_vllm() -> None:
     assert set(OWNED) <= {field.name for field in dataclasses.fields(AsyncEngineArgs)}
-
-
-def test_vllm_takes_a_connector_that_keeps_its_cache_for_one_that_was_reset() -> None:
-    """Why `kv_transfer_config` is refused: prefixes of old weights would outlive a publish."""
-    assert ExampleConnector.reset_cache is KVConnectorBase_V1.reset_cache
-    connector = object.__new__(ExampleConnector)
-    scheduler = SimpleNamespace(connector=connector, log_stats=False)
-    assert Scheduler.reset_connector_cache(scheduler) is True
-
-
-def test_vllm_loads_experts_to_where_they_are_at_the_start() -> None:
-    """Why `enable_eplb` is refused: nothing tells the loader which ones were moved since."""
-    mapping = RoutedExperts.build_expert_params_mapping("gate", "down", "up", 2, 1)
-    down = [(name, place) for _, name, place, shard in mapping if shard == "w2"]
-    assert [(name.split(".")[1], place) for name, place in down] == [("0", 0), ("1", 1), ("0", 2)]
 
 
 KEY = "rollout_server.engine"

@@ -41,7 +41,7 @@ from slipstream.protocol.queue import grpc
 from slipstream.rollout_server import service, session
 from slipstream.rollout_server.episodes import dispatcher, environments
 from slipstream.rollout_server.episodes.play import Model
-from slipstream.rollout_server.usage import ProcessMemory
+from slipstream.rollout_server.usage import EpochCounters
 from slipstream.rollout_server.vllm.agent_services import AgentServices
 from slipstream.v1 import fleet_pb2, status_pb2, trainer_pb2, trajectory_pb2
 
@@ -607,7 +607,7 @@ class World:
             *self.store.seams(),
             # Facts of the machine, which the product reads again and again.
             (metadata, "version", _package_version),
-            (ProcessMemory, "resident_bytes", lambda _: 0),
+            (EpochCounters, "resident_bytes", lambda _: 0),
             (session, "host_id", lambda: "host"),
             (fleet_service, "describe_setup", lambda *_, **named: status_pb2.Setup(**named)),
             (session, "is_cpu_build", lambda: True),

@@ -14,7 +14,7 @@ The tasks of a server share one event loop; all end with the task group of `Roll
         '-- queue's sender <----trajectories------'
 
     task                        waits for                       the wait is ended by
-    Session._read               the next order                  the stream's end: the epoch is LOST
+    Session._read               the next order                  the stream's end: the epoch is lost
     Session._beat               heartbeat_s                     the epoch's end
     WeightOrders.run            the next order                  the controller; close; for a
                                                                 verdict also VERDICT_LIMIT_S
@@ -56,7 +56,6 @@ from slipstream.rollout_server.parts import (
     open_sender,
 )
 from slipstream.rollout_server.session import (
-    End,
     JoinCall,
     OutgoingMessages,
     Session,
@@ -166,12 +165,12 @@ class RolloutServer:
             identity = Identity(joined.welcome.run_id, self._server_id, epoch, welcome.delivery_key)
             session = Session(identity, welcome, self._outbox, services, group)
             try:
-                end = await session.serve(call, stop)
+                is_lost = await session.serve(call, stop)
             finally:
                 call.cancel()
             waiting = [each for each in (*waiting, session) if not each.dispatcher.idle.is_set()]
             held = services.sender.undelivered
-            following = await self._join(channel, stop, held) if end is End.LOST else None
+            following = await self._join(channel, stop, held) if is_lost else None
         for session in waiting:
             session.dispatcher.abandon()
 

@@ -13,7 +13,6 @@ import os
 import socket
 from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass
-from enum import Enum
 from typing import TYPE_CHECKING
 
 import grpc.aio
@@ -49,9 +48,8 @@ JoinCall = grpc.aio.StreamStreamCall[fleet_pb2.ServerMessage, fleet_pb2.Controll
 class Session:
     """Serves one epoch, from the welcome to the end of the stream.
 
-    After `stop` or a drain order, running episodes have `rollout_server.drain_timeout_s` to end;
-    the epoch then ends as DRAINED. If the stream ends first, they have the controller's
-    `heartbeat_timeout_s`; the epoch then ends as LOST.
+    After `stop` or a drain order, running episodes have `rollout_server.drain_timeout_s` to end. If
+    the stream ends first, the epoch is lost, and they have the controller's `heartbeat_timeout_s`.
     """
 
     def __init__(
@@ -90,11 +88,10 @@ class Session:
         self._leave_at_once = asyncio.Event()
         self._reason = "it was told to stop"
 
-    async def serve(self, call: JoinCall, stop: asyncio.Event) -> End:
+    async def serve(self, call: JoinCall, stop: asyncio.Event) -> bool:
         """Serves until the stream ends, `stop` is set or a drain order comes.
 
-        Returns the way in which the epoch ended, after running episodes have ended or have been
-        cancelled.
+        Returns whether the epoch was lost, after running episodes have ended or were cancelled.
         """
         publishing = self._group.create_task(self._orders.run())
         heart = self._group.create_task(self._beat())
@@ -111,7 +108,7 @@ class Session:
             await _within(self.dispatcher.idle.wait(), self._welcome.heartbeat_timeout_s)
             await self._end_episodes(publishing, carry_out=False)
             heart.cancel()
-            return End.LOST
+            return True
         await self._end_episodes(publishing, carry_out=True)
         await _within(self._flush(), FLUSH_S)
         heart.cancel()
@@ -119,7 +116,7 @@ class Session:
         self._outbox.put_nowait(None)
         await _within(asyncio.shield(reader), GOODBYE_S)
         reader.cancel()
-        return End.DRAINED
+        return False
 
     async def _read(self, call: JoinCall) -> None:
         """Reads and executes orders until the stream ends, with or without an error."""
@@ -184,13 +181,6 @@ class Session:
 
     def _tell_publish(self, report: fleet_pb2.PublishReport) -> None:
         self._outbox.put_nowait(fleet_pb2.ServerMessage(publish=report))
-
-
-class End(Enum):
-    """The way in which a server's epoch (one stream to the controller) ended."""
-
-    DRAINED = "drained"
-    LOST = "lost"
 
 
 class OutgoingMessages(asyncio.Queue[fleet_pb2.ServerMessage | None]):

@@ -66,30 +66,6 @@ class UseClock:
 _LOOK_S = 5.0
 
 
-class ProcessMemory:
-    """Measures the resident memory of this process and its descendants.
-
-    Shared pages count in each process that shares them.
-    """
-
-    def __init__(self) -> None:
-        self._process = psutil.Process()
-        self._looked_s = -_LOOK_S
-        self._bytes = 0
-
-    def resident_bytes(self) -> int:
-        """Returns the resident bytes at the last scan; scans again if that is more than 5 s ago."""
-        now = time.monotonic()
-        if now - self._looked_s >= _LOOK_S:
-            self._looked_s = now
-            self._bytes = 0
-            for process in (self._process, *self._process.children(recursive=True)):
-                # A process may end after it was listed.
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    self._bytes += int(process.memory_info().rss)
-        return self._bytes
-
-
 class EpochCounters:
     """The counters of one server epoch.
 
@@ -114,7 +90,8 @@ class EpochCounters:
         # Whether an episode ended without a trajectory, since the engine died or the server ends;
         # its tokens still count as open.
         self.is_broken_off = False
-        self._memory = ProcessMemory()
+        # The resident bytes of this process and its descendants at the last scan, and its time.
+        self._resident_bytes, self._looked_s = 0, -_LOOK_S
 
     def sampled(self, num_tokens: int) -> None:
         """Counts `num_tokens` that a generation of an open episode returned."""
@@ -130,6 +107,20 @@ class EpochCounters:
         self.open_episodes -= 1
         self.recorded_tokens -= num_tokens
         self.all_ended = self.all_ended.plus(num_tokens)
+
+    def resident_bytes(self) -> int:
+        """Returns the bytes of this process and its descendants, as of at most 5 s ago.
+
+        Shared pages count in each process that shares them.
+        """
+        now_s, this = time.monotonic(), psutil.Process()
+        if now_s - self._looked_s >= _LOOK_S:
+            self._looked_s, self._resident_bytes = now_s, 0
+            for process in (this, *this.children(recursive=True)):
+                # A process may end after it was listed.
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    self._resident_bytes += int(process.memory_info().rss)
+        return self._resident_bytes
 
     def report(self, use: EngineUse, *, sent: Amount, queued_bytes: int) -> fleet_pb2.ServerReport:
         """Returns the counters as a message; `sent` is the total of this epoch.
@@ -160,5 +151,5 @@ class EpochCounters:
             busy_s=use.busy_s - self._start.busy_s,
             uptime_s=time.monotonic() - self._started_s,
             paused_s=use.paused_s - self._start.paused_s,
-            resident_bytes=self._memory.resident_bytes(),
+            resident_bytes=self.resident_bytes(),
         )

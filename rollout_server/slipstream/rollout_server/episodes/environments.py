@@ -55,7 +55,8 @@ class HostedEnvironment:
         # Workers that are not started again.
         self._num_abandoned = 0
         self._last_failure: EnvironmentFailed | None = None
-        self._outcome: fleet_pb2.EnvironmentReport | None = None
+        # The last report on loading.
+        self.outcome: fleet_pb2.EnvironmentReport | None = None
 
     async def run(self) -> None:
         """Runs the workers and restarts dead workers, until this call is cancelled."""
@@ -68,11 +69,6 @@ class HostedEnvironment:
                 # The group takes no task from here on.
                 self._is_unloaded = True
                 self._changed.set()
-
-    def report_again(self) -> None:
-        """Repeats the report on loading, for a controller that does not know it yet."""
-        if self._outcome is not None:
-            self._report(self._outcome)
 
     async def open(self, episode_key: str, task_index: int, timeout_s: float) -> StreamSession:
         """Opens a session on the worker with the fewest sessions.
@@ -124,7 +120,7 @@ class HostedEnvironment:
         """Runs one worker after another, until they have failed too often."""
         failures, backoff = 0, Backoff(_FIRST_BACKOFF_S, _MAX_BACKOFF_S)
         while True:
-            worker = self._make(try_reset=self._try_reset and self._outcome is None)
+            worker = self._make(try_reset=self._try_reset and self.outcome is None)
             try:
                 self._last_failure = await worker.run(index, partial(self._loaded, worker))
             finally:
@@ -137,7 +133,7 @@ class HostedEnvironment:
                 failures = 0
                 backoff.reset()
             failures += 1
-            never_loaded = self._outcome is None or self._outcome.HasField("failure")
+            never_loaded = self.outcome is None or self.outcome.HasField("failure")
             # One kill, as by a kernel whose memory is full, may be over; a second one is a cause.
             is_final = never_loaded and (failures > 1 or not worker.was_killed)
             if is_final or failures > _MAX_RESTARTS_IN_A_ROW:
@@ -158,8 +154,8 @@ class HostedEnvironment:
 
     def _publish(self, outcome: fleet_pb2.EnvironmentReport) -> None:
         outcome.environment = self.spec.name
-        if outcome != self._outcome:
-            self._outcome = outcome
+        if outcome != self.outcome:
+            self.outcome = outcome
             self._report(outcome)
 
 
@@ -261,7 +257,8 @@ class Environments:
         if order.unload or not spec.reference:
             return
         if known is not None:
-            known[0].report_again()
+            if (outcome := known[0].outcome) is not None:
+                self._report(outcome)
             return
         hosted = HostedEnvironment(self._gateway, order, self._report)
         self._hosted[spec.name] = (hosted, self._group.create_task(hosted.run()))
