@@ -155,8 +155,17 @@ class MlflowTracker:
             self._client.update_run(self._run_id, status="RUNNING")
             return
         # Next to our own database file; a server has its own place for artifacts.
-        artifacts = None if os.environ.get("MLFLOW_TRACKING_URI") else folder / "mlartifacts"
-        self._run_id = self._create(config.tracking.project, config.run.name, artifacts)
+        artifacts = (folder / "mlartifacts").resolve()
+        own_place = None if os.environ.get("MLFLOW_TRACKING_URI") else str(artifacts)
+        project = config.tracking.project
+        found = self._client.get_experiment_by_name(project)
+        experiment_id = (
+            self._client.create_experiment(project, artifact_location=own_place)
+            if found is None
+            else found.experiment_id
+        )
+        created = self._client.create_run(experiment_id, run_name=config.run.name)
+        self._run_id = str(created.info.run_id)
         texts = {
             key: value if isinstance(value, str) else json.dumps(value)
             for key, value in told_settings(config.model_dump(mode="json")).items()
@@ -188,12 +197,3 @@ class MlflowTracker:
 
     def close(self) -> None:
         self._client.set_terminated(self._run_id)
-
-    def _create(self, project: str, name: str, artifacts: Path | None) -> str:
-        experiment = self._client.get_experiment_by_name(project)
-        if experiment is None:
-            place = str(artifacts.resolve()) if artifacts is not None else None
-            experiment_id = self._client.create_experiment(project, artifact_location=place)
-        else:
-            experiment_id = experiment.experiment_id
-        return str(self._client.create_run(experiment_id, run_name=name).info.run_id)

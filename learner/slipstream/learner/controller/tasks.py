@@ -367,18 +367,14 @@ class Relay:
                     self._calls.pop(number, None)
                     cause = f"the client that serves {call.environment} does not read"
                     _answer(answers, _lost(call.command.call_id, cause))
-                    self._unfollow(call.command.reply_part.episode_key, answers, cause)
+                    # Without a part of its reply the agent is lost, too.
+                    episode = call.command.reply_part.episode_key
+                    for number, opened in list(self._calls.items()):
+                        if episode and opened.followed == episode and opened.answers is answers:
+                            del self._calls[number]
+                            _answer(answers, _lost(opened.call_id, cause))
         finally:
             answers.close()
-
-    def _unfollow(
-        self, episode: str, answers: Outbox[fleet_pb2.EnvironmentAnswer], cause: str
-    ) -> None:
-        """Fails the call that follows the agent of `episode`, as part of its reply was lost."""
-        for number, call in list(self._calls.items()):
-            if episode and call.followed == episode and call.answers is answers:
-                del self._calls[number]
-                _answer(answers, _lost(call.call_id, cause))
 
     async def _read_answers(
         self, client: ClientSession, requests: AsyncIterator[pb.WorkerMessage]

@@ -78,7 +78,16 @@ class Journal:
         self._folder = folder
         try:
             (folder / BATCHES).mkdir(parents=True, exist_ok=True)
-            _check_first_log(folder)
+            for path in journal_logs(folder):
+                # Not a folder, and nothing that blocks.
+                open_regular(path).close()
+            later = [path for path in journal_logs(folder) if log_number(path.name) > 1]
+            if later and not os.path.lexists(folder / JOURNAL_LOG):
+                # A new one would be fenced.
+                raise ConfigError(
+                    f"{folder / JOURNAL_LOG} is missing, the first of the logs that "
+                    f"{later[-1].name} continues; {REMEDY}"
+                )
             first = _begin_log(folder / JOURNAL_LOG)
             self._lock_file = cast(FileIO, open_regular(folder / JOURNAL_LOG, "r+b", buffering=0))
         except OSError as error:
@@ -338,21 +347,6 @@ def _whole_record(line: bytes) -> bytes | None:
         if checksum == b"%08x" % zlib.crc32(text):
             return text
     return None
-
-
-def _check_first_log(folder: Path) -> None:
-    """Raises ConfigError if later logs are there without the first: a new one would be fenced.
-
-    Raises OSError if a log is no regular file.
-    """
-    for path in journal_logs(folder):
-        open_regular(path).close()
-    later = [path for path in journal_logs(folder) if log_number(path.name) > 1]
-    if later and not os.path.lexists(folder / JOURNAL_LOG):
-        raise ConfigError(
-            f"{folder / JOURNAL_LOG} is missing, the first of the logs that {later[-1].name} "
-            f"continues; {REMEDY}"
-        )
 
 
 def _begin_log(path: Path) -> FileIO | None:

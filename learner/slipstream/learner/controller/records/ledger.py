@@ -233,8 +233,7 @@ class AccountedReceiver(AsyncClosing):
 
     @property
     def backlog(self) -> Sequence[TrajectoryId]:
-        """The ids in `TrajectoryReceiver.backlog` that were not acknowledged before."""
-        return [each for each in self._receiver.backlog if each not in self._settled]
+        return self._receiver.backlog
 
     async def get(self) -> Delivery:
         """Returns the next delivery, like `TrajectoryReceiver.get`; repeated deliveries count once.

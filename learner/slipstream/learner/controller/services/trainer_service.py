@@ -46,9 +46,8 @@ class TrainerPlace:
     place.
     """
 
-    def __init__(self, run: Run, *, reserved_s: float = RESERVED_S) -> None:
+    def __init__(self, run: Run) -> None:
         self._run, self._progress = run, run.progress
-        self._reserved_s = reserved_s
         # Secret number of the trainer that registered last. 0 before any has registered.
         self.epoch = 0
         self._holder = ""
@@ -80,7 +79,7 @@ class TrainerPlace:
         """Gives the place to a trainer; returns the epoch that its later calls must send."""
         self.epoch = secrets.randbits(31) + 1
         self._holder = _describe(hello, context)
-        self._reserved_until_s = self._run.clock.now_s() + self._reserved_s
+        self._reserved_until_s = self._run.clock.now_s() + RESERVED_S
         self._progress.trainer_heard()
         return self.epoch
 
