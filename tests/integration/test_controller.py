@@ -227,39 +227,6 @@ async def test_an_evaluation_finds_room_in_a_queue_that_holds_one_batch(tmp_path
     assert summary["ledger"]["difference"] == 0
 
 
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        ({"queue_bytes": (256 << 20) - 1}, "a queue of 268435455 bytes, queue.max_bytes of the"),
-        (
-            {"engine_settings": '{"model.dtype": "float16"}'},
-            "an engine with model.dtype = float16, ",
-        ),
-        ({"engine_settings": '{"sampling.top_k": 3}'}, "an engine with "),
-        ({"engine_settings": "[]"}, "an engine with settings that cannot be read: []"),
-    ],
-)
-async def test_a_server_that_does_not_fit_the_run_is_refused(options, why, tmp_path):
-    config = make_config(tmp_path, run__steps=1)
-    address = config.controller.address
-    trainer = FakeTrainer(address)
-    trainer.hold_at(0)
-    refused = []
-
-    async def join(controller, tasks):
-        try:
-            await FakeServer(address, "small", **options).run()
-        except* grpc.aio.AioRpcError as group:
-            while isinstance(group, BaseExceptionGroup):
-                (group,) = group.exceptions
-            refused.append(group.details())
-        trainer.gate.set()
-
-    await play(config, trainer=trainer, during=join)
-    (said,) = refused
-    assert said.startswith(f"server small: {why}")
-
-
 @pytest.mark.parametrize("ordered", [False, True], ids=["sigterm", "ordered"])
 async def test_a_server_that_drains_finishes_or_hands_back_what_it_has(tmp_path, ordered):
     config = make_config(tmp_path, run__steps=40, controller__max_attempts=1)

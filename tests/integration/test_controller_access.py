@@ -84,6 +84,10 @@ IMPOSSIBLE = [
     ({"engine_workers": 0}, "an engine has 1 to 1024 workers, got 0"),
     ({"engine_workers": 2**31}, "an engine has 1 to 1024 workers, got 2147483648"),
     ({"max_episodes": 0}, "room for 0 episodes, a group has 4"),
+    ({"queue_bytes": (256 << 20) - 1}, "a queue of 268435455 bytes, queue.max_bytes of the "),
+    ({"engine_settings": '{"model.dtype": "float16"}'}, "an engine with model.dtype = float16, "),
+    ({"engine_settings": '{"sampling.top_k": 3}'}, "an engine with "),
+    ({"engine_settings": "[]"}, "an engine with settings that cannot be read: []"),
 ]
 GREETING = {
     "server_id": "s0",

@@ -5,7 +5,6 @@ honest servers, trainer and clients notice nothing.
 """
 
 import asyncio
-import contextlib
 import json
 
 import grpc
@@ -19,9 +18,6 @@ from slipstream.v1 import (
     environment_pb2,
     environment_pb2_grpc,
     fleet_pb2,
-    fleet_pb2_grpc,
-    status_pb2,
-    status_pb2_grpc,
     trainer_pb2,
     trainer_pb2_grpc,
     trajectory_pb2,
@@ -244,32 +240,6 @@ async def test_a_trainer_that_is_refused_takes_nobodys_place(tmp_path, caplog):
     await attacked(tmp_path, caplog, attack)
 
 
-async def test_a_second_trainer_is_refused_while_the_first_one_lives(tmp_path, caplog):
-    events = []
-
-    async def attack(channel, server):
-        facts = {"world_size": 1, "layout_description": "a\nb", "process": "host far, process 7"}
-        trainer = trainer_pb2_grpc.TrainerServiceStub(channel)
-        for call in (
-            trainer.Register(trainer_pb2.TrainerHello(**facts), timeout=LIMIT_S),
-            trainer.Register(trainer_pb2.TrainerHello(**facts), timeout=LIMIT_S),
-        ):
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await call
-            assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-            details = caught.value.details() or ""
-            assert details.startswith("the trainer of ipv4:127.0.0.1:")
-            assert details.endswith(" s ago; end it, or wait until it is gone")
-            assert "has the place in this run and was heard" in details
-        status = status_pb2_grpc.StatusServiceStub(channel)
-        async for event in status.Watch(status_pb2.WatchRequest()):
-            events.append(event.text)
-            if event.text.startswith("a second trainer, of host far, process 7, waits: "):
-                break
-
-    await attacked(tmp_path, caplog, attack)
-
-
 async def test_no_call_of_a_trainer_counts_from_one_without_its_epoch(tmp_path, caplog):
     async def attack(channel, server):
         trainer = trainer_pb2_grpc.TrainerServiceStub(channel)
@@ -325,42 +295,5 @@ async def test_an_environment_that_cannot_be_is_refused_in_one_line(tmp_path, ca
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
             assert caught.value.details().startswith(line)
             assert "\n" not in caught.value.details()
-
-    await attacked(tmp_path, caplog, attack)
-
-
-async def test_a_client_cannot_answer_what_another_was_asked(tmp_path, caplog):
-    def hello(name: str) -> environment_pb2.WorkerMessage:
-        spec = environment_pb2.EnvironmentSpec(
-            name=name, weight=1.0, timeout_s=20.0, purpose=trajectory_pb2.EPISODE_PURPOSE_TRAINING
-        )
-        return environment_pb2.WorkerMessage(
-            hello=environment_pb2.WorkerHello(spec=spec, num_tasks=1, max_episodes=64)
-        )
-
-    async def attack(channel, server):
-        environments = environment_pb2_grpc.EnvironmentServiceStub(channel)
-        asked, other = environments.ServeEpisodes(), environments.ServeEpisodes()
-        await asked.write(hello("asked"))
-        await other.write(hello("other"))
-        calls = fleet_pb2_grpc.FleetServiceStub(channel).CallEnvironments()
-        command = environment_pb2.WorkerCommand(call_id=5, ping=environment_pb2.PingCommand())
-        status = status_pb2_grpc.StatusServiceStub(channel)
-        async for event in status.Watch(status_pb2.WatchRequest()):
-            if event.text == "a client serves environment asked":
-                break
-        await calls.write(fleet_pb2.EnvironmentCall(environment="asked", command=command))
-        question = await asked.read()
-        lie = environment_pb2.Verdict(reward=1.0)
-        await other.write(environment_pb2.WorkerMessage(call_id=question.call_id, verdict=lie))
-        # The other stream's message has been read when the answer to its unknown call is.
-        await asyncio.sleep(0)
-        truth = environment_pb2.Verdict(reward=0.5)
-        await asked.write(environment_pb2.WorkerMessage(call_id=question.call_id, verdict=truth))
-        answer = await calls.read()
-        assert (answer.message.call_id, answer.message.verdict.reward) == (5, 0.5)
-        for call in (calls, asked, other):
-            with contextlib.suppress(grpc.aio.AioRpcError):
-                call.cancel()
 
     await attacked(tmp_path, caplog, attack)

@@ -15,6 +15,7 @@ from slipstream.learner.controller.servers.session import ServerKey
 from slipstream.learner.controller.tasks import EnvironmentBook, Relay
 from slipstream.v1 import environment_pb2, fleet_pb2, trajectory_pb2
 from slipstream.v1 import environment_pb2 as pb
+from support.fakes.slow_disk import several_turns
 from support.rigs.waiting import LIMIT_S, until
 
 KEY = ServerKey(ServerId("a"), 1)
@@ -242,6 +243,24 @@ async def test_a_client_that_does_not_read_holds_up_no_other() -> None:
         answer = await anext(answers)
     assert answer.message.call_id == 7
     assert answer.message.WhichOneof("message") == "pong"
+
+
+async def test_a_client_cannot_answer_what_another_was_asked() -> None:
+    clients, calls = Clients(), Stream()
+    await clients.come("asked")
+    asked = clients.first
+    await clients.come("other")
+    answers = clients.relay.call_environments(aiter(calls))
+    calls.say(call("asked", 5))
+    answer_comes = asyncio.ensure_future(anext(answers))
+    async with asyncio.timeout(LIMIT_S):
+        number = (await asked).call_id
+        for name, reward in (("other", 1.0), ("asked", 0.5)):
+            verdict = pb.Verdict(reward=reward)
+            clients.said[name].say(pb.WorkerMessage(call_id=number, verdict=verdict))
+            await several_turns()
+        answer = await answer_comes
+    assert (answer.message.call_id, answer.message.verdict.reward) == (5, 0.5)
 
 
 async def test_a_client_that_leaves_is_reported_though_a_server_does_not_read() -> None:

@@ -176,24 +176,26 @@ class SetClock(LoopClock):
         return self.time_s
 
 
-def place_at(clock: SetClock) -> TrainerPlace:
-    return TrainerPlace(dataclasses.replace(run_of(), clock=clock))
-
-
 async def test_a_place_that_is_not_kept_is_free_after_a_while() -> None:
     clock = SetClock()
-    place = place_at(clock)
+    run = dataclasses.replace(run_of(), clock=clock)
+    place = TrainerPlace(run)
     place.take(HELLO, Call())
     clock.time_s = RESERVED_S - 0.1
-    with pytest.raises(Refused, match="host here, process 1 has the place in this run"):
-        await place.check_free(HELLO, Call())
+    other = trainer_pb2.TrainerHello(process="host far, process 7")
+    for _ in range(2):
+        with pytest.raises(Refused, match="host here, process 1 has the place in this run"):
+            await place.check_free(other, Call())
+    (told,) = [event.text for event in run.events.kept()]
+    assert told.startswith("a second trainer, of host far, process 7, waits: the trainer of host ")
+    assert told.endswith(" s ago; end it, or wait until it is gone")
     clock.time_s = RESERVED_S
-    await place.check_free(HELLO, Call())
+    await place.check_free(other, Call())
 
 
 async def test_a_place_is_kept_for_as_long_as_a_stream_is_open() -> None:
     clock = SetClock()
-    place = place_at(clock)
+    place = TrainerPlace(dataclasses.replace(run_of(), clock=clock))
     epoch = place.take(HELLO, Call())
     async with aclosing(place.keep(Call(epoch))) as kept:
         await anext(kept)
