@@ -246,6 +246,9 @@ async def test_a_server_that_drains_finishes_or_hands_back_what_it_has(tmp_path,
         published = len(leaving.loaded_versions)
         async with Client(address) as client:
             if ordered:
+                there = "no rollout server x is in the run; there are: leaving, staying"
+                with pytest.raises(ConfigError, match=there):
+                    await client.drain("x", "test")
                 await client.drain("leaving", "test")
             else:
                 tasks.append(asyncio.ensure_future(leaving.leave()))
@@ -282,23 +285,6 @@ async def test_a_server_that_drains_finishes_or_hands_back_what_it_has(tmp_path,
     kinds = {r["kind"] for r in read_records(config.run_dir / "journal")}
     assert "set_aside" not in kinds
     assert "rollout server leaving has left" in summary["told"]
-
-
-async def test_a_server_that_nobody_knows_cannot_be_drained(tmp_path):
-    config = make_config(tmp_path, run__steps=2)
-    address = config.controller.address
-    trainer = FakeTrainer(address)
-    trainer.hold_at(0)
-
-    async def ask(controller, tasks):
-        await until(lambda: controller._fleet.sessions)
-        async with Client(address) as client:
-            with pytest.raises(ConfigError, match="no rollout server x is in the run; .*: fake"):
-                await client.drain("x", "test")
-        trainer.gate.set()
-
-    summary = await play(config, trainer=trainer, during=ask)
-    assert summary["steps"] == 2
 
 
 async def test_a_run_whose_episodes_all_fail_for_machines_stops_and_says_why(tmp_path):
