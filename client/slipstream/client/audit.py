@@ -20,7 +20,6 @@ from slipstream.client.episode_host import MAX_LISTED, spaced
 from slipstream.core.errors import EnvironmentFailed
 
 if TYPE_CHECKING:
-    from slipstream.client.environment import AnyEnvironment
     from slipstream.client.episode_host import EpisodeHost
     from slipstream.v1 import environment_pb2 as pb
 
@@ -85,6 +84,12 @@ class Task(Row):
     # A task with another answer, and whether this one is named first where both are.
     other: Task | None = None
     is_first: bool = True
+
+    def is_unlike(self, other: Task) -> bool:
+        """Whether the other task's right reply is another one, and so is its answer if any."""
+        texts = {each.answer.strip().casefold() for each in (self, other)}
+        is_same = (other.answer, other.reply) == (self.answer, self.reply)
+        return not is_same and (len(texts) > 1 or texts == {""})
 
 
 @dataclass
@@ -171,12 +176,20 @@ class Audit:
         await self._all(_FIRST)
         await self._each(self._open(index, look, played.tasks) for index in indices[1:])
         played.tasks.sort(key=lambda task: task.index)
-        self._pair()
+        known = [task for task in played.tasks if task.right]
+        for place, task in enumerate(known):
+            task.is_first = place % 2 == 0
+            others = (*known[place + 1 :], *known[:place])
+            task.other = next(filter(task.is_unlike, others), None)
         if len(played.tasks) > 1:
             await self._choose_form()
         for kinds in (_FIRST, tuple(Kind)):
             await self._all(kinds)
-        await self._in_other_forms()
+        # Right answers that earned nothing are played once more in each other form.
+        poor, chosen = played.poor(), played.form
+        for task in [task for task in played.tasks if task.index in poor][:MAX_AGAIN]:
+            await self._find_form(task)
+            played.form = chosen
         rest = [] if played.tasks[0].has_images else spaced(number, MAX_LISTED)
         rest = [index for index in rest if index not in {*indices}]
         await self._each(self._open(index, look, played.further) for index in rest)
@@ -217,16 +230,33 @@ class Audit:
             if openings and not self._has_time:
                 break
             key = f"reset-{number}-{index}"
-            answer = await self._reset(key, index)
+            answer = await self._ask(reset={"episode_key": key, "task_index": index, "seed": index})
             if answer.HasField("failure"):
                 played.unbegun[index] = answer.failure.message
             else:
                 opening = answer.observation
                 look(index, opening)
-                task = _task(index, opening, self._host.environment_of(key))
+                own = self._host.environment_of(key)
+                wrong, messages = own.wrong_reply, opening.messages
+                roles = [message.role for message in messages]
+                task = Task(
+                    index=index,
+                    said=[*zip(roles, text_of(opening), strict=True)],
+                    answer=own.expected_answer,
+                    reply=own.right_reply,
+                    has_images=any(part.image for each in messages for part in each.parts),
+                    opening=opening,
+                    wrong=[wrong] * bool(wrong) if isinstance(wrong, str) else wrong,
+                )
                 if opening.is_agent:
+                    # The first call is one that no model answers; a run may end without any.
                     played.tasks.append(task)
-                    played.first_call = await self._first_call(key)
+                    answer = await self._ask(follow_agent={"episode_key": key})
+                    if answer.HasField("failure"):
+                        played.unbegun[index] = answer.failure.message
+                    call, is_call = answer.agent_call, answer.HasField("agent_call")
+                    played.first_call = f"{call.method} {call.path}" if is_call else "none"
+                    await self._ask(close={"episode_key": key})
                     return
                 # An environment may draw each episode's limit.
                 opening.ClearField("max_reply_tokens")
@@ -239,48 +269,28 @@ class Audit:
             played.unequal[index] = (texts[0], texts[1])
         into.append(task)
 
-    async def _first_call(self, key: str) -> str:
-        """Returns the agent's first call, which no model answers, or "" if it ends without one."""
-        answer = await self._ask(follow_agent={"episode_key": key})
-        if answer.HasField("failure"):
-            self.played.unbegun[self.played.tasks[0].index] = answer.failure.message
-        await self._ask(close={"episode_key": key})
-        call = answer.agent_call
-        return f"{call.method} {call.path}" if answer.HasField("agent_call") else "none"
-
-    def _pair(self) -> None:
-        tasks = [task for task in self.played.tasks if task.right]
-        for place, task in enumerate(tasks):
-            task.is_first = place % 2 == 0
-            for other in (*tasks[place + 1 :], *tasks[:place]):
-                texts = {each.answer.strip().casefold() for each in (task, other)}
-                is_same = (other.answer, other.reply) == (task.answer, task.reply)
-                if not is_same and (len(texts) > 1 or texts == {""}):
-                    task.other = other
-                    break
-
     async def _choose_form(self) -> None:
         """Finds the form in which the first right answers earn more than an empty reply."""
-        tasks = [task for task in self.played.tasks if task.right][:3]
         self.played.form = OWN if any(task.reply for task in self.played.tasks) else PLAIN
-        for task in tasks:
+        for task in [task for task in self.played.tasks if task.right][:3]:
             await self._in_time(task, Kind.EMPTY)
             if await self._find_form(task):
                 return
-
-    async def _in_other_forms(self) -> None:
-        """Plays right answers that earned nothing once more in each other form."""
-        poor, chosen = self.played.poor(), self.played.form
-        for task in [task for task in self.played.tasks if task.index in poor][:MAX_AGAIN]:
-            await self._find_form(task)
-            self.played.form = chosen
 
     async def _find_form(self, task: Task) -> bool:
         """Plays the right answer in each form until it earns more than an empty reply."""
         played, chosen = self.played, self.played.form
         before = played.plays[Kind.RIGHT].get(task.index)
         nothing = played.rewards(Kind.EMPTY).get(task.index, 0.0)
-        for form in self._forms(task):
+        # The environment's own, what the prompt asks for, usual ones.
+        forms = [OWN] if task.reply else []
+        if task.answer:
+            said = "\n".join(text_of(task.opening))
+            asked = [f"<{tag}>{{}}</{tag}>" for tag in _TAGS.findall(said)[:_MAX_ASKED]]
+            asked += [f'{{"{key}": "{{}}"}}' for key in _KEYS.findall(said)[:_MAX_ASKED]]
+            asked += [f"{lead} {{}}" for lead in _LEADS.findall(said)[:_MAX_ASKED]]
+            forms += [PLAIN, *asked, *FORMS]
+        for form in dict.fromkeys(forms):
             if not self._has_time and played.plays[Kind.RIGHT]:
                 break
             played.form = form
@@ -294,25 +304,12 @@ class Audit:
             await self._play(task, Kind.RIGHT)
         return False
 
-    def _forms(self, task: Task) -> Sequence[str]:
-        """Returns the forms to try: the environment's own, what the prompt asks for, usual ones."""
-        own = [OWN] if task.reply else []
-        if not task.answer:
-            return own
-        said = "\n".join(text_of(task.opening))
-        asked = [f"<{tag}>{{}}</{tag}>" for tag in _TAGS.findall(said)[:_MAX_ASKED]]
-        asked += [f'{{"{key}": "{{}}"}}' for key in _KEYS.findall(said)[:_MAX_ASKED]]
-        asked += [f"{lead} {{}}" for lead in _LEADS.findall(said)[:_MAX_ASKED]]
-        return list(dict.fromkeys((*own, PLAIN, *asked, *FORMS)))
-
     async def _all(self, kinds: Sequence[Kind]) -> None:
         """Plays those of `kinds` that were not played yet, kind by kind."""
         for kind in kinds:
-            tasks = self.played.tasks
             done = self.played.plays[kind]
-            due = [task for task in tasks if task.index not in done]
-            if kind in _OF_JUDGES:
-                due = due[:MAX_AGAIN]
+            due = [task for task in self.played.tasks if task.index not in done]
+            due = due[:MAX_AGAIN] if kind in _OF_JUDGES else due
             began_s, before = time.monotonic(), len(self.played.calls_s)
             await self._each(self._in_time(task, kind) for task in due)
             number = len(self.played.calls_s) - before
@@ -342,7 +339,8 @@ class Audit:
         """Plays an episode, with the first task to its end if it comes in time."""
         play, key = Play(), f"{kind.name}-{task.index}"
         most = MOST_TURNS if task is self.played.tasks[0] else MAX_TURNS
-        answer = await self._reset(key, task.index)
+        command = {"episode_key": key, "task_index": task.index, "seed": task.index}
+        answer = await self._ask(reset=command)
         play.failure, given = answer.failure.message, answer.observation.given_reply
         while not (play.failure or play.is_done or play.num_turns >= most):
             if play.num_turns > MAX_TURNS and not self._has_time:
@@ -361,10 +359,6 @@ class Audit:
             play.num_turns += 1
         await self._ask(close={"episode_key": key})
         return play
-
-    async def _reset(self, key: str, index: int) -> pb.WorkerMessage:
-        command = {"episode_key": key, "task_index": index, "seed": index}
-        return await self._ask(reset=command)
 
 
 # The kinds that are played of all tasks before the others.
@@ -430,20 +424,6 @@ def reply_to(task: Task, kind: Kind, own: str, form: str, place: int = 0) -> dic
 
 def _written(task: Task, own: str, form: str) -> str:
     return own if form == OWN else form.replace("{}", task.answer or own)
-
-
-def _task(index: int, opening: pb.Observation, own: AnyEnvironment) -> Task:
-    messages, wrong = opening.messages, own.wrong_reply
-    roles = [message.role for message in messages]
-    return Task(
-        index=index,
-        said=[*zip(roles, text_of(opening), strict=True)],
-        answer=own.expected_answer,
-        reply=own.right_reply,
-        has_images=any(part.image for message in messages for part in message.parts),
-        opening=opening,
-        wrong=[wrong] * bool(wrong) if isinstance(wrong, str) else wrong,
-    )
 
 
 def text_of(opening: pb.Observation) -> list[str]:

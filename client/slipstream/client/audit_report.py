@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from os.path import commonprefix
 from statistics import fmean
@@ -103,7 +103,7 @@ def _rewards(played: Played) -> list[Finding]:
         names_reply = any(task.reply for task in played.tasks if task.index in bad)
         is_meant = not names_reply and 2 * len(_silent(played)) < len(right)
         found.append(Finding(text, is_refused=is_most and not is_meant))
-    for kind, _, what in _RULES:
+    for kind, (_, what) in _RULES.items():
         rewards, wrong = played.rewards(kind), _wrong(played, kind)
         # Half of "10.0" is 10, which is right too.
         if wrong and (kind is not Kind.CUT or len(wrong) == len(rewards) > 1):
@@ -189,24 +189,24 @@ def _free(played: Played) -> list[Finding]:
 
 
 # What is wrong by the share of the right answer's reward that a reply earned beyond an empty one.
-_RULES: tuple[tuple[Kind, Callable[[float], bool], str], ...] = (
-    (Kind.WRONG, lambda share: share >= 1, "earned as much as the right answer"),
-    (Kind.OTHER, lambda share: share >= 1, "earned as much as the right one"),
+_RULES: dict[Kind, tuple[Callable[[float], bool], str]] = {
+    Kind.WRONG: (lambda share: share >= 1, "earned as much as the right answer"),
+    Kind.OTHER: (lambda share: share >= 1, "earned as much as the right one"),
     # Length may have a price.
-    (Kind.THOUGHT, lambda share: share > 0.5, "earned as when it is said"),
-    (Kind.BEHIND, lambda share: share < 0.5, "earned less than without them"),
-    (Kind.CUT, lambda share: share >= 1, "earned as much as the whole one"),
-    (Kind.HEDGED, lambda share: share >= 1, "earned as much as the right one alone"),
-    (Kind.LONGER, lambda share: share > 1 + 1e-6, "earned more than without them"),
-    (Kind.WORDS, lambda share: share >= 0.5, "earned half of what the right answer does, or more"),
-    (Kind.AGAIN, lambda share: abs(share - 1) > 1e-6, "earned another reward"),
-)
+    Kind.THOUGHT: (lambda share: share > 0.5, "earned as when it is said"),
+    Kind.BEHIND: (lambda share: share < 0.5, "earned less than without them"),
+    Kind.CUT: (lambda share: share >= 1, "earned as much as the whole one"),
+    Kind.HEDGED: (lambda share: share >= 1, "earned as much as the right one alone"),
+    Kind.LONGER: (lambda share: share > 1 + 1e-6, "earned more than without them"),
+    Kind.WORDS: (lambda share: share >= 0.5, "earned half of what the right answer does, or more"),
+    Kind.AGAIN: (lambda share: abs(share - 1) > 1e-6, "earned another reward"),
+}
 
 
 def _wrong(played: Played, kind: Kind) -> list[int]:
     """Returns the tasks in which a kind of `_RULES` did not earn what it should."""
     right, empty = (played.rewards(of) for of in (Kind.RIGHT, Kind.EMPTY))
-    is_wrong = next(rule for of, rule, _ in _RULES if of is kind)
+    is_wrong, _ = _RULES[kind]
     good = {index for index in right.keys() & empty.keys() if right[index] > empty[index]}
     return [
         index
@@ -234,32 +234,24 @@ def table(played: Played) -> list[str]:
             name = kind.value
             if kind is Kind.RIGHT and played.form not in (OWN, PLAIN):
                 name += f", as {quoted(played.form.replace('{}', '...'))}"
+            least, most = (choose(rewards.values(), default=0.0) for choose in (min, max))
+            spread = f"{least:g} to {most:g}, mean {fmean(rewards.values()):.3g}"
+            if least == most:
+                spread = f"{least:g}" if rewards else "-"
+            is_ruled = kind in _RULES or kind in (Kind.RIGHT, Kind.EMPTY)
+            ends = ""
+            if is_ruled and played.rewards(Kind.RIGHT):
+                wrong = len(_wrong(played, kind) if kind in _RULES else played.poor())
+                ends = f"no, {counted(wrong, 'task')}" if wrong else "yes"
             going = sum(not (play.is_done or play.failure) for play in plays)
-            ends = f"{going} had not ended" if going else _verdict(played, kind)
+            ends = f"{going} had not ended" if going else ends
             ends = f"{failed} failed" if failed else ends
-            rows.append((name, f"{len(plays)}", _spread(rewards), ends))
+            rows.append((name, f"{len(plays)}", spread, ends))
     lines = aligned(rows) if len(rows) > 1 else []
     known = any(task.right for task in played.tasks) or played.plays[Kind.OWN]
     if played.tasks and not known and not played.first_call:
         lines.append("no right answer is known: let reset() set self.expected_answer to play it")
     return lines
-
-
-def _verdict(played: Played, kind: Kind) -> str:
-    is_known = bool(played.rewards(Kind.RIGHT))
-    if kind in (Kind.RIGHT, Kind.EMPTY):
-        wrong = len(played.poor())
-    else:
-        is_known &= any(of is kind for of, *_ in _RULES)
-        wrong = len(_wrong(played, kind)) if is_known else 0
-    return ("yes" if not wrong else f"no, {counted(wrong, 'task')}") if is_known else ""
-
-
-def _spread(rewards: Mapping[int, float]) -> str:
-    values = list(rewards.values())
-    if not values or min(values) == max(values):
-        return f"{values[0]:g}" if values else "-"
-    return f"{min(values):g} to {max(values):g}, mean {fmean(values):.3g}"
 
 
 def _example(played: Played, index: int, kind: Kind = Kind.RIGHT) -> str:

@@ -27,8 +27,24 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import grpc.aio
+from slipstream.client.environment_loader import (
+    CallTracker,
+    is_of_environment,
+    is_ours,
+    running_place,
+)
+from slipstream.client.episode_host import EpisodeHost, answer_commands, open_stream
+from slipstream.client.terminal import counted
+from slipstream.core.errors import WARNING, ConfigError
+from slipstream.core.machine.files import remove_abandoned
+from slipstream.core.machine.process import die_with_parent, send_signal
+from slipstream.core.template_values import NEED_PARSER
+from slipstream.protocol.access.security import Credentials, call_metadata, open_channel
+from slipstream.v1 import environment_pb2 as pb
+from slipstream.v1 import environment_pb2_grpc
+
 if TYPE_CHECKING:
-    from slipstream.v1 import environment_pb2 as pb
     from typing_extensions import Buffer
 
 TOKEN_VARIABLE = "SLIPSTREAM_TOKEN"
@@ -69,9 +85,15 @@ def main(argv: list[str] | None = None) -> int:
     report = os.dup(1)
     sys.stdout.flush()
     os.dup2(2, 1)
-    if arguments.check is not None:
-        _check(arguments, report)
-    return _serve(arguments.connect, arguments.record)
+    if arguments.check is None:
+        return _serve(arguments.connect, arguments.record)
+    said = asyncio.run(_Check(arguments).run())
+    with open(report, "w", encoding="utf-8", errors="backslashreplace") as file:
+        print(said, file=file)
+    # Threads of the environment must not keep the process alive.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 class _Lossy(io.FileIO):
@@ -88,9 +110,6 @@ def lossy_output() -> io.TextIOWrapper:
 
 
 def _serve(address: str, record: int | None) -> int:
-    from slipstream.core.machine.files import remove_abandoned
-    from slipstream.core.machine.process import die_with_parent
-
     sys.stdout = sys.stderr = lossy_output()
     token = os.environ.pop(TOKEN_VARIABLE, None)
     if address.startswith("unix:"):
@@ -101,10 +120,10 @@ def _serve(address: str, record: int | None) -> int:
     threading.Thread(target=remove_abandoned, daemon=True).start()
     code = 1
     try:
-        asyncio.run(_attach(address, token, record))
-        code = 0
-    except _NotConnected as error:
-        print(f"slipstream worker: {error}", file=sys.stderr)
+        if lost := asyncio.run(_attach(address, token, record)):
+            print(f"slipstream worker: {lost}", file=sys.stderr)
+        else:
+            code = 0
     except KeyboardInterrupt:
         code = 130
     finally:
@@ -114,49 +133,34 @@ def _serve(address: str, record: int | None) -> int:
     return code
 
 
-class _NotConnected(Exception):
-    """No server answers, or the connection to the server was lost."""
-
-
-async def _attach(address: str, token: str | None, record: int | None) -> None:
-    import grpc.aio
-    from slipstream.client.environment_loader import CallTracker
-    from slipstream.client.episode_host import EpisodeHost, answer_commands, open_stream
-    from slipstream.core.errors import ConfigError
-    from slipstream.protocol.access.security import Credentials, call_metadata, open_channel
-    from slipstream.v1 import environment_pb2 as pb
-    from slipstream.v1 import environment_pb2_grpc
-
+async def _attach(address: str, token: str | None, record: int | None) -> str:
+    """Answers a server until it ends the stream; returns why there is none or it is lost, or ""."""
     credentials = Credentials(token=token)
     try:
         channel = open_channel(address, credentials)
     except ConfigError as error:
-        raise _NotConnected(str(error)) from error
+        return str(error)
     async with channel:
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 await channel.channel_ready()
         except TimeoutError:
-            raise _NotConnected(
-                f"no server answers at {address} within {CONNECT_TIMEOUT_S:g} s"
-            ) from None
+            return f"no server answers at {address} within {CONNECT_TIMEOUT_S:g} s"
         stub = environment_pb2_grpc.WorkerServiceStub(channel)
-        hello = pb.WorkerHello(token=token or "")
         try:
             attach = partial(stub.Attach, metadata=call_metadata(credentials))
-            call = await open_stream(attach, hello)
+            call = await open_stream(attach, pb.WorkerHello(token=token or ""))
             host = EpisodeHost(tracker=None if record is None else CallTracker(record))
             await answer_commands(host, aiter(call), call.write)
         except grpc.aio.AioRpcError as error:
-            raise _NotConnected(f"{address}: {error.details()}") from error
+            return f"{address}: {error.details()}"
+    return ""
 
 
 class _Check:
     """Audits an environment; ends the process when it cannot be used."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        from slipstream.client.episode_host import EpisodeHost
-
         self._options = options
         self._host = EpisodeHost()
         self._main_thread = threading.get_ident()
@@ -172,16 +176,13 @@ class _Check:
             return f"environment {options.check} is loaded: {loading.loaded.digest}"
         known = _known(options, loading.loaded.digest) if options.cached else None
         if known is not None and known.is_file():
-            self._warn(known.read_text(encoding="utf-8").splitlines())
+            _warn(known.read_text(encoding="utf-8").splitlines())
             return f"environment {options.check} is ready, as before"
-        return await self._audit(loading.loaded, known)
-
-    async def _audit(self, loaded: pb.Loaded, known: Path | None) -> str:
         from slipstream.client.audit import Audit
         from slipstream.client.audit_data import key_of
         from slipstream.client.audit_report import findings, headline, slowness, table
 
-        options = self._options
+        loaded = loading.loaded
         audit = Audit(self._host, self._call, loaded=loaded, limit_s=options.seconds)
         # Without a fixed seed sets have another order in each process, as in no run.
         if not options.cached and "PYTHONHASHSEED" in os.environ:
@@ -195,7 +196,7 @@ class _Check:
         if played.first_call == "none" and not played.unbegun:
             self._fail("run() ended without a call to its endpoint")
         if played.first_call and options.max_turns == 1:
-            self._warn(["with sampling.max_turns = 1 an agent's second call is refused (400)"])
+            _warn(["with sampling.max_turns = 1 an agent's second call is refused (400)"])
         if self._other is not None:
             said, _ = await self._other.communicate()
             if said.decode().rpartition(": ")[2].strip() not in ("", loaded.digest):
@@ -212,7 +213,7 @@ class _Check:
             for line in late:
                 print(line, file=sys.stderr)
             told = [line for line in told if line not in late]
-            self._warn(told)
+            _warn(told)
             # What had no time is tried again at the next start.
             if not late:
                 with contextlib.suppress(OSError):
@@ -227,8 +228,6 @@ class _Check:
         return json.dumps(shown | {"openings": [b64encode(each).decode() for each in openings]})
 
     async def _call(self, **command: Any) -> pb.WorkerMessage:  # noqa: ANN401 - fields of messages
-        from slipstream.v1 import environment_pb2 as pb
-
         timer = threading.Timer(self._options.timeout_s, self._abandon, (command,))
         timer.daemon = True
         timer.start()
@@ -237,9 +236,6 @@ class _Check:
         return answer
 
     def _look_at(self, index: int, opening: pb.Observation) -> None:
-        from slipstream.client.terminal import counted
-        from slipstream.core.template_values import NEED_PARSER
-
         if opening.tools_json and self._options.no_tools:
             self._fail(NEED_PARSER)
         parts = [part for message in opening.messages for part in message.parts]
@@ -249,8 +245,6 @@ class _Check:
             self._fail(f"its {which} shows {shown}, more than sampling.max_images = {most}")
 
     def _abandon(self, command: dict[str, dict[str, str]]) -> NoReturn:
-        from slipstream.client.environment_loader import running_place
-
         place = running_place(self._main_thread)
         innermost = sys._current_frames()[self._main_thread].f_code.co_filename
         if Path(innermost).name == "selectors.py":
@@ -259,15 +253,7 @@ class _Check:
             place = self._host.agent_place(key) or "it awaits something that does not come"
         self._fail(f"no answer within {self._options.timeout_s:g} s ({place})")
 
-    def _warn(self, lines: Iterable[str]) -> None:
-        from slipstream.core.errors import WARNING
-
-        for line in lines:
-            print(f"{WARNING}{line}", file=sys.stderr)
-
     def _fail(self, cause: str) -> NoReturn:
-        from slipstream.core.machine.process import send_signal
-
         # This is the last line of stderr, after all that the environment has printed.
         sys.stdout.flush()
         sys.stderr.flush()
@@ -278,14 +264,15 @@ class _Check:
         os._exit(2)
 
 
+def _warn(lines: Iterable[str]) -> None:
+    for line in lines:
+        print(f"{WARNING}{line}", file=sys.stderr)
+
+
 def _known(options: argparse.Namespace, digest: str) -> Path | None:
     """Returns the file that exists if the same tasks, code and arguments were played before."""
-    from slipstream.client.environment_loader import is_of_environment, is_ours
-
-    files = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
-    sources = sorted(
-        {file for file in files if file and (is_of_environment(file) or is_ours(file))}
-    )
+    files = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
+    sources = sorted(file for file in files if file and (is_of_environment(file) or is_ours(file)))
     played = [repr(sorted(vars(options).items())), digest, *sources]
     key = hashlib.sha256("\0".join(played).encode())
     try:
@@ -294,16 +281,6 @@ def _known(options: argparse.Namespace, digest: str) -> Path | None:
     except OSError:
         return None
     return Path(options.cached, key.hexdigest())
-
-
-def _check(options: argparse.Namespace, report: int) -> NoReturn:
-    said = asyncio.run(_Check(options).run())
-    with open(report, "w", encoding="utf-8", errors="backslashreplace") as file:
-        print(said, file=file)
-    # Threads of the environment must not keep the process alive.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
 
 
 if __name__ == "__main__":
