@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 import json
 import os
 import socket
@@ -27,6 +28,7 @@ from slipstream.v1 import environment_pb2 as pb
 from slipstream.v1 import trajectory_pb2
 from support.fakes.scripted_server import (
     Episode,
+    Handler,
     answers,
     as_json,
     chat_chunk,
@@ -59,14 +61,19 @@ async def say(client: openai.AsyncOpenAI, text: str) -> str:
     return reply.choices[0].message.content
 
 
-async def played(agent: Agent, handler=None, **episode: object) -> tuple[Episode, pb.WorkerMessage]:
-    host = EpisodeHost(agent)
-    play = Episode(host, handler or answers(str.upper), **episode)
+@contextlib.asynccontextmanager
+async def episode_of(agent: Agent, handler: Handler = never, **fields: object):
+    host = EpisodeHost(agent, tracker=fields.pop("tracker", None))
     try:
         async with asyncio.timeout(LIMIT_S):
-            return play, await play.run()
+            yield Episode(host, handler, **fields)
     finally:
         await host.close_all()
+
+
+async def played(agent: Agent, handler=None, **fields: object) -> tuple[Episode, pb.WorkerMessage]:
+    async with episode_of(agent, handler or answers(str.upper), **fields) as play:
+        return play, await play.run()
 
 
 def request(url: str, key: str, body: bytes = b"{}", **headers: str) -> tuple[int, dict, bytes]:
@@ -206,20 +213,18 @@ async def test_calls_without_the_secret_of_an_open_episode_are_refused() -> None
     async def fine(call):
         yield as_json(chat_reply("x"))
 
-    host = EpisodeHost(Tries())
-    episode = Episode(host, fine)
-    assert (await episode.run()).agent_result.reward == 0.0
-    assert seen == {
-        "right": 200, "wrong": 401, "none": 401, "path": 401, "outside": 404, "packed": 415,
-        "branch": 404,
-    }  # fmt: skip
-    url = f"{kept[0].base_url}/chat/completions"
-    status, _, body = await asyncio.to_thread(request, url, kept[0].api_key)
+    async with episode_of(Tries(), fine) as episode:
+        assert (await episode.run()).agent_result.reward == 0.0
+        assert seen == {
+            "right": 200, "wrong": 401, "none": 401, "path": 401, "outside": 404, "packed": 415,
+            "branch": 404,
+        }  # fmt: skip
+        url = f"{kept[0].base_url}/chat/completions"
+        status, _, body = await asyncio.to_thread(request, url, kept[0].api_key)
     assert status == 401
     error = json.loads(body)
     assert (error["type"], error["error"]["type"]) == ("error", "authentication_error")
     assert len(episode.calls) == 1
-    await host.close_all()
 
 
 async def test_a_body_that_is_too_large_is_refused_as_clients_know_it() -> None:
@@ -273,12 +278,10 @@ async def test_a_flood_of_calls_is_held_back() -> None:
         async for part in answers(str.upper)(call):
             yield part
 
-    host = EpisodeHost(Floods())
-    play = Episode(host, held)
-    answer = await play.run()
+    async with episode_of(Floods(), held) as play:
+        answer = await play.run()
     assert answer.agent_result.reward == 1.0, answer
     assert len(play.calls) == MAX_OPEN_CALLS + 1
-    await host.close_all()
 
 
 async def test_the_server_is_told_of_a_client_that_hangs_up() -> None:
@@ -292,11 +295,9 @@ async def test_the_server_is_told_of_a_client_that_hangs_up() -> None:
             await until(lambda: play.abandoned)
             return 1.0
 
-    host = EpisodeHost(Impatient())
-    play = Episode(host, never)
-    assert (await play.run()).agent_result.reward == 1.0
+    async with episode_of(Impatient()) as play:
+        assert (await play.run()).agent_result.reward == 1.0
     assert play.abandoned == [1]
-    await host.close_all()
 
 
 async def test_an_agent_that_returns_with_open_calls_ends_them() -> None:
@@ -312,72 +313,69 @@ async def test_an_agent_that_returns_with_open_calls_ends_them() -> None:
             return 0.5
 
     lefts: list[asyncio.Task[None]] = []
-    host = EpisodeHost(Leaves())
-    play = Episode(host, never)
-    assert (await play.run()).agent_result.reward == 0.5
-    await asyncio.wait_for(lefts[0], LIMIT_S)
-    await host.close_all()
+    async with episode_of(Leaves()) as play:
+        assert (await play.run()).agent_result.reward == 0.5
+        await lefts[0]
 
 
-class Raises(Agent):
-    def __init__(self, kind: str) -> None:
-        self._kind = kind
+class Gives(Agent):
+    """Returns an outcome, or raises it."""
+
+    def __init__(self, outcome: object) -> None:
+        self._outcome = outcome
+
+    def _end(self) -> object:
+        if isinstance(self._outcome, BaseException):
+            raise self._outcome
+        return self._outcome
 
     async def run(self, task, endpoint):
-        match self._kind:
-            case "raise":
-                raise KeyError("x")
-            case "exit":
-                raise SystemExit(3)
-            case "cancel":
-                raise asyncio.CancelledError
-            case "none":
-                return None
-            case "nan":
-                return float("nan")
-            case "share":
-                return AgentOutcome(1.0, shares={"a/b": 1.0})
-            case "pairs":
-                return AgentOutcome(1.0, shares=[("a", 1.0)])  # type: ignore[arg-type]
-            case "rewards":
-                return AgentOutcome(1.0, rewards={"a/b": 1.0})
-            case "replies":
-                return AgentOutcome(1.0, reply_rewards={"a": "good"})  # type: ignore[dict-item]
-            case "tokens":
-                return AgentOutcome(1.0, reply_rewards={"a": [0.0, float("nan")]})
-            case _:
-                async with chat(endpoint) as client:
-                    return float(await say(client, task))
+        return self._end()
 
 
-class RaisesPlainly(Raises):
+class GivesPlainly(Gives):
     def run(self, task, endpoint):
-        match self._kind:
-            case "raise":
-                raise KeyError("x")
-            case "exit":
-                raise SystemExit(3)
-            case _:
-                raise StopIteration
+        return self._end()
+
+
+class Refused(Agent):
+    async def run(self, task, endpoint):
+        async with chat(endpoint) as client:
+            return float(await say(client, task))
 
 
 @pytest.mark.parametrize(
     ("agent", "cause"),
     [
-        (Raises("raise"), "KeyError: 'x' (test_agents.py:"),
-        (Raises("exit"), "SystemExit: 3 (test_agents.py:"),
-        (Raises("cancel"), "CancelledError (test_agents.py:"),
-        (Raises("none"), "run() must return a number or an AgentOutcome, got None"),
-        (Raises("nan"), "the reward must be a finite number, got nan"),
-        (Raises("share"), "shares are of branches, with names of 1 to 64"),
-        (Raises("pairs"), "shares must map branches to numbers, got [('a', 1.0)]"),
-        (Raises("rewards"), "rewards are of branches, with names of 1 to 64"),
-        (Raises("replies"), "the reward of reply 'a' must be a finite number, got 'good'"),
-        (Raises("tokens"), "number 2 of the reward of reply 'a' must be a finite number, got nan"),
-        (Raises("refused"), "BadRequestError: Error code: 400"),
-        (RaisesPlainly("raise"), "KeyError: 'x' (test_agents.py:"),
-        (RaisesPlainly("exit"), "SystemExit: 3 (test_agents.py:"),
-        (RaisesPlainly("stop"), "RuntimeError: coroutine raised StopIteration"),
+        (Gives(KeyError("x")), "KeyError: 'x' (test_agents.py:"),
+        (Gives(SystemExit(3)), "SystemExit: 3 (test_agents.py:"),
+        (Gives(asyncio.CancelledError()), "CancelledError (test_agents.py:"),
+        (Gives(None), "run() must return a number or an AgentOutcome, got None"),
+        (Gives(float("nan")), "the reward must be a finite number, got nan"),
+        (
+            Gives(AgentOutcome(1.0, shares={"a/b": 1.0})),
+            "shares are of branches, with names of 1 to 64",
+        ),
+        (
+            Gives(AgentOutcome(1.0, shares=[("a", 1.0)])),
+            "shares must map branches to numbers, got [('a', 1.0)]",
+        ),
+        (
+            Gives(AgentOutcome(1.0, rewards={"a/b": 1.0})),
+            "rewards are of branches, with names of 1 to 64",
+        ),
+        (
+            Gives(AgentOutcome(1.0, reply_rewards={"a": "good"})),
+            "the reward of reply 'a' must be a finite number, got 'good'",
+        ),
+        (
+            Gives(AgentOutcome(1.0, reply_rewards={"a": [0.0, float("nan")]})),
+            "number 2 of the reward of reply 'a' must be a finite number, got nan",
+        ),
+        (Refused(), "BadRequestError: Error code: 400"),
+        (GivesPlainly(KeyError("x")), "KeyError: 'x' (test_agents.py:"),
+        (GivesPlainly(SystemExit(3)), "SystemExit: 3 (test_agents.py:"),
+        (GivesPlainly(StopIteration()), "RuntimeError: coroutine raised StopIteration"),
         (Agent(), "NotImplementedError: Agent must define run()"),
     ],
 )
@@ -395,7 +393,7 @@ async def test_an_error_of_a_library_is_placed_in_the_agents_code() -> None:
     async def refuse(call):
         yield as_json({"error": {"message": "no"}}, 400)
 
-    _, answer = await played(Raises("refused"), refuse)
+    _, answer = await played(Refused(), refuse)
     assert answer.failure.message.endswith(" in say)")
 
 
@@ -421,22 +419,17 @@ async def test_closing_an_episode_interrupts_its_run(is_plain: bool) -> None:
             finally:
                 ended.append("run")
 
-    host = EpisodeHost(Spins() if is_plain else Waits())
-    episode = Episode(host, never)
-    await episode.reset()
-    waiting = asyncio.create_task(episode.next())
-    async with asyncio.timeout(LIMIT_S):
-        while not (place := await asked(episode)):
+    async with episode_of(Spins() if is_plain else Waits()) as episode:
+        await episode.reset()
+        waiting = asyncio.create_task(episode.next())
+        place = ""
+        while not place:
+            place = (await episode.command(ping={"episode_key": episode.key})).pong.place
             await asyncio.sleep(0.005)
-    assert place.startswith("test_agents.py:")
-    await episode.close()
-    assert (await waiting).failure.message == "the episode was closed"
+        assert place.startswith("test_agents.py:")
+        await episode.close()
+        assert (await waiting).failure.message == "the episode was closed"
     assert ended == ["run", "close"]
-    await host.close_all()
-
-
-async def asked(episode: Episode) -> str:
-    return (await episode.command(ping=pb.PingCommand(episode_key=episode.key))).pong.place
 
 
 async def test_a_thread_with_the_number_of_one_that_has_ended_is_not_interrupted() -> None:
@@ -494,11 +487,10 @@ async def test_an_agent_is_in_a_call_while_its_own_code_runs_not_while_it_waits(
         seen["waiting"] = CallRecord.read(record).running
         yield as_json(chat_reply("x"))
 
-    host = EpisodeHost(Looks(), tracker=CallTracker(record))
-    assert (await Episode(host, look).run()).HasField("agent_result")
+    async with episode_of(Looks(), look, tracker=CallTracker(record)) as episode:
+        assert (await episode.run()).HasField("agent_result")
     assert seen == {"before": ("a",), "waiting": (), "after": ("a",)}
     assert CallRecord.read(record).running == ()
-    await host.close_all()
 
 
 async def test_no_part_of_an_answer_waits_for_the_acknowledgement_of_another() -> None:
@@ -578,20 +570,11 @@ async def test_a_worker_follows_an_agent_and_does_not_answer_the_last_parts() ->
 
 
 async def test_commands_that_do_not_fit_are_refused() -> None:
-    class Returns(Agent):
-        async def run(self, task, endpoint):
-            return 1.0
-
-    host = EpisodeHost(Returns())
-    episode = Episode(host, never)
-    assert (await episode.next()).failure.message == "episode a is not open"
-    await episode.reset()
-    # A part for a call that is over takes nothing and is answered.
-    assert (await episode.command(reply_part=pb.ReplyPart(episode_key="a", call=7))).HasField(
-        "pong"
-    )
-    assert (await episode.command(reply_part=pb.ReplyPart(episode_key="b", call=7))).HasField(
-        "pong"
-    )
-    await episode.close()
-    await host.close_all()
+    async with episode_of(Gives(1.0)) as episode:
+        assert (await episode.next()).failure.message == "episode a is not open"
+        await episode.reset()
+        # A part for a call that is over takes nothing and is answered.
+        for key in "ab":
+            answer = await episode.command(reply_part={"episode_key": key, "call": 7})
+            assert answer.HasField("pong")
+        await episode.close()

@@ -15,18 +15,30 @@ ENVIRONMENT = trajectory_pb2.FAILURE_KIND_ENVIRONMENT
 INFRASTRUCTURE = trajectory_pb2.FAILURE_KIND_INFRASTRUCTURE
 
 
+class One(Environment):
+    """An environment of one task."""
+
+    def tasks(self):
+        return [0]
+
+    def reset(self, task):
+        return [Message("user", "x")]
+
+
+async def asked(host: EpisodeHost, **command: object) -> pb.WorkerMessage:
+    return await host.answer(pb.WorkerCommand(call_id=1, **command))
+
+
 async def reset(host, key="a", task_index=0, seed=0):
-    command = pb.ResetCommand(episode_key=key, task_index=task_index, seed=seed)
-    return await host.answer(pb.WorkerCommand(call_id=1, reset=command))
+    return await asked(host, reset={"episode_key": key, "task_index": task_index, "seed": seed})
 
 
-async def step(host, reply, key="a", truncated=False):
-    command = pb.StepCommand(episode_key=key, reply=reply, truncated=truncated)
-    return await host.answer(pb.WorkerCommand(call_id=2, step=command))
+async def step(host, reply, key="a", **more):
+    return await asked(host, step={"episode_key": key, "reply": reply, **more})
 
 
 async def close(host: EpisodeHost, key: str = "a") -> pb.WorkerMessage:
-    return await host.answer(pb.WorkerCommand(close=pb.CloseCommand(episode_key=key)))
+    return await asked(host, close={"episode_key": key})
 
 
 async def test_an_episode_of_two_turns_is_answered() -> None:
@@ -44,20 +56,13 @@ async def test_an_episode_of_two_turns_is_answered() -> None:
 
 
 async def test_a_reward_of_each_token_is_of_the_tokens_that_the_reply_has() -> None:
-    class ByToken(Environment[int]):
-        def tasks(self):
-            return [0]
-
-        def reset(self, task):
-            return [Message("user", "x")]
-
+    class ByToken(One):
         def step(self, reply):
             return StepResult(0.5, token_rewards=[token / 4 for token in reply.token_ids])
 
     host = EpisodeHost(ByToken())
     await reset(host)
-    command = pb.StepCommand(episode_key="a", reply="b c", token_ids=[1, 2])
-    verdict = (await host.answer(pb.WorkerCommand(step=command))).verdict
+    verdict = (await step(host, "b c", token_ids=[1, 2])).verdict
     assert (verdict.reward, list(verdict.token_rewards)) == (0.5, [0.25, 0.5])
 
 
@@ -149,8 +154,7 @@ async def test_tools_travel_and_step_gets_what_the_parsers_read() -> None:
         pb.ToolCall(id="c", name="add", arguments="1 +"),
     ]
     parsed = pb.ParsedReply(content="I add.", reasoning="Hm.", tool_calls=calls)
-    command = pb.StepCommand(episode_key="a", reply="whole text", parsed=parsed)
-    answer = await host.answer(pb.WorkerCommand(step=command))
+    answer = await step(host, "whole text", parsed=parsed)
     assert [(m.role, m.content, m.tool_call_id) for m in answer.verdict.messages] == [
         ("user", "whole text|I add.|Hm.", ""),
         ("tool", "{'a': 1}", "a"),
@@ -238,10 +242,8 @@ async def test_calls_that_no_server_should_make_are_refused() -> None:
 
 async def test_a_loaded_environment_answers() -> None:
     host = EpisodeHost()
-    spec = pb.EnvironmentSpec(
-        reference="slipstream.environments.echo:Echo", args_json='{"num_symbols": 3}'
-    )
-    answer = await host.answer(pb.WorkerCommand(load=pb.LoadCommand(spec=spec)))
+    spec = {"reference": "slipstream.environments.echo:Echo", "args_json": '{"num_symbols": 3}'}
+    answer = await asked(host, load={"spec": spec})
     assert answer.loaded.num_tasks == 5
     prompt = (await reset(host)).observation.messages[0].content
     assert (await step(host, f"{prompt} {prompt}")).verdict.reward == 1.0
@@ -266,8 +268,8 @@ async def test_a_loaded_environment_answers() -> None:
     ],
 )
 async def test_what_cannot_be_loaded_is_a_failure_with_the_cause(reference, args, cause):
-    spec = pb.EnvironmentSpec(reference=reference, args_json=args)
-    answer = await EpisodeHost().answer(pb.WorkerCommand(load=pb.LoadCommand(spec=spec)))
+    spec = {"reference": reference, "args_json": args}
+    answer = await asked(EpisodeHost(), load={"spec": spec})
     assert answer.failure.kind == ENVIRONMENT
     assert answer.failure.message.startswith(cause)
 
@@ -306,25 +308,18 @@ async def test_commands_are_answered_side_by_side_and_given_up_at_the_end() -> N
 
 
 async def test_an_environment_may_shorten_the_replies_of_an_episode():
-    class Short(Environment):
+    class Short(One):
         def tasks(self):
             return [3, 0]
 
         def reset(self, task):
             self.max_reply_tokens = task
-            return [Message("user", "x")]
+            return super().reset(task)
 
     host = EpisodeHost(Short())
-    answers = [
-        await host.answer(
-            pb.WorkerCommand(
-                call_id=index, reset=pb.ResetCommand(episode_key=f"k{index}", task_index=index)
-            )
-        )
-        for index in range(2)
-    ]
-    assert answers[0].observation.max_reply_tokens == 3
-    assert "max_reply_tokens must be None or at least 1, got 0" in answers[1].failure.message
+    assert (await reset(host)).observation.max_reply_tokens == 3
+    said = (await reset(host, "b", task_index=1)).failure.message
+    assert "max_reply_tokens must be None or at least 1, got 0" in said
 
 
 @pytest.mark.parametrize(
@@ -332,16 +327,10 @@ async def test_an_environment_may_shorten_the_replies_of_an_episode():
     [("42", "42"), ("é" * 3000, "é" * 2048), ("\ud800x", "?x"), (42, None)],
 )
 async def test_the_expected_answer_goes_with_the_observation(answer, told):
-    class Asking(Environment):
-        def tasks(self):
-            return [answer]
+    class Asking(One):
+        expected_answer = answer
 
-        def reset(self, task):
-            self.expected_answer = task
-            return [Message("user", "x")]
-
-    reset = pb.ResetCommand(episode_key="k")
-    answered = await EpisodeHost(Asking()).answer(pb.WorkerCommand(call_id=1, reset=reset))
+    answered = await reset(EpisodeHost(Asking()))
     if told is not None:
         assert answered.observation.expected_answer == told
     else:
@@ -357,17 +346,8 @@ async def test_the_expected_answer_goes_with_the_observation(answer, told):
     ],
 )
 async def test_replies_that_a_check_plays_are_texts(name, value, told):
-    class Asking(Environment):
-        def tasks(self):
-            return [0]
-
-        def reset(self, task):
-            setattr(self, name, value)
-            return [Message("user", "x")]
-
-    reset = pb.ResetCommand(episode_key="k")
-    answered = await EpisodeHost(Asking()).answer(pb.WorkerCommand(call_id=1, reset=reset))
-    assert told in answered.failure.message
+    asking = type("Asking", (One,), {name: value})
+    assert told in (await reset(EpisodeHost(asking()))).failure.message
 
 
 @pytest.mark.parametrize(
