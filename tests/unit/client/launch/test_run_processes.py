@@ -21,7 +21,6 @@ from slipstream.client.terminal import this_command
 from slipstream.core.errors import RunFailed
 from slipstream.core.machine.address import free_port
 from slipstream.core.machine.files import OwnedFolder
-from slipstream.core.settings.config import Config
 from slipstream.protocol.access.security import Credentials, bind, create_server
 from slipstream.v1 import status_pb2, status_pb2_grpc
 from support.fakes.small_configs import config_of, small_config
@@ -83,14 +82,18 @@ async def test_what_a_killed_server_has_left_is_removed_at_the_end(tmp_path, mon
     used.close()
 
 
-def deaf_config(tmp_path: Path) -> Config:
+@contextlib.asynccontextmanager
+async def with_controller(tmp_path: Path) -> AsyncIterator[RunProcesses]:
+    """The processes of a run at a free port, for which a controller may start."""
     # The command reads it before the controller starts.
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
-    return small_config(
+    config = small_config(
         run={"dir": str(tmp_path), "id": "test-1"},
         controller={"address": f"127.0.0.1:{free_port('127.0.0.1')}"},
         model={"path": str(tmp_path)},
     )
+    async with asyncio.timeout(LIMIT_S), RunProcesses(config, OPEN, Placement()) as processes:
+        yield processes
 
 
 async def run_with_a_deaf_controller(tmp_path: Path, processes: RunProcesses) -> int:
@@ -109,11 +112,7 @@ async def test_one_signal_ends_a_run_whose_controller_gives_no_answer(
     tmp_path, capsys, monkeypatch
 ):
     monkeypatch.setattr(run_processes, "STOP_LIMIT_S", 0.5)
-    config = deaf_config(tmp_path)
-    async with (
-        asyncio.timeout(LIMIT_S),
-        RunProcesses(config, OPEN, Placement()) as processes,
-    ):
+    async with with_controller(tmp_path) as processes:
         os.kill(os.getpid(), signal.SIGINT)
         assert await run_with_a_deaf_controller(tmp_path, processes) == 128 + signal.SIGINT
     out = capsys.readouterr().out
@@ -123,8 +122,7 @@ async def test_one_signal_ends_a_run_whose_controller_gives_no_answer(
 
 @pytest.mark.process
 async def test_a_controller_that_was_stopped_goes_on_and_ends_the_run_in_order(tmp_path, capsys):
-    config = deaf_config(tmp_path)
-    async with asyncio.timeout(LIMIT_S), RunProcesses(config, OPEN, Placement()) as processes:
+    async with with_controller(tmp_path) as processes:
         processes.start_controller(num_servers=0)
         running = asyncio.ensure_future(processes.wait())
         # It hears of the stop in a call that is there: a later one might find no controller.
@@ -143,11 +141,7 @@ async def test_a_cause_that_the_controller_could_not_be_told_is_that_of_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_processes, "STOP_LIMIT_S", 0.5)
-    config = deaf_config(tmp_path)
-    async with (
-        asyncio.timeout(LIMIT_S),
-        RunProcesses(config, OPEN, Placement()) as processes,
-    ):
+    async with with_controller(tmp_path) as processes:
         running = asyncio.ensure_future(run_with_a_deaf_controller(tmp_path, processes))
         # The controller must have started before the executable goes missing.
         await until(lambda: (tmp_path / "test" / "logs" / "controller.log").exists())
@@ -165,8 +159,7 @@ async def test_a_signal_while_a_cause_waits_for_the_controller_does_not_hide_it(
     monkeypatch: pytest.MonkeyPatch,
     is_gone: bool,
 ) -> None:
-    config = deaf_config(tmp_path)
-    async with asyncio.timeout(LIMIT_S), RunProcesses(config, OPEN, Placement()) as processes:
+    async with with_controller(tmp_path) as processes:
         running = asyncio.ensure_future(run_with_a_deaf_controller(tmp_path, processes))
         await until(lambda: (tmp_path / "test" / "logs" / "controller.log").exists())
         asked = asyncio.Event()
@@ -193,11 +186,10 @@ async def test_a_signal_while_a_cause_waits_for_the_controller_does_not_hide_it(
 async def test_a_cause_that_was_told_is_not_followed_by_the_end_of_the_controllers_log(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = deaf_config(tmp_path)
     # Nor by a second line that only adds that the disk is full.
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
     text = "the run failed: trainer rank 0: CheckpointError: No space left on device"
-    async with asyncio.timeout(LIMIT_S), RunProcesses(config, OPEN, Placement()) as processes:
+    async with with_controller(tmp_path) as processes:
         processes._display.show(status_pb2.Event(number=1, text=text))
         running = asyncio.ensure_future(run_with_a_deaf_controller(tmp_path, processes))
         log = tmp_path / "test" / "logs" / "controller.log"
@@ -213,8 +205,7 @@ async def test_a_cause_that_was_told_is_not_followed_by_the_end_of_the_controlle
 @pytest.mark.process
 async def test_a_controller_that_dies_while_the_run_is_stopped_is_not_started_again(tmp_path):
     """The next one would not know of the stop, and wait for the trainer that has left."""
-    config = deaf_config(tmp_path)
-    async with asyncio.timeout(LIMIT_S), RunProcesses(config, OPEN, Placement()) as processes:
+    async with with_controller(tmp_path) as processes:
         processes._display.show(status_pb2.Event(number=1, text="stopping: enough"))
         running = asyncio.ensure_future(run_with_a_deaf_controller(tmp_path, processes))
         log = tmp_path / "test" / "logs" / "controller.log"

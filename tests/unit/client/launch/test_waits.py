@@ -4,16 +4,16 @@ import asyncio
 import io
 from pathlib import Path
 
+import pytest
 from slipstream.client.launch.display import Display
 from slipstream.client.launch.run_processes import RunCalls, tell_waits, wait_line
 from slipstream.client.status import run_from_pb
 from slipstream.protocol.access.security import Credentials, bind, create_server
-from slipstream.v1 import fleet_pb2, status_pb2, status_pb2_grpc
+from slipstream.v1 import status_pb2, status_pb2_grpc
 from support.fakes.small_configs import config_of
 from support.rigs.waiting import LIMIT_S, until
 
 OPEN = Credentials()
-LOADING = fleet_pb2.SERVER_STATE_LOADING
 
 
 class Waiting(status_pb2_grpc.StatusServiceServicer):
@@ -30,23 +30,26 @@ class Waiting(status_pb2_grpc.StatusServiceServicer):
         return status_pb2.RunStatus(state=status_pb2.RUN_STATE_STARTING, waiting_for="the trainer")
 
 
-def test_the_line_names_what_is_waited_for_and_servers_that_do_not_serve() -> None:
-    run = status_pb2.RunStatus(waiting_for="the trainer")
-    assert wait_line(run_from_pb(run)) == (
-        "waits for the trainer; no rollout server has joined yet"
-    )
-    run.servers.add(server_id="a", state=fleet_pb2.SERVER_STATE_SERVING)
-    assert wait_line(run_from_pb(run)) == "waits for the trainer"
-    run.servers.add(server_id="b", state=LOADING)
-    assert wait_line(run_from_pb(run)) == "waits for the trainer; b is loading"
-    run = status_pb2.RunStatus(state=status_pb2.RUN_STATE_STOPPING, servers=run.servers)
-    assert wait_line(run_from_pb(run)) == "the run is stopping; b is loading"
-    run = status_pb2.RunStatus(waiting_for="groups")
-    run.servers.add(server_id="a", state=fleet_pb2.SERVER_STATE_LEFT)
-    away = "waits for groups; a has left; no rollout server is connected"
-    assert wait_line(run_from_pb(run)) == away
-    run.servers.add(server_id="b", state=fleet_pb2.SERVER_STATE_SERVING)
-    assert wait_line(run_from_pb(run)) == "waits for groups; a has left"
+@pytest.mark.parametrize(
+    ("run", "servers", "line"),
+    [
+        ({"waiting_for": "t"}, {}, "waits for t; no rollout server has joined yet"),
+        ({"waiting_for": "t"}, {"a": "SERVING"}, "waits for t"),
+        ({"waiting_for": "t"}, {"a": "SERVING", "b": "LOADING"}, "waits for t; b is loading"),
+        ({"state": "RUN_STATE_STOPPING"}, {"b": "LOADING"}, "the run is stopping; b is loading"),
+        (
+            {"waiting_for": "t"},
+            {"a": "LEFT"},
+            "waits for t; a has left; no rollout server is connected",
+        ),
+        ({"waiting_for": "t"}, {"a": "LEFT", "b": "SERVING"}, "waits for t; a has left"),
+    ],
+)
+def test_the_line_names_what_is_waited_for_and_servers_that_do_not_serve(run, servers, line):
+    told = status_pb2.RunStatus(**run)
+    for name, state in servers.items():
+        told.servers.add(server_id=name, state=f"SERVER_STATE_{state}")
+    assert wait_line(run_from_pb(told)) == line
 
 
 async def test_silence_is_broken_again_and_again_less_often(tmp_path: Path) -> None:
