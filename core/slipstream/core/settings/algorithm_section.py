@@ -321,19 +321,6 @@ class AlgorithmSection(Section):
                 )
             if self.group_size == 1:
                 yield "filter = 'unequal_rewards' would leave out every group of group_size = 1"
-        yield from self._weight_refusals()
-        if self.kl.coefficient > 0 and (self.kl.placement, self.kl.estimator) == ("loss", "k1"):
-            yield (
-                "kl.estimator = 'k1' in the loss has a gradient of mean 0: take k2 or k3, or "
-                "kl.placement = 'reward'"
-            )
-        if self.kl.uses_top_k and self.kl.placement == "reward":
-            yield (
-                f"kl.estimator = {self.kl.estimator!r} is no cost of a sampled token: "
-                "kl.placement must be 'loss', got 'reward'"
-            )
-
-    def _weight_refusals(self) -> Iterator[str]:
         weights = self.weight in ("token", "sequence")
         if self._has_behavior_ratio and weights:
             yield (
@@ -343,12 +330,21 @@ class AlgorithmSection(Section):
         cap, band = self.weight_args.get("cap"), self.weight_args.get("token_band")
         if self.weight == "token" and isinstance(band, list) and band[0] >= cap:  # type: ignore[operator]
             yield f"token_band of the weight begins at {band[0]}, above its cap {cap}"
-        several = self.mini_batches * self.epochs > 1
-        to = self.weight_args.get("to")
+        several, to = self.mini_batches * self.epochs > 1, self.weight_args.get("to")
         if self.loss == "reinforce" and several and weights and to == "proximal":
             yield (
                 "loss = 'reinforce' has no ratio that leads on from the policy before the step: "
                 "with several mini_batches or epochs weight_args.to must be 'present'"
+            )
+        if self.kl.coefficient > 0 and (self.kl.placement, self.kl.estimator) == ("loss", "k1"):
+            yield (
+                "kl.estimator = 'k1' in the loss has a gradient of mean 0: take k2 or k3, or "
+                "kl.placement = 'reward'"
+            )
+        if self.kl.uses_top_k and self.kl.placement == "reward":
+            yield (
+                f"kl.estimator = {self.kl.estimator!r} is no cost of a sampled token: "
+                "kl.placement must be 'loss', got 'reward'"
             )
 
     @property

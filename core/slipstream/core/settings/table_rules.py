@@ -4,6 +4,7 @@ Each function yields one line for each broken rule, with the values and the rule
 """
 
 from collections.abc import Callable, Iterator
+from functools import reduce
 from importlib.metadata import entry_points
 from typing import Any, cast
 
@@ -36,40 +37,30 @@ def _precision_problems(config: Tables) -> Iterator[str]:
 def _agreement_problems(config: Tables) -> Iterator[str]:
     if config.algorithm.agreement != "bits":
         return
-    server, parallel, sampling = config.rollout_server, config.learner.parallel, config.sampling
     split = "the parts of a split product are added up in another order"
-    other = "it computes with other kernels than the learner's"
-    needed: tuple[tuple[str, object, object, str], ...] = (
-        ("learner.parallel.tp", parallel.tp, 1, split),
-        ("learner.parallel.cp", parallel.cp, 1, "attention would be split by keys"),
-        ("rollout_server.tensor_parallel_size", server.tensor_parallel_size, 1, split),
-        ("rollout_server.quantization", server.quantization, "off", other),
-        ("lora.rank", config.lora.rank, 0, "merged and separate adapters round differently"),
-        ("sampling.max_images", sampling.max_images, 0, "the tower has kernels of its own"),
-        (
-            "sampling.temperature",
-            sampling.temperature,
-            1.0,
-            "the engine divides logits in a kernel of its own",
-        ),
-        ("sampling.top_p", sampling.top_p, 1.0, "the learner leaves out no token"),
-        ("sampling.top_k", sampling.top_k, 0, "the learner leaves out no token"),
-        (
-            "rollout_server.recompute_context",
-            server.recompute_context,
+    # Setting -> its only value, and why.
+    needed: dict[str, tuple[object, str]] = {
+        "learner.parallel.tp": (1, split),
+        "learner.parallel.cp": (1, "attention would be split by keys"),
+        "rollout_server.tensor_parallel_size": (1, split),
+        "rollout_server.quantization": ("off", "it computes with other kernels than the learner's"),
+        "lora.rank": (0, "merged and separate adapters round differently"),
+        "sampling.max_images": (0, "the tower has kernels of its own"),
+        "sampling.temperature": (1.0, "the engine divides logits in a kernel of its own"),
+        "sampling.top_p": (1.0, "the learner leaves out no token"),
+        "sampling.top_k": (0, "the learner leaves out no token"),
+        "rollout_server.recompute_context": (
             True,
             "else replies go on with keys and values of older weights",
         ),
-    )
-    for name, value, only, reason in needed:
+    }
+    for name, (only, reason) in needed.items():
+        value = reduce(getattr, name.split("."), config)
         if value != only:
             yield f"algorithm.agreement = 'bits' needs {name} = {only!r}: {reason}, got {value!r}"
+    own = ("max_num_", "kv_cache_memory_bytes", "load_format", "enable_prefix_caching")
     for section, table, allowed in (
-        (
-            "rollout_server.engine",
-            server.engine,
-            ("max_num_", "kv_cache_memory_bytes", "load_format", "enable_prefix_caching"),
-        ),
+        ("rollout_server.engine", config.rollout_server.engine, own),
         ("learner.transformer", config.learner.transformer, ("recompute_", "num_layers_in_")),
     ):
         for key in table:
