@@ -352,18 +352,9 @@ class Refused(Agent):
         (Gives(asyncio.CancelledError()), "CancelledError (test_agents.py:"),
         (Gives(None), "run() must return a number or an AgentOutcome, got None"),
         (Gives(float("nan")), "the reward must be a finite number, got nan"),
-        (
-            Gives(AgentOutcome(1.0, shares={"a/b": 1.0})),
-            "shares are of branches, with names of 1 to 64",
-        ),
-        (
-            Gives(AgentOutcome(1.0, shares=[("a", 1.0)])),
-            "shares must map branches to numbers, got [('a', 1.0)]",
-        ),
-        (
-            Gives(AgentOutcome(1.0, rewards={"a/b": 1.0})),
-            "rewards are of branches, with names of 1 to 64",
-        ),
+        (Gives(AgentOutcome(1.0, shares={"a/b": 1.0})), "shares are of branches, with names of 1 "),
+        (Gives(AgentOutcome(1.0, shares=[("a", 1.0)])), "shares must map branches to numbers, got"),
+        (Gives(AgentOutcome(1.0, rewards={"a/b": 1.0})), "rewards are of branches, with names of "),
         (
             Gives(AgentOutcome(1.0, reply_rewards={"a": "good"})),
             "the reward of reply 'a' must be a finite number, got 'good'",

@@ -254,11 +254,7 @@ async def test_a_loaded_environment_answers() -> None:
     [
         ("fake_workers", "", "a reference is package.module:Class, got 'fake_workers'"),
         ("no_such.module:X", "", "there is no module 'no_such' in Python's path"),
-        (
-            "no_such.py:X",
-            "",
-            "there is no module 'no_such' in Python's path; without .py: no_such:X",
-        ),
+        ("no_such.py:X", "", "there is no module 'no_such' in Python's path; without .py: no_such"),
         (f"{FAKE}:Missing", "", f"module {FAKE} has no class Missing"),
         (f"{FAKE}:NoEnvironment", "", f"{FAKE}:NoEnvironment is no subclass of"),
         (f"{FAKE}:Good", '{"sides": 3}', "Good(...) failed: TypeError: "),

@@ -363,10 +363,7 @@ NESTED = "x.a.a.a.a.a.a.a.a.a.a.a.a.a.a.a.a.a.a.a.... is nested more than 32 tab
     [
         ("x = " + "{a=" * 100 + "[]" + "}" * 100 + "\n", NESTED),
         ("[run]\nsteps = 0x" + "f" * 5_000 + "\n", "run.steps must fit 64 bits, got a number of "),
-        (
-            "[[environments]]\nargs = { n = -9223372036854775809 }\n",
-            "environments.0.args.n must fit",
-        ),
+        ("[[environments]]\nargs = { n = -9223372036854775809 }\n", "environments.0.args.n must f"),
     ],
 )
 def test_settings_of_any_depth_and_size_are_refused_in_one_line(tmp_path, text, said):
