@@ -31,7 +31,6 @@ Prints one table; benchmarks/results/whole-systems-GPUS.json is written after ev
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import signal
@@ -40,7 +39,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -164,12 +163,21 @@ class Benchmark:
         return environ
 
     def run(self, system: System) -> None:
-        """Lets a system run for all its steps, and notes what it did."""
+        """Lets a system run for all its steps, notes what it did, and ends it."""
         steps = system.steps
         progress(f"{system.name} runs")
         system.gate.touch()
-        system.until(lambda: len(system.rows()) >= steps, f"{steps} steps", self.arguments.run_s)
-        self.take(system)
+        try:
+            system.until(
+                lambda: len(system.rows()) >= steps, f"{steps} steps", self.arguments.run_s
+            )
+            self.take(system)
+        except (TimeoutError, SystemExit):
+            # What the time was enough for counts.
+            self.take(system)
+            raise
+        finally:
+            system.end()
 
     def take(self, system: System) -> None:
         """Notes the windows of a system, also of one that was cut short."""
@@ -192,20 +200,6 @@ class Benchmark:
         write_result(f"{NAME}-{self.arguments.gpus}", record, self.arguments.out)
 
 
-@contextlib.contextmanager
-def started(found: Benchmark, names: Sequence[str], folder: Path) -> Iterator[list[System]]:
-    """Loads the systems of one round side by side, and ends those that are left."""
-    systems: list[System] = []
-    try:
-        for name in names:
-            with part(f"start {name}", found.failures):
-                systems.append(found.start(name, folder / name))
-        yield systems
-    finally:
-        for system in systems:
-            system.end()
-
-
 def benchmark(arguments: argparse.Namespace, folder: Path) -> None:
     """Rounds of all systems, the first one of a round another each time."""
     began_s = time.monotonic()
@@ -226,7 +220,12 @@ def benchmark(arguments: argparse.Namespace, folder: Path) -> None:
             break
         turn = number % len(arguments.systems)
         names = [*arguments.systems[turn:], *arguments.systems[:turn]]
-        with started(found, names, folder / f"round-{number}") as systems:
+        systems: list[System] = []
+        try:
+            # They load side by side.
+            for name in names:
+                with part(f"start {name}", found.failures):
+                    systems.append(found.start(name, folder / f"round-{number}" / name))
             loaded = []
             for system in systems:
                 with part(f"load {system.name}", found.failures):
@@ -234,14 +233,10 @@ def benchmark(arguments: argparse.Namespace, folder: Path) -> None:
                     loaded.append(system)
             for system in loaded:
                 with part(f"run {system.name}", found.failures):
-                    try:
-                        found.run(system)
-                    except (TimeoutError, SystemExit):
-                        # What the time was enough for counts.
-                        found.take(system)
-                        raise
-                    finally:
-                        system.end()
+                    found.run(system)
+        finally:
+            for system in systems:
+                system.end()
     found.write()
     print("\n".join(table_of(found.runs)))
     for name in found.failures:

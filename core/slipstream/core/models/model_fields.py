@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from slipstream.core.models.family import FULL, NONE, OFF, ONE, SLIDING, ZERO, Family, Values
+from slipstream.core.models.family import FULL, NONE, OFF, ONE, SLIDING, ZERO, Values
 from slipstream.core.models.registry import architecture_of, family_of
 
 # Fields that all three programs use; `model_problems` checks their values.
@@ -160,7 +160,15 @@ def field_problems(values: Mapping[str, Any]) -> Iterator[str]:
             f"model.path: num_experts and num_local_experts must be the same number, "
             f"got {values['num_experts']} and {values['num_local_experts']}"
         )
-    yield from _head_problems(values, family)
+    size, heads, head_dim = (
+        values.get(name) or 0 for name in ("hidden_size", "num_attention_heads", "head_dim")
+    )
+    is_checked = not family.has_head_dim and size and heads and head_dim
+    if is_checked and head_dim * heads != size:
+        yield (
+            f"model.path: head_dim of a {architecture} must be hidden_size / "
+            f"num_attention_heads = {size / heads:g}, as rollout servers take it, got {head_dim}"
+        )
     yield from rope_problems(values)
 
 
@@ -173,18 +181,6 @@ def unknown_fields(values: Mapping[str, Any]) -> list[str]:
 def has_tied_output(values: Mapping[str, Any]) -> bool:
     """Whether the output projection shares the embedding's weights, according to config.json."""
     return bool(values.get("tie_word_embeddings", family_of(values).is_tied))
-
-
-def _head_problems(values: Mapping[str, Any], family: Family) -> Iterator[str]:
-    size, heads = values.get("hidden_size"), values.get("num_attention_heads")
-    head_dim = values.get("head_dim")
-    if family.has_head_dim or not (size and heads and head_dim):
-        return
-    if head_dim * heads != size:
-        yield (
-            f"model.path: head_dim of a {family.architecture} must be hidden_size / "
-            f"num_attention_heads = {size / heads:g}, as rollout servers take it, got {head_dim}"
-        )
 
 
 def _written(allowed: Values) -> str:
@@ -236,7 +232,14 @@ def _table_problems(table: Mapping[str, Any], values: Mapping[str, Any]) -> Iter
         )
     for name in (name for name in needed if table.get(name) is None):
         yield f"model.path: the rope_type {kind!r} needs {name} in rope_parameters"
-    yield from _yarn_problems(kind, table, values)
+    factor, original = table.get("factor"), table.get("original_max_position_embeddings")
+    longest = values.get("max_position_embeddings")
+    if kind == "yarn" and factor and original and longest and longest > factor * original:
+        yield (
+            f"model.path: max_position_embeddings must be at most factor * "
+            f"original_max_position_embeddings = {factor * original:g}, for which rollout servers "
+            f"compute positions, got {longest}"
+        )
     if rope.problems is not None:
         yield from rope.problems(kind, table, values)
     if rope.is_partial and kind != "default":
@@ -245,17 +248,4 @@ def _table_problems(table: Mapping[str, Any], values: Mapping[str, Any]) -> Iter
         yield (
             f"model.path: partial_rotary_factor must be 1, got {table['partial_rotary_factor']!r}: "
             "transformers, learner and rollout servers would compute different models"
-        )
-
-
-def _yarn_problems(kind: str, table: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
-    factor, original = table.get("factor"), table.get("original_max_position_embeddings")
-    longest = values.get("max_position_embeddings")
-    if kind != "yarn" or not (factor and original and longest):
-        return
-    if longest > factor * original:
-        yield (
-            f"model.path: max_position_embeddings must be at most factor * "
-            f"original_max_position_embeddings = {factor * original:g}, for which rollout servers "
-            f"compute positions, got {longest}"
         )
