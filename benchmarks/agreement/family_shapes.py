@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.shapes import make_tokenizer
+from benchmarks.common.shapes import IMAGE_TOKENS, make_tokenizer
 
 VOCAB, TINY_VOCAB = 32768, 256
 # Episodes are longer than the windows.
@@ -58,6 +58,8 @@ TINY_TOWER = {
 }
 # Sides of images in pixels, before and after the tower's processor.
 IMAGE_SIDE, LARGEST_SIDE = 56, 448
+# The tokens of an image, of a row and of its end, by their places in `IMAGE_TOKENS`.
+PIXTRAL_TOKENS = {"": 1, "_break": 2, "_end": 3}
 
 
 @dataclass(frozen=True)
@@ -113,13 +115,16 @@ class Family:
 
         settings = self.settings(tiny=tiny)
         if self.tower:
-            settings = _with_tower(self, settings, tiny=tiny)
+            smaller = {name: size for name, size in TINY_TOWER.items() if name in self.tower}
+            tower = self.tower | (smaller if tiny else {})
+            ids = zip(("vision_start", "image", "video", "vision_end"), range(4, 8), strict=True)
+            settings = {
+                "text_config": settings,
+                "vision_config": tower | {"out_hidden_size": settings["hidden_size"]},
+                "tie_word_embeddings": False,
+                **{f"{name}_token_id": number for name, number in ids},
+            }
         return getattr(transformers, f"{self.name}Config")(**settings)
-
-    def tower_settings(self, hidden: int, *, tiny: bool) -> dict[str, Any]:
-        """Returns the fields of the tower before a decoder of `hidden` dimensions."""
-        smaller = {name: size for name, size in TINY_TOWER.items() if name in self.tower}
-        return self.tower | (smaller if tiny else {}) | {"out_hidden_size": hidden}
 
 
 def _heads(hidden: int, inner: int, heads: int, groups: int, size: int = 0) -> dict[str, Any]:
@@ -400,9 +405,20 @@ def make_family(
         path = folder / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | family.names, indent=2))
     if name == "mistral3":
-        _save_pixtral_processor(folder, family.tower["patch_size"])
+        from transformers.models.pixtral import image_processing_pil_pixtral as pixtral
+
+        sizes = {"patch_size": family.tower["patch_size"], "size": {"longest_edge": LARGEST_SIDE}}
+        pixtral.PixtralImageProcessorPil(**sizes).save_pretrained(folder)
+        names = {f"image{part}_token": IMAGE_TOKENS[at] for part, at in PIXTRAL_TOKENS.items()}
+        (folder / "processor_config.json").write_text(json.dumps(names))
     elif family.tower:
-        _save_processor(folder, family.tower["patch_size"])
+        from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as qwen2_vl
+
+        size = {"shortest_edge": IMAGE_SIDE**2, "longest_edge": LARGEST_SIDE**2}
+        processor = qwen2_vl.Qwen2VLImageProcessorPil(
+            patch_size=family.tower["patch_size"], size=size
+        )
+        processor.save_pretrained(folder)
     return folder
 
 
@@ -423,36 +439,6 @@ def _random_model(family: Family, *, tiny: bool) -> Any:  # noqa: ANN401 - trans
     config = family.config(tiny=tiny)
     config.dtype = torch.bfloat16
     return kinds[bool(family.tower)].from_config(config, dtype=torch.bfloat16)
-
-
-def _with_tower(family: Family, decoder: dict[str, Any], *, tiny: bool) -> dict[str, Any]:
-    ids = zip(("vision_start", "image", "video", "vision_end"), range(4, 8), strict=True)
-    return {
-        "text_config": decoder,
-        "vision_config": family.tower_settings(decoder["hidden_size"], tiny=tiny),
-        "tie_word_embeddings": False,
-        **{f"{name}_token_id": number for name, number in ids},
-    }
-
-
-def _save_processor(folder: Path, patch: int) -> None:
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-
-    size = {"shortest_edge": IMAGE_SIDE**2, "longest_edge": LARGEST_SIDE**2}
-    Qwen2VLImageProcessorPil(patch_size=patch, size=size).save_pretrained(folder)
-
-
-def _save_pixtral_processor(folder: Path, patch: int) -> None:
-    from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
-
-    size = {"longest_edge": LARGEST_SIDE}
-    PixtralImageProcessorPil(patch_size=patch, size=size).save_pretrained(folder)
-    names = {
-        "image_token": "<image>",
-        "image_break_token": "<video>",
-        "image_end_token": "</vision>",
-    }
-    (folder / "processor_config.json").write_text(json.dumps(names))
 
 
 def main() -> None:

@@ -317,6 +317,14 @@ def test_a_test_that_every_function_passes_or_fails_is_refused(test, said, tmp_p
         ("import asyncio\nassert asyncio.run(f(1)) == 2", "async def f(a): return a + 1", 1),
         ("assert f(1) == 2", "async def f(a): return a + 1", 0),
         ("assert f(1) == 2, 2", "def f(a): return a + 1", 1),
+        # A class of data finds its module.
+        (
+            "assert f() == (['a'], {'return': 'missing'})",
+            "import dataclasses, typing\n@dataclasses.dataclass\n"
+            "class A:\n    a: 'typing.ClassVar' = 1\n"
+            "def f() -> 'missing': return [*typing.get_type_hints(A)], f.__annotations__",
+            1,
+        ),
         (
             "import unittest\nclass T(unittest.TestCase):\n    @unittest.skip('x')\n"
             "    def test_a(self): self.assertEqual(f(1), 3)\n"
@@ -354,18 +362,6 @@ async def test_a_sandbox_imports_what_tests_and_code_import(tmp_path: Path) -> N
     slow = "import sys\nslow = {'json', 're', 'runpy', 'typing'} & {*sys.modules}\n"
     tasks = functions(tmp_path, {"question": "?", "tests": [f"{slow}assert f() == slow == set()"]})
     assert (await judged(tasks, block(f"{slow}def f(): return slow"))).reward == 1
-
-
-async def test_a_class_of_data_finds_its_module(tmp_path: Path) -> None:
-    code = (
-        "import dataclasses, typing\n@dataclasses.dataclass\n"
-        "class A:\n    a: 'typing.ClassVar' = 1\n"
-        "def f() -> 'missing': return [*typing.get_type_hints(A)], f.__annotations__"
-    )
-    tasks = functions(
-        tmp_path, {"question": "?", "tests": ["assert f() == (['a'], {'return': 'missing'})"]}
-    )
-    assert (await judged(tasks, block(code))).reward == 1
 
 
 async def test_an_example_of_use_that_imports_the_function_does_not_define_it(tmp_path: Path):
