@@ -65,13 +65,12 @@ def shape_config(
     folder: Path,
     *,
     threads: int,
-    dtype: str | None = None,
 ) -> Config:
     """Returns the settings of a run on a model; writes only its config.json to `folder`.
 
-    Without a `dtype` it is bfloat16, on a CPU float32.
+    The model is in bfloat16, on a CPU in float32.
     """
-    dtype = dtype or ("bfloat16" if torch.cuda.is_available() else "float32")
+    dtype = "bfloat16" if torch.cuda.is_available() else "float32"
     shape = dataclasses.replace(SHAPES[name], layers=load.layers)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(shape.config(dtype, MAX_POSITIONS)))

@@ -15,7 +15,7 @@ import importlib
 import itertools
 import os
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any, TypeAlias
 
@@ -51,14 +51,12 @@ class Verifiers(AgentEnvironment[Any]):
         *,
         env: Mapping[str, Any] | None = None,
         select: Mapping[str, Any] | None = None,
-        metrics: Sequence[str] | None = None,
     ) -> None:
         """`taskset`, `env` and `select` are the tables of verifiers' own configuration.
 
         A `taskset` that is a text is its `id`: an installed package, or a module. An agent without
         `runtime` runs on this machine, and one without `harness` in this process, unless the
-        taskset has a harness of its own. `metrics` names the metrics to keep, by default all.
-        Raises ConfigError for arguments that cannot work.
+        taskset has a harness of its own. Raises ConfigError for arguments that cannot work.
         """
         try:
             importlib.import_module("verifiers.v1")
@@ -85,7 +83,6 @@ class Verifiers(AgentEnvironment[Any]):
             raise ConfigError(what) from error
         except (ModuleNotFoundError, TypeError, AttributeError, ValueError) as error:
             raise ConfigError(f"taskset {table.get('id')!r}: {error}") from error
-        self._metrics = None if metrics is None else frozenset(metrics)
         self._serving = Serving(self._env)
         self._numbers = itertools.count()
 
@@ -119,7 +116,7 @@ class Verifiers(AgentEnvironment[Any]):
             stops = ", ".join(str(trace.stop_condition) for trace in episode.traces) or "nothing"
             what = "verifiers calls the episode not ok; its traces"
             raise RuntimeError(f"{what} stopped at {stops}")
-        return outcome_of(episode.traces, keep=self._metrics)
+        return outcome_of(episode.traces)
 
 
 class Serving:
@@ -204,11 +201,11 @@ def _client(endpoint: Endpoint, variable: str) -> Foreign:
     return EvalClientConfig(base_url=endpoint.base_url, api_key_var=variable)
 
 
-def outcome_of(traces: Sequence[Foreign], *, keep: Collection[str] | None) -> AgentOutcome:
+def outcome_of(traces: Sequence[Foreign]) -> AgentOutcome:
     """Returns the result of an episode from its traces.
 
-    `keep` names the metrics to keep; None means all. Raises RuntimeError when the environment
-    trains none of its agents.
+    Its metrics are means over traces: of each unweighted reward and metric, of `turns` and of
+    `truncated`. Raises RuntimeError when the environment trains none of its agents.
     """
     trained = [trace for trace in traces if trace.agent.trainable]
     if not trained:
@@ -216,10 +213,11 @@ def outcome_of(traces: Sequence[Foreign], *, keep: Collection[str] | None) -> Ag
     several = len({trace.agent.name for trace in traces}) > 1
     found: dict[str, list[float]] = {}
     for trace in traces:
-        prefix = f"{trace.agent.name}_" if several else ""
-        for name, value in _numbers(trace).items():
-            if keep is None or name in keep:
-                found.setdefault(f"{prefix}{name}", []).append(value)
+        told = {"turns": float(trace.num_turns), "truncated": float(trace.is_truncated)}
+        told |= {name: each.score for name, each in trace.rewards.items() if each is not None}
+        told |= {name: value for name, value in trace.metrics.items() if value is not None}
+        for name, value in told.items():
+            found.setdefault(f"{trace.agent.name}_{name}" if several else name, []).append(value)
     rewards: dict[str, list[float]] = {}
     for trace in trained:
         rewards.setdefault(trace.agent.name, []).append(trace.reward)
@@ -230,11 +228,3 @@ def outcome_of(traces: Sequence[Foreign], *, keep: Collection[str] | None) -> Ag
         shares={trace.agent.name: 0.0 for trace in traces if not trace.agent.trainable},
         rewards=own,
     )
-
-
-def _numbers(trace: Foreign) -> dict[str, float]:
-    """Returns a trace's unweighted rewards, its metrics, and `turns` and `truncated`."""
-    rewards = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
-    metrics = {name: value for name, value in trace.metrics.items() if value is not None}
-    counted = {"turns": float(trace.num_turns), "truncated": float(trace.is_truncated)}
-    return {**counted, **rewards, **metrics}

@@ -84,6 +84,6 @@ def trace(agent: str, reward: float, *, trained: bool = True) -> SimpleNamespace
     ],
 )  # fmt: skip
 def test_several_trained_agents_have_each_its_own_reward(traces, reward, rewards):
-    outcome = outcome_of(traces, keep=None)
+    outcome = outcome_of(traces)
     assert (outcome.reward, outcome.rewards) == (reward, rewards)
     assert outcome.shares == {t.agent.name: 0.0 for t in traces if not t.agent.trainable}
