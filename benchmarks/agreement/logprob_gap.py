@@ -92,7 +92,6 @@ def config_of(arguments: argparse.Namespace, folder: Path) -> Config:
             "learning_rate": arguments.learning_rate,
             "router_replay": "rollout" if arguments.replay else "off",
             "agreement": "bits" if arguments.dtype == "bits" else "close",
-            **json.loads(arguments.algorithm),
         },
         "sampling": {
             "max_reply_tokens": 32,
@@ -269,7 +268,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="run.seed")
     parser.add_argument("--out", type=Path, default=RESULTS / "logprob_gap.json")
     parser.add_argument("--engine", default="{}", help="rollout_server.engine, as JSON")
-    parser.add_argument("--algorithm", default="{}", help="more of the table, as JSON")
     parser.add_argument("--score", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
 

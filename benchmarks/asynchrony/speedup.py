@@ -49,13 +49,15 @@ from benchmarks.common.rig import Placement, Rig
 from benchmarks.common.shapes import SHAPES, make_apart
 
 TARGET = 0.80
+# The lengths of replies have a coefficient of variation of 1.
+SIGMA = 0.8326
 START_LIMIT_S = 400.0
 
 
 def config_of(arguments: argparse.Namespace, folder: Path) -> Config:
     """Returns the settings of the run; its bound on the lag is that of the widest window."""
     on_gpu = arguments.device == "cuda"
-    lengths = {key: getattr(arguments, key) for key in ("median", "sigma", "longest")}
+    lengths = {"median": arguments.median, "sigma": SIGMA, "longest": arguments.longest}
     settings = {
         "run": {"name": "r", "dir": str(folder), "steps": 1_000_000},
         "model": {"path": str(folder / "model"), "dtype": "bfloat16" if on_gpu else "float32"},
@@ -127,7 +129,6 @@ async def measure(arguments: argparse.Namespace, folder: Path, found: Found) -> 
         windows = Windows(
             rig,
             steps=arguments.steps,
-            bounds=arguments.bounds_per_window,
             limit_s=arguments.window_limit_s,
         )
         deadline = time.monotonic() + arguments.limit_s
@@ -193,14 +194,8 @@ def main() -> None:
     parser.add_argument("--shape", choices=tuple(SHAPES), default="small")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, default=6, help="of one window, at least")
-    parser.add_argument(
-        "--bounds-per-window", type=int, default=4, help="a window has so many times its bound"
-    )
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2, 4, 8])
     parser.add_argument("--median", type=float, default=24.0, help="of the reply's tokens")
-    parser.add_argument(
-        "--sigma", type=float, default=0.8326, help="0.8326: coefficient of variation 1"
-    )
     parser.add_argument("--longest", type=int, default=240)
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--groups-per-step", type=int, default=8)

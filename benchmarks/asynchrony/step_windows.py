@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from benchmarks.common.rig import Rig
 
 WARMUP_STEPS = 2
+BOUNDS = 4
 Row = dict[str, float]
 
 
@@ -47,14 +48,14 @@ def means(seen: Sequence[tuple[float, int, bool]]) -> tuple[float, float]:
 class Windows:
     """Measures one window after another in a run that is under way."""
 
-    def __init__(self, rig: Rig, *, steps: int, bounds: int, limit_s: float) -> None:
-        """A window has `steps` steps, or `bounds` times its bound on the lag if that is more.
+    def __init__(self, rig: Rig, *, steps: int, limit_s: float) -> None:
+        """A window has `steps` steps, or `BOUNDS` times its bound on the lag if that is more.
 
         RuntimeError when a part of it takes longer than `limit_s`.
         """
         self._rig = rig
         self._controller = rig.controller
-        self._steps, self._bounds, self._limit_s = steps, bounds, limit_s
+        self._steps, self._limit_s = steps, limit_s
 
     async def alone(self) -> Row:
         """Measures generation without training, then training without generation, per step."""
@@ -104,7 +105,7 @@ class Windows:
         await self._drain()
         controller.bound(max_staleness)
         await self._until_rows(len(controller.rows) + max_staleness + WARMUP_STEPS)
-        steps = max(self._steps, self._bounds * max_staleness)
+        steps = max(self._steps, BOUNDS * max_staleness)
         first, before = len(controller.rows), controller.generated_tokens()
         seen: list[tuple[float, int, bool]] = []
 

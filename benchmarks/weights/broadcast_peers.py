@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import IO, Any
 
 Message = dict[str, Any]
+# Tokens of the longest episode of a server.
+MAX_MODEL_LEN = 1024
 
 
 class Pipe:
@@ -218,7 +220,7 @@ async def serve(arguments: argparse.Namespace, pipe: Pipe) -> None:
             model=arguments.model,
             dtype="bfloat16",
             skip_tokenizer_init=True,
-            max_model_len=arguments.max_model_len,
+            max_model_len=MAX_MODEL_LEN,
             max_num_seqs=arguments.max_num_seqs,
             gpu_memory_utilization=arguments.gpu_memory_utilization,
             tensor_parallel_size=arguments.tensor_parallel_size,
@@ -228,7 +230,7 @@ async def serve(arguments: argparse.Namespace, pipe: Pipe) -> None:
         )
     )
     requests: list[asyncio.Task[None]] = []
-    options = {"max_tokens": arguments.max_model_len - 16, "ignore_eos": True, "detokenize": False}
+    options = {"max_tokens": MAX_MODEL_LEN - 16, "ignore_eos": True, "detokenize": False}
     parameters = SamplingParams(**options, output_kind=RequestOutputKind.FINAL_ONLY)
 
     async def generate(number: int) -> None:
@@ -274,7 +276,6 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--model", default="")
-    parser.add_argument("--max-model-len", type=int, default=1024)
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.3)
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
