@@ -120,8 +120,6 @@ class Measurement:
             tuple(first[at : at + arguments.server_tp])
             for at in range(0, len(first), arguments.server_tp)
         ]
-        if arguments.shared_gpu:
-            servers = [(0,)]
         self._placement = Placement(tuple(range(arguments.tp)), tuple(servers), arguments.device)
         if arguments.device == "cpu":
             self._placement = Placement((), ((),) * arguments.servers, "cpu")
@@ -245,9 +243,6 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=1, help="of the learner")
     parser.add_argument("--server-tp", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument(
-        "--shared-gpu", action="store_true", help="learner and server on one GPU, over gloo or ipc"
-    )
     parser.add_argument("--requests", type=int, default=256, help="that run on a busy engine")
     parser.add_argument("--bucket-mib", type=int, default=0, help="0: the default of the settings")
     parser.add_argument("--verify-every", type=int, default=1000, help="publishes to one probe")

@@ -1,19 +1,238 @@
-"""Folders of models that cannot be loaded are found before anything is loaded."""
+"""Folders of models that cannot be loaded are found before anything is loaded.
+
+Tensors that are missing, or have another shape, are found in the headers of the files.
+"""
 
 import json
+import re
+import shutil
 from pathlib import Path
 
 import pytest
+from make_tiny_vision_model import FAMILIES, make_model, make_tokenizer
+from slipstream.core.configuration.config_file import check_model
 from slipstream.core.errors import ConfigError
-from slipstream.core.models.model_files import missing_files, missing_weights
-from slipstream.core.models.model_sizes import read_model_sizes
-from support.fakes.model_folders import write_loadable_files, write_safetensors
+from slipstream.core.models import model_files
+from slipstream.core.models.model_files import (
+    INDEX,
+    missing_files,
+    missing_weights,
+    read_header,
+    tensor_problems,
+)
+from slipstream.core.models.model_sizes import decoder_table, read_model_sizes
+from support.fakes.model_folders import loadable_tensors, write_loadable_files, write_safetensors
+from support.fakes.small_configs import config_with
+
+SIZES = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 8,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+NORM = "model.layers.1.input_layernorm.weight"
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(SIZES))
     write_loadable_files(tmp_path)
     return tmp_path
+
+
+def problems(folder: Path) -> list[str]:
+    return list(tensor_problems(folder, "model.path"))
+
+
+def shapes() -> dict[str, tuple[int, ...]]:
+    return loadable_tensors(SIZES)
+
+
+def test_a_model_without_a_tensor_is_refused_before_it_is_loaded(folder: Path) -> None:
+    config = config_with({"model.path": str(folder)})
+    check_model(config)
+    path = folder / "model.safetensors"
+    write_safetensors(path, beside={k: v for k, v in shapes().items() if k != NORM})
+    with pytest.raises(ConfigError) as caught:
+        check_model(config)
+    assert str(caught.value) == (
+        f"model.path must hold every tensor of a block: {path} has no {NORM}, which "
+        "model.layers.0 has"
+    )
+
+
+@pytest.mark.parametrize(
+    ("part", "named"),
+    [("embed_tokens", "embeddings"), ("lm_head", "lm_head.weight"), (".layers.1.", "layer 1")]
+    + [(".layers.", "layer 0")],
+)
+def test_a_part_that_is_missing_is_named(part: str, named: str, folder: Path) -> None:
+    path = folder / "model.safetensors"
+    drop(folder, part)
+    rule = "model.path must hold every tensor of a LlamaForCausalLM"
+    assert f"{rule}: {path} has no {named}" in problems(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "said"),
+    [
+        ("model.embed_tokens.weight", (96, 8), "of shape [96, 8], not [100, 8]"),
+        (NORM, (9,), f"has {NORM} of shape [9], and model.layers.0 of [8]"),
+    ],
+)
+def test_a_tensor_of_another_shape_is_named_with_its_file(name, shape, said, folder):
+    path = folder / "model.safetensors"
+    write_safetensors(path, beside=shapes() | {name: shape})
+    (problem,) = problems(folder)
+    assert str(path) in problem and said in problem
+
+
+def test_of_shards_those_count_to_which_the_index_leads(folder: Path) -> None:
+    whole, shard = folder / "model.safetensors", folder / "model-1.safetensors"
+    shutil.copy(whole, shard)
+    index = folder / INDEX
+    files = dict.fromkeys(shapes(), shard.name)
+    index.write_text(json.dumps({"weight_map": files}))
+    assert problems(folder) == []
+    index.write_text(json.dumps({"weight_map": {k: v for k, v in files.items() if k != NORM}}))
+    (problem,) = problems(folder)
+    assert f"has no {NORM}" in problem
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_the_output_layer_is_needed_where_it_is_not_tied(is_tied: bool, folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps(SIZES | {"tie_word_embeddings": is_tied}))
+    without = {k: v for k, v in shapes().items() if k != "lm_head.weight"}
+    write_safetensors(folder / "model.safetensors", beside=without)
+    assert len(problems(folder)) == (not is_tied)
+    # A critic needs no output layer: it has a head of its own.
+    assert not list(tensor_problems(folder, "critic.path", has_output=False))
+
+
+@pytest.mark.parametrize(
+    ("change", "is_refused"),
+    [(None, False), ("last number", True), ("all", True), ("dtype", True), ("rows", True)],
+)
+def test_an_output_layer_beside_tied_embeddings_must_be_equal(
+    change: str | None, is_refused: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    monkeypatch.setattr(model_files, "_READ_BYTES", 96)
+    (folder / "config.json").write_text(json.dumps(SIZES | {"tie_word_embeddings": True}))
+    file = folder / "model.safetensors"
+    tensors = {name: torch.zeros(shape) for name, shape in shapes().items()}
+    embedding = torch.randn(100, 8)
+    output = embedding.clone()
+    if change == "last number":
+        output[99, 7] += 1
+    elif change == "all":
+        output += 1
+    elif change == "dtype":
+        output = output.bfloat16()
+    elif change == "rows":
+        output = output[:50].clone()
+    named = {"model.embed_tokens.weight": embedding, "lm_head.weight": output}
+    save_file(tensors | named, file)
+    expected = (
+        f"critic.path must hold no lm_head.weight that differs from model.embed_tokens.weight, as "
+        f"config.json ties them (tie_word_embeddings), {file} has one"
+    )
+    assert list(tensor_problems(folder, "critic.path")) == [expected] * is_refused
+    assert list(tensor_problems(folder, "critic.path", has_output=False)) == []
+    (folder / "config.json").write_text(json.dumps(SIZES | {"tie_word_embeddings": False}))
+    if change != "rows":
+        assert problems(folder) == []
+
+
+def test_tensors_beside_those_that_are_needed_do_not_matter(folder: Path) -> None:
+    assert "w" in read_header(folder / "model.safetensors")
+    assert problems(folder) == []
+
+
+def drop(folder: Path, part: str) -> None:
+    """Rewrites the weights of a folder without the tensors whose names hold `part`."""
+    file = folder / "model.safetensors"
+    kept = {name: each["shape"] for name, each in read_header(file).items() if part not in name}
+    write_safetensors(file, beside=kept)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_tower_of_which_a_part_is_missing_is_refused_where_images_are_seen(family, tmp_path):
+    make_model(tmp_path / "whole", family)
+    assert list(tensor_problems(tmp_path / "whole", "model.path", has_tower=True)) == []
+    blocks, inside, tower = "visual.blocks.1.", "visual.blocks.0.norm1.", "visual."
+    if family == "mistral3":
+        layers = "vision_tower.transformer.layers"
+        blocks, inside, tower = f"{layers}.1.", f"{layers}.0.ffn_norm.", "vision_tower."
+    parts = (blocks, inside, tower) if family != "mistral3" else (blocks, inside)
+    for number, part in enumerate(parts):
+        folder = tmp_path / str(number)
+        shutil.copytree(tmp_path / "whole", folder)
+        drop(folder, part)
+        problem = next(iter(tensor_problems(folder, "critic.path", has_tower=True)), "")
+        assert problem.startswith("critic.path must hold every tensor of a "), part
+        assert list(tensor_problems(folder, "critic.path", has_tower=False)) == []
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_tower_with_more_blocks_than_its_config_says_is_refused(family, tmp_path):
+    make_model(tmp_path, family)
+    path, file = tmp_path / "config.json", tmp_path / "model.safetensors"
+    values = json.loads(path.read_text())
+    number = "num_hidden_layers" if family == "mistral3" else "depth"
+    assert values["vision_config"][number] == 2
+    values["vision_config"][number] = 1
+    path.write_text(json.dumps(values))
+    assert list(tensor_problems(tmp_path, "model.path", has_tower=False)) == []
+    (problem,) = tensor_problems(tmp_path, "model.path", has_tower=True)
+    rule = "model.path must hold no more of a vision tower than vision_config says"
+    assert re.match(rf"{rule}: {file} has \S+\.1\.\S+, which would be left out", problem)
+
+
+@pytest.mark.parametrize("role", ["model", "reference", "critic"])
+def test_a_text_class_with_a_tower_in_its_files_is_refused(role: str, folder: Path) -> None:
+    file, name = folder / "model.safetensors", "visual.patch_embed.proj.weight"
+    write_safetensors(file, beside=shapes() | {name: (8, 3, 2, 14, 14)})
+    assert list(tensor_problems(folder, f"{role}.path")) == [
+        f"{role}.path must hold no vision tower for a LlamaForCausalLM, which sees no images: "
+        f"{file} has {name}, which would be left out"
+    ]
+
+
+def test_a_text_class_with_a_tower_in_its_config_is_refused() -> None:
+    for name in ("Qwen2ForCausalLM", "Ministral3ForCausalLM"):
+        values = {"architectures": [name], "vision_config": {"depth": 2}, "text_config": {}}
+        with pytest.raises(ConfigError, match=f"a {name} must have no vision_config"):
+            decoder_table(values)
+        assert decoder_table(values | {"vision_config": None})["architectures"] == [name]
+
+
+@pytest.mark.parametrize("images", [0, 1])
+@pytest.mark.parametrize("role", ["model", "reference"])
+def test_every_folder_that_sees_images_has_its_tower(role, images, tmp_path):
+    for name in ("model", "reference"):
+        make_model(tmp_path / name, "mistral3")
+        make_tokenizer(tmp_path / name)
+    drop(tmp_path / role, "vision_tower.transformer.layers.1.")
+    config = config_with(
+        {
+            "model.path": str(tmp_path / "model"),
+            "algorithm.kl.coefficient": 0.1,
+            "reference.path": str(tmp_path / "reference"),
+            "sampling.max_images": images,
+        }
+    )
+    if not images:
+        check_model(config)
+        return
+    with pytest.raises(ConfigError, match=f"{role}.path must hold .* Mistral3.* no vision_tower"):
+        check_model(config)
 
 
 def cut(path: Path, num_bytes: int) -> None:
