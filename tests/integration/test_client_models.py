@@ -69,9 +69,9 @@ async def test_a_publish_leaves_the_sessions_of_other_models_as_they_are(config)
         second = await other.publish()
         server.gate.set()
         assert len(replies(await one.result(under_way))) == 1
-        assert len(replies(await one.result(await one.ask(mine, [2])))) == 1
-        assert len(replies(await other.result(await other.ask(second, [3])))) == 1
-        gone = await other.result(await other.ask(first, [4]))
+        assert len(replies(await one.sample(mine, [2]))) == 1
+        assert len(replies(await other.sample(second, [3]))) == 1
+        gone = await other.sample(first, [4])
         assert gone["error"].startswith("version 4 is not served any more, version 6 is")
         start = await one.post(
             "create_sampling_session",
@@ -81,13 +81,11 @@ async def test_a_publish_leaves_the_sessions_of_other_models_as_they_are(config)
                 "base_model": "nowhere",
             },
         )
-        await one.result(await one.ask(start["sampling_session_id"], [5]))
+        await one.sample(start["sampling_session_id"], [5])
         asked = [(lease.sampling.adapter, lease.sampling.by_start) for lease in server.leases]
         assert asked == [("a", False), ("a", False), ("b", False), ("", True)]
         environments = [lease.environment for lease in server.leases]
         assert environments == ["client-a", "client-a", "client-b", "client"]
-
-    assert summary_of(config.run_dir)["ledger"]["difference"] == 0
 
 
 async def test_one_client_that_fails_again_and_again_stops_no_other(tmp_path) -> None:
@@ -110,18 +108,15 @@ async def test_one_client_that_fails_again_and_again_stops_no_other(tmp_path) ->
 
 
 async def test_a_state_goes_to_a_new_model_of_its_rank_and_to_no_other(config) -> None:
-
     async with started(config) as (one, _, trainer):
         other = one.another()
         await one.begin(rank=2)
         await one.step()
-        path = (await one.result(await one.order("save_weights", path="x")))["path"]
+        path = (await one.done("save_weights", path="x"))["path"]
         save_checkpoint(config.run_dir / "checkpoints", 2)
         await other.begin(rank=8)
-        load = await other.order("load_weights", path=path, optimizer=True)
-        assert "has rank 2 and alpha 16, this model has 8" in (await other.result(load))["error"]
-        load = await one.order("load_weights", path=path, optimizer=False)
-        assert (await one.result(load))["path"] == path
+        assert "has rank 2 and alpha 16, this model has 8" in (await other.load(path))["error"]
+        assert (await one.load(path, optimizer=False))["path"] == path
         await other.post(f"sessions/{other.session}/finish", {})
         await one.begin_from(path)
         assert kinds(trainer)[-2:] == [("load", "a"), ("load", "b")]
@@ -143,25 +138,18 @@ async def test_all_models_go_on_after_kills_of_controller_and_trainer(config) ->
         stepped = await one.order("optim_step", adam_params={})
         await until(lambda: trainer.holds)
         published = await other.order("save_weights_for_sampler", sampling_session_seq_id=0)
-        known = [(client.session, client.model, client.numbers) for client in (one, other)]
-    async with started(config, is_killed=False) as (one, server, trainer):
+        known = one, other
+    async with started(config) as (one, server, trainer):
         other = one.another()
-        for client, (name, model, numbers) in zip((one, other), known, strict=True):
-            client.session, client.model, client.numbers = name, model, numbers
+        for client, before in zip((one, other), known, strict=True):
+            client.go_on(before)
         assert (await one.result(stepped))["type"] == "optim_step"
         theirs = (await other.result(published))["sampling_session_id"]
         for client, served, adapter in ((one, session, "a"), (other, theirs, "b")):
-            client.samples = iter([7])
-            await client.result(await client.ask(served, [1]))
+            await client.sample(served, [1])
             assert server.leases[-1].sampling.adapter == adapter
         await other.step()
-        assert kinds(trainer) == [
-            ("begin", "a"),
-            ("begin", "b"),
-            ("serve", "a"),
-            ("adam", "a"),
-            ("serve", "b"),
-            ("adam", "b"),
-        ]
+        began = [("begin", "a"), ("begin", "b"), ("serve", "a")]
+        assert kinds(trainer) == [*began, ("adam", "a"), ("serve", "b"), ("adam", "b")]
         # Each step has its own passes alone.
         assert [len(passes) for _, passes in trainer.ordered] == [0, 0, 0, 1, 0, 1]

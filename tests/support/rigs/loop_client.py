@@ -142,14 +142,20 @@ class LoopClient:
         given = {"model_id": self.model, "seq_id": next(self.numbers)}
         return await self.post(path, given | body)
 
+    async def done(self, path: str, /, **body: Any) -> Any:  # noqa: ANN401
+        """The result of an operation of the model in its order."""
+        return await self.result(await self.order(path, **body))
+
+    async def load(self, path: str, *, optimizer: bool = True) -> Any:  # noqa: ANN401
+        return await self.done("load_weights", path=path, optimizer=optimizer)
+
     async def step(self, **numbers: float) -> dict[str, Any]:
-        return await self.result(await self.order("optim_step", adam_params=ADAM | numbers))
+        return await self.done("optim_step", adam_params=ADAM | numbers)
 
     async def publish(self, **asked: str) -> str:
         """Publishes; returns the id of the sampling session."""
         asked |= {"sampling_session_seq_id": next(self.sampling)}
-        future = await self.order("save_weights_for_sampler", **asked)
-        return (await self.result(future))["sampling_session_id"]
+        return (await self.done("save_weights_for_sampler", **asked))["sampling_session_id"]
 
     async def ask(self, session: str, prompt: list[int], **asked: Any) -> Any:  # noqa: ANN401
         """Sends a sample; returns its future, or the refusal."""
@@ -161,6 +167,15 @@ class LoopClient:
             "sampling_params": {"max_tokens": 4, "temperature": 1.0},
         }
         return await self.post("asample", body | asked)
+
+    async def sample(self, session: str, prompt: list[int], **asked: Any) -> Any:  # noqa: ANN401
+        """The result of a sample."""
+        return await self.result(await self.ask(session, prompt, **asked))
+
+    def go_on(self, before: "LoopClient") -> None:
+        """Continues the session and the model of a client that died."""
+        self.session, self.model, self.numbers = before.session, before.model, before.numbers
+        self.sampling, self.samples = before.sampling, before.samples
 
 
 def replies(result: bytes) -> list[tuple[list[int], list[float], int]]:

@@ -18,7 +18,7 @@ from slipstream.client.launch.launcher import run_export
 from slipstream.core.errors import SlipstreamError
 from slipstream.core.run_folder import CHECKPOINTS
 from slipstream.core.settings.config import Config
-from slipstream.extensions.tinker.operations import NotReady, Refused
+from slipstream.extensions.tinker.operations import Refused
 from slipstream.extensions.tinker.store import OperationStore
 from slipstream.protocol.checkpoints import complete_steps
 
@@ -57,7 +57,7 @@ class Archives:
     async def answer(self, path: str, query: Mapping[str, str], address: str) -> Body | None:
         """Returns the answer, or None if there is nothing at `path`; `address` is the server's.
 
-        Raises Refused if a checkpoint cannot be exported, NotReady while it is.
+        Raises Refused if a checkpoint cannot be exported, or while it is.
         """
         runs, checkpoints = await asyncio.to_thread(self._read)
         match path.split("/", 2):
@@ -161,7 +161,7 @@ class Archives:
             try:
                 await asyncio.wait_for(asyncio.shield(task), HOLD_S)
             except TimeoutError as error:
-                raise NotReady(f"version {step} is exported") from error
+                raise Refused(f"version {step} is exported", 503) from error
             except SlipstreamError as error:
                 raise Refused(str(error)) from error
             finally:

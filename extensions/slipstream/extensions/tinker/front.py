@@ -1,9 +1,8 @@
 """The HTTP process of `slipstream tinker`: the Tinker API in front of the controller.
 
-It keeps what it can ask for again. Consumes: requests of the SDK. Produces: operations of the
-controller, answers.
-Waits for: the end of an operation, at most `HOLD_S`. Unblocked by: the controller; the SDK then
-asks again.
+It keeps what it can ask for again. Consumes: requests of the SDK, results. Produces: operations of
+the controller, answers. Waits for: the end of an operation, at most `HOLD_S`. Unblocked by: the
+controller, or the end of its stream of results; the SDK then asks again.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ from slipstream.core.errors import USAGE_ERROR, ProtocolError, SlipstreamError
 from slipstream.core.settings.config import Config
 from slipstream.extensions.tinker import operations, wire_pb2
 from slipstream.extensions.tinker.archives import Archives
-from slipstream.extensions.tinker.operations import NotReady, Refused
-from slipstream.extensions.tinker.sample_stream import SampleStream
+from slipstream.extensions.tinker.operations import Refused
 from slipstream.protocol.access.security import Credentials, call_metadata, open_channel
+from slipstream.protocol.bounds import check_bounds
 from slipstream.v1 import operations_pb2 as pb
 from slipstream.v1 import operations_pb2_grpc
 from starlette.requests import ClientDisconnect, Request
@@ -49,6 +48,14 @@ MAX_READ_BYTES = 4 * MAX_BODY_BYTES
 # below. Others are sent again.
 MAX_OPEN = 1536
 MAX_SAMPLES = 1024
+# Most samples of a session under way: others are sent again.
+MAX_WAITING = 4096
+# Most results that are kept here; the controller has the others for a while.
+MAX_KEPT = 4096
+# Most samples that one message tells of.
+MAX_TOLD = 1024
+# Longest time, in seconds, in which a controller that works takes a sample.
+SEND_S = 30.0
 _READ_BYTES = 1 << 20
 _PREFIX = "/api/v1"
 _LISTED = [("training_runs", "GET"), ("checkpoints", "GET"), ("weights_info", "POST")]
@@ -64,6 +71,8 @@ _MALFORMED = (
 )
 
 Body: TypeAlias = dict[str, Any]
+
+logger = logging.getLogger(__name__)
 
 
 class Front:
@@ -109,24 +118,22 @@ class Front:
             # Nor does a page send a key without the server's leave.
             if not key.startswith("tml-") or not is_here:
                 cause = f"a request needs an api_key that begins with tml-, and {LOOPBACK}"
-                response = _error(401, cause)
-            elif self._open[key] > MAX_OPEN:
-                response = _error(429, f"{MAX_OPEN} requests of this key are open already")
-            elif encoding != "zstd":
-                cause = f"a body is sent as it is, or in zstd, not in {encoding}"
-                response = _error(415, cause)
-            else:
-                response = await self._answer(path, request)
+                raise Refused(cause, 401)
+            if self._open[key] > MAX_OPEN:
+                raise Refused(f"{MAX_OPEN} requests of this key are open already", 429)
+            if encoding != "zstd":
+                raise Refused(f"a body is sent as it is, or in zstd, not in {encoding}", 415)
+            response = await self._answer(path, request)
         except _MALFORMED as error:
-            response = _error(400, _cause(error))
-        except NotReady as error:
-            response = _error(503, str(error))
+            status = error.status if isinstance(error, Refused) else 400
+            response = _json({"error": _cause(error)}, status)
         except TimeoutError:
-            response = _error(408, f"a body comes within {REQUEST_LIMIT_S:g} s")
+            response = _json({"error": f"a body comes within {REQUEST_LIMIT_S:g} s"}, 408)
             response.headers["connection"] = "close"
         except grpc.aio.AioRpcError as error:
             # The SDK asks again: the controller may be about to come back.
-            response = _error(_STATUS.get(error.code(), 500), error.details() or "")
+            status = _STATUS.get(error.code(), 500)
+            response = _json({"error": error.details() or ""}, status)
         finally:
             self._open[key] -= 1
             if not self._open[key]:
@@ -155,8 +162,7 @@ class Front:
         match path.split("/"):
             case ["asample"]:
                 operation = operations.sample(body, self._config, self._vocabulary)
-                if cause := await self.samples.send(operation):
-                    return _error(429, cause)
+                await self.samples.send(operation)
                 names = [f"{operation.id}:{n}" for n in range(operation.sample.num_samples)]
                 return _json({"request_id": operation.id, "sample_sequence_ids": names})
             case ["retrieve_future"]:
@@ -171,14 +177,17 @@ class Front:
             case ["training_runs", _, *_] if request.method != "GET":
                 asked = operations.keep(request.method, path, body)
                 receipt = await self._stub.Keep(asked, **self._call)
-                return _missing(asked.name) if receipt.is_unknown else _json({})
+                if receipt.is_unknown:
+                    raise Refused(f"{asked.name} is not there", 404)
+                return _json({})
             case [kind, *_] if (kind, request.method) in _LISTED:
                 query = body or dict(request.query_params)
                 address = f"http://{request.headers['host']}{_PREFIX}"
                 found = await self._archives.answer(path, query, address)
-                what = query.get("tinker_path", path)
-                return _missing(what) if found is None else _json(found)
-        return _error(404, f'{path} is not served; the guide "Your own loop" has what is')
+                if found is None:
+                    raise Refused(f"{query.get('tinker_path', path)} is not there", 404)
+                return _json(found)
+        raise Refused(f'{path} is not served; the guide "Your own loop" has what is', 404)
 
     def _at_once(self, path: str, body: Body) -> Body | None:
         """Returns the answer to what needs no controller, or None if `path` is something else."""
@@ -261,7 +270,7 @@ class Front:
             result = await self._stub.Await(asked, **self._call | {"timeout": HOLD_S + CALL_S})
         assert result is not None
         if result.is_unknown:
-            return _error(410, f"request {name} is not known: send it again")
+            raise Refused(f"request {name} is not known: send it again", 410)
         if not result.is_done:
             return _json({"type": "try_again", "request_id": name, "queue_state": "active"})
         if result.error:
@@ -313,12 +322,94 @@ def _json(body: Body, status: int = 200) -> Response:
     return Response(json.dumps(body), status, media_type="application/json")
 
 
-def _error(status: int, cause: str) -> Response:
-    return _json({"error": cause}, status)
+class SampleStream:
+    """Sends samples on one stream, which the first one opens, also after the last one's end."""
 
+    def __init__(self, stub: Any, metadata: Any) -> None:  # noqa: ANN401 - gRPC's
+        self._stub, self._metadata = stub, metadata
+        self._call: Any = None
+        self._reading: asyncio.Task[None] | None = None
+        self._writing = asyncio.Lock()
+        # The samples without a result, and how many of them each session has.
+        self._open: dict[str, asyncio.Future[None]] = {}
+        self._sessions: Counter[str] = Counter()
+        self._results: dict[str, pb.OperationResult] = {}
+        # Samples whose clients have their results; the controller hears of it with the next sample.
+        self._told: list[str] = []
 
-def _missing(what: str) -> Response:
-    return _error(404, f"{what} is not there")
+    async def send(self, operation: pb.Operation) -> None:
+        """Sends a sample unless it is under way.
+
+        Raises ProtocolError if it is out of bounds, Refused if its client must send it again.
+        """
+        name = operation.id
+        if name in self._open or name in self._results:
+            return
+        session = name.partition(":")[0]
+        if (number := self._sessions[session]) >= MAX_WAITING:
+            cause = f"{number} samples of session {session} wait: send more when some are done"
+            raise Refused(cause, 429)
+        check_bounds(operation)
+        self._open[name] = asyncio.get_running_loop().create_future()
+        self._sessions[session] += 1
+        try:
+            async with asyncio.timeout(SEND_S), self._writing:
+                if self._call is None:
+                    self._call = self._stub.Sample(metadata=self._metadata)
+                    self._reading = asyncio.ensure_future(self._read(self._call))
+                operation.told.extend(self._told[:MAX_TOLD])
+                del self._told[:MAX_TOLD]
+                await self._call.write(operation)
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError) as error:
+            self._end(name)
+            raise Refused("the controller does not answer", 503) from error
+        except asyncio.CancelledError:
+            # Else it would be under way for ever.
+            self._end(name)
+            raise
+
+    async def result(self, name: str, limit_s: float) -> pb.OperationResult | None:
+        """Returns the result of a sample, one that is not done after the limit, or None.
+
+        None: this process does not have it, but the controller may.
+        """
+        if waiting := self._open.get(name):
+            await asyncio.wait((waiting,), timeout=limit_s)
+            if not waiting.done():
+                return pb.OperationResult()
+        if result := self._results.pop(name, None):
+            self._told.append(name)
+        return result
+
+    async def close(self) -> None:
+        """Ends the stream."""
+        if self._reading is not None:
+            self._reading.cancel()
+            await asyncio.gather(self._reading, return_exceptions=True)
+
+    async def _read(self, call: Any) -> None:  # noqa: ANN401 - gRPC's
+        try:
+            async for result in call:
+                self._results[result.id] = result
+                if len(self._results) > MAX_KEPT:
+                    del self._results[next(iter(self._results))]
+                self._end(result.id)
+        except grpc.aio.AioRpcError as error:
+            logger.warning("the stream of samples ended: %s", error.details())
+        finally:
+            call.cancel()
+            self._call = None
+            for name in list(self._open):
+                self._end(name)
+
+    def _end(self, name: str) -> None:
+        """Wakes those who wait for a sample."""
+        if waiting := self._open.pop(name, None):
+            waiting.set_result(None)
+            session = name.partition(":")[0]
+            self._sessions[session] -= 1
+            if not self._sessions[session]:
+                del self._sessions[session]
 
 
 async def serve(config: Config, port: int, *, in_flight: bool = False) -> None:

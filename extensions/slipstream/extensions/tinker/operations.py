@@ -72,11 +72,14 @@ SAVES = {
 
 
 class Refused(ValueError):
-    """Raised for a request that this server does not carry out; the text names what can."""
+    """Raised for a request that this server does not carry out; the text names what can.
 
+    With the status 429 or 503 it is to be sent again: it waits for room, a controller or a file.
+    """
 
-class NotReady(Exception):
-    """Raised for a request that is to be sent again: the controller or a file is not there yet."""
+    def __init__(self, text: str, status: int = 400) -> None:
+        super().__init__(text)
+        self.status = status
 
 
 def training_run(body: Body) -> str:

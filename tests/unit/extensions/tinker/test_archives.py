@@ -8,7 +8,7 @@ import pytest
 from slipstream.core.errors import RunFailed
 from slipstream.core.settings.config import Config
 from slipstream.extensions.tinker import archives
-from slipstream.extensions.tinker.archives import Archives, NotReady
+from slipstream.extensions.tinker.archives import Archives
 from slipstream.extensions.tinker.operations import Refused
 from slipstream.extensions.tinker.store import OperationStore
 from slipstream.v1 import operations_pb2 as pb
@@ -132,13 +132,13 @@ async def test_an_export_that_fails_later_is_told_and_then_tried_again(
     monkeypatch.setattr(archives, "run_export", export)
     monkeypatch.setattr(archives, "HOLD_S", 0)
     served = Archives(config)
-    with pytest.raises(NotReady):
+    with pytest.raises(Refused, match="version 2 is exported"):
         await asked(served, files_of("x"))
     (task,) = served._exports.values()
     fails.set()
     await asyncio.wait([task])
     with pytest.raises(Refused, match="the disk is full"):
         await asked(served, files_of("x"))
-    with pytest.raises(NotReady):
+    with pytest.raises(Refused, match="version 2 is exported"):
         await asked(served, files_of("x"))
     assert len(started) == 2

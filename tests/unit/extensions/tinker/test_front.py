@@ -63,6 +63,8 @@ async def answered(
     [
         ("create_session", b"[" * 200_000),
         ("optim_step", b'{"a":' * 100_000 + b"1" + b"}" * 100_000),
+        ("optim_step", {"seq_id": "x"}),
+        ("forward_backward", b"\xff"),
         ("asample", SAMPLE | {"sampling_session_id": 5}),
         ("asample", SAMPLE | {"prompt": {"chunks": ["text"]}}),
         ("asample", SAMPLE | {"sampling_params": [1]}),

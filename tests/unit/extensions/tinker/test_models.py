@@ -11,27 +11,6 @@ TWO = LoraSection(rank=8, publish="adapters", adapters=("a", "b"))
 NEW = Adapter(rank=2, alpha=4.0)
 
 
-def test_without_adapters_the_newest_stream_takes_the_model_over() -> None:
-    all_models = Models(LoraSection())
-    first = all_models.take("s:train:0", NEW)
-    assert all_models.refusal() == ""
-    second = all_models.take("s:train:1", NEW)
-    assert [all_models.is_there(one) for one in (first, second)] == [False, True]
-    assert second.adapter.name == ""
-
-
-def test_a_new_model_gets_a_free_place_and_is_refused_where_there_is_none() -> None:
-    all_models = Models(TWO)
-    taken = [all_models.take(stream, NEW).adapter for stream in ("s:train:0", "t:train:0")]
-    assert [(one.name, one.rank, one.alpha) for one in taken] == [("a", 2, 4.0), ("b", 2, 4.0)]
-    assert "all 2 places for models (lora.adapters) are taken" in all_models.refusal()
-    all_models.finished["t"] = Entry(Operation(id="t:finish", stream="t"))
-    assert all_models.refusal() == ""
-    # The place after a restart, too.
-    assert all_models.take("u:train:0", Adapter(name="b")).adapter.name == "b"
-    assert "t:train:0" not in all_models.by_stream
-
-
 def test_a_silent_model_gives_its_place_up(monkeypatch: pytest.MonkeyPatch) -> None:
     all_models = Models(TWO)
     silent, used = (all_models.take(stream, NEW) for stream in ("s:train:0", "t:train:0"))
@@ -42,17 +21,12 @@ def test_a_silent_model_gives_its_place_up(monkeypatch: pytest.MonkeyPatch) -> N
     assert (all_models.is_there(silent), all_models.is_there(used)) == (False, True)
 
 
-def test_models_have_turns_one_after_another() -> None:
-    all_models = Models(TWO)
-    first, second = (all_models.take(stream, NEW) for stream in ("s:train:0", "t:train:0"))
-    all_models.turn(first)
-    assert list(all_models.by_stream.values()) == [second, first]
-
-
 def test_the_end_of_a_session_is_kept_as_long_as_its_model_has_its_place() -> None:
     all_models, finish = Models(TWO), Entry(Operation(id="t:finish", stream="t"))
     all_models.take("t:train:0", NEW)
     all_models.finished["t"] = finish
     assert finish in all_models.lasting(())
-    all_models.take("u:train:0", Adapter(name="a"))
+    # A model takes its place after a restart, too.
+    assert all_models.take("u:train:0", Adapter(name="a")).adapter.name == "a"
+    assert "t:train:0" not in all_models.by_stream
     assert finish not in all_models.lasting(())

@@ -64,7 +64,8 @@ def config_of(**tables: dict) -> Config:
 
 
 def test_forward_backward_is_a_pass_with_the_sdks_number_as_its_identity() -> None:
-    operation = operations.forward_backward(wire.ForwardBackwardRequest.FromString(SENT))
+    request = wire.ForwardBackwardRequest.FromString(SENT)
+    operation = operations.forward_backward(request)
     assert (operation.stream, operation.number) == ("s1:train:0", 3)
     assert operation.id == operation.compute.id == "s1:train:0:3:forward_backward"
     assert operation.compute.backward
@@ -79,10 +80,7 @@ def test_forward_backward_is_a_pass_with_the_sdks_number_as_its_identity() -> No
         advantages=floats(0, 0.5, 1),
         behavior_logprobs=floats(-1, -2, -3),
     )
-
-
-def test_forward_alone_leaves_no_gradient() -> None:
-    request = wire.ForwardBackwardRequest.FromString(SENT)
+    # Forward alone leaves no gradient.
     request.forward_only = True
     assert not operations.forward_backward(request).compute.backward
 
