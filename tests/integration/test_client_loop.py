@@ -166,10 +166,11 @@ async def test_a_session_samples_by_its_version_alone(config) -> None:
         waits = trainer.num_waits
         await until(lambda: trainer.num_waits > waits + 1)
         assert server.loaded_versions[-1].step == 0
+        late = await client.ask(old, [2])
         server.gate.set()
         assert len(replies(await client.result(under_way))) == 1
         new = await publish
-        gone = await client.sample(old, [2])
+        gone = await client.result(late)
         assert gone["error"].startswith("version 0 is not served any more, version 1 is")
         assert len(replies(await client.sample(new, [3]))) == 1
 

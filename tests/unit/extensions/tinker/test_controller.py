@@ -558,6 +558,12 @@ async def test_samples_go_once_told_and_the_oldest_untold_ones_at_last(tmp_path,
         # The first is under way; of the others the newest stay.
         assert {"0", *names[36:]} <= loop.entries.keys()
         assert not {*names[1:30]} & loop.entries.keys()
+        # One that ended late does not go for others that began behind it.
+        late = loop.entries["0"]
+        late.is_told = True
+        loop.samples._over(late)
+        await until(late.ended.is_set)
+        assert "0" in loop.entries
 
 
 async def test_a_sample_whose_stream_broke_is_told_to_the_next_one(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import pytest
 from slipstream.core.settings.role_sections import LoraSection
 from slipstream.extensions.tinker import models
-from slipstream.extensions.tinker.models import Entry, Models
+from slipstream.extensions.tinker.models import Entry, Models, Named
 from slipstream.v1.operations_pb2 import Operation
 from slipstream.v1.trainer_pb2 import Adapter
 
@@ -19,6 +19,20 @@ def test_a_silent_model_gives_its_place_up(monkeypatch: pytest.MonkeyPatch) -> N
     used.touch()
     assert all_models.take("u:train:0", NEW).adapter.name == "a"
     assert (all_models.is_there(silent), all_models.is_there(used)) == (False, True)
+
+
+def test_names_go_with_what_they_name() -> None:
+    all_models = Models(TWO)
+    model, gone = (all_models.take(stream, NEW) for stream in ("s:train:0", "t:train:0"))
+    all_models.take("u:train:0", Adapter(name="b"))
+    for version in (1, 2):
+        model.publish(version)
+        gone.publish(version)
+    names = {"newest": (2, model), "older": (1, model), "gone": (2, gone), "saved": (3, gone)}
+    all_models.named = {name: Named(*of) for name, of in names.items()}
+    all_models.named["flying"] = Named(1, model, in_flight=True)
+    all_models.lasting((3,))
+    assert list(all_models.named) == ["newest", "saved", "flying"]
 
 
 def test_the_end_of_a_session_is_kept_as_long_as_its_model_has_its_place() -> None:
