@@ -62,7 +62,7 @@ def main() -> None:
                 ]
                 for each, data in zip(buckets, contents, strict=True):
                     lane[: each.num_bytes] = data
-                    sender.send(each, lane[: each.num_bytes])()
+                    sender.send(each, lane[: each.num_bytes])
                 sender.finish()
                 print("sent", flush=True)
         except WeightSyncError as error:

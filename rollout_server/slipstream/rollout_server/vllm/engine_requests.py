@@ -177,14 +177,29 @@ class EngineRequests:
         adapter: LoRARequest | None,
         images: Sequence[PlacedImage] = (),
     ) -> RequestOutputCollector:
-        """Passes a request to vLLM; returns the collector of its outputs."""
+        """Passes a request to vLLM; returns the collector of its outputs.
+
+        Raises RequestRefused for an image that cannot be read.
+        """
         with as_ours():
-            collector = await self._llm.add_request(
-                request_id,
-                await self._prompt(prompt_token_ids, images),
-                asked,
-                lora_request=adapter,
-            )
+            tokens = list(prompt_token_ids)
+            items = [await asyncio.to_thread(self._item, image.data) for image in images]
+            version, salt = self._pauses.version, self._pauses.salt
+            prompt: TokensInput | MultiModalInput = tokens_input(tokens, cache_salt=salt)
+            if images:
+                places = [
+                    PlaceholderRange(offset=image.offset, length=len(mask), is_embed=mask)
+                    for image, (_, mask) in zip(images, items, strict=True)
+                ]
+                prompt = mm_input(
+                    tokens,
+                    MultiModalKwargsItems({"image": [item for item, _ in items]}),
+                    # vLLM caches image features by the image's name. New weights give others.
+                    {"image": [f"{_name(image.data)}:{version}" for image in images]},
+                    {"image": places},
+                    cache_salt=salt,
+                )
+            collector = await self._llm.add_request(request_id, prompt, asked, lora_request=adapter)
             if self._open.get(request_id):
                 await self._llm.abort(request_id)
             return collector
@@ -208,32 +223,6 @@ class EngineRequests:
             # The counter has tokens that vLLM dropped after a stop text.
             self.counter.generated_tokens -= last.metrics.num_generation_tokens - num_tokens
         return record.generation(last)
-
-    async def _prompt(
-        self, token_ids: Sequence[int], images: Sequence[PlacedImage]
-    ) -> TokensInput | MultiModalInput:
-        """Returns vLLM's input. Raises ValueError for an image that cannot be read.
-
-        vLLM caches image features by the image's name. New weights give other features, so names
-        contain the version.
-        """
-        if not images:
-            return tokens_input(list(token_ids), cache_salt=self._pauses.salt)
-        items = [await asyncio.to_thread(self._item, image.data) for image in images]
-        return mm_input(
-            list(token_ids),
-            MultiModalKwargsItems({"image": [item for item, _ in items]}),
-            {"image": [f"{_name(image.data)}:{self._pauses.version}" for image in images]},
-            {
-                "image": [
-                    PlaceholderRange(
-                        offset=image.offset, length=len(has_features), is_embed=has_features
-                    )
-                    for image, (_, has_features) in zip(images, items, strict=True)
-                ]
-            },
-            cache_salt=self._pauses.salt,
-        )
 
     def _new_item(self, data: bytes) -> tuple[MultiModalKwargsItem, torch.Tensor]:
         """Returns an image's pixels for vLLM, and a mask of its tokens that take features."""

@@ -185,31 +185,24 @@ def load_tensors(model: torch.nn.Module, tensors: Iterable[Named]) -> set[str] |
         loaded: set[str] | None = model.load_weights(tensors)  # type: ignore[operator]
         return loaded
     sinks: set[str] = set()
-    return set(model.load_weights(_one_by_one(model, tensors, sinks))) | sinks  # type: ignore[operator]
 
+    def one_by_one() -> Iterator[Named]:
+        for name, tensor in tensors:
+            found = _EXPERTS.fullmatch(name)
+            if found is not None:
+                for expert, own in enumerate(tensor):
+                    yield f"{found[1]}{expert}.{_OF_ONE[found[2]]}", own
+            elif name.endswith(_SINKS):
+                parameter = name.replace(_SINKS, ".attn.sinks")
+                target = model.get_parameter(parameter)
+                ranks = get_tensor_model_parallel_world_size()
+                own = tensor.chunk(ranks)[get_tensor_model_parallel_rank()]
+                target.weight_loader(target, own)  # type: ignore[attr-defined]
+                sinks.add(parameter)
+            else:
+                yield name, tensor
 
-def _one_by_one(
-    model: torch.nn.Module, tensors: Iterable[Named], sinks: set[str]
-) -> Iterator[Named]:
-    """Yields the tensors for gpt-oss's loader, each expert as a separate tensor.
-
-    Loads attention sinks itself, without yielding them, and adds their parameters' names to
-    `sinks`.
-    """
-    for name, tensor in tensors:
-        found = _EXPERTS.fullmatch(name)
-        if found is not None:
-            for expert, own in enumerate(tensor):
-                yield f"{found[1]}{expert}.{_OF_ONE[found[2]]}", own
-        elif name.endswith(_SINKS):
-            parameter = name.replace(_SINKS, ".attn.sinks")
-            target = model.get_parameter(parameter)
-            ranks = get_tensor_model_parallel_world_size()
-            own = tensor.chunk(ranks)[get_tensor_model_parallel_rank()]
-            target.weight_loader(target, own)  # type: ignore[attr-defined]
-            sinks.add(parameter)
-        else:
-            yield name, tensor
+    return set(model.load_weights(one_by_one())) | sinks  # type: ignore[operator]
 
 
 # vLLM's own logger: the engine's processes have no other handler.

@@ -23,6 +23,8 @@ from slipstream.rollout_server.weights.bucket_receiver import BucketReceiver, In
 _ALIGNMENT_BYTES = 512
 _NUM_BUFFERS = 2
 _NO_CACHE = "NCCL_NO_CACHE"
+# The streams that receivers of this process use.
+_STREAMS: defaultdict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
 
 
 def _nccl_variables() -> dict[str, str]:
@@ -79,7 +81,16 @@ class NcclReceiver(BucketReceiver):
                 world_size=communicator.world_size,
                 deadline_s=membership.join_deadline_s,
             )
-        self._stream = _idle_stream(self._device)
+        # The stream of a communicator that could not be aborted stays busy. Torch has 32 streams in
+        # all: with a new one for each communicator, two users would sooner or later share one.
+        streams = _STREAMS[self._device]
+        idle = [stream for stream in streams if stream.query()]
+        if not idle:
+            # Broadcasts go before copies and digests: one that waits for processors leaves the link
+            # idle.
+            idle = [torch.cuda.Stream(self._device, priority=-1)]  # type: ignore[no-untyped-call]
+            streams += idle
+        self._stream = idle[0]
         self._buffers: list[torch.Tensor] = []
 
     def prepare(self, incoming: Incoming) -> Sequence[torch.Tensor]:
@@ -156,22 +167,3 @@ class NcclReceiver(BucketReceiver):
         # Allocated for the consumer's stream, written on ours.
         room.record_stream(self._stream)
         return room
-
-
-# The streams that receivers of this process use.
-_STREAMS: defaultdict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
-
-
-def _idle_stream(device: torch.device) -> torch.cuda.Stream:
-    """Returns a stream without pending work, a new stream if needed.
-
-    The stream of a communicator that could not be aborted stays busy. Torch has 32 streams in all:
-    with a new stream for each communicator, two users would sooner or later share a stream.
-    """
-    streams = _STREAMS[device]
-    for stream in streams:
-        if stream.query():
-            return stream
-    # Broadcasts go before copies and digests: one that waits for processors leaves the link idle.
-    streams.append(torch.cuda.Stream(device, priority=-1))  # type: ignore[no-untyped-call]
-    return streams[-1]

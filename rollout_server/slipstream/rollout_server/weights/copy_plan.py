@@ -9,6 +9,7 @@ copies.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -126,7 +127,23 @@ def record(
         with recorder:
             load_weights(cut(room, bucket))
         plan.append(tuple(recorder.copies))
-    _check_coverage(parameters, [copy for part in plan for copy in part], recorder.constants)
+    names = {_storage(tensor): name for name, tensor in parameters.items()}
+    wanted: dict[str, set[View]] = {name: set() for name in names.values()}
+    for tensor in parameters.values():
+        wanted[names[_storage(tensor)]].add(View.of(tensor))
+    written: dict[str, list[View]] = {name: [] for name in wanted}
+    for copy in itertools.chain(*plan):
+        written[copy.parameter].append(copy.destination)
+    for name, view in recorder.constants:
+        written[name].append(view)
+    for name, views in wanted.items():
+        if not written[name]:
+            raise NotCopied(f"{name} is not written")
+        got, once = _merge(written[name])
+        if not once:
+            raise NotCopied(f"parts of {name} are written more than once")
+        if not np.array_equal(got, _merge(views)[0]):
+            raise NotCopied(f"parts of {name} are not written")
     return CopyPlan(tuple(buckets), tuple(plan))
 
 
@@ -157,11 +174,21 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_floating_point():
             # A parameter that is written with this value would look like a constant.
             raise NotCopied("the loader reads the value of an element")
-        written = self._written(func, args, kwargs or {})
+        named, written = kwargs or {}, None
+        for place, argument in enumerate(func._schema.arguments):
+            info = argument.alias_info
+            value = args[place] if place < len(args) else named.get(argument.name)
+            if info is None or not info.is_write or not isinstance(value, torch.Tensor):
+                continue
+            if _storage(value) == self._room:
+                raise NotCopied(f"the loader changes a bucket by {func}")
+            if _storage(value) in self._names:
+                written = value
+                break
         if written is None:
             if func is torch.ops.aten.copy_.default and _storage(args[1]) == self._room:
                 raise NotCopied("a bucket is copied to a tensor that is no parameter")
-            return func(*args, **kwargs or {})
+            return func(*args, **named)
         name = self._names[_storage(written)]
         if func is torch.ops.aten.copy_.default:
             source = args[1]
@@ -185,48 +212,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise NotCopied(f"{name} is changed by {func}")
         return written
 
-    def _written(
-        self,
-        func: Any,  # noqa: ANN401 - torch gives no type
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> torch.Tensor | None:
-        for place, argument in enumerate(func._schema.arguments):
-            info = argument.alias_info
-            value = args[place] if place < len(args) else kwargs.get(argument.name)
-            if info is not None and info.is_write and isinstance(value, torch.Tensor):
-                if _storage(value) == self._room:
-                    raise NotCopied(f"the loader changes a bucket by {func}")
-                if _storage(value) in self._names:
-                    return value
-        return None
-
 
 def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-def _check_coverage(
-    parameters: Parameters, copies: Sequence[Copy], constants: Sequence[tuple[str, View]]
-) -> None:
-    """Raises NotCopied unless every element of every parameter is written exactly once."""
-    names = {_storage(tensor): name for name, tensor in parameters.items()}
-    wanted: dict[str, set[View]] = {name: set() for name in names.values()}
-    for tensor in parameters.values():
-        wanted[names[_storage(tensor)]].add(View.of(tensor))
-    written: dict[str, list[View]] = {name: [] for name in wanted}
-    for copy in copies:
-        written[copy.parameter].append(copy.destination)
-    for name, view in constants:
-        written[name].append(view)
-    for name, views in wanted.items():
-        if not written[name]:
-            raise NotCopied(f"{name} is not written")
-        got, once = _merge(written[name])
-        if not once:
-            raise NotCopied(f"parts of {name} are written more than once")
-        if not np.array_equal(got, _merge(views)[0]):
-            raise NotCopied(f"parts of {name} are not written")
 
 
 def _merge(views: Iterable[View]) -> tuple[NDArray[np.int64], bool]:

@@ -42,7 +42,7 @@ class Ends:
             lane = torch.zeros(LARGEST, dtype=torch.uint8)
             for place, bucket in enumerate(BUCKETS):
                 data = lane[: bucket.num_bytes].copy_(ipc_learner.content(seed, place))
-                self.sender.send(bucket, data)()
+                self.sender.send(bucket, data)
             self.sender.finish()
 
         return self._pool.submit(send)
