@@ -61,7 +61,9 @@ class StepTimes:
 
         `given_s` is the Unix time at which the trainer got the groups, `waited_s` that in which it
         waited for groups, and `lease_waits_s` that in which a lease waited, by cause: both in
-        seconds, in total since the controller started.
+        seconds, in total since the controller started. With them are the means of the groups' time
+        in the queue and of their episodes' rest: the time from lease to arrival outside engine and
+        environment, or 0 if an earlier controller leased it.
         """
         totals = {"groups_wait_s": waited_s} | {
             f"lease_wait_{name}_s": lease_waits_s[name] for name in LEASE_WAITS
@@ -75,28 +77,18 @@ class StepTimes:
             paused = min(1.0 - sampling, max(0.0, work["paused_s"] / uptime_s))
             shares = (sampling, paused, 1.0 - sampling - paused)
             passed |= zip(SERVER_SHARES, shares, strict=True)
-        return passed | group_times(groups, given_s)
-
-
-def group_times(groups: Sequence[Group], given_s: float) -> dict[str, float]:
-    """Returns the means of the groups' time in the queue and of their episodes' rest, in seconds.
-
-    `given_s` is the Unix time at which the trainer got the groups. The rest of an episode is its
-    time from lease to arrival outside engine and environment, or 0 if an earlier controller leased
-    it.
-    """
-    waits = [max(0.0, given_s - max(g.back_s.values())) for g in groups if g.back_s]
-    rests = [
-        max(0.0, back_s - group.leased_s - each.generation_s - each.environment_s)
-        if group.leased_s and (back_s := group.back_s.get(each.member)) is not None
-        else 0.0
-        for group in groups
-        for each in group.in_order()
-    ]
-    return {
-        **({"queue_s_mean": statistics.fmean(waits)} if waits else {}),
-        **({"episode_rest_s_mean": statistics.fmean(rests)} if rests else {}),
-    }
+        if waits := [max(0.0, given_s - max(g.back_s.values())) for g in groups if g.back_s]:
+            passed["queue_s_mean"] = statistics.fmean(waits)
+        rests = [
+            max(0.0, back_s - group.leased_s - each.generation_s - each.environment_s)
+            if group.leased_s and (back_s := group.back_s.get(each.member)) is not None
+            else 0.0
+            for group in groups
+            for each in group.in_order()
+        ]
+        if rests:
+            passed["episode_rest_s_mean"] = statistics.fmean(rests)
+        return passed
 
 
 # Time between two looks at the ledger, which counts all trajectories that wait.

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from enum import Enum
 
 from slipstream.core.errors import ProtocolError
 from slipstream.core.types import FULL_REWARD, GroupId, PolicyVersion, TrajectoryId, TrajectoryName
@@ -18,17 +17,6 @@ from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.kinds import Record, TrajectoryEnd
 
 START = PolicyVersion(0, 0)
-
-
-class FilterVerdict(Enum):
-    """The conclusion from the groups that dynamic sampling left out of one batch."""
-
-    # Too few groups were left out to judge.
-    GO_ON = "go on"
-    # Every group that was left out had full rewards: nothing is left to learn.
-    SOLVED = "solved"
-    # Too many groups had equal rewards that were not full: no batch comes together.
-    STUCK = "stuck"
 
 
 @dataclass
@@ -63,15 +51,10 @@ class FilteredGroups:
     def total(self) -> int:
         return sum(tally.groups for tally in self.tallies.values())
 
-    def verdict(self, limit: int) -> FilterVerdict:
-        """Returns GO_ON if fewer than `limit` groups were left out, else SOLVED or STUCK.
-
-        One group that is not solved is enough for STUCK: the run has not learnt that task.
-        """
-        if self.total < limit:
-            return FilterVerdict.GO_ON
-        solved = all(tally.solved == tally.groups for tally in self.tallies.values())
-        return FilterVerdict.SOLVED if solved else FilterVerdict.STUCK
+    @property
+    def are_solved(self) -> bool:
+        """Whether each group had full rewards: one that had not shows what is not learnt yet."""
+        return all(tally.solved == tally.groups for tally in self.tallies.values())
 
     def describe(self) -> str:
         """Returns the counts and the mean reward of each environment as text."""

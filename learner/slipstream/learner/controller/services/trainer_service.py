@@ -20,7 +20,7 @@ from slipstream.learner.controller.publishing.receivers import place_from_pb
 from slipstream.learner.controller.records.history import REMEDY
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.session import CallContext
-from slipstream.learner.controller.trajectories.batch import FormedBatch, chunks, header, way_past
+from slipstream.learner.controller.trajectories.batch import FormedBatch, chunks, header
 from slipstream.protocol.codec import TRAINER_EPOCH, version_from_pb, version_to_pb
 from slipstream.protocol.rich_errors import Reason, abort
 from slipstream.v1 import status_pb2, trainer_pb2_grpc
@@ -341,8 +341,14 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
     def _suspect(self) -> None:
         """Notes the batch of a failed trainer as suspect if it has never been trained."""
-        batch = self._former.untried
-        self._progress.trainer_failed("" if batch is None else way_past(batch, self._run.config))
+        way_past, batch = "", self._former.untried
+        if batch is not None:
+            way_past = (
+                f"batch {batch.batch_id} of step {batch.version} is trained first when the run "
+                f"goes on, unless `slipstream set-aside {self._run.config.run_dir} {batch.version}`"
+                " takes it out"
+            )
+        self._progress.trainer_failed(way_past)
 
     async def Finish(  # noqa: N802
         self, request: pb.TrainerGoodbye, context: CallContext

@@ -114,14 +114,6 @@ class Trained:
     again: bool
 
 
-def way_past(batch: FormedBatch, config: Config) -> str:
-    """Returns advice for the user on how to skip a batch at which the trainer always fails."""
-    return (
-        f"batch {batch.batch_id} of step {batch.version} is trained first when the run goes on, "
-        f"unless `slipstream set-aside {config.run_dir} {batch.version}` takes it out"
-    )
-
-
 def _trajectories(groups: Sequence[Group]) -> list[Trajectory]:
     return [trajectory for group in groups for trajectory in group.in_order()]
 

@@ -30,7 +30,7 @@ from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.history import RunHistory, group_number
 from slipstream.learner.controller.records.kinds import TrajectoryEnd
 from slipstream.learner.controller.records.ledger import Endings
-from slipstream.learner.controller.records.state import FilterVerdict, is_solved
+from slipstream.learner.controller.records.state import is_solved
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.fleet import ServerListener
 from slipstream.learner.controller.servers.session import ServerSession
@@ -392,19 +392,19 @@ class GroupFilter:
         """Ends the run if too many groups were left out while one batch was formed."""
         algorithm, filtered = self._run.config.algorithm, self._state.filtered
         step = self._state.next_step
-        verdict = filtered.verdict(MOST_FILTERED_BATCHES * algorithm.groups_per_step)
+        is_few = filtered.total < MOST_FILTERED_BATCHES * algorithm.groups_per_step
         # If a batch is complete or being written, the trainer is slow, and the tasks not stuck.
         has_batch = self._book.has_whole_batch or self._book.step > step
-        if verdict is FilterVerdict.GO_ON or self._progress.is_over or has_batch:
+        if is_few or self._progress.is_over or has_batch:
             return
         count = (
             f"{filtered.total} groups were left out by algorithm.filter while the batch of "
             f"step {step + 1} was formed ({filtered.describe()})"
         )
-        if verdict is FilterVerdict.STUCK:
+        if filtered.are_solved:
+            self._progress.stop(f"the task is solved: the last {count}")
+        else:
             self._progress.fail(
                 f"{count}, as many as {MOST_FILTERED_BATCHES} steps train; solved are those whose "
                 "rewards all are 1, or the highest one that was seen above it"
             )
-        else:
-            self._progress.stop(f"the task is solved: the last {count}")

@@ -19,7 +19,6 @@ from slipstream.learner.controller.records.history import (
 from slipstream.learner.controller.records.kinds import TrajectoryEnd, fields_of, parsed
 from slipstream.learner.controller.records.state import (
     FilteredGroups,
-    FilterVerdict,
     JournaledStep,
     is_solved,
 )
@@ -357,17 +356,16 @@ def filtered(**environments: list[float]) -> FilteredGroups:
 
 
 @pytest.mark.parametrize(
-    ("rewards", "verdict"),
+    ("rewards", "are_solved"),
     [
-        ({"a": [1.0, 1.0], "b": [0.0]}, FilterVerdict.GO_ON),
-        ({"a": [1.0, 1.0], "b": [1.0, 1.0]}, FilterVerdict.SOLVED),
+        ({"a": [1.0, 1.0], "b": [1.0, 1.0]}, True),
         # One group that is not solved is no success.
-        ({"a": [1.0] * 30, "b": [0.99]}, FilterVerdict.STUCK),
-        ({"a": [0.0] * 4}, FilterVerdict.STUCK),
+        ({"a": [1.0] * 30, "b": [0.99]}, False),
+        ({"a": [0.0] * 4}, False),
     ],
 )
-def test_a_run_ends_when_four_groups_in_a_row_teach_nothing(rewards, verdict):
-    assert filtered(**rewards).verdict(4) is verdict
+def test_a_task_is_solved_when_all_groups_that_teach_nothing_have_full_rewards(rewards, are_solved):
+    assert filtered(**rewards).are_solved is are_solved
     # Equal after a penalty: they were filtered, and one of them is not right.
     assert not is_solved([1.0, 0.5], lowest=0.5, highest=1.0)
     assert is_solved([1.0, 0.7 + 0.2 + 0.1], lowest=0.0, highest=1.0)
@@ -393,8 +391,6 @@ def test_a_batch_begins_the_count_again() -> None:
     groups = filtered(a=[1.0] * 4)
     groups.clear()
     assert groups.total == 0
-    groups.add("a", 1.0, solved=True)
-    assert groups.verdict(2) is FilterVerdict.GO_ON
 
 
 def test_the_cause_names_numbers_and_rewards_of_each_environment() -> None:
