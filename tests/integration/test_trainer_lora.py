@@ -1,7 +1,6 @@
 """Adapters train alike in every layout, and what is exported is what was trained."""
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -32,37 +31,34 @@ NUM_ADAPTED = NUM_LAYERS * 7
 pytestmark = [pytest.mark.long_but("one"), pytest.mark.usefixtures("one_thread")]
 
 
-def run_jobs(pool: RankPool, folder: Path, jobs: Iterable[str]) -> dict[str, dict]:
-    """What rank 0 of each job saw."""
-    sizes = {job: lora_ranks.ALL[job][0] for job in jobs}
-    return pool.found(lora_ranks, sizes, folder, "lora-{}.pt")
-
-
 @pytest.fixture(scope="module")
 def found(folder: Path, rank_pool: RankPool, request: pytest.FixtureRequest) -> dict[str, dict]:
-    return run_jobs(rank_pool, folder, jobs_of_file(request, JOBS))
-
-
-@pytest.fixture(scope="module")
-def mixtures(folder: Path, rank_pool: RankPool, request: pytest.FixtureRequest) -> dict[str, dict]:
-    return run_jobs(rank_pool, folder, chosen_jobs(request, MIXTURES))
-
-
-@pytest.fixture(scope="module")
-def experts(folder: Path, rank_pool: RankPool, request: pytest.FixtureRequest) -> dict[str, dict]:
-    wanted = chosen_jobs(request, EXPERTS)
-    chosen = dict.fromkeys(["experts-one", *map(one_rank, wanted), *wanted])
-    return run_jobs(rank_pool, folder, chosen)
+    """What rank 0 of each job saw."""
+    others = chosen_jobs(request, MIXTURES | EXPERTS)
+    jobs = dict.fromkeys([*jobs_of_file(request, JOBS), *map(reference, others), *others])
+    sizes = {job: lora_ranks.ALL[job][0] for job in jobs}
+    return rank_pool.found(lora_ranks, sizes, folder, "lora-{}.pt")
 
 
 def reference(job: str) -> str:
-    model = JOBS[job][1]
-    return "one" if model == "llama" else f"one-{model}"
+    """The job of one rank with the same model; a mixture without adapters of experts has none."""
+    if job in EXPERTS:
+        return f"{job.split('-')[0]}-one"
+    model = lora_ranks.ALL[job][1]
+    return "one" if model == "llama" else job if job in MIXTURES else f"one-{model}"
 
 
-@pytest.mark.parametrize("job", [job for job in JOBS if job != reference(job)])
-def test_adapters_train_alike_in_every_layout(job: str, found: dict[str, dict]) -> None:
+@pytest.mark.parametrize(
+    "job", each_job([job for job in JOBS | EXPERTS if job != reference(job)], SLOW)
+)
+def test_adapters_train_alike_in_every_layout(job, folder, found):
     check_alike(found[job], found[reference(job)])
+    mine, other = (
+        load_file(folder / f"lora-{each}-first" / "adapter_model.safetensors")
+        for each in (job, reference(job))
+    )
+    assert set(mine) == set(other)
+    assert all(torch.equal(mine[name], tensor) for name, tensor in other.items())
 
 
 def check_alike(ours: dict, theirs: dict) -> None:
@@ -143,41 +139,6 @@ def test_an_export_that_ends_early_has_written_adapters_and_hinders_no_other(job
     assert not (folder / f"lora-{job}-cut").exists()
 
 
-@pytest.mark.parametrize("job", ["one", "tp2-sp-qwen3", "pp2-tied"])
-def test_merged_folder_has_the_logits_of_model_and_adapters(job, folder, found):
-    model = AutoModelForCausalLM.from_pretrained(folder / f"lora-{job}-merged", dtype=torch.float32)
-    with torch.no_grad():
-        merged = [target_logprobs(model, ids, 1.0) for ids in probe(config_of(job, folder))]
-    torch.testing.assert_close(torch.cat(merged), found[job]["logprobs"][-1], rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("job", ["one", "tp2-sp-qwen3", "pp2-tied"])
-def test_adapter_folder_is_what_was_merged(job: str, folder: Path, found: dict[str, dict]) -> None:
-    path = folder / f"lora-{job}-adapters"
-    settings = json.loads((path / "adapter_config.json").read_text())
-    assert (settings["peft_type"], settings["r"], settings["lora_alpha"]) == ("LORA", RANK, ALPHA)
-    tensors = load_file(path / "adapter_model.safetensors")
-    assert len(tensors) == 2 * NUM_ADAPTED
-    for name, base in found[job]["before"].items():
-        prefix = f"base_model.model.{name.removesuffix('.weight')}"
-        expected = base
-        if f"{prefix}.lora_A.weight" in tensors:
-            module = name.split(".")[-2]
-            assert module in settings["target_modules"]
-            b, a = tensors[f"{prefix}.lora_B.weight"], tensors[f"{prefix}.lora_A.weight"]
-            expected = base + SCALE * b @ a
-        torch.testing.assert_close(found[job]["weights"][name], expected, rtol=1e-6, atol=1e-7)
-
-
-@pytest.mark.parametrize("job", list(JOBS))
-def test_step_after_a_checkpoint_is_the_one_before_bit_by_bit(job: str, found: dict[str, dict]):
-    ours = found[job]
-    moved = [n for n, t in ours["weights"].items() if not torch.equal(ours["loaded"][n], t)]
-    assert len(moved) == NUM_ADAPTED
-    for name, tensor in ours["weights"].items():
-        assert torch.equal(ours["retrained"][name], tensor), name
-
-
 # Ranks that send: what a pipeline stage or an expert parallel rank holds comes from it.
 SENDERS = {"pp2-tied": [0, 1], "ep2-moe": [0, 1]}
 
@@ -194,8 +155,8 @@ def test_matrices_and_adapters_that_are_sent_apart_are_those_of_the_files(job, f
 
 
 @pytest.mark.parametrize("job", MIXTURES)
-def test_ranks_that_hold_no_adapters_take_part_when_these_are_sent_alone(job, folder, mixtures):
-    check_sent(job, folder, mixtures[job]["before"])
+def test_ranks_that_hold_no_adapters_take_part_when_these_are_sent_alone(job, folder, found):
+    check_sent(job, folder, found[job]["before"])
     holding = [bool(rank["alone"]["tensors"]) for rank in sent(job, folder)]
     assert any(holding)
     assert not all(holding)
@@ -233,27 +194,13 @@ def test_a_frozen_matrix_that_moved_stops_the_run(folder: Path, found: dict[str,
     assert "is frozen, but changed during the run" in sent("one", folder)[0]["moved"]
 
 
-def one_rank(job: str) -> str:
-    """The job of one rank with the same model."""
-    return f"{job.split('-')[0]}-one"
-
-
-@pytest.mark.parametrize("job", each_job([job for job in EXPERTS if job != one_rank(job)], SLOW))
-def test_each_expert_has_one_adapter_which_trains_alike_in_every_layout(job, folder, experts):
-    check_alike(experts[job], experts[one_rank(job)])
-    mine, other = (
-        load_file(folder / f"lora-{each}-first" / "adapter_model.safetensors")
-        for each in (job, one_rank(job))
-    )
-    assert set(mine) == set(other)
-    assert all(torch.equal(mine[name], tensor) for name, tensor in other.items())
-
-
-@pytest.mark.parametrize("job", each_job(EXPERTS, SLOW))
-def test_merged_experts_are_matrices_and_products_of_the_adapter_folder(job, folder, experts):
-    stored = load_file(folder / EXPERTS[job][1] / "model.safetensors")
-    found = experts[job]
-    assert all(torch.equal(found["before"][name], stored[name]) for name in stored)
+@pytest.mark.parametrize("job", each_job(["one", "tp2-sp-qwen3", "pp2-tied", *EXPERTS], SLOW))
+def test_merged_matrices_are_those_of_the_files_and_products_of_the_adapter_folder(
+    job: str, folder: Path, found: dict[str, dict]
+) -> None:
+    stored = load_file(folder / lora_ranks.ALL[job][1] / "model.safetensors")
+    ours = found[job]
+    assert all(torch.equal(ours["before"][name], stored[name]) for name in stored)
     tensors = load_file(folder / f"lora-{job}-adapters" / "adapter_model.safetensors")
     moved = 0
     for name, base in stored.items():
@@ -264,12 +211,13 @@ def test_merged_experts_are_matrices_and_products_of_the_adapter_folder(job, fol
             assert (a.shape[0], b.shape[1]) == (RANK, RANK)
             expected = base + SCALE * b @ a
             moved += ".experts." in name and not torch.equal(expected, base)
-        torch.testing.assert_close(found["weights"][name], expected, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(ours["weights"][name], expected, rtol=1e-6, atol=1e-7)
     # gate, up and down of 4 experts in each layer; one that no token chose would stay.
     assert moved >= 0.8 * sum(".experts." in name for name in stored)
     latent = {name.split(".")[4] for name in stored if "_a_proj" in name or "_b_proj" in name}
     latent |= {name.split(".")[4] for name in stored if ".linear_attn." in name and "_proj" in name}
     settings = json.loads((folder / f"lora-{job}-adapters" / "adapter_config.json").read_text())
+    assert (settings["peft_type"], settings["r"], settings["lora_alpha"]) == ("LORA", RANK, ALPHA)
     assert latent <= set(settings["target_modules"])
     for name in set(settings["target_modules"]):
         # Each named matrix has adapters in every layer that has the matrix.
@@ -279,27 +227,27 @@ def test_merged_experts_are_matrices_and_products_of_the_adapter_folder(job, fol
     model = AutoModelForCausalLM.from_pretrained(folder / f"lora-{job}-merged", dtype=torch.float32)
     with torch.no_grad():
         merged = [target_logprobs(model, ids, 1.0) for ids in probe(config_of(job, folder))]
-    torch.testing.assert_close(torch.cat(merged), found["logprobs"][-1], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(torch.cat(merged), ours["logprobs"][-1], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("job", each_job(["experts-one", "experts-etp2", "experts-tp2-ep2"], SLOW))
-def test_adapters_of_experts_that_are_switched_off_have_no_effect(job, experts):
-    found = experts[job]
-    assert torch.equal(found["switched_off"], found["base"])
-    assert not torch.allclose(found["logprobs"][-1], found["base"], atol=1e-4)
+def test_adapters_of_experts_that_are_switched_off_have_no_effect(job, found):
+    ours = found[job]
+    assert torch.equal(ours["switched_off"], ours["base"])
+    assert not torch.allclose(ours["logprobs"][-1], ours["base"], atol=1e-4)
 
 
-@pytest.mark.parametrize("job", each_job(EXPERTS, SLOW))
-def test_a_step_after_a_checkpoint_of_experts_adapters_is_the_one_before_bit_by_bit(job, experts):
-    ours = experts[job]
+@pytest.mark.parametrize("job", each_job(JOBS | EXPERTS, SLOW))
+def test_step_after_a_checkpoint_is_the_one_before_bit_by_bit(job: str, found: dict[str, dict]):
+    ours = found[job]
     assert any(not torch.equal(ours["loaded"][n], t) for n, t in ours["weights"].items())
     for name, tensor in ours["weights"].items():
         assert torch.equal(ours["retrained"][name], tensor), name
 
 
 @pytest.mark.parametrize("job", each_job(["next-tp2"], SLOW))
-def test_rows_of_delta_nets_adapters_find_their_places_in_another_layout(job, experts):
-    ours, theirs = experts[job]["others"], experts[one_rank(job)]["loaded"]
+def test_rows_of_delta_nets_adapters_find_their_places_in_another_layout(job, found):
+    ours, theirs = found[job]["others"], found[reference(job)]["loaded"]
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
         torch.testing.assert_close(ours[name], tensor, rtol=1e-6, atol=1e-6)
