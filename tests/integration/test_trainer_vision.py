@@ -5,8 +5,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -34,6 +33,7 @@ from support.ranks.vision_ranks import (
     conversations,
     experts_of,
 )
+from support.references.plain_policy import ForcedExperts, adam_step
 from support.references.plain_vision import plain_logprobs, plain_model, plain_outputs
 
 pytestmark = [
@@ -94,37 +94,17 @@ def trained(rank_pool: RankPool, folder: Path) -> Callable[[str, str], dict]:
     return found
 
 
-def logprobs_of(model: torch.nn.Module, folder: Path, *, replays: bool) -> torch.Tensor:
+def logprobs_of(
+    model: torch.nn.Module, folder: Path, forced: ForcedExperts | None = None
+) -> torch.Tensor:
     whole = conversations(folder)
-    if not replays:
+    if forced is None:
         return torch.cat(plain_logprobs(model, folder, whole))
-    experts = experts_of(len(tokens) for tokens, _ in whole)
-    found = []
+    experts, found = experts_of(len(tokens) for tokens, _ in whole), []
     for conversation, ids in zip(whole, experts, strict=True):
-        with sent_to(model, torch.from_numpy(ids.astype(int))):
-            found += plain_logprobs(model, folder, [conversation])
+        forced.expert_ids = ids
+        found += plain_logprobs(model, folder, [conversation])
     return torch.cat(found)
-
-
-@contextmanager
-def sent_to(model: torch.nn.Module, expert_ids: torch.Tensor) -> Iterator[None]:
-    """Gives passes of one sequence whose tokens go to given experts, [tokens, layers, 2]."""
-
-    def sent(place: int) -> Callable:
-        def chosen(_gate: object, _inputs: object, output: tuple) -> tuple:
-            logits, _, own = output
-            given = expert_ids[:, place]
-            given = torch.where(given == 255, own, given)
-            values = logits.float().softmax(-1).gather(1, given)
-            return logits, values / values.sum(-1, keepdim=True), given
-
-        return chosen
-
-    layers = enumerate(model.model.language_model.layers)
-    hooks = [layer.mlp.gate.register_forward_hook(sent(place)) for place, layer in layers]
-    yield
-    for hook in hooks:
-        hook.remove()
 
 
 @pytest.mark.parametrize(
@@ -132,19 +112,15 @@ def sent_to(model: torch.nn.Module, expert_ids: torch.Tensor) -> Iterator[None]:
     [*((family, "one") for family in FAMILIES), *((family, f"one{REPLAY}") for family in MIXTURES)],
 )
 def test_one_rank_trains_images_like_plain_transformers(family, layout, folder, trained):
-    found, replays = trained(family, layout), REPLAY in layout
+    found = trained(family, layout)
     model = plain_model(folder / family)
-    logprobs = logprobs_of(model, folder / family, replays=replays)
+    forced = ForcedExperts(model) if REPLAY in layout else None
+    logprobs = logprobs_of(model, folder / family, forced)
     torch.testing.assert_close(found["before"], logprobs.detach(), rtol=1e-5, atol=1e-5)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), LEARNING_RATE, betas=(0.9, 0.95), eps=ADAM_EPS, weight_decay=0.0
-    )
-    (-logprobs.mean()).backward()
-    squares = [p.grad.square().sum() for p in model.parameters() if p.grad is not None]
-    assert found["norm"].item() == pytest.approx(sum(squares).sqrt().item(), rel=1e-5)
-    optimizer.step()
+    norm = adam_step(model, -logprobs.mean(), LEARNING_RATE, eps=ADAM_EPS)
+    assert found["norm"].item() == pytest.approx(norm, rel=1e-5)
     with torch.no_grad():
-        expected = logprobs_of(model, folder / family, replays=replays)
+        expected = logprobs_of(model, folder / family, forced)
     assert (found["after"] - found["before"]).abs().mean() > 0.05
     torch.testing.assert_close(found["after"], expected, rtol=1e-4, atol=1e-4)
 
@@ -192,7 +168,7 @@ def check_alike(found: dict, one: dict) -> None:
 def test_adapters_of_a_decoder_train_behind_a_frozen_tower(family: str, folder: Path, trained):
     found = trained(family, f"one{LORA}")
     model = plain_model(folder / family)
-    before = logprobs_of(model, folder / family, replays=False)
+    before = logprobs_of(model, folder / family)
     torch.testing.assert_close(found["before"], before.detach(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found["first"]["switched_off"], found["before"], rtol=0, atol=1e-6)
     (-before.mean()).backward()
@@ -209,7 +185,7 @@ def test_adapters_of_a_decoder_train_behind_a_frozen_tower(family: str, folder: 
     assert (found["after"] - found["before"]).abs().mean() > 0.01
     model.load_state_dict(in_memory(family, found["weights"]))
     with torch.no_grad():
-        after = logprobs_of(model, folder / family, replays=False)
+        after = logprobs_of(model, folder / family)
     torch.testing.assert_close(found["after"], after, rtol=1e-4, atol=1e-4)
 
 
@@ -277,15 +253,11 @@ def test_a_critic_values_replies_behind_images_like_plain_transformers(family, f
 
     before = values()
     torch.testing.assert_close(found["before"], before.detach(), rtol=1e-5, atol=1e-5)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), LEARNING_RATE, betas=(0.9, 0.95), eps=ADAM_EPS, weight_decay=0.0
-    )
-    (0.5 * (before - found["returns"]).square()).mean().backward()
-    squares = [p.grad.square().sum() for p in model.parameters() if p.grad is not None]
-    assert found["norm"].item() == pytest.approx(sum(squares).sqrt().item(), rel=1e-5)
+    loss = (0.5 * (before - found["returns"]).square()).mean()
+    norm = adam_step(model, loss, LEARNING_RATE, eps=ADAM_EPS)
+    assert found["norm"].item() == pytest.approx(norm, rel=1e-5)
     # Features of images reach the values: the tower has gradients.
     assert any(p.grad.abs().max() > 1e-6 for n, p in model.named_parameters() if "visual" in n)
-    optimizer.step()
     with torch.no_grad():
         torch.testing.assert_close(found["after"], values(), rtol=1e-4, atol=1e-4)
 

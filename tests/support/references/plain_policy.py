@@ -81,6 +81,17 @@ def plain_model(path: Path, dtype: torch.dtype = torch.float32, **changes: objec
     return kind.from_pretrained(path, config=config, **options)
 
 
+def adam_step(model: torch.nn.Module, loss: Tensor, rate: float, *, eps: float) -> float:
+    """Takes a step of AdamW without decay; returns the norm of the gradient, which stays."""
+    optimizer = torch.optim.AdamW(
+        model.parameters(), rate, betas=(0.9, 0.95), eps=eps, weight_decay=0.0
+    )
+    loss.backward()
+    squares = [p.grad.square().sum() for p in model.parameters() if p.grad is not None]
+    optimizer.step()
+    return float(torch.stack(squares).sum().sqrt())
+
+
 class PlainPolicy:
     """Unpacked, without parallelism, in float32, by the optimizer of the parity tests' settings."""
 
