@@ -5,6 +5,7 @@ The classes inherit from Megatron's, so import this module only after `compat.in
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -103,17 +104,17 @@ class GroupedLinear(MegatronModule):  # type: ignore[misc]
         self.groups = groups
         # Low-rank adapters of the matrices; None if there are none.
         self.adapter: Megatron = None
-        device = own_device(config)
+        # Every parameter is loaded later; NaN reveals one that was not.
+        made = functools.partial(torch.full, dtype=config.params_dtype, device=own_device(config))
         for place in range(num_experts):
-            # Every weight is loaded later; NaN reveals a weight that was not.
-            weight = torch.full(shape, torch.nan, dtype=config.params_dtype, device=device)
-            parameter = torch.nn.Parameter(weight)
+            weight = torch.nn.Parameter(made(shape, torch.nan))
             # Muon puts the matrix together along it.
-            parameter.partition_dim = partition_dim  # type: ignore[attr-defined]
-            self.register_parameter(f"weight{place}", parameter)
+            weight.partition_dim = partition_dim  # type: ignore[attr-defined]
+            self.register_parameter(f"weight{place}", weight)
             if has_bias:
-                bias = torch.full(shape[:1], torch.nan, dtype=config.params_dtype, device=device)
-                self.register_parameter(f"bias{place}", torch.nn.Parameter(bias))
+                self.register_parameter(
+                    f"bias{place}", torch.nn.Parameter(made(shape[:1], torch.nan))
+                )
 
     def forward(self, inputs: Tensor, expert: int) -> Tensor:
         """Maps [tokens, in] to [tokens, out] by an expert's matrix and adapter, without bias."""
@@ -122,18 +123,10 @@ class GroupedLinear(MegatronModule):  # type: ignore[misc]
             outputs = outputs + self.adapter(inputs, expert)
         return outputs
 
-    def like(
-        self, shape: tuple[int, int], *, partition_dim: int, is_gated: bool = False
-    ) -> GroupedLinear:
+    def like(self, shape: tuple[int, int], **named: Megatron) -> GroupedLinear:
         """Returns matrices of another shape for the same experts, without biases."""
-        return GroupedLinear(
-            self.num_experts,
-            shape,
-            partition_dim=partition_dim,
-            config=self.config,
-            groups=self.groups,
-            is_gated=is_gated,
-        )
+        own = {"config": self.config, "groups": self.groups}
+        return GroupedLinear(self.num_experts, shape, **own, **named)
 
     def sharded_tensors(
         self, key: str, offsets: tuple[tuple[int, int, int], ...], metadata: Megatron
@@ -169,24 +162,17 @@ class GroupedExperts(MegatronModule):  # type: ignore[misc]
     ) -> None:
         super().__init__(config)
         assert config.gated_linear_unit
+        hidden = config.hidden_size
         inner = divide(config.moe_ffn_hidden_size, pg_collection.expt_tp.size())
-        self.linear_fc1 = GroupedLinear(
+        made = functools.partial(
+            GroupedLinear,
             num_local_experts,
-            (2 * inner, config.hidden_size),
-            partition_dim=0,
-            config=config,
-            groups=pg_collection,
-            is_gated=True,
-            has_bias=config.add_bias_linear,
-        )
-        self.linear_fc2 = GroupedLinear(
-            num_local_experts,
-            (config.hidden_size, inner),
-            partition_dim=1,
             config=config,
             groups=pg_collection,
             has_bias=config.add_bias_linear,
         )
+        self.linear_fc1 = made((2 * inner, hidden), partition_dim=0, is_gated=True)
+        self.linear_fc2 = made((hidden, inner), partition_dim=1)
 
     def forward(
         self, hidden_states: Tensor, tokens_per_expert: Tensor, probs: Tensor

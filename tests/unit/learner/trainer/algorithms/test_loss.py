@@ -122,22 +122,6 @@ def test_masks_and_clips_are_counted() -> None:
     assert found.statistics.sums[LossSum.WEIGHT] == 2
 
 
-def test_later_mini_batch_takes_the_ratio_to_the_policy_before_the_step() -> None:
-    policy = torch.tensor([-1.0 + math.log(1.5)], requires_grad=True)
-    found = loss_of(policy, micro_batch([-1.0]), old=torch.tensor([-1.0]))
-    assert found.loss.item() == pytest.approx(-1.2)
-    assert gradient(found, policy) == [0.0]
-
-
-def test_decoupled_ppo_weighs_by_the_proximal_policy_and_clips_around_it() -> None:
-    # behavior -> proximal 1.5 (the weight), proximal -> policy 1.1 (the ratio).
-    policy = torch.tensor([-1.0 + math.log(1.1)], requires_grad=True)
-    batch = micro_batch([-1.0 - math.log(1.5)])
-    found = loss_of(policy, batch, old=torch.tensor([-1.0]))
-    assert found.loss.item() == pytest.approx(-1.5 * 1.1)
-    assert gradient(found, policy) == pytest.approx([-1.5 * 1.1])
-
-
 def test_ratio_to_the_behavior_policy_clips_in_the_first_mini_batch_too() -> None:
     """Learner and sampler differ before the first step: taking one for the other clips nothing."""
     policy = torch.tensor([-1.0 + math.log(1.5), -1.0], requires_grad=True)
