@@ -78,11 +78,22 @@ class Row:
 def surprises(rows: Sequence[Row], *, is_interactive: bool) -> Iterator[str]:
     """Yields a line for each oddity of `rows`; tasks with several turns may begin alike."""
     known = [row for row in rows if row.right]
-    blank = [row for row in rows if row.said and not row.text.strip() and not row.has_images]
+    shown = [row for row in rows if row.said and not row.has_images]
+    blank = [row for row in shown if not row.text.strip()]
+    first: dict[str, Row] = {}
+    pairs = [(first.setdefault(key_of(row.text), row), row) for row in shown]
+    differing = [pair for pair in pairs if key_of(pair[0].right) != key_of(pair[1].right)]
+    alike = [(one, other) for one, other in pairs if one.text != other.text]
     if blank:
         yield f"task {blank[0].index} begins without a text"
-    elif not is_interactive:
-        yield from _repeated(rows)
+    elif differing and not is_interactive:
+        one, other = differing[0]
+        what = f"tasks {one.index} and {other.index} ask the same, {quoted(one.prompt)}, with"
+        yield f"{what} the answers {quoted(one.right)} and {quoted(other.right)}"
+    elif alike and not is_interactive:
+        one, other = alike[0]
+        what = f"{of(len(alike), len(rows))} ask what another one asks but for spaces and case"
+        yield f"{what}, such as tasks {one.index} and {other.index}, {quoted(one.prompt)}"
     if len(known) >= _SEVERAL and len({row.right for row in known}) == 1:
         yield f"the right answer is the same in all {len(known)} tasks: {quoted(known[0].right)}"
     longest = sorted(known, key=lambda row: len(row.answer))
@@ -101,21 +112,6 @@ def surprises(rows: Sequence[Row], *, is_interactive: bool) -> Iterator[str]:
     if known and len(known) < len(rows):
         lacking = [row.index for row in rows if not row.right]
         yield f"{of(len(lacking), len(rows))}, such as task {lacking[0]}, have no right answer"
-
-
-def _repeated(rows: Sequence[Row]) -> Iterator[str]:
-    first: dict[str, Row] = {}
-    shown = [row for row in rows if row.said and not row.has_images]
-    pairs = [(first.setdefault(key_of(row.text), row), row) for row in shown]
-    for one, other in pairs:
-        if key_of(one.right) != key_of(other.right):
-            what = f"tasks {one.index} and {other.index} ask the same, {quoted(one.prompt)}, with"
-            yield f"{what} the answers {quoted(one.right)} and {quoted(other.right)}"
-            return
-    alike = [(one, other) for one, other in pairs if one.text != other.text]
-    for one, other in alike[:1]:
-        what = f"{of(len(alike), len(rows))} ask what another one asks but for spaces and case"
-        yield f"{what}, such as tasks {one.index} and {other.index}, {quoted(one.prompt)}"
 
 
 def _odd(rows: Sequence[Row]) -> Iterator[str]:

@@ -99,7 +99,14 @@ class EpisodeHost:
         try:
             match command.WhichOneof("command"):
                 case "load":
-                    message.loaded.CopyFrom(self._load(command.load.spec))
+                    if (spec := command.load.spec).reference:
+                        given = spec.reference, spec.args_json, spec.search_path
+                        self._environment = load_environment(*given)
+                        self._tasks = _task_source(self._environment)
+                    if self._tasks is None:
+                        raise _misused("the environment has no reference")
+                    loaded = pb.Loaded(num_tasks=self._tasks.num_tasks, digest=self.digest())
+                    message.loaded.CopyFrom(loaded)
                 case "reset":
                     message.observation.CopyFrom(await self._reset(command.reset))
                 case "step":
@@ -123,7 +130,12 @@ class EpisodeHost:
                     await self._close(command.close.episode_key)
                     message.pong.SetInParent()
                 case "ping":
-                    message.pong.place = self._place(command.ping.episode_key)
+                    key = command.ping.episode_key
+                    message.pong.place = self.agent_place(key)
+                    pinged = self._episodes.get(key)
+                    # Between two calls of an agent nothing runs for it here.
+                    if pinged is not None and pinged.running and not message.pong.place:
+                        message.pong.place = awaited_place(pinged.running)
                 case unknown:
                     raise _misused(f"unknown command {unknown}")
         except EnvironmentFailed as error:
@@ -133,21 +145,22 @@ class EpisodeHost:
 
     async def close_all(self) -> None:
         """Closes every open episode within 5 s; reports failures only on stderr."""
+
+        async def close(key: str) -> None:
+            try:
+                await self._close(key)
+            except EnvironmentFailed as error:
+                print(f"closing an episode: {error}", file=sys.stderr)
+
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                await asyncio.gather(*(self._close_loudly(key) for key in self._episodes))
+                await asyncio.gather(*map(close, self._episodes))
         except TimeoutError:
             print(f"episodes did not close within {CLOSE_TIMEOUT_S:g} s", file=sys.stderr)
         self._episodes.clear()
         gateway, self._gateway = self._gateway, None
         if gateway is not None:
             await gateway.close()
-
-    async def _close_loudly(self, key: str) -> None:
-        try:
-            await self._close(key)
-        except EnvironmentFailed as error:
-            print(f"closing an episode: {error}", file=sys.stderr)
 
     def environment_of(self, key: str) -> AnyEnvironment:
         """Returns the copy of the environment that plays the open episode `key`."""
@@ -163,23 +176,6 @@ class EpisodeHost:
         """Returns the line of code where the agent of episode `key` is, or "" if unknown."""
         episode = self._episodes.get(key)
         return "" if episode is None or episode.agent is None else episode.agent.place()
-
-    def _place(self, key: str) -> str:
-        """Returns the line of code where episode `key` is, or "" if none of its code runs now."""
-        episode = self._episodes.get(key)
-        if episode is None:
-            return ""
-        # Between two calls of an agent nothing runs for it here.
-        running = episode.running
-        return self.agent_place(key) or (awaited_place(running) if running is not None else "")
-
-    def _load(self, spec: pb.EnvironmentSpec) -> pb.Loaded:
-        if spec.reference:
-            self._environment = load_environment(spec.reference, spec.args_json, spec.search_path)
-            self._tasks = _task_source(self._environment)
-        if self._tasks is None:
-            raise _misused("the environment has no reference")
-        return pb.Loaded(num_tasks=self._tasks.num_tasks, digest=self.digest())
 
     async def _reset(self, command: pb.ResetCommand) -> pb.Observation:
         if self._environment is None or self._tasks is None:

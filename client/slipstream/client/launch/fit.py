@@ -12,7 +12,7 @@ from pathlib import Path
 
 from slipstream.client.launch.findings import Finding, Scene, advice, ok, problem
 from slipstream.client.launch.machine import GIB
-from slipstream.client.launch.placement import Share, fit_here, uses_gpus
+from slipstream.client.launch.placement import fit_here, uses_gpus
 from slipstream.core.configuration.roles import role_settings
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.description import free_memory
@@ -173,7 +173,16 @@ def check_fit(scene: Scene) -> Iterator[Finding]:
         return
     if not placement.learner:
         if not placement.servers:
-            yield _main_memory(config, share, needs)
+            workers, ranks = config.rollout_server.tensor_parallel_size, len(share.ranks)
+            engine = workers * (cpu_cache_bytes(config) + needs.worker_bytes) / GIB + ENGINE_GIB
+            needed = ranks * (needs.rank_bytes / GIB + RANK_GIB) + share.servers * engine
+            free = free_memory()[0] / GIB
+            seen = f"about {needed:.1f} GiB (trainer ranks: {ranks}, "
+            seen += f"rollout servers: {share.servers})"
+            remedy = "lower sampling.max_episode_tokens, rollout_server.count or "
+            remedy += "learner.world_size, or take a smaller model"
+            lacking = advice(f"{seen}, {free:.1f} GiB are free", remedy, area="main memory")
+            yield ok(seen, area="main memory") if needed <= free else lacking
         return
     gpus = list_gpus()
     own = [find_gpu(name, gpus) for name in placement.learner]
@@ -202,23 +211,6 @@ def check_fit(scene: Scene) -> Iterator[Finding]:
     )
     too_much = needs.worker_bytes > WEIGHT_SHARE * engine
     yield problem(seen, remedy, area=area) if too_much else ok(seen, area=area)
-
-
-def _main_memory(config: Config, share: Share, needs: Needs) -> Finding:
-    workers, area = config.rollout_server.tensor_parallel_size, "main memory"
-    engine = workers * (cpu_cache_bytes(config) + needs.worker_bytes) / GIB
-    ranks, servers = len(share.ranks), share.servers
-    needed = ranks * (needs.rank_bytes / GIB + RANK_GIB) + servers * (engine + ENGINE_GIB)
-    free = free_memory()[0] / GIB
-    seen = f"about {needed:.1f} GiB (trainer ranks: {ranks}, rollout servers: {servers})"
-    if needed <= free:
-        return ok(seen, area=area)
-    return advice(
-        f"{seen}, {free:.1f} GiB are free",
-        "lower sampling.max_episode_tokens, rollout_server.count or learner.world_size, or take a "
-        "smaller model",
-        area=area,
-    )
 
 
 def check_disk(scene: Scene) -> Finding:
