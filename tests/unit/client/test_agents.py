@@ -117,19 +117,6 @@ async def test_an_async_agent_talks_through_openais_client_and_is_scored() -> No
     assert not names & {"authorization", "x-api-key", "cookie"}
 
 
-async def test_a_plain_agent_blocks_in_a_thread_of_its_own() -> None:
-    class Blocks(Agent):
-        def run(self, task, endpoint):
-            with openai.OpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key) as client:
-                messages = [{"role": "user", "content": task}]
-                reply = client.chat.completions.create(model="m", messages=messages)
-            assert threading.current_thread() is not threading.main_thread()
-            return reply.choices[0].message.content == "ONE"
-
-    _, answer = await played(Blocks())
-    assert answer.agent_result.reward == 1.0
-
-
 async def test_parts_of_a_streamed_reply_pass_as_they_come() -> None:
     went_on = asyncio.Event()
 

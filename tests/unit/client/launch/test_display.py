@@ -83,16 +83,33 @@ def test_a_run_that_may_not_go_on_does_not_say_so(tmp_path: Path) -> None:
     assert text.endswith("\n  stopped at version 3 of 10\n")
 
 
-def test_suspended_environments_are_in_the_table(tmp_path: Path) -> None:
-    _, text = shown(config_of(tmp_path), suspended_environments={"a": "KeyError", "b": "x"})
-    assert "suspended            a: KeyError\n  suspended            b: x\n" in text
+HELD_OUT = {"reward_heldout_first": 0.25, "reward_heldout_first_step": 0}
+LEDGER = dict.fromkeys(SUMMARY["ledger"], 0)
+LEDGER |= {"generated": 10, "trained": 5, "queued": 3, "in_flight": 2}
+ROWS: list[tuple[dict[str, object], str]] = [
+    ({}, "time of the trainer  training 70%\n"),
+    ({}, "time of the servers  sampling 50%\n"),
+    ({}, "publishes            3 since the last start, 1 probe compared\n"),
+    (
+        {"suspended_environments": {"a": "KeyError", "b": "x"}},
+        "suspended            a: KeyError\n  suspended            b: x\n",
+    ),
+    # One round of evaluation is no progress.
+    (
+        HELD_OUT | {"reward_heldout": 0.25, "reward_heldout_step": 0},
+        "reward held out      0.250 at version 0\n",
+    ),
+    (
+        HELD_OUT | {"reward_heldout": 0.375, "reward_heldout_step": 10},
+        "reward held out      0.250 at version 0, 0.375 at version 10\n",
+    ),
+    ({"ledger": LEDGER}, "10 = trained 5, queued 3, in flight 2; difference 0"),
+]
 
 
-def test_a_run_shows_where_its_time_went(tmp_path: Path) -> None:
-    _, text = shown(config_of(tmp_path))
-    assert "time of the trainer  training 70%\n" in text
-    assert "time of the servers  sampling 50%\n" in text
-    assert "publishes            3 since the last start, 1 probe compared\n" in text
+@pytest.mark.parametrize(("changes", "row"), ROWS)
+def test_the_table_has_rows_of_what_there_is(changes, row, tmp_path: Path) -> None:
+    assert row in shown(config_of(tmp_path), **changes)[1]
 
 
 def test_a_run_says_what_it_loads_and_where_servers_of_other_commands_join(tmp_path: Path) -> None:
@@ -100,14 +117,6 @@ def test_a_run_says_what_it_loads_and_where_servers_of_other_commands_join(tmp_p
     begin = "loading model into 1 trainer rank"
     assert loading_line(config, 2) == f"{begin} and 2 rollout servers; that takes a while"
     assert loading_line(config, 0) == f"{begin}; rollout servers join at 127.0.0.1:0"
-
-
-def test_one_round_of_evaluation_is_no_progress(tmp_path: Path) -> None:
-    first = {"reward_heldout_first": 0.25, "reward_heldout_first_step": 0}
-    _, text = shown(config_of(tmp_path), reward_heldout=0.25, reward_heldout_step=0, **first)
-    assert "reward held out      0.250 at version 0\n" in text
-    _, text = shown(config_of(tmp_path), reward_heldout=0.375, reward_heldout_step=10, **first)
-    assert "reward held out      0.250 at version 0, 0.375 at version 10\n" in text
 
 
 def test_a_cause_of_failure_is_shown_once_and_at_once(tmp_path: Path) -> None:
@@ -148,10 +157,3 @@ def test_fast_steps_are_shown_now_and_then_and_the_last_one_always(tmp_path: Pat
         for event in events:
             display.show(event)
         assert re.findall(r"step (\d)/3", out.getvalue()) == [str(step) for step in shown_steps]
-
-
-def test_the_fates_of_a_run_that_goes_on_add_up(tmp_path: Path) -> None:
-    ledger = dict.fromkeys(SUMMARY["ledger"], 0)
-    ledger |= {"generated": 10, "trained": 5, "queued": 3, "in_flight": 2}
-    _, text = shown(config_of(tmp_path), ledger=ledger)
-    assert "10 = trained 5, queued 3, in flight 2; difference 0" in text
